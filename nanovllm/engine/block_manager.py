@@ -1,0 +1,168 @@
+"""Hands out KV-cache blocks and remembers what they hold. Counts and hashes; no tensors."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+import numpy as np
+import xxhash
+
+from nanovllm.engine.sequence import Sequence
+
+
+class Block:
+    """One physical block: ``block_size`` consecutive token slots of every layer's KV cache.
+
+    A block is open (``hash`` is None: filled by the one sequence that holds it) or sealed
+    (full, hashed, shareable). A freed block keeps its content until it is handed out again.
+    """
+
+    __slots__ = ("block_id", "hash", "ref_count", "token_ids")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.hash: int | None = None
+        self.token_ids: list[int] = []
+
+    def update(self, hash: int, token_ids: list[int]) -> None:
+        """Seals the block with its content."""
+        self.hash = hash
+        self.token_ids = token_ids
+
+    def reset(self) -> None:
+        """Makes it an empty open block with one owner."""
+        self.ref_count = 1
+        self.hash = None
+        self.token_ids = []
+
+
+class BlockManager:
+    """Owner of all blocks: each is either free (queued by age) or used (reference-counted).
+
+    The prefix cache follows vLLM's: a full block's hash covers its tokens and the hash of the
+    block before it, so equal hashes mean equal prefixes. Every operation is O(1) per block.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
+    ) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.blocks = [Block(i) for i in range(num_blocks)]
+        self.hash_to_block_id: dict[int, int] = {}
+        # Least recently freed first. Ordered, with O(1) removal from the middle for cache hits.
+        self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.used_block_ids: set[int] = set()
+
+    @staticmethod
+    def compute_hash(token_ids: list[int], prefix: int | None = None) -> int:
+        """xxh64 of the previous block's hash (8 bytes, little endian; absent for a first
+        block) followed by the token ids (8 bytes each, little endian)."""
+        h = xxhash.xxh64()
+        if prefix is not None:
+            h.update(prefix.to_bytes(8, "little"))
+        h.update(np.asarray(token_ids, dtype="<i8").tobytes())
+        return h.intdigest()
+
+    def can_allocate(self, seq: Sequence, num_spare_blocks: int = 0) -> bool:
+        """Whether all of a waiting sequence's blocks can be had, with some left to spare."""
+        hits = sum(block_id in self.used_block_ids for block_id in self._cached_prefix(seq))
+        return seq.num_blocks - hits + num_spare_blocks <= len(self.free_block_ids)
+
+    def allocate(self, seq: Sequence) -> None:
+        """Gives a waiting sequence blocks for all its tokens, its cached prefix first.
+
+        Sets ``num_cached_tokens`` to what the cache already holds.
+        """
+        assert not seq.block_table
+        prefix = self._cached_prefix(seq)
+        for block_id in prefix:
+            if block_id in self.used_block_ids:
+                self.blocks[block_id].ref_count += 1
+            else:
+                del self.free_block_ids[block_id]
+                self.used_block_ids.add(block_id)
+                self.blocks[block_id].ref_count = 1
+        seq.block_table = prefix
+        seq.num_cached_tokens = len(prefix) * self.block_size
+        while len(seq.block_table) < seq.num_blocks:
+            seq.block_table.append(self._open_block())
+
+    def can_append(self, seq: Sequence) -> bool:
+        """Whether the sequence's last token has a slot, or a block is free to open one."""
+        return len(seq.block_table) >= seq.num_blocks or bool(self.free_block_ids)
+
+    def may_append(self, seq: Sequence) -> None:
+        """Opens a block if the sequence's last token is the first of one."""
+        if len(seq.block_table) < seq.num_blocks:
+            seq.block_table.append(self._open_block())
+
+    def seal(self, seq: Sequence, start: int, end: int) -> None:
+        """Registers the blocks that computing tokens [start, end) has filled (or is about to
+        fill, in a step that runs before any step that reads them)."""
+        if not self.enable_prefix_caching:
+            return
+        for i in range(start // self.block_size, end // self.block_size):
+            block = self.blocks[seq.block_table[i]]
+            if block.hash is None:
+                block.update(self._hash(seq, i), seq.block(i))
+                # An equal block that is already registered stays the one to share.
+                self.hash_to_block_id.setdefault(self._hash(seq, i), block.block_id)
+
+    def deallocate(self, seq: Sequence) -> None:
+        """Takes the sequence's blocks back, last to first, so a prefix outlives its tails."""
+        for block_id in reversed(seq.block_table):
+            block = self.blocks[block_id]
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self.used_block_ids.remove(block_id)
+                self.free_block_ids[block_id] = None
+        seq.block_table = []
+        seq.num_cached_tokens = 0
+
+    def check_invariants(self, holders: Iterable[Sequence]) -> None:
+        """Asserts that the books agree with the block tables of all sequences that hold any."""
+        holders = list(holders)
+        refs = Counter(block_id for seq in holders for block_id in seq.block_table)
+        free, used = set(self.free_block_ids), self.used_block_ids
+        assert not free & used and free | used == set(range(len(self.blocks)))
+        assert used == set(refs)
+        for block in self.blocks:
+            assert block.ref_count == refs[block.block_id]
+            assert block.hash is not None or block.ref_count <= 1, "an open block is shared"
+            assert (block.hash is None) == (not block.token_ids)
+        for hash_, block_id in self.hash_to_block_id.items():
+            assert self.blocks[block_id].hash == hash_, "a stale hash entry"
+        for seq in holders:
+            assert len(set(seq.block_table)) == len(seq.block_table)
+            for i, block_id in enumerate(seq.block_table):
+                block = self.blocks[block_id]
+                assert block.hash is None or block.token_ids == seq.block(i)
+
+    def _cached_prefix(self, seq: Sequence) -> list[int]:
+        """Blocks that hold the sequence's longest cached prefix; the first miss ends it."""
+        block_ids: list[int] = []
+        if not self.enable_prefix_caching:
+            return block_ids
+        for i in range(len(seq) // self.block_size):
+            block_id = self.hash_to_block_id.get(self._hash(seq, i))
+            if block_id is None or self.blocks[block_id].token_ids != seq.block(i):
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def _hash(self, seq: Sequence, i: int) -> int:
+        """Chain hash of full block i; each is computed once in a sequence's life."""
+        while len(seq.block_hashes) <= i:
+            prefix = seq.block_hashes[-1] if seq.block_hashes else None
+            seq.block_hashes.append(self.compute_hash(seq.block(len(seq.block_hashes)), prefix))
+        return seq.block_hashes[i]
+
+    def _open_block(self) -> int:
+        block_id, _ = self.free_block_ids.popitem(last=False)
+        block = self.blocks[block_id]
+        if block.hash is not None and self.hash_to_block_id.get(block.hash) == block_id:
+            del self.hash_to_block_id[block.hash]
+        block.reset()
+        self.used_block_ids.add(block_id)
+        return block_id

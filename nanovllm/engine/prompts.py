@@ -1,0 +1,116 @@
+"""Prompts in, text out: the tokenizer's side of the engine, in batches off the hot loop."""
+
+from collections.abc import Sequence as Seq
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Prompt: TypeAlias = str | Seq[int] | dict[str, Any]
+
+
+def as_prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    """Several prompts as they are; a lone one (string, token ids, dict) in a list."""
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise TypeError(f"prompts must be a prompt or a list of them, got {_name(prompts)}")
+    if prompts and all(_is_int(item) for item in prompts):
+        return [prompts]
+    return list(prompts)
+
+
+class PromptEncoder:
+    """Checks and tokenises prompts, and detokenises completions.
+
+    Args:
+        tokenizer: a transformers tokenizer; None allows token ids only.
+        vocab_size: token ids are in [0, vocab_size).
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+
+    def encode(self, prompts: Seq[Prompt]) -> tuple[list[str | None], list[list[int]]]:
+        """The text (None if it came as token ids) and the token ids of each prompt.
+
+        Raises:
+            TypeError, ValueError: for a bad prompt, naming its index.
+        """
+        texts: list[str | None] = []
+        token_ids: list[list[int]] = []
+        for i, prompt in enumerate(prompts):
+            try:
+                text, ids = self._read(prompt)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"prompts[{i}]: {error}") from None
+            texts.append(text)
+            token_ids.append(ids)
+        with_text = [i for i, text in enumerate(texts) if text is not None]
+        encoded = self._tokenize([texts[i] or "" for i in with_text])
+        for i, ids in zip(with_text, encoded, strict=True):
+            token_ids[i] = ids
+        return texts, token_ids
+
+    def decode(self, completions: list[list[int]]) -> list[str]:
+        """Text without special tokens; empty strings where there is no tokenizer."""
+        if self.tokenizer is None:
+            return [""] * len(completions)
+        return self.tokenizer.batch_decode(
+            completions, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, dict):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), self._check_ids(prompt["prompt_token_ids"])
+            if "prompt" not in prompt:
+                raise ValueError("a dict prompt needs 'prompt_token_ids' or 'prompt'")
+            prompt = prompt["prompt"]
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("this model has no tokenizer: give the prompt as token ids")
+            return prompt, []
+        return None, self._check_ids(prompt)
+
+    def _check_ids(self, ids: Any) -> list[int]:
+        if not isinstance(ids, (list, tuple)):
+            raise TypeError(
+                f"a prompt is a string, a list of token ids or a dict, not {_name(ids)}"
+            )
+        if not ids:
+            return []
+        for token_id in ids:
+            if not _is_int(token_id):
+                raise TypeError(f"token ids must be ints, got {token_id!r}")
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self.vocab_size:
+            bad = low if low < 0 else high
+            raise ValueError(
+                f"token id {bad} is outside the vocabulary: ids are 0 to {self.vocab_size - 1}"
+            )
+        return [int(token_id) for token_id in ids]
+
+    def _tokenize(self, texts: list[str]) -> list[list[int]]:
+        """One batch for texts that need the tokenizer's BOS, one for those (from a chat
+        template) that spell it out already."""
+        if not texts:
+            return []
+        bos = self.tokenizer.bos_token
+        has_bos = [bos is not None and text.startswith(bos) for text in texts]
+        out: list[list[int]] = [[]] * len(texts)
+        for spelled_out in (False, True):
+            rows = [i for i, flag in enumerate(has_bos) if flag is spelled_out]
+            if rows:
+                batch = self.tokenizer([texts[i] for i in rows], add_special_tokens=not spelled_out)
+                for i, ids in zip(rows, batch["input_ids"], strict=True):
+                    out[i] = ids
+        return out
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _name(value: Any) -> str:
+    return type(value).__name__

@@ -1,0 +1,191 @@
+"""Decides who runs next. Counts tokens and blocks; never touches a tensor."""
+
+from collections import deque
+from collections.abc import Iterable
+
+from nanovllm.engine.batch import Batch, ScheduledSequence
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+
+
+class Scheduler:
+    """Continuous batching over two queues.
+
+    Prompts are admitted first come, first served, and prefilled before anyone decodes, in
+    chunks where the token budget is short. When decodes run out of blocks the youngest
+    running sequence is preempted: it goes back to the head of the queue and is recomputed.
+
+    Args:
+        num_blocks: KV blocks to hand out.
+        block_size: tokens per block.
+        max_num_seqs: most sequences resident at once.
+        max_num_batched_tokens: most tokens per step. Every resident decodes one token a step,
+            so it bounds residents too.
+        max_model_len: longest prompt + completion, in tokens.
+        eos_token_ids: tokens that end a sequence.
+        enable_prefix_caching: share the blocks of equal prefixes.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        eos_token_ids: Iterable[int] = (),
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        # A sequence that has the cache to itself must fit, or it could never finish.
+        self.max_len = min(max_model_len, num_blocks * block_size)
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.block_manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # oldest first
+        self.num_preemptions = 0
+
+    def is_finished(self) -> bool:
+        return not self.waiting and not self.running
+
+    def check_prompt_len(self, num_tokens: int) -> None:
+        """Raises ValueError for a prompt that could never run."""
+        if num_tokens < 1:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        if num_tokens >= self.max_len:
+            num_blocks, block_size = len(self.block_manager.blocks), self.block_manager.block_size
+            if self.max_len == num_blocks * block_size:
+                cause = (
+                    f"the KV cache ({num_blocks} blocks of {block_size}): "
+                    f"raise num_kvcache_blocks or gpu_memory_utilization"
+                )
+            else:
+                cause = "max_model_len: shorten the prompt or raise it"
+            raise ValueError(
+                f"the prompt has {num_tokens} tokens and needs room for at least one more, but "
+                f"a sequence is limited to {self.max_len} tokens by {cause}"
+            )
+
+    def add(self, seq: Sequence) -> None:
+        """Queues a request; refuses one that could never run with ValueError."""
+        self.check_prompt_len(len(seq))
+        self.waiting.append(seq)
+
+    def schedule(self) -> Batch:
+        """The next step. At least one sequence must be unfinished."""
+        return self._schedule_prefill() or self._schedule_decode()
+
+    def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
+        """Books a step that has run, with one new token per sampled item.
+
+        Returns the sequences that it finished, their blocks already freed.
+        """
+        sampled = batch.sampled
+        assert len(sampled) == len(token_ids)
+        for item in batch.items:
+            item.seq.num_cached_tokens = max(item.end, item.seq.num_cached_tokens)
+            self.block_manager.seal(item.seq, item.start, item.end)
+        finished = []
+        for item, token_id in zip(sampled, token_ids, strict=True):
+            seq = item.seq
+            seq.append_token(token_id)
+            seq.finish_reason = self._finish_reason(seq)
+            if seq.finish_reason:
+                seq.status = SequenceStatus.FINISHED
+                self.block_manager.deallocate(seq)
+                finished.append(seq)
+        if finished:
+            self.running = [seq for seq in self.running if not seq.is_finished]
+        return finished
+
+    def preempt(self, seq: Sequence) -> None:
+        """Frees a running sequence's blocks and puts it back at the head of the queue."""
+        self.running.remove(seq)
+        self.block_manager.deallocate(seq)
+        seq.status = SequenceStatus.WAITING
+        self.waiting.appendleft(seq)
+        self.num_preemptions += 1
+
+    def abort(self, seq: Sequence) -> None:
+        """Drops an unfinished sequence, between two steps."""
+        if seq.status is SequenceStatus.RUNNING:
+            self.running.remove(seq)
+            self.block_manager.deallocate(seq)
+        else:
+            self.waiting.remove(seq)
+        seq.status = SequenceStatus.FINISHED
+
+    def reset(self) -> None:
+        """Drops every sequence and the whole prefix cache, whatever state a step that was
+        interrupted has left them in."""
+        old = self.block_manager
+        self.block_manager = BlockManager(
+            len(old.blocks), old.block_size, old.enable_prefix_caching
+        )
+        self.waiting.clear()
+        self.running = []
+
+    def check_invariants(self) -> None:
+        """Asserts what holds between any two steps."""
+        assert len(self.running) <= self.max_num_seqs
+        assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
+        assert all(seq.status is SequenceStatus.WAITING for seq in self.waiting)
+        assert all(not seq.block_table for seq in self.waiting)
+        for seq in self.running:
+            assert len(seq.block_table) in (seq.num_blocks, seq.num_blocks - 1)
+            assert len(seq) < self.max_len
+        self.block_manager.check_invariants(self.running)
+
+    def _schedule_prefill(self) -> Batch | None:
+        """Prompt chunks within the token budget: of the prompt under way, then of new ones."""
+        items: list[ScheduledSequence] = []
+        budget = self.max_num_batched_tokens
+        # Admission stops where the budget ends, so only the youngest can be half prefilled.
+        if self.running and self.running[-1].num_uncached_tokens > 1:
+            items.append(self._prefill_chunk(self.running[-1], budget))
+            budget -= items[-1].num_tokens
+        while budget and self.waiting and self._can_admit(self.waiting[0]):
+            seq = self.waiting.popleft()
+            self.block_manager.allocate(seq)
+            seq.status = SequenceStatus.RUNNING
+            self.running.append(seq)
+            items.append(self._prefill_chunk(seq, budget))
+            budget -= items[-1].num_tokens
+        return Batch(tuple(items), is_prefill=True) if items else None
+
+    def _can_admit(self, seq: Sequence) -> bool:
+        # A spare block for each resident: enough for all to cross their next block boundary.
+        return len(self.running) < self.max_num_seqs and self.block_manager.can_allocate(
+            seq, num_spare_blocks=len(self.running)
+        )
+
+    def _prefill_chunk(self, seq: Sequence, budget: int) -> ScheduledSequence:
+        # The last token is computed even if it is cached: its logits are not.
+        start = min(seq.num_cached_tokens, len(seq) - 1)
+        end = min(start + budget, len(seq))
+        # Registered before it is computed, so that equal prompts of this step share it: a step
+        # stores the keys and values of all its tokens before it reads any.
+        self.block_manager.seal(seq, start, end)
+        return ScheduledSequence(seq, start, end, samples=end == len(seq))
+
+    def _schedule_decode(self) -> Batch:
+        items: list[ScheduledSequence] = []
+        while len(items) < len(self.running):
+            seq = self.running[len(items)]
+            if self.block_manager.can_append(seq):
+                self.block_manager.may_append(seq)
+                items.append(ScheduledSequence(seq, len(seq) - 1, len(seq), samples=True))
+            else:
+                self.preempt(self.running[-1])
+        assert items, "a lone sequence always fits: max_len is within the cache"
+        return Batch(tuple(items), is_prefill=False)
+
+    def _finish_reason(self, seq: Sequence) -> str | None:
+        params = seq.sampling_params
+        if seq.last_token in self.eos_token_ids and not params.ignore_eos:
+            return "stop"
+        if seq.num_completion_tokens == params.max_tokens or len(seq) >= self.max_len:
+            return "length"
+        return None

@@ -1,0 +1,83 @@
+"""Paged attention in plain PyTorch: for CPUs, and the reference for the other backends."""
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.utils.context import Context
+
+
+class TorchAttention:
+    """One scaled_dot_product_attention per sequence, over its gathered blocks."""
+
+    name = "torch"
+
+    def prefill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        context: Context,
+        scale: float,
+    ) -> torch.Tensor:
+        assert context.cu_seqlens_q is not None and context.cu_seqlens_k is not None
+        q_bounds, k_bounds = context.cu_seqlens_q.tolist(), context.cu_seqlens_k.tolist()
+        out = torch.empty_like(q)
+        for i in range(len(q_bounds) - 1):
+            start, end = q_bounds[i], q_bounds[i + 1]
+            len_k = k_bounds[i + 1] - k_bounds[i]
+            if context.block_tables is None:
+                keys, values = k[start:end], v[start:end]
+            else:
+                table = context.block_tables[i]
+                keys, values = _gather(k_cache, table, len_k), _gather(v_cache, table, len_k)
+            out[start:end] = _attend(q[start:end], keys, values, scale)
+        return out
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        context: Context,
+        scale: float,
+    ) -> torch.Tensor:
+        assert context.context_lens is not None and context.block_tables is not None
+        out = torch.empty_like(q)
+        for i, len_k in enumerate(context.context_lens.tolist()):
+            table = context.block_tables[i]
+            keys, values = _gather(k_cache, table, len_k), _gather(v_cache, table, len_k)
+            out[i : i + 1] = _attend(q[i : i + 1], keys, values, scale)
+        return out
+
+
+def _gather(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:
+    """The first ``length`` tokens of a sequence: [length, kv_heads, head_dim].
+
+    A single block is read where it lies; several are copied together.
+    """
+    num_blocks = -(-length // cache.size(1))
+    if num_blocks == 1:
+        return cache[block_table[0]][:length]
+    return cache[block_table[:num_blocks]].flatten(0, 1)[:length]
+
+
+def _attend(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Causal attention where q are the last tokens of keys: [len_q, heads, head_dim]."""
+    len_q, len_k = q.size(0), keys.size(0)
+    mask = None
+    if 1 < len_q < len_k:
+        mask = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril(len_k - len_q)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1).unsqueeze(0),
+        keys.transpose(0, 1).unsqueeze(0),
+        values.transpose(0, 1).unsqueeze(0),
+        attn_mask=mask,
+        is_causal=1 < len_q == len_k,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out.squeeze(0).transpose(0, 1)

@@ -1,0 +1,39 @@
+"""Attention over the paged KV cache: stores new keys and values, then calls the backend."""
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.attention_backend import AttentionBackend
+from nanovllm.kernels.kv_store import store_kvcache
+from nanovllm.utils.context import get_context
+
+__all__ = ["Attention", "store_kvcache"]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of one layer.
+
+    ``backend`` and the views ``k_cache`` and ``v_cache`` [blocks, block_size, kv_heads,
+    head_dim] are bound by the model runner; while the caches are empty (the memory-measuring
+    warm-up) nothing is stored.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, scale: float, num_kv_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.scale = scale
+        self.num_kv_heads = num_kv_heads
+        self.k_cache = self.v_cache = torch.empty(0)
+        self.backend: AttentionBackend | None = None
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q [N, num_heads, head_dim], k and v [N, num_kv_heads, head_dim] -> q's shape."""
+        context = get_context()
+        assert self.backend is not None, "no attention backend bound"
+        if self.k_cache.numel():
+            assert context.slot_mapping is not None
+            store_kvcache(k, v, self.k_cache, self.v_cache, context.slot_mapping)
+        if context.is_prefill:
+            return self.backend.prefill(q, k, v, self.k_cache, self.v_cache, context, self.scale)
+        return self.backend.decode(q, self.k_cache, self.v_cache, context, self.scale)

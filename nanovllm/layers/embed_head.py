@@ -1,0 +1,51 @@
+"""Token embedding and output head, the vocabulary split over the tensor-parallel ranks."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.utils.context import get_context
+from nanovllm.utils.distributed import get_tp_group
+from nanovllm.utils.loader import copy_weight
+from nanovllm.utils.math import divide
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Embedding rows [rank * V / ranks, (rank + 1) * V / ranks) on each rank."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
+        super().__init__()
+        self.tp = get_tp_group()
+        self.num_embeddings_per_rank = divide(num_embeddings, self.tp.size)
+        self.vocab_start = self.tp.rank * self.num_embeddings_per_rank
+        self.weight = nn.Parameter(torch.empty(self.num_embeddings_per_rank, embedding_dim))
+        self.weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
+
+    def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        size = divide(loaded_weight.size(0), self.tp.size)
+        copy_weight(param.data, loaded_weight.narrow(0, self.tp.rank * size, size))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [N] -> [N, embedding_dim]."""
+        if self.tp.size == 1:
+            return F.embedding(input_ids, self.weight)
+        local = input_ids - self.vocab_start
+        mask = (local >= 0) & (local < self.num_embeddings_per_rank)
+        rows = F.embedding(local * mask, self.weight)
+        return self.tp.all_reduce(rows * mask.unsqueeze(-1))
+
+
+class ParallelLMHead(VocabParallelEmbedding):
+    """Logits of the positions that the step samples, gathered on rank 0."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: torch.Tensor
+    ) -> torch.Tensor | None:
+        """[N, embedding_dim] -> [num_sampled, vocabulary] on rank 0, None elsewhere."""
+        indices = get_context().logits_indices
+        if indices is not None:
+            hidden_states = hidden_states[indices]
+        parts = self.tp.gather(F.linear(hidden_states, self.weight))
+        if parts is None:
+            return None
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)

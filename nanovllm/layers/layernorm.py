@@ -1,0 +1,30 @@
+"""Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+
+import torch
+from torch import nn
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, computed in fp32; inputs stay as they are.
+
+    With a residual it adds first and returns (norm of the sum, the sum): the pre-norm
+    transformer's residual stream in one call.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            return self._norm(x)
+        total = x + residual
+        return self._norm(total), total
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        x32 = x.float()
+        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True).add_(self.eps))
+        return (x32 * scale).to(x.dtype) * self.weight

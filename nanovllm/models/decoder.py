@@ -1,0 +1,165 @@
+"""The decoder-only transformer that all served models are: pre-norm, rotary, gated MLP.
+
+What they differ in are flags of ModelConfig. Each layer's projections are packed into four
+matrix products (qkv, o, gate-up, down), split over the tensor-parallel ranks by heads and by
+MLP columns. N is the step's number of new tokens, of all sequences end to end.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.utils.distributed import get_tp_group
+from nanovllm.utils.math import divide
+
+
+class DecoderAttention(nn.Module):
+    """Self-attention: project, normalise q and k per head (``qk_norm``), rotate, attend."""
+
+    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding) -> None:
+        super().__init__()
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.num_heads = divide(heads, get_tp_group().size)
+        self.num_kv_heads = divide(kv_heads, get_tp_group().size)
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, self.head_dim, heads, kv_heads, bias=config.qkv_bias
+        )
+        self.o_proj = RowParallelLinear(
+            heads * self.head_dim, config.hidden_size, bias=config.o_bias
+        )
+        self.rotary_emb = rotary_emb
+        self.attn = Attention(self.num_heads, self.head_dim, self.head_dim**-0.5, self.num_kv_heads)
+        self.qk_norm = config.qk_norm
+        if config.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rotary_emb(positions, q, k)
+        return self.o_proj(self.attn(q, k, v).flatten(1))
+
+
+class DecoderMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)): SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], config.mlp_bias)
+        self.down_proj = RowParallelLinear(inner, hidden, bias=config.mlp_bias)
+        self.act_fn = SiluAndMul()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm that also adds what came before to the residual."""
+
+    attention_class: type[DecoderAttention] = DecoderAttention
+    mlp_class: type[DecoderMLP] = DecoderMLP
+
+    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding) -> None:
+        super().__init__()
+        self.self_attn = self.attention_class(config, rotary_emb)
+        self.mlp = self.mlp_class(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(positions, hidden_states)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class DecoderModel(nn.Module):
+    """Embedding, layers, final norm: int64 [N] token ids and positions -> [N, hidden_size]."""
+
+    layer_class: type[DecoderLayer] = DecoderLayer
+
+    def __init__(self, config: ModelConfig, max_position: int) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        rotary_emb = get_rope(config.head_dim, max_position, config.rope)
+        self.layers = nn.ModuleList(
+            self.layer_class(config, rotary_emb) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden_states = self.embed_tokens(input_ids)
+        residual = None
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual)
+        hidden_states, _ = self.norm(hidden_states, residual)
+        return hidden_states
+
+
+class DecoderForCausalLM(nn.Module):
+    """A decoder and its output head, tied to the embedding or not.
+
+    Args:
+        config: the checkpoint's facts.
+        max_position: positions to serve; the rotary cache covers [0, max_position).
+    """
+
+    model_class: type[DecoderModel] = DecoderModel
+    packed_modules_mapping: ClassVar[dict[str, tuple[str, str | int]]] = {
+        "q_proj": ("qkv_proj", "q"),
+        "k_proj": ("qkv_proj", "k"),
+        "v_proj": ("qkv_proj", "v"),
+        "gate_proj": ("gate_up_proj", 0),
+        "up_proj": ("gate_up_proj", 1),
+    }
+
+    @staticmethod
+    def config_flags(attention_bias: bool, mlp_bias: bool) -> dict[str, bool]:
+        """The architecture's ModelConfig flags, given the biases that its config states."""
+        raise NotImplementedError
+
+    def __init__(self, config: ModelConfig, max_position: int) -> None:
+        super().__init__()
+        self.config = config
+        self.model = self.model_class(config, max_position)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids, positions)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """[N, hidden_size] -> [num_sampled, vocab_size] on rank 0, None on the others."""
+        return self.lm_head(hidden_states)
+
+    def is_redundant_weight(self, name: str) -> bool:
+        """Checkpoint tensors that repeat what the config or another tensor says."""
+        tied_head = self.config.tie_word_embeddings and name == "lm_head.weight"
+        return tied_head or name.endswith("rotary_emb.inv_freq")

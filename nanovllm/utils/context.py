@@ -1,0 +1,63 @@
+"""The metadata of the step that is running, where attention layers and the head find it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """One step over ``num_seqs`` sequences and N new tokens in all.
+
+    Attributes:
+        is_prefill: any number of new tokens per sequence; otherwise exactly one each.
+        slot_mapping: int64 [N], KV-cache slot of each new token (block id x block_size +
+            offset); -1 is not stored.
+        block_tables: int32 [num_seqs, max_blocks], padded with 0; None for a prefill that
+            reads no cached keys.
+        cu_seqlens_q: int32 [num_seqs + 1], cumulative counts of new tokens (prefill).
+        cu_seqlens_k: int32 [num_seqs + 1], cumulative context lengths (prefill).
+        max_seqlen_q: most new tokens of a sequence (prefill).
+        max_seqlen_k: longest context of a sequence.
+        context_lens: int32 [num_seqs], tokens to attend to, the new one included (decode).
+        logits_indices: int64, rows of the hidden states that need logits; None for all.
+    """
+
+    is_prefill: bool = False
+    slot_mapping: torch.Tensor | None = None
+    block_tables: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    context_lens: torch.Tensor | None = None
+    logits_indices: torch.Tensor | None = None
+
+
+_EMPTY = Context()
+_context: ContextVar[Context] = ContextVar("nanovllm_step", default=_EMPTY)
+
+
+def get_context() -> Context:
+    return _context.get()
+
+
+def set_context(context: Context) -> None:
+    _context.set(context)
+
+
+def reset_context() -> None:
+    _context.set(_EMPTY)
+
+
+@contextmanager
+def step_context(context: Context) -> Iterator[None]:
+    """Makes ``context`` current for one forward pass, also if that raises."""
+    set_context(context)
+    try:
+        yield
+    finally:
+        reset_context()

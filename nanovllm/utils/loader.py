@@ -1,0 +1,92 @@
+"""Moves checkpoint tensors into a model's parameters, and accounts for every one of them."""
+
+from collections.abc import Iterable
+from typing import ClassVar, Protocol
+
+import torch
+from torch import nn
+
+
+def default_weight_loader(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+    """Copies a whole tensor into a parameter of the same shape."""
+    copy_weight(param.data, loaded_weight)
+
+
+def copy_weight(target: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+    """Copies, converting dtype and device; refuses to broadcast or to convert integers.
+
+    Raises:
+        ValueError: another shape than the target's, or not floating point.
+    """
+    if target.shape != loaded_weight.shape:
+        raise ValueError(
+            f"the model needs shape {list(target.shape)}, the checkpoint has "
+            f"{list(loaded_weight.shape)}"
+        )
+    if not loaded_weight.is_floating_point():
+        raise ValueError(f"dtype {loaded_weight.dtype} is not served (quantised checkpoint?)")
+    target.copy_(loaded_weight)
+
+
+class LoadableModel(Protocol):
+    """What ``load_model`` asks of a model besides its parameters."""
+
+    packed_modules_mapping: ClassVar[dict[str, tuple[str, str | int]]]
+
+    def is_redundant_weight(self, name: str) -> bool: ...
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
+
+
+def load_model(model: LoadableModel, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Streams (name, tensor) pairs into the model.
+
+    A parameter's own ``weight_loader(param, tensor[, shard_id])`` places what it is given.
+    ``model.packed_modules_mapping`` sends a checkpoint module to a shard of a packed one:
+    ``{"q_proj": ("qkv_proj", "q"), ...}``. ``model.is_redundant_weight(name)`` says which
+    names may be left over.
+
+    Raises:
+        ValueError: a tensor that fits no parameter, comes twice or has the wrong shape; or a
+            parameter that nothing filled. The message names them.
+    """
+    mapping = model.packed_modules_mapping
+    shards: dict[str, set[str]] = {}
+    for source, (target, _) in mapping.items():
+        shards.setdefault(target, set()).add(source)
+    # What has to come, by the checkpoint's names: a packed parameter waits for each of its parts.
+    expected: dict[str, tuple[nn.Parameter, tuple[str | int, ...]]] = {}
+    for name, param in model.named_parameters():
+        module, _, kind = name.rpartition(".")
+        parent, _, leaf = module.rpartition(".")
+        for source in shards.get(leaf, ()):
+            expected[f"{parent}.{source}.{kind}"] = (param, (mapping[source][1],))
+        if leaf not in shards:
+            expected[name] = (param, ())
+    missing, leftover = set(expected), []
+    for name, tensor in tensors:
+        if name not in expected:
+            if not model.is_redundant_weight(name):
+                leftover.append(name)
+            continue
+        if name not in missing:
+            raise ValueError(f"checkpoint tensor {name} comes twice")
+        missing.remove(name)
+        param, shard_id = expected[name]
+        try:
+            getattr(param, "weight_loader", default_weight_loader)(param, tensor, *shard_id)
+        except ValueError as error:
+            raise ValueError(f"checkpoint tensor {name}: {error}") from None
+    problems = []
+    if missing:
+        problems.append(f"lacks {_some(missing)}")
+    if leftover:
+        problems.append(f"has {_some(leftover)}, for which the model has no place")
+    if problems:
+        raise ValueError(f"the checkpoint does not fit its config: it {' and '.join(problems)}")
+
+
+def _some(names: Iterable[str], limit: int = 5) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

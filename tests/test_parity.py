@@ -1,0 +1,102 @@
+"""Greedy tokens equal transformers' on the same fp32 weights, however the work is cut up."""
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from nanovllm import LLM, SamplingParams
+from tests.tiny_models import VOCAB_SIZE, TinyModels
+
+MODELS = ["qwen3", "qwen3-tied", "llama", "llama-linear", "llama-bias", "qwen2", "mistral"]
+NUM_NEW_TOKENS = 64
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
+
+
+def ragged_prompts() -> list[list[int]]:
+    """32 prompts of 1 to 600 tokens; every fourth starts with the same 100 tokens."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = [1, 2, 15, 16, 17, 255, 256, 257, 600]
+    lengths += torch.randint(3, 600, (32 - len(lengths),), generator=generator).tolist()
+    shared = torch.randint(0, VOCAB_SIZE, (100,), generator=generator).tolist()
+    prompts = []
+    for i, length in enumerate(lengths):
+        prompt = torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
+        if i % 4 == 3:
+            prompt = (shared + prompt)[:600]
+        prompts.append(prompt)
+    return prompts
+
+
+PROMPTS = ragged_prompts()
+
+
+@torch.inference_mode()
+def transformers_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    """One prompt alone, with transformers' own KV cache; no padding, no generate()."""
+    ids, cache, out = torch.tensor([prompt]), None, []
+    for _ in range(num_tokens):
+        result = model(ids, past_key_values=cache, use_cache=True)
+        cache = result.past_key_values
+        ids = result.logits[:, -1:].argmax(-1)
+        out.append(int(ids))
+    return out
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_models: TinyModels):
+    """Transformers' tokens for PROMPTS, computed once a model."""
+    cache: dict[str, list[list[int]]] = {}
+
+    def compute(name: str) -> list[list[int]]:
+        if name not in cache:
+            model = tiny_models.load(name)
+            cache[name] = [transformers_greedy(model, p, NUM_NEW_TOKENS) for p in PROMPTS]
+        return cache[name]
+
+    return compute
+
+
+def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    return [out["token_ids"] for out in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="default"),
+        pytest.param({"kvcache_block_size": 16}, id="block16"),
+        pytest.param({"kvcache_block_size": 1}, id="block1"),
+        pytest.param({"enable_prefix_caching": False}, id="no-prefix-cache"),
+        pytest.param({"max_num_batched_tokens": 64}, id="chunked"),
+        pytest.param({"max_num_batched_tokens": 64, "kvcache_block_size": 16}, id="chunked-block16"),
+    ],
+)
+def test_tokens_equal_transformers(name, settings, tiny_models, expected):
+    with LLM(tiny_models.path(name), **settings) as llm:
+        assert generate(llm, PROMPTS) == expected(name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_survive_preemption(name, tiny_models, expected):
+    """42 blocks hold one long sequence; everything else waits its turn or is preempted."""
+    with LLM(tiny_models.path(name), kvcache_block_size=16, num_kvcache_blocks=42) as llm:
+        assert generate(llm, PROMPTS) == expected(name)
+        assert llm.scheduler.num_preemptions > 0
+        llm.scheduler.check_invariants()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_equal_one_prompt_at_a_time(name, tiny_models, expected):
+    with LLM(tiny_models.path(name), enable_prefix_caching=False) as llm:
+        assert [generate(llm, [prompt])[0] for prompt in PROMPTS[:12]] == expected(name)[:12]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_survive_prefix_cache_hits(name, tiny_models, expected):
+    """The second call finds every full block of the first one's prompts in the cache."""
+    with LLM(tiny_models.path(name), kvcache_block_size=16) as llm:
+        assert generate(llm, PROMPTS) == expected(name)
+        assert generate(llm, PROMPTS) == expected(name)
+        repeated = [PROMPTS[8]] * 6 + [PROMPTS[6]] * 6
+        assert generate(llm, repeated) == [expected(name)[8]] * 6 + [expected(name)[6]] * 6

@@ -1,0 +1,78 @@
+"""Tiny random-weight checkpoints, made by transformers: the oracle that the engine must match."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+VOCAB_SIZE = 512
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    # Large weights spread the logits, so that the argmax does not hang on rounding.
+    "initializer_range": 0.3,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "rope_theta": 10000.0,
+}
+CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
+    "qwen3": (Qwen3Config, {}),
+    "qwen3-tied": (Qwen3Config, {"tie_word_embeddings": True}),
+    "llama": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
+    "llama-linear": (
+        LlamaConfig,
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    ),
+    "llama-bias": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": (Qwen2Config, {}),
+    "mistral": (MistralConfig, {"sliding_window": None}),
+}
+
+
+@dataclass
+class TinyModels:
+    """Makes each checkpoint once, in its own folder under ``root``."""
+
+    root: Path
+
+    def path(self, name: str) -> Path:
+        """The checkpoint directory of one of CONFIGS."""
+        path = self.root / name
+        if not path.exists():
+            config_class, changes = CONFIGS[name]
+            self.build(config_class(**{**BASE, **changes})).save_pretrained(path)
+        return path
+
+    def load(self, name: str) -> PreTrainedModel:
+        """The same checkpoint in transformers, in fp32."""
+        return AutoModelForCausalLM.from_pretrained(self.path(name), dtype=torch.float32).eval()
+
+    @staticmethod
+    def build(config: Any) -> PreTrainedModel:
+        """A model with every weight random, biases and norms included."""
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if name.endswith("bias"):
+                    param.normal_(0, 0.1)
+                elif "norm" in name:
+                    param.uniform_(0.5, 1.5)
+        return model
