@@ -140,6 +140,13 @@ class LLMEngine:
             self._requests.clear()
         return self._make_outputs(requests)
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes. Raises ValueError while requests are unfinished."""
+        self._check_open()
+        if not self.is_finished():
+            raise ValueError("the prefix cache is in use: finish or abort the requests first")
+        self.scheduler.reset()
+
     def close(self) -> None:
         """Frees the model and the KV cache; the engine cannot be used again."""
         if self._closed:

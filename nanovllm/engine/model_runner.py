@@ -12,6 +12,8 @@ from nanovllm.engine.kv_cache import block_bytes, num_blocks_on_cpu
 from nanovllm.engine.model_inputs import ModelInputs
 from nanovllm.kernels.attention_backend import select_attention_backend
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.embed_head import ParallelLMHead
+from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.checkpoint import Checkpoint
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -87,10 +89,11 @@ class ModelRunner:
             num_blocks = num_blocks_on_cpu(
                 num_bytes, block_size, config.max_num_seqs, self.max_model_len
             )
+        # Not zeroed: no slot is read before it is written, and a CPU's pages stay unused till then.
         first = self.attention_layers[0]
         blocks = (len(self.attention_layers), num_blocks, block_size)
         heads = (first.num_kv_heads, first.head_dim)
-        self.kv_cache = torch.zeros(2, *blocks, *heads, dtype=self.dtype, device=self.device)
+        self.kv_cache = torch.empty(2, *blocks, *heads, dtype=self.dtype, device=self.device)
         for layer, k_cache, v_cache in zip(self.attention_layers, *self.kv_cache, strict=True):
             layer.k_cache, layer.v_cache = k_cache, v_cache
         return num_blocks
@@ -110,6 +113,9 @@ class ModelRunner:
                 fill_with_dummy_weights(model, self.config.seed)
             else:
                 load_model(model, checkpoint.tensors())
+            for module in model.modules():
+                if isinstance(module, (LinearBase, ParallelLMHead)):
+                    module.pack()
         return model.eval()
 
 

@@ -23,14 +23,15 @@ class TorchAttention:
     ) -> torch.Tensor:
         assert context.cu_seqlens_q is not None and context.cu_seqlens_k is not None
         q_bounds, k_bounds = context.cu_seqlens_q.tolist(), context.cu_seqlens_k.tolist()
+        tables = None if context.block_tables is None else context.block_tables.tolist()
         out = torch.empty_like(q)
         for i in range(len(q_bounds) - 1):
             start, end = q_bounds[i], q_bounds[i + 1]
             len_k = k_bounds[i + 1] - k_bounds[i]
-            if context.block_tables is None:
+            if tables is None:
                 keys, values = k[start:end], v[start:end]
             else:
-                table = context.block_tables[i]
+                table = tables[i]
                 keys, values = _gather(k_cache, table, len_k), _gather(v_cache, table, len_k)
             out[start:end] = _attend(q[start:end], keys, values, scale)
         return out
@@ -45,14 +46,29 @@ class TorchAttention:
     ) -> torch.Tensor:
         assert context.context_lens is not None and context.block_tables is not None
         out = torch.empty_like(q)
-        for i, len_k in enumerate(context.context_lens.tolist()):
-            table = context.block_tables[i]
+        # One token attends to all of its context, with no mask, so the query heads that share a
+        # KV head can stand as that many query tokens: fewer and larger products.
+        shape = (q.size(0), 1, k_cache.size(2), -1, q.size(2))
+        for q_i, out_i, table, len_k in zip(
+            q.view(shape),
+            out.view(shape),
+            context.block_tables.tolist(),
+            context.context_lens.tolist(),
+            strict=True,
+        ):
             keys, values = _gather(k_cache, table, len_k), _gather(v_cache, table, len_k)
-            out[i : i + 1] = _attend(q[i : i + 1], keys, values, scale)
+            out_i.copy_(
+                F.scaled_dot_product_attention(
+                    q_i,
+                    keys.transpose(0, 1).unsqueeze(0),
+                    values.transpose(0, 1).unsqueeze(0),
+                    scale=scale,
+                )
+            )
         return out
 
 
-def _gather(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:
+def _gather(cache: torch.Tensor, block_table: list[int], length: int) -> torch.Tensor:
     """The first ``length`` tokens of a sequence: [length, kv_heads, head_dim].
 
     A single block is read where it lies; several are copied together.

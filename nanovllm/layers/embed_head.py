@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels.linear import linear, pack_weight
 from nanovllm.utils.context import get_context
 from nanovllm.utils.distributed import get_tp_group
 from nanovllm.utils.loader import copy_weight
@@ -38,6 +39,11 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelLMHead(VocabParallelEmbedding):
     """Logits of the positions that the step samples, gathered on rank 0."""
 
+    def pack(self) -> None:
+        """Once loaded: puts the weight into the device's fastest layout (an embedding tied to
+        it keeps the plain one)."""
+        self.weight = nn.Parameter(pack_weight(self.weight.data), requires_grad=False)
+
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor
     ) -> torch.Tensor | None:
@@ -45,7 +51,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         indices = get_context().logits_indices
         if indices is not None:
             hidden_states = hidden_states[indices]
-        parts = self.tp.gather(F.linear(hidden_states, self.weight))
+        parts = self.tp.gather(linear(hidden_states, self.weight, None))
         if parts is None:
             return None
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)

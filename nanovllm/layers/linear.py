@@ -8,9 +8,9 @@ checkpoint tensor and keeps this rank's part.
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels.linear import linear, pack_weight
 from nanovllm.utils.distributed import get_tp_group
 from nanovllm.utils.loader import copy_weight
 from nanovllm.utils.math import divide
@@ -33,8 +33,12 @@ class LinearBase(nn.Module):
     def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
         raise NotImplementedError
 
+    def pack(self) -> None:
+        """Once loaded: puts the weight into the device's fastest layout."""
+        self.weight = nn.Parameter(pack_weight(self.weight.data), requires_grad=False)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def _shard(self, loaded_weight: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's equal part of a checkpoint tensor."""
@@ -119,5 +123,5 @@ class RowParallelLinear(LinearBase):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # The bias is added once, not once per rank.
-        y = F.linear(x, self.weight, self.bias if self.tp.rank == 0 else None)
+        y = linear(x, self.weight, self.bias if self.tp.rank == 0 else None)
         return self.tp.all_reduce(y)

@@ -1,0 +1,221 @@
+"""Throughput of one workload on one model: ``python bench.py [--workload NAME] [--model MODEL]``.
+
+Prints a JSON line, and appends it to a file with ``--output``. A model is a checkpoint, or the
+name of a shape under benchmarks/shapes/, which runs on random weights with nothing downloaded.
+``--compare transformers`` runs 32 chats through transformers' batched ``generate`` too, on the
+same weights, dtype and threads.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from benchmarks.floor import floor_seconds, measure_ceilings
+from benchmarks.workloads import SHAPES, Workload, chat_workload, random_workload
+from nanovllm import LLM, SamplingParams
+
+SHAPE_FOLDER = Path(__file__).parent / "benchmarks" / "shapes"
+
+
+def main() -> None:
+    args = parse_args()
+    start = perf_counter()
+    llm = LLM(args.model, **args.engine)
+    startup = perf_counter() - start
+    with llm:
+        if args.compare:
+            workload = chat_workload(llm.tokenizer)
+        else:
+            workload = random_workload(
+                args.workload, args.num_prompts, args.input_len, args.output_len
+            )
+        llm.generate([[0] * 8], SamplingParams(max_tokens=4), use_tqdm=False)  # first-call costs
+        first_token = perf_counter() - start
+        record = describe(args, llm, workload)
+        record["startup_seconds"] = round(startup, 2)
+        record["start_to_first_token_seconds"] = round(first_token, 2)
+        seconds = [run(llm, workload, args.temperature) for _ in range(args.repeat)]
+        record |= rates(workload, seconds)
+        if llm.model_runner.device.type == "cuda":
+            bandwidth, rate = measure_ceilings(llm.model_runner.device)
+            bound = floor_seconds(
+                llm.model_runner.model_config, workload, bandwidth * args.tp, rate * args.tp
+            )
+            record |= {
+                "copy_tb_per_s": round(bandwidth / 1e12, 2),
+                "matmul_tflop_per_s": round(rate / 1e12),
+                "floor_seconds": round(bound, 3),
+                "share_of_floor": round(bound / record["seconds"], 3),
+            }
+        tokenizer = llm.tokenizer
+    if args.compare:
+        record |= compare_with_transformers(args.model, workload, tokenizer, record)
+    line = json.dumps(record)
+    print(line)
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        with args.output.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def run(llm: LLM, workload: Workload, temperature: float) -> float:
+    """Seconds for the whole workload; a fresh prefix cache each time."""
+    params = [
+        SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=n)
+        for n in workload.output_lens
+    ]
+    llm.reset_prefix_cache()
+    start = perf_counter()
+    outputs = llm.generate(workload.prompts, params, use_tqdm=sys.stderr.isatty())
+    seconds = perf_counter() - start
+    produced = [len(output["token_ids"]) for output in outputs]
+    if produced != workload.output_lens:
+        raise RuntimeError("the engine did not generate the tokens that the workload asks for")
+    return seconds
+
+
+def rates(workload: Workload, seconds: list[float]) -> dict[str, Any]:
+    """The median run's time and throughput."""
+    median = statistics.median(seconds)
+    return {
+        "seconds": round(median, 3),
+        "all_seconds": [round(s, 3) for s in seconds],
+        "output_tokens_per_second": round(workload.num_output_tokens / median, 1),
+        "input_tokens_per_second": round(workload.num_input_tokens / median, 1),
+    }
+
+
+def compare_with_transformers(
+    model: str, workload: Workload, tokenizer: Any, ours: dict[str, Any]
+) -> dict[str, Any]:
+    """transformers' ``generate`` over the same chats as one left-padded batch, greedily.
+
+    It decodes every row until the longest limit; only the tokens within each row's own limit
+    count for it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    path = Path(model)
+    source = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+    folder = str(path.parent) if source else model
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **source).eval()
+    tokenizer.padding_side = "left"
+    batch = tokenizer.pad({"input_ids": workload.prompts}, return_tensors="pt")
+    longest = max(workload.output_lens)
+    # Once short for the first-call costs, then for real.
+    for num_tokens in (4, longest):
+        start = perf_counter()
+        with torch.inference_mode():
+            reference.generate(
+                **batch, do_sample=False, min_new_tokens=num_tokens, max_new_tokens=num_tokens
+            )
+        seconds = perf_counter() - start
+    theirs = workload.num_output_tokens / seconds
+    return {
+        "compared_with": f"transformers {version('transformers')}",
+        "compared_seconds": round(seconds, 3),
+        "compared_output_tokens_per_second": round(theirs, 1),
+        "ratio": round(ours["output_tokens_per_second"] / theirs, 2),
+    }
+
+
+def describe(args: argparse.Namespace, llm: LLM, workload: Workload) -> dict[str, Any]:
+    """Everything needed to run it again."""
+    runner = llm.model_runner
+    on_gpu = runner.device.type == "cuda"
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name() if on_gpu else f"CPU {platform.machine()}",
+        "num_devices": args.tp,
+        "threads": None if on_gpu else torch.get_num_threads(),
+        "versions": {name: _version(name) for name in ("nanovllm", "torch", "triton")}
+        | {"python": platform.python_version()},
+        "command": "python " + shlex.join(sys.argv),
+        "model": args.model_name,
+        "dtype": str(runner.dtype).removeprefix("torch."),
+        "attention_backend": runner.backend.name,
+        "enforce_eager": llm.config.enforce_eager,
+        "workload": workload.name,
+        "num_prompts": len(workload.prompts),
+        "num_input_tokens": workload.num_input_tokens,
+        "num_output_tokens": workload.num_output_tokens,
+    }
+
+
+def parse_args() -> argparse.Namespace:
+    shapes = sorted(path.name for path in SHAPE_FOLDER.iterdir())
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--model",
+        help=f"checkpoint, or one of {', '.join(shapes)}; default qwen3-0.6b on a GPU, "
+        f"SmolLM2-135M-Instruct on a CPU or with --compare",
+    )
+    parser.add_argument("--workload", choices=SHAPES, default="mixed256")
+    parser.add_argument("--num-prompts", type=int, help="another number of prompts")
+    parser.add_argument("--input-len", type=_bounds, metavar="MIN[:MAX]")
+    parser.add_argument("--output-len", type=_bounds, metavar="MIN[:MAX]")
+    parser.add_argument("--temperature", type=float, help="default 0.6; greedy with --compare")
+    parser.add_argument("--repeat", type=int, default=1, help="runs; the median counts")
+    parser.add_argument("--compare", choices=["transformers"])
+    parser.add_argument("--output", type=Path, help="append the JSON line to this file")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    engine.add_argument("--attention-backend", default="auto")
+    engine.add_argument("--enforce-eager", action="store_true")
+    engine.add_argument("--dtype", default="auto")
+    engine.add_argument("--max-model-len", type=int, default=4096)
+    engine.add_argument("--max-num-seqs", type=int, default=512)
+    args = parser.parse_args()
+    if args.model is None:
+        on_gpu = torch.cuda.is_available() and not args.compare
+        args.model = "qwen3-0.6b" if on_gpu else _smollm2()
+    args.model_name = Path(args.model).name
+    if args.temperature is None:
+        args.temperature = 0.0 if args.compare else 0.6
+    args.engine = {
+        "tensor_parallel_size": args.tp,
+        "attention_backend": args.attention_backend,
+        "enforce_eager": args.enforce_eager,
+        "dtype": args.dtype,
+        "max_model_len": args.max_model_len,
+        "max_num_seqs": args.max_num_seqs,
+    }
+    if args.model in shapes and not os.path.exists(args.model):
+        args.model = str(SHAPE_FOLDER / args.model)
+        args.engine["load_format"] = "dummy"
+    if args.compare:
+        args.engine |= {"dtype": "float32", "device": "cpu"}
+    return args
+
+
+def _bounds(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    return int(low), int(high or low)
+
+
+def _smollm2() -> str:
+    from example import fetch_smollm2
+
+    return str(fetch_smollm2())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""What bench.py runs: prompts of random tokens with fixed output lengths, and real chats."""
+
+import random
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Token-id prompts, and how many tokens to generate after each."""
+
+    name: str
+    prompts: list[list[int]]
+    output_lens: list[int]
+
+    @property
+    def num_input_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self.output_lens)
+
+
+# Name -> prompts, (shortest, longest) input, (shortest, longest) output. mixed256 draws exactly
+# nano-vLLM's benchmark.
+SHAPES: dict[str, tuple[int, tuple[int, int], tuple[int, int]]] = {
+    "mixed256": (256, (100, 1024), (100, 1024)),
+    "single": (1, (128, 128), (512, 512)),
+    "batch8": (8, (128, 128), (512, 512)),
+    "decode256": (256, (64, 64), (512, 512)),
+    "prefill": (128, (3900, 3900), (1, 1)),
+}
+
+
+def random_workload(
+    name: str,
+    num_prompts: int | None = None,
+    input_len: tuple[int, int] | None = None,
+    output_len: tuple[int, int] | None = None,
+) -> Workload:
+    """One of SHAPES, or the same at other sizes."""
+    shape = SHAPES[name]
+    count, inputs, outputs = num_prompts or shape[0], input_len or shape[1], output_len or shape[2]
+    draw = random.Random(0)
+    prompts = [
+        [draw.randint(0, 10000) for _ in range(draw.randint(*inputs))] for _ in range(count)
+    ]
+    return Workload(name, prompts, [draw.randint(*outputs) for _ in range(count)])
+
+
+TOPICS = ["the tides", "a compass", "photosynthesis", "the printing press"]
+TOPICS += ["a suspension bridge", "yeast", "the seasons", "a sundial"]
+QUESTIONS = [
+    "What is {} and how does it work?",
+    "Explain {} to a child of six, with one example from daily life.",
+    "Write a short poem about {}.",
+    "I have to give a talk on {} tomorrow. Which three points should I make, and in what order? "
+    "Say for each point why it matters to people who have never heard of the subject before.",
+]
+
+
+def chat_workload(tokenizer: object, shortest: int = 16, longest: int = 256) -> Workload:
+    """32 chats through the model's template, output limits ragged between two bounds."""
+    draw = random.Random(0)
+    prompts = [
+        tokenizer.apply_chat_template(  # type: ignore[attr-defined]
+            [{"role": "user", "content": question.format(topic)}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for topic in TOPICS
+        for question in QUESTIONS
+    ]
+    return Workload("chat32", prompts, [draw.randint(shortest, longest) for _ in prompts])

@@ -1,0 +1,79 @@
+"""The real small model that example.py runs: its text makes sense, and its greedy tokens equal
+those of transformers reading the same GGUF file, however the work is cut up."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from example import PROMPTS, fetch_smollm2
+from nanovllm import LLM, SamplingParams
+from tests.test_parity import transformers_greedy
+
+NUM_NEW_TOKENS = 48
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
+QUESTIONS = [
+    *PROMPTS,
+    "What is 12 + 30?",
+    "Name the planets of the solar system.",
+    "Translate 'good morning' into Spanish.",
+    "How do I boil an egg? " * 12,
+]
+
+
+@pytest.fixture(scope="module")
+def path() -> Path:
+    return fetch_smollm2()
+
+
+@pytest.fixture(scope="module")
+def prompts(path: Path) -> list[list[int]]:
+    with LLM(path, load_format="dummy", max_model_len=64) as llm:
+        return [
+            llm.tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}],
+                add_generation_prompt=True,
+                return_dict=False,
+            )
+            for question in QUESTIONS
+        ]
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path, prompts: list[list[int]]) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
+    return [transformers_greedy(model, prompt, NUM_NEW_TOKENS) for prompt in prompts]
+
+
+def test_it_knows_the_capital_of_france(path):
+    with LLM(path) as llm:
+        chat = llm.tokenizer.apply_chat_template(
+            [{"role": "user", "content": "What is the capital of France?"}],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        (output,) = llm.generate(chat, SamplingParams(temperature=0, max_tokens=32))
+    assert output.outputs[0].text == "The capital of France is Paris."
+    assert output.outputs[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="default"),
+        pytest.param({"kvcache_block_size": 16}, id="block16"),
+        pytest.param({"enable_prefix_caching": False}, id="no-prefix-cache"),
+        pytest.param({"max_num_batched_tokens": 64}, id="chunked"),
+        pytest.param({"max_num_seqs": 1}, id="one-at-a-time"),
+        pytest.param({"kvcache_block_size": 16, "num_kvcache_blocks": 17}, id="preempted"),
+    ],
+)
+def test_tokens_equal_transformers(settings, path, prompts, expected, request):
+    with LLM(path, max_model_len=256, **settings) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [output["token_ids"] for output in outputs] == expected
+        if request.node.callspec.id == "preempted":
+            assert llm.scheduler.num_preemptions > 0
