@@ -16,13 +16,10 @@ from nanovllm.models.model_config import ModelConfig
 
 def measure_ceilings(device: torch.device) -> tuple[float, float]:
     """(bytes/s of a large copy, counting reads and writes; FLOP/s of an 8192^3 bf16 product)."""
-    source = torch.randint(0, 100, (1 << 30,), dtype=torch.int32, device=device)
-    target = torch.empty_like(source)
-    bandwidth = 2 * source.nbytes / _seconds(lambda: target.copy_(source))
-    del source, target
+    pair = torch.randint(0, 100, (2, 1 << 29), dtype=torch.int32, device=device)
+    bandwidth = pair.nbytes / _seconds(lambda: pair[0].copy_(pair[1]))
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     rate = 2 * 8192**3 / _seconds(lambda: a @ a)
-    torch.cuda.empty_cache()
     return bandwidth, rate
 
 

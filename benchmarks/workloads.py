@@ -42,9 +42,7 @@ def random_workload(
     shape = SHAPES[name]
     count, inputs, outputs = num_prompts or shape[0], input_len or shape[1], output_len or shape[2]
     draw = random.Random(0)
-    prompts = [
-        [draw.randint(0, 10000) for _ in range(draw.randint(*inputs))] for _ in range(count)
-    ]
+    prompts = [[draw.randint(0, 10000) for _ in range(draw.randint(*inputs))] for _ in range(count)]
     return Workload(name, prompts, [draw.randint(*outputs) for _ in range(count)])
 
 

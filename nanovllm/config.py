@@ -7,7 +7,7 @@ from typing import Any
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "torch")
+ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "torch")
 LOAD_FORMATS = ("auto", "dummy")
 
 
@@ -28,7 +28,8 @@ class Config:
         num_kvcache_blocks: size of the KV cache in blocks; -1 fills the memory that is left.
         device: "cuda", "cpu", or "auto" for CUDA where there is a GPU.
         dtype: "auto" is the checkpoint's on a GPU and float32 on a CPU.
-        attention_backend: "torch", or "auto" for the fastest that works.
+        attention_backend: "flash_attn" (the package), "triton" (own kernels), "torch", or
+            "auto" for the fastest that works here.
         enable_prefix_caching: share the KV blocks of equal prompt prefixes.
         load_format: "auto" reads the checkpoint's weights; "dummy" draws random ones and needs
             no more than its config.

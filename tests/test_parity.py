@@ -58,6 +58,13 @@ def expected(tiny_models: TinyModels):
     return compute
 
 
+# fp32 on each: flash-attn has none.
+@pytest.fixture(params=["triton", "torch"] if torch.cuda.is_available() else ["torch"])
+def engine(request) -> dict:
+    """Settings common to all: the attention backend, and few batch sizes to capture."""
+    return {"attention_backend": request.param, "max_num_seqs": 64}
+
+
 def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [out["token_ids"] for out in llm.generate(prompts, GREEDY, use_tqdm=False)]
 
@@ -71,33 +78,35 @@ def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
         pytest.param({"kvcache_block_size": 1}, id="block1"),
         pytest.param({"enable_prefix_caching": False}, id="no-prefix-cache"),
         pytest.param({"max_num_batched_tokens": 64}, id="chunked"),
-        pytest.param({"max_num_batched_tokens": 64, "kvcache_block_size": 16}, id="chunked-block16"),
+        pytest.param(
+            {"max_num_batched_tokens": 64, "kvcache_block_size": 16}, id="chunked-block16"
+        ),
     ],
 )
-def test_tokens_equal_transformers(name, settings, tiny_models, expected):
-    with LLM(tiny_models.path(name), **settings) as llm:
+def test_tokens_equal_transformers(name, settings, engine, tiny_models, expected):
+    with LLM(tiny_models.path(name), **engine, **settings) as llm:
         assert generate(llm, PROMPTS) == expected(name)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_survive_preemption(name, tiny_models, expected):
+def test_tokens_survive_preemption(name, engine, tiny_models, expected):
     """42 blocks hold one long sequence; everything else waits its turn or is preempted."""
-    with LLM(tiny_models.path(name), kvcache_block_size=16, num_kvcache_blocks=42) as llm:
+    with LLM(tiny_models.path(name), **engine, kvcache_block_size=16, num_kvcache_blocks=42) as llm:
         assert generate(llm, PROMPTS) == expected(name)
         assert llm.scheduler.num_preemptions > 0
         llm.scheduler.check_invariants()
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_equal_one_prompt_at_a_time(name, tiny_models, expected):
-    with LLM(tiny_models.path(name), enable_prefix_caching=False) as llm:
+def test_tokens_equal_one_prompt_at_a_time(name, engine, tiny_models, expected):
+    with LLM(tiny_models.path(name), **engine, enable_prefix_caching=False) as llm:
         assert [generate(llm, [prompt])[0] for prompt in PROMPTS[:12]] == expected(name)[:12]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_survive_prefix_cache_hits(name, tiny_models, expected):
+def test_tokens_survive_prefix_cache_hits(name, engine, tiny_models, expected):
     """The second call finds every full block of the first one's prompts in the cache."""
-    with LLM(tiny_models.path(name), kvcache_block_size=16) as llm:
+    with LLM(tiny_models.path(name), **engine, kvcache_block_size=16) as llm:
         assert generate(llm, PROMPTS) == expected(name)
         assert generate(llm, PROMPTS) == expected(name)
         repeated = [PROMPTS[8]] * 6 + [PROMPTS[6]] * 6

@@ -1,4 +1,4 @@
-"""Sizes the paged KV cache."""
+"""How many KV blocks fit."""
 
 import os
 
@@ -22,3 +22,49 @@ def num_blocks_on_cpu(
     wanted = max_num_seqs * cdiv(max_model_len, block_size)
     free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(wanted, max(1, min(CPU_CACHE_BYTES, free_bytes // 2) // bytes_per_block))
+
+
+def num_blocks_on_gpu(
+    *,
+    total_bytes: int,
+    free_bytes: int,
+    own_bytes: int,
+    peak_bytes: int,
+    graph_bytes: int,
+    utilization: float,
+    bytes_per_block: int,
+    block_size: int,
+    max_model_len: int,
+) -> int:
+    """Blocks that fit beside everything else within ``utilization`` of the GPU.
+
+    Other processes are not charged against the budget, but what they hold cannot be had either.
+
+    Args:
+        total_bytes, free_bytes: of the GPU; free after the warm-up, its buffers returned.
+        own_bytes: what this engine holds then, weights above all.
+        peak_bytes: what it held at most in the warm-up; the difference is the activations.
+        graph_bytes: what CUDA graphs will take.
+
+    Raises:
+        ValueError: not even one sequence of ``max_model_len`` fits; the message gives figures.
+    """
+    activations = peak_bytes - own_bytes
+    budget = int(total_bytes * utilization)
+    left = min(budget - own_bytes, free_bytes) - activations - graph_bytes
+    num_blocks = left // bytes_per_block
+    needed = cdiv(max_model_len, block_size)
+    if num_blocks < needed:
+
+        def gib(num_bytes: int) -> str:
+            return f"{num_bytes / 2**30:.2f} GiB"
+
+        raise ValueError(
+            f"the KV cache of one sequence of max_model_len={max_model_len} takes "
+            f"{gib(needed * bytes_per_block)}, but {gib(max(0, left))} are left: of "
+            f"{gib(total_bytes)} x {utilization} = {gib(budget)} ({gib(free_bytes)} free), "
+            f"weights and context take {gib(own_bytes)}, activations {gib(activations)}, CUDA "
+            f"graphs {gib(graph_bytes)}. Lower max_model_len or max_num_batched_tokens, or raise "
+            f"gpu_memory_utilization"
+        )
+    return num_blocks

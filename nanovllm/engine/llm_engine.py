@@ -1,6 +1,5 @@
 """The loop: schedule, run, postprocess; and what stands at its two ends, prompts and results."""
 
-import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -9,7 +8,6 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-import torch
 from tqdm.auto import tqdm
 
 from nanovllm.config import Config
@@ -65,11 +63,10 @@ class LLMEngine:
         self._requests: dict[str, tuple[Sequence, str | None]] = {}
         self._closed = False
         logger.info(
-            "%s on %s in %s, %s attention, %d KV blocks of %d tokens",
+            "%s on %s in %s: %d KV blocks of %d tokens",
             checkpoint.config.architecture,
             self.model_runner.device,
             str(self.model_runner.dtype).removeprefix("torch."),
-            self.model_runner.backend.name,
             self.model_runner.num_kvcache_blocks,
             config.kvcache_block_size,
         )
@@ -153,11 +150,8 @@ class LLMEngine:
             return
         self._closed = True
         self._requests.clear()
-        on_gpu = self.model_runner.device.type == "cuda"
+        self.model_runner.call("exit")
         del self.model_runner, self.scheduler
-        gc.collect()  # parameters and their weight loaders refer to each other
-        if on_gpu:
-            torch.cuda.empty_cache()
 
     exit = close  # nano-vLLM's name
 

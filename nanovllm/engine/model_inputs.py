@@ -1,4 +1,8 @@
-"""Turns a scheduled batch into tensors. Pure: reads sequences, changes nothing, no device."""
+"""Turns a scheduled batch into tensors. Pure: reads sequences, changes nothing.
+
+Everything is int32 (a cache of 2^31 slots would fill terabytes), so that a step's inputs travel
+to the device as one buffer in one copy.
+"""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -8,29 +12,51 @@ import torch
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.utils.context import Context
+from nanovllm.utils.math import cdiv
+
+ALIGNMENT = 4  # in int32: kernels are compiled for pointers at multiples of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """What one forward pass takes: int64 [N] token ids and positions, and the step's metadata."""
+    """What one forward pass takes: int32 [N] token ids and positions, and the metadata."""
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     context: Context
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors by field name."""
+        named: dict[str, Any] = {f.name: getattr(self.context, f.name) for f in fields(Context)}
+        found = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+        return {"input_ids": self.input_ids, "positions": self.positions, **found}
+
+    def pack(self, pin_memory: bool) -> torch.Tensor:
+        """All tensors end to end in one int32 buffer on the host."""
+        tensors = self.tensors().values()
+        size = sum(cdiv(t.numel(), ALIGNMENT) * ALIGNMENT for t in tensors)
+        buffer = torch.empty(size, dtype=torch.int32, pin_memory=pin_memory)
+        start = 0
+        for tensor in tensors:
+            buffer[start : start + tensor.numel()] = tensor.flatten()
+            start += cdiv(tensor.numel(), ALIGNMENT) * ALIGNMENT
+        return buffer
+
+    def unpack(self, buffer: torch.Tensor) -> "ModelInputs":
+        """The same inputs as views of a buffer that ``pack`` laid out."""
+        views: dict[str, Any] = {}
+        start = 0
+        for name, tensor in self.tensors().items():
+            views[name] = buffer[start : start + tensor.numel()].view(tensor.shape)
+            start += cdiv(tensor.numel(), ALIGNMENT) * ALIGNMENT
+        return ModelInputs(
+            views.pop("input_ids"), views.pop("positions"), replace(self.context, **views)
+        )
+
     def to(self, device: torch.device) -> "ModelInputs":
         if device.type == "cpu":
             return self
-        moved: dict[str, Any] = {
-            field.name: value.to(device, non_blocking=True)
-            for field in fields(Context)
-            if isinstance(value := getattr(self.context, field.name), torch.Tensor)
-        }
-        return ModelInputs(
-            self.input_ids.to(device, non_blocking=True),
-            self.positions.to(device, non_blocking=True),
-            replace(self.context, **moved),
-        )
+        return self.unpack(self.pack(pin_memory=True).to(device, non_blocking=True))
 
 
 def prepare_prefill(batch: Batch, block_size: int) -> ModelInputs:
@@ -39,16 +65,16 @@ def prepare_prefill(batch: Batch, block_size: int) -> ModelInputs:
     Block tables are given only if some sequence has cached keys to read.
     """
     items = batch.items
-    positions = [np.arange(item.start, item.end) for item in items]
+    positions = [np.arange(item.start, item.end, dtype=np.int32) for item in items]
+    slots = [_slots(item, pos, block_size) for item, pos in zip(items, positions, strict=True)]
+    tokens = [np.asarray(item.seq.token_ids[item.start : item.end], np.int32) for item in items]
     lens_q = [item.num_tokens for item in items]
     lens_k = [item.end for item in items]
     cu_seqlens_q = _cumulative(lens_q)
-    slots = [_slots(item, pos, block_size) for item, pos in zip(items, positions, strict=True)]
     samples = np.array([item.samples for item in items])
     reads_cache = any(item.start for item in items)
-    tokens = [item.seq.token_ids[item.start : item.end] for item in items]
     return ModelInputs(
-        input_ids=torch.from_numpy(np.concatenate([np.asarray(t, np.int64) for t in tokens])),
+        input_ids=torch.from_numpy(np.concatenate(tokens)),
         positions=torch.from_numpy(np.concatenate(positions)),
         context=Context(
             is_prefill=True,
@@ -58,35 +84,62 @@ def prepare_prefill(batch: Batch, block_size: int) -> ModelInputs:
             cu_seqlens_k=torch.from_numpy(_cumulative(lens_k)),
             max_seqlen_q=max(lens_q),
             max_seqlen_k=max(lens_k),
-            logits_indices=torch.from_numpy(cu_seqlens_q[1:][samples].astype(np.int64) - 1),
+            logits_indices=torch.from_numpy(cu_seqlens_q[1:][samples] - 1),
         ),
     )
 
 
-def prepare_decode(batch: Batch, block_size: int) -> ModelInputs:
-    """Each sequence's last token."""
+def prepare_decode(
+    batch: Batch, block_size: int, padded_size: int = 0, table_width: int = 0
+) -> ModelInputs:
+    """Each sequence's last token.
+
+    Padding rows, up to ``padded_size``, store nothing (slot -1) and attend to nothing (context
+    length 0); block tables are padded to ``table_width``.
+    """
     seqs = [item.seq for item in batch.items]
-    context_lens = np.array([len(seq) for seq in seqs], dtype=np.int32)
-    positions = context_lens.astype(np.int64) - 1
-    last_blocks = np.array([seq.block_table[-1] for seq in seqs], dtype=np.int64)
+    num_seqs = len(seqs)
+    size = max(num_seqs, padded_size)
+    input_ids, positions, context_lens = (np.zeros(size, dtype=np.int32) for _ in range(3))
+    slot_mapping = np.full(size, -1, dtype=np.int32)
+    input_ids[:num_seqs] = [seq.last_token for seq in seqs]
+    context_lens[:num_seqs] = [len(seq) for seq in seqs]
+    positions[:num_seqs] = context_lens[:num_seqs] - 1
+    last_blocks = np.array([seq.block_table[-1] for seq in seqs], dtype=np.int32)
+    slot_mapping[:num_seqs] = last_blocks * block_size + positions[:num_seqs] % block_size
     return ModelInputs(
-        input_ids=torch.tensor([seq.last_token for seq in seqs], dtype=torch.int64),
+        input_ids=torch.from_numpy(input_ids),
         positions=torch.from_numpy(positions),
         context=Context(
-            slot_mapping=torch.from_numpy(last_blocks * block_size + positions % block_size),
-            block_tables=prepare_block_tables(batch),
+            slot_mapping=torch.from_numpy(slot_mapping),
+            block_tables=prepare_block_tables(batch, size, table_width),
             max_seqlen_k=int(context_lens.max()),
             context_lens=torch.from_numpy(context_lens),
         ),
     )
 
 
-def prepare_block_tables(batch: Batch) -> torch.Tensor:
-    """int32 [num_seqs, longest table], short ones padded with block 0, which is never read."""
+def blank_decode(size: int, table_width: int) -> ModelInputs:
+    """A decode of padding rows only, in the shapes that ``prepare_decode`` gives."""
+    return ModelInputs(
+        input_ids=torch.zeros(size, dtype=torch.int32),
+        positions=torch.zeros(size, dtype=torch.int32),
+        context=Context(
+            slot_mapping=torch.full((size,), -1, dtype=torch.int32),
+            block_tables=torch.zeros(size, table_width, dtype=torch.int32),
+            max_seqlen_k=1,
+            context_lens=torch.zeros(size, dtype=torch.int32),
+        ),
+    )
+
+
+def prepare_block_tables(batch: Batch, num_rows: int = 0, width: int = 0) -> torch.Tensor:
+    """int32 [sequences, longest table] or wider, padded with block 0, which is never read."""
     tables = [item.seq.block_table for item in batch.items]
-    out = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
-    for row, table in zip(out, tables, strict=True):
-        row[: len(table)] = table
+    shape = max(len(tables), num_rows), max(width, *map(len, tables))
+    out = np.zeros(shape, dtype=np.int32)
+    for row, table in enumerate(tables):
+        out[row, : len(table)] = table
     return torch.from_numpy(out)
 
 
@@ -98,10 +151,10 @@ def prepare_sample(batch: Batch) -> torch.Tensor | None:
 
 def _slots(item: ScheduledSequence, positions: np.ndarray, block_size: int) -> np.ndarray:
     """KV slot of each new token; -1 for one that is computed only for its logits."""
-    blocks = np.asarray(item.seq.block_table, dtype=np.int64)
+    blocks = np.asarray(item.seq.block_table, dtype=np.int32)
     slots = blocks[positions // block_size] * block_size + positions % block_size
     slots[positions < item.seq.num_cached_tokens] = -1
-    return slots
+    return slots.astype(np.int32)
 
 
 def _cumulative(lens: list[int]) -> np.ndarray:

@@ -1,15 +1,19 @@
 """Runs scheduled batches on one rank's device. Never decides who runs."""
 
+import gc
+from itertools import pairwise
+from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.engine import model_inputs
-from nanovllm.engine.batch import Batch
-from nanovllm.engine.kv_cache import block_bytes, num_blocks_on_cpu
+from nanovllm.engine.batch import Batch, ScheduledSequence
+from nanovllm.engine.cuda_graphs import DecodeGraphs, capture_sizes
+from nanovllm.engine.kv_cache import block_bytes, num_blocks_on_cpu, num_blocks_on_gpu
 from nanovllm.engine.model_inputs import ModelInputs
+from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.attention_backend import select_attention_backend
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead
@@ -21,6 +25,7 @@ from nanovllm.models.registry import get_model_class
 from nanovllm.utils.context import step_context
 from nanovllm.utils.distributed import TPGroup, use_tp_group
 from nanovllm.utils.loader import load_model
+from nanovllm.utils.math import cdiv
 
 
 class ModelRunner:
@@ -28,6 +33,7 @@ class ModelRunner:
 
     Attributes:
         num_kvcache_blocks: blocks that the cache has.
+        startup_seconds: how long each part of start-up took.
     """
 
     def __init__(
@@ -37,16 +43,48 @@ class ModelRunner:
         self.model_config = checkpoint.config
         self.max_model_len = max_model_len
         self.tp = tp
+        self.startup_seconds: dict[str, float] = {}
+        self._last_part = perf_counter()
         self.device = select_device(config.device)
         self.dtype = select_dtype(config.dtype, self.device, checkpoint.config.dtype)
-        self.backend = select_attention_backend(config.attention_backend)
+        self._bytes_before = self._allocated_bytes()
+        self._timed("device")
+        self.backend = select_attention_backend(
+            config.attention_backend,
+            num_heads=self.model_config.num_attention_heads // tp.size,
+            num_kv_heads=self.model_config.num_key_value_heads // tp.size,
+            head_dim=self.model_config.head_dim,
+            block_size=config.kvcache_block_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self._timed("attention backend")
         self.model = self._build_model(checkpoint)
         self.attention_layers = [m for m in self.model.modules() if isinstance(m, Attention)]
         for layer in self.attention_layers:
             layer.backend = self.backend
+        self._timed("weights")
         self.sampler = Sampler()
-        self.generator = torch.Generator(self.device).manual_seed(config.seed)
-        self.num_kvcache_blocks = self.allocate_kv_cache()
+        self.generator = torch.Generator().manual_seed(config.seed)
+        self.graphs = DecodeGraphs(
+            self.run_model, cdiv(max_model_len, config.kvcache_block_size), self.device
+        )
+        self.num_kvcache_blocks = self.measure_kv_cache()
+        self.allocate_kv_cache(self.num_kvcache_blocks)
+        self._timed("warm-up and KV cache")
+        if self.uses_graphs:
+            self.capture_cudagraph(capture_sizes(self.max_num_seqs))
+        self._timed("CUDA graphs")
+
+    @property
+    def uses_graphs(self) -> bool:
+        on_gpu = self.device.type == "cuda"
+        return on_gpu and self.backend.capturable and not self.config.enforce_eager
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences that the scheduler puts into one step."""
+        return min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
 
     def call(self, method: str, *args: Any) -> Any:
         """Runs a method by name, on every rank at once where there are several."""
@@ -55,12 +93,18 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[int]:
         """Computes a batch; on rank 0, draws one token for each of its sampled sequences."""
-        prepare = self.prepare_prefill if batch.is_prefill else self.prepare_decode
-        logits = self.run_model(prepare(batch))
+        if batch.is_prefill:
+            logits = self.run_model(self.prepare_prefill(batch))
+        elif size := self.graphs.padded_size(len(batch)):
+            logits = self.graphs.replay(self.prepare_decode(batch, size))
+        else:
+            logits = self.run_model(self.prepare_decode(batch))
         if logits is None:
             return []
-        temperatures = self.prepare_sample(batch)
-        return self.sampler(logits, temperatures, self.generator).tolist()
+        num_sampled = len(batch.sampled)
+        return self.sampler(
+            logits[:num_sampled], self.prepare_sample(batch), self.generator
+        ).tolist()
 
     def run_model(self, inputs: ModelInputs) -> torch.Tensor | None:
         """Logits [num_sampled, vocab_size] on rank 0, None on the others."""
@@ -69,34 +113,104 @@ class ModelRunner:
             return self.model.compute_logits(hidden_states)
 
     def prepare_prefill(self, batch: Batch) -> ModelInputs:
+        """Inputs on the device."""
         return model_inputs.prepare_prefill(batch, self.config.kvcache_block_size).to(self.device)
 
-    def prepare_decode(self, batch: Batch) -> ModelInputs:
-        return model_inputs.prepare_decode(batch, self.config.kvcache_block_size).to(self.device)
+    def prepare_decode(self, batch: Batch, padded_size: int = 0) -> ModelInputs:
+        """Inputs on the device; or, padded for a graph, on the host."""
+        block_size = self.config.kvcache_block_size
+        if padded_size:
+            width = self.graphs.table_width
+            return model_inputs.prepare_decode(batch, block_size, padded_size, width)
+        return model_inputs.prepare_decode(batch, block_size).to(self.device)
 
     def prepare_sample(self, batch: Batch) -> torch.Tensor | None:
+        """Temperatures on the device; None if the whole batch is greedy."""
         temperatures = model_inputs.prepare_sample(batch)
-        return None if temperatures is None else temperatures.to(self.device)
+        if temperatures is None or self.device.type == "cpu":
+            return temperatures
+        return temperatures.pin_memory().to(self.device, non_blocking=True)
 
-    def allocate_kv_cache(self) -> int:
+    @torch.inference_mode()
+    def warmup_model(self) -> None:
+        """A prefill of the largest batch: as many tokens as a step takes, and as many sampled
+        sequences. Nothing is cached yet, so it stores nothing."""
+        num_tokens, num_seqs = self.config.max_num_batched_tokens, self.max_num_seqs
+        lens = [num_tokens // num_seqs + (i < num_tokens % num_seqs) for i in range(num_seqs)]
+        items = []
+        for length in lens:
+            seq = Sequence([0] * min(length, self.max_model_len))
+            seq.block_table = [0] * cdiv(len(seq), self.config.kvcache_block_size)
+            items.append(ScheduledSequence(seq, 0, len(seq), samples=True))
+        self.run(Batch(tuple(items), is_prefill=True))
+
+    def measure_kv_cache(self) -> int:
+        """How many KV blocks to have."""
+        config = self.config
+        block_size, itemsize = config.kvcache_block_size, self.dtype.itemsize
+        num_bytes = block_bytes(self.model_config, block_size, self.tp.size, itemsize)
+        if self.device.type == "cpu":
+            if config.num_kvcache_blocks != -1:
+                return config.num_kvcache_blocks
+            return num_blocks_on_cpu(num_bytes, block_size, config.max_num_seqs, self.max_model_len)
+        torch.cuda.reset_peak_memory_stats()
+        self.warmup_model()
+        peak = torch.cuda.max_memory_allocated() - self._bytes_before
+        graph_bytes = self._measure_graphs() if self.uses_graphs else 0
+        if config.num_kvcache_blocks != -1:
+            return config.num_kvcache_blocks
+        own = self._allocated_bytes() - self._bytes_before
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        # The CUDA context and libraries, outside PyTorch's books.
+        context_bytes = 600 << 20
+        return num_blocks_on_gpu(
+            total_bytes=total,
+            free_bytes=free,
+            own_bytes=own + context_bytes,
+            peak_bytes=peak + context_bytes,
+            graph_bytes=graph_bytes,
+            utilization=config.gpu_memory_utilization,
+            bytes_per_block=num_bytes,
+            block_size=block_size,
+            max_model_len=self.max_model_len,
+        )
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
         """Gives each attention layer its view of one [2, layers, blocks, block_size, kv_heads,
-        head_dim] tensor; returns the number of blocks."""
-        config, model = self.config, self.model_config
-        block_size = config.kvcache_block_size
-        num_blocks = config.num_kvcache_blocks
-        if num_blocks == -1:
-            num_bytes = block_bytes(model, block_size, self.tp.size, self.dtype.itemsize)
-            num_blocks = num_blocks_on_cpu(
-                num_bytes, block_size, config.max_num_seqs, self.max_model_len
-            )
-        # Not zeroed: no slot is read before it is written, and a CPU's pages stay unused till then.
+        head_dim] tensor."""
         first = self.attention_layers[0]
-        blocks = (len(self.attention_layers), num_blocks, block_size)
+        blocks = (len(self.attention_layers), num_blocks, self.config.kvcache_block_size)
         heads = (first.num_kv_heads, first.head_dim)
+        # Not zeroed: no slot is read before it is written, and a CPU's pages stay unused till then.
         self.kv_cache = torch.empty(2, *blocks, *heads, dtype=self.dtype, device=self.device)
         for layer, k_cache, v_cache in zip(self.attention_layers, *self.kv_cache, strict=True):
             layer.k_cache, layer.v_cache = k_cache, v_cache
-        return num_blocks
+
+    @torch.inference_mode()
+    def capture_cudagraph(self, sizes: list[int]) -> None:
+        self.graphs.capture(sizes)
+
+    def exit(self) -> None:
+        """Frees graphs, cache and weights."""
+        del self.graphs, self.kv_cache, self.model, self.attention_layers
+        gc.collect()  # parameters and their weight loaders refer to each other
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def _measure_graphs(self) -> int:
+        """Memory that all graphs will take: captures the two largest on a cache of one block;
+        each further one takes what the second took."""
+        sizes = capture_sizes(self.max_num_seqs)
+        self.allocate_kv_cache(1)
+        free = [_free_bytes()]
+        for size in sizes[-2:][::-1]:
+            self.capture_cudagraph([size])
+            free.append(_free_bytes())
+        self.graphs = DecodeGraphs(self.run_model, self.graphs.table_width, self.device)
+        steps = [before - after for before, after in pairwise(free)]
+        return steps[0] + steps[-1] * (len(sizes) - 1)
 
     def _build_model(self, checkpoint: Checkpoint) -> DecoderForCausalLM:
         """The model on this rank's device in its dtype, with weights."""
@@ -118,6 +232,15 @@ class ModelRunner:
                     module.pack()
         return model.eval()
 
+    def _allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+
+    def _timed(self, part: str) -> None:
+        """Books the time since the last part."""
+        now = perf_counter()
+        self.startup_seconds[part] = round(now - self._last_part, 3)
+        self._last_part = now
+
 
 def select_device(name: str) -> torch.device:
     """Raises ValueError for "cuda" without a GPU."""
@@ -133,7 +256,7 @@ def select_dtype(name: str, device: torch.device, checkpoint: torch.dtype) -> to
     return torch.float32 if device.type == "cpu" else checkpoint
 
 
-def fill_with_dummy_weights(model: nn.Module, seed: int) -> None:
+def fill_with_dummy_weights(model: torch.nn.Module, seed: int) -> None:
     """Norm weights stay 1, biases become 0, matrices are drawn from N(0, 0.02)."""
     for name, param in model.named_parameters():
         if param.dim() > 1:
@@ -141,3 +264,9 @@ def fill_with_dummy_weights(model: nn.Module, seed: int) -> None:
             param.normal_(0, 0.02, generator=generator)
         elif name.endswith("bias"):
             param.zero_()
+
+
+def _free_bytes() -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]

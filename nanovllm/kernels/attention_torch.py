@@ -10,6 +10,7 @@ class TorchAttention:
     """One scaled_dot_product_attention per sequence, over its gathered blocks."""
 
     name = "torch"
+    capturable = False
 
     def prefill(
         self,

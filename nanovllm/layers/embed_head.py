@@ -27,7 +27,7 @@ class VocabParallelEmbedding(nn.Module):
         copy_weight(param.data, loaded_weight.narrow(0, self.tp.rank * size, size))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """int64 [N] -> [N, embedding_dim]."""
+        """int32 [N] -> [N, embedding_dim]."""
         if self.tp.size == 1:
             return F.embedding(input_ids, self.weight)
         local = input_ids - self.vocab_start

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, computed in fp32; inputs stay as they are.
@@ -20,11 +22,5 @@ class RMSNorm(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
-            return self._norm(x)
-        total = x + residual
-        return self._norm(total), total
-
-    def _norm(self, x: torch.Tensor) -> torch.Tensor:
-        x32 = x.float()
-        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True).add_(self.eps))
-        return (x32 * scale).to(x.dtype) * self.weight
+            return rms_norm(x, self.weight, self.eps)
+        return add_rms_norm(x, residual, self.weight, self.eps)

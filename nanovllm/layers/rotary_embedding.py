@@ -6,6 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from nanovllm.kernels.rope import apply_rotary_emb, rotate_qk
+from nanovllm.layers.layernorm import RMSNorm
+
+__all__ = ["RopeConfig", "RotaryEmbedding", "apply_rotary_emb", "get_rope"]
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -30,16 +35,10 @@ class RopeConfig:
     freq_divisors: tuple[float, ...] | None = None
 
 
-def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates pairs (i, i + D/2) of each head. x [N, H, D]; cos, sin fp32 [N, 1, D/2]."""
-    x1, x2 = x.float().chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
-
-
 class RotaryEmbedding(nn.Module):
     """Rotates queries and keys by their positions, from an fp32 cache of cosines and sines.
 
-    ``cos_sin_cache`` is [max_position, 1, head_dim]: cosines, then sines.
+    ``cos_sin_cache`` is [max_position, head_dim]: cosines, then sines.
     """
 
     cos_sin_cache: torch.Tensor
@@ -50,15 +49,24 @@ class RotaryEmbedding(nn.Module):
         angles = torch.outer(
             torch.arange(max_position, dtype=torch.float64), _inv_freq(head_dim, rope)
         )
-        cache = torch.cat((angles.cos(), angles.sin()), dim=-1).float().unsqueeze(1)
+        cache = torch.cat((angles.cos(), angles.sin()), dim=-1).float()
         self.register_buffer("cos_sin_cache", cache, persistent=False)
 
     def forward(
-        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions int64 [N]; query [N, Hq, D]; key [N, Hk, D]."""
-        cos, sin = self.cos_sin_cache[positions].chunk(2, dim=-1)
-        return apply_rotary_emb(query, cos, sin), apply_rotary_emb(key, cos, sin)
+        """positions int32 [N]; query [N, Hq, D]; key [N, Hk, D]; norms of each head, applied
+        before the rotation, both or neither."""
+        if q_norm is None or k_norm is None:
+            return rotate_qk(positions, query, key, self.cos_sin_cache)
+        return rotate_qk(
+            positions, query, key, self.cos_sin_cache, q_norm.weight, k_norm.weight, q_norm.eps
+        )
 
 
 def get_rope(head_dim: int, max_position: int, rope: RopeConfig) -> RotaryEmbedding:

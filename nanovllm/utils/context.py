@@ -14,7 +14,7 @@ class Context:
 
     Attributes:
         is_prefill: any number of new tokens per sequence; otherwise exactly one each.
-        slot_mapping: int64 [N], KV-cache slot of each new token (block id x block_size +
+        slot_mapping: int32 [N], KV-cache slot of each new token (block id x block_size +
             offset); -1 is not stored.
         block_tables: int32 [num_seqs, max_blocks], padded with 0; None for a prefill that
             reads no cached keys.
@@ -23,7 +23,7 @@ class Context:
         max_seqlen_q: most new tokens of a sequence (prefill).
         max_seqlen_k: longest context of a sequence.
         context_lens: int32 [num_seqs], tokens to attend to, the new one included (decode).
-        logits_indices: int64, rows of the hidden states that need logits; None for all.
+        logits_indices: int32, rows of the hidden states that need logits; None for all.
     """
 
     is_prefill: bool = False

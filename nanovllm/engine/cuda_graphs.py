@@ -1,0 +1,62 @@
+"""Decode steps captured as CUDA graphs: one launch replays the whole model."""
+
+from collections.abc import Callable
+
+import torch
+
+from nanovllm.engine.model_inputs import ModelInputs, blank_decode
+
+MAX_CAPTURED = 512
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture, ascending: dense where padding costs most; the last is the
+    largest batch, up to 512."""
+    largest = min(max_num_seqs, MAX_CAPTURED)
+    sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, MAX_CAPTURED, 32)]
+    return [size for size in sizes if size < largest] + [largest]
+
+
+class DecodeGraphs:
+    """Graphs of ``forward`` for decode batches of fixed sizes, in one memory pool.
+
+    Args:
+        forward: ModelInputs -> logits; must not read back from the device.
+        table_width: blocks of the longest sequence.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[ModelInputs], torch.Tensor | None],
+        table_width: int,
+        device: torch.device,
+    ) -> None:
+        self.forward = forward
+        self.table_width = table_width
+        self.device = device
+        self.pool = torch.cuda.graph_pool_handle()
+        # Size -> its graph, the device buffer that it reads its inputs from, its logits.
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor | None]] = {}
+
+    def capture(self, sizes: list[int]) -> None:
+        """From the largest size down, so that the smaller ones reuse its memory."""
+        for size in sorted(sizes, reverse=True):
+            blank = blank_decode(size, self.table_width)
+            buffer = blank.pack(pin_memory=False).to(self.device)
+            inputs = blank.unpack(buffer)
+            self.forward(inputs)  # compiles kernels and picks algorithms, outside the capture
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool):
+                logits = self.forward(inputs)
+            self.graphs[size] = graph, buffer, logits
+
+    def padded_size(self, num_seqs: int) -> int | None:
+        """The smallest captured size that holds the batch; None if it has to run eagerly."""
+        return min((size for size in self.graphs if size >= num_seqs), default=None)
+
+    def replay(self, inputs: ModelInputs) -> torch.Tensor | None:
+        """Logits of a decode padded to a captured size, given on the host."""
+        graph, buffer, logits = self.graphs[inputs.input_ids.numel()]
+        buffer.copy_(inputs.pack(pin_memory=True), non_blocking=True)
+        graph.replay()
+        return logits

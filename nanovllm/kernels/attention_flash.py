@@ -1,0 +1,66 @@
+"""Paged attention by the flash-attn package (FlashAttention-2, arXiv:2307.08691)."""
+
+from typing import Any
+
+import torch
+
+from nanovllm.utils.context import Context
+
+
+class FlashAttention:
+    """flash-attn's varlen function for prefill, its KV-cache function for decode.
+
+    Raises:
+        ImportError: the package is not installed, or does not fit this PyTorch.
+    """
+
+    name = "flash_attn"
+    capturable = True
+
+    def __init__(self) -> None:
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+        self.varlen: Any = flash_attn_varlen_func
+        self.with_kvcache: Any = flash_attn_with_kvcache
+
+    def prefill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        context: Context,
+        scale: float,
+    ) -> torch.Tensor:
+        paged = context.block_tables is not None
+        return self.varlen(
+            q,
+            k_cache if paged else k,
+            v_cache if paged else v,
+            cu_seqlens_q=context.cu_seqlens_q,
+            cu_seqlens_k=context.cu_seqlens_k,
+            max_seqlen_q=context.max_seqlen_q,
+            max_seqlen_k=context.max_seqlen_k,
+            softmax_scale=scale,
+            causal=True,
+            block_table=context.block_tables,
+        )
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        context: Context,
+        scale: float,
+    ) -> torch.Tensor:
+        return self.with_kvcache(
+            q.unsqueeze(1),
+            k_cache,
+            v_cache,
+            cache_seqlens=context.context_lens,
+            block_table=context.block_tables,
+            softmax_scale=scale,
+            causal=True,
+        ).squeeze(1)

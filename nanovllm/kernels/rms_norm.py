@@ -1,0 +1,82 @@
+"""Root-mean-square normalisation (arXiv:1910.07467), alone or fused with the residual add."""
+
+import torch
+
+from nanovllm.kernels.compat import tl, triton, use_triton
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x32 = x.float()
+    scale = torch.rsqrt(x32.square().mean(-1, keepdim=True).add_(eps))
+    return (x32 * scale).to(x.dtype) * weight
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    sum_ptr,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    x = tl.load(x_ptr + row * WIDTH + column, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row * WIDTH + column, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + row * WIDTH + column, x, mask=mask)
+    x32 = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x32 * x32, axis=0) / WIDTH + eps)
+    weight = tl.load(weight_ptr + column, mask=mask)
+    # Rounded before the weight, as transformers does.
+    tl.store(out_ptr + row * WIDTH + column, (x32 * scale).to(x.dtype) * weight, mask=mask)
+
+
+def rms_norm_triton(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(norm, sum) with a residual, (norm, None) without; all contiguous, of x's shape."""
+    assert x.is_contiguous() and weight.is_contiguous() and weight.shape == x.shape[-1:]
+    assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
+    width = x.size(-1)
+    block = triton.next_power_of_2(width)
+    out = torch.empty_like(x)
+    total = None if residual is None else torch.empty_like(x)
+    _rms_norm_kernel[(x.numel() // width,)](
+        x,
+        residual,
+        weight,
+        out,
+        total,
+        eps,
+        WIDTH=width,
+        BLOCK=block,
+        HAS_RESIDUAL=residual is not None,
+        num_warps=min(8, max(1, block // 512)),
+    )
+    return out, total
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last dimension of x [..., width], in fp32 inside."""
+    if use_triton(x):
+        return rms_norm_triton(x, weight, eps)[0]
+    return rms_norm_reference(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(x + residual), x + residual)."""
+    if use_triton(x):
+        out, total = rms_norm_triton(x, weight, eps, residual)
+        assert total is not None
+        return out, total
+    total = x + residual
+    return rms_norm_reference(total, weight, eps), total

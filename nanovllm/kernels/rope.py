@@ -1,0 +1,146 @@
+"""Rotary embedding of queries and keys, with the per-head norm that some models put before it."""
+
+import torch
+
+from nanovllm.kernels.compat import tl, triton, use_triton
+from nanovllm.kernels.rms_norm import rms_norm_reference
+
+
+def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates pairs (i, i + D/2) of each head. x [N, H, D]; cos, sin fp32 [N, 1, D/2]."""
+    x1, x2 = x.float().chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+
+
+def rotate_qk_reference(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if q_weight is not None and k_weight is not None:
+        q, k = rms_norm_reference(q, q_weight, eps), rms_norm_reference(k, k_weight, eps)
+    cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
+    return apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
+
+
+@triton.jit
+def _rotate_qk_kernel(
+    positions_ptr,
+    q_ptr,
+    k_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    cos_sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    q_stride,
+    k_stride,
+    eps,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    # One program rotates all heads of one token: queries, or (second grid axis) keys.
+    token = tl.program_id(0).to(tl.int64)
+    is_key = tl.program_id(1)
+    if is_key:
+        x_ptr = k_ptr + token * k_stride
+        out_ptr = k_out_ptr + token * K_HEADS * HALF * 2
+        weight_ptr = k_weight_ptr
+        num_heads = K_HEADS
+    else:
+        x_ptr = q_ptr + token * q_stride
+        out_ptr = q_out_ptr + token * Q_HEADS * HALF * 2
+        weight_ptr = q_weight_ptr
+        num_heads = Q_HEADS
+    head = tl.arange(0, BLOCK_HEADS)[:, None]
+    column = tl.arange(0, BLOCK_HALF)[None, :]
+    in_head = column < HALF
+    mask = (head < num_heads) & in_head
+    offset = head * (HALF * 2) + column
+    raw1 = tl.load(x_ptr + offset, mask=mask, other=0.0)
+    raw2 = tl.load(x_ptr + offset + HALF, mask=mask, other=0.0)
+    x1 = raw1.to(tl.float32)
+    x2 = raw2.to(tl.float32)
+    if HAS_NORM:
+        squares = tl.sum(x1 * x1 + x2 * x2, axis=1) / (HALF * 2)
+        scale = tl.rsqrt(squares + eps)[:, None]
+        w1 = tl.load(weight_ptr + column, mask=in_head, other=0.0)
+        w2 = tl.load(weight_ptr + HALF + column, mask=in_head, other=0.0)
+        # Rounded where the separate norm would round.
+        x1 = ((x1 * scale).to(raw1.dtype) * w1).to(tl.float32)
+        x2 = ((x2 * scale).to(raw2.dtype) * w2).to(tl.float32)
+    cos_sin = cos_sin_ptr + tl.load(positions_ptr + token) * (HALF * 2) + column
+    cos = tl.load(cos_sin, mask=in_head, other=0.0)
+    sin = tl.load(cos_sin + HALF, mask=in_head, other=0.0)
+    tl.store(out_ptr + offset, (x1 * cos - x2 * sin).to(raw1.dtype), mask=mask)
+    tl.store(out_ptr + offset + HALF, (x2 * cos + x1 * sin).to(raw1.dtype), mask=mask)
+
+
+def rotate_qk_triton(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's heads must be contiguous; tokens may be strided. Results are contiguous."""
+    num_tokens, q_heads, head_dim = q.shape
+    k_heads = k.size(1)
+    assert q.stride()[1:] == k.stride()[1:] == (head_dim, 1) and head_dim % 2 == 0
+    assert positions.shape == (num_tokens,) and cos_sin_cache.is_contiguous()
+    q_out = q.new_empty(num_tokens, q_heads, head_dim)
+    k_out = k.new_empty(num_tokens, k_heads, head_dim)
+    _rotate_qk_kernel[(num_tokens, 2)](
+        positions,
+        q,
+        k,
+        q_out,
+        k_out,
+        cos_sin_cache,
+        q_weight,
+        k_weight,
+        q.stride(0),
+        k.stride(0),
+        eps,
+        Q_HEADS=q_heads,
+        K_HEADS=k_heads,
+        HALF=head_dim // 2,
+        BLOCK_HEADS=triton.next_power_of_2(max(q_heads, k_heads)),
+        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        HAS_NORM=q_weight is not None,
+        num_warps=4,
+    )
+    return q_out, k_out
+
+
+def rotate_qk(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotates queries and keys by their positions, after an RMSNorm of each head if weights are
+    given.
+
+    Args:
+        positions: int32 [N].
+        q, k: [N, heads, D] and [N, kv_heads, D].
+        cos_sin_cache: fp32 [max_position, D], D/2 cosines then D/2 sines.
+        q_weight, k_weight: [D], both or neither.
+        eps: the norm's.
+    """
+    rotate = rotate_qk_triton if use_triton(q) else rotate_qk_reference
+    return rotate(positions, q, k, cos_sin_cache, q_weight, k_weight, eps)

@@ -1,0 +1,38 @@
+"""The gated MLP's activation: silu(gate) * up."""
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels.compat import tl, triton, use_triton
+
+
+def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+@triton.jit
+def _silu_and_mul_kernel(x_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    gate = tl.load(x_ptr + row * 2 * WIDTH + column, mask=mask).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * WIDTH + WIDTH + column, mask=mask)
+    # silu is rounded before the product, as in the reference.
+    silu = (gate / (1 + tl.exp(-gate))).to(up.dtype)
+    tl.store(out_ptr + row * WIDTH + column, silu * up, mask=mask)
+
+
+def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
+    assert x.is_contiguous() and x.dim() == 2
+    num_rows, width = x.size(0), x.size(1) // 2
+    out = x.new_empty(num_rows, width)
+    block = min(1024, triton.next_power_of_2(width))
+    grid = (num_rows, triton.cdiv(width, block))
+    _silu_and_mul_kernel[grid](x, out, WIDTH=width, BLOCK=block, num_warps=4)
+    return out
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """[N, 2 I], gate and up side by side -> [N, I]."""
+    return silu_and_mul_triton(x) if use_triton(x) else silu_and_mul_reference(x)

@@ -1,0 +1,545 @@
+"""BlockManager against a brute-force model of plain dicts and lists."""
+
+import struct
+from collections.abc import Callable
+
+import pytest
+import xxhash
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence
+
+Tokens = tuple[int, ...]
+
+
+def chain_hash(tokens: Tokens, block_size: int) -> int:
+    """The hash of the last of some full blocks, straight from its definition."""
+    prefix = b""
+    for i in range(0, len(tokens), block_size):
+        block = tokens[i : i + block_size]
+        data = prefix + struct.pack(f"<{len(block)}q", *block)
+        prefix = struct.pack("<Q", xxhash.xxh64(data).intdigest())
+    return struct.unpack("<Q", prefix)[0]
+
+
+def admit(manager: BlockManager, tokens: list[int]) -> Sequence:
+    """A sequence with blocks, all its tokens computed."""
+    seq = Sequence(tokens, block_size=manager.block_size)
+    manager.allocate(seq)
+    manager.seal(seq, min(seq.num_cached_tokens, len(seq) - 1), len(seq))
+    seq.num_cached_tokens = len(seq)
+    return seq
+
+
+class Model:
+    """What the manager must do, by exhaustive bookkeeping.
+
+    ``key`` maps a prefix of full blocks to what its last block is looked up by: prefixes of
+    equal keys collide.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, caching: bool, key: Callable[[Tokens], int]
+    ) -> None:
+        self.block_size = block_size
+        self.caching = caching
+        self.key = key
+        self.free = list(range(num_blocks))  # least recently freed first
+        self.refs = dict.fromkeys(range(num_blocks), 0)
+        self.sealed: dict[int, Tokens] = {}  # block -> all tokens from the sequence's first
+        self.shared: dict[int, int] = {}  # key -> block
+        self.tables: dict[int, list[int]] = {}
+        self.tokens: dict[int, list[int]] = {}
+
+    def prefix(self, seq_id: int, i: int) -> Tokens:
+        return tuple(self.tokens[seq_id][: (i + 1) * self.block_size])
+
+    def cached(self, seq_id: int) -> list[int]:
+        hits: list[int] = []
+        for i in range(len(self.tokens[seq_id]) // self.block_size if self.caching else 0):
+            prefix = self.prefix(seq_id, i)
+            block = self.shared.get(self.key(prefix))
+            if block is None or self.sealed[block] != prefix:
+                break
+            hits.append(block)
+        return hits
+
+    def num_missing(self, seq_id: int) -> int:
+        """Free blocks that allocating takes, revived ones included."""
+        total = -(-len(self.tokens[seq_id]) // self.block_size)
+        return total - sum(self.refs[block] > 0 for block in self.cached(seq_id))
+
+    def allocate(self, seq_id: int) -> None:
+        table = self.tables[seq_id] = self.cached(seq_id)
+        for block in table:
+            self.refs[block] += 1
+            if block in self.free:
+                self.free.remove(block)
+        while len(table) * self.block_size < len(self.tokens[seq_id]):
+            self.open(seq_id)
+
+    def open(self, seq_id: int) -> None:
+        block = self.free.pop(0)
+        self.sealed.pop(block, None)
+        self.shared = {key: b for key, b in self.shared.items() if b != block}
+        self.refs[block] = 1
+        self.tables[seq_id].append(block)
+
+    def compute(self, seq_id: int, end: int) -> None:
+        """All tokens before ``end`` have their keys and values."""
+        for i in range(end // self.block_size if self.caching else 0):
+            block = self.tables[seq_id][i]
+            if block not in self.sealed:
+                self.sealed[block] = self.prefix(seq_id, i)
+                self.shared.setdefault(self.key(self.sealed[block]), block)
+
+    def deallocate(self, seq_id: int) -> None:
+        for block in reversed(self.tables.pop(seq_id)):
+            self.refs[block] -= 1
+            if not self.refs[block]:
+                self.free.append(block)
+
+
+class BlockManagerMachine(RuleBasedStateMachine):
+    """Sequences come, are computed in chunks, grow, are preempted, come back and go."""
+
+    colliding = False
+    waiting = Bundle("waiting")
+    partial = Bundle("partial")  # hold blocks for all tokens, some maybe not computed
+    decoding = Bundle("decoding")  # all tokens computed
+
+    @initialize(
+        num_blocks=st.integers(1, 9),
+        block_size=st.integers(1, 3),
+        caching=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, num_blocks: int, block_size: int, caching: bool) -> None:
+        self.manager = BlockManager(num_blocks, block_size, caching)
+        if self.colliding:
+            self.manager.compute_hash = lambda tokens, prefix=None: tokens[-1] % 2
+            self.model = Model(num_blocks, block_size, caching, lambda prefix: prefix[-1] % 2)
+        else:
+            self.model = Model(
+                num_blocks, block_size, caching, lambda prefix: chain_hash(prefix, block_size)
+            )
+        self.holders: dict[int, Sequence] = {}
+
+    def append(self, tokens: list[int], bit: int) -> int:
+        """Few values, so that prefixes meet, and equal blocks lie under different ones. Where
+        hashes collide, a token is the number of its prefix, so that they do not."""
+        tokens.append((tokens[-1] if tokens else 1) * 2 + bit if self.colliding else bit)
+        return tokens[-1]
+
+    @rule(target=waiting, bits=st.lists(st.integers(0, 1), min_size=1, max_size=9))
+    def arrive(self, bits: list[int]) -> Sequence:
+        tokens: list[int] = []
+        for bit in bits:
+            self.append(tokens, bit)
+        seq = Sequence(tokens, block_size=self.manager.block_size)
+        self.model.tokens[seq.seq_id] = tokens
+        return seq
+
+    @rule(target=partial, seq=consumes(waiting), spare=st.integers(0, 2))
+    def allocate(self, seq: Sequence, spare: int):
+        num_missing = self.model.num_missing(seq.seq_id)
+        for n in (0, spare):
+            fits = num_missing + n <= len(self.model.free)
+            assert self.manager.can_allocate(seq, num_spare_blocks=n) == fits
+        if num_missing > len(self.model.free):
+            return multiple()
+        num_hits = len(self.model.cached(seq.seq_id))
+        self.manager.allocate(seq)
+        self.model.allocate(seq.seq_id)
+        assert seq.num_cached_tokens == num_hits * self.manager.block_size
+        self.holders[seq.seq_id] = seq
+        return seq
+
+    @rule(seq=partial, num_tokens=st.integers(1, 4))
+    def compute_chunk(self, seq: Sequence, num_tokens: int) -> None:
+        if seq.seq_id in self.holders:
+            self.compute(seq, min(seq.num_cached_tokens + num_tokens, len(seq)))
+
+    @rule(target=decoding, seq=consumes(partial))
+    def compute_rest(self, seq: Sequence):
+        if seq.seq_id not in self.holders:
+            return multiple()
+        self.compute(seq, len(seq))
+        return seq
+
+    @rule(seq=decoding, bit=st.integers(0, 1))
+    def decode(self, seq: Sequence, bit: int) -> None:
+        if seq.seq_id not in self.holders:
+            return
+        opens = len(seq) % self.manager.block_size == 0
+        seq.append_token(self.append(self.model.tokens[seq.seq_id], bit))
+        assert self.manager.can_append(seq) == (not opens or bool(self.model.free))
+        if opens and not self.model.free:
+            self.release(seq)
+            return
+        self.manager.may_append(seq)
+        if opens:
+            self.model.open(seq.seq_id)
+        self.compute(seq, len(seq))
+
+    @rule(target=waiting, seq=st.one_of(consumes(partial), consumes(decoding)))
+    def preempt(self, seq: Sequence):
+        if seq.seq_id not in self.holders:
+            return multiple()
+        self.release(seq)
+        return seq
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        self.release(self.holders[data.draw(st.sampled_from(sorted(self.holders)))])
+
+    def compute(self, seq: Sequence, end: int) -> None:
+        start = min(seq.num_cached_tokens, len(seq) - 1)
+        self.manager.seal(seq, start, end)
+        seq.num_cached_tokens = max(end, seq.num_cached_tokens)
+        self.model.compute(seq.seq_id, end)
+
+    def release(self, seq: Sequence) -> None:
+        del self.holders[seq.seq_id]
+        self.manager.deallocate(seq)
+        self.model.deallocate(seq.seq_id)
+        assert seq.block_table == []
+        assert seq.num_cached_tokens == 0
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        manager, model = self.manager, self.model
+        manager.check_invariants(self.holders.values())
+        assert list(manager.free_block_ids) == model.free
+        assert manager.used_block_ids == {block for block, refs in model.refs.items() if refs}
+        assert {s.seq_id: s.block_table for s in self.holders.values()} == model.tables
+        assert manager.hash_to_block_id == model.shared
+        for block in manager.blocks:
+            prefix = model.sealed.get(block.block_id, ())
+            assert block.ref_count == model.refs[block.block_id]
+            assert block.hash == (model.key(prefix) if prefix else None)
+            tail = max(len(prefix) - model.block_size, 0)
+            assert block.token_ids == list(prefix[tail:])
+
+
+class CollidingMachine(BlockManagerMachine):
+    """The same where blocks have one of two hashes, so only token ids keep prefixes apart."""
+
+    colliding = True
+
+
+TestAgainstModel = BlockManagerMachine.TestCase
+TestAgainstModel.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+)
+TestAgainstModelWithCollisions = CollidingMachine.TestCase
+TestAgainstModelWithCollisions.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
+)
+
+
+def test_hash_is_xxh64_of_the_previous_hash_and_the_token_ids():
+    first = BlockManager.compute_hash([1, -2, 2**40])
+    assert first == xxhash.xxh64_intdigest(struct.pack("<3q", 1, -2, 2**40))
+    second = BlockManager.compute_hash([4], first)
+    assert second == xxhash.xxh64_intdigest(struct.pack("<Qq", first, 4))
+    assert BlockManager.compute_hash([4], 0) != BlockManager.compute_hash([4])
+
+
+def test_equal_content_under_another_prefix_is_not_shared():
+    manager = BlockManager(8, 2)
+    a, b = admit(manager, [1, 1, 5, 5]), admit(manager, [2, 2, 5, 5])
+    assert not set(a.block_table) & set(b.block_table)
+    c = admit(manager, [5, 5, 5, 5])
+    assert not set(c.block_table) & set(a.block_table + b.block_table)
+    manager.check_invariants([a, b, c])
+
+
+def test_equal_blocks_within_a_sequence_get_a_block_each():
+    manager = BlockManager(4, 2)
+    seq = admit(manager, [7] * 8)
+    assert len(set(seq.block_table)) == 4
+    manager.check_invariants([seq])
+
+
+def test_used_blocks_are_shared_up_to_the_first_miss():
+    manager = BlockManager(8, 2)
+    a = admit(manager, [1, 2, 3, 4, 5, 6])
+    b = Sequence([1, 2, 9, 9, 5, 6], block_size=2)
+    manager.allocate(b)
+    assert b.block_table[0] == a.block_table[0]
+    assert not set(b.block_table[1:]) & set(a.block_table)
+    assert b.num_cached_tokens == 2
+    assert [manager.blocks[i].ref_count for i in a.block_table] == [2, 1, 1]
+    manager.check_invariants([a, b])
+
+
+def test_open_block_is_not_shared():
+    manager = BlockManager(4, 4)
+    a = admit(manager, [1, 2, 3])
+    b = Sequence([1, 2, 3], block_size=4)
+    manager.allocate(b)
+    assert b.num_cached_tokens == 0
+    assert a.block_table != b.block_table
+
+
+def test_blocks_not_yet_computed_are_not_shared():
+    manager = BlockManager(8, 2)
+    a = Sequence([1, 2, 3, 4], block_size=2)
+    manager.allocate(a)
+    manager.seal(a, 0, 3)
+    b = Sequence([1, 2, 3, 4], block_size=2)
+    manager.allocate(b)
+    assert b.num_cached_tokens == 2
+    assert a.block_table[0] == b.block_table[0]
+    assert a.block_table[1] != b.block_table[1]
+
+
+def test_sealing_in_two_chunks_registers_a_block_that_they_share():
+    manager = BlockManager(4, 4)
+    a = Sequence([1, 2, 3, 4], block_size=4)
+    manager.allocate(a)
+    manager.seal(a, 0, 3)
+    assert not manager.hash_to_block_id
+    manager.seal(a, 3, 4)
+    assert list(manager.hash_to_block_id.values()) == a.block_table
+
+
+def test_freed_block_is_revived_with_its_content():
+    manager = BlockManager(4, 2)
+    a = admit(manager, [1, 2, 3, 4])
+    table = a.block_table
+    manager.deallocate(a)
+    assert len(manager.free_block_ids) == 4
+    b = Sequence([1, 2, 3, 4], block_size=2)
+    manager.allocate(b)
+    assert (b.block_table, b.num_cached_tokens) == (table, 4)
+    manager.check_invariants([b])
+
+
+def test_revived_block_is_not_free_to_others():
+    """Guards a cached block that is handed out twice: as a hit and as the oldest free one."""
+    manager = BlockManager(3, 2)
+    a = admit(manager, [1, 2])
+    manager.deallocate(a)
+    b = admit(manager, [1, 2])
+    c = admit(manager, [3, 4, 5, 6])
+    assert sorted(b.block_table + c.block_table) == [0, 1, 2]
+    assert not manager.can_allocate(Sequence([9], block_size=2))
+
+
+def test_freeing_goes_from_last_to_first():
+    manager = BlockManager(4, 2)
+    a = admit(manager, [1, 2, 3, 4, 5, 6])
+    assert a.block_table == [0, 1, 2]
+    manager.deallocate(a)
+    assert list(manager.free_block_ids) == [3, 2, 1, 0]
+
+
+def test_eviction_takes_the_tail_before_its_prefix():
+    manager = BlockManager(4, 2)
+    a = admit(manager, [1, 2, 3, 4, 5, 6])
+    manager.deallocate(a)
+    manager.deallocate(admit(manager, [7, 7, 8, 8]))  # takes the unused block and one of a's
+    b = Sequence([1, 2, 3, 4, 5, 6], block_size=2)
+    manager.allocate(b)
+    assert b.num_cached_tokens == 4
+
+
+def test_eviction_takes_the_least_recently_freed():
+    manager = BlockManager(2, 2)
+    a, b = admit(manager, [1, 1]), admit(manager, [2, 2])
+    manager.deallocate(b)
+    manager.deallocate(a)
+    admit(manager, [3, 3])
+    again = Sequence([1, 1], block_size=2)
+    manager.allocate(again)
+    assert again.num_cached_tokens == 2
+
+
+def test_handing_out_a_block_drops_its_stale_hash_entry():
+    manager = BlockManager(1, 2)
+    manager.deallocate(admit(manager, [1, 2]))
+    assert len(manager.hash_to_block_id) == 1
+    seq = Sequence([3], block_size=2)
+    manager.allocate(seq)
+    assert manager.hash_to_block_id == {}
+    assert (manager.blocks[0].hash, manager.blocks[0].token_ids) == (None, [])
+    manager.check_invariants([seq])
+
+
+def test_evicting_a_duplicate_keeps_the_registered_block():
+    """Guards a hash entry dropped with a block that it does not point to: two sequences that
+    decode the same tokens seal equal blocks, of which one is registered."""
+    manager = BlockManager(3, 2)
+    a, b = admit(manager, [1]), admit(manager, [1])
+    for seq in (a, b):
+        seq.append_token(2)
+        manager.seal(seq, 1, 2)
+    assert list(manager.hash_to_block_id.values()) == a.block_table
+    manager.deallocate(b)
+    filler = admit(manager, [5, 5, 6, 6])
+    assert a.block_table[0] in manager.hash_to_block_id.values()
+    manager.check_invariants([a, filler])
+
+
+def test_lookup_compares_token_ids(monkeypatch: pytest.MonkeyPatch):
+    """Guards a hash collision that hands one prompt the keys and values of another."""
+    monkeypatch.setattr(BlockManager, "compute_hash", lambda self, tokens, prefix=None: 42)
+    manager = BlockManager(8, 2)
+    a = admit(manager, [1, 2, 3, 4])
+    b = Sequence([5, 6, 7, 8], block_size=2)
+    manager.allocate(b)
+    assert b.num_cached_tokens == 0
+    assert not set(a.block_table) & set(b.block_table)
+    manager.check_invariants([a, b])
+
+
+def test_without_prefix_caching_nothing_is_hashed_or_shared(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(BlockManager, "compute_hash")
+    manager = BlockManager(4, 2, enable_prefix_caching=False)
+    a, b = admit(manager, [1, 2, 3]), admit(manager, [1, 2, 3])
+    assert not set(a.block_table) & set(b.block_table)
+    manager.deallocate(a)
+    again = Sequence([1, 2, 3], block_size=2)
+    manager.allocate(again)
+    assert again.num_cached_tokens == 0
+    assert manager.hash_to_block_id == {}
+    manager.check_invariants([b, again])
+
+
+def test_can_allocate_counts_shared_blocks_as_had_and_revived_ones_as_taken():
+    manager = BlockManager(4, 2)
+    a = admit(manager, [1, 2, 3, 4])
+    twin = Sequence([1, 2, 3, 4, 5, 6, 7, 8], block_size=2)
+    assert manager.can_allocate(twin)  # two shared, two free
+    assert not manager.can_allocate(twin, num_spare_blocks=1)
+    manager.deallocate(a)
+    assert manager.can_allocate(twin)  # two revived, two free
+    assert not manager.can_allocate(twin, num_spare_blocks=1)
+    assert not manager.can_allocate(Sequence([9] * 9, block_size=2))
+
+
+def test_append_opens_a_block_only_for_the_first_token_of_one():
+    manager = BlockManager(2, 2)
+    seq = admit(manager, [1])
+    seq.append_token(2)
+    manager.may_append(seq)
+    assert seq.block_table == [0]
+    seq.append_token(3)
+    assert manager.can_append(seq)
+    manager.may_append(seq)
+    assert seq.block_table == [0, 1]
+    seq.append_token(4)
+    assert manager.can_append(seq)
+    seq.append_token(5)
+    assert not manager.can_append(seq)
+
+
+def test_each_block_is_hashed_once_in_a_sequences_life(monkeypatch: pytest.MonkeyPatch):
+    """Guards prefixes hashed again for every step that a request waits (or is preempted)."""
+    calls = []
+
+    def counting(tokens: list[int], prefix: int | None = None) -> int:
+        calls.append(tokens)
+        return compute_hash(tokens, prefix)
+
+    compute_hash = BlockManager.compute_hash
+    monkeypatch.setattr(BlockManager, "compute_hash", staticmethod(counting))
+    manager = BlockManager(8, 2)
+    seq = Sequence(range(7), block_size=2)
+    for _ in range(5):
+        manager.can_allocate(seq)
+        manager.allocate(seq)
+        manager.seal(seq, 0, len(seq))
+        manager.deallocate(seq)
+    assert len(calls) <= 3
+    seq.append_token(7)
+    manager.allocate(seq)
+    manager.seal(seq, 6, 8)
+    assert calls == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+class Corrupt:
+    """One way to break each invariant, and only that one. Blocks 0 and 1, equal and sealed,
+    belong to ``a``; 2, open, to ``b``; 3 is free."""
+
+    @staticmethod
+    def free_and_used(manager: BlockManager, a: Sequence, b: Sequence) -> None:
+        manager.free_block_ids[0] = None
+
+    @staticmethod
+    def neither_free_nor_used(manager: BlockManager, a: Sequence, b: Sequence) -> None:
+        del manager.free_block_ids[3]
+
+    @staticmethod
+    def unknown_block(manager: BlockManager, a: Sequence, b: Sequence) -> None:
+        manager.free_block_ids[4] = None
+
+    @staticmethod
+    def used_without_a_holder(manager: BlockManager, a: Sequence, b: Sequence) -> None:
+        del manager.free_block_ids[3]
+        manager.used_block_ids.add(3)
+
+    @staticmethod
+    def wrong_reference_count(manager: BlockManager, a: Sequence, b: Sequence) -> None:
+        manager.blocks[0].ref_count += 1
+
+    @staticmethod
+    def shared_open_block(manager: BlockManager, a: Sequence, b: Sequence) -> None:
+        a.block_table.append(2)
+        manager.blocks[2].ref_count += 1
+
+    @staticmethod
+    def sealed_without_tokens(manager: BlockManager, a: Sequence, b: Sequence) -> None:
+        manager.blocks[3].hash = 1
+
+    @staticmethod
+    def open_with_tokens(manager: BlockManager, a: Sequence, b: Sequence) -> None:
+        manager.blocks[2].token_ids = b.block(0)
+
+    @staticmethod
+    def stale_hash_entry(manager: BlockManager, a: Sequence, b: Sequence) -> None:
+        manager.hash_to_block_id[1] = 3
+
+    @staticmethod
+    def same_block_twice_in_a_table(manager: BlockManager, a: Sequence, b: Sequence) -> None:
+        manager.used_block_ids.remove(1)
+        manager.free_block_ids[1] = None
+        manager.blocks[1].ref_count = 0
+        a.block_table[1] = 0
+        manager.blocks[0].ref_count = 2
+
+    @staticmethod
+    def content_of_another_prompt(manager: BlockManager, a: Sequence, b: Sequence) -> None:
+        a.token_ids[0] += 1
+
+
+@pytest.mark.parametrize("name", [name for name in vars(Corrupt) if not name.startswith("_")])
+def test_check_invariants_notices(name: str):
+    manager = BlockManager(4, 2)
+    a, b = admit(manager, [6, 6, 6, 6]), admit(manager, [8])
+    manager.check_invariants([a, b])
+    getattr(Corrupt, name)(manager, a, b)
+    with pytest.raises(AssertionError):
+        manager.check_invariants([a, b])
+
+
+def test_check_invariants_notices_a_holder_left_out():
+    manager = BlockManager(4, 2)
+    a, b = admit(manager, [6, 6, 6, 6]), admit(manager, [8])
+    with pytest.raises(AssertionError):
+        manager.check_invariants([a])
+    manager.check_invariants([a, b])

@@ -1,0 +1,745 @@
+"""The scheduler, run with a simulated device that remembers what each KV slot holds."""
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.model_inputs import prepare_decode, prepare_prefill
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.sampling_params import SamplingParams
+
+EOS = (3, 4)
+
+
+def make_scheduler(**kwargs: Any) -> Scheduler:
+    defaults = {
+        "num_blocks": 64,
+        "block_size": 4,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 128,
+        "eos_token_ids": EOS,
+    }
+    return Scheduler(**{**defaults, **kwargs})
+
+
+def next_token(tokens: list[int], salt: int) -> int:
+    """Stands for the model: a token that depends on all before it, as a greedy one does."""
+    return random.Random(hash((salt, *tokens))).randrange(12)
+
+
+class Prefixes:
+    """Numbers each distinct prefix of tokens. That is what the keys and values of a token
+    depend on: it and all tokens before it, and nothing else."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[tuple[int, int], int] = {}
+        self.tokens: list[tuple[int, ...]] = [()]
+
+    def of(self, tokens: Iterable[int]) -> list[int]:
+        """The number of each prefix, shortest first."""
+        numbers = [0]
+        for token in tokens:
+            key = (numbers[-1], token)
+            if key not in self.numbers:
+                self.numbers[key] = len(self.tokens)
+                self.tokens.append((*self.tokens[numbers[-1]], token))
+            numbers.append(self.numbers[key])
+        return numbers[1:]
+
+
+@cache
+def chain_hash(tokens: tuple[int, ...], block_size: int) -> int:
+    """Of the last of some full blocks."""
+    before, block = tokens[:-block_size], list(tokens[-block_size:])
+    return BlockManager.compute_hash(block, chain_hash(before, block_size) if before else None)
+
+
+class Device:
+    """Runs batches on a cache that holds, per slot, the number of the prefix whose keys and
+    values were stored there."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.prefixes = Prefixes()
+        self.cache: dict[int, int] = {}
+
+    def run(self, batch: Batch) -> None:
+        """Stores all new tokens, then reads each sequence's, as an attention layer does; all
+        that is read must be that of the sequence's own tokens."""
+        prepare = prepare_prefill if batch.is_prefill else prepare_decode
+        inputs = prepare(batch, self.block_size)
+        assert inputs.context.slot_mapping is not None
+        slots = inputs.context.slot_mapping.tolist()
+        rows = list(zip(inputs.input_ids.tolist(), inputs.positions.tolist(), slots, strict=True))
+        stored = [slot for slot in slots if slot != -1]
+        assert len(set(stored)) == len(stored), "a slot is stored twice in one step"
+        truth = [self.prefixes.of(item.seq.token_ids[: item.end]) for item in batch.items]
+        expected = [
+            (item.seq, position, numbers[position])
+            for item, numbers in zip(batch.items, truth, strict=True)
+            for position in range(item.start, item.end)
+        ]
+        for (token, position, slot), (seq, true_position, number) in zip(
+            rows, expected, strict=True
+        ):
+            assert (token, position) == (seq.token_ids[true_position], true_position)
+            assert (slot == -1) == (position < seq.num_cached_tokens)
+            if slot != -1:
+                self.cache[slot] = number
+        for item, numbers in zip(batch.items, truth, strict=True):
+            assert self.read(item.seq.block_table, item.end) == numbers
+
+    def read(self, block_table: list[int], length: int) -> list[int | None]:
+        size = self.block_size
+        return [self.cache.get(block_table[p // size] * size + p % size) for p in range(length)]
+
+    def check(self, scheduler: Scheduler) -> None:
+        """Between two steps, all that counts as cached or can be shared has been computed."""
+        for seq in scheduler.running:
+            cached = seq.num_cached_tokens
+            assert self.read(seq.block_table, cached) == self.prefixes.of(seq.token_ids[:cached])
+        for block_hash, block_id in scheduler.block_manager.hash_to_block_id.items():
+            values = self.read([block_id], self.block_size)
+            assert None not in values, "a block can be shared that was never stored"
+            tokens = self.prefixes.tokens[values[-1]]
+            assert values == self.prefixes.of(tokens)[-self.block_size :]
+            assert block_hash == chain_hash(tokens, self.block_size)
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: list[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    salt: int = 0  # requests of one salt and prompt have one completion
+    arrives: int = 0  # step
+    aborts: int | None = None  # step
+
+    def result(self, max_len: int) -> tuple[list[int], str]:
+        """What it must return, whatever else runs: completion and finish reason."""
+        tokens = list(self.prompt)
+        while True:
+            tokens.append(next_token(tokens, self.salt))
+            completion = tokens[len(self.prompt) :]
+            if tokens[-1] in EOS and not self.params.ignore_eos:
+                return completion, "stop"
+            if len(completion) == self.params.max_tokens or len(tokens) == max_len:
+                return completion, "length"
+
+
+class Engine:
+    """The loop around the scheduler, which checks whatever can be checked at each turn.
+
+    ``unfinished`` is the model of the two queues: requests in their order of arrival.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.device = Device(scheduler.block_manager.block_size)
+        self.unfinished: dict[Sequence, Request] = {}
+        self.results: list[tuple[Request, list[int], str | None]] = []
+        self.batches: list[Batch] = []
+        self.check()
+
+    def add(self, request: Request) -> Sequence:
+        seq = Sequence(request.prompt, request.params, self.device.block_size)
+        self.scheduler.add(seq)
+        self.unfinished[seq] = request
+        self.check()
+        return seq
+
+    def abort(self, seq: Sequence) -> None:
+        self.scheduler.abort(seq)
+        del self.unfinished[seq]
+        assert seq.is_finished
+        assert not seq.block_table
+        self.check()
+
+    def step(self) -> Batch:
+        batch = self.schedule()
+        self.device.run(batch)
+        tokens = [next_token(i.seq.token_ids, self.unfinished[i.seq].salt) for i in batch.sampled]
+        finished = self.scheduler.postprocess(batch, tokens)
+        for item, token in zip(batch.sampled, tokens, strict=True):
+            assert item.seq.last_token == token
+        for seq in finished:
+            request = self.unfinished.pop(seq)
+            assert seq.is_finished
+            assert not seq.block_table
+            assert seq.prompt_token_ids == request.prompt
+            self.results.append((request, seq.completion_token_ids, seq.finish_reason))
+        self.check()
+        return batch
+
+    def schedule(self) -> Batch:
+        scheduler = self.scheduler
+        before, preemptions = list(scheduler.running), scheduler.num_preemptions
+        num_free = len(scheduler.block_manager.free_block_ids)
+        num_opening = sum(len(seq.block_table) < seq.num_blocks for seq in before)
+        batch = scheduler.schedule()
+        assert 0 < batch.num_tokens <= scheduler.max_num_batched_tokens
+        for item in batch.items:
+            assert item.start == min(item.seq.num_cached_tokens, len(item.seq) - 1)
+            assert item.start < item.end <= len(item.seq)
+            assert item.samples == (item.end == len(item.seq))
+        seqs = [item.seq for item in batch.items]
+        assert len(set(seqs)) == len(seqs)
+        if batch.is_prefill:
+            assert scheduler.num_preemptions == preemptions
+            assert seqs == scheduler.running[-len(seqs) :]
+            assert scheduler.running[: len(before)] == before
+        else:
+            assert before, "nothing was running, and nothing was admitted"
+            assert seqs == scheduler.running == before[: len(seqs)]
+            assert scheduler.num_preemptions - preemptions == len(before) - len(seqs)
+            assert (num_opening > num_free) == (len(seqs) < len(before))
+        self.check_order()
+        self.batches.append(batch)
+        return batch
+
+    def run(self, requests: Iterable[Request] = ()) -> None:
+        """Adds requests and steps until all are finished."""
+        for request in requests:
+            self.add(request)
+        for _ in range(self.most_steps()):
+            if self.scheduler.is_finished():
+                break
+            self.step()
+        assert self.scheduler.is_finished()
+
+    def most_steps(self) -> int:
+        """Each sequence is admitted at most once per token that it or an older one yields, and
+        each time it is prefilled in so many chunks."""
+        scheduler = self.scheduler
+        num_tokens = sum(len(r.result(scheduler.max_len)[0]) for r in self.unfinished.values())
+        chunks = scheduler.max_len // scheduler.max_num_batched_tokens + 1
+        return num_tokens * (1 + len(self.unfinished) * chunks)
+
+    def check(self) -> None:
+        self.scheduler.check_invariants()
+        self.device.check(self.scheduler)
+        self.check_order()
+        assert self.scheduler.is_finished() == (not self.unfinished)
+
+    def check_order(self) -> None:
+        """None lost, none twice; the oldest run, and preemption takes the youngest first."""
+        scheduler = self.scheduler
+        assert [*scheduler.running, *scheduler.waiting] == list(self.unfinished)
+        assert len(scheduler.running) <= scheduler.max_num_seqs
+
+    def check_results(self) -> None:
+        max_len = self.scheduler.max_len
+        for request, completion, finish_reason in self.results:
+            assert (completion, finish_reason) == request.result(max_len)
+
+    @property
+    def num_prefilled(self) -> int:
+        return sum(batch.num_tokens for batch in self.batches if batch.is_prefill)
+
+
+def prompts(max_size: int) -> st.SearchStrategy[list[int]]:
+    """Of few tokens, half of them with a long common prefix."""
+    common = [0, 1, 2, 5] * (max_size // 4)
+    return st.builds(
+        lambda cut, tail: common[:cut] + tail,
+        st.integers(0, len(common)),
+        st.lists(st.integers(0, 1), min_size=1, max_size=4),
+    )
+
+
+REQUESTS = st.builds(
+    Request,
+    prompts(16),
+    st.builds(
+        SamplingParams,
+        max_tokens=st.none() | st.integers(1, 16),
+        ignore_eos=st.booleans(),
+    ),
+    salt=st.integers(0, 1),
+    arrives=st.integers(0, 9),
+    aborts=st.none() | st.integers(0, 48),
+)
+SCHEDULERS = st.builds(
+    make_scheduler,
+    num_blocks=st.integers(3, 14),
+    block_size=st.integers(1, 5),
+    max_num_seqs=st.integers(1, 8),
+    max_num_batched_tokens=st.integers(1, 24),
+    max_model_len=st.integers(2, 100),
+    enable_prefix_caching=st.sampled_from([True, True, True, False]),
+)
+
+
+@settings(max_examples=2000, deadline=None, derandomize=True)
+@given(SCHEDULERS, st.lists(REQUESTS, min_size=2, max_size=12), st.none() | st.integers(0, 40))
+def test_random_schedules(scheduler: Scheduler, requests: list[Request], reset_at: int | None):
+    """Requests come and are aborted between steps, at one of which an exception may drop them
+    all: each of the others gets the result that it would get alone."""
+    engine = Engine(scheduler)
+    num_refused = num_dropped = 0
+    for now in range(25):
+        for request in (r for r in requests if r.arrives == now):
+            try:
+                engine.add(request)
+                assert len(request.prompt) < scheduler.max_len
+            except ValueError:
+                assert len(request.prompt) >= scheduler.max_len
+                num_refused += 1
+        for seq, request in list(engine.unfinished.items()):
+            if request.aborts == now:
+                engine.abort(seq)
+                num_dropped += 1
+        if not scheduler.is_finished():
+            if now == reset_at:
+                engine.schedule()  # and does not run it
+                num_dropped += len(engine.unfinished)
+                engine.unfinished.clear()
+                scheduler.reset()
+                engine.check()
+            else:
+                engine.step()
+    engine.run()
+    engine.check_results()
+    assert len(engine.results) == len(requests) - num_refused - num_dropped
+    assert len(scheduler.block_manager.free_block_ids) == len(scheduler.block_manager.blocks)
+
+
+def greedy(max_tokens: int | None = 4) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def drain(scheduler: Scheduler) -> Iterator[Batch]:
+    """Steps until all is finished, every token a 5."""
+    for _ in range(10_000):
+        if scheduler.is_finished():
+            return
+        batch = scheduler.schedule()
+        yield batch
+        scheduler.postprocess(batch, [5] * len(batch.sampled))
+    raise AssertionError("no end in sight")
+
+
+def test_prompts_are_admitted_in_order_of_arrival():
+    engine = Engine(make_scheduler(max_num_seqs=2, max_num_batched_tokens=10))
+    seqs = [engine.add(Request([i] * 6, greedy())) for i in range(4)]
+    batch = engine.step()
+    assert [(i.seq, i.start, i.end) for i in batch.items] == [(seqs[0], 0, 6), (seqs[1], 0, 4)]
+    batch = engine.step()
+    assert [(i.seq, i.start, i.end) for i in batch.items] == [(seqs[1], 4, 6)]
+    engine.run()
+    engine.check_results()
+
+
+def test_a_prompt_that_does_not_fit_holds_up_later_ones():
+    """Guards a long prompt that starves because short ones overtake it."""
+    engine = Engine(make_scheduler(num_blocks=8))
+    engine.add(Request([1] * 16, greedy()))
+    engine.step()
+    long, short = engine.add(Request([2] * 20, greedy())), engine.add(Request([5], greedy()))
+    assert not engine.step().is_prefill
+    assert [long.status, short.status] == [SequenceStatus.WAITING] * 2
+    engine.run()
+    engine.check_results()
+
+
+def test_requests_join_while_others_decode():
+    engine = Engine(make_scheduler())
+    engine.add(Request([1, 2, 5], greedy(max_tokens=20)))
+    engine.step()
+    assert not engine.step().is_prefill
+    late = engine.add(Request([5, 2], greedy(max_tokens=20)))
+    assert [item.seq for item in engine.step().items] == [late]
+    assert len(engine.step()) == 2
+
+
+def test_long_prompt_is_prefilled_in_chunks_and_yields_one_token():
+    engine = Engine(make_scheduler(max_num_batched_tokens=8))
+    seq = engine.add(Request([1, 2] * 10, greedy(max_tokens=1)))
+    engine.run()
+    chunks = [batch.items[0] for batch in engine.batches]
+    assert [(c.start, c.end, c.samples) for c in chunks] == [
+        (0, 8, False),
+        (8, 16, False),
+        (16, 20, True),
+    ]
+    assert len(seq) == 21
+
+
+def test_budget_bounds_residents_so_that_every_decode_fits():
+    engine = Engine(make_scheduler(max_num_seqs=8, max_num_batched_tokens=3))
+    engine.run(Request([i], greedy()) for i in range(10))
+    assert max(len(batch) for batch in engine.batches) == 3
+    engine.check_results()
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_model_len", "num_tokens", "cause"),
+    [
+        (64, 16, 16, "max_model_len"),
+        (64, 16, 400, "max_model_len"),
+        (3, 64, 12, "num_kvcache_blocks"),
+        (3, 64, 500, "num_kvcache_blocks"),
+        (64, 16, 0, "empty"),
+    ],
+)
+def test_prompt_that_can_never_run_is_refused_when_added(
+    num_blocks: int, max_model_len: int, num_tokens: int, cause: str
+):
+    """Guards a prompt that fails an assert, or loops for ever, in the midst of a batch."""
+    scheduler = make_scheduler(num_blocks=num_blocks, max_model_len=max_model_len)
+    with pytest.raises(ValueError, match=cause):
+        scheduler.check_prompt_len(num_tokens)
+    if num_tokens:
+        with pytest.raises(ValueError, match=str(num_tokens)):
+            scheduler.add(Sequence([1] * num_tokens, block_size=4))
+    assert scheduler.is_finished()
+    engine = Engine(scheduler)
+    engine.run([Request([1] * (scheduler.max_len - 1), greedy())])
+    assert [len(completion) for _, completion, _ in engine.results] == [1]
+
+
+def test_prompt_longer_than_the_token_budget_runs():
+    engine = Engine(make_scheduler(max_num_batched_tokens=4))
+    engine.run([Request([1] * 100, greedy()), Request([2], greedy())])
+    engine.check_results()
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_model_len", "max_len"), [(64, 20, 20), (3, 64, 12), (4, 16, 16)]
+)
+@pytest.mark.parametrize("max_tokens", [None, 1000])
+def test_length_limit_ends_a_sequence(
+    num_blocks: int, max_model_len: int, max_len: int, max_tokens: int | None
+):
+    """Guards generation that runs past the model's length or the cache."""
+    engine = Engine(make_scheduler(num_blocks=num_blocks, max_model_len=max_model_len))
+    seq = engine.add(Request([1, 2, 5], greedy(max_tokens)))
+    engine.run()
+    assert (len(seq), seq.finish_reason) == (max_len, "length")
+
+
+def test_max_tokens_ends_a_sequence():
+    engine = Engine(make_scheduler())
+    seq = engine.add(Request([1, 2, 5], greedy(max_tokens=7)))
+    engine.run()
+    assert (seq.num_completion_tokens, seq.finish_reason) == (7, "length")
+
+
+@pytest.mark.parametrize("eos", EOS)
+def test_each_eos_token_ends_a_sequence(eos: int):
+    """Guards a list of EOS ids of which only the first counts."""
+    scheduler = make_scheduler()
+    stops = Sequence([1, 2], block_size=4)
+    goes_on = Sequence([1, 2], SamplingParams(ignore_eos=True), block_size=4)
+    scheduler.add(stops)
+    scheduler.add(goes_on)
+    assert scheduler.postprocess(scheduler.schedule(), [5, 5]) == []
+    assert scheduler.postprocess(scheduler.schedule(), [eos, eos]) == [stops]
+    assert (stops.completion_token_ids, stops.finish_reason) == ([5, eos], "stop")
+    assert scheduler.running == [goes_on]
+
+
+def test_eos_as_the_last_allowed_token_is_a_stop():
+    scheduler = make_scheduler()
+    seq = Sequence([1], SamplingParams(max_tokens=1), block_size=4)
+    scheduler.add(seq)
+    scheduler.postprocess(scheduler.schedule(), [EOS[0]])
+    assert seq.finish_reason == "stop"
+
+
+def test_finished_sequences_free_their_blocks_at_once():
+    engine = Engine(make_scheduler(num_blocks=2))
+    engine.run([Request([1] * 6, greedy(max_tokens=1)), Request([2] * 6, greedy(max_tokens=1))])
+    assert len(engine.batches) == 2
+    assert len(engine.scheduler.block_manager.free_block_ids) == 2
+
+
+def test_youngest_is_preempted_and_resumes_where_it_was():
+    engine = Engine(make_scheduler(num_blocks=6))
+    seqs = [engine.add(Request([i] * 7, greedy(max_tokens=12))) for i in range(2)]
+    while not engine.scheduler.num_preemptions:
+        engine.step()
+    assert engine.scheduler.running == [seqs[0]]
+    assert [s.status for s in seqs] == [SequenceStatus.RUNNING, SequenceStatus.WAITING]
+    assert seqs[1].num_completion_tokens > 0
+    engine.run()
+    engine.check_results()
+    assert [request.prompt[0] for request, _, _ in engine.results] == [0, 1]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_tight_cache_preempts_and_loses_nothing(caching: bool):
+    engine = Engine(make_scheduler(num_blocks=12, enable_prefix_caching=caching))
+    engine.run(Request([i] * (i + 1), greedy(max_tokens=30)) for i in range(8))
+    assert engine.scheduler.num_preemptions > 0
+    engine.check_results()
+    assert len(engine.results) == 8
+
+
+def test_preempted_sequence_reuses_what_is_left_of_its_prefix():
+    engine = Engine(make_scheduler())
+    seq = engine.add(Request(list(range(10, 30)), greedy(max_tokens=20)))
+    for _ in range(4):
+        engine.step()
+    engine.scheduler.preempt(seq)
+    engine.check()
+    (item,) = engine.step().items
+    assert (item.seq, item.start, item.end) == (seq, 20, 24)
+    engine.run()
+    engine.check_results()
+
+
+def test_identical_prompts_in_one_step_are_computed_once():
+    """Guards equal prompts of one step that are each computed in full."""
+    engine = Engine(make_scheduler(max_num_batched_tokens=100))
+    for _ in range(5):
+        engine.add(Request(list(range(10, 28)), greedy()))
+    batch = engine.step()
+    assert [item.num_tokens for item in batch.items] == [18, 2, 2, 2, 2]
+    engine.run()
+    engine.check_results()
+
+
+def test_fully_cached_prompt_computes_only_its_last_token():
+    engine = Engine(make_scheduler(max_num_batched_tokens=100))
+    for _ in range(3):
+        engine.add(Request(list(range(10, 26)), greedy()))
+    batch = engine.step()
+    assert [(item.num_tokens, item.samples) for item in batch.items] == [
+        (16, True),
+        (1, True),
+        (1, True),
+    ]
+    engine.run([Request(list(range(10, 26)), greedy())])
+    engine.check_results()
+
+
+def test_prompt_shares_only_the_chunk_that_is_computed():
+    """Guards blocks of a chunked prompt that are shared before they are computed."""
+    engine = Engine(make_scheduler(max_num_batched_tokens=10))
+    prompt = list(range(10, 30))
+    first = engine.add(Request(prompt, greedy()))
+    engine.step()
+    engine.abort(first)
+    second = engine.add(Request(prompt, greedy()))
+    assert engine.step().items[0].start == 8
+    assert second.block_table != []
+    engine.run()
+    engine.check_results()
+
+
+def test_no_preemption_storm_on_many_short_requests():
+    """Guards max_num_seqs that bounds a step but not residents: 2,000 short requests then
+    filled the cache, preempted each other, and were prefilled 1.9 times over."""
+    scheduler = make_scheduler(
+        num_blocks=64 * 16, max_num_seqs=64, max_num_batched_tokens=512, max_model_len=256
+    )
+    rng = random.Random(0)
+    waiting = [
+        Sequence([i, *rng.choices(range(12), k=rng.randrange(8, 32))], greedy(max_tokens=16), 4)
+        for i in range(2000)
+    ]
+    for seq in waiting:
+        scheduler.add(seq)
+    num_prefilled = 0
+    for batch in drain(scheduler):
+        assert len(scheduler.running) <= 64
+        for item in batch.items:
+            num_prefilled += max(min(item.end, item.seq.num_prompt_tokens) - item.start, 0)
+    assert all(seq.num_completion_tokens == 16 for seq in waiting)
+    assert scheduler.num_preemptions == 0
+    assert num_prefilled == sum(seq.num_prompt_tokens for seq in waiting)
+
+
+def test_decodes_that_fill_the_cache_do_not_readmit_what_they_preempt_at_once():
+    """Guards the head of the queue being prefilled and preempted in turn: what is admitted
+    leaves a spare block for each resident."""
+    engine = Engine(make_scheduler(num_blocks=16, max_num_seqs=8))
+    engine.run(Request([i] * 7, greedy(max_tokens=30)) for i in range(8))
+    engine.check_results()
+    num_tokens = sum(len(r.prompt) + len(completion) for r, completion, _ in engine.results)
+    assert engine.num_prefilled < num_tokens
+
+
+def count_hashes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int | None]]:
+    calls = []
+    compute_hash = BlockManager.compute_hash
+
+    def counting(token_ids: list[int], prefix: int | None = None) -> int:
+        calls.append((token_ids, prefix))
+        return compute_hash(token_ids, prefix)
+
+    monkeypatch.setattr(BlockManager, "compute_hash", staticmethod(counting))
+    return calls
+
+
+def test_waiting_prompt_is_not_hashed_again_on_blocked_steps(monkeypatch: pytest.MonkeyPatch):
+    """Guards a blocked prompt whose whole prefix is hashed anew at every step."""
+    calls = count_hashes(monkeypatch)
+    scheduler = make_scheduler(num_blocks=9)
+    running = Sequence(range(10, 19), greedy(max_tokens=12), block_size=4)
+    blocked = Sequence([*range(10, 18), *range(40, 61)], greedy(), block_size=4)
+    scheduler.add(running)
+    scheduler.add(blocked)
+    steps = drain(scheduler)
+    for _ in islice(steps, 9):
+        assert list(scheduler.waiting) == [blocked]
+    # The running prompt's full blocks and the two that its decoding has filled; the blocked
+    # one's two hits and its first miss.
+    assert len(calls) == (2 + 2) + (2 + 1)
+    list(steps)
+    assert len(calls) <= running.num_blocks + blocked.num_blocks
+
+
+def test_each_block_is_hashed_at_most_once_however_often_it_is_preempted(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    calls = count_hashes(monkeypatch)
+    scheduler = make_scheduler(num_blocks=12)
+    seqs = [Sequence([i] * 5, greedy(max_tokens=30), block_size=4) for i in range(8)]
+    for seq in seqs:
+        scheduler.add(seq)
+    list(drain(scheduler))
+    assert scheduler.num_preemptions > 0
+    assert len(calls) <= sum(seq.num_blocks for seq in seqs)
+
+
+def test_scheduling_a_decode_looks_at_no_token(monkeypatch: pytest.MonkeyPatch):
+    """Guards what lets a step be launched before the tokens of the last one are known."""
+    engine = Engine(make_scheduler())
+    seqs = [engine.add(Request([i] * 3, greedy(max_tokens=12))) for i in range(3)]
+    engine.step()
+    for _ in range(10):
+        tokens = [seq.token_ids for seq in seqs]
+        for seq in seqs:
+            seq.token_ids, seq.last_token = [], -1
+        with monkeypatch.context() as patch:
+            patch.delattr(BlockManager, "compute_hash")
+            batch = engine.schedule()
+        for seq, token_ids in zip(seqs, tokens, strict=True):
+            seq.token_ids, seq.last_token = token_ids, token_ids[-1]
+        engine.device.run(batch)
+        engine.scheduler.postprocess(batch, [5] * 3)
+        engine.check()
+
+
+def in_state(state: str) -> tuple[Engine, Sequence]:
+    """An engine whose second sequence is in the given state, with others around it."""
+    engine = Engine(make_scheduler(num_blocks=9, max_num_batched_tokens=10, max_model_len=32))
+    engine.add(Request([1] * 6, greedy(max_tokens=20)))
+    seq = engine.add(Request([2] * 11, greedy(max_tokens=20)))
+    if state != "waiting":
+        engine.step()
+    if state in ("decoding", "preempted"):
+        while seq.num_completion_tokens < 2:
+            engine.step()
+    if state == "preempted":
+        while seq.status is SequenceStatus.RUNNING:
+            engine.step()
+    engine.add(Request([5] * 3, greedy(max_tokens=20)))
+    return engine, seq
+
+
+STATES = ("waiting", "half prefilled", "decoding", "preempted")
+
+
+def test_states_are_what_they_are_called():
+    seqs = dict(zip(STATES, (in_state(state)[1] for state in STATES), strict=True))
+    assert {name: seq.status.name for name, seq in seqs.items()} == {
+        "waiting": "WAITING",
+        "half prefilled": "RUNNING",
+        "decoding": "RUNNING",
+        "preempted": "WAITING",
+    }
+    assert seqs["half prefilled"].num_uncached_tokens > 1
+    assert seqs["decoding"].num_uncached_tokens == 1
+    assert seqs["preempted"].num_completion_tokens > 0
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_abort_drops_one_sequence_and_leaves_the_others(state: str):
+    engine, seq = in_state(state)
+    engine.abort(seq)
+    engine.run()
+    engine.check_results()
+    assert len(engine.results) == 2
+    assert seq.finish_reason is None
+
+
+@pytest.mark.parametrize("mid_step", [False, True])
+@pytest.mark.parametrize("state", STATES)
+def test_reset_leaves_everything_clean(state: str, mid_step: bool):
+    """Guards leftovers of a call that was interrupted: requests that show up in the next one,
+    or blocks that count as cached but were never computed."""
+    engine, _ = in_state(state)
+    scheduler = engine.scheduler
+    if mid_step:
+        engine.schedule()
+    scheduler.reset()
+    assert scheduler.is_finished()
+    manager = scheduler.block_manager
+    assert list(manager.free_block_ids) == list(range(9))
+    assert not manager.used_block_ids
+    assert not manager.hash_to_block_id
+    again = Engine(scheduler)
+    again.run([Request([1] * 6, greedy()), Request([2] * 11, greedy())])
+    again.check_results()
+    assert len(again.results) == 2
+
+
+def test_reset_keeps_the_settings():
+    scheduler = make_scheduler(enable_prefix_caching=False)
+    scheduler.reset()
+    manager = scheduler.block_manager
+    assert (len(manager.blocks), manager.block_size) == (64, 4)
+    assert not manager.enable_prefix_caching
+
+
+class Corrupt:
+    """One way to break each invariant, where ``seq`` is decoding and another is waiting."""
+
+    @staticmethod
+    def too_many_residents(scheduler: Scheduler, seq: Sequence) -> None:
+        scheduler.max_num_seqs = len(scheduler.running) - 1
+
+    @staticmethod
+    def status_of_a_running_sequence(scheduler: Scheduler, seq: Sequence) -> None:
+        seq.status = SequenceStatus.WAITING
+
+    @staticmethod
+    def status_of_a_waiting_sequence(scheduler: Scheduler, seq: Sequence) -> None:
+        scheduler.waiting[0].status = SequenceStatus.FINISHED
+
+    @staticmethod
+    def blocks_of_a_waiting_sequence(scheduler: Scheduler, seq: Sequence) -> None:
+        scheduler.waiting[0].block_table = [0]
+
+    @staticmethod
+    def too_few_blocks(scheduler: Scheduler, seq: Sequence) -> None:
+        scheduler.block_manager.deallocate(seq)
+
+    @staticmethod
+    def too_long(scheduler: Scheduler, seq: Sequence) -> None:
+        scheduler.max_len = len(seq)
+
+    @staticmethod
+    def blocks_that_nobody_holds(scheduler: Scheduler, seq: Sequence) -> None:
+        scheduler.running.remove(seq)
+
+
+@pytest.mark.parametrize("name", [name for name in vars(Corrupt) if not name.startswith("_")])
+def test_check_invariants_notices(name: str):
+    engine, seq = in_state("decoding")
+    getattr(Corrupt, name)(engine.scheduler, seq)
+    with pytest.raises(AssertionError):
+        engine.scheduler.check_invariants()

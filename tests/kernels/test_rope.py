@@ -1,0 +1,37 @@
+import pytest
+import torch
+
+from nanovllm.kernels.rope import rotate_qk_reference, rotate_qk_triton
+from tests.kernels.oracle import assert_as_good_as_eager, poisoned
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "q_heads", "k_heads", "head_dim"),
+    [(1, 1, 1, 64), (5, 9, 3, 64), (3, 4, 2, 96), (4, 16, 8, 128), (2, 2, 2, 256), (3, 3, 1, 6)],
+)
+def test_rotation_of_strided_heads(
+    tokens, q_heads, k_heads, head_dim, with_norm, dtype, device, monkeypatch
+):
+    poisoned(monkeypatch)
+    qkv = torch.randn(tokens, q_heads + 2 * k_heads, head_dim, device=device).to(dtype)
+    q, k, _ = qkv.split((q_heads, k_heads, k_heads), dim=1)
+    before = qkv.clone()
+    positions = torch.randint(0, 50, (tokens,), dtype=torch.int32, device=device)
+    angles = torch.rand(50, head_dim // 2, device=device) * 6
+    cache = torch.cat((angles.cos(), angles.sin()), -1)
+    weights = (None, None)
+    if with_norm:
+        weights = tuple(torch.rand(head_dim, device=device).to(dtype) + 0.5 for _ in range(2))
+    ours = rotate_qk_triton(positions, q, k, cache, *weights, 1e-6)
+    eager = rotate_qk_reference(positions, q, k, cache, *weights, 1e-6)
+    wide = tuple(None if w is None else w.double() for w in weights)
+    for a, b, given, w in zip(ours, eager, (q, k), wide, strict=True):
+        x = given.double()
+        if w is not None:
+            x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w
+        cos, sin = cache.double()[positions].unsqueeze(1).chunk(2, -1)
+        x1, x2 = x.chunk(2, -1)
+        exact = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)
+        assert_as_good_as_eager(a, b, exact)
+    assert torch.equal(qkv, before)

@@ -1,0 +1,104 @@
+"""RMSNorm against transformers' module and the plain formula in fp64."""
+
+import pytest
+import torch
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from nanovllm.layers.layernorm import RMSNorm
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(1, 8), (5, 123), (3, 4, 40), (0, 16)]
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def build(size: int, dtype: torch.dtype, eps: float = 1e-6) -> RMSNorm:
+    norm = RMSNorm(size, eps).to(dtype).requires_grad_(False)
+    norm.weight.uniform_(0.5, 1.5)
+    return norm
+
+
+def reference(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    """In fp64."""
+    x, weight = x.double(), norm.weight.double()
+    return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * weight
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    """Two roundings of the dtype: before the weight and after it."""
+    return {"rtol": 3 * torch.finfo(dtype).eps, "atol": 0.0}
+
+
+@each_dtype
+@each_shape
+def test_equals_transformers(dtype, shape):
+    norm = build(shape[-1], dtype)
+    oracle = Qwen3RMSNorm(shape[-1], norm.eps).to(dtype).requires_grad_(False)
+    oracle.weight.copy_(norm.weight)
+    x = torch.randn(shape, dtype=dtype)
+    assert norm(x).dtype == dtype
+    torch.testing.assert_close(norm(x), oracle(x))
+
+
+@each_dtype
+@each_shape
+def test_equals_the_formula(dtype, shape):
+    norm = build(shape[-1], dtype)
+    x = torch.randn(shape, dtype=dtype)
+    torch.testing.assert_close(norm(x).double(), reference(x, norm), **tolerance(dtype))
+
+
+@each_dtype
+@each_shape
+def test_residual_is_added_first_and_returned(dtype, shape):
+    norm = build(shape[-1], dtype)
+    x, residual = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
+    normed, total = norm(x, residual)
+    assert normed.dtype == total.dtype == dtype
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(normed.double(), reference(total, norm), **tolerance(dtype))
+
+
+@each_dtype
+def test_inputs_stay_as_they_are(dtype):
+    """Guards nano-vLLM's in-place arithmetic, which wrote into x itself wherever the cast to
+    fp32 was no copy."""
+    norm = build(32, dtype)
+    x, residual = torch.randn(4, 32, dtype=dtype), torch.randn(4, 32, dtype=dtype)
+    copies = x.clone(), residual.clone(), norm.weight.clone()
+    outputs = [norm(x), *norm(x, residual)]
+    assert all(map(torch.equal, (x, residual, norm.weight), copies))
+    for output in outputs:  # nor does a result share their memory
+        output.fill_(7)
+    assert all(map(torch.equal, (x, residual, norm.weight), copies))
+
+
+@each_dtype
+def test_rows_do_not_affect_each_other(dtype):
+    norm = build(16, dtype)
+    x = torch.randn(6, 16, dtype=dtype)
+    whole, poisoned = norm(x), x.clone()
+    poisoned[3] = torch.nan
+    rows = [0, 1, 2, 4, 5]
+    assert torch.equal(norm(poisoned)[rows], whole[rows])
+
+
+def test_strided_input():
+    """Heads cut out of a packed q, k, v are not contiguous."""
+    norm = build(8, torch.float32)
+    heads = torch.randn(5, 6, 8)[:, 2:4]
+    assert torch.equal(norm(heads), norm(heads.contiguous()))
+
+
+def test_squares_do_not_overflow_fp16():
+    """300^2 is over fp16's largest number; fp32 inside has room."""
+    norm = build(64, torch.float16)
+    x = torch.full((1, 64), 300.0, dtype=torch.float16)
+    torch.testing.assert_close(norm(x).double(), reference(x, norm), **tolerance(torch.float16))
+
+
+def test_eps_counts_for_small_inputs():
+    norm = build(16, torch.float32, eps=1e-2)
+    x = torch.full((1, 16), 1e-2)
+    torch.testing.assert_close(norm(x).double(), reference(x, norm), **tolerance(torch.float32))
+    assert torch.equal(norm(torch.zeros(1, 16)), torch.zeros(1, 16))

@@ -1,0 +1,444 @@
+"""GGUF files, written here tensor by tensor, against transformers on the same weights."""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Quant
+from transformers import PreTrainedModel
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.models.checkpoint import open_checkpoint
+from tests.tiny_models import LLAMA3_ROPE, VOCAB_SIZE, TinyModels
+
+SMALL: dict[str, Any] = {"num_kvcache_blocks": 64, "kvcache_block_size": 16, "max_num_seqs": 4}
+MODELS = {
+    "llama": "llama",
+    "llama-linear": "llama",
+    "llama-bias": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3-tied": "qwen3",
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+# transformers' names and llama.cpp's.
+TOP_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
+        for length in (1, 7, 40, 300)
+    ]
+
+
+@torch.inference_mode()
+def transformers_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    ids, cache, out = torch.tensor([prompt]), None, []
+    for _ in range(num_tokens):
+        result = model(ids, past_key_values=cache, use_cache=True)
+        cache = result.past_key_values
+        ids = result.logits[:, -1:].argmax(-1)
+        out.append(int(ids))
+    return out
+
+
+def gguf_name(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    if module in TOP_NAMES:
+        return f"{TOP_NAMES[module]}.{kind}"
+    _, _, layer, module = module.split(".", 3)
+    return f"blk.{layer}.{LAYER_NAMES[module]}.{kind}"
+
+
+def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """llama.cpp rotates neighbouring rows of a head, transformers row i with row i + D/2, so a
+    "llama" file's q and k rows are stored 0, D/2, 1, D/2 + 1, ..."""
+    head_dim = len(weight) // num_heads
+    order = [
+        head * head_dim + half * head_dim // 2 + i
+        for head in range(num_heads)
+        for i in range(head_dim // 2)
+        for half in (0, 1)
+    ]
+    return weight[order]
+
+
+def llama3_divisors(head_dim: int) -> np.ndarray:
+    """What llama.cpp's converter writes for Llama 3's rope scaling."""
+    rope, out = LLAMA3_ROPE, []
+    for i in range(head_dim // 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (2 * i / head_dim)
+        turns = rope["original_max_position_embeddings"] / wavelength
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        if turns > high:
+            out.append(1.0)
+        elif turns < low:
+            out.append(rope["factor"])
+        else:
+            smooth = (turns - low) / (high - low)
+            out.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(out, dtype=np.float32)
+
+
+def file_tensors(model: PreTrainedModel, arch: str) -> Iterator[tuple[str, np.ndarray]]:
+    """(llama.cpp's name, fp32 weight) as its converter lays them out."""
+    config = model.config
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        weight = tensor.float().numpy()
+        if arch == "llama" and ".q_proj." in name:
+            weight = interleaved(weight, config.num_attention_heads)
+        if arch == "llama" and ".k_proj." in name:
+            weight = interleaved(weight, config.num_key_value_heads)
+        yield gguf_name(name), weight
+    if config.rope_parameters["rope_type"] == "llama3":
+        yield "rope_freqs.weight", llama3_divisors(config.head_dim)
+
+
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    arch: str,
+    quant: Quant = Quant.F32,
+    *,
+    edit: Callable[[dict[str, np.ndarray]], Any] = lambda tensors: None,
+    fields: Callable[[gguf.GGUFWriter], Any] = lambda writer: None,
+    drop: tuple[str, ...] = (),
+) -> Path:
+    """Matrices in ``quant``, vectors in fp32; ``edit`` changes the tensors, ``fields`` adds
+    metadata and ``drop`` leaves some out."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, arch)
+    metadata = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": config.head_dim,
+    }
+    for name, value in metadata.items():
+        if name not in drop:
+            writer.add_uint32(f"{arch}.{name}", value)
+    writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
+    writer.add_float32(f"{arch}.rope.freq_base", config.rope_parameters["rope_theta"])
+    if config.rope_parameters["rope_type"] == "linear":
+        writer.add_string(f"{arch}.rope.scaling.type", "linear")
+        writer.add_float32(f"{arch}.rope.scaling.factor", config.rope_parameters["factor"])
+    fields(writer)
+    tensors = dict(file_tensors(model, arch))
+    edit(tensors)
+    for name, weight in tensors.items():
+        if weight.ndim < 2:
+            writer.add_tensor(name, weight)
+        else:
+            codes = gguf.quants.quantize(np.ascontiguousarray(weight), quant)
+            writer.add_tensor(name, codes, raw_dtype=quant)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def dequantised(model: PreTrainedModel, quant: Quant) -> PreTrainedModel:
+    """The same model with the numbers that survive ``quant``."""
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() > 1:
+                codes = gguf.quants.quantize(param.numpy(), quant)
+                param.copy_(torch.from_numpy(gguf.quants.dequantize(codes, quant).copy()))
+    return model
+
+
+def check_tokens(path: Path, model: PreTrainedModel) -> None:
+    expected = [transformers_greedy(model, prompt, 16) for prompt in prompts()]
+    with LLM(path, **SMALL) as llm:
+        outputs = llm.generate(prompts(), GREEDY, use_tqdm=False)
+    assert [out["token_ids"] for out in outputs] == expected
+
+
+def refuse(path: Path, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        LLM(path, **SMALL)
+
+
+@pytest.mark.parametrize("quant", [Quant.F32, Quant.Q8_0], ids=lambda quant: quant.name)
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_equal_transformers(name, quant, tiny_models: TinyModels, tmp_path):
+    """Guards q and k rows left in llama.cpp's order, rope divisors and linear scaling that are
+    ignored, biases that are dropped, and a tied head that is asked for."""
+    arch = MODELS[name]
+    path = write_gguf(tmp_path / "m.gguf", tiny_models.load(name), arch, quant)
+    check_tokens(path, dequantised(tiny_models.load(name), quant))
+
+
+@pytest.mark.parametrize(
+    "quant", [Quant.F16, Quant.BF16, Quant.Q4_0, Quant.Q5_1], ids=lambda quant: quant.name
+)
+def test_tokens_of_other_quantisations_equal_transformers(quant, tiny_models, tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", tiny_models.load("llama"), "llama", quant)
+    check_tokens(path, dequantised(tiny_models.load("llama"), quant))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_config_equals_the_safetensors_one(name, tiny_models, tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", tiny_models.load(name), MODELS[name])
+    found = open_checkpoint(str(path)).config
+    original = open_checkpoint(str(tiny_models.path(name))).config
+    for field in found.__slots__:
+        if field not in ("rope", "dtype", "rms_norm_eps"):
+            assert getattr(found, field) == getattr(original, field), field
+    assert found.rms_norm_eps == pytest.approx(original.rms_norm_eps)
+    assert found.rope.theta == original.rope.theta
+    if name == "llama":
+        assert found.rope.freq_divisors == pytest.approx(llama3_divisors(16).tolist())
+    else:
+        assert (found.rope.kind, found.rope.factor) == (original.rope.kind, original.rope.factor)
+
+
+def test_weights_are_those_written_bit_for_bit(tiny_models, tmp_path):
+    """fp32 takes part in no rounding; the names are transformers'."""
+    model = tiny_models.load("llama-bias")
+    path = write_gguf(tmp_path / "m.gguf", model, "llama")
+    found = dict(open_checkpoint(str(path)).tensors())
+    assert found.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_head_dim_and_kv_heads_have_defaults(tiny_models, tmp_path):
+    """Older converters write no key_length, and head_count_kv only with grouped queries."""
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        tiny_models.load("llama"),
+        "llama",
+        drop=("attention.key_length", "attention.head_count_kv", "rope.dimension_count"),
+    )
+    config = open_checkpoint(str(path)).config
+    assert (config.head_dim, config.num_key_value_heads) == (16, 4)
+
+
+def test_every_end_of_sequence_id_stops(tiny_models, tmp_path):
+    model = tiny_models.load("qwen3")
+    free = [transformers_greedy(model, prompt, 16) for prompt in prompts()[:2]]
+    ends = [free[0][4], free[1][6]]
+
+    def fields(writer: gguf.GGUFWriter) -> None:
+        writer.add_eos_token_id(ends[0])
+        writer.add_eot_token_id(ends[1])
+
+    path = write_gguf(tmp_path / "m.gguf", model, "qwen3", fields=fields)
+    assert open_checkpoint(str(path)).eos_token_ids == set(ends)
+    with LLM(path, **SMALL) as llm:
+        params = SamplingParams(temperature=0, max_tokens=16)
+        outputs = llm.generate(prompts()[:2], params, use_tqdm=False)
+    for out, run in zip(outputs, free, strict=True):
+        first = next(i for i, token in enumerate(run) if token in ends)
+        assert out["token_ids"] == run[: first + 1]
+        assert out.outputs[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("name", "pre", "add_bos", "has_bos"),
+    [
+        ("qwen2", "qwen2", None, False),
+        ("qwen3", "qwen2", False, False),
+        ("llama-bias", "llama-bpe", True, True),
+        ("llama-bias", "smollm", None, False),
+        ("llama-bias", "llama-bpe", None, True),
+        ("llama-bias", "llama-bpe", False, False),
+    ],
+)
+def test_the_files_tokenizer_reads_and_writes_text(
+    name, pre, add_bos, has_bos, tiny_models, tmp_path
+):
+    """A byte-level vocabulary of one token a character. The file may say whether texts start
+    with BOS; where it does not, Llama 3's pre-tokenizer ("llama-bpe") implies it, as llama.cpp
+    has it."""
+    characters = [chr(ord("!") + i) for i in range(90)]
+    words = [*characters, "ab", "<s>", "</s>"]
+    words += [f"<unused{i}>" for i in range(VOCAB_SIZE - len(words))]
+    bos, end = words.index("<s>"), words.index("</s>")
+
+    def fields(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(words)
+        writer.add_token_types([3 if i in (bos, end) else 1 for i in range(VOCAB_SIZE)])
+        writer.add_token_merges(["a b"])
+        writer.add_eos_token_id(end)
+        writer.add_bos_token_id(bos)
+        if add_bos is not None:
+            writer.add_add_bos_token(add_bos)
+
+    path = write_gguf(tmp_path / "m.gguf", tiny_models.load(name), MODELS[name], fields=fields)
+    ids = [words.index(word) for word in ("c", "ab", "!")]
+    with LLM(path, **SMALL) as llm:
+        plain, spelled_out = llm.generate(["cab!", "<s>cab!"], GREEDY, use_tqdm=False)
+        assert plain.prompt_token_ids == [bos] * has_bos + ids
+        assert spelled_out.prompt_token_ids == [bos, *ids]
+        assert llm.prompt_encoder.decode([[bos, *ids, end]]) == ["cab!"]
+
+
+def test_the_models_limit_caps_the_length(tiny_models, tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", tiny_models.load("qwen3"), "qwen3")
+    with LLM(path, **SMALL, max_model_len=100_000) as llm:
+        assert llm.model_runner.max_model_len == 2048
+
+
+@pytest.fixture(scope="module")
+def good(tiny_models, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("gguf") / "m.gguf"
+    return write_gguf(path, tiny_models.load("qwen3"), "qwen3").read_bytes()
+
+
+class TestDamage:
+    @pytest.mark.parametrize("size", [0, 3, 8, 23, 24, 60, 1000, 5000, -4096, -32, -1])
+    def test_a_truncated_file_is_named(self, good, size, tmp_path):
+        path = tmp_path / "cut.gguf"
+        path.write_bytes(good[:size])
+        refuse(path, r"cut\.gguf.*truncated or damaged")
+
+    def test_another_format_is_named(self, tmp_path):
+        path = tmp_path / "other.gguf"
+        path.write_bytes(b"PK\x03\x04" + bytes(range(256)) * 50)
+        refuse(path, r"other\.gguf.*truncated or damaged")
+
+    @pytest.mark.parametrize("offset", [0, 4, 8, 16])
+    def test_a_damaged_header_is_named(self, good, offset, tmp_path):
+        """Magic, version, and absurd counts of tensors and fields."""
+        path = tmp_path / "bad.gguf"
+        path.write_bytes(good[:offset] + b"\xff\xff\xff\x7f" + good[offset + 4 :])
+        refuse(path, r"bad\.gguf.*truncated or damaged")
+
+    def test_flipped_bytes_in_the_metadata_never_escape_as_other_errors(self, good, tmp_path):
+        """Either the file still opens, or it is refused with ValueError: 300 places."""
+        path = tmp_path / "flipped.gguf"
+        end = good.index(b"token_embd")
+        generator = torch.Generator().manual_seed(0)
+        refused = 0
+        for position in torch.randint(4, end, (300,), generator=generator).tolist():
+            flipped = bytearray(good)
+            flipped[position] ^= 1 << (position % 8)
+            path.write_bytes(flipped)
+            try:
+                open_checkpoint(str(path))
+            except ValueError:
+                refused += 1
+        assert refused > 100
+
+    @pytest.mark.parametrize(
+        "name", ["output_norm.weight", "blk.1.attn_k.weight", "blk.2.attn_q_norm.weight"]
+    )
+    def test_a_missing_tensor_is_named(self, name, tiny_models, tmp_path):
+        path = tmp_path / "m.gguf"
+        write_gguf(path, tiny_models.load("qwen3"), "qwen3", edit=lambda t: t.pop(name))
+        refuse(path, r"lacks model\.")
+
+    def test_a_leftover_tensor_is_named(self, tiny_models, tmp_path):
+        path, extra = tmp_path / "m.gguf", {"blk.0.ffn_gate_exps.weight": np.zeros(32, np.float32)}
+        write_gguf(path, tiny_models.load("qwen3"), "qwen3", edit=lambda t: t.update(extra))
+        refuse(path, r"has blk\.0\.ffn_gate_exps\.weight, for which the model has no place")
+
+    def test_a_misshapen_tensor_is_named(self, tiny_models, tmp_path):
+        path, wrong = tmp_path / "m.gguf", {"output_norm.weight": np.zeros(32, np.float32)}
+        write_gguf(path, tiny_models.load("qwen3"), "qwen3", edit=lambda t: t.update(wrong))
+        refuse(path, r"model\.norm\.weight: the model needs shape \[64\]")
+
+    def test_an_integer_tensor_is_named(self, tiny_models, tmp_path):
+        """Guards codes of a type that nobody dequantises, taken for weights."""
+        path, wrong = tmp_path / "m.gguf", {"output_norm.weight": np.ones(64, np.int32)}
+        write_gguf(path, tiny_models.load("qwen3"), "qwen3", edit=lambda t: t.update(wrong))
+        refuse(path, r"output_norm\.weight")
+
+
+class TestRefusals:
+    def test_an_unknown_architecture_is_refused_with_those_served(self, tmp_path):
+        path = tmp_path / "m.gguf"
+        writer = gguf.GGUFWriter(path, "gemma3")
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        refuse(path, "'gemma3' is not served; those served are llama, qwen2, qwen3")
+
+    @pytest.mark.parametrize(
+        "name", ["context_length", "block_count", "attention.head_count", "embedding_length"]
+    )
+    def test_a_missing_field_is_named(self, name, tiny_models, tmp_path):
+        path = write_gguf(tmp_path / "m.gguf", tiny_models.load("qwen3"), "qwen3", drop=(name,))
+        refuse(path, f"m.gguf lacks the field qwen3.{name}")
+
+    def test_a_field_of_no_heads_is_refused(self, tiny_models, tmp_path):
+        """Guards a division by zero."""
+        path = write_gguf(
+            tmp_path / "m.gguf",
+            tiny_models.load("qwen3"),
+            "qwen3",
+            drop=("attention.head_count",),
+            fields=lambda writer: writer.add_head_count(0),
+        )
+        refuse(path, "head")
+
+    def test_a_file_without_any_vocabulary_is_refused(self, tiny_models, tmp_path):
+        drop = ("vocab_size",)
+        path = write_gguf(tmp_path / "m.gguf", tiny_models.load("qwen3"), "qwen3", drop=drop)
+        refuse(path, "lacks the field")
+
+    def test_an_unknown_rope_kind_is_refused_by_name(self, tiny_models, tmp_path):
+        path = write_gguf(
+            tmp_path / "m.gguf",
+            tiny_models.load("qwen3"),
+            "qwen3",
+            fields=lambda writer: writer.add_string("qwen3.rope.scaling.type", "yarn"),
+        )
+        refuse(path, "rope kind 'yarn' is not served")
+
+    def test_a_partial_rotation_is_refused(self, tiny_models, tmp_path):
+        path = write_gguf(
+            tmp_path / "m.gguf",
+            tiny_models.load("qwen3"),
+            "qwen3",
+            drop=("rope.dimension_count",),
+            fields=lambda writer: writer.add_rope_dimension_count(8),
+        )
+        refuse(path, "partial rotary")
+
+    def test_a_sliding_window_is_refused(self, tiny_models, tmp_path):
+        path = write_gguf(
+            tmp_path / "m.gguf",
+            tiny_models.load("llama"),
+            "llama",
+            fields=lambda writer: writer.add_sliding_window(128),
+        )
+        refuse(path, "sliding window of 128")

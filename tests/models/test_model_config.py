@@ -1,0 +1,310 @@
+"""Checkpoint configs read into typed facts, from a dict and from a config.json."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm.engine.llm_engine import limit_model_len
+from nanovllm.layers.rotary_embedding import RopeConfig
+from nanovllm.models.checkpoint import open_checkpoint
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.registry import MODELS, get_model_class
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+LLAMA3_FACTORS = {
+    "factor": 8.0,
+    "low_freq_factor": 2.0,
+    "high_freq_factor": 6.0,
+    "original_max_position_embeddings": 1024,
+}
+# Release 4's spelling, release 5's, and what both say.
+SPELLINGS: dict[str, tuple[dict[str, Any], dict[str, Any], RopeConfig]] = {
+    "default": (
+        {"rope_theta": 5e5, "rope_scaling": None},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        RopeConfig(5e5),
+    ),
+    "nothing": ({}, {"rope_parameters": {"rope_theta": 10000.0}}, RopeConfig()),
+    "linear": (
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.5}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.5}},
+        RopeConfig(5e5, "linear", 2.5),
+    ),
+    "linear-old": (
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.5}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.5}},
+        RopeConfig(5e5, "linear", 2.5),
+    ),
+    "llama3": (
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3_FACTORS}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3_FACTORS}},
+        RopeConfig(5e5, "llama3", 8.0, 2.0, 6.0, 1024),
+    ),
+}
+READERS = ["dict", "file"]
+each_reader = pytest.mark.parametrize("reader", READERS)
+
+
+@pytest.fixture
+def read(reader, tmp_path: Path):
+    """Reads a config in one of two ways: as a dict, or from disk through transformers."""
+
+    def read(changes: dict[str, Any], drop: tuple[str, ...] = ()) -> ModelConfig:
+        hf = {key: value for key, value in {**LLAMA, **changes}.items() if key not in drop}
+        if reader == "file":
+            (tmp_path / "config.json").write_text(json.dumps(hf))
+            return open_checkpoint(str(tmp_path)).config
+        model_class = get_model_class(hf["architectures"][0])
+        flags = model_class.config_flags(hf.get("attention_bias", False), hf.get("mlp_bias", False))
+        return ModelConfig.from_hf(hf["architectures"][0], hf, flags)
+
+    return read
+
+
+@each_reader
+def test_facts_are_read(read):
+    assert read({"head_dim": 32, "dtype": "bfloat16"}) == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(),
+        tie_word_embeddings=False,
+        dtype=torch.bfloat16,
+    )
+
+
+@each_reader
+def test_head_dim_and_kv_heads_have_defaults(read):
+    """Guards releases that leave them out or spell them null: head_dim is hidden_size / heads,
+    and without grouped queries every head has keys of its own."""
+    config = read({"head_dim": None}, drop=("num_key_value_heads",))
+    assert (config.head_dim, config.num_key_value_heads) == (16, 4)
+
+
+@each_reader
+@pytest.mark.parametrize("kind", SPELLINGS)
+def test_rope_spellings_of_both_releases_are_equal(kind, read):
+    """Guards rope scaling that is ignored, and a rope_theta looked for in one place only."""
+    release_4, release_5, expected = SPELLINGS[kind]
+    assert read(release_4).rope == expected
+    assert read(release_5).rope == expected
+    assert read(release_4) == read(release_5)
+
+
+@each_reader
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtype_spellings_of_both_releases_are_equal(dtype, read):
+    expected = getattr(torch, dtype)
+    assert read({"torch_dtype": dtype}).dtype == read({"dtype": dtype}).dtype == expected
+
+
+@pytest.mark.parametrize("reader", ["dict"])
+def test_dtype_may_be_torchs_own(read):
+    assert read({"dtype": torch.bfloat16}).dtype == torch.bfloat16
+    assert read({"dtype": "torch.float16"}).dtype == torch.float16
+
+
+@each_reader
+@pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn", "int8"])
+def test_other_dtypes_are_refused_by_name(dtype, read):
+    with pytest.raises(ValueError, match=dtype):
+        read({"dtype": dtype})
+
+
+@each_reader
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "no-such-kind"])
+def test_unknown_rope_kinds_are_refused_by_name(kind, key, read):
+    """Guards a model that runs with the wrong rotation and writes nonsense."""
+    scaling: dict[str, Any] = {key: kind, "factor": 4.0, "original_max_position_embeddings": 512}
+    if kind == "longrope":
+        scaling.update(short_factor=[1.0] * 8, long_factor=[1.0] * 8)
+    with pytest.raises(ValueError, match=f"rope kind '{kind}' is not served.*llama3"):
+        read({"rope_scaling": scaling})
+
+
+@each_reader
+@pytest.mark.parametrize(
+    ("kind", "missing"), [("linear", "factor"), ("llama3", "high_freq_factor")]
+)
+def test_rope_scaling_without_its_factors_is_refused_by_name(kind, missing, read):
+    scaling = {"rope_type": kind, **LLAMA3_FACTORS}
+    del scaling[missing]
+    with pytest.raises(ValueError, match=missing):
+        read({"rope_scaling": scaling})
+
+
+@each_reader
+def test_a_partial_rotation_is_refused(read):
+    with pytest.raises(ValueError, match=r"partial rotary.*0\.5"):
+        read({"partial_rotary_factor": 0.5})
+
+
+@each_reader
+@pytest.mark.parametrize("act", ["gelu", "relu"])
+def test_other_activations_are_refused_by_name(act, read):
+    with pytest.raises(ValueError, match=f"hidden_act '{act}' is not served"):
+        read({"hidden_act": act})
+
+
+@each_reader
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8"])
+def test_quantised_checkpoints_are_refused_by_method(method, read):
+    with pytest.raises(ValueError, match=f"'{method}' quantisation is not served"):
+        read({"quantization_config": {"quant_method": method, "bits": 4}})
+
+
+@pytest.mark.parametrize("reader", ["dict"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+    ],
+)
+def test_a_missing_field_is_named(name, read):
+    with pytest.raises(ValueError, match=f"config lacks '{name}'"):
+        read({}, drop=(name,))
+
+
+@each_reader
+@pytest.mark.parametrize("value", [0, -1, 2.0, "3", True])
+@pytest.mark.parametrize("name", ["num_hidden_layers", "vocab_size", "num_attention_heads"])
+def test_an_impossible_size_is_refused(name, value, read):
+    with pytest.raises(ValueError):
+        read({name: value})
+
+
+@each_reader
+def test_kv_heads_must_divide_the_heads(read):
+    with pytest.raises(ValueError, match="4 attention heads cannot share 3 KV heads"):
+        read({"num_key_value_heads": 3})
+
+
+@each_reader
+@pytest.mark.parametrize(
+    ("changes", "flags"),
+    [
+        ({}, set()),
+        ({"attention_bias": True}, {"qkv_bias", "o_bias"}),
+        ({"mlp_bias": True}, {"mlp_bias"}),
+        ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}, {"qkv_bias"}),
+        ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, {"qk_norm"}),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "model_type": "qwen3",
+                "attention_bias": True,
+            },
+            {"qk_norm", "qkv_bias", "o_bias"},
+        ),
+        (
+            {
+                "architectures": ["MistralForCausalLM"],
+                "model_type": "mistral",
+                "sliding_window": None,
+            },
+            set(),
+        ),
+    ],
+    ids=["llama", "llama-bias", "llama-mlp-bias", "qwen2", "qwen3", "qwen3-bias", "mistral"],
+)
+def test_architectures_differ_in_their_flags(changes, flags, read):
+    config = read(changes)
+    names = ("qk_norm", "qkv_bias", "o_bias", "mlp_bias")
+    assert {name for name in names if getattr(config, name)} == flags
+
+
+def test_an_unknown_architecture_is_refused_with_those_served():
+    """Guards nano-vLLM, which loads any architecture as Qwen3."""
+    with pytest.raises(ValueError, match="'GPT2LMHeadModel' is not served") as error:
+        get_model_class("GPT2LMHeadModel")
+    assert all(name in str(error.value) for name in MODELS)
+
+
+QWEN2_WINDOW = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "sliding_window": 128,
+    "max_window_layers": 1,
+}
+MISTRAL_WINDOW = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": 128,
+}
+
+
+@each_reader
+@pytest.mark.parametrize(
+    "changes",
+    [{**QWEN2_WINDOW, "use_sliding_window": True}, MISTRAL_WINDOW],
+    ids=["qwen2", "mistral"],
+)
+def test_a_sliding_window_shorter_than_the_length_asked_for_is_refused(changes, read):
+    """Guards full attention where the model was trained with a window: another function."""
+    config = read(changes)
+    assert config.sliding_window == 128
+    with pytest.raises(ValueError, match=r"sliding window of 128.*max_model_len to at most 128"):
+        limit_model_len(129, config)
+    assert limit_model_len(128, config) == 128
+
+
+@each_reader
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**QWEN2_WINDOW, "use_sliding_window": False},
+        {**MISTRAL_WINDOW, "sliding_window": None},
+    ],
+    ids=["qwen2-off", "mistral-null"],
+)
+def test_a_window_that_is_not_used_is_ignored(changes, read):
+    config = read(changes)
+    assert config.sliding_window is None
+    assert limit_model_len(4096, config) == 2048
+
+
+@pytest.mark.parametrize("reader", ["dict"])
+def test_max_model_len_is_capped_by_the_models_positions(read):
+    config = read({"max_position_embeddings": 100})
+    assert limit_model_len(4096, config) == 100
+    assert limit_model_len(50, config) == 50
+
+
+@each_reader
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_embeddings_are_read(tied, read):
+    assert read({"tie_word_embeddings": tied}).tie_word_embeddings is tied
+
+
+@each_reader
+def test_embeddings_are_not_tied_unless_the_config_says_so(read):
+    assert read({}, drop=("tie_word_embeddings",)).tie_word_embeddings is False

@@ -1,0 +1,880 @@
+"""User mistakes, interruptions and the life of an engine: what is refused before anything runs,
+and that the same engine still generates the same tokens afterwards."""
+
+import gc
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.config import Config
+from nanovllm.utils.context import Context, get_context
+from tests.tiny_models import VOCAB_SIZE, TinyModels
+
+MAX_MODEL_LEN = 100
+SMALL: dict[str, Any] = {
+    "kvcache_block_size": 16,
+    "num_kvcache_blocks": 16,
+    "max_model_len": MAX_MODEL_LEN,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+}
+PROMPTS = [[1, 2, 3], [400, 7] * 10, [9, 8, 7, 6, 5], list(range(50, 90))]
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+GOOD = [1, 2, 3]
+
+# Mistakes: what is given, the exception, and what its message must say.
+BAD_PROMPTS: dict[str, tuple[Any, type[Exception], str]] = {
+    "none": (None, TypeError, "prompts must be a prompt or a list of them, got NoneType"),
+    "int": (5, TypeError, "prompts must be a prompt or a list of them, got int"),
+    "float": (0.5, TypeError, "prompts must be a prompt or a list of them, got float"),
+    "set": ({1, 2}, TypeError, "prompts must be a prompt or a list of them, got set"),
+    "generator": ((p for p in ()), TypeError, "prompts must be a prompt or a list of them"),
+    "object": (object(), TypeError, "prompts must be a prompt or a list of them, got object"),
+    "empty-ids": ([[]], ValueError, r"prompts\[0\]: the prompt is empty"),
+    "empty-second": ([GOOD, []], ValueError, r"prompts\[1\]: the prompt is empty"),
+    "empty-dict-ids": ({"prompt_token_ids": []}, ValueError, r"prompts\[0\]: the prompt is empty"),
+    "none-in-list": ([GOOD, None], TypeError, r"prompts\[1\]: a prompt is .* not NoneType"),
+    "int-in-list": ([GOOD, 5], TypeError, r"prompts\[1\]: a prompt is .* not int"),
+    "lone-floats": ([1.0, 2.0], TypeError, r"prompts\[0\]: a prompt is .* not float"),
+    "lone-bools": ([True, False], TypeError, r"prompts\[0\]: a prompt is .* not bool"),
+    "float-id": ([GOOD, [1, 2.0]], TypeError, r"prompts\[1\]: token ids must be ints, got 2\.0"),
+    "bool-id": ([GOOD, [1, True]], TypeError, r"prompts\[1\]: token ids must be ints, got True"),
+    "none-id": ([[None]], TypeError, r"prompts\[0\]: token ids must be ints, got None"),
+    "string-id": ([["1"]], TypeError, r"prompts\[0\]: token ids must be ints, got '1'"),
+    "nested": ([[[1, 2]]], TypeError, r"prompts\[0\]: token ids must be ints, got \[1, 2\]"),
+    "negative-id": (
+        [GOOD, [5, -1]],
+        ValueError,
+        r"prompts\[1\]: token id -1 is outside the vocabulary: ids are 0 to 511",
+    ),
+    "id-too-large": ([[VOCAB_SIZE]], ValueError, r"prompts\[0\]: token id 512 is outside"),
+    "id-far-too-large": ([GOOD, GOOD, [2**70]], ValueError, r"prompts\[2\]: token id .* outside"),
+    "dict-without-keys": ([GOOD, {}], ValueError, r"prompts\[1\]: a dict prompt needs 'prompt_"),
+    "dict-other-keys": ({"text": "hi"}, ValueError, r"prompts\[0\]: a dict prompt needs 'prompt_"),
+    "dict-none": ({"prompt_token_ids": None}, TypeError, r"prompts\[0\]: a prompt is .*NoneType"),
+    "dict-string-ids": ({"prompt_token_ids": "ab"}, TypeError, r"prompts\[0\]: a prompt is .* str"),
+    "dict-float-ids": ([{"prompt_token_ids": [0.5]}], TypeError, r"prompts\[0\]: token ids must"),
+    "dict-int-prompt": ([{"prompt": 5}], TypeError, r"prompts\[0\]: a prompt is .* not int"),
+    "text": ("hello", ValueError, r"prompts\[0\]: this model has no tokenizer: give .* token ids"),
+    "text-in-list": ([GOOD, "hello"], ValueError, r"prompts\[1\]: this model has no tokenizer"),
+    "text-in-dict": ({"prompt": "hello"}, ValueError, r"prompts\[0\]: this model has no tokenizer"),
+    "too-long": (
+        [GOOD, [1] * MAX_MODEL_LEN],
+        ValueError,
+        r"prompts\[1\]: the prompt has 100 tokens .* limited to 100 tokens by max_model_len: "
+        r"shorten the prompt or raise it",
+    ),
+    "far-too-long": ([[1] * 100_000], ValueError, r"prompts\[0\]: the prompt has 100000 tokens"),
+}
+BAD_PARAMS: dict[str, tuple[Any, type[Exception], str]] = {
+    "too-many": ([GREEDY] * 3, ValueError, "2 prompts but 3 sampling_params: give one for all or"),
+    "too-few": ([GREEDY], ValueError, "2 prompts but 1 sampling_params"),
+    "empty": ([], ValueError, "2 prompts but 0 sampling_params"),
+    "dict": (
+        {"temperature": 0},
+        TypeError,
+        r"sampling_params\[0\] must be SamplingParams, got dict",
+    ),
+    "float": (0.5, TypeError, r"sampling_params\[0\] must be SamplingParams, got float"),
+    "none-in-list": ([GREEDY, None], TypeError, r"sampling_params\[1\] must be .* NoneType"),
+    "class": (SamplingParams, TypeError, r"sampling_params\[0\] must be SamplingParams"),
+}
+BAD_SAMPLING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "temperature-negative": (
+        {"temperature": -0.1},
+        ValueError,
+        r"temperature .* at least 0.* -0\.1",
+    ),
+    "temperature-nan": ({"temperature": math.nan}, ValueError, "temperature .* finite"),
+    "temperature-inf": ({"temperature": math.inf}, ValueError, "temperature .* finite"),
+    "temperature-huge": ({"temperature": 10**400}, ValueError, "temperature .* finite"),
+    "temperature-text": ({"temperature": "1"}, TypeError, "temperature must be a number, got '1'"),
+    "temperature-none": ({"temperature": None}, TypeError, "temperature must be a number"),
+    "temperature-bool": ({"temperature": True}, TypeError, "temperature must be a number"),
+    "max-tokens-0": ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
+    "max-tokens-negative": (
+        {"max_tokens": -5},
+        ValueError,
+        "max_tokens must be at least 1, got -5",
+    ),
+    "max-tokens-float": ({"max_tokens": 1.5}, TypeError, r"max_tokens must be an int.*1\.5"),
+    "max-tokens-text": ({"max_tokens": "8"}, TypeError, "max_tokens must be an int"),
+    "max-tokens-bool": ({"max_tokens": True}, TypeError, "max_tokens must be an int"),
+    "ignore-eos-int": ({"ignore_eos": 1}, TypeError, "ignore_eos must be True or False, got 1"),
+    "unknown": ({"temprature": 1.0}, TypeError, "temprature"),
+}
+# Values that each field of Config refuses, naming itself.
+BAD_CONFIG: dict[str, list[Any]] = {
+    "model": ["", None, 5, b"bytes", ["list"]],
+    "max_num_batched_tokens": [0, -1, 1.5, "8", True, None],
+    "max_num_seqs": [0, -1, 1.5, "8", True, None],
+    "max_model_len": [1, 0, -1, 1.5, "8", True, None],
+    "gpu_memory_utilization": [0, -0.5, 1.1, math.nan, math.inf, "0.9", True, None],
+    "tensor_parallel_size": [0, -1, 9, 1.0, "1", True, None],
+    "enforce_eager": [1, 0, "yes", None],
+    "kvcache_block_size": [0, -1, 16.0, "16", True, None],
+    "num_kvcache_blocks": [0, -2, 1.5, "8", True, None],
+    "device": ["tpu", "", None, 0],
+    "dtype": ["float64", "int8", "fp16", "", None, 16],
+    "attention_backend": ["fast", "", None],
+    "enable_prefix_caching": [1, 0, "yes", None],
+    "load_format": ["pt", "", None],
+    "seed": [-1, 2**64, 1.5, "0", True, None],
+}
+UNKNOWN_KEYWORDS = {
+    "max_num_seq": "max_num_seqs",
+    "tensor_parallel": "tensor_parallel_size",
+    "block_size": "kvcache_block_size",
+    "max_len": "max_model_len",
+    "enforce_eagerly": "enforce_eager",
+}
+NO_SUCH_MODEL = "/no/such/model"
+
+
+def refused(
+    call: Callable[[], Any], exception: type[Exception] | tuple[type[Exception], ...], match: str
+) -> None:
+    with pytest.raises(exception, match=match):
+        call()
+
+
+def refuse_config(field: str, value: Any) -> None:
+    """Refused by its name, before the checkpoint (which is not there) is looked for."""
+    arguments = {"model": NO_SUCH_MODEL, field: value}
+    model = arguments.pop("model")
+    refused(lambda: LLM(model, **arguments), (TypeError, ValueError), rf"\b{field}\b")
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [out["token_ids"] for out in outputs]
+
+
+def generate(llm: LLM, prompts: Any = PROMPTS, params: Any = GREEDY) -> list[list[int]]:
+    return tokens(llm.generate(prompts, params, use_tqdm=False))
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_models: TinyModels) -> list[list[int]]:
+    """The tokens of PROMPTS, from an engine that has seen nothing else."""
+    with LLM(tiny_models.path("qwen3"), **SMALL) as llm:
+        return generate(llm)
+
+
+@pytest.fixture(scope="module")
+def shared_llm(tiny_models: TinyModels) -> Iterator[LLM]:
+    with LLM(tiny_models.path("qwen3"), **SMALL) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared_llm: LLM, expected: list[list[int]]) -> Iterator[LLM]:
+    """One engine for all tests; after each it must be clean and generate as ever."""
+    yield shared_llm
+    check_sound(shared_llm, expected)
+
+
+def check_sound(llm: LLM, expected: list[list[int]]) -> None:
+    assert llm.is_finished()
+    llm.scheduler.check_invariants()
+    assert not llm.scheduler.block_manager.used_block_ids
+    assert get_context() == Context()
+    assert generate(llm) == expected
+    llm.scheduler.check_invariants()
+
+
+@pytest.fixture
+def nothing_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def fail(*args: Any) -> None:
+        raise AssertionError("the model runs, though the call is refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model_runner, "call", fail)
+        yield
+
+
+class TestMistakes:
+    @pytest.mark.parametrize("mistake", BAD_PROMPTS)
+    def test_a_bad_prompt_is_refused_with_its_index(self, llm, nothing_runs, mistake):
+        """Guards nano-vLLM's asserts and IndexErrors, which take the whole batch with them."""
+        prompts, exception, match = BAD_PROMPTS[mistake]
+        refused(lambda: generate(llm, prompts), exception, match)
+
+    @pytest.mark.parametrize("mistake", BAD_PARAMS)
+    def test_bad_sampling_params_are_refused(self, llm, nothing_runs, mistake):
+        """Guards mismatched lists that zip cuts to the shorter one."""
+        params, exception, match = BAD_PARAMS[mistake]
+        refused(lambda: generate(llm, [GOOD, GOOD], params), exception, match)
+
+    @pytest.mark.parametrize("mistake", BAD_SAMPLING)
+    def test_a_bad_sampling_value_is_refused(self, mistake):
+        """Guards max_tokens=0, which never stopped."""
+        values, exception, match = BAD_SAMPLING[mistake]
+        refused(lambda: SamplingParams(**values), exception, match)
+
+    @pytest.mark.parametrize(
+        ("field", "value"), [(field, value) for field in BAD_CONFIG for value in BAD_CONFIG[field]]
+    )
+    def test_a_bad_setting_is_refused_by_name(self, field, value):
+        refuse_config(field, value)
+
+    def test_every_setting_has_a_bad_value_here(self):
+        assert set(BAD_CONFIG) == {field.name for field in fields(Config)}
+
+    @pytest.mark.parametrize("name", UNKNOWN_KEYWORDS)
+    def test_an_unknown_setting_is_refused_with_the_nearest(self, name):
+        """Guards nano-vLLM, which drops unknown keywords without a word."""
+        match = f"unknown argument '{name}'; did you mean '{UNKNOWN_KEYWORDS[name]}'"
+        refused(lambda: LLM(NO_SUCH_MODEL, **{name: 1}), TypeError, match)
+
+    def test_an_unknown_setting_like_no_other_is_refused_with_all(self):
+        refused(lambda: LLM(NO_SUCH_MODEL, zzz=1), TypeError, "'zzz'.*max_num_seqs.*seed")
+
+    @pytest.mark.parametrize("mistake", ["empty-ids", "negative-id", "too-long", "text", "bool-id"])
+    def test_add_request_refuses_the_same(self, llm, nothing_runs, mistake):
+        prompts, exception, match = BAD_PROMPTS[mistake]
+        prompt = prompts if isinstance(prompts, str) else prompts[-1]
+        match = match.partition(": ")[2]
+        refused(lambda: llm.add_request(prompt), exception, match)
+        assert llm.is_finished()
+
+    def test_add_request_refuses_bad_sampling_params(self, llm, nothing_runs):
+        refused(lambda: llm.add_request(GOOD, {"temperature": 0}), TypeError, "SamplingParams")
+
+    def test_a_prompt_over_the_kv_cache_is_refused(self, tiny_models):
+        """Guards a prompt that waits for ever for blocks that do not exist."""
+        settings = {**SMALL, "num_kvcache_blocks": 3}
+        with LLM(tiny_models.path("qwen3"), **settings) as llm:
+            match = (
+                r"prompts\[1\]: the prompt has 48 tokens .* limited to 48 tokens by the KV cache "
+                r"\(3 blocks of 16\): raise num_kvcache_blocks"
+            )
+            refused(lambda: generate(llm, [GOOD, [1] * 48]), ValueError, match)
+            assert len(generate(llm, [[1] * 47])[0]) == 1
+
+    def test_an_unknown_request_cannot_be_aborted(self, llm):
+        for request_id in ("no-such-id", "", 7, None):
+            refused(lambda r=request_id: llm.abort_request(r), ValueError, "no unfinished request")
+
+    def test_generate_needs_the_engine_to_itself(self, llm, nothing_runs):
+        request_id = llm.add_request(GOOD, GREEDY)
+        refused(
+            lambda: generate(llm), ValueError, "finish the requests .* step, or .*abort_request"
+        )
+        llm.abort_request(request_id)
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda llm: llm.generate(PROMPTS, use_tqdm=False),
+            lambda llm: llm.generate([]),
+            lambda llm: llm.add_request(GOOD),
+            lambda llm: llm.step(),
+            lambda llm: llm.is_finished(),
+        ],
+        ids=["generate", "generate-nothing", "add_request", "step", "is_finished"],
+    )
+    @pytest.mark.parametrize("close", [LLM.close, LLM.exit], ids=["close", "exit"])
+    def test_a_closed_engine_says_so(self, tiny_models, call, close):
+        llm = LLM(tiny_models.path("qwen3"), **SMALL)
+        close(llm)
+        close(llm)  # closing twice is no mistake
+        refused(lambda: call(llm), ValueError, "closed")
+
+    def test_a_cache_that_cannot_be_allocated_is_refused(self, tiny_models):
+        """Guards the allocator's own error, which names no setting."""
+        settings = {**SMALL, "num_kvcache_blocks": 10**12}
+        path = tiny_models.path("qwen3")
+        refused(lambda: LLM(path, **settings), ValueError, "num_kvcache_blocks")
+
+    @pytest.mark.filterwarnings("error")
+    def test_a_failed_start_leaves_nothing_behind(self, tiny_models, tmp_path):
+        """Guards an error in start-up that is followed by one in __del__."""
+        refused(lambda: LLM(tmp_path), ValueError, r"config\.json")
+        refused(lambda: LLM(tiny_models.path("qwen3"), seed=-1), ValueError, "seed")
+        gc.collect()
+
+
+def check_mistakes(path: str) -> None:
+    """Every refusal of the tables above, without pytest and without assert."""
+    with LLM(path, **SMALL) as llm:
+        before = generate(llm)
+        for prompts, exception, match in BAD_PROMPTS.values():
+            refused(lambda p=prompts: generate(llm, p), exception, match)
+        for params, exception, match in BAD_PARAMS.values():
+            refused(lambda p=params: generate(llm, [GOOD, GOOD], p), exception, match)
+        for values, exception, match in BAD_SAMPLING.values():
+            refused(lambda v=values: SamplingParams(**v), exception, match)
+        for field, values in BAD_CONFIG.items():
+            for value in values:
+                refuse_config(field, value)
+        for name, near in UNKNOWN_KEYWORDS.items():
+            refused(lambda n=name: LLM(path, **{n: 1}), TypeError, near)
+        refused(lambda: llm.abort_request("no-such-id"), ValueError, "no unfinished request")
+        llm.add_request(GOOD)
+        refused(lambda: generate(llm), ValueError, "finish the requests")
+        while not llm.is_finished():
+            llm.step()
+        if generate(llm) != before:
+            raise RuntimeError("the tokens have changed")
+    refused(lambda: generate(llm), ValueError, "closed")
+    print("optimised" if not __debug__ else "plain", "done")
+
+
+def test_mistakes_are_refused_under_python_O(tiny_models):
+    """Guards checks of user input that are asserts, which vanish under ``python -O``."""
+    code = (
+        "import sys; from tests.test_bad_input import check_mistakes; check_mistakes(sys.argv[1])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-O", "-c", code, str(tiny_models.path("qwen3"))],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["optimised", "done"]
+    assert "Exception ignored" not in result.stderr
+
+
+class TestPromptForms:
+    @pytest.mark.parametrize(
+        "form",
+        [
+            lambda ids: ids,
+            tuple,
+            lambda ids: [ids],
+            lambda ids: [tuple(ids)],
+            lambda ids: (ids,),
+            lambda ids: [np.int64(i) for i in ids],
+            lambda ids: {"prompt_token_ids": ids},
+            lambda ids: [{"prompt_token_ids": ids}],
+            lambda ids: {"prompt_token_ids": tuple(ids)},
+        ],
+        ids=[
+            "lone",
+            "lone-tuple",
+            "list",
+            "list-of-tuple",
+            "tuple-of-list",
+            "numpy-ints",
+            "dict",
+            "list-of-dict",
+            "dict-of-tuple",
+        ],
+    )
+    def test_every_form_gives_the_same_tokens(self, llm, expected, form):
+        (out,) = llm.generate(form(PROMPTS[1]), GREEDY, use_tqdm=False)
+        assert out["token_ids"] == expected[1]
+        assert out.prompt_token_ids == PROMPTS[1]
+        assert all(type(i) is int for i in out.prompt_token_ids)
+        assert out.prompt is None
+
+    def test_token_ids_go_before_the_text_beside_them(self, llm, expected):
+        """vLLM's dict may name the text that the ids came from; it is not tokenised again."""
+        prompt = {"prompt": "some text", "prompt_token_ids": PROMPTS[0]}
+        (out,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+        assert out["token_ids"] == expected[0]
+        assert (out.prompt, out.prompt_token_ids) == ("some text", PROMPTS[0])
+
+    def test_no_prompts_give_no_results(self, llm, nothing_runs):
+        assert llm.generate([]) == []
+        assert llm.generate((), [], use_tqdm=False) == []
+
+    def test_default_sampling_params(self, llm):
+        (out,) = llm.generate(GOOD, use_tqdm=False)
+        assert 1 <= len(out["token_ids"]) <= SamplingParams().max_tokens
+
+    def test_arguments_stay_as_they_are(self, llm):
+        """Guards results that share a list with the caller's prompt."""
+        prompts, params = [list(p) for p in PROMPTS], [GREEDY] * len(PROMPTS)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert prompts == PROMPTS and params == [GREEDY] * len(PROMPTS)
+        for out in outputs:
+            out.prompt_token_ids.append(7)
+        assert prompts == PROMPTS
+
+
+class TestResults:
+    def test_order_is_the_prompts_whatever_finishes_first(self, llm, expected):
+        lengths = [20, 1, 7, 3]
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert [out.prompt_token_ids for out in outputs] == PROMPTS
+        assert tokens(outputs) == [run[:n] for run, n in zip(expected, lengths, strict=True)]
+
+    def test_both_styles_of_access(self, llm, expected):
+        """Scripts for nano-vLLM and for vLLM read the same result."""
+        (out,) = llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)
+        assert out["token_ids"] == out.outputs[0].token_ids == expected[0]
+        assert out["text"] == out.outputs[0].text == ""
+        assert (out.outputs[0].index, out.outputs[0].finish_reason) == (0, "length")
+        assert (out.prompt, out.prompt_token_ids, out.finished) == (None, PROMPTS[0], True)
+        assert isinstance(out.request_id, str)
+        with pytest.raises(KeyError, match=r"'logprobs'.*'text' and 'token_ids'"):
+            out["logprobs"]
+
+    def test_request_ids_are_unique(self, llm):
+        outputs = [out for _ in range(2) for out in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+        assert len({out.request_id for out in outputs}) == len(outputs)
+
+    def test_more_prompts_than_max_num_seqs(self, llm):
+        """Guards a batch larger than what was planned for, in nano-vLLM a StopIteration."""
+        prompts = [[i, i + 1, 2 * i + 3] for i in range(50)]
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        together = generate(llm, prompts, params)
+        assert together == [generate(llm, [prompt], params)[0] for prompt in prompts]
+
+    def test_an_end_of_sequence_token_stops(self, tiny_models, tmp_path, expected):
+        folder = Path(shutil.copytree(tiny_models.path("qwen3"), tmp_path / "model"))
+        end = expected[2][6]
+        for name in ("config.json", "generation_config.json"):
+            text = (folder / name).read_text()
+            (folder / name).write_text(
+                re.sub(r'"eos_token_id": \d+', f'"eos_token_id": {end}', text)
+            )
+        with LLM(folder, **SMALL) as llm:
+            params = SamplingParams(temperature=0, max_tokens=20)
+            (out,) = llm.generate([PROMPTS[2]], params, use_tqdm=False)
+        assert out["token_ids"] == expected[2][: expected[2].index(end) + 1]
+        assert out.outputs[0].finish_reason == "stop"
+
+    @pytest.mark.parametrize("max_tokens", [None, 10**9])
+    def test_generation_stops_at_max_model_len(self, llm, max_tokens):
+        """Guards generation that runs past the model's positions."""
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        prompts = [[1], [2] * 50, [3] * (MAX_MODEL_LEN - 1)]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        lengths = [len(out["token_ids"]) for out in outputs]
+        assert lengths == [MAX_MODEL_LEN - len(prompt) for prompt in prompts]
+        assert {out.outputs[0].finish_reason for out in outputs} == {"length"}
+
+    def test_generation_stops_where_the_cache_ends(self, tiny_models):
+        """One sequence that outgrows the whole cache finishes; it does not wait for ever."""
+        settings = {**SMALL, "num_kvcache_blocks": 2}
+        with LLM(tiny_models.path("qwen3"), **settings) as llm:
+            params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+            outputs = llm.generate([[1], [2] * 20, [3] * 31], params, use_tqdm=False)
+            assert [len(out["token_ids"]) for out in outputs] == [31, 12, 1]
+            assert {out.outputs[0].finish_reason for out in outputs} == {"length"}
+            llm.scheduler.check_invariants()
+
+    def test_the_bar_counts_finished_prompts(self, llm, capsys):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=True)
+        err = capsys.readouterr().err
+        assert "4/4" in err and "tok/s" in err
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert not capsys.readouterr().err
+
+    def test_the_seed_decides_the_draws(self, tiny_models):
+        params = SamplingParams(temperature=1.5, max_tokens=20, ignore_eos=True)
+        draws = []
+        for seed in (5, 5, 6):
+            with LLM(tiny_models.path("qwen3"), **SMALL, seed=seed) as llm:
+                draws.append(generate(llm, PROMPTS, params))
+        assert draws[0] == draws[1] != draws[2]
+
+    @pytest.mark.parametrize("temperature", [1e-20, 1e-38, 1e-45])
+    def test_a_tiny_temperature_is_greedy(self, llm, expected, temperature):
+        """Guards logits / temperature that overflow to inf, whose softmax is NaN and whose
+        argmax is token 0."""
+        params = SamplingParams(temperature=temperature, max_tokens=20, ignore_eos=True)
+        assert generate(llm, PROMPTS, params) == expected
+
+
+class TestStepLoop:
+    def run(self, llm: LLM) -> dict[str, list[int]]:
+        results = {}
+        while not llm.is_finished():
+            for out in llm.step():
+                assert out.request_id not in results
+                results[out.request_id] = out["token_ids"]
+            llm.scheduler.check_invariants()
+        return results
+
+    def test_step_equals_generate(self, llm, expected):
+        ids = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS]
+        results = self.run(llm)
+        assert [results[request_id] for request_id in ids] == expected
+        assert llm.step() == []
+
+    def test_requests_may_join_at_any_step(self, llm, expected):
+        ids, results = [], {}
+        for prompt in PROMPTS:
+            ids.append(llm.add_request(prompt, GREEDY))
+            for _ in range(3):
+                results.update({out.request_id: out["token_ids"] for out in llm.step()})
+        results.update(self.run(llm))
+        assert [results[request_id] for request_id in ids] == expected
+
+    @pytest.mark.parametrize("num_steps", [0, 1, 2, 10])
+    def test_an_aborted_request_leaves_no_trace(self, llm, expected, num_steps):
+        """Waiting, half prefilled or decoding; the others go on undisturbed."""
+        ids = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS]
+        for _ in range(num_steps):
+            assert llm.step() == []
+        llm.abort_request(ids[1])
+        llm.abort_request(ids[3])
+        llm.scheduler.check_invariants()
+        refused(lambda: llm.abort_request(ids[1]), ValueError, "no unfinished request")
+        results = self.run(llm)
+        assert results == {ids[0]: expected[0], ids[2]: expected[2]}
+
+    def test_a_finished_request_cannot_be_aborted(self, llm):
+        request_id = llm.add_request(GOOD, SamplingParams(temperature=0, max_tokens=1))
+        assert [out.request_id for out in llm.step()] == [request_id]
+        refused(lambda: llm.abort_request(request_id), ValueError, "no unfinished request")
+
+
+class Stop(Exception):
+    """An error that nothing in the engine knows."""
+
+
+class TestInterruption:
+    """Guards leftovers of an interrupted call that mix into the next one's results, and blocks
+    registered in the prefix cache whose keys were never computed."""
+
+    def interrupt(
+        self, llm: LLM, patch: pytest.MonkeyPatch, step: int, error: BaseException, after: bool
+    ) -> None:
+        """Makes the given step of the model runner fail, before or after it has run."""
+        run, count = llm.model_runner.run, iter(range(1000))
+
+        def failing(batch: Any) -> list[int]:
+            fails = next(count) == step
+            if fails and not after:
+                raise error
+            token_ids = run(batch)
+            if fails:
+                raise error
+            return token_ids
+
+        patch.setattr(llm.model_runner, "run", failing)
+
+    @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+    @pytest.mark.parametrize("step", [0, 1, 2, 9])
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, Stop, MemoryError])
+    def test_generate_leaves_a_clean_engine(self, llm, expected, monkeypatch, error, step, after):
+        with monkeypatch.context() as patch:
+            self.interrupt(llm, patch, step, error(), after)
+            with pytest.raises(error):
+                generate(llm)
+        outputs = llm.generate([PROMPTS[2]], GREEDY, use_tqdm=False)
+        assert [out.prompt_token_ids for out in outputs] == [PROMPTS[2]]
+        assert tokens(outputs) == [expected[2]]
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, Stop])
+    def test_step_leaves_a_clean_engine(self, llm, monkeypatch, error):
+        ids = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS]
+        llm.step()
+        with monkeypatch.context() as patch:
+            self.interrupt(llm, patch, 0, error(), after=True)
+            with pytest.raises(error):
+                llm.step()
+        assert llm.is_finished() and llm.step() == []
+        refused(lambda: llm.abort_request(ids[0]), ValueError, "no unfinished request")
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, Stop])
+    def test_an_error_between_two_layers(self, llm, error):
+        """The first layer has stored its keys and values, the others have not."""
+
+        def fail(*args: Any) -> None:
+            raise error
+
+        hook = llm.model_runner.model.model.layers[1].register_forward_pre_hook(fail)
+        try:
+            with pytest.raises(error):
+                generate(llm)
+        finally:
+            hook.remove()
+
+    @pytest.mark.parametrize("method", ["schedule", "postprocess"])
+    def test_an_error_in_the_scheduler(self, llm, monkeypatch, method):
+        """Its books are half written: blocks handed out, some tokens appended."""
+        original, count = getattr(llm.scheduler, method), iter(range(1000))
+
+        def failing(*args: Any) -> Any:
+            result = original(*args)
+            if next(count) == 4:
+                raise Stop
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.scheduler, method, failing)
+            with pytest.raises(Stop):
+                generate(llm)
+
+    def test_an_error_while_requests_are_queued(self, llm, monkeypatch):
+        add, count = llm.scheduler.add, iter(range(1000))
+
+        def failing(seq: Any) -> None:
+            if next(count) == 2:
+                raise KeyboardInterrupt
+            add(seq)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.scheduler, "add", failing)
+            with pytest.raises(KeyboardInterrupt):
+                generate(llm)
+
+    @pytest.mark.parametrize("use_tqdm", [False, True])
+    def test_ctrl_c_at_any_moment(self, llm, expected, use_tqdm):
+        """A real SIGINT from another thread, after 10 delays of 1 to 60 ms."""
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+        interrupts = 0
+        try:
+            for delay in torch.linspace(0.001, 0.06, 10).tolist():
+                timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+                try:
+                    timer.start()
+                    end = time.monotonic() + 5
+                    while time.monotonic() < end:
+                        llm.generate(PROMPTS, GREEDY, use_tqdm=use_tqdm)
+                except KeyboardInterrupt:
+                    interrupts += 1
+                check_sound(llm, expected)
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        # Python drops an interrupt that lands inside a __del__.
+        assert interrupts >= 8
+
+
+class TestLife:
+    def make(self, tiny_models: TinyModels, name: str = "qwen3") -> LLM:
+        return LLM(tiny_models.path(name), **SMALL)
+
+    def watch(self, llm: LLM) -> list[weakref.ref]:
+        runner = llm.model_runner
+        watched = [runner, runner.model, runner.kv_cache, *runner.model.parameters()]
+        return [weakref.ref(thing) for thing in watched]
+
+    def test_del_frees_the_model_and_the_cache(self, tiny_models, expected):
+        """Guards nano-vLLM's atexit hook, which keeps every engine for ever."""
+        llm = self.make(tiny_models)
+        watched = self.watch(llm)
+        assert generate(llm) == expected
+        assert all(ref() is not None for ref in watched)
+        del llm
+        gc.collect()
+        assert not [ref for ref in watched if ref() is not None]
+
+    def test_del_frees_after_an_error(self, tiny_models):
+        llm = self.make(tiny_models)
+        watched = self.watch(llm)
+        with pytest.raises(ValueError, match="empty"):
+            generate(llm, [[]])
+        llm.model_runner.sampler.register_forward_pre_hook(lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            generate(llm)
+        del llm
+        gc.collect()
+        assert not [ref for ref in watched if ref() is not None]
+
+    def test_with_closes(self, tiny_models):
+        with self.make(tiny_models) as llm:
+            watched = self.watch(llm)
+        assert not [ref for ref in watched if ref() is not None]
+        refused(lambda: generate(llm), ValueError, "this engine is closed: make a new one")
+
+    def test_with_closes_after_an_error(self, tiny_models):
+        with pytest.raises(Stop), self.make(tiny_models) as llm:
+            watched = self.watch(llm)
+            llm.add_request(GOOD)
+            raise Stop
+        assert not [ref for ref in watched if ref() is not None]
+
+    def test_two_engines_one_after_the_other(self, tiny_models, expected):
+        for _ in range(2):
+            llm = self.make(tiny_models)
+            assert generate(llm) == expected
+            del llm
+
+    def test_two_engines_side_by_side(self, tiny_models, expected):
+        """Another model, another block size, steps in turn: neither sees the other's."""
+        with LLM(tiny_models.path("llama"), **{**SMALL, "kvcache_block_size": 8}) as other:
+            other_expected = generate(other)
+            assert other_expected != expected
+            with self.make(tiny_models) as llm:
+                engines = (llm, other)
+                ids = [[engine.add_request(p, GREEDY) for p in PROMPTS] for engine in engines]
+                results: tuple[dict[str, list[int]], ...] = ({}, {})
+                while not all(engine.is_finished() for engine in engines):
+                    for engine, result in zip(engines, results, strict=True):
+                        result.update({o.request_id: o["token_ids"] for o in engine.step()})
+                assert [results[0][i] for i in ids[0]] == expected
+                assert [results[1][i] for i in ids[1]] == other_expected
+            # One of them is closed now; the other goes on.
+            assert generate(other) == other_expected
+
+    def test_process_wide_settings_stay_as_they_are(self, tiny_models):
+        torch.manual_seed(123)
+        state = torch.get_rng_state()
+        with LLM(tiny_models.path("qwen3"), **SMALL, dtype="bfloat16") as llm:
+            generate(llm, PROMPTS, SamplingParams(temperature=1.0))
+        assert torch.get_default_dtype() == torch.float32
+        assert torch.empty(0).device.type == "cpu"
+        assert torch.equal(torch.get_rng_state(), state)
+        assert not torch.is_inference_mode_enabled()
+
+
+WORDS = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(3, VOCAB_SIZE))]
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m['content'] }} {{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %} w4{% endif %}"
+)
+
+
+class TestTokenizer:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def make(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory):
+        """A tiny checkpoint with a tokenizer of one word a token."""
+
+        def make(adds_bos: bool = True, bos: str | None = "<s>", end: str = "</s>") -> LLM:
+            folder = tmp_path_factory.mktemp("with_tokenizer") / "model"
+            shutil.copytree(tiny_models.path("qwen3"), folder)
+            vocab = {word: i for i, word in enumerate(WORDS)}
+            tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+            tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+            if adds_bos:
+                tokenizer.post_processor = processors.TemplateProcessing(
+                    single="<s> $A", special_tokens=[("<s>", 1)]
+                )
+            PreTrainedTokenizerFast(
+                tokenizer_object=tokenizer,
+                bos_token=bos,
+                eos_token=end,
+                unk_token="<unk>",
+                chat_template=CHAT_TEMPLATE,
+            ).save_pretrained(folder)
+            return LLM(folder, **SMALL)
+
+        return make
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def text_llm(make: Callable[..., LLM]) -> Iterator[LLM]:
+        with make() as llm:
+            yield llm
+
+    @staticmethod
+    def text_of(ids: list[int]) -> str:
+        return " ".join(WORDS[i] for i in ids if i > 2)
+
+    def test_the_tokenizers_bos_is_added_once(self, text_llm):
+        (out,) = text_llm.generate("w5 w9 w7", GREEDY, use_tqdm=False)
+        assert out.prompt_token_ids == [1, 5, 9, 7]
+        assert out.prompt == "w5 w9 w7"
+
+    def test_templated_text_gets_no_second_bos(self, text_llm):
+        """Guards the BOS that a chat template spells out and the tokenizer adds again."""
+        messages = [{"role": "user", "content": "w5 w9"}, {"role": "user", "content": "w8"}]
+        text = text_llm.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        assert text.startswith("<s>")
+        (out,) = text_llm.generate(text, GREEDY, use_tqdm=False)
+        assert out.prompt_token_ids == [1, 5, 9, 2, 8, 2, 4]
+        templated = text_llm.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+        assert out.prompt_token_ids == templated
+
+    def test_plain_and_templated_texts_mix_in_one_batch(self, text_llm):
+        prompts = ["<s>w5", "w6", [7, 8], "<s> w9 w10", {"prompt": "w11"}, "w12 <s>"]
+        outputs = text_llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [out.prompt_token_ids for out in outputs] == [
+            [1, 5],
+            [1, 6],
+            [7, 8],
+            [1, 9, 10],
+            [1, 11],
+            [1, 12, 1],
+        ]
+        assert [out.prompt for out in outputs] == [
+            "<s>w5",
+            "w6",
+            None,
+            "<s> w9 w10",
+            "w11",
+            "w12 <s>",
+        ]
+
+    def test_a_tokenizer_that_adds_no_bos_is_left_to_it(self, make):
+        """Guards a BOS for models that were trained without one, Qwen's."""
+        with make(adds_bos=False) as llm:
+            assert llm.generate("w5", GREEDY, use_tqdm=False)[0].prompt_token_ids == [5]
+        with make(adds_bos=False, bos=None) as llm:
+            assert llm.generate("w5", GREEDY, use_tqdm=False)[0].prompt_token_ids == [5]
+
+    def test_text_ids_and_dicts_agree(self, text_llm):
+        ids = [1, 5, 9, 7]
+        forms = ["w5 w9 w7", {"prompt": "w5 w9 w7"}, ids, {"prompt_token_ids": ids}]
+        forms.append({"prompt": "not this", "prompt_token_ids": ids})
+        outputs = text_llm.generate(forms, GREEDY, use_tqdm=False)
+        assert [out.prompt_token_ids for out in outputs] == [ids] * len(forms)
+        assert len({tuple(out["token_ids"]) for out in outputs}) == 1
+        assert len({out["text"] for out in outputs}) == 1
+
+    def test_text_is_the_tokens_in_words(self, text_llm):
+        for out in text_llm.generate(PROMPTS, GREEDY, use_tqdm=False):
+            assert out["text"] == out.outputs[0].text == self.text_of(out["token_ids"])
+
+    def test_special_tokens_are_not_part_of_the_text(self, make, expected):
+        """Guards an end token, or a BOS in the middle, that shows in the text."""
+        end = expected[2][3]
+        with make(end=WORDS[end]) as llm:
+            params = SamplingParams(temperature=0, max_tokens=20)
+            stopped, free = llm.generate([PROMPTS[2]] * 2, [params, GREEDY], use_tqdm=False)
+        # The tokenizer's end token ends a sequence, though the config names another.
+        assert stopped["token_ids"] == expected[2][: expected[2].index(end) + 1]
+        assert stopped.outputs[0].finish_reason == "stop"
+        assert free["token_ids"] == expected[2]
+        for out in (stopped, free):
+            assert out["text"] == self.text_of([i for i in out["token_ids"] if i != end])
+
+    def test_an_empty_text_without_bos_is_refused(self, make):
+        with make(adds_bos=False) as llm:
+            match = r"prompts\[1\]: the prompt is empty"
+            refused(lambda: generate(llm, ["w5", ""]), ValueError, match)
+
+    def test_a_text_over_the_limit_is_refused(self, text_llm):
+        text = " ".join(["w5"] * MAX_MODEL_LEN)
+        match = r"prompts\[1\]: the prompt has 101 tokens"
+        refused(lambda: generate(text_llm, ["w5", text]), ValueError, match)
+
+    def test_no_prompts_give_no_results(self, text_llm):
+        """Guards a tokenizer that decodes no completions into one."""
+        assert text_llm.generate([], use_tqdm=False) == []
+
+    def test_add_request_takes_text(self, text_llm):
+        request_id = text_llm.add_request("w5 w9", GREEDY)
+        outputs = []
+        while not text_llm.is_finished():
+            outputs += text_llm.step()
+        (direct,) = text_llm.generate("w5 w9", GREEDY, use_tqdm=False)
+        assert [out.request_id for out in outputs] == [request_id]
+        assert outputs[0].prompt == "w5 w9"
+        assert (outputs[0]["text"], outputs[0]["token_ids"]) == (
+            direct["text"],
+            direct["token_ids"],
+        )

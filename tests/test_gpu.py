@@ -1,0 +1,190 @@
+"""The engine on a real GPU: whole-model accuracy, graphs, memory."""
+
+import gc
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.batch import Batch, ScheduledSequence
+from nanovllm.engine.cuda_graphs import capture_sizes
+from nanovllm.engine.sequence import Sequence
+from tests.test_parity import PROMPTS
+from tests.tiny_models import BASE, CONFIGS, TinyModels
+
+pytestmark = pytest.mark.gpu
+BACKENDS = ["flash_attn", "triton"]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request) -> str:
+    if request.param == "flash_attn":
+        pytest.importorskip("flash_attn")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory):
+    """A Qwen3 with head_dim 64 in bf16, which flash-attn serves too."""
+    path = tmp_path_factory.mktemp("small") / "qwen3"
+    changes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "vocab_size": 4096}
+    config = CONFIGS["qwen3"][0](**{**BASE, **changes})
+    model = TinyModels.build(config)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "norm" not in name:
+                param.mul_(0.3)  # 0.09: logits of bf16 stay in its useful range
+    model.to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def prefill_logits(llm: LLM, prompt: list[int]) -> torch.Tensor:
+    """Logits after the prompt, through the engine's own prefill."""
+    seq = Sequence(prompt, SamplingParams(temperature=0), llm.config.kvcache_block_size)
+    llm.scheduler.block_manager.allocate(seq)
+    batch = Batch((ScheduledSequence(seq, 0, len(seq), True),), is_prefill=True)
+    with torch.inference_mode():
+        logits = llm.model_runner.run_model(llm.model_runner.prepare_prefill(batch))
+    llm.scheduler.block_manager.deallocate(seq)
+    return logits[0].float()
+
+
+def test_logits_are_as_close_to_fp32_as_those_of_transformers(small_model, backend):
+    """In bf16, both against transformers in fp32 on the same weights."""
+    exact = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32).cuda().eval()
+    eager = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.bfloat16).cuda().eval()
+    with LLM(small_model, attention_backend=backend, max_num_seqs=8) as llm:
+        assert llm.model_runner.dtype is torch.bfloat16
+        ours, theirs = [], []
+        for prompt in PROMPTS:
+            ids = torch.tensor([prompt], device="cuda")
+            with torch.inference_mode():
+                reference = exact(ids).logits[0, -1].float()
+                theirs.append((eager(ids).logits[0, -1].float() - reference).square().mean())
+            ours.append((prefill_logits(llm, prompt) - reference).square().mean())
+    ours_rms, theirs_rms = (torch.stack(x).mean().sqrt().item() for x in (ours, theirs))
+    print(f"rms error against fp32: {ours_rms:.4f}, transformers {theirs_rms:.4f}")
+    assert ours_rms <= 1.5 * theirs_rms
+
+
+def test_every_token_is_nearly_the_most_likely_in_fp32(small_model, backend):
+    """Greedy in bf16 may differ from fp32 only where two tokens are within rounding."""
+    exact = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32).cuda().eval()
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    with LLM(small_model, attention_backend=backend, max_num_seqs=32) as llm:
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        ids = torch.tensor([prompt + output["token_ids"]], device="cuda")
+        with torch.inference_mode():
+            logits = exact(ids).logits[0, len(prompt) - 1 : -1].float()
+        chosen = logits.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+        assert (logits.amax(-1) - chosen).max() < 0.1 * logits.std()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_graphs_replay_what_eager_computes(small_model, backend, dtype):
+    if backend == "flash_attn" and dtype == "float32":
+        with pytest.raises(ValueError, match="flash_attn"):
+            LLM(small_model, attention_backend=backend, dtype=dtype)
+        return
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    results = []
+    for enforce_eager in (False, True):
+        with LLM(
+            small_model,
+            attention_backend=backend,
+            dtype=dtype,
+            max_num_seqs=32,
+            enforce_eager=enforce_eager,
+        ) as llm:
+            assert sorted(llm.model_runner.graphs.graphs) == (
+                [] if enforce_eager else capture_sizes(32)
+            )
+            # Sequences end one after the other, so that every captured size is replayed, padded.
+            each = [
+                SamplingParams(temperature=0, max_tokens=2 + i, ignore_eos=True) for i in range(32)
+            ]
+            outputs = llm.generate(PROMPTS, each, use_tqdm=False)
+            alone = llm.generate(PROMPTS[:1], params, use_tqdm=False)
+            results.append([output["token_ids"] for output in outputs + alone])
+    same = sum(a == b for a, b in zip(*results, strict=True))
+    # Padding changes the matrix products' shapes, so half precision may break a near tie.
+    assert same == 33 if dtype == "float32" else same >= 28
+
+
+def test_batches_over_the_largest_graph_run_eagerly(small_model):
+    with LLM(small_model, max_num_seqs=8) as llm:
+        llm.model_runner.graphs.graphs.pop(8)
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        outputs = llm.generate(PROMPTS[:8], params, use_tqdm=False)
+        assert all(len(output["token_ids"]) == 8 for output in outputs)
+
+
+@pytest.mark.parametrize("sizes", [1, 3, 8, 100, 257, 512, 600])
+def test_no_batch_size_lacks_a_graph(sizes):
+    captured = capture_sizes(sizes)
+    assert captured == sorted(set(captured)) and captured[-1] == min(sizes, 512)
+
+
+def test_flash_attn_is_refused_at_start_for_a_block_size_it_lacks(small_model):
+    pytest.importorskip("flash_attn")
+    with pytest.raises(ValueError, match="block size 48"):
+        LLM(small_model, attention_backend="flash_attn", kvcache_block_size=48)
+    with LLM(small_model, kvcache_block_size=48, max_num_seqs=2) as llm:
+        assert llm.model_runner.backend.name == "triton"
+
+
+@pytest.mark.parametrize("utilization", [0.2, 0.5])
+def test_memory_stays_within_the_budget(small_model, backend, utilization):
+    """While the largest batch runs: a full token budget, then max_num_seqs decodes."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.mem_get_info()
+    with LLM(
+        small_model,
+        attention_backend=backend,
+        gpu_memory_utilization=utilization,
+        max_num_seqs=256,
+        max_num_batched_tokens=32768,
+    ) as llm:
+        prompts = [[i % 4000] * 1000 for i in range(256)]
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True), False)
+        assert len(outputs) == 256
+        used = before[0] - torch.cuda.mem_get_info()[0]
+        total = before[1]
+        assert torch.cuda.max_memory_reserved() <= total * utilization
+        assert used <= total * utilization
+        assert used >= total * utilization * 0.85, "the budget is used"
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused_with_the_figures(small_model):
+    with pytest.raises(ValueError, match=r"max_model_len=2048 .* GiB"):
+        LLM(small_model, gpu_memory_utilization=0.004)
+
+
+def test_close_gives_all_memory_back(small_model, backend):
+    params = SamplingParams(temperature=0, max_tokens=8)
+    texts = []
+    with LLM(small_model, attention_backend=backend, max_num_seqs=16):
+        pass  # libraries allocate their workspaces once
+    gc.collect()
+    torch.cuda.empty_cache()
+    allocated, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    for _ in range(2):
+        llm = LLM(small_model, attention_backend=backend, max_num_seqs=16)
+        texts.append([out["token_ids"] for out in llm.generate(PROMPTS, params, False)])
+        llm.close()
+        assert torch.cuda.memory_allocated() <= allocated + (1 << 20)
+        assert torch.cuda.mem_get_info()[0] >= free - (64 << 20)
+    assert texts[0] == texts[1]
+
+
+def test_deleting_the_last_reference_frees_the_memory(small_model):
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    llm = LLM(small_model, max_num_seqs=4)
+    assert torch.cuda.memory_allocated() > before + (1 << 30)
+    del llm
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)
