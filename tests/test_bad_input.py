@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,7 @@ UNKNOWN_KEYWORDS = {
     "max_len": "max_model_len",
     "enforce_eagerly": "enforce_eager",
 }
+NEW_SEEDS = count(1000)
 NO_SUCH_MODEL = "/no/such/model"
 
 
@@ -551,7 +553,28 @@ class Stop(Exception):
 
 class TestInterruption:
     """Guards leftovers of an interrupted call that mix into the next one's results, and blocks
-    registered in the prefix cache whose keys were never computed."""
+    registered in the prefix cache whose keys were never computed. Each call has prompts that no
+    call before had, lest old blocks hold the right keys by chance."""
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def reference(tiny_models: TinyModels) -> Iterator[LLM]:
+        settings = {**SMALL, "enable_prefix_caching": False}
+        with LLM(tiny_models.path("qwen3"), **settings) as llm:
+            yield llm
+
+    @staticmethod
+    def new_prompts() -> list[list[int]]:
+        generator = torch.Generator().manual_seed(next(NEW_SEEDS))
+        lengths = (3, 20, 33, 50)
+        return [torch.randint(0, VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths]
+
+    @pytest.fixture
+    def fresh(self, llm: LLM, reference: LLM) -> Iterator[list[list[int]]]:
+        """Prompts for the call that is interrupted; afterwards they give the right tokens."""
+        prompts = self.new_prompts()
+        yield prompts
+        assert generate(llm, prompts) == generate(reference, prompts)
 
     def interrupt(
         self, llm: LLM, patch: pytest.MonkeyPatch, step: int, error: BaseException, after: bool
@@ -573,18 +596,20 @@ class TestInterruption:
     @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
     @pytest.mark.parametrize("step", [0, 1, 2, 9])
     @pytest.mark.parametrize("error", [KeyboardInterrupt, Stop, MemoryError])
-    def test_generate_leaves_a_clean_engine(self, llm, expected, monkeypatch, error, step, after):
+    def test_generate_leaves_a_clean_engine(
+        self, llm, expected, fresh, monkeypatch, error, step, after
+    ):
         with monkeypatch.context() as patch:
             self.interrupt(llm, patch, step, error(), after)
             with pytest.raises(error):
-                generate(llm)
+                generate(llm, fresh)
         outputs = llm.generate([PROMPTS[2]], GREEDY, use_tqdm=False)
         assert [out.prompt_token_ids for out in outputs] == [PROMPTS[2]]
         assert tokens(outputs) == [expected[2]]
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, Stop])
-    def test_step_leaves_a_clean_engine(self, llm, monkeypatch, error):
-        ids = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    def test_step_leaves_a_clean_engine(self, llm, fresh, monkeypatch, error):
+        ids = [llm.add_request(prompt, GREEDY) for prompt in fresh]
         llm.step()
         with monkeypatch.context() as patch:
             self.interrupt(llm, patch, 0, error(), after=True)
@@ -594,7 +619,7 @@ class TestInterruption:
         refused(lambda: llm.abort_request(ids[0]), ValueError, "no unfinished request")
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, Stop])
-    def test_an_error_between_two_layers(self, llm, error):
+    def test_an_error_between_two_layers(self, llm, fresh, error):
         """The first layer has stored its keys and values, the others have not."""
 
         def fail(*args: Any) -> None:
@@ -603,12 +628,12 @@ class TestInterruption:
         hook = llm.model_runner.model.model.layers[1].register_forward_pre_hook(fail)
         try:
             with pytest.raises(error):
-                generate(llm)
+                generate(llm, fresh)
         finally:
             hook.remove()
 
     @pytest.mark.parametrize("method", ["schedule", "postprocess"])
-    def test_an_error_in_the_scheduler(self, llm, monkeypatch, method):
+    def test_an_error_in_the_scheduler(self, llm, fresh, monkeypatch, method):
         """Its books are half written: blocks handed out, some tokens appended."""
         original, count = getattr(llm.scheduler, method), iter(range(1000))
 
@@ -621,9 +646,9 @@ class TestInterruption:
         with monkeypatch.context() as patch:
             patch.setattr(llm.scheduler, method, failing)
             with pytest.raises(Stop):
-                generate(llm)
+                generate(llm, fresh)
 
-    def test_an_error_while_requests_are_queued(self, llm, monkeypatch):
+    def test_an_error_while_requests_are_queued(self, llm, fresh, monkeypatch):
         add, count = llm.scheduler.add, iter(range(1000))
 
         def failing(seq: Any) -> None:
@@ -634,23 +659,25 @@ class TestInterruption:
         with monkeypatch.context() as patch:
             patch.setattr(llm.scheduler, "add", failing)
             with pytest.raises(KeyboardInterrupt):
-                generate(llm)
+                generate(llm, fresh)
 
     @pytest.mark.parametrize("use_tqdm", [False, True])
-    def test_ctrl_c_at_any_moment(self, llm, expected, use_tqdm):
+    def test_ctrl_c_at_any_moment(self, llm, expected, reference, use_tqdm):
         """A real SIGINT from another thread, after 10 delays of 1 to 60 ms."""
         handler = signal.signal(signal.SIGINT, signal.default_int_handler)
         interrupts = 0
         try:
             for delay in torch.linspace(0.001, 0.06, 10).tolist():
+                prompts = self.new_prompts()
                 timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
                 try:
                     timer.start()
                     end = time.monotonic() + 5
                     while time.monotonic() < end:
-                        llm.generate(PROMPTS, GREEDY, use_tqdm=use_tqdm)
+                        llm.generate(prompts, GREEDY, use_tqdm=use_tqdm)
                 except KeyboardInterrupt:
                     interrupts += 1
+                assert generate(llm, prompts) == generate(reference, prompts)
                 check_sound(llm, expected)
         finally:
             signal.signal(signal.SIGINT, handler)

@@ -7,7 +7,13 @@ from transformers import PreTrainedModel
 from nanovllm import LLM, SamplingParams
 from tests.tiny_models import VOCAB_SIZE, TinyModels
 
+ON_GPU = torch.cuda.is_available()
 MODELS = ["qwen3", "qwen3-tied", "llama", "llama-linear", "llama-bias", "qwen2", "mistral"]
+if ON_GPU:  # what differs between the others does not touch the device's kernels
+    MODELS = ["qwen3", "llama"]
+# The models' seed is chosen so that on a CPU no two best logits are within 5e-5. A GPU's other
+# order of sums can turn a margin under 1e-3: from there on a sequence is not compared.
+SMALLEST_MARGIN = 1e-3 if ON_GPU else 5e-5
 NUM_NEW_TOKENS = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
 
@@ -32,16 +38,26 @@ PROMPTS = ragged_prompts()
 
 @torch.inference_mode()
 def transformers_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
-    """One prompt alone, with transformers' own KV cache; no padding, no generate()."""
+    """One prompt alone, with transformers' own KV cache; no padding, no generate(). Ends before
+    the first token whose margin is too small to compare (which no CPU test allows)."""
     ids, cache, out = torch.tensor([prompt]), None, []
     for _ in range(num_tokens):
         result = model(ids, past_key_values=cache, use_cache=True)
         cache = result.past_key_values
         (first, second), top = result.logits[0, -1].topk(2)
-        assert first - second > 5e-5, "too close to call in fp32: take another SEED"
+        if first - second < SMALLEST_MARGIN:
+            assert ON_GPU, "too close to call in fp32: take another SEED"
+            break
         ids = top[:1].unsqueeze(0)
         out.append(int(ids))
     return out
+
+
+def assert_same_tokens(ours: list[list[int]], expected: list[list[int]]) -> None:
+    assert len(ours) == len(expected)
+    for tokens, oracle in zip(ours, expected, strict=True):
+        assert tokens[: len(oracle)] == oracle
+    assert sum(map(len, expected)) > 0.8 * sum(map(len, ours)), "most tokens were compared"
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +75,7 @@ def expected(tiny_models: TinyModels):
 
 
 # fp32 on each: flash-attn has none.
-@pytest.fixture(params=["triton", "torch"] if torch.cuda.is_available() else ["torch"])
+@pytest.fixture(params=["triton", "torch"] if ON_GPU else ["torch"])
 def engine(request) -> dict:
     """Settings common to all: the attention backend, and few batch sizes to capture."""
     return {"attention_backend": request.param, "max_num_seqs": 64}
@@ -85,14 +101,14 @@ def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
 )
 def test_tokens_equal_transformers(name, settings, engine, tiny_models, expected):
     with LLM(tiny_models.path(name), **engine, **settings) as llm:
-        assert generate(llm, PROMPTS) == expected(name)
+        assert_same_tokens(generate(llm, PROMPTS), expected(name))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_survive_preemption(name, engine, tiny_models, expected):
     """42 blocks hold one long sequence; everything else waits its turn or is preempted."""
     with LLM(tiny_models.path(name), **engine, kvcache_block_size=16, num_kvcache_blocks=42) as llm:
-        assert generate(llm, PROMPTS) == expected(name)
+        assert_same_tokens(generate(llm, PROMPTS), expected(name))
         assert llm.scheduler.num_preemptions > 0
         llm.scheduler.check_invariants()
 
@@ -100,14 +116,16 @@ def test_tokens_survive_preemption(name, engine, tiny_models, expected):
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_equal_one_prompt_at_a_time(name, engine, tiny_models, expected):
     with LLM(tiny_models.path(name), **engine, enable_prefix_caching=False) as llm:
-        assert [generate(llm, [prompt])[0] for prompt in PROMPTS[:12]] == expected(name)[:12]
+        ours = [generate(llm, [prompt])[0] for prompt in PROMPTS[:12]]
+        assert_same_tokens(ours, expected(name)[:12])
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_survive_prefix_cache_hits(name, engine, tiny_models, expected):
     """The second call finds every full block of the first one's prompts in the cache."""
     with LLM(tiny_models.path(name), **engine, kvcache_block_size=16) as llm:
-        assert generate(llm, PROMPTS) == expected(name)
-        assert generate(llm, PROMPTS) == expected(name)
+        assert_same_tokens(generate(llm, PROMPTS), expected(name))
+        assert_same_tokens(generate(llm, PROMPTS), expected(name))
         repeated = [PROMPTS[8]] * 6 + [PROMPTS[6]] * 6
-        assert generate(llm, repeated) == [expected(name)[8]] * 6 + [expected(name)[6]] * 6
+        oracle = [expected(name)[8]] * 6 + [expected(name)[6]] * 6
+        assert_same_tokens(generate(llm, repeated), oracle)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from example import PROMPTS, fetch_smollm2
 from nanovllm import LLM, SamplingParams
-from tests.test_parity import transformers_greedy
+from tests.test_parity import assert_same_tokens, transformers_greedy
 
 NUM_NEW_TOKENS = 48
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
@@ -29,7 +29,7 @@ def path() -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(path: Path) -> list[list[int]]:
-    with LLM(path, load_format="dummy", max_model_len=64) as llm:
+    with LLM(path, load_format="dummy", max_model_len=64, device="cpu") as llm:
         return [
             llm.tokenizer.apply_chat_template(
                 [{"role": "user", "content": question}],
@@ -49,7 +49,7 @@ def expected(path: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def test_it_knows_the_capital_of_france(path):
-    with LLM(path) as llm:
+    with LLM(path, dtype="float32") as llm:
         chat = llm.tokenizer.apply_chat_template(
             [{"role": "user", "content": "What is the capital of France?"}],
             tokenize=False,
@@ -72,8 +72,19 @@ def test_it_knows_the_capital_of_france(path):
     ],
 )
 def test_tokens_equal_transformers(settings, path, prompts, expected, request):
-    with LLM(path, max_model_len=256, **settings) as llm:
+    with LLM(path, dtype="float32", max_model_len=256, **settings) as llm:
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-        assert [output["token_ids"] for output in outputs] == expected
+        assert_same_tokens([output["token_ids"] for output in outputs], expected)
         if request.node.callspec.id == "preempted":
             assert llm.scheduler.num_preemptions > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_the_gpu_writes_the_same_text_as_the_cpu(backend, path, prompts):
+    texts = []
+    for settings in ({"device": "cpu"}, {"device": "cuda", "attention_backend": backend}):
+        with LLM(path, dtype="float32", max_model_len=256, max_num_seqs=16, **settings) as llm:
+            texts.append([out["text"] for out in llm.generate(prompts, GREEDY, use_tqdm=False)])
+    assert texts[0] == texts[1]
+    assert all(texts[0])

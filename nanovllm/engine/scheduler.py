@@ -39,6 +39,7 @@ class Scheduler:
     ) -> None:
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
         # A sequence that has the cache to itself must fit, or it could never finish.
         self.max_len = min(max_model_len, num_blocks * block_size)
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -55,10 +56,10 @@ class Scheduler:
         if num_tokens < 1:
             raise ValueError("the prompt is empty: it needs at least one token")
         if num_tokens >= self.max_len:
-            num_blocks, block_size = len(self.block_manager.blocks), self.block_manager.block_size
-            if self.max_len == num_blocks * block_size:
+            if self.max_len < self.max_model_len:
+                manager = self.block_manager
                 cause = (
-                    f"the KV cache ({num_blocks} blocks of {block_size}): "
+                    f"the KV cache ({len(manager.blocks)} blocks of {manager.block_size}): "
                     f"raise num_kvcache_blocks or gpu_memory_utilization"
                 )
             else:

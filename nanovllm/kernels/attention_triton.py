@@ -15,7 +15,7 @@ from nanovllm.utils.context import Context
 LOG2_E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "table_stride"])
 def _attention_kernel(
     q_ptr,
     k_ptr,
@@ -135,7 +135,7 @@ def _attention_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _merge_splits_kernel(
     partial_ptr,
     lse_ptr,

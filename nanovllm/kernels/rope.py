@@ -107,8 +107,8 @@ def rotate_qk_triton(
         q_out,
         k_out,
         cos_sin_cache,
-        q_weight,
-        k_weight,
+        q if q_weight is None else q_weight,  # without a norm some pointer, never read
+        k if k_weight is None else k_weight,
         q.stride(0),
         k.stride(0),
         eps,

@@ -22,6 +22,8 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 
 Tokens = tuple[int, ...]
+# Uneven, so that prefixes meet and equal blocks are computed twice.
+BITS = st.sampled_from([0, 0, 0, 0, 1])
 
 
 def chain_hash(tokens: Tokens, block_size: int) -> int:
@@ -116,7 +118,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     """Sequences come, are computed in chunks, grow, are preempted, come back and go."""
 
     colliding = False
-    waiting = Bundle("waiting")
+    preempted = Bundle("preempted")
     partial = Bundle("partial")  # hold blocks for all tokens, some maybe not computed
     decoding = Bundle("decoding")  # all tokens computed
 
@@ -137,34 +139,23 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.holders: dict[int, Sequence] = {}
 
     def append(self, tokens: list[int], bit: int) -> int:
-        """Few values, so that prefixes meet, and equal blocks lie under different ones. Where
-        hashes collide, a token is the number of its prefix, so that they do not."""
+        """Equal blocks lie under different prefixes; where hashes collide, a token is the number
+        of its prefix, so that they do not."""
         tokens.append((tokens[-1] if tokens else 1) * 2 + bit if self.colliding else bit)
         return tokens[-1]
 
-    @rule(target=waiting, bits=st.lists(st.integers(0, 1), min_size=1, max_size=9))
-    def arrive(self, bits: list[int]) -> Sequence:
+    @rule(target=partial, bits=st.lists(BITS, min_size=1, max_size=7), spare=st.integers(0, 2))
+    def arrive(self, bits: list[int], spare: int):
         tokens: list[int] = []
         for bit in bits:
             self.append(tokens, bit)
         seq = Sequence(tokens, block_size=self.manager.block_size)
         self.model.tokens[seq.seq_id] = tokens
-        return seq
+        return self.admit(seq, spare)
 
-    @rule(target=partial, seq=consumes(waiting), spare=st.integers(0, 2))
-    def allocate(self, seq: Sequence, spare: int):
-        num_missing = self.model.num_missing(seq.seq_id)
-        for n in (0, spare):
-            fits = num_missing + n <= len(self.model.free)
-            assert self.manager.can_allocate(seq, num_spare_blocks=n) == fits
-        if num_missing > len(self.model.free):
-            return multiple()
-        num_hits = len(self.model.cached(seq.seq_id))
-        self.manager.allocate(seq)
-        self.model.allocate(seq.seq_id)
-        assert seq.num_cached_tokens == num_hits * self.manager.block_size
-        self.holders[seq.seq_id] = seq
-        return seq
+    @rule(target=partial, seq=consumes(preempted), spare=st.integers(0, 2))
+    def come_back(self, seq: Sequence, spare: int):
+        return self.admit(seq, spare)
 
     @rule(seq=partial, num_tokens=st.integers(1, 4))
     def compute_chunk(self, seq: Sequence, num_tokens: int) -> None:
@@ -178,22 +169,23 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.compute(seq, len(seq))
         return seq
 
-    @rule(seq=decoding, bit=st.integers(0, 1))
-    def decode(self, seq: Sequence, bit: int) -> None:
-        if seq.seq_id not in self.holders:
-            return
-        opens = len(seq) % self.manager.block_size == 0
-        seq.append_token(self.append(self.model.tokens[seq.seq_id], bit))
-        assert self.manager.can_append(seq) == (not opens or bool(self.model.free))
-        if opens and not self.model.free:
-            self.release(seq)
-            return
-        self.manager.may_append(seq)
-        if opens:
-            self.model.open(seq.seq_id)
-        self.compute(seq, len(seq))
+    @rule(seq=decoding, bits=st.lists(BITS, min_size=1, max_size=4))
+    def decode(self, seq: Sequence, bits: list[int]) -> None:
+        for bit in bits:
+            if seq.seq_id not in self.holders:
+                return
+            opens = len(seq) % self.manager.block_size == 0
+            seq.append_token(self.append(self.model.tokens[seq.seq_id], bit))
+            assert self.manager.can_append(seq) == (not opens or bool(self.model.free))
+            if opens and not self.model.free:
+                self.release(seq)
+                return
+            self.manager.may_append(seq)
+            if opens:
+                self.model.open(seq.seq_id)
+            self.compute(seq, len(seq))
 
-    @rule(target=waiting, seq=st.one_of(consumes(partial), consumes(decoding)))
+    @rule(target=preempted, seq=st.one_of(consumes(partial), consumes(decoding)))
     def preempt(self, seq: Sequence):
         if seq.seq_id not in self.holders:
             return multiple()
@@ -204,6 +196,21 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         self.release(self.holders[data.draw(st.sampled_from(sorted(self.holders)))])
+
+    def admit(self, seq: Sequence, spare: int):
+        """Allocates if there is room; a sequence that finds none goes away."""
+        num_missing = self.model.num_missing(seq.seq_id)
+        for n in (0, spare):
+            fits = num_missing + n <= len(self.model.free)
+            assert self.manager.can_allocate(seq, num_spare_blocks=n) == fits
+        if num_missing > len(self.model.free):
+            return multiple()
+        num_hits = len(self.model.cached(seq.seq_id))
+        self.manager.allocate(seq)
+        self.model.allocate(seq.seq_id)
+        assert seq.num_cached_tokens == num_hits * self.manager.block_size
+        self.holders[seq.seq_id] = seq
+        return seq
 
     def compute(self, seq: Sequence, end: int) -> None:
         start = min(seq.num_cached_tokens, len(seq) - 1)
@@ -284,6 +291,28 @@ def test_used_blocks_are_shared_up_to_the_first_miss():
     assert b.num_cached_tokens == 2
     assert [manager.blocks[i].ref_count for i in a.block_table] == [2, 1, 1]
     manager.check_invariants([a, b])
+
+
+def test_a_miss_makes_all_later_blocks_misses():
+    """Guards a hit behind a miss. Of two sequences that decode the same tokens, one's first
+    block is registered and the other's second; then the first is evicted."""
+    manager = BlockManager(5, 2)
+    a, b = admit(manager, [1]), admit(manager, [1])
+    for seq in (a, b):
+        seq.append_token(2)
+        manager.seal(seq, 1, 2)
+    b.append_token(3)
+    b.append_token(4)
+    manager.may_append(b)
+    manager.seal(b, 2, 4)
+    manager.deallocate(a)
+    filler = admit(manager, [5] * 6)
+    assert set(manager.hash_to_block_id.values()) == {b.block_table[1], *filler.block_table}
+    manager.deallocate(filler)
+    late = Sequence([1, 2, 3, 4], block_size=2)
+    manager.allocate(late)
+    assert late.num_cached_tokens == 0
+    manager.check_invariants([b, late])
 
 
 def test_open_block_is_not_shared():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.model_inputs import (
     ModelInputs,
+    blank_decode,
     prepare_block_tables,
     prepare_decode,
     prepare_prefill,
@@ -61,14 +62,14 @@ def cases(draw: st.DrawFn, is_prefill: bool) -> Case:
     return Case(Batch(tuple(items), is_prefill), block_size)
 
 
-def check(tensor: torch.Tensor | None, expected: list, dtype: torch.dtype) -> None:
+def check(tensor: torch.Tensor | None, expected: list, dtype: torch.dtype = torch.int32) -> None:
     assert tensor is not None
     assert (tensor.tolist(), tensor.dtype) == (expected, dtype)
     assert tensor.is_contiguous()
 
 
-def naive_block_tables(batch: Batch) -> list[list[int]]:
-    width = max(len(item.seq.block_table) for item in batch.items)
+def naive_block_tables(batch: Batch, width: int = 0) -> list[list[int]]:
+    width = max(width, *(len(item.seq.block_table) for item in batch.items))
     return [
         item.seq.block_table + [0] * (width - len(item.seq.block_table)) for item in batch.items
     ]
@@ -94,26 +95,27 @@ def test_prefill_is_what_a_loop_over_tokens_gives(case: Case):
             logits.append(len(token_ids) - 1)
     inputs = prepare_prefill(case.batch, case.block_size)
     context = inputs.context
-    check(inputs.input_ids, token_ids, torch.int64)
-    check(inputs.positions, positions, torch.int64)
+    check(inputs.input_ids, token_ids)
+    check(inputs.positions, positions)
     assert context.is_prefill
-    check(context.slot_mapping, slots, torch.int64)
-    check(context.cu_seqlens_q, bounds_q, torch.int32)
-    check(context.cu_seqlens_k, bounds_k, torch.int32)
-    check(context.logits_indices, logits, torch.int64)
+    check(context.slot_mapping, slots)
+    check(context.cu_seqlens_q, bounds_q)
+    check(context.cu_seqlens_k, bounds_k)
+    check(context.logits_indices, logits)
     assert context.max_seqlen_q == max(item.num_tokens for item in case.batch.items)
     assert context.max_seqlen_k == max(item.end for item in case.batch.items)
     assert context.context_lens is None
     if reads_cache:
-        check(context.block_tables, naive_block_tables(case.batch), torch.int32)
+        check(context.block_tables, naive_block_tables(case.batch))
     else:
         assert context.block_tables is None
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(cases(is_prefill=False))
-def test_decode_is_what_a_loop_over_sequences_gives(case: Case):
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(cases(is_prefill=False), st.integers(0, 8), st.integers(0, 8))
+def test_decode_is_what_a_loop_over_sequences_gives(case: Case, padded_size: int, width: int):
     token_ids, positions, slots, lens = [], [], [], []
+    tables = naive_block_tables(case.batch, width)
     for item in case.batch.items:
         tokens = item.seq.token_ids
         token_ids.append(tokens[-1])
@@ -121,14 +123,20 @@ def test_decode_is_what_a_loop_over_sequences_gives(case: Case):
         block, offset = divmod(len(tokens) - 1, case.block_size)
         slots.append(item.seq.block_table[block] * case.block_size + offset)
         lens.append(len(tokens))
-    inputs = prepare_decode(case.batch, case.block_size)
+    while len(slots) < padded_size:  # stores nothing, attends to nothing
+        token_ids.append(0)
+        positions.append(0)
+        slots.append(-1)
+        lens.append(0)
+        tables.append([0] * len(tables[0]))
+    inputs = prepare_decode(case.batch, case.block_size, padded_size, width)
     context = inputs.context
-    check(inputs.input_ids, token_ids, torch.int64)
-    check(inputs.positions, positions, torch.int64)
+    check(inputs.input_ids, token_ids)
+    check(inputs.positions, positions)
     assert not context.is_prefill
-    check(context.slot_mapping, slots, torch.int64)
-    check(context.context_lens, lens, torch.int32)
-    check(context.block_tables, naive_block_tables(case.batch), torch.int32)
+    check(context.slot_mapping, slots)
+    check(context.context_lens, lens)
+    check(context.block_tables, tables)
     assert context.max_seqlen_k == max(lens)
     assert context.logits_indices is None
     assert context.cu_seqlens_q is None
@@ -184,41 +192,41 @@ def test_whole_prompts_need_no_block_tables():
     batch = Batch((make_item(5, [3, 1], 4), make_item(2, [7], 4)), is_prefill=True)
     context = prepare_prefill(batch, 4).context
     assert context.block_tables is None
-    check(context.slot_mapping, [12, 13, 14, 15, 4, 28, 29], torch.int64)
-    check(context.logits_indices, [4, 6], torch.int64)
+    check(context.slot_mapping, [12, 13, 14, 15, 4, 28, 29])
+    check(context.logits_indices, [4, 6])
 
 
 def test_one_sequence_that_reads_the_cache_gives_all_a_block_table():
     items = (make_item(5, [3, 1], 4), make_item(7, [7, 6], 4, cached=4))
     context = prepare_prefill(Batch(items, is_prefill=True), 4).context
-    check(context.block_tables, [[3, 1], [7, 6]], torch.int32)
-    check(context.cu_seqlens_q, [0, 5, 8], torch.int32)
-    check(context.cu_seqlens_k, [0, 5, 12], torch.int32)
+    check(context.block_tables, [[3, 1], [7, 6]])
+    check(context.cu_seqlens_q, [0, 5, 8])
+    check(context.cu_seqlens_k, [0, 5, 12])
 
 
 def test_last_token_of_a_fully_cached_prompt_is_computed_but_not_stored():
     """Guards a shared block that is written again while others read it."""
     inputs = prepare_prefill(Batch((make_item(8, [3, 1], 4, cached=8),), is_prefill=True), 4)
-    check(inputs.input_ids, [307], torch.int64)
-    check(inputs.positions, [7], torch.int64)
-    check(inputs.context.slot_mapping, [-1], torch.int64)
-    check(inputs.context.logits_indices, [0], torch.int64)
-    check(inputs.context.cu_seqlens_k, [0, 8], torch.int32)
+    check(inputs.input_ids, [307])
+    check(inputs.positions, [7])
+    check(inputs.context.slot_mapping, [-1])
+    check(inputs.context.logits_indices, [0])
+    check(inputs.context.cu_seqlens_k, [0, 8])
 
 
 def test_chunk_that_does_not_end_its_prompt_yields_no_logits():
     items = (make_item(9, [2, 3, 4], 4, num_new=6), make_item(3, [5], 4))
     batch = Batch(items, is_prefill=True)
-    check(prepare_prefill(batch, 4).context.logits_indices, [8], torch.int64)
+    check(prepare_prefill(batch, 4).context.logits_indices, [8])
     batch = Batch(items[:1], is_prefill=True)
-    check(prepare_prefill(batch, 4).context.logits_indices, [], torch.int64)
+    check(prepare_prefill(batch, 4).context.logits_indices, [])
     assert prepare_sample(batch) is None
 
 
 def test_short_block_tables_are_padded():
     items = (make_item(1, [9], 2), make_item(5, [4, 5, 6], 2))
     tables = prepare_block_tables(Batch(items, is_prefill=False))
-    check(tables, [[9, 0, 0], [4, 5, 6]], torch.int32)
+    check(tables, [[9, 0, 0], [4, 5, 6]])
 
 
 def test_one_warm_sequence_is_enough_for_temperatures():
@@ -231,12 +239,25 @@ def test_inputs_stay_where_they_are_on_a_cpu():
     assert inputs.to(torch.device("cpu")) is inputs
 
 
-def test_moving_inputs_moves_every_tensor():
-    items = (make_item(9, [2, 3, 4], 4, cached=4),)
-    moved = prepare_prefill(Batch(items, is_prefill=True), 4).to(torch.device("meta"))
-    values = [getattr(moved.context, field.name) for field in fields(Context)]
-    tensors = [x for x in values if isinstance(x, torch.Tensor)]
-    assert len(tensors) == 5
-    tensors += [moved.input_ids, moved.positions]
-    assert {x.device.type for x in tensors} == {"meta"}
-    assert (moved.context.is_prefill, moved.context.max_seqlen_k) == (True, 9)
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.booleans().flatmap(cases))
+def test_inputs_survive_the_trip_in_one_buffer(case: Case):
+    prepare = prepare_prefill if case.batch.is_prefill else prepare_decode
+    inputs = prepare(case.batch, case.block_size)
+    buffer = inputs.pack(pin_memory=False)
+    assert buffer.dtype == torch.int32
+    moved = inputs.unpack(buffer)
+    assert_equal(moved, inputs)
+    for name, tensor in moved.tensors().items():
+        assert tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr(), name
+        assert tensor.storage_offset() % 4 == 0, f"{name}: kernels expect 16-byte alignment"
+
+
+def test_blank_decode_has_the_shapes_of_a_padded_one():
+    batch = Batch((make_item(3, [1], 4, cached=2),), is_prefill=False)
+    padded, blank = prepare_decode(batch, 4, 8, 5).tensors(), blank_decode(8, 5).tensors()
+    assert list(padded) == list(blank)
+    for name, tensor in blank.items():
+        assert (tensor.shape, tensor.dtype) == (padded[name].shape, padded[name].dtype), name
+        assert torch.equal(tensor[1:], padded[name][1:]), name
+    check(blank["slot_mapping"], [-1] * 8)

@@ -242,10 +242,6 @@ class Engine:
         for request, completion, finish_reason in self.results:
             assert (completion, finish_reason) == request.result(max_len)
 
-    @property
-    def num_prefilled(self) -> int:
-        return sum(batch.num_tokens for batch in self.batches if batch.is_prefill)
-
 
 def prompts(max_size: int) -> st.SearchStrategy[list[int]]:
     """Of few tokens, half of them with a long common prefix."""
@@ -489,12 +485,12 @@ def test_tight_cache_preempts_and_loses_nothing(caching: bool):
 def test_preempted_sequence_reuses_what_is_left_of_its_prefix():
     engine = Engine(make_scheduler())
     seq = engine.add(Request(list(range(10, 30)), greedy(max_tokens=20)))
-    for _ in range(4):
+    for _ in range(7):
         engine.step()
     engine.scheduler.preempt(seq)
     engine.check()
     (item,) = engine.step().items
-    assert (item.seq, item.start, item.end) == (seq, 20, 24)
+    assert (item.seq, item.start, item.end) == (seq, 24, 27)
     engine.run()
     engine.check_results()
 
@@ -521,6 +517,18 @@ def test_fully_cached_prompt_computes_only_its_last_token():
         (1, True),
     ]
     engine.run([Request(list(range(10, 26)), greedy())])
+    engine.check_results()
+
+
+def test_next_turn_of_a_conversation_reuses_the_completion():
+    """Guards blocks that decoding has filled and nobody can share."""
+    engine = Engine(make_scheduler())
+    seq = engine.add(Request([1, 2, 5], greedy(max_tokens=10)))
+    engine.run()
+    engine.add(Request([*seq.token_ids, 1, 1], greedy()))
+    (item,) = engine.step().items
+    assert (item.start, item.end) == (12, 15)
+    engine.run()
     engine.check_results()
 
 
@@ -561,14 +569,18 @@ def test_no_preemption_storm_on_many_short_requests():
     assert num_prefilled == sum(seq.num_prompt_tokens for seq in waiting)
 
 
-def test_decodes_that_fill_the_cache_do_not_readmit_what_they_preempt_at_once():
-    """Guards the head of the queue being prefilled and preempted in turn: what is admitted
-    leaves a spare block for each resident."""
-    engine = Engine(make_scheduler(num_blocks=16, max_num_seqs=8))
-    engine.run(Request([i] * 7, greedy(max_tokens=30)) for i in range(8))
+@pytest.mark.parametrize(("num_tokens", "admitted"), [(4, True), (5, False)])
+def test_admission_leaves_each_resident_a_spare_block(num_tokens: int, admitted: bool):
+    """Guards prompts that are prefilled, then preempted at the next block boundary of those
+    that run already, over and over."""
+    engine = Engine(make_scheduler(num_blocks=5))
+    for i in range(2):
+        engine.add(Request([i] * 2, greedy()))
+    engine.step()
+    engine.add(Request([2] * num_tokens, greedy()))
+    assert engine.step().is_prefill == admitted
+    engine.run()
     engine.check_results()
-    num_tokens = sum(len(r.prompt) + len(completion) for r, completion, _ in engine.results)
-    assert engine.num_prefilled < num_tokens
 
 
 def count_hashes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int | None]]:

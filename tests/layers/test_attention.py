@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from nanovllm.kernels.attention_backend import select_attention_backend
+from nanovllm.kernels.attention_torch import TorchAttention
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import Context, step_context
 
@@ -111,7 +111,7 @@ class PagedBatch:
     def layer(self) -> Attention:
         shape = self.shape
         layer = Attention(shape.heads, shape.head_dim, shape.head_dim**-0.5, shape.kv_heads)
-        layer.backend = select_attention_backend("torch")
+        layer.backend = TorchAttention()
         layer.k_cache, layer.v_cache = self.k_cache, self.v_cache
         return layer
 
@@ -237,9 +237,10 @@ def test_strided_values_as_the_packed_projection_gives_them():
     batch.check(output)
 
 
-def test_scale_is_applied():
-    batch = PagedBatch([(16, 4)], 16, Shape(4, 2, 16))
-    layer, context = batch.layer(), batch.context(is_prefill=True)
+@pytest.mark.parametrize("is_prefill", [True, False])
+def test_scale_is_applied(is_prefill):
+    batch = PagedBatch([(16, 4)] if is_prefill else [(16, 1)], 16, Shape(4, 2, 16))
+    layer, context = batch.layer(), batch.context(is_prefill)
     plain = batch.run(context, layer)
     layer.scale *= 2
     doubled = batch.run(context, layer)

@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RopeConfig, apply_rotary_emb, get_rope
 
 MAX_POSITION = 131072
@@ -102,7 +103,7 @@ def test_equals_transformers(kind, head_dim):
 @each_head_dim
 def test_frequencies_equal_transformers(kind, head_dim):
     """Read off the cache at position 1, where no angle has wrapped round."""
-    cos, sin = get_rope(head_dim, 2, KINDS[kind][0]).cos_sin_cache[1, 0].chunk(2)
+    cos, sin = get_rope(head_dim, 2, KINDS[kind][0]).cos_sin_cache[1].flatten().chunk(2)
     expected = oracle(kind, head_dim).inv_freq
     torch.testing.assert_close(torch.atan2(sin, cos), expected, rtol=1e-5, atol=0)
 
@@ -132,6 +133,20 @@ def test_scores_depend_on_the_distance_alone(kind):
     near = score(700, 100)
     torch.testing.assert_close(score(130_700, 130_100), near, rtol=0, atol=1e-4)
     assert abs(score(701, 100) - near) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_come_before_the_rotation(dtype):
+    """Of each head, as Qwen3 has it."""
+    q, k = torch.randn(7, 6, 40).to(dtype), torch.randn(7, 2, 40).to(dtype)
+    norms = [RMSNorm(40, eps=1e-3).to(dtype).requires_grad_(False) for _ in "qk"]
+    for norm in norms:
+        norm.weight.uniform_(0.5, 1.5)
+    rope, positions = get_rope(40, 100, RopeConfig()), torch.randint(0, 100, (7,))
+    found = rope(positions, q, k, *norms)
+    expected = rope(positions, norms[0](q), norms[1](k))
+    assert all(map(torch.equal, found, expected))
+    assert not torch.allclose(found[0], rope(positions, q, k)[0])
 
 
 def test_position_0_is_the_identity():
@@ -172,5 +187,5 @@ def test_apply_rotary_emb_turns_halves_against_each_other():
 
 def test_the_cache_is_not_part_of_the_checkpoint():
     rope = get_rope(16, 10, RopeConfig())
-    assert rope.cos_sin_cache.shape == (10, 1, 16) and rope.cos_sin_cache.dtype == torch.float32
+    assert rope.cos_sin_cache.numel() == 10 * 16 and rope.cos_sin_cache.dtype == torch.float32
     assert not rope.state_dict() and not list(rope.parameters())

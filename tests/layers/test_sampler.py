@@ -33,7 +33,7 @@ def chi_square_p_value(counts: torch.Tensor, probs: torch.Tensor) -> float:
 @pytest.mark.parametrize("temperatures", [None, torch.zeros(16)], ids=["none", "zeros"])
 def test_greedy_is_argmax(dtype, temperatures):
     logits = torch.randn(16, 1000).to(dtype)
-    tokens = Sampler()(logits, temperatures)
+    tokens = Sampler()(logits, temperatures, generator())
     assert tokens.dtype == torch.int64
     assert torch.equal(tokens, logits.argmax(-1))
 
@@ -119,7 +119,7 @@ def test_zero_noise_does_not_win_for_an_impossible_token(monkeypatch):
     to 0 about once in 10^7 draws."""
     monkeypatch.setattr(torch.Tensor, "exponential_", lambda self, generator=None: self.zero_())
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 1.0]])
-    assert Sampler()(logits, torch.ones(1)).item() == 3
+    assert Sampler()(logits, torch.ones(1), generator()).item() == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

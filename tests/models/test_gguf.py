@@ -399,16 +399,17 @@ class TestRefusals:
         path = write_gguf(tmp_path / "m.gguf", tiny_models.load("qwen3"), "qwen3", drop=(name,))
         refuse(path, f"m.gguf lacks the field qwen3.{name}")
 
-    def test_a_field_of_no_heads_is_refused(self, tiny_models, tmp_path):
+    @pytest.mark.parametrize("name", ["attention.head_count", "attention.key_length"])
+    def test_heads_of_no_size_are_refused(self, name, tiny_models, tmp_path):
         """Guards a division by zero."""
         path = write_gguf(
             tmp_path / "m.gguf",
             tiny_models.load("qwen3"),
             "qwen3",
-            drop=("attention.head_count",),
-            fields=lambda writer: writer.add_head_count(0),
+            drop=(name,),
+            fields=lambda writer: writer.add_uint32(f"qwen3.{name}", 0),
         )
-        refuse(path, "head")
+        refuse(path, "must be a positive int, got 0")
 
     def test_a_file_without_any_vocabulary_is_refused(self, tiny_models, tmp_path):
         drop = ("vocab_size",)

@@ -1,0 +1,88 @@
+"""Draws README.md's table and plot from benchmarks/results/*.jsonl: ``python -m benchmarks.report``.
+
+Of several runs of the same thing, the last counts.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PLOT = ROOT / "docs" / "throughput.png"
+BEGIN, END = "<!-- results: python -m benchmarks.report -->", "<!-- end of results -->"
+
+
+def load_records() -> list[dict[str, Any]]:
+    """The last record of each device, model, workload and backend."""
+    latest = {}
+    for path in sorted(RESULTS.glob("*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            keys = ("device", "num_devices", "model", "workload", "attention_backend")
+            latest[tuple(record[key] for key in keys)] = record
+    return sorted(
+        latest.values(),
+        key=lambda r: (r["device"], r["num_devices"], r["model"], r["workload"]),
+    )
+
+
+def headline(record: dict[str, Any]) -> tuple[float, str]:
+    """What the workload is about: input tokens/s of a prefill, else output tokens/s."""
+    if record["workload"] == "prefill":
+        return record["input_tokens_per_second"], "input"
+    return record["output_tokens_per_second"], "output"
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    rows = [
+        "| GPU | model | workload | attention | tokens/s | of the floor |",
+        "|---|---|---|---|--:|--:|",
+    ]
+    for r in records:
+        rate, kind = headline(r)
+        count = "" if r["num_devices"] == 1 else f"{r['num_devices']} x "
+        rows.append(
+            f"| {count}{r['device']} | {r['model']} | {r['workload']} | "
+            f"{r['attention_backend']} | {rate:,.0f} {kind} | {r['share_of_floor']:.0%} |"
+        )
+    return "\n".join(rows)
+
+
+def updated_readme(text: str, records: list[dict[str, Any]]) -> str:
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table(records)}\n{END}{after}"
+
+
+def plot(records: list[dict[str, Any]]) -> None:
+    """Share of the floor reached, a bar for each record."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    labels = [f"{r['model']}, {r['workload']}, {r['attention_backend']}" for r in records]
+    shares = [100 * r["share_of_floor"] for r in records]
+    figure, axes = plt.subplots(figsize=(8, 0.4 * len(records) + 1.2))
+    bars = axes.barh(labels, shares, color="#4477aa")
+    axes.bar_label(bars, [f" {headline(r)[0]:,.0f} {headline(r)[1]} tok/s" for r in records])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 100)
+    axes.set_xlabel(f"% of the hardware's floor, {records[0]['device']}, bf16")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    PLOT.parent.mkdir(exist_ok=True)
+    figure.savefig(PLOT, dpi=120)
+
+
+def main() -> None:
+    records = [r for r in load_records() if "share_of_floor" in r]
+    readme = ROOT / "README.md"
+    readme.write_text(updated_readme(readme.read_text(encoding="utf-8"), records), "utf-8")
+    plot(records)
+    print(table(records))
+
+
+if __name__ == "__main__":
+    main()
