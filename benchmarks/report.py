@@ -1,4 +1,5 @@
-"""Draws README.md's table and plot from benchmarks/results/*.jsonl: ``python -m benchmarks.report``.
+"""Draws README.md's table and plot from benchmarks/results/*.jsonl: ``python -m
+benchmarks.report``.
 
 Of several runs of the same thing, the last counts.
 """

@@ -79,6 +79,8 @@ class Config:
         self._check_int("tensor_parallel_size", 1)
         self._check_int("num_kvcache_blocks", -1)
         self._check_int("seed", 0)
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2**63, got {self.seed}")
         if self.num_kvcache_blocks == 0:
             raise ValueError("num_kvcache_blocks must be at least 1, or -1 to measure it")
         if self.tensor_parallel_size > 1:

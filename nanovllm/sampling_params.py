@@ -1,7 +1,8 @@
 """How the tokens of one request are drawn, and when it stops."""
 
-import math
 from dataclasses import dataclass
+
+MAX_TEMPERATURE = 1e30  # well within fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.temperature, bool) or not isinstance(self.temperature, (int, float)):
             raise TypeError(f"temperature must be a number, got {self.temperature!r}")
-        if not math.isfinite(self.temperature) or self.temperature < 0:
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:
             raise ValueError(
                 f"temperature must be a finite number of at least 0 (0 is greedy), "
-                f"got {self.temperature}"
+                f"got {self.temperature!r:.40}"
             )
         if self.max_tokens is not None:
             if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int):

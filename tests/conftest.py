@@ -12,6 +12,9 @@ import pytest
 
 from tests.tiny_models import TinyModels
 
+# One thread suits tiny models best, and does not suffer when the cores are shared.
+torch.set_num_threads(1)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():

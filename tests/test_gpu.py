@@ -134,12 +134,6 @@ def test_batches_over_the_largest_graph_run_eagerly(small_model):
         assert all(len(output["token_ids"]) == 8 for output in outputs)
 
 
-@pytest.mark.parametrize("sizes", [1, 3, 8, 100, 257, 512, 600])
-def test_no_batch_size_lacks_a_graph(sizes):
-    captured = capture_sizes(sizes)
-    assert captured == sorted(set(captured)) and captured[-1] == min(sizes, 512)
-
-
 def test_flash_attn_is_refused_at_start_for_a_block_size_it_lacks(small_model):
     pytest.importorskip("flash_attn")
     with pytest.raises(ValueError, match="block size 48"):

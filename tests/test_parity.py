@@ -46,7 +46,7 @@ def transformers_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: i
         cache = result.past_key_values
         (first, second), top = result.logits[0, -1].topk(2)
         if first - second < SMALLEST_MARGIN:
-            assert ON_GPU, "too close to call in fp32: take another SEED"
+            assert ON_GPU, "too close to call in fp32: take another seed"
             break
         ids = top[:1].unsqueeze(0)
         out.append(int(ids))

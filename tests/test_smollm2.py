@@ -1,6 +1,7 @@
 """The real small model that example.py runs: its text makes sense, and its greedy tokens equal
 those of transformers reading the same GGUF file, however the work is cut up."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,13 @@ QUESTIONS = [
     "Translate 'good morning' into Spanish.",
     "How do I boil an egg? " * 12,
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _all_cores():
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

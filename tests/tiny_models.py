@@ -28,7 +28,7 @@ BASE: dict[str, Any] = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
-SEED = 1
+SEEDS = {"mistral": 2}  # 1 otherwise: no near ties in the parity tests
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -62,7 +62,8 @@ class TinyModels:
         path = self.root / name
         if not path.exists():
             config_class, changes = CONFIGS[name]
-            self.build(config_class(**{**BASE, **changes})).save_pretrained(path)
+            config = config_class(**{**BASE, **changes})
+            self.build(config, SEEDS.get(name, 1)).save_pretrained(path)
         return path
 
     def load(self, name: str) -> PreTrainedModel:
@@ -70,10 +71,10 @@ class TinyModels:
         return AutoModelForCausalLM.from_pretrained(self.path(name), dtype=torch.float32).eval()
 
     @staticmethod
-    def build(config: Any) -> PreTrainedModel:
+    def build(config: Any, seed: int = 1) -> PreTrainedModel:
         """A model with every weight random, biases and norms included; matrices are large, to
         spread the logits, so that the argmax does not hang on rounding."""
-        torch.manual_seed(SEED)
+        torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, param in model.named_parameters():

@@ -34,19 +34,19 @@ class DecodeGraphs:
         self.forward = forward
         self.table_width = table_width
         self.device = device
-        self.pool = torch.cuda.graph_pool_handle()
         # Size -> its graph, the device buffer that it reads its inputs from, its logits.
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor | None]] = {}
 
     def capture(self, sizes: list[int]) -> None:
         """From the largest size down, so that the smaller ones reuse its memory."""
+        pool = torch.cuda.graph_pool_handle()
         for size in sorted(sizes, reverse=True):
             blank = blank_decode(size, self.table_width)
             buffer = blank.pack(pin_memory=False).to(self.device)
             inputs = blank.unpack(buffer)
             self.forward(inputs)  # compiles kernels and picks algorithms, outside the capture
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
+            with torch.cuda.graph(graph, pool=pool):
                 logits = self.forward(inputs)
             self.graphs[size] = graph, buffer, logits
 

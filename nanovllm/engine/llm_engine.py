@@ -95,6 +95,7 @@ class LLMEngine:
             return self._make_outputs([self._requests.pop(str(seq.seq_id)) for seq in finished])
 
     def is_finished(self) -> bool:
+        self._check_open()
         return self.scheduler.is_finished()
 
     def abort_request(self, request_id: str) -> None:

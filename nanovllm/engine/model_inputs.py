@@ -144,8 +144,12 @@ def prepare_block_tables(batch: Batch, num_rows: int = 0, width: int = 0) -> tor
 
 
 def prepare_sample(batch: Batch) -> torch.Tensor | None:
-    """fp32 [num_sampled] temperatures; None if every one is 0."""
-    temperatures = [item.seq.sampling_params.temperature for item in batch.sampled]
+    """fp32 [num_sampled] temperatures; None if every one is 0.
+
+    One under 1e-5 counts as 0: its logits would overflow, and its softmax is an argmax anyway.
+    """
+    given = (item.seq.sampling_params.temperature for item in batch.sampled)
+    temperatures = [t if t >= 1e-5 else 0.0 for t in given]
     return torch.tensor(temperatures, dtype=torch.float32) if any(temperatures) else None
 
 

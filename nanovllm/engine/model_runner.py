@@ -183,7 +183,13 @@ class ModelRunner:
         blocks = (len(self.attention_layers), num_blocks, self.config.kvcache_block_size)
         heads = (first.num_kv_heads, first.head_dim)
         # Not zeroed: no slot is read before it is written, and a CPU's pages stay unused till then.
-        self.kv_cache = torch.empty(2, *blocks, *heads, dtype=self.dtype, device=self.device)
+        try:
+            self.kv_cache = torch.empty(2, *blocks, *heads, dtype=self.dtype, device=self.device)
+        except RuntimeError as error:
+            raise ValueError(
+                f"a KV cache of {num_blocks} blocks does not fit into memory ({error}): lower "
+                f"num_kvcache_blocks"
+            ) from error
         for layer, k_cache, v_cache in zip(self.attention_layers, *self.kv_cache, strict=True):
             layer.k_cache, layer.v_cache = k_cache, v_cache
 
@@ -258,9 +264,10 @@ def select_dtype(name: str, device: torch.device, checkpoint: torch.dtype) -> to
 
 def fill_with_dummy_weights(model: torch.nn.Module, seed: int) -> None:
     """Norm weights stay 1, biases become 0, matrices are drawn from N(0, 0.02)."""
-    for name, param in model.named_parameters():
+    params = dict(model.named_parameters())
+    generator = torch.Generator(next(iter(params.values())).device).manual_seed(seed)
+    for name, param in params.items():
         if param.dim() > 1:
-            generator = torch.Generator(param.device).manual_seed(seed)
             param.normal_(0, 0.02, generator=generator)
         elif name.endswith("bias"):
             param.zero_()

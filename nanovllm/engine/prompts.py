@@ -39,28 +39,31 @@ class PromptEncoder:
         """
         texts: list[str | None] = []
         token_ids: list[list[int]] = []
+        to_tokenize: dict[int, str] = {}
         for i, prompt in enumerate(prompts):
             try:
                 text, ids = self._read(prompt)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"prompts[{i}]: {error}") from None
             texts.append(text)
-            token_ids.append(ids)
-        with_text = [i for i, text in enumerate(texts) if text is not None]
-        encoded = self._tokenize([texts[i] or "" for i in with_text])
-        for i, ids in zip(with_text, encoded, strict=True):
+            token_ids.append(ids or [])
+            if ids is None and text is not None:
+                to_tokenize[i] = text
+        encoded = self._tokenize(list(to_tokenize.values()))
+        for i, ids in zip(to_tokenize, encoded, strict=True):
             token_ids[i] = ids
         return texts, token_ids
 
     def decode(self, completions: list[list[int]]) -> list[str]:
         """Text without special tokens; empty strings where there is no tokenizer."""
-        if self.tokenizer is None:
+        if self.tokenizer is None or not completions:
             return [""] * len(completions)
         return self.tokenizer.batch_decode(
             completions, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
-    def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _read(self, prompt: Prompt) -> tuple[str | None, list[int] | None]:
+        """The text, if there is one, and the token ids, if they need no tokenising."""
         if isinstance(prompt, dict):
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), self._check_ids(prompt["prompt_token_ids"])
@@ -70,7 +73,7 @@ class PromptEncoder:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("this model has no tokenizer: give the prompt as token ids")
-            return prompt, []
+            return prompt, None
         return None, self._check_ids(prompt)
 
     def _check_ids(self, ids: Any) -> list[int]:

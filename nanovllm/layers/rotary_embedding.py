@@ -79,7 +79,7 @@ def _inv_freq(head_dim: int, rope: RopeConfig) -> torch.Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     inv_freq = rope.theta**-exponents
     if rope.freq_divisors is not None:
-        return inv_freq / torch.tensor(rope.freq_divisors, dtype=torch.float64)
+        inv_freq = inv_freq / torch.tensor(rope.freq_divisors, dtype=torch.float64)
     if rope.kind == "linear":
         return inv_freq / rope.factor
     if rope.kind == "llama3":

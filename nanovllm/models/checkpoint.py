@@ -61,21 +61,28 @@ class SafetensorsCheckpoint:
         raw = _read_json(path / "config.json")
         if raw is None:
             raise ValueError(f"{path} has no config.json: it is not a model checkpoint")
-        architectures = raw.get("architectures") or ["(none named in config.json)"]
-        model_class = get_model_class(architectures[0])
+        named = raw.get("architectures")
+        architecture = str(named[0] if isinstance(named, list) and named else named)
+        model_class = get_model_class(architecture)
         try:
             hf = AutoConfig.from_pretrained(path).to_dict()
         except Exception as error:  # transformers raises whatever its validators meet
             raise ValueError(f"{path / 'config.json'} is not a valid config: {error}") from error
         flags = model_class.config_flags(bool(hf.get("attention_bias")), bool(hf.get("mlp_bias")))
-        self.config = ModelConfig.from_hf(architectures[0], hf, flags)
+        self.config = ModelConfig.from_hf(architecture, hf, flags)
         generation = _read_json(path / "generation_config.json") or {}
         self.eos_token_ids = _ids(hf.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         if not any((self.path / name).exists() for name in TOKENIZER_FILES):
             return None
-        return AutoTokenizer.from_pretrained(self.path)
+        try:
+            return AutoTokenizer.from_pretrained(self.path)
+        except Exception as error:  # transformers raises whatever its parsers meet
+            raise ValueError(
+                f"the tokenizer in {self.path} cannot be read ({error}): fetch its files again, or "
+                f"remove them to use token ids only"
+            ) from error
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for path in self._weight_files():
@@ -89,10 +96,17 @@ class SafetensorsCheckpoint:
                 ) from error
 
     def _weight_files(self) -> list[Path]:
-        index = _read_json(self.path / "model.safetensors.index.json")
+        index_path, single = (
+            self.path / name for name in ("model.safetensors.index.json", "model.safetensors")
+        )
+        index = _read_json(index_path)
         if index is not None:
-            names = sorted(set(index.get("weight_map", {}).values()))
-            files = [self.path / name for name in names]
+            weight_map = index.get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ValueError(f"{index_path} has no weight_map of tensor names to files")
+            files = [self.path / name for name in sorted(set(weight_map.values()))]
+        elif single.is_file():  # others beside it hold the same weights in another layout
+            files = [single]
         else:
             files = sorted(self.path.glob("*.safetensors"))
         if not files:

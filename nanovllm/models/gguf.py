@@ -17,6 +17,7 @@ ARCHITECTURES = {
     "qwen2": (gguf.MODEL_ARCH.QWEN2, "Qwen2ForCausalLM"),
     "qwen3": (gguf.MODEL_ARCH.QWEN3, "Qwen3ForCausalLM"),
 }
+PRE_TOKENIZERS_WITH_BOS = ("llama3", "llama-v3", "llama-bpe")
 ROPE_DIVISORS = "rope_freqs.weight"
 
 
@@ -46,7 +47,12 @@ class GGUFCheckpoint:
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         if "tokenizer.ggml.model" not in self.reader.fields:
             return None
-        return AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
+        kwargs: dict[str, Any] = {}
+        # Where the file does not say, llama.cpp goes by the kind of its pre-tokenizer.
+        unsaid = "tokenizer.ggml.add_bos_token" not in self.reader.fields
+        if unsaid and self._field("tokenizer.ggml.pre", None) in PRE_TOKENIZERS_WITH_BOS:
+            kwargs["add_bos_token"] = True
+        return AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name, **kwargs)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         name_map = self._hf_names()
@@ -61,7 +67,7 @@ class GGUFCheckpoint:
 
         architecture = ARCHITECTURES[self.arch][1]
         heads, hidden_size = fact("attention.head_count"), fact("embedding_length")
-        head_dim = fact("attention.key_length", hidden_size // heads)
+        head_dim = fact("attention.key_length", hidden_size // heads if heads else 0)
         vocab_size = fact("vocab_size", None) or len(self._field("tokenizer.ggml.tokens"))
         hf = {
             "vocab_size": vocab_size,
@@ -88,7 +94,7 @@ class GGUFCheckpoint:
         rope: dict[str, Any] = {
             "rope_theta": fact("rope.freq_base", 10000.0),
             "rope_type": "default" if kind == "none" else kind,
-            "partial_rotary_factor": fact("rope.dimension_count", head_dim) / head_dim,
+            "partial_rotary_factor": fact("rope.dimension_count", head_dim) / max(head_dim, 1),
         }
         if kind == "linear":
             rope["factor"] = fact("rope.scaling.factor")

@@ -46,7 +46,8 @@ class ModelConfig:
                 a field that is missing.
         """
         try:
-            heads = hf["num_attention_heads"]
+            heads, head_dim = hf["num_attention_heads"], hf.get("head_dim")
+            _check_size("num_attention_heads", heads)
             facts = {
                 "vocab_size": hf["vocab_size"],
                 "hidden_size": hf["hidden_size"],
@@ -54,14 +55,13 @@ class ModelConfig:
                 "num_hidden_layers": hf["num_hidden_layers"],
                 "num_attention_heads": heads,
                 "num_key_value_heads": hf.get("num_key_value_heads") or heads,
-                "head_dim": hf.get("head_dim") or hf["hidden_size"] // heads,
+                "head_dim": hf["hidden_size"] // heads if head_dim is None else head_dim,
                 "max_position_embeddings": hf["max_position_embeddings"],
             }
         except KeyError as error:
             raise ValueError(f"the config lacks {error.args[0]!r}") from None
         for name, value in facts.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} in the config must be a positive int, got {value!r}")
+            _check_size(name, value)
         if heads % facts["num_key_value_heads"]:
             raise ValueError(
                 f"{heads} attention heads cannot share {facts['num_key_value_heads']} KV heads "
@@ -87,6 +87,11 @@ class ModelConfig:
         )
 
 
+def _check_size(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} in the config must be a positive int, got {value!r}")
+
+
 def _read_dtype(dtype: Any) -> torch.dtype:
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
     if found not in (torch.float32, torch.bfloat16, torch.float16):
@@ -103,12 +108,12 @@ def _read_rope(hf: dict[str, Any]) -> RopeConfig:
     partial = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise ValueError(f"a partial rotary embedding (factor {partial}) is not served")
+    divisors = tuple(rope["freq_divisors"]) if "freq_divisors" in rope else None
     if kind == "default":
-        divisors = rope.get("freq_divisors")
-        return RopeConfig(theta, freq_divisors=tuple(divisors) if divisors else None)
+        return RopeConfig(theta, freq_divisors=divisors)
     try:
         if kind == "linear":
-            return RopeConfig(theta, kind, factor=float(rope["factor"]))
+            return RopeConfig(theta, kind, float(rope["factor"]), freq_divisors=divisors)
         if kind == "llama3":
             return RopeConfig(
                 theta,
