@@ -109,7 +109,8 @@ def test_graphs_replay_exactly_what_eager_computes(small_model, backend, dtype):
                 eager = runner.run_model(inputs.to(runner.device))
                 unpadded = runner.run_model(runner.prepare_decode(batch))
             assert torch.equal(replayed[:num_seqs], eager[:num_seqs])
-            tolerance = 1e-4 if dtype == "float32" else 0.05
+            # Padding changes the products' shapes, so their rounding; bf16 is 8 times as coarse.
+            tolerance = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.4}[dtype]
             assert (replayed[:num_seqs] - unpadded).abs().max() < tolerance * unpadded.std()
             llm.scheduler.reset()
             llm._requests.clear()

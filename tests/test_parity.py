@@ -77,8 +77,12 @@ def expected(tiny_models: TinyModels):
 # fp32 on each: flash-attn has none.
 @pytest.fixture(params=["triton", "torch"] if ON_GPU else ["torch"])
 def engine(request) -> dict:
-    """Settings common to all: the attention backend, and few batch sizes to capture."""
-    return {"attention_backend": request.param, "max_num_seqs": 64}
+    """Settings common to all: the attention backend, few batch sizes to capture, a small cache."""
+    return {
+        "attention_backend": request.param,
+        "max_num_seqs": 64,
+        "gpu_memory_utilization": 0.1,
+    }
 
 
 def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:

@@ -13,9 +13,10 @@ from nanovllm.kernels.compat import tl, triton
 from nanovllm.utils.context import Context
 
 LOG2_E = 1.4426950408889634
+MAX_SPLITS = 32
 
 
-@triton.jit(do_not_specialize=["num_tokens", "table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "page_size", "num_tokens", "num_splits"])
 def _attention_kernel(
     q_ptr,
     k_ptr,
@@ -30,30 +31,32 @@ def _attention_kernel(
     k_stride,
     v_stride,
     table_stride,
+    page_size,
     num_tokens,
+    num_splits,
     PAGED: tl.constexpr,
+    TILE_IN_PAGE: tl.constexpr,
     DECODE: tl.constexpr,
-    PAGE: tl.constexpr,
+    SPLIT: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Rows of a tile: row r is query token r // GROUP of the tile, head r % GROUP of the group.
 
     seqlens_k_ptr holds lengths for DECODE and cumulative lengths otherwise. k and v are the
-    paged caches [blocks, PAGE, KV_HEADS, HEAD_DIM] or, not PAGED, the step's own [N, KV_HEADS,
-    HEAD_DIM]. With NUM_SPLITS > 1, out is fp32 [NUM_SPLITS, N, Q_HEADS, HEAD_DIM] and lse
-    [NUM_SPLITS, N, Q_HEADS], in base 2.
+    paged caches [blocks, page_size, KV_HEADS, HEAD_DIM] or, not PAGED, the step's own [N, KV_HEADS,
+    HEAD_DIM]. With SPLIT, out is fp32 [num_splits, N, Q_HEADS, HEAD_DIM] and lse [num_splits, N,
+    Q_HEADS], in base 2.
     """
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     seq = tl.program_id(1)
-    kv_head = tl.program_id(2) // NUM_SPLITS
-    split = tl.program_id(2) % NUM_SPLITS
+    kv_head = tl.program_id(2) // num_splits
+    split = tl.program_id(2) % num_splits
     if DECODE:
         q_start = seq
         len_q = 1
@@ -82,7 +85,7 @@ def _attention_kernel(
     q = tl.load(q_ptr + q_offset[:, None] + dim[None, :], mask=q_mask, other=0.0)
 
     last = tl.minimum(len_k - len_q + (tile + 1) * TILE, len_k)
-    per_split = tl.cdiv(tl.cdiv(last, NUM_SPLITS), BLOCK_N) * BLOCK_N
+    per_split = tl.cdiv(tl.cdiv(last, num_splits), BLOCK_N) * BLOCK_N
     begin = split * per_split
     end = tl.minimum(begin + per_split, last)
 
@@ -92,14 +95,14 @@ def _attention_kernel(
     for n in range(begin, end, BLOCK_N):
         key = n + column
         key_mask = key < end
-        if PAGED and PAGE % BLOCK_N == 0:  # the tile lies within one block
-            page = tl.load(block_tables_ptr + seq * table_stride + n // PAGE)
-            slot = page.to(tl.int64) * PAGE + key % PAGE
+        if PAGED and TILE_IN_PAGE:
+            page = tl.load(block_tables_ptr + seq * table_stride + n // page_size)
+            slot = page.to(tl.int64) * page_size + key % page_size
         elif PAGED:
             page = tl.load(
-                block_tables_ptr + seq * table_stride + key // PAGE, mask=key_mask, other=0
+                block_tables_ptr + seq * table_stride + key // page_size, mask=key_mask, other=0
             )
-            slot = page.to(tl.int64) * PAGE + key % PAGE
+            slot = page.to(tl.int64) * page_size + key % page_size
         else:
             slot = (k_start + key).to(tl.int64)
         kv_mask = key_mask[:, None] & (dim < HEAD_DIM)[None, :]
@@ -124,7 +127,7 @@ def _attention_kernel(
     # A split without keys weighs nothing: zero output, log-sum-exp -inf.
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
     out_row = (q_start + token).to(tl.int64) * Q_HEADS + head
-    if NUM_SPLITS > 1:
+    if SPLIT:
         out_row += split.to(tl.int64) * num_tokens * Q_HEADS
         lse = tl.where(total > 0, best + tl.log2(tl.where(total > 0, total, 1.0)), -float("inf"))
         tl.store(lse_ptr + out_row, lse, mask=row_mask)
@@ -135,22 +138,22 @@ def _attention_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def _merge_splits_kernel(
     partial_ptr,
     lse_ptr,
     out_ptr,
     num_rows,
+    num_splits,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
     """Averages a row's partial results, weighted by their shares of the softmax."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK_SPLITS)
     dim = tl.arange(0, BLOCK_D)
-    in_splits = split < NUM_SPLITS
+    in_splits = split < num_splits
     lse = tl.load(lse_ptr + split * num_rows + row, mask=in_splits, other=-float("inf"))
     best = tl.max(lse, axis=0)
     weight = tl.exp2(lse - tl.where(best == -float("inf"), 0.0, best))
@@ -181,7 +184,9 @@ class TritonAttention:
         context: Context,
         scale: float,
     ) -> torch.Tensor:
-        group, wide = q.size(1) // k.size(1), q.size(2) > 128 or q.dtype is torch.float32
+        group, wide = q.size(1) // k.size(1), q.size(2) > 128
+        # fp32 has no tensor cores: its products unroll into long code, kept short by small tiles.
+        exact = q.dtype is torch.float32
         paged = context.block_tables is not None
         return _launch(
             q,
@@ -189,10 +194,10 @@ class TritonAttention:
             v_cache if paged else v,
             context,
             scale,
-            block_m=max(64 if wide else 128, triton.next_power_of_2(group)),
-            block_n=32 if wide else 64,
+            block_m=max(16 if exact else 64 if wide else 128, triton.next_power_of_2(group)),
+            block_n=16 if exact else 32 if wide else 64,
             num_splits=1,
-            num_warps=4 if wide else 8,
+            num_warps=4 if wide or exact else 8,
         )
 
     def decode(
@@ -204,10 +209,10 @@ class TritonAttention:
         scale: float,
     ) -> torch.Tensor:
         num_seqs, kv_heads = q.size(0), k_cache.size(2)
-        wide = q.size(2) > 128 or q.dtype is torch.float32
+        exact = q.dtype is torch.float32
         # About two programs for each of the 132 multiprocessors of a Hopper GPU; by the batch
         # size alone, so that a captured graph stays right as contexts grow.
-        num_splits = max(1, min(32, 264 // (num_seqs * kv_heads)))
+        num_splits = max(1, min(MAX_SPLITS, 264 // (num_seqs * kv_heads)))
         return _launch(
             q,
             k_cache,
@@ -215,7 +220,7 @@ class TritonAttention:
             context,
             scale,
             block_m=max(16, triton.next_power_of_2(q.size(1) // kv_heads)),
-            block_n=32 if wide else 64,
+            block_n=16 if exact else 32 if q.size(2) > 128 else 64,
             num_splits=num_splits,
             num_warps=4,
         )
@@ -250,6 +255,7 @@ def _launch(
         partial = out.new_empty(num_splits, *out.shape, dtype=torch.float32)
         lse = out.new_empty(num_splits, num_tokens, q_heads, dtype=torch.float32)
     block_d = triton.next_power_of_2(head_dim)
+    page_size = k.size(1) if paged else 1
     grid = (
         triton.cdiv(max_len_q, block_m // (q_heads // kv_heads)),
         num_seqs,
@@ -269,17 +275,19 @@ def _launch(
         k.stride(1) if paged else k.stride(0),
         v.stride(1) if paged else v.stride(0),
         tables.stride(0) if paged and tables is not None else 0,
+        page_size,
         num_tokens,
+        num_splits,
         PAGED=paged,
+        TILE_IN_PAGE=page_size % block_n == 0,
         DECODE=decode,
-        PAGE=k.size(1) if paged else 1,
+        SPLIT=num_splits > 1,
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        NUM_SPLITS=num_splits,
         # fp32 stays fp32: the tensor cores' default, tf32, keeps 10 bits.
         PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
         num_warps=num_warps,
@@ -291,10 +299,10 @@ def _launch(
             lse,
             out,
             num_tokens * q_heads,
+            num_splits,
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
-            NUM_SPLITS=num_splits,
-            BLOCK_SPLITS=triton.next_power_of_2(num_splits),
+            BLOCK_SPLITS=MAX_SPLITS,
             num_warps=2,
         )
     return out
