@@ -27,6 +27,9 @@ from nanovllm.utils.distributed import TPGroup, use_tp_group
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.math import cdiv
 
+# The CUDA context and libraries take up to this much outside PyTorch's books (H200, CUDA 13).
+CONTEXT_BYTES = 600 << 20
+
 
 class ModelRunner:
     """One rank: the model's shard, its part of the KV cache, and the steps run on them.
@@ -162,13 +165,11 @@ class ModelRunner:
         own = self._allocated_bytes() - self._bytes_before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
-        # The CUDA context and libraries, outside PyTorch's books.
-        context_bytes = 600 << 20
         return num_blocks_on_gpu(
             total_bytes=total,
             free_bytes=free,
-            own_bytes=own + context_bytes,
-            peak_bytes=peak + context_bytes,
+            own_bytes=own + CONTEXT_BYTES,
+            peak_bytes=peak + CONTEXT_BYTES,
             graph_bytes=graph_bytes,
             utilization=config.gpu_memory_utilization,
             bytes_per_block=num_bytes,
