@@ -51,7 +51,7 @@ class AttentionBackend(Protocol):
 
 
 # Fastest first. On an H200 the Triton kernels decode faster than flash-attn 2 at every batch size
-# measured, and prefill at 96% of its rate (benchmarks/results/).
+# measured, and prefill nearly as fast (benchmarks/results/).
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "triton": TritonAttention,
     "flash_attn": FlashAttention,
