@@ -1,6 +1,6 @@
 """Throughput of one workload on one model: ``python bench.py [--workload NAME] [--model MODEL]``.
 
-Prints a JSON line, and appends it to a file with ``--output``. A model is a checkpoint, or the
+Prints a JSON line, and appends it to ``--output``. A model is a checkpoint, or the
 name of a shape under benchmarks/shapes/, which runs on random weights with nothing downloaded.
 ``--compare transformers`` runs 32 chats through transformers' batched ``generate`` too, on the
 same weights, dtype and threads.
@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.floor import floor_seconds, measure_ceilings
 from benchmarks.workloads import SHAPES, Workload, chat_workload, random_workload
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, __version__
 
 SHAPE_FOLDER = Path(__file__).parent / "benchmarks" / "shapes"
 
@@ -74,10 +74,9 @@ def main() -> None:
         record |= compare_with_transformers(args.model, workload, tokenizer, record)
     line = json.dumps(record)
     print(line)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        with args.output.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    with args.output.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
 
 
 def run(llm: LLM, workload: Workload, temperature: float) -> float:
@@ -150,8 +149,12 @@ def describe(args: argparse.Namespace, llm: LLM, workload: Workload) -> dict[str
         "device": torch.cuda.get_device_name() if on_gpu else f"CPU {platform.machine()}",
         "num_devices": args.tp,
         "threads": None if on_gpu else torch.get_num_threads(),
-        "versions": {name: _version(name) for name in ("nanovllm", "torch", "triton")}
-        | {"python": platform.python_version()},
+        "versions": {
+            "nanovllm": __version__,
+            "torch": torch.__version__,
+            "triton": _version("triton"),
+            "python": platform.python_version(),
+        },
         "command": args.command,
         "model": args.model_name,
         "dtype": str(runner.dtype).removeprefix("torch."),
@@ -179,7 +182,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, help="default 0.6; greedy with --compare")
     parser.add_argument("--repeat", type=int, default=1, help="runs; the median counts")
     parser.add_argument("--compare", choices=["transformers"])
-    parser.add_argument("--output", type=Path, help="append the JSON line to this file")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("bench.jsonl"),
+        help="file that the JSON line is appended to; default bench.jsonl",
+    )
     engine = parser.add_argument_group("engine")
     engine.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     engine.add_argument("--attention-backend", default="auto")
