@@ -18,7 +18,7 @@ import platform
 import shlex
 import statistics
 import sys
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,7 @@ def describe(args: argparse.Namespace, llm: LLM, workload: Workload) -> dict[str
     runner = llm.model_runner
     on_gpu = runner.device.type == "cuda"
     return {
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if on_gpu else f"CPU {platform.machine()}",
         "num_devices": args.tp,
         "threads": None if on_gpu else torch.get_num_threads(),

@@ -18,7 +18,7 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Graphs of ``forward`` for decode batches of fixed sizes, in one memory pool.
+    """Graphs of ``forward`` for decode batches of fixed sizes, one memory pool a ``capture``.
 
     Args:
         forward: ModelInputs -> logits; must not read back from the device.
@@ -38,7 +38,8 @@ class DecodeGraphs:
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor | None]] = {}
 
     def capture(self, sizes: list[int]) -> None:
-        """From the largest size down, so that the smaller ones reuse its memory."""
+        """From the largest size down, so that the smaller ones reuse its activations' memory;
+        each keeps logits of its own."""
         pool = torch.cuda.graph_pool_handle()
         for size in sorted(sizes, reverse=True):
             blank = blank_decode(size, self.table_width)

@@ -207,8 +207,9 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def _measure_graphs(self) -> int:
-        """Memory that all graphs will take: captures the two largest on a cache of one block;
-        each further one takes what the second took."""
+        """A bound on the memory of all graphs: captures the two largest on a cache of one block,
+        each in a pool of its own, and takes the second for every further one. In the end they
+        share a pool, so what is spent is less."""
         sizes = capture_sizes(self.max_num_seqs)
         self.allocate_kv_cache(1)
         free = [_free_bytes()]
