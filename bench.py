@@ -2,6 +2,7 @@
 
 Prints a JSON line, and appends it to ``--output``. A model is a checkpoint, or the
 name of a shape under benchmarks/shapes/, which runs on random weights with nothing downloaded.
+``--sampling`` gives sampling parameters, and runs the workload without them in turn with it.
 ``--compare transformers`` runs 32 chats through transformers' batched ``generate`` too, on the
 same weights, dtype and threads.
 """
@@ -56,8 +57,19 @@ def main() -> None:
             **{name: round(seconds, 2) for name, seconds in parts.items()},
             "first token": round(first_token - ready, 2),
         }
-        seconds = [run(llm, workload, args.temperature) for _ in range(args.repeat)]
+        plain_seconds, seconds = [], []
+        for _ in range(args.repeat):
+            if args.sampling:
+                plain_seconds.append(run(llm, workload, args.temperature, {}))
+            seconds.append(run(llm, workload, args.temperature, args.sampling))
         record |= rates(workload, seconds)
+        if args.sampling:
+            plain = statistics.median(plain_seconds)
+            record |= {
+                "plain_seconds": round(plain, 3),
+                "all_plain_seconds": [round(s, 3) for s in plain_seconds],
+                "cost_over_plain": round(record["seconds"] / plain - 1, 4),
+            }
         if llm.model_runner.device.type == "cuda":
             bandwidth, rate = measure_ceilings(llm.model_runner.device)
             bound = floor_seconds(
@@ -79,11 +91,11 @@ def main() -> None:
         file.write(line + "\n")
 
 
-def run(llm: LLM, workload: Workload, temperature: float) -> float:
+def run(llm: LLM, workload: Workload, temperature: float, sampling: dict[str, Any]) -> float:
     """Seconds for the whole workload; a fresh prefix cache each time."""
+    plain = {"temperature": temperature, "ignore_eos": True}
     params = [
-        SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=n)
-        for n in workload.output_lens
+        SamplingParams(**{**plain, **sampling, "max_tokens": n}) for n in workload.output_lens
     ]
     llm.reset_prefix_cache()
     start = perf_counter()
@@ -161,6 +173,7 @@ def describe(args: argparse.Namespace, llm: LLM, workload: Workload) -> dict[str
         "attention_backend": runner.backend.name,
         "enforce_eager": llm.config.enforce_eager,
         "workload": workload.name,
+        "sampling": args.sampling,
         "num_prompts": len(workload.prompts),
         "num_input_tokens": workload.num_input_tokens,
         "num_output_tokens": workload.num_output_tokens,
@@ -180,6 +193,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--input-len", type=_bounds, metavar="MIN[:MAX]")
     parser.add_argument("--output-len", type=_bounds, metavar="MIN[:MAX]")
     parser.add_argument("--temperature", type=float, help="default 0.6; greedy with --compare")
+    parser.add_argument(
+        "--sampling",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="""further SamplingParams, such as '{"top_p": 0.9, "top_k": 50}'""",
+    )
     parser.add_argument("--repeat", type=int, default=1, help="runs; the median counts")
     parser.add_argument("--compare", choices=["transformers"])
     parser.add_argument(

@@ -15,13 +15,14 @@ BEGIN, END = "<!-- results: python -m benchmarks.report -->", "<!-- end of resul
 
 
 def load_records() -> list[dict[str, Any]]:
-    """The last record of each device, model, workload and backend."""
+    """The last record of each device, model, workload, backend and sampling."""
     latest = {}
     for path in sorted(RESULTS.glob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             keys = ("device", "num_devices", "model", "workload", "attention_backend")
-            latest[tuple(record[key] for key in keys)] = record
+            sampling = json.dumps(record.get("sampling") or {}, sort_keys=True)
+            latest[(*(record[key] for key in keys), sampling)] = record
     return sorted(
         latest.values(),
         key=lambda r: (r["device"], r["num_devices"], r["model"], r["workload"]),
@@ -50,10 +51,34 @@ def table(records: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def sampling_table(records: list[dict[str, Any]]) -> str:
+    rows = [
+        "| GPU | model | workload | sampling | tokens/s | over plain temperature |",
+        "|---|---|---|---|--:|--:|",
+    ]
+    for r in records:
+        options = ", ".join(f"{name}={value}" for name, value in r["sampling"].items())
+        rate, kind = headline(r)
+        rows.append(
+            f"| {r['device']} | {r['model']} | {r['workload']} | `{options}` | "
+            f"{rate:,.0f} {kind} | {r['cost_over_plain']:+.1%} time |"
+        )
+    return "\n".join(rows)
+
+
 def updated_readme(text: str, records: list[dict[str, Any]]) -> str:
+    plain, sampling = split(records)
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table(records)}\n{END}{after}"
+    return f"{before}{BEGIN}\n{table(plain)}\n\n{sampling_table(sampling)}\n{END}{after}"
+
+
+def split(records: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Plain ones, and those with further sampling parameters."""
+    return (
+        [r for r in records if not r.get("sampling")],
+        [r for r in records if r.get("sampling")],
+    )
 
 
 def plot(records: list[dict[str, Any]]) -> None:
@@ -81,8 +106,9 @@ def main() -> None:
     records = [r for r in load_records() if "share_of_floor" in r]
     readme = ROOT / "README.md"
     readme.write_text(updated_readme(readme.read_text(encoding="utf-8"), records), "utf-8")
-    plot(records)
-    print(table(records))
+    plain, sampling = split(records)
+    plot(plain)
+    print(table(plain), sampling_table(sampling), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
-"""One step's work: which tokens of which sequences. A value, built once by the scheduler."""
+"""One step's work, which tokens of which sequences, and its results. Values, built once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
 
 from nanovllm.engine.sequence import Sequence
 
@@ -23,12 +26,16 @@ class ScheduledSequence:
         return self.end - self.start
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
-    """The sequences of one step: prompts (``is_prefill``), or one token each."""
+    """The sequences of one step: prompts (``is_prefill``), or one token each.
+
+    ``block_copies`` are KV blocks to copy before the step, (from, to), in this order.
+    """
 
     items: tuple[ScheduledSequence, ...]
     is_prefill: bool
+    block_copies: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:
         return len(self.items)
@@ -37,7 +44,23 @@ class Batch:
     def num_tokens(self) -> int:
         return sum(item.num_tokens for item in self.items)
 
-    @property
+    @cached_property
     def sampled(self) -> list[ScheduledSequence]:
         """The items that yield a token, in batch order."""
         return [item for item in self.items if item.samples]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step yields, on the host.
+
+    Attributes:
+        token_ids: the next token of each sampled item, in batch order; -1 where none was allowed.
+        logprobs: int32 [num_sampled, 1 + 2 * (1 + k)] as ``pack_logprobs`` lays them out; None if
+            no sequence asks for them.
+        prompt_logprobs: by seq_id, the same rows for prompt tokens whose logits this step had.
+    """
+
+    token_ids: list[int]
+    logprobs: np.ndarray | None = None
+    prompt_logprobs: dict[int, np.ndarray] = field(default_factory=dict)

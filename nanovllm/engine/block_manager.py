@@ -88,6 +88,24 @@ class BlockManager:
         while len(seq.block_table) < seq.num_blocks:
             seq.block_table.append(self._open_block())
 
+    def fork(self, parent: Sequence, child: Sequence) -> tuple[int, int] | None:
+        """Gives a waiting sequence, whose tokens the parent's begin with, all of them but the
+        last from the parent's blocks: full ones shared, the one of the last token its own.
+
+        Returns what to copy for it (from block, to block), before the next step.
+        """
+        assert not child.block_table and self.free_block_ids
+        num_shared = (len(child) - 1) // self.block_size
+        child.block_table = parent.block_table[:num_shared]
+        child.block_hashes = parent.block_hashes[:num_shared]
+        child.num_cached_tokens = len(child) - 1
+        for block_id in child.block_table:
+            self.blocks[block_id].ref_count += 1
+        child.block_table.append(self._open_block())
+        if child.num_cached_tokens % self.block_size == 0:
+            return None
+        return parent.block_table[num_shared], child.block_table[num_shared]
+
     def can_append(self, seq: Sequence) -> bool:
         """Whether the sequence's last token has a slot, or a block is free to open one."""
         return len(seq.block_table) >= seq.num_blocks or bool(self.free_block_ids)
@@ -129,7 +147,8 @@ class BlockManager:
         assert used == set(refs)
         for block in self.blocks:
             assert block.ref_count == refs[block.block_id]
-            assert block.hash is not None or block.ref_count <= 1, "an open block is shared"
+            shareable = block.hash is not None or not self.enable_prefix_caching
+            assert shareable or block.ref_count <= 1, "an open block is shared"
             assert (block.hash is None) == (not block.token_ids)
         for hash_, block_id in self.hash_to_block_id.items():
             assert self.blocks[block_id].hash == hash_, "a stale hash entry"
@@ -144,7 +163,7 @@ class BlockManager:
         block_ids: list[int] = []
         if not self.enable_prefix_caching:
             return block_ids
-        for i in range(len(seq) // self.block_size):
+        for i in range(min(len(seq), seq.num_reusable_tokens) // self.block_size):
             block_id = self.hash_to_block_id.get(self._hash(seq, i))
             if block_id is None or self.blocks[block_id].token_ids != seq.block(i):
                 break

@@ -2,23 +2,27 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from time import perf_counter
+from itertools import count
+from time import perf_counter, time
 from typing import Any
 
 from tqdm.auto import tqdm
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch
+from nanovllm.engine.batch import Batch, StepOutput
+from nanovllm.engine.detokenizer import IncrementalDetokenizer
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.prompts import Prompt, PromptEncoder, as_prompt_list
+from nanovllm.engine.request import Request, make_outputs
+from nanovllm.engine.sampling_state import SamplingStateFactory
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models.checkpoint import open_checkpoint
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.distributed import TPGroup
 
@@ -60,7 +64,12 @@ class LLMEngine:
             eos_token_ids=eos_token_ids,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        self._requests: dict[str, tuple[Sequence, str | None]] = {}
+        self.sampling_states = SamplingStateFactory(
+            self.tokenizer, checkpoint.config.vocab_size, eos_token_ids, config.seed
+        )
+        self.default_sampling_params = checkpoint.default_sampling_params
+        self._requests: dict[str, Request] = {}
+        self._request_ids = count()
         self._closed = False
         logger.info(
             "%s on %s in %s: %d KV blocks of %d tokens",
@@ -76,11 +85,11 @@ class LLMEngine:
 
         Raises:
             TypeError: not a prompt, or not SamplingParams.
-            ValueError: a prompt that can never run.
+            ValueError: a prompt that can never run, or parameters that the model cannot follow.
         """
         self._check_open()
-        (text, token_ids), (params,) = self._validate([prompt], sampling_params)
-        return self._add(text[0], token_ids[0], params)
+        (added,) = self._validate([prompt], sampling_params)
+        return self._add(*added).request_id
 
     def step(self) -> list[RequestOutput]:
         """Runs one step and returns the requests that it finished.
@@ -92,7 +101,7 @@ class LLMEngine:
             return []
         with self._reset_on_error():
             _, finished = self._step()
-            return self._make_outputs([self._requests.pop(str(seq.seq_id)) for seq in finished])
+            return make_outputs(finished, self.prompt_encoder)
 
     def is_finished(self) -> bool:
         self._check_open()
@@ -102,41 +111,56 @@ class LLMEngine:
         """Drops an unfinished request. Raises ValueError if there is none of that id."""
         if request_id not in self._requests:
             raise ValueError(f"no unfinished request has the id {request_id!r}")
-        seq, _ = self._requests.pop(request_id)
-        self.scheduler.abort(seq)
+        for seq in self._requests.pop(request_id).seqs:
+            if not seq.is_finished:
+                self.scheduler.abort(seq)
 
     def generate(
         self,
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., tqdm] = True,
     ) -> list[RequestOutput]:
         """Completes prompts and returns the results in their order.
 
         Args:
             prompts: one prompt or several; each a string, a list of token ids, or vLLM's
                 ``{"prompt": ...}`` or ``{"prompt_token_ids": [...]}``.
-            sampling_params: one for all prompts, or one each.
-            use_tqdm: show a bar of finished prompts with the throughput.
+            sampling_params: one for all prompts, or one each; None for the model's own defaults
+                (``get_default_sampling_params``).
+            use_tqdm: show a bar of finished prompts with the throughput; or what makes the bar,
+                called as ``tqdm`` is.
 
         Raises:
             TypeError, ValueError: a bad argument; for one of several prompts the message names
                 its index. Nothing has run then.
         """
-        self._check_open()
-        if not self.is_finished():
-            raise ValueError(
-                "generate needs the engine to itself: finish the requests of add_request with "
-                "step, or drop them with abort_request"
-            )
-        encoded, params = self._validate(as_prompt_list(prompts), sampling_params)
-        with self._reset_on_error(), _Progress(len(params), use_tqdm) as progress:
-            ids = [self._add(*p) for p in zip(*encoded, params, strict=True)]
-            requests = [self._requests[request_id] for request_id in ids]
+        return self._generate(as_prompt_list(prompts), sampling_params, use_tqdm)
+
+    def generate_stream(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Completes prompts, yielding what there is of each request whenever it has grown.
+
+        Each output holds all of its request's tokens and text so far (whole characters only,
+        and no part of a stop string); the last one of a request has ``finished`` set. Leaving
+        the loop early drops the requests that are unfinished.
+
+        Raises:
+            TypeError, ValueError: as ``generate``, when the first output is asked for.
+        """
+        added = self._start(as_prompt_list(prompts), sampling_params)
+        with self._reset_on_error():
+            for args in added:
+                self._add(*args, streams=True)
             while not self.is_finished():
-                progress.update(*self._step())
-            self._requests.clear()
-        return self._make_outputs(requests)
+                requests = dict(self._requests)
+                batch, _ = self._step()
+                advanced = dict.fromkeys(item.seq.request_id for item in batch.sampled)
+                outputs = make_outputs([requests[i] for i in advanced], self.prompt_encoder)
+                yield from outputs
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes. Raises ValueError while requests are unfinished."""
@@ -166,25 +190,128 @@ class LLMEngine:
         if not getattr(self, "_closed", True):
             self.close()
 
-    def _step(self) -> tuple[Batch, list[Sequence]]:
-        batch = self.scheduler.schedule()
-        token_ids = self.model_runner.call("run", batch)
-        return batch, self.scheduler.postprocess(batch, token_ids)
+    def _generate(
+        self,
+        prompts: Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None,
+        use_tqdm: bool | Callable[..., tqdm],
+        add_special_tokens: bool = True,
+    ) -> list[RequestOutput]:
+        added = self._start(prompts, sampling_params, add_special_tokens)
+        with self._reset_on_error(), _Progress(len(added), use_tqdm) as progress:
+            requests = [self._add(*args) for args in added]
+            while not self.is_finished():
+                progress.update(*self._step())
+        return make_outputs(requests, self.prompt_encoder)
 
-    def _add(self, text: str | None, token_ids: list[int], params: SamplingParams) -> str:
-        seq = Sequence(token_ids, params, self.config.kvcache_block_size)
-        self.scheduler.add(seq)
-        self._requests[str(seq.seq_id)] = (seq, text)
-        return str(seq.seq_id)
+    def _start(
+        self,
+        prompts: Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None,
+        add_special_tokens: bool = True,
+    ) -> list[tuple[str | None, list[int], SamplingParams]]:
+        """What to add for a run that has the engine to itself."""
+        self._check_open()
+        if not self.is_finished():
+            raise ValueError(
+                "generate needs the engine to itself: finish the requests of add_request with "
+                "step, or drop them with abort_request"
+            )
+        return self._validate(prompts, sampling_params, add_special_tokens)
+
+    def _step(self) -> tuple[Batch, list[Request]]:
+        """Runs one step. Returns it with the requests that it finished."""
+        batch = self.scheduler.schedule()
+        output: StepOutput = self.model_runner.call("run", batch)
+        finished = self.scheduler.postprocess(batch, output.token_ids)
+        for item in batch.items:
+            if (rows := output.prompt_logprobs.get(item.seq.seq_id)) is not None:
+                item.seq.prompt_logprobs.append(rows)
+                item.seq.num_prompt_logprobs += len(rows)
+        sampled = [item.seq for item in batch.sampled]
+        for i, seq in enumerate(sampled):
+            if seq.is_watched:
+                self._watch(seq, output, i)
+                if seq.is_finished:
+                    finished.append(seq)
+        now = time()
+        if batch.is_prefill:
+            for seq in sampled:
+                metrics = self._requests[seq.request_id].metrics
+                metrics.first_token_time = metrics.first_token_time or now
+        requests = {seq.request_id: self._requests[seq.request_id] for seq in finished}
+        done = [request for request in requests.values() if request.is_finished]
+        for request in done:
+            request.metrics.finished_time = now
+            del self._requests[request.request_id]
+        return batch, done
+
+    def _watch(self, seq: Sequence, output: StepOutput, row: int) -> None:
+        """Books what a new token means besides its place in the sequence."""
+        token_id, state, text = output.token_ids[row], seq.sampling, seq.detokenizer
+        if token_id < 0:
+            return
+        if state.num_logprobs is not None:
+            assert output.logprobs is not None
+            seq.logprobs.append(output.logprobs[row, : 3 + 2 * state.num_logprobs])
+        state.append_token(token_id)
+        if state.grammar is not None and state.grammar.is_finished and not seq.is_finished:
+            self.scheduler.finish(seq, None)
+        if text is None:
+            return
+        may_stop = seq.num_completion_tokens > seq.sampling_params.min_tokens
+        stop = None
+        if text.keep_stop or not seq.ends_with_stop_token:
+            stop = text.append(token_id, may_stop)
+        if stop is None and seq.is_finished:
+            stop = text.finish(may_stop)
+        if stop is not None:
+            self.scheduler.finish(seq, stop)
+
+    def _add(
+        self,
+        text: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        streams: bool = False,
+    ) -> Request:
+        request_id = str(next(self._request_ids))
+        states = self.sampling_states.make(params, token_ids)
+        seqs = []
+        for state in states:
+            seq = Sequence(token_ids, params, self.config.kvcache_block_size)
+            seq.request_id = request_id
+            seq.sampling = state
+            if params.detokenize and self.tokenizer and (streams or params.stop_strings):
+                seq.detokenizer = IncrementalDetokenizer(
+                    self.tokenizer,
+                    params.stop_strings,
+                    params.include_stop_str_in_output,
+                    skip_special_tokens=params.skip_special_tokens,
+                    spaces_between_special_tokens=params.spaces_between_special_tokens,
+                )
+            seq.is_watched = (
+                seq.detokenizer is not None
+                or state.follows_tokens
+                or state.num_logprobs is not None
+            )
+            seqs.append(seq)
+        seqs[0].wants_prompt_logprobs = params.prompt_logprobs is not None
+        seqs[0].siblings = seqs[1:]
+        request = Request(request_id, text, params, seqs, RequestMetrics(arrival_time=time()))
+        self.scheduler.add(seqs[0])
+        self._requests[request_id] = request
+        return request
 
     def _validate(
         self,
         prompts: Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
-    ) -> tuple[tuple[list[str | None], list[list[int]]], list[SamplingParams]]:
-        """Texts, token ids and parameters of all prompts; raises before anything runs."""
+        add_special_tokens: bool = True,
+    ) -> list[tuple[str | None, list[int], SamplingParams]]:
+        """Text, token ids and parameters of each prompt; raises before anything runs."""
         if sampling_params is None:
-            sampling_params = SamplingParams()
+            sampling_params = self.default_sampling_params
         if isinstance(sampling_params, (list, tuple)):
             params = list(sampling_params)
         else:
@@ -199,26 +326,19 @@ class LLMEngine:
                 raise TypeError(
                     f"sampling_params[{i}] must be SamplingParams, got {type(param).__name__}"
                 )
-        texts, token_ids = self.prompt_encoder.encode(prompts)
+        first_use = {id(param): i for i, param in reversed(list(enumerate(params)))}
+        for i in first_use.values():
+            try:
+                self.sampling_states.check(params[i])
+            except ValueError as error:
+                raise ValueError(f"sampling_params[{i}]: {error}") from None
+        texts, token_ids = self.prompt_encoder.encode(prompts, add_special_tokens)
         for i, ids in enumerate(token_ids):
             try:
                 self.scheduler.check_prompt_len(len(ids))
             except ValueError as error:
                 raise ValueError(f"prompts[{i}]: {error}") from None
-        return (texts, token_ids), params
-
-    def _make_outputs(self, requests: Seq[tuple[Sequence, str | None]]) -> list[RequestOutput]:
-        """Results of finished sequences, detokenised together."""
-        completions = [seq.completion_token_ids for seq, _ in requests]
-        texts = self.prompt_encoder.decode(completions)
-        outputs = []
-        for (seq, prompt), ids, text in zip(requests, completions, texts, strict=True):
-            assert seq.finish_reason is not None
-            completion = CompletionOutput(0, text, ids, seq.finish_reason)
-            outputs.append(
-                RequestOutput(str(seq.seq_id), prompt, seq.prompt_token_ids, [completion])
-            )
-        return outputs
+        return list(zip(texts, token_ids, params, strict=True))
 
     @contextmanager
     def _reset_on_error(self) -> Iterator[None]:
@@ -238,8 +358,9 @@ class LLMEngine:
 class _Progress:
     """A bar of finished prompts, with prefill and decode throughput in tokens per second."""
 
-    def __init__(self, num_prompts: int, shown: bool) -> None:
-        self.bar = tqdm(total=num_prompts, desc="Generating", disable=not shown)
+    def __init__(self, num_prompts: int, use_tqdm: bool | Callable[..., tqdm]) -> None:
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        self.bar = make_bar(total=num_prompts, desc="Generating", disable=not use_tqdm)
         self.tokens = {True: 0, False: 0}
         self.seconds = {True: 0.0, False: 0.0}
         self.last = perf_counter()
@@ -250,7 +371,7 @@ class _Progress:
     def __exit__(self, *exc_info: object) -> None:
         self.bar.close()
 
-    def update(self, batch: Batch, finished: list[Sequence]) -> None:
+    def update(self, batch: Batch, finished: list[Request]) -> None:
         now = perf_counter()
         self.tokens[batch.is_prefill] += batch.num_tokens
         self.seconds[batch.is_prefill] += now - self.last

@@ -143,16 +143,6 @@ def prepare_block_tables(batch: Batch, num_rows: int = 0, width: int = 0) -> tor
     return torch.from_numpy(out)
 
 
-def prepare_sample(batch: Batch) -> torch.Tensor | None:
-    """fp32 [num_sampled] temperatures; None if every one is 0.
-
-    One under 1e-5 counts as 0: its logits would overflow, and its softmax is an argmax anyway.
-    """
-    given = (item.seq.sampling_params.temperature for item in batch.sampled)
-    temperatures = [t if t >= 1e-5 else 0.0 for t in given]
-    return torch.tensor(temperatures, dtype=torch.float32) if any(temperatures) else None
-
-
 def _slots(item: ScheduledSequence, positions: np.ndarray, block_size: int) -> np.ndarray:
     """KV slot of each new token; -1 for one that is computed only for its logits."""
     blocks = np.asarray(item.seq.block_table, dtype=np.int32)

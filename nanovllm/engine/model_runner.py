@@ -5,23 +5,27 @@ from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine import model_inputs
-from nanovllm.engine.batch import Batch, ScheduledSequence
+from nanovllm.engine.batch import Batch, ScheduledSequence, StepOutput
 from nanovllm.engine.cuda_graphs import DecodeGraphs, capture_sizes
 from nanovllm.engine.kv_cache import block_bytes, num_blocks_on_cpu, num_blocks_on_gpu
 from nanovllm.engine.model_inputs import ModelInputs
+from nanovllm.engine.sampling_inputs import prepare_sample
+from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.attention_backend import select_attention_backend
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.sampler import Sampler
+from nanovllm.layers.sampler import Sampler, SamplingInputs, pack_logprobs
 from nanovllm.models.checkpoint import Checkpoint
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import get_model_class
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.context import step_context
 from nanovllm.utils.distributed import TPGroup, use_tp_group
 from nanovllm.utils.loader import load_model
@@ -29,6 +33,8 @@ from nanovllm.utils.math import cdiv
 
 # The CUDA context and libraries take up to this much outside PyTorch's books (H200, CUDA 13).
 CONTEXT_BYTES = 600 << 20
+# Prompt positions whose logits exist at once where prompt_logprobs are asked for.
+PROMPT_LOGITS_ROWS = 256
 
 
 class ModelRunner:
@@ -68,10 +74,7 @@ class ModelRunner:
             layer.backend = self.backend
         self._timed("weights")
         self.sampler = Sampler()
-        self.generator = torch.Generator().manual_seed(config.seed)
-        self.graphs = DecodeGraphs(
-            self.run_model, cdiv(max_model_len, config.kvcache_block_size), self.device
-        )
+        self.graphs = self._new_graphs()
         self.num_kvcache_blocks = self.measure_kv_cache()
         self.allocate_kv_cache(self.num_kvcache_blocks)
         self._timed("warm-up and KV cache")
@@ -94,26 +97,67 @@ class ModelRunner:
         return getattr(self, method)(*args)
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> StepOutput:
         """Computes a batch; on rank 0, draws one token for each of its sampled sequences."""
+        self.copy_blocks(batch.block_copies)
+        prompt_logprobs: dict[int, np.ndarray] = {}
         if batch.is_prefill:
-            logits = self.run_model(self.prepare_prefill(batch))
+            hidden_states, logits = self.run_model(self.prepare_prefill(batch))
+            prompt_logprobs = self.compute_prompt_logprobs(batch, hidden_states)
         elif size := self.graphs.padded_size(len(batch)):
             logits = self.graphs.replay(self.prepare_decode(batch, size))
         else:
-            logits = self.run_model(self.prepare_decode(batch))
-        if logits is None:
-            return []
+            _, logits = self.run_model(self.prepare_decode(batch))
         num_sampled = len(batch.sampled)
-        return self.sampler(
-            logits[:num_sampled], self.prepare_sample(batch), self.generator
-        ).tolist()
+        if logits is None or not num_sampled:
+            return StepOutput([], None, prompt_logprobs)
+        token_ids, logprobs = self.sampler(logits[:num_sampled], self.prepare_sample(batch))
+        return StepOutput(
+            token_ids.tolist(),
+            None if logprobs is None else logprobs.numpy(force=True),
+            prompt_logprobs,
+        )
 
-    def run_model(self, inputs: ModelInputs) -> torch.Tensor | None:
-        """Logits [num_sampled, vocab_size] on rank 0, None on the others."""
+    def run_model(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states [N, hidden_size]; and logits [num_sampled, vocab_size] on rank 0, None
+        on the others."""
         with step_context(inputs.context):
             hidden_states = self.model(inputs.input_ids, inputs.positions)
-            return self.model.compute_logits(hidden_states)
+            return hidden_states, self.model.compute_logits(hidden_states)
+
+    def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
+        """Copies whole KV blocks, one after the other."""
+        for source, target in copies:
+            self.kv_cache[:, :, target] = self.kv_cache[:, :, source]
+
+    def compute_prompt_logprobs(
+        self, batch: Batch, hidden_states: torch.Tensor
+    ) -> dict[int, np.ndarray]:
+        """Packed rows of the prompt tokens that follow this step's, by seq_id, for sequences that
+        ask for them and up to where they have them."""
+        found: dict[int, np.ndarray] = {}
+        offset = 0
+        for item in batch.items:
+            seq, first = item.seq, item.seq.num_prompt_logprobs
+            last = min(item.end, seq.num_prompt_tokens - 1)
+            if seq.wants_prompt_logprobs and first < last:
+                # The logits of a token are those of the token before it.
+                rows = hidden_states[offset + first - item.start : offset + last - item.start]
+                targets = torch.tensor(seq.token_ids[first + 1 : last + 1], device=self.device)
+                k = seq.sampling_params.prompt_logprobs
+                assert k is not None
+                parts = []
+                for part, ids in zip(
+                    rows.split(PROMPT_LOGITS_ROWS), targets.split(PROMPT_LOGITS_ROWS), strict=True
+                ):
+                    logits = self.model.compute_logits(part)
+                    if logits is not None:
+                        width = logits.size(1) if k == -1 else k
+                        parts.append(pack_logprobs(logits, ids, width).numpy(force=True))
+                if parts:
+                    found[seq.seq_id] = np.concatenate(parts)
+            offset += item.num_tokens
+        return found
 
     def prepare_prefill(self, batch: Batch) -> ModelInputs:
         """Inputs on the device."""
@@ -127,12 +171,9 @@ class ModelRunner:
             return model_inputs.prepare_decode(batch, block_size, padded_size, width)
         return model_inputs.prepare_decode(batch, block_size).to(self.device)
 
-    def prepare_sample(self, batch: Batch) -> torch.Tensor | None:
-        """Temperatures on the device; None if the whole batch is greedy."""
-        temperatures = model_inputs.prepare_sample(batch)
-        if temperatures is None or self.device.type == "cpu":
-            return temperatures
-        return temperatures.pin_memory().to(self.device, non_blocking=True)
+    def prepare_sample(self, batch: Batch) -> SamplingInputs:
+        """How to draw the next tokens, on the device."""
+        return prepare_sample(batch).to(self.device)
 
     @torch.inference_mode()
     def warmup_model(self) -> None:
@@ -141,8 +182,10 @@ class ModelRunner:
         num_tokens, num_seqs = self.config.max_num_batched_tokens, self.max_num_seqs
         lens = [num_tokens // num_seqs + (i < num_tokens % num_seqs) for i in range(num_seqs)]
         items = []
+        sampling = SamplingState(SamplingParams(), 0, [], self.model_config.vocab_size)
         for length in lens:
             seq = Sequence([0] * min(length, self.max_model_len))
+            seq.sampling = sampling
             seq.block_table = [0] * cdiv(len(seq), self.config.kvcache_block_size)
             items.append(ScheduledSequence(seq, 0, len(seq), samples=True))
         self.run(Batch(tuple(items), is_prefill=True))
@@ -216,9 +259,13 @@ class ModelRunner:
         for size in sizes[-2:][::-1]:
             self.capture_cudagraph([size])
             free.append(_free_bytes())
-        self.graphs = DecodeGraphs(self.run_model, self.graphs.table_width, self.device)
+        self.graphs = self._new_graphs()
         steps = [before - after for before, after in pairwise(free)]
         return steps[0] + steps[-1] * (len(sizes) - 1)
+
+    def _new_graphs(self) -> DecodeGraphs:
+        table_width = cdiv(self.max_model_len, self.config.kvcache_block_size)
+        return DecodeGraphs(lambda x: self.run_model(x)[1], table_width, self.device)
 
     def _build_model(self, checkpoint: Checkpoint) -> DecoderForCausalLM:
         """The model on this rank's device in its dtype, with weights."""

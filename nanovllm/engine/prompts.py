@@ -31,8 +31,14 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
 
-    def encode(self, prompts: Seq[Prompt]) -> tuple[list[str | None], list[list[int]]]:
+    def encode(
+        self, prompts: Seq[Prompt], add_special_tokens: bool = True
+    ) -> tuple[list[str | None], list[list[int]]]:
         """The text (None if it came as token ids) and the token ids of each prompt.
+
+        Args:
+            add_special_tokens: put the tokenizer's BOS, if it has one, before texts that do not
+                start with it.
 
         Raises:
             TypeError, ValueError: for a bad prompt, naming its index.
@@ -49,18 +55,30 @@ class PromptEncoder:
             token_ids.append(ids or [])
             if ids is None and text is not None:
                 to_tokenize[i] = text
-        encoded = self._tokenize(list(to_tokenize.values()))
+        encoded = self._tokenize(list(to_tokenize.values()), add_special_tokens)
         for i, ids in zip(to_tokenize, encoded, strict=True):
             token_ids[i] = ids
         return texts, token_ids
 
-    def decode(self, completions: list[list[int]]) -> list[str]:
-        """Text without special tokens; empty strings where there is no tokenizer."""
+    def decode(
+        self,
+        completions: list[list[int]],
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> list[str]:
+        """Texts; empty strings where there is no tokenizer."""
         if self.tokenizer is None or not completions:
             return [""] * len(completions)
         return self.tokenizer.batch_decode(
-            completions, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            completions,
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+            clean_up_tokenization_spaces=False,
         )
+
+    def decode_token(self, token_id: int) -> str | None:
+        """Text of one token; None where there is no tokenizer."""
+        return None if self.tokenizer is None else self.tokenizer.decode([token_id])
 
     def _read(self, prompt: Prompt) -> tuple[str | None, list[int] | None]:
         """The text, if there is one, and the token ids, if they need no tokenising."""
@@ -94,18 +112,18 @@ class PromptEncoder:
             )
         return [int(token_id) for token_id in ids]
 
-    def _tokenize(self, texts: list[str]) -> list[list[int]]:
+    def _tokenize(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         """One batch for texts that need the tokenizer's BOS, one for those (from a chat
         template) that spell it out already."""
-        if not texts:
-            return []
-        bos = self.tokenizer.bos_token
-        has_bos = [bos is not None and text.startswith(bos) for text in texts]
+        bos = self.tokenizer.bos_token if texts else None
+        adds = [
+            add_special_tokens and not (bos is not None and text.startswith(bos)) for text in texts
+        ]
         out: list[list[int]] = [[]] * len(texts)
-        for spelled_out in (False, True):
-            rows = [i for i, flag in enumerate(has_bos) if flag is spelled_out]
+        for add in (True, False):
+            rows = [i for i, flag in enumerate(adds) if flag is add]
             if rows:
-                batch = self.tokenizer([texts[i] for i in rows], add_special_tokens=not spelled_out)
+                batch = self.tokenizer([texts[i] for i in rows], add_special_tokens=add)
                 for i, ids in zip(rows, batch["input_ids"], strict=True):
                     out[i] = ids
         return out

@@ -15,6 +15,9 @@ class Scheduler:
     chunks where the token budget is short. When decodes run out of blocks the youngest
     running sequence is preempted: it goes back to the head of the queue and is recomputed.
 
+    A sequence with siblings computes their common prompt for all: once that is done they join the
+    running ones on copies of its blocks. They count as residents from the start.
+
     Args:
         num_blocks: KV blocks to hand out.
         block_size: tokens per block.
@@ -47,6 +50,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
+        self._block_copies: list[tuple[int, int]] = []
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running
@@ -76,10 +80,13 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """The next step. At least one sequence must be unfinished."""
-        return self._schedule_prefill() or self._schedule_decode()
+        copies, self._block_copies = tuple(self._block_copies), []
+        if items := self._schedule_prefill():
+            return Batch(items, is_prefill=True, block_copies=copies)
+        return Batch(self._schedule_decode(), is_prefill=False, block_copies=copies)
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
-        """Books a step that has run, with one new token per sampled item.
+        """Books a step that has run, with one new token per sampled item (-1 for none allowed).
 
         Returns the sequences that it finished, their blocks already freed.
         """
@@ -88,11 +95,16 @@ class Scheduler:
         for item in batch.items:
             item.seq.num_cached_tokens = max(item.end, item.seq.num_cached_tokens)
             self.block_manager.seal(item.seq, item.start, item.end)
+            if item.samples and item.seq.siblings:
+                self._start_siblings(item.seq)
         finished = []
         for item, token_id in zip(sampled, token_ids, strict=True):
             seq = item.seq
-            seq.append_token(token_id)
-            seq.finish_reason = self._finish_reason(seq)
+            if token_id < 0:
+                seq.finish_reason = "error"
+            else:
+                seq.append_token(token_id)
+                self._check_stop(seq)
             if seq.finish_reason:
                 seq.status = SequenceStatus.FINISHED
                 self.block_manager.deallocate(seq)
@@ -100,6 +112,13 @@ class Scheduler:
         if finished:
             self.running = [seq for seq in self.running if not seq.is_finished]
         return finished
+
+    def finish(self, seq: Sequence, stop_reason: str | None) -> None:
+        """Ends a sequence for what its text says, which outranks any other reason."""
+        if not seq.is_finished:
+            self.abort(seq)
+        seq.finish_reason, seq.stop_reason = "stop", stop_reason
+        seq.ends_with_stop_token = False
 
     def preempt(self, seq: Sequence) -> None:
         """Frees a running sequence's blocks and puts it back at the head of the queue."""
@@ -114,8 +133,9 @@ class Scheduler:
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
             self.block_manager.deallocate(seq)
-        else:
+        elif seq in self.waiting:  # not so a sibling that has not started
             self.waiting.remove(seq)
+        seq.siblings = []
         seq.status = SequenceStatus.FINISHED
 
     def reset(self) -> None:
@@ -127,6 +147,7 @@ class Scheduler:
         )
         self.waiting.clear()
         self.running = []
+        self._block_copies = []
 
     def check_invariants(self) -> None:
         """Asserts what holds between any two steps."""
@@ -139,27 +160,36 @@ class Scheduler:
             assert len(seq) < self.max_len
         self.block_manager.check_invariants(self.running)
 
-    def _schedule_prefill(self) -> Batch | None:
+    def _schedule_prefill(self) -> tuple[ScheduledSequence, ...]:
         """Prompt chunks within the token budget: of the prompt under way, then of new ones."""
         items: list[ScheduledSequence] = []
         budget = self.max_num_batched_tokens
+        residents = sum(1 + len(seq.siblings) for seq in self.running)
         # Admission stops where the budget ends, so only the youngest can be half prefilled.
         if self.running and self.running[-1].num_uncached_tokens > 1:
             items.append(self._prefill_chunk(self.running[-1], budget))
             budget -= items[-1].num_tokens
-        while budget and self.waiting and self._can_admit(self.waiting[0]):
+        while budget and self.waiting and self._can_admit(self.waiting[0], residents):
             seq = self.waiting.popleft()
+            residents += 1 + len(seq.siblings)
             self.block_manager.allocate(seq)
+            if seq.num_cached_prompt_tokens is None:
+                seq.num_cached_prompt_tokens = min(seq.num_cached_tokens, len(seq) - 1)
             seq.status = SequenceStatus.RUNNING
             self.running.append(seq)
             items.append(self._prefill_chunk(seq, budget))
             budget -= items[-1].num_tokens
-        return Batch(tuple(items), is_prefill=True) if items else None
+        return tuple(items)
 
-    def _can_admit(self, seq: Sequence) -> bool:
+    def _can_admit(self, seq: Sequence, residents: int) -> bool:
         # A spare block for each resident: enough for all to cross their next block boundary.
-        return len(self.running) < self.max_num_seqs and self.block_manager.can_allocate(
-            seq, num_spare_blocks=len(self.running)
+        # What a lone sequence has too many siblings for waits with those (_start_siblings).
+        if not residents:
+            return self.block_manager.can_allocate(seq)
+        return residents + 1 + len(
+            seq.siblings
+        ) <= self.max_num_seqs and self.block_manager.can_allocate(
+            seq, num_spare_blocks=residents + len(seq.siblings)
         )
 
     def _prefill_chunk(self, seq: Sequence, budget: int) -> ScheduledSequence:
@@ -171,7 +201,22 @@ class Scheduler:
         self.block_manager.seal(seq, start, end)
         return ScheduledSequence(seq, start, end, samples=end == len(seq))
 
-    def _schedule_decode(self) -> Batch:
+    def _start_siblings(self, seq: Sequence) -> None:
+        """Starts the completions that share a prompt just computed, one token behind ``seq``;
+        those that do not fit wait and compute what the prefix cache no longer holds."""
+        siblings, seq.siblings = seq.siblings, []
+        others = sum(1 + len(other.siblings) for other in self.running)
+        fit = max(0, min(self.max_num_seqs - others, len(self.block_manager.free_block_ids)))
+        started, left = siblings[:fit], siblings[fit:]
+        for sibling in started:
+            if copy := self.block_manager.fork(seq, sibling):
+                self._block_copies.append(copy)
+            sibling.status = SequenceStatus.RUNNING
+        place = self.running.index(seq) + 1
+        self.running[place:place] = started
+        self.waiting.extendleft(reversed(left))
+
+    def _schedule_decode(self) -> tuple[ScheduledSequence, ...]:
         items: list[ScheduledSequence] = []
         while len(items) < len(self.running):
             seq = self.running[len(items)]
@@ -181,12 +226,15 @@ class Scheduler:
             else:
                 self.preempt(self.running[-1])
         assert items, "a lone sequence always fits: max_len is within the cache"
-        return Batch(tuple(items), is_prefill=False)
+        return tuple(items)
 
-    def _finish_reason(self, seq: Sequence) -> str | None:
-        params = seq.sampling_params
-        if seq.last_token in self.eos_token_ids and not params.ignore_eos:
-            return "stop"
-        if seq.num_completion_tokens == params.max_tokens or len(seq) >= self.max_len:
-            return "length"
-        return None
+    def _check_stop(self, seq: Sequence) -> None:
+        """Sets the reasons if the newest token ends the sequence."""
+        params, token_id = seq.sampling_params, seq.last_token
+        is_eos = token_id in self.eos_token_ids and not params.ignore_eos
+        is_stop = params.stop_token_ids is not None and token_id in params.stop_token_ids
+        if (is_eos or is_stop) and seq.num_completion_tokens > params.min_tokens:
+            seq.finish_reason, seq.ends_with_stop_token = "stop", True
+            seq.stop_reason = None if is_eos else token_id
+        elif seq.num_completion_tokens == params.max_tokens or len(seq) >= self.max_len:
+            seq.finish_reason = "length"

@@ -3,10 +3,16 @@
 from collections.abc import Sequence as Seq
 from enum import Enum, auto
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.math import cdiv
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from nanovllm.engine.detokenizer import IncrementalDetokenizer
+    from nanovllm.engine.sampling_state import SamplingState
 
 
 class SequenceStatus(Enum):
@@ -24,12 +30,24 @@ class Sequence:
 
     Attributes:
         seq_id: unique in the process, rising with age.
+        request_id: of the request that it belongs to.
         block_table: physical KV block of each logical block.
         block_hashes: chain hash of each full block hashed so far (see BlockManager).
-        finish_reason: "stop" or "length" once finished.
+        siblings: other completions of the same prompt, which the scheduler starts on copies of
+            this one's blocks once the prompt is computed.
+        finish_reason: "stop", "length" or "error" once finished.
+        stop_reason: the stop token or string that ended it, if one did.
+        ends_with_stop_token: whether its last token ended it, and so is no part of its text.
+        num_cached_prompt_tokens: prompt tokens that the prefix cache held when it first ran.
+        wants_prompt_logprobs: each prompt token has to be computed, to have its logits.
+        prompt_logprobs, logprobs: packed rows, collected from the steps.
+        sampling: what drawing its tokens takes; set by the engine, on rank 0 only.
+        detokenizer: its text so far; None if nobody has to know that before it has finished.
+        is_watched: whether a new token means more to the engine than its place in the sequence.
     """
 
     counter = count()
+    sampling: "SamplingState"
 
     def __init__(
         self,
@@ -39,6 +57,7 @@ class Sequence:
     ) -> None:
         assert token_ids, "a sequence starts with at least one token"
         self.seq_id = next(Sequence.counter)
+        self.request_id = str(self.seq_id)
         self.status = SequenceStatus.WAITING
         self.sampling_params = sampling_params or SamplingParams()
         self.block_size = block_size
@@ -49,7 +68,17 @@ class Sequence:
         self.last_token = self.token_ids[-1]
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []
+        self.siblings: list[Sequence] = []
         self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.ends_with_stop_token = False
+        self.num_cached_prompt_tokens: int | None = None
+        self.wants_prompt_logprobs = False
+        self.num_prompt_logprobs = 0
+        self.prompt_logprobs: list[np.ndarray] = []
+        self.logprobs: list[np.ndarray] = []
+        self.detokenizer: IncrementalDetokenizer | None = None
+        self.is_watched = False
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -79,6 +108,13 @@ class Sequence:
     @property
     def completion_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """How many of its tokens may come from the prefix cache."""
+        if self.wants_prompt_logprobs and self.num_prompt_logprobs < self.num_prompt_tokens - 1:
+            return self.num_prompt_logprobs
+        return self.num_tokens
 
     @property
     def num_cached_blocks(self) -> int:
@@ -115,6 +151,8 @@ class Sequence:
             self.num_tokens,
             self.num_prompt_tokens,
             self.num_cached_tokens,
+            self.num_prompt_logprobs,
+            self.wants_prompt_logprobs,
             self.block_table,
             self.sampling_params,
             self.token_ids[first:],
@@ -127,6 +165,8 @@ class Sequence:
             self.num_tokens,
             self.num_prompt_tokens,
             self.num_cached_tokens,
+            self.num_prompt_logprobs,
+            self.wants_prompt_logprobs,
             self.block_table,
             self.sampling_params,
             tail,
@@ -136,4 +176,6 @@ class Sequence:
         self.last_token = tail[-1]
         self.status = SequenceStatus.RUNNING
         self.block_hashes = []
+        self.siblings = []
+        self.detokenizer = None
         self.finish_reason = None

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from nanovllm.models.gguf import GGUFCheckpoint
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import get_model_class
+from nanovllm.sampling_params import SamplingParams
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -25,10 +26,12 @@ class Checkpoint(Protocol):
     Attributes:
         config: its facts.
         eos_token_ids: every token that its files say ends a sequence.
+        default_sampling_params: what its files recommend.
     """
 
     config: ModelConfig
     eos_token_ids: frozenset[int]
+    default_sampling_params: SamplingParams
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer, or None where the checkpoint has none."""
@@ -72,6 +75,7 @@ class SafetensorsCheckpoint:
         self.config = ModelConfig.from_hf(architecture, hf, flags)
         generation = _read_json(path / "generation_config.json") or {}
         self.eos_token_ids = _ids(hf.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
+        self.default_sampling_params = _sampling_params(generation, path)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         if not any((self.path / name).exists() for name in TOKENIZER_FILES):
@@ -143,6 +147,17 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object")
     return value
+
+
+def _sampling_params(generation: dict[str, Any], path: Path) -> SamplingParams:
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+    given = {name: generation[name] for name in names if generation.get(name) is not None}
+    if "max_new_tokens" in given:
+        given["max_tokens"] = given.pop("max_new_tokens")
+    try:
+        return SamplingParams(**given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path / 'generation_config.json'}: {error}") from error
 
 
 def _ids(value: int | list[int] | None) -> frozenset[int]:

@@ -1,0 +1,109 @@
+"""A prompt with its completions, from arrival to result."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from nanovllm.engine.prompts import PromptEncoder
+from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class Request:
+    """What the engine knows of one prompt.
+
+    Attributes:
+        request_id: the engine's name for it.
+        prompt: its text; None if it came as token ids.
+        params: how to complete it.
+        seqs: a sequence for each completion, by index.
+        metrics: when things happened.
+    """
+
+    request_id: str
+    prompt: str | None
+    params: SamplingParams
+    seqs: list[Sequence]
+    metrics: RequestMetrics
+
+    @property
+    def is_finished(self) -> bool:
+        return all(seq.is_finished for seq in self.seqs)
+
+
+def make_outputs(requests: list[Request], encoder: PromptEncoder) -> list[RequestOutput]:
+    """Results of requests, finished or not, all texts decoded together."""
+    pairs = [(seq, request.params) for request in requests for seq in request.seqs]
+    texts = iter(_texts(pairs, encoder))
+    outputs = []
+    for request in requests:
+        first = request.seqs[0]
+        completions = [
+            _completion(i, seq, next(texts), request.params, encoder)
+            for i, seq in enumerate(request.seqs)
+        ]
+        prompt_logprobs = None
+        if request.params.prompt_logprobs is not None:
+            rows = first.prompt_logprobs or [np.empty((0, 3), np.int32)]
+            prompt_logprobs = Logprobs(
+                np.concatenate(rows), encoder.decode_token, starts_with_none=True
+            )
+        outputs.append(
+            RequestOutput(
+                request_id=request.request_id,
+                prompt=request.prompt,
+                prompt_token_ids=first.prompt_token_ids,
+                outputs=completions,
+                finished=request.is_finished,
+                prompt_logprobs=prompt_logprobs,
+                num_cached_tokens=first.num_cached_prompt_tokens or 0,
+                metrics=replace(request.metrics),
+            )
+        )
+    return outputs
+
+
+def _completion(
+    index: int, seq: Sequence, text: str, params: SamplingParams, encoder: PromptEncoder
+) -> CompletionOutput:
+    logprobs = total = None
+    if params.logprobs is not None:
+        rows = np.array(seq.logprobs) if seq.logprobs else np.empty((0, 3), np.int32)
+        logprobs = Logprobs(rows, encoder.decode_token)
+        total = float(logprobs.token_logprobs().sum(dtype=np.float64))
+    return CompletionOutput(
+        index=index,
+        text=text,
+        token_ids=seq.completion_token_ids,
+        finish_reason=seq.finish_reason,
+        stop_reason=seq.stop_reason,
+        cumulative_logprob=total,
+        logprobs=logprobs,
+    )
+
+
+def _texts(pairs: list[tuple[Sequence, SamplingParams]], encoder: PromptEncoder) -> list[str]:
+    """A text for each sequence: what its detokenizer has, or else all of it decoded now."""
+    texts = [""] * len(pairs)
+    whole: dict[tuple[bool, bool], list[int]] = {}
+    for i, (seq, params) in enumerate(pairs):
+        if seq.detokenizer is not None:
+            known = seq.detokenizer
+            texts[i] = known.text if seq.is_finished else known.stable_text()
+        elif params.detokenize:
+            options = params.skip_special_tokens, params.spaces_between_special_tokens
+            whole.setdefault(options, []).append(i)
+    for (skip, spaces), places in whole.items():
+        decoded = encoder.decode([_text_token_ids(*pairs[i]) for i in places], skip, spaces)
+        for i, text in zip(places, decoded, strict=True):
+            texts[i] = text
+    return texts
+
+
+def _text_token_ids(seq: Sequence, params: SamplingParams) -> list[int]:
+    token_ids = seq.completion_token_ids
+    if seq.ends_with_stop_token and not params.include_stop_str_in_output:
+        return token_ids[:-1]
+    return token_ids

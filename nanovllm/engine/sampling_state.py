@@ -1,0 +1,184 @@
+"""What one sequence keeps for the drawing of its tokens. Lives on rank 0."""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from nanovllm.engine.structured import Grammar, GrammarCompiler
+from nanovllm.kernels.sampling import SAMPLING_ROW
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.math import cdiv
+
+
+class SamplingState:
+    """Sampling parameters in the form that steps need, worked out once.
+
+    Args:
+        params: the request's.
+        seed: the sequence's own, any 64 bits.
+        prompt_token_ids: the prompt.
+        vocab_size: the model's.
+        eos_token_ids: the model's.
+        bad_words: each as the token ids that may not be generated in a row.
+        grammar: what the text has to match.
+
+    Attributes:
+        row: a SAMPLING_ROW as bytes; steps fill in the position.
+        edits: whether logits have to be changed before a token is drawn from them.
+        num_logprobs: of how many tokens; None for none.
+        history: int32 token ids so far, if there are penalties.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        seed: int,
+        prompt_token_ids: Sequence[int],
+        vocab_size: int,
+        eos_token_ids: Iterable[int] = (),
+        bad_words: Sequence[Sequence[int]] = (),
+        grammar: Grammar | None = None,
+    ) -> None:
+        self.is_greedy = params.is_greedy
+        self.truncates = params.truncates
+        row = np.zeros((), SAMPLING_ROW)
+        row["temperature"] = 0.0 if params.is_greedy else params.temperature
+        row["top_k"] = min(max(params.top_k, 0), vocab_size)
+        row["top_p"] = params.top_p
+        row["min_p"] = params.min_p
+        row["seed"] = np.uint64(seed % 2**64).astype(np.int64)
+        self.row = row.tobytes()
+        self.num_logprobs = params.logprobs
+        if params.logprobs is not None:
+            self.num_logprobs = vocab_size if params.logprobs == -1 else params.logprobs
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.history = array("i", prompt_token_ids) if params.penalises else None
+        self.penalties = (
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+        )
+        self.grammar = grammar
+        self.mask_words = cdiv(vocab_size, 32)
+        self.allowed_mask = None
+        if params.allowed_token_ids is not None:
+            self.allowed_mask = _bit_mask(params.allowed_token_ids, vocab_size)
+        self.bad_words = [tuple(word) for word in bad_words]
+        self.logit_bias = dict(params.logit_bias or {})
+        self.min_tokens = params.min_tokens
+        stops = set(params.stop_token_ids or ())
+        self.stop_ids = sorted(stops if params.ignore_eos else stops | set(eos_token_ids))
+        self.has_mask = grammar is not None or self.allowed_mask is not None
+        self.has_bias = bool(self.bad_words or self.logit_bias or self.min_tokens)
+        self.edits = self.has_mask or self.has_bias or self.history is not None
+
+    @property
+    def follows_tokens(self) -> bool:
+        """Whether ``append_token`` has anything to do."""
+        return self.history is not None or self.grammar is not None
+
+    def append_token(self, token_id: int) -> bool:
+        """Takes note of a drawn token; False if it is not one that the grammar allows."""
+        if self.history is not None:
+            self.history.append(token_id)
+        return self.grammar is None or self.grammar.accept(token_id)
+
+    def fill_mask(self, mask: np.ndarray) -> None:
+        """Writes int32 [mask_words], a bit for each token that may be drawn next."""
+        if self.grammar is not None:
+            self.grammar.fill_mask(mask)
+            if self.allowed_mask is not None:
+                mask &= self.allowed_mask
+        else:
+            mask[:] = self.allowed_mask
+
+    def biases(self, completion_token_ids: Sequence[int]) -> dict[int, float]:
+        """What to add to single logits for the token after these."""
+        biases = dict(self.logit_bias)
+        for word in self.bad_words:
+            *start, last = word
+            end = completion_token_ids[len(completion_token_ids) - len(start) :]
+            if list(end) == start:
+                biases[last] = -np.inf
+        if len(completion_token_ids) < self.min_tokens:
+            biases.update(dict.fromkeys(self.stop_ids, -np.inf))
+        return biases
+
+
+class SamplingStateFactory:
+    """Makes the states of one engine's sequences.
+
+    Args:
+        tokenizer: a transformers tokenizer, or None.
+        vocab_size: the model's.
+        eos_token_ids: the model's.
+        seed: where the seeds of requests without one come from.
+    """
+
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int], seed: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.random = Random(seed)
+        self.grammars = GrammarCompiler(tokenizer, vocab_size, self.eos_token_ids)
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises ValueError for parameters that this model cannot follow."""
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            token_ids = getattr(params, name) or ()
+            bad = [token_id for token_id in token_ids if token_id >= self.vocab_size]
+            if bad:
+                raise ValueError(
+                    f"{name} holds {bad[0]}, which is outside the vocabulary: ids are 0 to "
+                    f"{self.vocab_size - 1}"
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > self.vocab_size:
+                raise ValueError(f"{name} is {count}, but the vocabulary has {self.vocab_size}")
+        if self.tokenizer is None and (params.stop_strings or params.bad_words):
+            name = "stop strings" if params.stop_strings else "bad_words"
+            raise ValueError(f"this model has no tokenizer, which {name} need: give token ids")
+        if params.structured_outputs is not None:
+            self.grammars.compile(params.structured_outputs)
+
+    def make(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> list[SamplingState]:
+        """A state for each of the request's ``n`` completions."""
+        seed = params.seed
+        if seed is None or seed == -1:
+            seed = self.random.getrandbits(64)
+        bad_words = [ids for word in params.bad_words or () for ids in self._spellings(word)]
+        structured = params.structured_outputs
+        return [
+            SamplingState(
+                params,
+                # The first completion is the one that the seed gives alone.
+                xxhash.xxh64_intdigest(f"{seed % 2**64}/{i}".encode()) if i else seed,
+                prompt_token_ids,
+                self.vocab_size,
+                self.eos_token_ids,
+                bad_words,
+                None if structured is None else self.grammars.compile(structured),
+            )
+            for i in range(params.n)
+        ]
+
+    def _spellings(self, word: str) -> list[list[int]]:
+        """Token ids of a word at the start of a text and after a space."""
+        word = word.lstrip() or word
+        texts = dict.fromkeys((word, " " + word))
+        ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        return [list(spelling) for spelling in ids if spelling]
+
+
+def _bit_mask(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
+    """int32 [ceil(vocab_size / 32)] with these tokens' bits set."""
+    bits = np.zeros(cdiv(vocab_size, 32) * 32, np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view("<i4")

@@ -1,0 +1,49 @@
+"""Random numbers as a function of (seed, position, token): no state, so no order to keep.
+
+Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") turns a key
+and a counter into four 32-bit words. Here the key is the request's seed, and the counter the
+position of the token to draw and a number for four candidate tokens: of each GROUP of 128
+consecutive tokens, those 32 apart share a counter. ``tl.philox`` is the same function.
+"""
+
+import numpy as np
+
+GROUP = 128
+LANES = 4  # words per counter
+WIDTH = GROUP // LANES  # counters per group
+LARGEST_UNIFORM = np.float32(1 - 2**-24)  # infinite noise would lose even for a lone token
+
+_MASK = np.uint64(0xFFFFFFFF)
+_SHIFT = np.uint64(32)
+_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_WEYL = 0x9E3779B9, 0xBB67AE85
+
+
+def philox(seed: int, counter: np.ndarray, position: int) -> list[np.ndarray]:
+    """Four uint64 arrays of 32-bit words, in the counter's shape.
+
+    Args:
+        seed: 64 bits.
+        counter: uint64, each below 2^32.
+        position: the counter's second word.
+    """
+    key = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
+    c0, c1 = counter, np.full_like(counter, position)
+    c2, c3 = np.zeros_like(counter), np.zeros_like(counter)
+    for _ in range(10):
+        low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = high >> _SHIFT ^ c1 ^ np.uint64(key[0])
+        c2 = low >> _SHIFT ^ c3 ^ np.uint64(key[1])
+        c1, c3 = high & _MASK, low & _MASK
+        key = [(k + w) & 0xFFFFFFFF for k, w in zip(key, _WEYL, strict=True)]
+    return [c0, c1, c2, c3]
+
+
+def exponential_noise(seed: int, position: int, num_tokens: int) -> np.ndarray:
+    """fp32 [num_tokens]: a draw from Exp(1) for each token of the vocabulary."""
+    groups = -(-num_tokens // GROUP)
+    counter = np.arange(groups * WIDTH, dtype=np.uint64)
+    words = np.stack([w.reshape(groups, WIDTH) for w in philox(seed, counter, position)], axis=1)
+    # The winners of a race are the small numbers, so that is where the resolution is: 2^-32.
+    uniform = (words.ravel()[:num_tokens].astype(np.float32) + np.float32(0.5)) * np.float32(2**-32)
+    return -np.log1p(-np.minimum(uniform, LARGEST_UNIFORM))
