@@ -1,15 +1,19 @@
 """nanovllm: offline-batch LLM inference."""
 
+from nanovllm.engine.prompts import TextPrompt, TokensPrompt
 from nanovllm.llm import LLM
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "Logprob",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]

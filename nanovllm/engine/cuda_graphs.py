@@ -1,6 +1,7 @@
 """Decode steps captured as CUDA graphs: one launch replays the whole model."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Graphs of ``forward`` for decode batches of fixed sizes, one memory pool a ``capture``.
+    """Graphs of ``forward`` for decode batches of fixed sizes, in one memory pool.
 
     Args:
         forward: ModelInputs -> logits; must not read back from the device.
@@ -34,20 +35,21 @@ class DecodeGraphs:
         self.forward = forward
         self.table_width = table_width
         self.device = device
+        self.pool: Any = None
         # Size -> its graph, the device buffer that it reads its inputs from, its logits.
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor | None]] = {}
 
     def capture(self, sizes: list[int]) -> None:
         """From the largest size down, so that the smaller ones reuse its activations' memory;
         each keeps logits of its own."""
-        pool = torch.cuda.graph_pool_handle()
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
         for size in sorted(sizes, reverse=True):
             blank = blank_decode(size, self.table_width)
             buffer = blank.pack(pin_memory=False).to(self.device)
             inputs = blank.unpack(buffer)
             self.forward(inputs)  # compiles kernels and picks algorithms, outside the capture
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=self.pool):
                 logits = self.forward(inputs)
             self.graphs[size] = graph, buffer, logits
 

@@ -251,9 +251,9 @@ class LLMEngine:
         token_id, state, text = output.token_ids[row], seq.sampling, seq.detokenizer
         if token_id < 0:
             return
-        if state.num_logprobs is not None:
+        if state.kind.num_logprobs is not None:
             assert output.logprobs is not None
-            seq.logprobs.append(output.logprobs[row, : 3 + 2 * state.num_logprobs])
+            seq.logprobs.append(output.logprobs[row, : 3 + 2 * state.kind.num_logprobs])
         state.append_token(token_id)
         if state.grammar is not None and state.grammar.is_finished and not seq.is_finished:
             self.scheduler.finish(seq, None)
@@ -293,7 +293,7 @@ class LLMEngine:
             seq.is_watched = (
                 seq.detokenizer is not None
                 or state.follows_tokens
-                or state.num_logprobs is not None
+                or state.kind.num_logprobs is not None
             )
             seqs.append(seq)
         seqs[0].wants_prompt_logprobs = params.prompt_logprobs is not None

@@ -251,8 +251,7 @@ class ModelRunner:
 
     def _measure_graphs(self) -> int:
         """A bound on the memory of all graphs: captures the two largest on a cache of one block,
-        each in a pool of its own, and takes the second for every further one. In the end they
-        share a pool, so what is spent is less."""
+        and takes what the second adds to their pool for every further one."""
         sizes = capture_sizes(self.max_num_seqs)
         self.allocate_kv_cache(1)
         free = [_free_bytes()]

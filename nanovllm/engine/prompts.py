@@ -1,11 +1,25 @@
 """Prompts in, text out: the tokenizer's side of the engine, in batches off the hot loop."""
 
 from collections.abc import Sequence as Seq
-from typing import Any, TypeAlias
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 
-Prompt: TypeAlias = str | Seq[int] | dict[str, Any]
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids, and its text where it should be in the result."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+
+
+Prompt: TypeAlias = str | Seq[int] | TextPrompt | TokensPrompt
 
 
 def as_prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
@@ -80,7 +94,7 @@ class PromptEncoder:
         """Text of one token; None where there is no tokenizer."""
         return None if self.tokenizer is None else self.tokenizer.decode([token_id])
 
-    def _read(self, prompt: Prompt) -> tuple[str | None, list[int] | None]:
+    def _read(self, prompt: Any) -> tuple[str | None, list[int] | None]:
         """The text, if there is one, and the token ids, if they need no tokenising."""
         if isinstance(prompt, dict):
             if "prompt_token_ids" in prompt:

@@ -16,17 +16,17 @@ def prepare_sample(batch: Batch) -> SamplingInputs:
     """How to draw the batch's next tokens, on the host."""
     sampled = [item.seq for item in batch.sampled]
     states = [seq.sampling for seq in sampled]
-    edits = any(state.edits for state in states)
-    if all(state.is_greedy for state in states) and not edits:
-        tensors: dict[str, torch.Tensor] = {}
-    else:
-        tensors = {"rows": _sampling_rows(sampled, states)}
+    kinds = {state.kind for state in states}  # few, however large the batch
+    edits = any(kind.edits for kind in kinds)
+    tensors: dict[str, torch.Tensor] = {}
+    if edits or not all(kind.is_greedy for kind in kinds):
+        tensors["rows"] = _sampling_rows(sampled, states)
     if edits:
-        rows = [(i, seq, seq.sampling) for i, seq in enumerate(sampled) if seq.sampling.edits]
+        rows = [(i, s, s.sampling) for i, s in enumerate(sampled) if s.sampling.kind.edits]
         tensors |= _masks(rows) | _biases(rows) | _penalties(rows, len(sampled))
-    counts = [state.num_logprobs for state in states if state.num_logprobs is not None]
+    counts = [kind.num_logprobs for kind in kinds if kind.num_logprobs is not None]
     return SamplingInputs(
-        truncates=any(state.truncates for state in states),
+        truncates=any(kind.truncates for kind in kinds),
         num_logprobs=max(counts, default=None),
         **tensors,
     )
@@ -34,7 +34,7 @@ def prepare_sample(batch: Batch) -> SamplingInputs:
 
 def _sampling_rows(sampled: list[Sequence], states: list[SamplingState]) -> torch.Tensor:
     rows = np.frombuffer(bytearray().join([state.row for state in states]), SAMPLING_ROW)
-    rows["position"] = [len(seq) for seq in sampled]
+    rows["position"] = [seq.num_tokens for seq in sampled]
     return torch.from_numpy(rows.view(np.int32).reshape(len(rows), -1))
 
 
@@ -69,24 +69,19 @@ def _biases(rows: list[Row]) -> dict[str, torch.Tensor]:
 
 
 def _penalties(rows: list[Row], num_sampled: int) -> dict[str, torch.Tensor]:
-    penalised = [
-        (i, state, np.frombuffer(state.history, np.int32))
-        for i, _, state in rows
-        if state.history is not None
-    ]
+    penalised = [(i, s, np.frombuffer(s.history, np.int32)) for i, _, s in rows if s.history]
     if not penalised:
         return {}
-    penalties = torch.tensor([1.0, 0.0, 0.0]).repeat(num_sampled, 1)
-    for i, state, _ in penalised:
-        penalties[i] = torch.tensor(state.penalties)
-    histories = [history for _, _, history in penalised]
-    lens = [len(history) for history in histories]
-    places = np.concatenate([np.arange(n, dtype=np.int32) for n in lens])
-    prompt_lens = np.repeat([state.num_prompt_tokens for _, state, _ in penalised], lens)
-    rows_of_tokens = np.repeat(np.array([i for i, _, _ in penalised], np.int32), lens)
+    indices, states, histories = zip(*penalised, strict=True)
+    penalties = np.tile(np.array([1, 0, 0], np.float32), (num_sampled, 1))
+    penalties[list(indices)] = [state.penalties for state in states]
+    lens = np.array([len(history) for history in histories])
+    starts = np.cumsum(lens) - lens
+    first_generated = starts + [state.num_prompt_tokens for state in states]
+    generated = np.arange(lens.sum()) >= np.repeat(first_generated, lens)
     return {
-        "penalties": penalties,
-        "history_rows": torch.from_numpy(rows_of_tokens),
+        "penalties": torch.from_numpy(penalties),
+        "history_rows": torch.from_numpy(np.repeat(np.array(indices, np.int32), lens)),
         "history_tokens": torch.from_numpy(np.concatenate(histories)),
-        "history_generated": torch.from_numpy(places >= prompt_lens),
+        "history_generated": torch.from_numpy(generated),
     }

@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Iterable, Sequence
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -12,6 +12,22 @@ from nanovllm.engine.structured import Grammar, GrammarCompiler
 from nanovllm.kernels.sampling import SAMPLING_ROW
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.math import cdiv
+
+
+class SamplingKind(NamedTuple):
+    """What the steps of a sequence involve.
+
+    Attributes:
+        is_greedy: no random numbers.
+        truncates: top_k, top_p or min_p.
+        edits: logits may have to be changed before a token is drawn from them.
+        num_logprobs: of how many most likely tokens to report them; None for none.
+    """
+
+    is_greedy: bool
+    truncates: bool
+    edits: bool
+    num_logprobs: int | None
 
 
 class SamplingState:
@@ -28,8 +44,7 @@ class SamplingState:
 
     Attributes:
         row: a SAMPLING_ROW as bytes; steps fill in the position.
-        edits: whether logits have to be changed before a token is drawn from them.
-        num_logprobs: of how many tokens; None for none.
+        kind: what its steps involve.
         history: int32 token ids so far, if there are penalties.
     """
 
@@ -43,8 +58,6 @@ class SamplingState:
         bad_words: Sequence[Sequence[int]] = (),
         grammar: Grammar | None = None,
     ) -> None:
-        self.is_greedy = params.is_greedy
-        self.truncates = params.truncates
         row = np.zeros((), SAMPLING_ROW)
         row["temperature"] = 0.0 if params.is_greedy else params.temperature
         row["top_k"] = min(max(params.top_k, 0), vocab_size)
@@ -52,9 +65,6 @@ class SamplingState:
         row["min_p"] = params.min_p
         row["seed"] = np.uint64(seed % 2**64).astype(np.int64)
         self.row = row.tobytes()
-        self.num_logprobs = params.logprobs
-        if params.logprobs is not None:
-            self.num_logprobs = vocab_size if params.logprobs == -1 else params.logprobs
         self.num_prompt_tokens = len(prompt_token_ids)
         self.history = array("i", prompt_token_ids) if params.penalises else None
         self.penalties = (
@@ -74,7 +84,12 @@ class SamplingState:
         self.stop_ids = sorted(stops if params.ignore_eos else stops | set(eos_token_ids))
         self.has_mask = grammar is not None or self.allowed_mask is not None
         self.has_bias = bool(self.bad_words or self.logit_bias or self.min_tokens)
-        self.edits = self.has_mask or self.has_bias or self.history is not None
+        self.kind = SamplingKind(
+            is_greedy=params.is_greedy,
+            truncates=params.truncates,
+            edits=self.has_mask or self.has_bias or params.penalises,
+            num_logprobs=vocab_size if params.logprobs == -1 else params.logprobs,
+        )
 
     @property
     def follows_tokens(self) -> bool:

@@ -57,7 +57,7 @@ def _sample_row(logits: torch.Tensor, settings: np.void) -> int:
     if temperature == 0:
         return int(logits.argmax())
     noise = exponential_noise(settings["seed"].item(), settings["position"].item(), len(logits))
-    scores = logits / temperature - torch.from_numpy(noise).log()
+    scores = logits * (1 / temperature) - torch.from_numpy(noise).log()
     floor = torch.tensor(-math.inf)
     if settings["min_p"] > 0:
         floor = top + temperature * math.log(settings["min_p"])
@@ -78,13 +78,14 @@ def _sample_row(logits: torch.Tensor, settings: np.void) -> int:
 @triton.jit
 def _score(logits, word, temperature):
     """logits / temperature - log E; the logits as they are for temperature 0."""
+    scale = 1 / tl.where(temperature > 0, temperature, 1.0)
+    noise_scale = tl.where(temperature > 0, 1.0, 0.0)
     uniform = (word.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     uniform = tl.minimum(uniform, 0.99999994)  # as philox.LARGEST_UNIFORM
     # -log(1 - u), as a series where 1 - u would round u away.
     series = uniform * (1 + uniform * (0.5 + uniform * 0.33333334))
     noise = tl.where(uniform < 1e-3, series, -tl.log(1 - uniform))
-    scores = logits / tl.where(temperature > 0, temperature, 1.0) - tl.log(noise)
-    return tl.where(temperature > 0, scores, logits)
+    return logits * scale - tl.log(noise) * noise_scale
 
 
 @triton.jit
@@ -123,8 +124,8 @@ def _draw(
 
 @triton.jit
 def _key(x):
-    """int32 in the order of fp32."""
-    bits = x.to(tl.int32, bitcast=True)
+    """int32 in the order of fp32; adding 0 makes one of the two zeros."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 

@@ -114,6 +114,8 @@ def test_kernels_agree_with_the_reference(data):
     logits = torch.randn(2, vocab_size, generator=generator) * scale
     if data.draw(st.booleans(), "masked"):
         logits[torch.rand(logits.shape, generator=generator) < 0.7] = -torch.inf
+    if data.draw(st.booleans(), "negative zeros"):
+        logits = logits.round()  # -0.4 to -0.0
     if data.draw(st.booleans(), "half"):
         logits = logits.to(torch.float16)
     settings_ = rows(
