@@ -9,6 +9,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "torch")
 LOAD_FORMATS = ("auto", "dummy")
+MAX_RANKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +78,16 @@ class Config:
         self._check_int("max_model_len", 2)
         self._check_int("kvcache_block_size", 1)
         self._check_int("tensor_parallel_size", 1)
+        if self.tensor_parallel_size > MAX_RANKS:
+            raise ValueError(
+                f"tensor_parallel_size must be at most {MAX_RANKS}, got {self.tensor_parallel_size}"
+            )
         self._check_int("num_kvcache_blocks", -1)
         self._check_int("seed", 0)
         if self.seed >= 2**63:
             raise ValueError(f"seed must be below 2**63, got {self.seed}")
         if self.num_kvcache_blocks == 0:
             raise ValueError("num_kvcache_blocks must be at least 1, or -1 to measure it")
-        if self.tensor_parallel_size > 1:
-            raise ValueError("tensor_parallel_size must be 1: several ranks are not served yet")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)):
             raise TypeError(f"gpu_memory_utilization must be a number, got {share!r}")

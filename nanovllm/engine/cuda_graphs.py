@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.engine.model_inputs import ModelInputs, blank_decode
+from nanovllm.engine.model_inputs import ModelInputs, PackedInputs, blank_decode
 
 MAX_CAPTURED = 512
 
@@ -44,8 +44,8 @@ class DecodeGraphs:
         each keeps logits of its own."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         for size in sorted(sizes, reverse=True):
-            blank = blank_decode(size, self.table_width)
-            buffer = blank.pack(pin_memory=False).to(self.device)
+            blank = blank_decode(size, self.table_width).pack()
+            buffer = blank.buffer.to(self.device)
             inputs = blank.unpack(buffer)
             self.forward(inputs)  # compiles kernels and picks algorithms, outside the capture
             graph = torch.cuda.CUDAGraph()
@@ -57,9 +57,9 @@ class DecodeGraphs:
         """The smallest captured size that holds the batch; None if it has to run eagerly."""
         return min((size for size in self.graphs if size >= num_seqs), default=None)
 
-    def replay(self, inputs: ModelInputs) -> torch.Tensor | None:
-        """Logits of a decode padded to a captured size, given on the host."""
-        graph, buffer, logits = self.graphs[inputs.input_ids.numel()]
-        buffer.copy_(inputs.pack(pin_memory=True), non_blocking=True)
+    def replay(self, inputs: PackedInputs) -> torch.Tensor | None:
+        """Logits of a decode padded to a captured size."""
+        graph, buffer, logits = self.graphs[inputs.batch_size]
+        buffer.copy_(inputs.buffer, non_blocking=True)
         graph.replay()
         return logits

@@ -3,14 +3,14 @@
 import os
 
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.utils.math import cdiv
+from nanovllm.utils.math import cdiv, heads_per_rank
 
 CPU_CACHE_BYTES = 4 << 30
 
 
 def block_bytes(config: ModelConfig, block_size: int, tp_size: int, itemsize: int) -> int:
     """Memory of one block on one rank: keys and values of ``block_size`` tokens, all layers."""
-    kv_heads = config.num_key_value_heads // tp_size
+    kv_heads = heads_per_rank(config.num_key_value_heads, tp_size)
     return 2 * config.num_hidden_layers * block_size * kv_heads * config.head_dim * itemsize
 
 

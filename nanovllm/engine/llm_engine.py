@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, StepOutput
 from nanovllm.engine.detokenizer import IncrementalDetokenizer
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.model_runner import start_ranks
 from nanovllm.engine.prompts import Prompt, PromptEncoder, as_prompt_list
 from nanovllm.engine.request import Request, make_outputs
 from nanovllm.engine.sampling_state import SamplingStateFactory
@@ -24,7 +24,6 @@ from nanovllm.models.checkpoint import open_checkpoint
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.outputs import RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.distributed import TPGroup
 
 logger = logging.getLogger("nanovllm")
 
@@ -51,7 +50,8 @@ class LLMEngine:
         max_model_len = limit_model_len(config.max_model_len, checkpoint.config)
         self.tokenizer = checkpoint.load_tokenizer()
         self.prompt_encoder = PromptEncoder(self.tokenizer, checkpoint.config.vocab_size)
-        self.model_runner = ModelRunner(config, checkpoint, max_model_len, TPGroup())
+        checkpoint.config.check_split(config.tensor_parallel_size)
+        self.model_runner = start_ranks(config, checkpoint, max_model_len)
         eos_token_ids = set(checkpoint.eos_token_ids)
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             eos_token_ids.add(self.tokenizer.eos_token_id)
@@ -175,7 +175,7 @@ class LLMEngine:
             return
         self._closed = True
         self._requests.clear()
-        self.model_runner.call("exit")
+        self.model_runner.close()
         del self.model_runner, self.scheduler
 
     exit = close  # nano-vLLM's name
@@ -222,7 +222,7 @@ class LLMEngine:
     def _step(self) -> tuple[Batch, list[Request]]:
         """Runs one step. Returns it with the requests that it finished."""
         batch = self.scheduler.schedule()
-        output: StepOutput = self.model_runner.call("run", batch)
+        output = self.model_runner.run(batch)
         finished = self.scheduler.postprocess(batch, output.token_ids)
         for item in batch.items:
             if (rows := output.prompt_logprobs.get(item.seq.seq_id)) is not None:

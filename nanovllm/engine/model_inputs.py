@@ -5,6 +5,7 @@ to the device as one buffer in one copy.
 """
 
 from dataclasses import dataclass, fields, replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from nanovllm.utils.context import Context
 from nanovllm.utils.math import cdiv
 
 ALIGNMENT = 4  # in int32: kernels are compiled for pointers at multiples of 16 bytes
+CONTEXT_FIELDS = frozenset(field.name for field in fields(Context))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,32 +33,64 @@ class ModelInputs:
         found = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
         return {"input_ids": self.input_ids, "positions": self.positions, **found}
 
-    def pack(self, pin_memory: bool) -> torch.Tensor:
-        """All tensors end to end in one int32 buffer on the host."""
-        tensors = self.tensors().values()
-        size = sum(cdiv(t.numel(), ALIGNMENT) * ALIGNMENT for t in tensors)
+    def pack(self, pin_memory: bool = False) -> "PackedInputs":
+        """All tensors end to end in one buffer on the host."""
+        tensors = self.tensors()
+        size = sum(cdiv(t.numel(), ALIGNMENT) * ALIGNMENT for t in tensors.values())
         buffer = torch.empty(size, dtype=torch.int32, pin_memory=pin_memory)
         start = 0
-        for tensor in tensors:
+        for tensor in tensors.values():
             buffer[start : start + tensor.numel()] = tensor.flatten()
             start += cdiv(tensor.numel(), ALIGNMENT) * ALIGNMENT
-        return buffer
+        no_tensors: dict[str, Any] = {name: None for name in tensors if name in CONTEXT_FIELDS}
+        blank = replace(self.context, **no_tensors)
+        return PackedInputs({n: tuple(t.shape) for n, t in tensors.items()}, blank, buffer)
 
-    def unpack(self, buffer: torch.Tensor) -> "ModelInputs":
-        """The same inputs as views of a buffer that ``pack`` laid out."""
+
+@dataclass(frozen=True, slots=True)
+class PackedInputs:
+    """ModelInputs as they travel: to the device in one copy, to other ranks in one message.
+
+    Attributes:
+        shapes: of each tensor, in the buffer's order.
+        context: all that is no tensor.
+        buffer: int32, on the host.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    context: Context
+    buffer: torch.Tensor
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of a decode."""
+        return self.shapes["input_ids"][0]
+
+    def unpack(self, buffer: torch.Tensor | None = None) -> ModelInputs:
+        """The inputs as views of the buffer, or of a copy of it."""
+        buffer = self.buffer if buffer is None else buffer
         views: dict[str, Any] = {}
         start = 0
-        for name, tensor in self.tensors().items():
-            views[name] = buffer[start : start + tensor.numel()].view(tensor.shape)
-            start += cdiv(tensor.numel(), ALIGNMENT) * ALIGNMENT
+        for name, shape in self.shapes.items():
+            numel = prod(shape)
+            views[name] = buffer[start : start + numel].view(shape)
+            start += cdiv(numel, ALIGNMENT) * ALIGNMENT
         return ModelInputs(
             views.pop("input_ids"), views.pop("positions"), replace(self.context, **views)
         )
 
-    def to(self, device: torch.device) -> "ModelInputs":
-        if device.type == "cpu":
-            return self
-        return self.unpack(self.pack(pin_memory=True).to(device, non_blocking=True))
+    def to(self, device: torch.device) -> ModelInputs:
+        return self.unpack(self.buffer.to(device, non_blocking=True))
+
+    # An array, which pickle can pass by without a copy.
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.shapes, self.context, self.buffer.numpy()
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        for field, value in zip(fields(self), state, strict=True):
+            is_array = field.name == "buffer"
+            object.__setattr__(self, field.name, torch.from_numpy(value) if is_array else value)
 
 
 def prepare_prefill(batch: Batch, block_size: int) -> ModelInputs:

@@ -1,6 +1,8 @@
 """Runs scheduled batches on one rank's device. Never decides who runs."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -13,23 +15,24 @@ from nanovllm.engine import model_inputs
 from nanovllm.engine.batch import Batch, ScheduledSequence, StepOutput
 from nanovllm.engine.cuda_graphs import DecodeGraphs, capture_sizes
 from nanovllm.engine.kv_cache import block_bytes, num_blocks_on_cpu, num_blocks_on_gpu
-from nanovllm.engine.model_inputs import ModelInputs
+from nanovllm.engine.model_inputs import ModelInputs, PackedInputs
 from nanovllm.engine.sampling_inputs import prepare_sample
 from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.workers import Worker, Workers, interrupts_delayed
 from nanovllm.kernels.attention_backend import select_attention_backend
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.sampler import Sampler, SamplingInputs, pack_logprobs
-from nanovllm.models.checkpoint import Checkpoint
+from nanovllm.models.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import get_model_class
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.context import step_context
-from nanovllm.utils.distributed import TPGroup, use_tp_group
+from nanovllm.utils.distributed import TPGroup, make_tp_group, use_tp_group
 from nanovllm.utils.loader import load_model
-from nanovllm.utils.math import cdiv
+from nanovllm.utils.math import cdiv, heads_per_rank
 
 # The CUDA context and libraries take up to this much outside PyTorch's books (H200, CUDA 13).
 CONTEXT_BYTES = 600 << 20
@@ -46,22 +49,32 @@ class ModelRunner:
     """
 
     def __init__(
-        self, config: Config, checkpoint: Checkpoint, max_model_len: int, tp: TPGroup
+        self,
+        config: Config,
+        checkpoint: Checkpoint,
+        max_model_len: int,
+        workers: Workers | None = None,
+        worker: Worker | None = None,
     ) -> None:
         self.config = config
         self.model_config = checkpoint.config
         self.max_model_len = max_model_len
-        self.tp = tp
+        self.workers = workers
+        self.worker = worker
+        self.hidden_states: torch.Tensor | None = None
         self.startup_seconds: dict[str, float] = {}
         self._last_part = perf_counter()
-        self.device = select_device(config.device)
+        rank, size = worker.rank if worker else 0, config.tensor_parallel_size
+        self.device = select_device(config.device, rank, size)
         self.dtype = select_dtype(config.dtype, self.device, checkpoint.config.dtype)
         self._bytes_before = self._allocated_bytes()
-        self._timed("device")
+        self._meet_ranks()
+        self.tp = self._make_tp_group(rank, size)
+        self._timed("device and ranks")
         self.backend = select_attention_backend(
             config.attention_backend,
-            num_heads=self.model_config.num_attention_heads // tp.size,
-            num_kv_heads=self.model_config.num_key_value_heads // tp.size,
+            num_heads=self.model_config.num_attention_heads // size,
+            num_kv_heads=heads_per_rank(self.model_config.num_key_value_heads, size),
             head_dim=self.model_config.head_dim,
             block_size=config.kvcache_block_size,
             dtype=self.dtype,
@@ -72,10 +85,11 @@ class ModelRunner:
         self.attention_layers = [m for m in self.model.modules() if isinstance(m, Attention)]
         for layer in self.attention_layers:
             layer.backend = self.backend
+        self._meet_ranks()
         self._timed("weights")
         self.sampler = Sampler()
         self.graphs = self._new_graphs()
-        self.num_kvcache_blocks = self.measure_kv_cache()
+        self.num_kvcache_blocks = self.tp.min(self.measure_kv_cache(), self.device)
         self.allocate_kv_cache(self.num_kvcache_blocks)
         self._timed("warm-up and KV cache")
         if self.uses_graphs:
@@ -94,29 +108,64 @@ class ModelRunner:
 
     def call(self, method: str, *args: Any) -> Any:
         """Runs a method by name, on every rank at once where there are several."""
+        if self.workers is not None:
+            self.write_shm(method, *args)
         return getattr(self, method)(*args)
 
-    @torch.inference_mode()
+    def write_shm(self, method: str, *args: Any) -> None:
+        """Rank 0: mirrors a call to the workers."""
+        assert self.workers is not None
+        self.workers.send(method, args)
+
+    def read_shm(self) -> tuple[str, tuple[Any, ...]]:
+        """A worker: the next call to mirror."""
+        assert self.worker is not None
+        return self.worker.receive()
+
+    def loop(self) -> None:
+        """A worker's life: does what rank 0 does, until ``exit``."""
+        method = ""
+        while method != "exit":
+            method, args = self.read_shm()
+            getattr(self, method)(*args)
+
     def run(self, batch: Batch) -> StepOutput:
-        """Computes a batch; on rank 0, draws one token for each of its sampled sequences."""
-        self.copy_blocks(batch.block_copies)
-        prompt_logprobs: dict[int, np.ndarray] = {}
-        if batch.is_prefill:
-            hidden_states, logits = self.run_model(self.prepare_prefill(batch))
-            prompt_logprobs = self.compute_prompt_logprobs(batch, hidden_states)
-        elif size := self.graphs.padded_size(len(batch)):
-            logits = self.graphs.replay(self.prepare_decode(batch, size))
-        else:
-            _, logits = self.run_model(self.prepare_decode(batch))
-        num_sampled = len(batch.sampled)
-        if logits is None or not num_sampled:
-            return StepOutput([], None, prompt_logprobs)
-        token_ids, logprobs = self.sampler(logits[:num_sampled], self.prepare_sample(batch))
-        return StepOutput(
-            token_ids.tolist(),
-            None if logprobs is None else logprobs.numpy(force=True),
-            prompt_logprobs,
-        )
+        """Rank 0: computes a batch and draws a token for each of its sampled sequences.
+
+        Raises:
+            WorkerError: another rank has failed; so does every later call.
+        """
+        with self._lock_step(), torch.inference_mode():
+            inputs = self.prepare_prefill(batch) if batch.is_prefill else self.prepare_decode(batch)
+            logits = self.call("run_step", inputs, batch.block_copies)
+            prompt_logprobs = self.compute_prompt_logprobs(batch) if batch.is_prefill else {}
+            num_sampled = len(batch.sampled)
+            if not num_sampled:
+                return StepOutput([], None, prompt_logprobs)
+            token_ids, logprobs = self.sampler(logits[:num_sampled], self.prepare_sample(batch))
+            return StepOutput(
+                token_ids.tolist(),
+                None if logprobs is None else logprobs.numpy(force=True),
+                prompt_logprobs,
+            )
+
+    @torch.inference_mode()
+    def run_step(
+        self, inputs: PackedInputs, block_copies: tuple[tuple[int, int], ...] = ()
+    ) -> torch.Tensor | None:
+        """Every rank: logits [num_sampled or more, vocab_size] on rank 0, None on the others."""
+        self.hidden_states = None
+        self.copy_blocks(block_copies)
+        if not inputs.context.is_prefill and inputs.batch_size in self.graphs.graphs:
+            return self.graphs.replay(inputs)
+        self.hidden_states, logits = self.run_model(inputs.to(self.device))
+        return logits
+
+    @torch.inference_mode()
+    def compute_logits(self, start: int, stop: int) -> torch.Tensor | None:
+        """Every rank: logits of rows [start, stop) of the last step's hidden states."""
+        assert self.hidden_states is not None
+        return self.model.compute_logits(self.hidden_states[start:stop])
 
     def run_model(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states [N, hidden_size]; and logits [num_sampled, vocab_size] on rank 0, None
@@ -130,9 +179,7 @@ class ModelRunner:
         for source, target in copies:
             self.kv_cache[:, :, target] = self.kv_cache[:, :, source]
 
-    def compute_prompt_logprobs(
-        self, batch: Batch, hidden_states: torch.Tensor
-    ) -> dict[int, np.ndarray]:
+    def compute_prompt_logprobs(self, batch: Batch) -> dict[int, np.ndarray]:
         """Packed rows of the prompt tokens that follow this step's, by seq_id, for sequences that
         ask for them and up to where they have them."""
         found: dict[int, np.ndarray] = {}
@@ -141,35 +188,36 @@ class ModelRunner:
             seq, first = item.seq, item.seq.num_prompt_logprobs
             last = min(item.end, seq.num_prompt_tokens - 1)
             if seq.wants_prompt_logprobs and first < last:
-                # The logits of a token are those of the token before it.
-                rows = hidden_states[offset + first - item.start : offset + last - item.start]
-                targets = torch.tensor(seq.token_ids[first + 1 : last + 1], device=self.device)
                 k = seq.sampling_params.prompt_logprobs
                 assert k is not None
                 parts = []
-                for part, ids in zip(
-                    rows.split(PROMPT_LOGITS_ROWS), targets.split(PROMPT_LOGITS_ROWS), strict=True
-                ):
-                    logits = self.model.compute_logits(part)
-                    if logits is not None:
-                        width = logits.size(1) if k == -1 else k
-                        parts.append(pack_logprobs(logits, ids, width).numpy(force=True))
-                if parts:
-                    found[seq.seq_id] = np.concatenate(parts)
+                for start in range(first, last, PROMPT_LOGITS_ROWS):
+                    stop = min(start + PROMPT_LOGITS_ROWS, last)
+                    row = offset - item.start
+                    logits = self.call("compute_logits", row + start, row + stop)
+                    # The logits of a token are those of the token before it.
+                    ids = torch.tensor(seq.token_ids[start + 1 : stop + 1], device=self.device)
+                    width = logits.size(1) if k == -1 else k
+                    parts.append(pack_logprobs(logits, ids, width).numpy(force=True))
+                found[seq.seq_id] = np.concatenate(parts)
             offset += item.num_tokens
         return found
 
-    def prepare_prefill(self, batch: Batch) -> ModelInputs:
-        """Inputs on the device."""
-        return model_inputs.prepare_prefill(batch, self.config.kvcache_block_size).to(self.device)
+    def prepare_prefill(self, batch: Batch) -> PackedInputs:
+        """Inputs on the host."""
+        inputs = model_inputs.prepare_prefill(batch, self.config.kvcache_block_size)
+        return inputs.pack(pin_memory=self.device.type == "cuda")
 
-    def prepare_decode(self, batch: Batch, padded_size: int = 0) -> ModelInputs:
-        """Inputs on the device; or, padded for a graph, on the host."""
+    def prepare_decode(self, batch: Batch) -> PackedInputs:
+        """Inputs on the host, padded for a graph if there is one."""
         block_size = self.config.kvcache_block_size
-        if padded_size:
+        size = self.graphs.padded_size(len(batch))
+        if size is None:
+            inputs = model_inputs.prepare_decode(batch, block_size)
+        else:
             width = self.graphs.table_width
-            return model_inputs.prepare_decode(batch, block_size, padded_size, width)
-        return model_inputs.prepare_decode(batch, block_size).to(self.device)
+            inputs = model_inputs.prepare_decode(batch, block_size, size, width)
+        return inputs.pack(pin_memory=self.device.type == "cuda")
 
     def prepare_sample(self, batch: Batch) -> SamplingInputs:
         """How to draw the next tokens, on the device."""
@@ -188,7 +236,11 @@ class ModelRunner:
             seq.sampling = sampling
             seq.block_table = [0] * cdiv(len(seq), self.config.kvcache_block_size)
             items.append(ScheduledSequence(seq, 0, len(seq), samples=True))
-        self.run(Batch(tuple(items), is_prefill=True))
+        batch = Batch(tuple(items), is_prefill=True)
+        logits = self.run_step(self.prepare_prefill(batch))
+        if logits is not None:
+            self.sampler(logits, self.prepare_sample(batch))
+        self.hidden_states = None
 
     def measure_kv_cache(self) -> int:
         """How many KV blocks to have."""
@@ -243,11 +295,50 @@ class ModelRunner:
 
     def exit(self) -> None:
         """Frees graphs, cache and weights."""
-        del self.graphs, self.kv_cache, self.model, self.attention_layers
+        del self.graphs, self.kv_cache, self.model, self.attention_layers, self.hidden_states
         gc.collect()  # parameters and their weight loaders refer to each other
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+        self.tp.abort()  # frees its buffers, and does not wait for peers as its destructor might
+
+    def close(self) -> None:
+        """Rank 0: ends the workers, then itself."""
+        if self.workers is not None:
+            self.workers.close()
+        self.exit()
+
+    def _meet_ranks(self) -> None:
+        """Rank 0 goes on once all workers have come as far, and hears at once of one that has
+        failed; collectives, which would wait for it, start only then."""
+        if self.workers is not None:
+            self.workers.wait_ready()
+        if self.worker is not None:
+            self.worker.report_ready()
+
+    def _make_tp_group(self, rank: int, size: int) -> TPGroup:
+        link = self.workers or self.worker
+        if link is None:
+            return TPGroup()
+        group = make_tp_group(rank, size, link.port, self.device)
+        if self.workers is not None:
+            self.workers.on_failure(group.abort)
+        return group
+
+    @contextmanager
+    def _lock_step(self) -> Iterator[None]:
+        """Around what rank 0 does together with the others: it is done whole, or never again."""
+        if self.workers is None:
+            yield
+            return
+        with interrupts_delayed():
+            self.workers.check()
+            try:
+                yield
+            except BaseException as error:
+                self.workers.fail(error)
+                raise
+            self.workers.check()
 
     def _measure_graphs(self) -> int:
         """A bound on the memory of all graphs: captures the two largest on a cache of one block,
@@ -296,12 +387,44 @@ class ModelRunner:
         self._last_part = now
 
 
-def select_device(name: str) -> torch.device:
-    """Raises ValueError for "cuda" without a GPU."""
+def start_ranks(config: Config, checkpoint: Checkpoint, max_model_len: int) -> ModelRunner:
+    """Rank 0's runner, with workers behind it if there are several ranks.
+
+    Raises:
+        WorkerError: a worker could not start. None is left then.
+    """
+    if config.tensor_parallel_size == 1:
+        return ModelRunner(config, checkpoint, max_model_len)
+    workers = Workers(config.tensor_parallel_size, run_worker, config, max_model_len)
+    try:
+        return ModelRunner(config, checkpoint, max_model_len, workers)
+    except BaseException as error:
+        try:
+            workers.fail(error)
+        finally:
+            workers.close()
+        raise
+
+
+def run_worker(worker: Worker, config: Config, max_model_len: int) -> None:
+    """What a worker process does."""
+    torch.set_num_threads(worker.num_threads)
+    ModelRunner(config, open_checkpoint(config.model), max_model_len, worker=worker).loop()
+
+
+def select_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
+    """Raises ValueError for "cuda" without a GPU, or with fewer than ranks."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ValueError("device='cuda', but PyTorch finds no CUDA GPU: use device='cpu'")
-    return torch.device("cuda" if available and name != "cpu" else "cpu")
+    if not available or name == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.device_count() < num_ranks:
+        raise ValueError(
+            f"tensor_parallel_size={num_ranks}, but PyTorch finds {torch.cuda.device_count()} "
+            f"GPUs: lower it, or use device='cpu'"
+        )
+    return torch.device("cuda", rank) if num_ranks > 1 else torch.device("cuda")
 
 
 def select_dtype(name: str, device: torch.device, checkpoint: torch.dtype) -> torch.dtype:

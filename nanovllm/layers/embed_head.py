@@ -8,23 +8,31 @@ from nanovllm.kernels.linear import linear, pack_weight
 from nanovllm.utils.context import get_context
 from nanovllm.utils.distributed import get_tp_group
 from nanovllm.utils.loader import copy_weight
-from nanovllm.utils.math import divide
+from nanovllm.utils.math import cdiv
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embedding rows [rank * V / ranks, (rank + 1) * V / ranks) on each rank."""
+    """Embedding rows [rank * R, (rank + 1) * R) on each rank, R = vocabulary / ranks rounded up:
+    the last rank's end may be padding, of zeros."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         super().__init__()
         self.tp = get_tp_group()
-        self.num_embeddings_per_rank = divide(num_embeddings, self.tp.size)
+        self.num_embeddings = num_embeddings
+        self.num_embeddings_per_rank = cdiv(num_embeddings, self.tp.size)
         self.vocab_start = self.tp.rank * self.num_embeddings_per_rank
         self.weight = nn.Parameter(torch.empty(self.num_embeddings_per_rank, embedding_dim))
         self.weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-        size = divide(loaded_weight.size(0), self.tp.size)
-        copy_weight(param.data, loaded_weight.narrow(0, self.tp.rank * size, size))
+        if loaded_weight.size(0) != self.num_embeddings:
+            raise ValueError(
+                f"the model needs {self.num_embeddings} rows, the checkpoint has "
+                f"{loaded_weight.size(0)}"
+            )
+        rows = loaded_weight[self.vocab_start :][: self.num_embeddings_per_rank]
+        copy_weight(param.data[: len(rows)], rows)
+        param.data[len(rows) :].zero_()
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int32 [N] -> [N, embedding_dim]."""
@@ -54,4 +62,6 @@ class ParallelLMHead(VocabParallelEmbedding):
         parts = self.tp.gather(linear(hidden_states, self.weight, None))
         if parts is None:
             return None
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts, -1)[:, : self.num_embeddings].contiguous()

@@ -13,7 +13,7 @@ from torch import nn
 from nanovllm.kernels.linear import linear, pack_weight
 from nanovllm.utils.distributed import get_tp_group
 from nanovllm.utils.loader import copy_weight
-from nanovllm.utils.math import divide
+from nanovllm.utils.math import divide, heads_per_rank
 
 
 class LinearBase(nn.Module):
@@ -40,10 +40,14 @@ class LinearBase(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
 
-    def _shard(self, loaded_weight: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's equal part of a checkpoint tensor."""
-        size = divide(loaded_weight.size(dim), self.tp.size)
-        return loaded_weight.narrow(dim, self.tp.rank * size, size)
+    def _shard(
+        self, loaded_weight: torch.Tensor, dim: int, num_parts: int | None = None
+    ) -> torch.Tensor:
+        """This rank's equal part of a checkpoint tensor; of fewer parts than ranks, neighbours
+        have the same one."""
+        num_parts = num_parts or self.tp.size
+        size = divide(loaded_weight.size(dim), num_parts)
+        return loaded_weight.narrow(dim, self.tp.rank * num_parts // self.tp.size * size, size)
 
 
 class ReplicatedLinear(LinearBase):
@@ -81,7 +85,8 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 class QKVParallelLinear(ColumnParallelLinear):
     """Query, key and value projections as one product, heads split over the ranks.
 
-    The output is q, k and v side by side, [..., (heads + 2 kv_heads) / ranks * head_size];
+    Where ranks are more than key-value heads, each has a copy of the one that its queries use.
+    The output is q, k and v side by side, [..., (heads + 2 kv_heads) * head_size] of this rank;
     shard ids "q", "k", "v".
     """
 
@@ -96,19 +101,21 @@ class QKVParallelLinear(ColumnParallelLinear):
         total_num_kv_heads = total_num_kv_heads or total_num_heads
         tp_size = get_tp_group().size
         q_size = divide(total_num_heads, tp_size) * head_size
-        kv_size = divide(total_num_kv_heads, tp_size) * head_size
+        kv_size = heads_per_rank(total_num_kv_heads, tp_size) * head_size
+        self.num_parts = {"q": tp_size, "k": min(tp_size, total_num_kv_heads)}
+        self.num_parts["v"] = self.num_parts["k"]
         self.shards = {
             "q": (0, q_size),
             "k": (q_size, kv_size),
             "v": (q_size + kv_size, kv_size),
         }
-        super().__init__(hidden_size, (total_num_heads + 2 * total_num_kv_heads) * head_size, bias)
+        super().__init__(hidden_size, (q_size + 2 * kv_size) * tp_size, bias)
 
     def weight_loader(  # type: ignore[override]
         self, param: nn.Parameter, loaded_weight: torch.Tensor, shard_id: str
     ) -> None:
         target = param.data.narrow(0, *self.shards[shard_id])
-        copy_weight(target, self._shard(loaded_weight, 0))
+        copy_weight(target, self._shard(loaded_weight, 0, self.num_parts[shard_id]))
 
 
 class RowParallelLinear(LinearBase):

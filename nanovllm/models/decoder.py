@@ -22,7 +22,7 @@ from nanovllm.layers.linear import (
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.distributed import get_tp_group
-from nanovllm.utils.math import divide
+from nanovllm.utils.math import divide, heads_per_rank
 
 
 class DecoderAttention(nn.Module):
@@ -33,7 +33,7 @@ class DecoderAttention(nn.Module):
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         self.num_heads = divide(heads, get_tp_group().size)
-        self.num_kv_heads = divide(kv_heads, get_tp_group().size)
+        self.num_kv_heads = heads_per_rank(kv_heads, get_tp_group().size)
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size, self.head_dim, heads, kv_heads, bias=config.qkv_bias
         )

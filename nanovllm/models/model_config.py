@@ -35,6 +35,21 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
 
+    def check_split(self, num_ranks: int) -> None:
+        """Raises ValueError, with the reason, if so many ranks cannot share this model."""
+        sizes = {
+            "attention heads": self.num_attention_heads,
+            "MLP columns": self.intermediate_size,
+        }
+        if num_ranks % self.num_key_value_heads:  # or else each rank has a copy of one
+            sizes["key-value heads"] = self.num_key_value_heads
+        for what, size in sizes.items():
+            if size % num_ranks:
+                raise ValueError(
+                    f"tensor_parallel_size={num_ranks} cannot split this model's {size} {what} "
+                    f"evenly"
+                )
+
     @classmethod
     def from_hf(
         cls, architecture: str, hf: dict[str, Any], flags: dict[str, bool]

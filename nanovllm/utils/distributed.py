@@ -4,32 +4,81 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+# For ranks to meet; afterwards a dead peer is noticed by other means.
+MEETING_TIMEOUT = timedelta(seconds=120)
+
 
 @dataclass(frozen=True, slots=True)
 class TPGroup:
-    """A tensor-parallel group as seen from one of its ranks; size 1 needs no process group."""
+    """A tensor-parallel group as seen from one of its ranks.
+
+    Attributes:
+        backend: a gloo or NCCL process group of this engine's own, not registered anywhere, so
+            that engines side by side in one process do not meet; None for a single rank.
+    """
 
     rank: int = 0
     size: int = 1
-    group: dist.ProcessGroup | None = None
+    backend: Any = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sums x over the ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(x, group=self.group)
+            self._reduce(x, dist.ReduceOp.SUM)
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
         """Every rank's x (all of one shape), in rank order, on rank 0; None elsewhere."""
         if self.size == 1:
             return [x]
-        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(x, parts, group=self.group, group_dst=0)
-        return parts
+        options = dist.GatherOptions()
+        options.rootRank, options.asyncOp = 0, False
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
+        _wait(self.backend.gather([parts] if parts else [], [x.contiguous()], options))
+        return parts or None
+
+    def min(self, value: int, device: torch.device) -> int:
+        """The smallest of the ranks' values."""
+        if self.size == 1:
+            return value
+        tensor = torch.tensor([value], dtype=torch.int64, device=device)
+        self._reduce(tensor, dist.ReduceOp.MIN)
+        return int(tensor)
+
+    def abort(self) -> None:
+        """Ends collectives that wait for a dead peer."""
+        if self.backend is not None:
+            self.backend.abort()
+
+    def _reduce(self, x: torch.Tensor, op: Any) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.asyncOp = op, False
+        _wait(self.backend.allreduce([x], options))
+
+
+def _wait(work: Any) -> None:
+    if work is not None:  # on a GPU: makes the stream wait, not the host
+        work.wait()
+
+
+def make_tp_group(rank: int, size: int, port: int, device: torch.device) -> TPGroup:
+    """Meets the other ranks of this host at rank 0's store. Blocks until all are there."""
+    if size == 1:
+        return TPGroup()
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=MEETING_TIMEOUT)
+    backend: Any
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+    else:
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout=MEETING_TIMEOUT)
+    return TPGroup(rank, size, backend)
 
 
 _SINGLE = TPGroup()

@@ -1,0 +1,376 @@
+"""Worker processes of tensor parallelism: started, called, watched and ended by rank 0.
+
+A call travels as a message through a shared-memory segment: rank 0 writes a chunk and wakes each
+worker by its semaphore; the workers copy it out and acknowledge it; the next chunk waits for all
+acknowledgements. The segment has no name any more once all have opened it, so a killed run leaves
+none behind. What goes wrong on a worker comes back through a pipe; a thread of rank 0 waits for
+that and for deaths, and cuts short what would wait for a dead rank.
+"""
+
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import struct
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from multiprocessing.connection import Connection, wait
+from multiprocessing.shared_memory import SharedMemory
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+CHUNK_BYTES = 1 << 20
+SPIN_SECONDS = 0.002  # a decode step on a GPU takes no longer; then the worker sleeps
+GRACE_SECONDS = 3.0  # to end by themselves
+_context = mp.get_context("spawn")
+
+
+@contextmanager
+def interrupts_delayed() -> Iterator[None]:
+    """Ctrl-C takes effect at the end: ranks that part in the middle of a step wait for ever."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # where signals do not arrive
+        return
+    handler = signal.getsignal(signal.SIGINT)
+    pending: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *args: pending.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if pending and callable(handler):
+            handler(*pending[0])
+
+
+class WorkerError(RuntimeError):
+    """A worker failed; the message has its rank, the cause and its traceback."""
+
+
+class Channel:
+    """One way, from rank 0 to every worker: whole messages of any size.
+
+    Args:
+        num_workers: how many read.
+        name: of an existing segment; None makes one.
+    """
+
+    def __init__(self, num_workers: int, name: str | None = None) -> None:
+        words = 3 + num_workers
+        self.shm = SharedMemory(name, create=name is None, size=8 * words + CHUNK_BYTES)
+        assert self.shm.buf is not None
+        numbers = np.frombuffer(self.shm.buf, np.int64, words)
+        # Number of the chunk, its size, the message's bytes after it; last chunk of each worker.
+        self.header, self.acknowledged = numbers[:3], numbers[3:]
+        self.data = self.shm.buf[8 * words : 8 * words + CHUNK_BYTES]
+
+    def send(self, message: bytes, wake: Callable[[], None], check: Callable[[], None]) -> None:
+        """Writes a message. ``check`` is called while waiting for workers, and may raise."""
+        left = memoryview(message)
+        while True:
+            chunk, left = left[:CHUNK_BYTES], left[CHUNK_BYTES:]
+            number = int(self.header[0])
+            while self.acknowledged.min() < number:
+                check()
+                sleep(0)
+            self.data[: len(chunk)] = chunk
+            self.header[:] = number + 1, len(chunk), len(left)
+            wake()
+            if not left:
+                return
+
+    def receive(self, worker: int, sleep_until_woken: Callable[[], None]) -> bytearray:
+        message = bytearray()
+        while True:
+            sleep_until_woken()
+            number, size, left = self.header.tolist()
+            message += self.data[:size]
+            self.acknowledged[worker] = number
+            if not left:
+                return message
+
+    def close(self) -> None:
+        del self.header, self.acknowledged
+        self.data.release()
+        self.shm.close()
+
+
+def encode(method: str, args: tuple[Any, ...]) -> bytes:
+    """A call as one message. Arrays travel as raw bytes beside the pickle."""
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps((method, args), protocol=5, buffer_callback=buffers.append)
+    head += b"\0" * (-len(head) % 8)  # what follows is aligned for its dtype
+    parts: list[Any] = [head, *(buffer.raw() for buffer in buffers)]
+    sizes = [len(part) for part in parts]
+    return b"".join((struct.pack(f"<{len(sizes) + 1}q", len(sizes), *sizes), *parts))
+
+
+def decode(message: bytearray) -> tuple[str, tuple[Any, ...]]:
+    """The call again; its arrays are views of the message."""
+    (count,) = struct.unpack_from("<q", message)
+    sizes = struct.unpack_from(f"<{count}q", message, 8)
+    view, start, parts = memoryview(message), 8 * (count + 1), []
+    for size in sizes:
+        parts.append(view[start : start + size])
+        start += size
+    return pickle.loads(parts[0], buffers=parts[1:])
+
+
+class Workers:
+    """Ranks 1 to size - 1, as rank 0 sees them.
+
+    Args:
+        size: ranks in all.
+        target: what a worker runs: ``target(worker, *args)``, a function of some module.
+        args: further arguments, sent to the processes by pickle.
+
+    Attributes:
+        port: of the store where the ranks' process groups meet.
+    """
+
+    def __init__(self, size: int, target: Callable[..., None], *args: Any) -> None:
+        self.channel = Channel(size - 1)
+        self.store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        self.port = self.store.port
+        self._state = _State(size - 1)
+        self._semaphores = [_context.Semaphore(0) for _ in range(size - 1)]
+        pipes = [_context.Pipe(duplex=False) for _ in range(size - 1)]
+        self._processes = [
+            _context.Process(
+                target=_worker_main,
+                args=(
+                    Worker(
+                        rank,
+                        size,
+                        self.port,
+                        self.channel.shm.name,
+                        semaphore,
+                        pipe[1],
+                        torch.get_num_threads(),
+                    ),
+                    target,
+                    args,
+                ),
+                name=f"nanovllm-rank{rank}",
+                daemon=True,
+            )
+            for rank, (semaphore, pipe) in enumerate(
+                zip(self._semaphores, pipes, strict=True), start=1
+            )
+        ]
+        # Also at the end of the interpreter, and when the engine is collected.
+        self.close = weakref.finalize(
+            self, _end, self._state, self._processes, self.channel, self._semaphores
+        )
+        with _main_hidden():
+            for process in self._processes:
+                process.start()
+        for _, theirs in pipes:
+            theirs.close()
+        ours = [pipe[0] for pipe in pipes]
+        threading.Thread(
+            target=_watch, args=(self._state, self._processes, ours), daemon=True
+        ).start()
+
+    def wait_ready(self) -> None:
+        """Waits until every worker has got as far (``Worker.report_ready``)."""
+        self._state.wait_ready()
+        with suppress(FileNotFoundError):
+            self.channel.shm.unlink()  # all have opened it: only its name goes
+
+    def send(self, method: str, args: tuple[Any, ...]) -> None:
+        """Makes every worker call a method of its runner."""
+        self.check()
+        self.channel.send(encode(method, args), self._wake, self.check)
+
+    def check(self) -> None:
+        """Raises WorkerError if a worker has failed."""
+        self._state.check()
+
+    def on_failure(self, action: Callable[[], None]) -> None:
+        """What else to do, in the watching thread, when a worker fails."""
+        self._state.actions.append(action)
+
+    def fail(self, error: BaseException) -> None:
+        """Rank 0 is out of step with the others: ends them. Raises WorkerError if one of them
+        turns out to be the cause."""
+        self._state.wait_failure(1.0)
+        self._state.set_failure(f"rank 0 failed: {type(error).__name__}: {error}")
+        for process in self._processes:
+            process.kill()
+        if not self._state.failure.startswith("rank 0"):
+            raise WorkerError(self._state.failure) from error
+
+    def _wake(self) -> None:
+        for semaphore in self._semaphores:
+            semaphore.release()
+
+
+@dataclass
+class Worker:
+    """Rank 0 and its calls, as one worker sees them.
+
+    Attributes:
+        rank, size: of this worker, and of all.
+        port: of the store where the ranks' process groups meet.
+        num_threads: for PyTorch, as many as rank 0 has.
+    """
+
+    rank: int
+    size: int
+    port: int
+    segment: str
+    semaphore: Any
+    pipe: Connection
+    num_threads: int
+
+    @cached_property
+    def channel(self) -> Channel:
+        return Channel(self.size - 1, self.segment)
+
+    def report_ready(self) -> None:
+        assert self.channel, "open, so that rank 0 may take away its name"
+        self.pipe.send(None)
+
+    def receive(self) -> tuple[str, tuple[Any, ...]]:
+        """The next call: a method and its arguments."""
+        return decode(self.channel.receive(self.rank - 1, self._sleep_until_woken))
+
+    def _sleep_until_woken(self) -> None:
+        if torch.cuda.is_initialized():  # the next step is near, and a core can be spared
+            end = monotonic() + SPIN_SECONDS
+            while monotonic() < end:
+                if self.semaphore.acquire(block=False):
+                    return
+        self.semaphore.acquire()
+
+
+class _State:
+    """What the watching thread and rank 0's other threads share."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self.changed = threading.Condition()
+        self.num_ready = 0
+        self.failure = ""
+        self.closing = False
+        self.actions: list[Callable[[], None]] = []
+
+    def set_ready(self) -> None:
+        with self.changed:
+            self.num_ready += 1
+            self.changed.notify_all()
+
+    def set_failure(self, failure: str) -> None:
+        with self.changed:
+            self.failure = self.failure or failure
+            self.changed.notify_all()
+
+    def wait_ready(self) -> None:
+        with self.changed:
+            while self.num_ready < self.num_workers and not self.failure:
+                self.changed.wait(1.0)  # in slices, so that Ctrl-C gets through
+            self.num_ready -= self.num_workers
+        self.check()
+
+    def wait_failure(self, seconds: float) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: bool(self.failure), seconds)
+
+    def check(self) -> None:
+        if self.failure:
+            raise WorkerError(self.failure)
+
+
+def _watch(state: _State, processes: list[Any], pipes: list[Connection]) -> None:
+    """Rank 0's thread: reads the workers' pipes until one of them ends."""
+    ranks = {pipe: rank for rank, pipe in enumerate(pipes, start=1)}
+    while not state.closing:
+        for pipe in wait(list(ranks)):
+            assert isinstance(pipe, Connection)
+            rank = ranks[pipe]
+            try:
+                error = pipe.recv()
+            except (EOFError, OSError):
+                process = processes[rank - 1]
+                process.join(GRACE_SECONDS)
+                error = f"its process ended with exit code {process.exitcode}"
+            if error is None:
+                state.set_ready()
+                continue
+            if not state.closing:
+                state.set_failure(f"rank {rank} failed: {error}")
+                for process in processes:
+                    process.kill()
+                for action in state.actions:
+                    with suppress(Exception):
+                        action()
+            return
+
+
+def _end(state: _State, processes: list[Any], channel: Channel, semaphores: list[Any]) -> None:
+    """Ends the workers, by themselves if they can, and frees what they shared with rank 0."""
+    state.closing = True
+    end = monotonic() + (0.0 if state.failure else GRACE_SECONDS)
+
+    def wake() -> None:
+        for semaphore in semaphores:
+            semaphore.release()
+
+    def check() -> None:
+        if monotonic() > end:
+            raise TimeoutError
+
+    with suppress(TimeoutError):
+        channel.send(encode("exit", ()), wake, check)
+    for process in processes:
+        if process.pid is not None:
+            process.join(max(0.0, end - monotonic()))
+            process.kill()
+            process.join()
+    with suppress(FileNotFoundError):
+        channel.shm.unlink()
+    channel.close()
+
+
+@contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Keeps spawned processes from importing the program's main module, which they do not need
+    and which would run a script without a ``__name__ == "__main__"`` guard once more."""
+    main: Any = sys.modules["__main__"]
+    spec, path = main.__spec__, vars(main).pop("__file__", None)
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__spec__ = spec
+        if path is not None:
+            main.__file__ = path
+
+
+def _worker_main(worker: Worker, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what Ctrl-C means
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    try:
+        target(worker, *args)
+        os._exit(0)  # at once: libraries' destructors may wait for peers
+    except BaseException as error:
+        worker.pipe.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        os._exit(1)
+
+
+def _follow_parent() -> None:
+    """Ends this process with rank 0's, whatever the main thread is stuck in."""
+    parent = mp.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
