@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -20,6 +21,7 @@ from nanovllm.engine.sampling_inputs import prepare_sample
 from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.workers import Worker, Workers, interrupts_delayed
+from nanovllm.kernels.all_reduce import OneShotAllReduce, can_one_shot
 from nanovllm.kernels.attention_backend import select_attention_backend
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead
@@ -30,7 +32,7 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import get_model_class
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.context import step_context
-from nanovllm.utils.distributed import TPGroup, make_tp_group, use_tp_group
+from nanovllm.utils.distributed import TPGroup, connect_store, make_tp_group, use_tp_group
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.math import cdiv, heads_per_rank
 
@@ -320,7 +322,14 @@ class ModelRunner:
         link = self.workers or self.worker
         if link is None:
             return TPGroup()
-        group = make_tp_group(rank, size, link.port, self.device)
+        store = connect_store(link.port, size)
+        group = make_tp_group(rank, size, store, self.device)
+        if self.device.type == "cuda" and can_one_shot(size):
+            one_shot = OneShotAllReduce(
+                rank, size, f"nanovllm-{link.port}", store, self.dtype, self.device
+            )
+            group = replace(group, one_shot=one_shot)
+            group.min(0, self.device)  # no flag may be raised before it has been zeroed
         if self.workers is not None:
             self.workers.on_failure(group.abort)
         return group
