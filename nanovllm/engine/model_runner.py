@@ -326,7 +326,13 @@ class ModelRunner:
         group = make_tp_group(rank, size, store, self.device)
         if self.device.type == "cuda" and can_one_shot(size):
             one_shot = OneShotAllReduce(
-                rank, size, f"nanovllm-{link.port}", store, self.dtype, self.device
+                rank,
+                size,
+                f"nanovllm-{link.port}",
+                store,
+                group.backend,
+                self.dtype,
+                self.device,
             )
             group = replace(group, one_shot=one_shot)
             group.min(0, self.device)  # no flag may be raised before it has been zeroed

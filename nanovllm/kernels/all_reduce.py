@@ -9,6 +9,8 @@ of a program's call (its epoch) is counted on the device. Inboxes are double: a 
 raised flag e + 1 has read what was left at e, so call e + 2 may overwrite it.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -121,8 +123,9 @@ class OneShotAllReduce:
     have made theirs.
 
     Args:
-        name: of this engine's ranks, the same on each.
+        name: of this engine's ranks, the same on each and unlike any other's.
         store: where they leave word for each other.
+        backend: their NCCL group.
         dtype: of what is to be reduced.
     """
 
@@ -132,14 +135,20 @@ class OneShotAllReduce:
         size: int,
         name: str,
         store: dist.Store,
+        backend: Any,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
         self.rank, self.size, self.dtype = rank, size, dtype
         inbox_bytes = 2 * size * MAX_NUMEL * dtype.itemsize
         num_bytes = inbox_bytes + size * NUM_BLOCKS * 4
+        # Symmetric memory looks its group up by name.
+        group = dist.ProcessGroup(store, rank, size)
+        group._set_group_name(name)
+        group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
+        _register_process_group(name, group)
         _SymmetricMemory.set_group_info(name, rank, size, dist.PrefixStore("one_shot", store))
         self.memory = _SymmetricMemory.empty_strided_p2p(
             (num_bytes,), (1,), torch.uint8, device, name
