@@ -13,11 +13,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    _register_process_group,
+    _SymmetricMemory,
+    _unregister_process_group,
+)
 
 from nanovllm.kernels.compat import HAS_TRITON, tl, triton
 
 BLOCK = 2048  # elements a program
-NUM_BLOCKS = 256
+NUM_BLOCKS = 1024
 MAX_NUMEL = BLOCK * NUM_BLOCKS
 
 
@@ -139,16 +144,15 @@ class OneShotAllReduce:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
-
         self.rank, self.size, self.dtype = rank, size, dtype
+        self.name: Any = name
         inbox_bytes = 2 * size * MAX_NUMEL * dtype.itemsize
         num_bytes = inbox_bytes + size * NUM_BLOCKS * 4
         # Symmetric memory looks its group up by name.
         group = dist.ProcessGroup(store, rank, size)
-        group._set_group_name(name)
+        group._set_group_name(self.name)
         group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
-        _register_process_group(name, group)
+        _register_process_group(self.name, group)
         _SymmetricMemory.set_group_info(name, rank, size, dist.PrefixStore("one_shot", store))
         self.memory = _SymmetricMemory.empty_strided_p2p(
             (num_bytes,), (1,), torch.uint8, device, name
@@ -172,3 +176,7 @@ class OneShotAllReduce:
     def abort(self) -> None:
         """Ends all waiting for peers; what comes out of it is no sum."""
         self.aborted.fill_(1)
+
+    def close(self) -> None:
+        _unregister_process_group(self.name)
+        del self.memory

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.kernels.all_reduce import MAX_NUMEL, NUM_BLOCKS, all_reduce
+from nanovllm.kernels.all_reduce import BLOCK, MAX_NUMEL, NUM_BLOCKS, all_reduce
 
 
 def address(*tensors: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ def test_sums_what_the_peers_have_left_and_leaves_its_own(shape, rank, size, dev
         for part in parts[1:]:
             expected = expected + part.float()
         assert torch.equal(out, expected.to(dtype))
-        num_blocks = -(-parts[0].numel() // 2048)
+        num_blocks = -(-parts[0].numel() // BLOCK)
         for peer in range(size):
             if peer != rank:
                 left = inboxes[peer][epoch % 2, rank, : parts[rank].numel()]
