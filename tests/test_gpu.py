@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.cuda_graphs import capture_sizes
+from nanovllm.engine.model_inputs import prepare_decode
 from nanovllm.engine.sequence import Sequence
 from tests.test_parity import PROMPTS
 from tests.tiny_models import BASE, CONFIGS, TinyModels
@@ -45,7 +46,8 @@ def prefill_logits(llm: LLM, prompt: list[int]) -> torch.Tensor:
     llm.scheduler.block_manager.allocate(seq)
     batch = Batch((ScheduledSequence(seq, 0, len(seq), True),), is_prefill=True)
     with torch.inference_mode():
-        logits = llm.model_runner.run_model(llm.model_runner.prepare_prefill(batch))
+        inputs = llm.model_runner.prepare_prefill(batch).to(llm.model_runner.device)
+        _, logits = llm.model_runner.run_model(inputs)
     llm.scheduler.block_manager.deallocate(seq)
     return logits[0].float()
 
@@ -102,12 +104,13 @@ def test_graphs_replay_exactly_what_eager_computes(small_model, backend, dtype):
         assert sorted(runner.graphs.graphs) == capture_sizes(32)
         for num_seqs in [1, 2, 3, 4, 8, 11, 16, 31, 32]:
             batch = decode_batch(llm, num_seqs)
-            size = runner.graphs.padded_size(num_seqs)
-            inputs = runner.prepare_decode(batch, size)
+            inputs = runner.prepare_decode(batch)
+            assert inputs.batch_size == runner.graphs.padded_size(num_seqs)
+            as_is = prepare_decode(batch, llm.config.kvcache_block_size).pack()
             with torch.inference_mode():
                 replayed = runner.graphs.replay(inputs).clone()
-                eager = runner.run_model(inputs.to(runner.device))
-                unpadded = runner.run_model(runner.prepare_decode(batch))
+                _, eager = runner.run_model(inputs.to(runner.device))
+                _, unpadded = runner.run_model(as_is.to(runner.device))
             assert torch.equal(replayed[:num_seqs], eager[:num_seqs])
             # Padding changes the products' shapes, so their rounding; bf16 is 8 times as coarse.
             tolerance = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.4}[dtype]

@@ -1,8 +1,6 @@
 """Runs scheduled batches on one rank's device. Never decides who runs."""
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from time import perf_counter
@@ -96,6 +94,7 @@ class ModelRunner:
         self._timed("warm-up and KV cache")
         if self.uses_graphs:
             self.capture_cudagraph(capture_sizes(self.max_num_seqs))
+        self._meet_ranks()
         self._timed("CUDA graphs")
 
     @property
@@ -109,10 +108,21 @@ class ModelRunner:
         return min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
 
     def call(self, method: str, *args: Any) -> Any:
-        """Runs a method by name, on every rank at once where there are several."""
-        if self.workers is not None:
-            self.write_shm(method, *args)
-        return getattr(self, method)(*args)
+        """Rank 0: runs a method by name, on every rank at once where there are several. It is
+        done whole or never again.
+
+        Raises:
+            WorkerError: another rank has failed; so does every later call.
+        """
+        if self.workers is None:
+            return getattr(self, method)(*args)
+        with interrupts_delayed():
+            try:
+                self.write_shm(method, *args)
+                return getattr(self, method)(*args)
+            except BaseException as error:
+                self.workers.fail(error)
+                raise
 
     def write_shm(self, method: str, *args: Any) -> None:
         """Rank 0: mirrors a call to the workers."""
@@ -137,19 +147,21 @@ class ModelRunner:
         Raises:
             WorkerError: another rank has failed; so does every later call.
         """
-        with self._lock_step(), torch.inference_mode():
+        with torch.inference_mode():
             inputs = self.prepare_prefill(batch) if batch.is_prefill else self.prepare_decode(batch)
             logits = self.call("run_step", inputs, batch.block_copies)
             prompt_logprobs = self.compute_prompt_logprobs(batch) if batch.is_prefill else {}
-            num_sampled = len(batch.sampled)
-            if not num_sampled:
-                return StepOutput([], None, prompt_logprobs)
-            token_ids, logprobs = self.sampler(logits[:num_sampled], self.prepare_sample(batch))
-            return StepOutput(
-                token_ids.tolist(),
-                None if logprobs is None else logprobs.numpy(force=True),
-                prompt_logprobs,
-            )
+            output = StepOutput([], None, prompt_logprobs)
+            if num_sampled := len(batch.sampled):
+                token_ids, logprobs = self.sampler(logits[:num_sampled], self.prepare_sample(batch))
+                output = StepOutput(
+                    token_ids.tolist(),
+                    None if logprobs is None else logprobs.numpy(force=True),
+                    prompt_logprobs,
+                )
+        if self.workers is not None:
+            self.workers.check()  # on a GPU, a rank that dies leaves sums that are none
+        return output
 
     @torch.inference_mode()
     def run_step(
@@ -340,21 +352,6 @@ class ModelRunner:
             self.workers.on_failure(group.abort)
         return group
 
-    @contextmanager
-    def _lock_step(self) -> Iterator[None]:
-        """Around what rank 0 does together with the others: it is done whole, or never again."""
-        if self.workers is None:
-            yield
-            return
-        with interrupts_delayed():
-            self.workers.check()
-            try:
-                yield
-            except BaseException as error:
-                self.workers.fail(error)
-                raise
-            self.workers.check()
-
     def _measure_graphs(self) -> int:
         """A bound on the memory of all graphs: captures the two largest on a cache of one block,
         and takes what the second adds to their pool for every further one."""
@@ -410,6 +407,7 @@ def start_ranks(config: Config, checkpoint: Checkpoint, max_model_len: int) -> M
     """
     if config.tensor_parallel_size == 1:
         return ModelRunner(config, checkpoint, max_model_len)
+    select_device(config.device, 0, config.tensor_parallel_size)  # before any process starts
     workers = Workers(config.tensor_parallel_size, run_worker, config, max_model_len)
     try:
         return ModelRunner(config, checkpoint, max_model_len, workers)

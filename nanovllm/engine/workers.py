@@ -29,6 +29,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from nanovllm.utils.distributed import make_store
+
 CHUNK_BYTES = 1 << 20
 SPIN_SECONDS = 0.002  # a decode step on a GPU takes no longer; then the worker sleeps
 GRACE_SECONDS = 3.0  # to end by themselves
@@ -42,14 +44,17 @@ def interrupts_delayed() -> Iterator[None]:
         yield  # where signals do not arrive
         return
     handler = signal.getsignal(signal.SIGINT)
+    if handler is None:  # not Python's, so not ours to replace
+        yield
+        return
     pending: list[Any] = []
     signal.signal(signal.SIGINT, lambda *args: pending.append(args))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if pending and callable(handler):
-            handler(*pending[0])
+        if pending:
+            signal.raise_signal(signal.SIGINT)
 
 
 class WorkerError(RuntimeError):
@@ -73,7 +78,9 @@ class Channel:
         self.header, self.acknowledged = numbers[:3], numbers[3:]
         self.data = self.shm.buf[8 * words : 8 * words + CHUNK_BYTES]
 
-    def send(self, message: bytes, wake: Callable[[], None], check: Callable[[], None]) -> None:
+    def send(
+        self, message: bytes | bytearray, wake: Callable[[], None], check: Callable[[], None]
+    ) -> None:
         """Writes a message. ``check`` is called while waiting for workers, and may raise."""
         left = memoryview(message)
         while True:
@@ -104,14 +111,17 @@ class Channel:
         self.shm.close()
 
 
-def encode(method: str, args: tuple[Any, ...]) -> bytes:
+def encode(method: str, args: tuple[Any, ...]) -> bytearray:
     """A call as one message. Arrays travel as raw bytes beside the pickle."""
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps((method, args), protocol=5, buffer_callback=buffers.append)
-    head += b"\0" * (-len(head) % 8)  # what follows is aligned for its dtype
     parts: list[Any] = [head, *(buffer.raw() for buffer in buffers)]
     sizes = [len(part) for part in parts]
-    return b"".join((struct.pack(f"<{len(sizes) + 1}q", len(sizes), *sizes), *parts))
+    message = bytearray(struct.pack(f"<{len(sizes) + 1}q", len(sizes), *sizes))
+    for part in parts:
+        message += part
+        message += b"\0" * (-len(message) % 8)  # what follows is aligned for its dtype
+    return message
 
 
 def decode(message: bytearray) -> tuple[str, tuple[Any, ...]]:
@@ -121,7 +131,7 @@ def decode(message: bytearray) -> tuple[str, tuple[Any, ...]]:
     view, start, parts = memoryview(message), 8 * (count + 1), []
     for size in sizes:
         parts.append(view[start : start + size])
-        start += size
+        start += size + -size % 8
     return pickle.loads(parts[0], buffers=parts[1:])
 
 
@@ -139,12 +149,11 @@ class Workers:
 
     def __init__(self, size: int, target: Callable[..., None], *args: Any) -> None:
         self.channel = Channel(size - 1)
-        self.store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-        self.port = self.store.port
-        self._state = _State(size - 1)
+        store = make_store(size)
+        self.port = store.port
         self._semaphores = [_context.Semaphore(0) for _ in range(size - 1)]
         pipes = [_context.Pipe(duplex=False) for _ in range(size - 1)]
-        self._processes = [
+        processes = [
             _context.Process(
                 target=_worker_main,
                 args=(
@@ -167,19 +176,16 @@ class Workers:
                 zip(self._semaphores, pipes, strict=True), start=1
             )
         ]
+        self._state = _State(processes, store)
         # Also at the end of the interpreter, and when the engine is collected.
-        self.close = weakref.finalize(
-            self, _end, self._state, self._processes, self.channel, self._semaphores
-        )
-        with _main_hidden():
-            for process in self._processes:
+        self.close = weakref.finalize(self, _end, self._state, self.channel, self._semaphores)
+        with _main_hidden(), _interrupts_blocked():
+            for process in processes:
                 process.start()
         for _, theirs in pipes:
             theirs.close()
         ours = [pipe[0] for pipe in pipes]
-        threading.Thread(
-            target=_watch, args=(self._state, self._processes, ours), daemon=True
-        ).start()
+        threading.Thread(target=_watch, args=(self._state, ours), daemon=True).start()
 
     def wait_ready(self) -> None:
         """Waits until every worker has got as far (``Worker.report_ready``)."""
@@ -203,12 +209,11 @@ class Workers:
     def fail(self, error: BaseException) -> None:
         """Rank 0 is out of step with the others: ends them. Raises WorkerError if one of them
         turns out to be the cause."""
-        self._state.wait_failure(1.0)
-        self._state.set_failure(f"rank 0 failed: {type(error).__name__}: {error}")
-        for process in self._processes:
-            process.kill()
-        if not self._state.failure.startswith("rank 0"):
-            raise WorkerError(self._state.failure) from error
+        if isinstance(error, RuntimeError):  # as collectives raise where a peer is gone
+            self._state.wait_failure(1.0)
+            if self._state.failure and not isinstance(error, WorkerError):
+                raise WorkerError(self._state.failure) from error
+        self._state.fail(f"rank 0 failed: {type(error).__name__}: {error}")
 
     def _wake(self) -> None:
         for semaphore in self._semaphores:
@@ -238,7 +243,7 @@ class Worker:
         return Channel(self.size - 1, self.segment)
 
     def report_ready(self) -> None:
-        assert self.channel, "open, so that rank 0 may take away its name"
+        _ = self.channel  # open from now on: rank 0 may take away its name
         self.pipe.send(None)
 
     def receive(self) -> tuple[str, tuple[Any, ...]]:
@@ -257,29 +262,36 @@ class Worker:
 class _State:
     """What the watching thread and rank 0's other threads share."""
 
-    def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
+    def __init__(self, processes: list[Any], store: dist.Store) -> None:
+        self.processes = processes
+        # The only reference: without it the port is closed, and waiting for the store ends.
+        self.store: dist.Store | None = store
         self.changed = threading.Condition()
-        self.num_ready = 0
+        self.times_ready = [0] * len(processes)
+        self.times_awaited = 0
         self.failure = ""
         self.closing = False
         self.actions: list[Callable[[], None]] = []
 
-    def set_ready(self) -> None:
+    def set_ready(self, rank: int) -> None:
         with self.changed:
-            self.num_ready += 1
+            self.times_ready[rank - 1] += 1
             self.changed.notify_all()
 
-    def set_failure(self, failure: str) -> None:
+    def fail(self, failure: str) -> None:
+        """Ends all workers, for good; the first reason counts."""
         with self.changed:
             self.failure = self.failure or failure
             self.changed.notify_all()
+        for process in self.processes:
+            process.kill()
+        self.store = None
 
     def wait_ready(self) -> None:
+        self.times_awaited += 1
         with self.changed:
-            while self.num_ready < self.num_workers and not self.failure:
+            while min(self.times_ready) < self.times_awaited and not self.failure:
                 self.changed.wait(1.0)  # in slices, so that Ctrl-C gets through
-            self.num_ready -= self.num_workers
         self.check()
 
     def wait_failure(self, seconds: float) -> None:
@@ -291,7 +303,7 @@ class _State:
             raise WorkerError(self.failure)
 
 
-def _watch(state: _State, processes: list[Any], pipes: list[Connection]) -> None:
+def _watch(state: _State, pipes: list[Connection]) -> None:
     """Rank 0's thread: reads the workers' pipes until one of them ends."""
     ranks = {pipe: rank for rank, pipe in enumerate(pipes, start=1)}
     while not state.closing:
@@ -301,23 +313,31 @@ def _watch(state: _State, processes: list[Any], pipes: list[Connection]) -> None
             try:
                 error = pipe.recv()
             except (EOFError, OSError):
-                process = processes[rank - 1]
-                process.join(GRACE_SECONDS)
-                error = f"its process ended with exit code {process.exitcode}"
+                error = ""
             if error is None:
-                state.set_ready()
+                state.set_ready(rank)
                 continue
             if not state.closing:
-                state.set_failure(f"rank {rank} failed: {error}")
-                for process in processes:
-                    process.kill()
+                state.fail(_cause(state.processes, rank, error))
                 for action in state.actions:
                     with suppress(Exception):
                         action()
             return
 
 
-def _end(state: _State, processes: list[Any], channel: Channel, semaphores: list[Any]) -> None:
+def _cause(processes: list[Any], rank: int, error: str) -> str:
+    """What went wrong first: a death rather than the error that a peer of the dead reports."""
+    if not error:
+        processes[rank - 1].join(GRACE_SECONDS)
+    for dead, process in enumerate(processes, start=1):
+        if (process.exitcode or 0) < 0:
+            reason = signal.strsignal(-process.exitcode) or f"signal {-process.exitcode}"
+            return f"rank {dead} failed: its process was ended from outside: {reason}"
+    code = processes[rank - 1].exitcode
+    return f"rank {rank} failed: {error or f'its process ended with exit code {code}'}"
+
+
+def _end(state: _State, channel: Channel, semaphores: list[Any]) -> None:
     """Ends the workers, by themselves if they can, and frees what they shared with rank 0."""
     state.closing = True
     end = monotonic() + (0.0 if state.failure else GRACE_SECONDS)
@@ -330,16 +350,18 @@ def _end(state: _State, processes: list[Any], channel: Channel, semaphores: list
         if monotonic() > end:
             raise TimeoutError
 
-    with suppress(TimeoutError):
-        channel.send(encode("exit", ()), wake, check)
-    for process in processes:
-        if process.pid is not None:
-            process.join(max(0.0, end - monotonic()))
-            process.kill()
-            process.join()
-    with suppress(FileNotFoundError):
-        channel.shm.unlink()
-    channel.close()
+    with interrupts_delayed():
+        with suppress(TimeoutError):
+            channel.send(encode("exit", ()), wake, check)
+        for process in state.processes:
+            if process.pid is not None:
+                process.join(max(0.0, end - monotonic()))
+                process.kill()
+                process.join()
+        with suppress(FileNotFoundError):
+            channel.shm.unlink()
+        channel.close()
+        state.store = None
 
 
 @contextmanager
@@ -357,14 +379,25 @@ def _main_hidden() -> Iterator[None]:
             main.__file__ = path
 
 
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Ctrl-C arrives at the end, and never at the processes started within: a terminal sends it
+    to all, but rank 0 decides what it means."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _worker_main(worker: Worker, target: Callable[..., None], args: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what Ctrl-C means
     threading.Thread(target=_follow_parent, daemon=True).start()
     try:
         target(worker, *args)
         os._exit(0)  # at once: libraries' destructors may wait for peers
     except BaseException as error:
-        worker.pipe.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        with suppress(OSError):  # rank 0 may be gone
+            worker.pipe.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
         os._exit(1)
 
 
@@ -372,5 +405,6 @@ def _follow_parent() -> None:
     """Ends this process with rank 0's, whatever the main thread is stuck in."""
     parent = mp.parent_process()
     assert parent is not None
-    parent.join()
+    while os.getppid() == parent.pid:
+        parent.join(1.0)  # which other children of rank 0 may keep from noticing
     os._exit(1)

@@ -26,9 +26,9 @@ class VocabParallelEmbedding(nn.Module):
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
         if loaded_weight.size(0) != self.num_embeddings:
+            shape = [self.num_embeddings, *param.shape[1:]]
             raise ValueError(
-                f"the model needs {self.num_embeddings} rows, the checkpoint has "
-                f"{loaded_weight.size(0)}"
+                f"the model needs shape {shape}, the checkpoint has {list(loaded_weight.shape)}"
             )
         rows = loaded_weight[self.vocab_start :][: self.num_embeddings_per_rank]
         copy_weight(param.data[: len(rows)], rows)

@@ -1,5 +1,6 @@
 """The ranks that one model is split over, and the collectives between them."""
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+LOOPBACK = "127.0.0.1"
 # For ranks to meet; afterwards a dead peer is noticed by other means.
 MEETING_TIMEOUT = timedelta(seconds=120)
 
@@ -73,9 +75,23 @@ def _wait(work: Any) -> None:
         work.wait()
 
 
+def make_store(size: int) -> dist.TCPStore:
+    """Where ranks leave word for each other: on a free port of this host, closed to others."""
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        LOOPBACK,
+        port,
+        size,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
 def connect_store(port: int, size: int) -> dist.Store:
-    """Rank 0's store on this host, where ranks leave word for each other."""
-    return dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=MEETING_TIMEOUT)
+    """Rank 0's store, as each rank uses it."""
+    return dist.TCPStore(LOOPBACK, port, size, is_master=False, timeout=MEETING_TIMEOUT)
 
 
 def make_tp_group(rank: int, size: int, store: dist.Store, device: torch.device) -> TPGroup:
@@ -85,7 +101,11 @@ def make_tp_group(rank: int, size: int, store: dist.Store, device: torch.device)
         torch.cuda.set_device(device)
         backend = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
     else:
-        backend = dist.ProcessGroupGloo(store, rank, size, timeout=MEETING_TIMEOUT)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=LOOPBACK)]
+        options._timeout = MEETING_TIMEOUT
+        backend = gloo(store, rank, size, options)
     return TPGroup(rank, size, backend)
 
 

@@ -166,9 +166,20 @@ def test_packing_a_tied_head_leaves_the_embedding_as_it_is():
     torch.testing.assert_close(head(hidden_states()), expected_outputs()["all_rows"])
 
 
-def test_a_vocabulary_that_does_not_split_evenly_is_refused():
-    with use_tp_group(TPGroup(0, 2)), pytest.raises(ValueError, match="7 cannot be split evenly"):
-        VocabParallelEmbedding(7, HIDDEN)
+@pytest.mark.parametrize("vocab, size", [(7, 2), (5, 4), (13, 8), (2, 4)])
+@pytest.mark.parametrize("layer_class", [VocabParallelEmbedding, ParallelLMHead])
+def test_a_vocabulary_that_does_not_split_evenly_ends_in_zeros(layer_class, vocab, size):
+    """Guards rows that are lost or held twice, and ranks that have none at all."""
+    whole, weights = torch.randn(vocab, HIDDEN), []
+    for rank in range(size):
+        with use_tp_group(TPGroup(rank, size)):
+            layer = layer_class(vocab, HIDDEN)
+        layer.weight.data.fill_(torch.nan)
+        layer.weight.weight_loader(layer.weight, whole)
+        weights.append(layer.weight)
+    assert len({weight.shape for weight in weights}) == 1
+    assert torch.equal(torch.cat(weights)[:vocab], whole)
+    assert not torch.cat(weights)[vocab:].any()
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from nanovllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from nanovllm.utils.distributed import TPGroup, use_tp_group
+from nanovllm.utils.distributed import TPGroup, make_tp_group, use_tp_group
 
 DEADLINE_S = 120
 
@@ -49,19 +48,11 @@ def run_ranks(
 
 def _rank_main(rank: int, size: int, work: Any, argument: Any, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meet",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=DEADLINE_S / 2),
-    )
-    try:
-        with torch.inference_mode():
-            torch.save(work(TPGroup(rank, size), argument), f"{folder}/rank{rank}.pt")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/meet", size)
+    group = make_tp_group(rank, size, store, torch.device("cpu"))
+    with torch.inference_mode():
+        torch.save(work(group, argument), f"{folder}/rank{rank}.pt")
+    group.min(0, torch.device("cpu"))  # none leaves while another still needs it
 
 
 # Sizes that no rank boundary can hide behind: all differ, none is a power of two.
@@ -230,6 +221,27 @@ def test_ranks_hold_an_equal_share_of_each_head_group():
     assert torch.equal(layer.weight, torch.cat((q, k, v)))
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_ranks_share_a_key_value_head_where_they_are_more(kv_heads):
+    """Guards queries that meet the keys of another group."""
+    heads, size, dim = 8, 4, 3
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(n * dim, INPUT, generator=generator) for n in (heads, kv_heads, kv_heads)
+    )
+    for rank in range(size):
+        with use_tp_group(TPGroup(rank, size)):
+            layer = QKVParallelLinear(INPUT, dim, heads, kv_heads)
+        for shard_id, weight in {"q": q, "k": k, "v": v}.items():
+            layer.weight.weight_loader(layer.weight, weight, shard_id)
+        queries = [rank * heads // size, (rank + 1) * heads // size - 1]
+        kv_head, same = (head * kv_heads // heads for head in queries)
+        assert kv_head == same, "all queries of a rank have one key-value head"
+        own_q = q[queries[0] * dim : (queries[1] + 1) * dim]
+        own_k, own_v = (x[kv_head * dim : (kv_head + 1) * dim] for x in (k, v))
+        assert torch.equal(layer.weight, torch.cat((own_q, own_k, own_v)))
+
+
 @each_case
 def test_weight_loader_converts_dtype(name):
     layer = build(name, False, TPGroup())
@@ -262,7 +274,7 @@ def test_weight_loader_refuses_another_shape(name, size):
         lambda: ColumnParallelLinear(4, 5),
         lambda: MergedColumnParallelLinear(4, [4, 5]),
         lambda: MergedColumnParallelLinear(4, [3, 5]),
-        lambda: QKVParallelLinear(4, 2, 4, 1),
+        lambda: QKVParallelLinear(4, 2, 6, 3),
         lambda: QKVParallelLinear(4, 2, 5, 2),
         lambda: RowParallelLinear(5, 4),
     ],
