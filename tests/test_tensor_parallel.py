@@ -1,0 +1,217 @@
+"""Two ranks, or four, give what one gives: tokens, log-probabilities, refusals."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.engine import model_runner
+from nanovllm.engine.batch import Batch, StepOutput
+from nanovllm.engine.workers import CHUNK_BYTES
+from tests.tiny_models import BASE, CONFIGS, TinyModels
+
+# Little of everything: prompts come in chunks, blocks run out, prefixes are shared.
+TIGHT: dict[str, Any] = {
+    "device": "cpu",
+    "max_model_len": 256,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 64,
+    "kvcache_block_size": 32,
+    "num_kvcache_blocks": 16,
+}
+NUM_NEW_TOKENS = 40
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
+# Shapes that ranks do not share evenly; name -> family, changes to its config.
+UNEVEN = {
+    "one-kv-head": ("qwen3", {"num_key_value_heads": 1}),
+    "odd-vocabulary": ("llama", {"vocab_size": 511}),
+    "odd-tied-one-kv-head": (
+        "qwen2",
+        {"vocab_size": 509, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+}
+
+
+def make_prompts(num: int = 24, shared_tokens: int = 70) -> list[list[int]]:
+    """Of 1 to 200 tokens; every third starts with the same ones."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(length: int) -> list[int]:
+        return torch.randint(0, 500, (length,), generator=generator).tolist()
+
+    shared, lengths = draw(shared_tokens), torch.linspace(1, 130, num).int().tolist()
+    return [(shared if i % 3 == 2 else []) + draw(length) for i, length in enumerate(lengths)]
+
+
+PROMPTS = make_prompts()
+# One of each, by the position of the prompt.
+MIXED = [
+    GREEDY,
+    SamplingParams(temperature=0.8, seed=1, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=2, n=2, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0, logprobs=5, prompt_logprobs=3, max_tokens=12, ignore_eos=True),
+    SamplingParams(
+        temperature=0,
+        presence_penalty=0.7,
+        frequency_penalty=0.3,
+        repetition_penalty=1.3,
+        max_tokens=30,
+        ignore_eos=True,
+    ),
+    SamplingParams(
+        temperature=1.0, top_k=20, top_p=0.9, seed=3, n=2, logprobs=2, max_tokens=10, min_tokens=10
+    ),
+    SamplingParams(temperature=0, logit_bias={7: 3.0}, max_tokens=10, prompt_logprobs=0),
+    SamplingParams(temperature=0, logprobs=-1, prompt_logprobs=-1, max_tokens=3),
+]
+MIXED = [MIXED[i % len(MIXED)] for i in range(len(PROMPTS))]
+
+
+def generate(llm: LLM, params: Any = GREEDY, prompts: list[list[int]] = PROMPTS) -> list[Any]:
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[list(out.token_ids) for out in output.outputs] for output in outputs]
+
+
+def assert_same(ours: list[RequestOutput], expected: list[RequestOutput]) -> int:
+    """Equal tokens, and log-probabilities within 1e-4; returns how many of those there were."""
+    assert tokens(ours) == tokens(expected)
+    num_compared = 0
+    for output, other in zip(ours, expected, strict=True):
+        pairs = [(output.prompt_logprobs, other.prompt_logprobs)]
+        for ours_, theirs in zip(output.outputs, other.outputs, strict=True):
+            pairs.append((ours_.logprobs, theirs.logprobs))
+        for found, whole in pairs:
+            assert (found is None) == (whole is None)
+            for a, b in zip(found or [], whole or [], strict=True):
+                assert (a is None) == (b is None)
+                if a is not None:
+                    assert set(a) == set(b)
+                    values = ([d[i].logprob for i in sorted(d)] for d in (a, b))
+                    np.testing.assert_allclose(*values, rtol=0, atol=1e-4)
+                    num_compared += len(a)
+    return num_compared
+
+
+@contextmanager
+def count_events(llm: LLM, events: Counter[str]) -> Iterator[None]:
+    """Counts what the engine's steps run into."""
+    run, started = llm.model_runner.run, set()
+
+    def counted(batch: Batch) -> StepOutput:
+        events["copied blocks"] += len(batch.block_copies)
+        for item in batch.items:
+            events["prefix hits"] += item.start > 0 and item.seq.seq_id not in started
+            events["chunks"] += not item.samples
+            started.add(item.seq.seq_id)
+        return run(batch)
+
+    llm.model_runner.run = counted  # type: ignore[method-assign]
+    yield
+    del llm.model_runner.run
+    events["preemptions"] = llm.scheduler.num_preemptions
+
+
+@pytest.fixture(scope="module")
+def path_of(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory):
+    root = tmp_path_factory.mktemp("uneven")
+
+    def path(name: str) -> Path:
+        if name in CONFIGS:
+            return tiny_models.path(name)
+        if not (root / name).exists():
+            family, changes = UNEVEN[name]
+            config = CONFIGS[family][0](**{**BASE, **changes})
+            TinyModels.build(config, seed=5).save_pretrained(root / name)
+        return root / name
+
+    return path
+
+
+@pytest.mark.parametrize(
+    "name, size", [("qwen3", 2), ("llama", 2), ("qwen2", 4), *((name, 2) for name in UNEVEN)]
+)
+def test_all_outputs_equal_those_of_one_rank(name: str, size: int, path_of: Callable):
+    """Across chunked prefill, prefix hits, preemption, siblings that copy blocks, and everything
+    that a request can ask for; the second run finds the first one's prefixes."""
+    results = []
+    for tensor_parallel_size in (1, size):
+        events: Counter[str] = Counter()
+        with LLM(path_of(name), tensor_parallel_size=tensor_parallel_size, **TIGHT) as llm:
+            with count_events(llm, events):
+                results.append([generate(llm), generate(llm, MIXED)])
+        assert min(events.values()) > 0
+        assert set(events) == {"copied blocks", "prefix hits", "chunks", "preemptions"}
+    assert_same(results[1][0], results[0][0])
+    assert assert_same(results[1][1], results[0][1]) > 1000
+
+
+def test_messages_of_several_chunks(tiny_models: TinyModels):
+    """Blocks of one token make tables of more than a megabyte, at every step."""
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "max_num_seqs": 160,
+        "kvcache_block_size": 1,
+        "num_kvcache_blocks": 4000,
+    }
+    shared = [i % 500 for i in range(1800)]
+    prompts = [[*shared, i] for i in range(160)]
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    results, sizes = [], []
+    for size in (1, 2):
+        with LLM(tiny_models.path("llama"), tensor_parallel_size=size, **settings) as llm:
+            generate(llm, params, [shared])
+            if size == 2:
+                channel = llm.model_runner.workers.channel
+                send = channel.send
+
+                def watched(message: bytes, *args: Any, send: Any = send) -> None:
+                    sizes.append(len(message))
+                    send(message, *args)
+
+                channel.send = watched
+            results.append(tokens(generate(llm, params, prompts)))
+    assert results[0] == results[1]
+    assert len(sizes) == 4, "three steps and the end"
+    assert min(sizes[:3]) > CHUNK_BYTES
+
+
+@pytest.mark.parametrize(
+    "changes, size, match",
+    [
+        ({}, 3, "tensor_parallel_size=3 cannot split this model's 4 attention heads evenly"),
+        ({}, 8, "tensor_parallel_size=8 cannot split this model's 4 attention heads evenly"),
+        ({"intermediate_size": 130}, 4, "tensor_parallel_size=4 .* 130 MLP columns evenly"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 192},
+            4,
+            "tensor_parallel_size=4 cannot split this model's 6 key-value heads evenly",
+        ),
+    ],
+)
+def test_a_model_that_does_not_split_is_refused_before_any_process_starts(
+    changes: dict[str, Any], size: int, match: str, tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr(model_runner, "Workers", None)
+    CONFIGS["qwen3"][0](**{**BASE, **changes}, architectures=["Qwen3ForCausalLM"]).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(ValueError, match=match):
+        LLM(tmp_path, tensor_parallel_size=size, load_format="dummy", **TIGHT)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 7, reason="has GPUs enough")
+def test_too_few_gpus_are_refused_before_any_process_starts(tiny_models: TinyModels, monkeypatch):
+    monkeypatch.setattr(model_runner, "Workers", None)
+    settings = {**TIGHT, "device": "cuda"}
+    match = "GPUs: lower it" if torch.cuda.is_available() else "no CUDA GPU"
+    with pytest.raises(ValueError, match=match):
+        LLM(tiny_models.path("qwen3"), tensor_parallel_size=2, **settings)
