@@ -1,0 +1,311 @@
+"""Worker processes: messages arrive whole, faults are errors within seconds, nothing is left."""
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.engine.model_inputs import PackedInputs, blank_decode
+from nanovllm.engine.workers import CHUNK_BYTES, Channel, decode, encode, interrupts_delayed
+from tests.engine.worker_faults import SCENARIOS, processes_of
+from tests.tiny_models import TinyModels
+
+ROOT = Path(__file__).parents[2]
+
+
+class Readers:
+    """Threads that stand for workers: each takes a number of messages, as slowly as it is told."""
+
+    def __init__(self, num_workers: int, num_messages: int, delays: list[float]) -> None:
+        self.channel = Channel(num_workers)
+        self.semaphores = [threading.Semaphore(0) for _ in range(num_workers)]
+        self.received: list[list[bytes]] = [[] for _ in range(num_workers)]
+        self.threads = [
+            threading.Thread(target=self.read, args=(i, num_messages, delays[i]))
+            for i in range(num_workers)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def read(self, worker: int, num_messages: int, delay: float) -> None:
+        own = Channel(len(self.received), self.channel.shm.name)
+
+        def sleep_until_woken() -> None:
+            assert self.semaphores[worker].acquire(timeout=30)
+            time.sleep(delay)
+
+        for _ in range(num_messages):
+            self.received[worker].append(bytes(own.receive(worker, sleep_until_woken)))
+        own.close()
+
+    def wake(self) -> None:
+        for semaphore in self.semaphores:
+            semaphore.release()
+
+    def send(self, message: bytes) -> None:
+        self.channel.send(message, self.wake, lambda: None)
+
+    def close(self) -> None:
+        for thread in self.threads:
+            thread.join(30)
+        self.channel.close()
+        self.channel.shm.unlink()
+
+
+SIZES = st.sampled_from(
+    [0, 1, 7, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES, 3 * CHUNK_BYTES + 5]
+)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.lists(SIZES | st.integers(0, 5000), min_size=1, max_size=6),
+    st.lists(st.sampled_from([0.0, 0.0, 0.003]), min_size=1, max_size=3),
+)
+def test_readers_get_every_message_whole_and_in_order(sizes: list[int], delays: list[float]):
+    """Guards chunks that are overwritten before a slow reader has them."""
+    rng = np.random.default_rng(0)
+    messages = [rng.bytes(size) for size in sizes]
+    readers = Readers(len(delays), len(messages), delays)
+    try:
+        for message in messages:
+            readers.send(message)
+    finally:
+        readers.close()
+    assert readers.received == [messages] * len(delays)
+
+
+def test_waiting_for_a_reader_can_be_cut_short():
+    """Guards a sender that hangs where a worker is dead."""
+    channel = Channel(1)
+    end = time.monotonic() + 0.2
+
+    def check() -> None:
+        if time.monotonic() > end:
+            raise TimeoutError
+
+    try:
+        channel.send(b"first", lambda: None, check)
+        with pytest.raises(TimeoutError):
+            channel.send(b"second", lambda: None, check)
+    finally:
+        channel.close()
+        channel.shm.unlink()
+
+
+DTYPES = [np.bool_, np.int8, np.int16, np.int32, np.int64, np.float32, np.float64]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 7), max_size=3)), max_size=5
+    ),
+    st.text(min_size=1),
+)
+def test_arrays_arrive_equal_aligned_and_writable(shapes: list[Any], method: str):
+    """Guards an array of odd size that shifts the ones after it."""
+    rng = np.random.default_rng(0)
+    arrays = [np.asarray(rng.integers(0, 99, shape).astype(dtype)) for dtype, shape in shapes]
+    name, (found, number, nothing) = decode(bytearray(encode(method, (arrays, 5, None))))
+    assert (name, number, nothing) == (method, 5, None)
+    for array, expected in zip(found, arrays, strict=True):
+        np.testing.assert_array_equal(array, expected, strict=True)
+        assert array.flags.aligned
+        assert array.flags.writeable or array.ndim == 0
+
+
+def test_an_array_travels_beside_the_pickle():
+    array = np.zeros(1 << 16, np.int32)
+    message = encode("run_step", (array,))
+    assert len(message) < array.nbytes + 500
+    _, (found,) = decode(message)
+    assert np.shares_memory(found, np.frombuffer(message, np.uint8))
+
+
+def test_packed_inputs_survive_the_trip():
+    packed = blank_decode(5, 3).pack()
+    _, (found,) = decode(encode("run_step", (packed,)))
+    assert isinstance(found, PackedInputs)
+    assert (found.shapes, found.context) == (packed.shapes, packed.context)
+    assert torch.equal(found.buffer, packed.buffer)
+    for name, tensor in packed.unpack().tensors().items():
+        assert torch.equal(found.unpack().tensors()[name], tensor), name
+
+
+def test_interrupts_take_effect_at_the_end_and_once():
+    before = signal.getsignal(signal.SIGINT)
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupts_delayed():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        done.append(True)
+    assert done
+    assert signal.getsignal(signal.SIGINT) is before
+    with interrupts_delayed():
+        pass
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *args: None])
+def test_delayed_interrupts_go_to_the_programs_own_handler(handler: Any):
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with interrupts_delayed():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module")
+def models(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoints that the scenarios take from beside theirs."""
+    root = tmp_path_factory.mktemp("faults")
+    for name in ("qwen3", "llama"):
+        shutil.copytree(tiny_models.path(name), root / name)
+    return root
+
+
+class Run:
+    """A scenario under way, in a fork of a server of its own or of one shared with others."""
+
+    def __init__(self, server: subprocess.Popen, name: str, folder: Path) -> None:
+        self.server, self.name, self.folder = server, name, folder
+        folder.mkdir()
+        assert server.stdin is not None
+        server.stdin.write(f"{name} {folder}\n".encode())
+        pid = self._answer(60)
+        assert pid is not None, "the server does not start"
+        self.pid = pid
+
+    def finish(self, seconds: float) -> tuple[int, str]:
+        """Its exit code and log. Whatever it does, it ends, and what it left behind with it."""
+        status = self._answer(seconds)
+        is_stuck = status is None
+        if is_stuck:
+            os.killpg(self.pid, signal.SIGKILL)
+            status = self._answer(10)
+        assert status is not None
+        start = time.monotonic()
+        spared = {int(pid) for pid in self._read("sibling").split()}
+        left = self._wait_until_gone(spared)
+        seconds_to_end = time.monotonic() - start
+        for pid in (*left, *spared):
+            os.kill(pid, signal.SIGKILL)
+        left += self._wait_until_gone(set(), tracker=True)
+        names = self._read("segments").split()
+        segments = [name for name in names if Path(name).exists()]
+        log = self._read("log")
+        print(
+            f"{log}\nleft at the end: {len(left)} processes; {len(segments)} of {len(names)} "
+            f"segments; the last process ended after {seconds_to_end:.2f} s"
+        )
+        assert not is_stuck, f"stuck\n{log}"
+        assert not left, log
+        assert not segments, log
+        return os.waitstatus_to_exitcode(status), log
+
+    def _answer(self, seconds: float) -> int | None:
+        """The number that the server says next, if it does in time."""
+        assert self.server.stdout is not None
+        ready, _, _ = select.select([self.server.stdout], [], [], seconds)
+        return int(self.server.stdout.readline()) if ready else None
+
+    def _wait_until_gone(self, spared: set[int], tracker: bool = False) -> list[int]:
+        end = time.monotonic() + 5
+        while left := [p for p in processes_of(self.pid, tracker=tracker) if p not in spared]:
+            if time.monotonic() > end:
+                break
+            time.sleep(0.02)
+        return left
+
+    def _read(self, name: str) -> str:
+        file = self.folder / name
+        return file.read_text() if file.exists() else ""
+
+
+@contextmanager
+def serve() -> Iterator[subprocess.Popen]:
+    with subprocess.Popen(
+        [sys.executable, "-c", "from tests.engine.worker_faults import serve; serve()"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+    ) as server:
+        yield server
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen]:
+    with serve() as server:
+        yield server
+
+
+MANY = "many_one_after_the_other"
+ENDS_BY_SIGNAL = {"killed": signal.SIGKILL, "terminated": signal.SIGTERM}
+
+
+@pytest.fixture(scope="module")
+def many(models: Path) -> Iterator[Run]:
+    """The longest scenario; starts before the others, and goes on beside them."""
+    with serve() as server:
+        yield Run(server, MANY, models / MANY)
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != MANY])
+def test_a_fault_is_an_error_within_seconds_and_leaves_nothing(
+    name: str, many: Run, server: subprocess.Popen, models: Path
+):
+    code, log = Run(server, name, models / name).finish(60)
+    assert code == -ENDS_BY_SIGNAL.get(name, 0), log
+    if name not in ENDS_BY_SIGNAL:
+        assert "done\n" in log
+        assert "Exception ignored" not in log
+    if name == "interrupts":
+        assert "Traceback" not in log, "the terminal shows one error, if any"
+
+
+def test_many_engines_one_after_the_other_leave_nothing(many: Run):
+    code, log = many.finish(240)
+    assert code == 0, log
+    assert log.count("left: 0 processes, 0 segments, 0 ports") == 20
+
+
+def test_a_script_without_a_main_guard(models: Path, tmp_path: Path):
+    """Guards workers that run the script again; also with asserts stripped, and not closed."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "print('runs')\n"
+        "import sys, torch\n"
+        "from nanovllm import LLM, SamplingParams\n"
+        "torch.set_num_threads(1)\n"
+        "llm = LLM(sys.argv[1], tensor_parallel_size=2, device='cpu', num_kvcache_blocks=4)\n"
+        "llm.generate([[1, 2]], SamplingParams(max_tokens=4), use_tqdm=False)\n"
+        "print('ends')\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-O", str(script), str(models / "qwen3")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=60,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "runs\nends\n", "")

@@ -1,0 +1,472 @@
+"""What test_workers.py does to engines of several ranks.
+
+Each scenario runs in a process of its own, forked from one that has imported everything: a
+quarter of the time that a fresh one takes. Lines on stdin name a scenario and its folder; the
+answers are the process id and, at its end, the wait status.
+"""
+
+import atexit
+import faulthandler
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine import model_runner
+from nanovllm.engine.model_runner import ModelRunner, run_worker
+from nanovllm.engine.workers import Worker, WorkerError, Workers
+
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "max_model_len": 100,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "kvcache_block_size": 16,
+    "num_kvcache_blocks": 16,
+}
+PROMPTS = [[1, 2, 3], [400, 7] * 10, list(range(50, 90))]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+DEADLINE_S = 15
+
+
+# Where things are left: all processes of a session, and what those have open.
+
+
+def processes_of(session: int, zombies: bool = False, tracker: bool = False) -> list[int]:
+    """All but this one; also zombies that this one should have reaped, and the tracker of shared
+    memory that the standard library starts."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            state, parent, _, its_session = (entry / "stat").read_text().split(") ")[-1].split()[:4]
+            command = (entry / "cmdline").read_text()
+        except OSError:
+            continue
+        counts = zombies and int(parent) == os.getpid() if state == "Z" else True
+        if not tracker and "resource_tracker" in command:
+            counts = False
+        if counts and int(its_session) == session and entry.name != str(os.getpid()):
+            found.append(int(entry.name))
+    return found
+
+
+def segments_of(pid: int) -> set[Path]:
+    """Shared memory that a process has mapped, under the names it has or had."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    names = {line.split()[5] for line in lines if "/dev/shm/" in line}
+    return {Path(name) for name in names}
+
+
+def listening_ports_of(pid: int) -> list[str]:
+    """Addresses on which a process waits for connections."""
+    sockets = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            sockets.add(os.readlink(fd))
+        except FileNotFoundError:
+            continue
+    rows = [
+        row.split()
+        for kind in ("tcp", "tcp6")
+        for row in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
+    ]
+    return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+
+
+segments: set[Path] = set()
+
+
+class NotedWorkers(Workers):
+    """Notes the shared memory of workers that do not come up, too."""
+
+    def wait_ready(self) -> None:
+        segments.update(segments_of(os.getpid()))
+        super().wait_ready()
+
+
+def make(folder: Path, size: int = 2, model: str = "qwen3", **kwargs: Any) -> LLM:
+    model_runner.Workers = NotedWorkers  # type: ignore[misc]
+    try:
+        llm = LLM(folder.parent / model, tensor_parallel_size=size, **{**SMALL, **kwargs})
+    finally:
+        assert segments
+        (folder / "segments").write_text("\n".join(map(str, segments)))
+    assert len(processes_of(os.getsid(0))) >= size - 1
+    ports = listening_ports_of(os.getpid())
+    assert all(port.startswith("0100007F:") for port in ports), f"open to other hosts: {ports}"
+    return llm
+
+
+def check_nothing_left() -> None:
+    """By now, or within a second."""
+    end = time.monotonic() + 1
+    while True:
+        gc.collect()
+        left = {
+            "processes": processes_of(os.getsid(0), zombies=True),
+            "segments": [name for name in segments if name.exists()],
+            "ports": listening_ports_of(os.getpid()),
+        }
+        if not any(left.values()):
+            print("left: 0 processes, 0 segments, 0 ports")
+            return
+        assert time.monotonic() < end, left
+        time.sleep(0.02)
+
+
+@contextmanager
+def deadline(what: str, seconds: float = DEADLINE_S) -> Iterator[None]:
+    """A hang ends the process and shows where it was."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    start = time.monotonic()
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    print(f"{what}: {time.monotonic() - start:.2f} s", flush=True)
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [out.outputs[0].token_ids for out in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def expected_tokens(folder: Path) -> list[list[int]]:
+    with LLM(folder.parent / "qwen3", **SMALL) as llm:
+        return tokens(llm)
+
+
+def worker_of(llm: LLM, rank: int = 1) -> int:
+    pid = llm.model_runner.workers._state.processes[rank - 1].pid
+    assert pid is not None
+    return pid
+
+
+def fails(call: Callable[[], Any], *parts: str, error: type[BaseException] = WorkerError) -> str:
+    """Makes a call that has to fail with all of these in its message."""
+    try:
+        call()
+    except BaseException as raised:
+        assert type(raised) is error, repr(raised)
+        message = str(raised)
+    else:
+        raise AssertionError("it does not fail")
+    for part in parts:
+        assert part in message, message
+    return message
+
+
+def in_the_middle(llm: LLM, step: int, action: Callable[[], None]) -> None:
+    """Does something between two layers of rank 0's forward pass of a step, once."""
+    steps = iter(range(step + 1))
+
+    def hook(*args: Any) -> None:
+        if next(steps, None) == step:
+            action()
+
+    llm.model_runner.model.model.layers[1].register_forward_pre_hook(hook)
+
+
+def fail_dead(llm: LLM, *parts: str) -> None:
+    """The first call fails, and every other, at once; then nothing is left."""
+    with deadline("error"):
+        fails(lambda: tokens(llm), *parts)
+    with deadline("again", 1):
+        fails(lambda: tokens(llm), *parts)
+    with deadline("end of the workers", 2):
+        while processes_of(os.getsid(0)):
+            time.sleep(0.01)
+    with deadline("close", 2):
+        llm.close()
+    check_nothing_left()
+
+
+# Scenarios: a worker dies.
+
+
+def worker_killed_while_idle(folder: Path) -> None:
+    llm = make(folder)
+    os.kill(worker_of(llm), signal.SIGKILL)
+    fail_dead(llm, "rank 1 failed", "Killed")
+
+
+def worker_killed_during_a_prefill(folder: Path) -> None:
+    llm = make(folder)
+    in_the_middle(llm, 0, lambda: os.kill(worker_of(llm), signal.SIGKILL))
+    fail_dead(llm, "rank 1 failed", "Killed")
+
+
+def one_of_three_workers_killed_during_a_decode(folder: Path) -> None:
+    """After it, the others fail too: the error names the one that was first."""
+    expected = expected_tokens(folder)
+    llm = make(folder, 4)
+    assert tokens(llm) == expected
+    in_the_middle(llm, 4, lambda: os.kill(worker_of(llm, 2), signal.SIGKILL))
+    fail_dead(llm, "rank 2 failed", "Killed")
+
+
+# Scenarios: a worker raises. What it runs instead of run_worker is found by its name.
+
+
+def raises_in_a_step(worker: Worker, *args: Any) -> None:
+    steps, run_step = iter(range(99)), ModelRunner.run_step
+
+    def failing(self: ModelRunner, *args: Any) -> Any:
+        return run_step(self, *args) if next(steps) < 3 else {}["the third step"]
+
+    ModelRunner.run_step = failing  # type: ignore[method-assign]
+    run_worker(worker, *args)
+
+
+def raises_in_loading(worker: Worker, *args: Any) -> None:
+    def failing(*args: Any) -> None:
+        raise OSError("no such shard")
+
+    model_runner.load_model = failing
+    run_worker(worker, *args)
+
+
+def leaves_before_meeting(worker: Worker, *args: Any) -> None:
+    model_runner.make_tp_group = lambda *args: os._exit(7)
+    run_worker(worker, *args)
+
+
+def raises_after_meeting(worker: Worker, *args: Any) -> None:
+    def failing(*args: Any) -> int:
+        raise MemoryError("no room")
+
+    ModelRunner.measure_kv_cache = failing  # type: ignore[method-assign]
+    run_worker(worker, *args)
+
+
+def an_exception_in_a_step(folder: Path) -> None:
+    model_runner.run_worker = raises_in_a_step
+    llm = make(folder)
+    fail_dead(llm, "rank 1 failed: KeyError: 'the third step'", "Traceback", "in raises_in_a_step")
+
+
+def _fails_to_start(folder: Path, target: Any, *parts: str) -> None:
+    model_runner.run_worker = target
+    with deadline("error, start included"):
+        fails(lambda: make(folder), "rank 1 failed", *parts)
+    check_nothing_left()
+
+
+def a_load_that_fails(folder: Path) -> None:
+    parts = ("OSError: no such shard", "Traceback", "in _build_model")
+    _fails_to_start(folder, raises_in_loading, *parts)
+
+
+def a_worker_that_never_meets_the_others(folder: Path) -> None:
+    _fails_to_start(folder, leaves_before_meeting, "exit code 7")
+
+
+def a_cache_that_does_not_fit(folder: Path) -> None:
+    """While rank 0 waits for it in a collective."""
+    _fails_to_start(folder, raises_after_meeting, "MemoryError: no room", "Traceback")
+
+
+# Scenarios: rank 0 fails, or is interrupted.
+
+
+def an_exception_on_rank_0(folder: Path) -> None:
+    """Out of step with the others it is final; elsewhere it is as with one rank."""
+    expected = expected_tokens(folder)
+    llm = make(folder)
+    handle = llm.model_runner.sampler.register_forward_pre_hook(lambda *args: 1 / 0)
+    with deadline("errors"):
+        fails(lambda: tokens(llm), error=ZeroDivisionError)
+        handle.remove()
+        assert tokens(llm) == expected
+        in_the_middle(llm, 2, lambda: {}["a layer"])
+        fails(lambda: tokens(llm), error=KeyError)
+    fail_dead(llm, "rank 0 failed: KeyError: 'a layer'")
+
+
+def interrupts(folder: Path) -> None:
+    """A terminal's Ctrl-C, which every process of the group gets: between layers, in sampling, at
+    any time; and in the middle of a start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # fork keeps a shell's "ignore"
+    expected = expected_tokens(folder)
+    timer = threading.Timer(1.0, os.killpg, (0, signal.SIGINT))
+    timer.start()
+    with deadline("interrupted start"):
+        fails(lambda: make(folder), error=KeyboardInterrupt)
+    check_nothing_left()
+    llm = make(folder)
+    worker = worker_of(llm)
+
+    def interrupt() -> None:
+        os.killpg(0, signal.SIGINT)
+
+    def interrupted(call: Callable[[], Any]) -> None:
+        fails(call, error=KeyboardInterrupt)
+        assert not llm._requests
+        assert tokens(llm) == expected
+
+    with deadline("interrupts"):
+        for step in (0, 3):
+            in_the_middle(llm, step, interrupt)
+            interrupted(lambda: tokens(llm))
+        handle = llm.model_runner.sampler.register_forward_pre_hook(
+            lambda *args: handle.remove() or interrupt()
+        )
+        interrupted(lambda: tokens(llm))
+    num_interrupts = 0
+    for delay in torch.linspace(0.001, 0.08, 8).tolist():
+        timer = threading.Timer(delay, interrupt)
+        with deadline("an interrupt at any time"):
+            try:
+                timer.start()
+                end = time.monotonic() + 2
+                while time.monotonic() < end:
+                    tokens(llm)
+            except KeyboardInterrupt:
+                num_interrupts += 1
+            assert tokens(llm) == expected
+    assert num_interrupts >= 6, "Python drops one that lands inside a __del__"
+    assert worker_of(llm) == worker
+    llm.close()
+    check_nothing_left()
+
+
+def killed(folder: Path, number: int = signal.SIGKILL) -> None:
+    """Rank 0 in the middle of a step. Another child that lives on keeps its pipes open."""
+    llm = make(folder)
+    sibling = os.fork()
+    if sibling == 0:
+        time.sleep(60)
+        os._exit(0)
+    (folder / "sibling").write_text(str(sibling))
+    in_the_middle(llm, 3, lambda: os.kill(os.getpid(), number))
+    with deadline("end"):
+        tokens(llm)
+
+
+def terminated(folder: Path) -> None:
+    killed(folder, signal.SIGTERM)
+
+
+# Scenarios: engines come and go.
+
+
+def two_engines_at_once(folder: Path) -> None:
+    """Their steps in turn; one loses its worker, the other goes on; a third takes its place."""
+    expected = expected_tokens(folder)
+    with LLM(folder.parent / "llama", **SMALL) as one:
+        expected_of_other = tokens(one)
+    llm, other = make(folder), make(folder, model="llama")
+    both = {llm: expected, other: expected_of_other}
+    with deadline("in turn"):
+        ids = {engine: [engine.add_request(p, GREEDY) for p in PROMPTS] for engine in both}
+        results: dict[LLM, dict[str, list[int]]] = {llm: {}, other: {}}
+        while not all(engine.is_finished() for engine in both):
+            for engine, result in results.items():
+                done = engine.step()
+                result.update({out.request_id: out.outputs[0].token_ids for out in done})
+        for engine, result in results.items():
+            assert [result[i] for i in ids[engine]] == both[engine]
+    in_the_middle(other, 2, lambda: os.kill(worker_of(other), signal.SIGKILL))
+    with deadline("one dies"):
+        fails(lambda: tokens(other), "rank 1 failed")
+        assert tokens(llm) == expected
+        other.close()
+        assert tokens(llm) == expected
+    with make(folder, model="llama") as third, deadline("a third"):
+        assert tokens(third) == expected_of_other
+        assert tokens(llm) == expected
+    llm.close()
+    del results, both, ids, engine
+    check_nothing_left()
+
+
+def deleted(folder: Path) -> None:
+    llm = make(folder)
+    tokens(llm)
+    runner = llm.model_runner
+    things = [runner, runner.workers, runner.kv_cache, *runner.model.parameters()]
+    watched = [weakref.ref(thing) for thing in things]
+    del runner, things
+    with deadline("del", 5):
+        del llm
+    gc.collect()
+    assert not [ref for ref in watched if ref() is not None]
+    check_nothing_left()
+
+
+def never_closed(folder: Path) -> None:
+    """Nor ever collected before the interpreter ends."""
+    llm = make(folder)
+    tokens(llm)
+    sys.never_closed = [llm]  # type: ignore[attr-defined]
+    atexit.register(faulthandler.cancel_dump_traceback_later)
+    faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
+
+
+def many_one_after_the_other(folder: Path) -> None:
+    """Guards what outlives an engine: files, threads, state that the next one trips over."""
+    expected, open_after = None, []
+    for _ in range(20):
+        start = time.monotonic()
+        with make(folder) as llm:
+            ready = time.monotonic()
+            expected = expected or tokens(llm)
+            assert tokens(llm) == expected
+            closing = time.monotonic()
+        print(f"start {ready - start:.2f} s, close {time.monotonic() - closing:.2f} s")
+        del llm
+        check_nothing_left()
+        open_after.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    print("open files and threads:", open_after)
+    assert open_after[-1] <= open_after[1]
+
+
+SCENARIOS: dict[str, Callable[[Path], None]] = {
+    f.__name__: f
+    for f in (
+        worker_killed_while_idle,
+        worker_killed_during_a_prefill,
+        one_of_three_workers_killed_during_a_decode,
+        an_exception_in_a_step,
+        a_load_that_fails,
+        a_worker_that_never_meets_the_others,
+        a_cache_that_does_not_fit,
+        an_exception_on_rank_0,
+        interrupts,
+        killed,
+        terminated,
+        two_engines_at_once,
+        deleted,
+        never_closed,
+        many_one_after_the_other,
+    )
+}
+
+
+def serve() -> None:
+    """Forks a process for each line; returns in it, when its scenario is over."""
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        name, folder = line.split()
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT)
+            for fd in (1, 2):
+                os.dup2(log, fd)
+            SCENARIOS[name](Path(folder))
+            print("done", flush=True)
+            return
+        print(pid, flush=True)
+        print(os.waitpid(pid, 0)[1], flush=True)
+
+
+if __name__ == "__main__":
+    serve()
