@@ -314,7 +314,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-        self.tp.abort()  # frees its buffers, and does not wait for peers as its destructor might
+        self.tp.close()  # frees its buffers, and does not wait for peers as its destructor might
 
     def close(self) -> None:
         """Rank 0: ends the workers, then itself."""
@@ -337,15 +337,7 @@ class ModelRunner:
         store = connect_store(link.port, size)
         group = make_tp_group(rank, size, store, self.device)
         if self.device.type == "cuda" and can_one_shot(size):
-            one_shot = OneShotAllReduce(
-                rank,
-                size,
-                f"nanovllm-{link.port}",
-                store,
-                group.backend,
-                self.dtype,
-                self.device,
-            )
+            one_shot = OneShotAllReduce(rank, size, store, self.dtype, self.device)
             group = replace(group, one_shot=one_shot)
             group.min(0, self.device)  # no flag may be raised before it has been zeroed
         if self.workers is not None:

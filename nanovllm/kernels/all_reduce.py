@@ -9,17 +9,11 @@ of a program's call (its epoch) is counted on the device. Inboxes are double: a 
 raised flag e + 1 has read what was left at e, so call e + 2 may overwrite it.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    _register_process_group,
-    _SymmetricMemory,
-    _unregister_process_group,
-)
 
 from nanovllm.kernels.compat import HAS_TRITON, tl, triton
+from nanovllm.utils.cuda_ipc import close_memory, export_memory, open_memory
 
 BLOCK = 2048  # elements a program
 NUM_BLOCKS = 1024
@@ -124,42 +118,32 @@ def can_one_shot(size: int) -> bool:
 
 
 class OneShotAllReduce:
-    """The inboxes of one engine's ranks, in PyTorch's symmetric memory. Blocks until all ranks
-    have made theirs.
+    """The inboxes of one engine's ranks, each written by all. Blocks until all ranks have made
+    theirs.
 
     Args:
-        name: of this engine's ranks, the same on each and unlike any other's.
-        store: where they leave word for each other.
-        backend: their NCCL group.
+        store: where ranks leave word for each other.
         dtype: of what is to be reduced.
     """
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        name: str,
-        store: dist.Store,
-        backend: Any,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, rank: int, size: int, store: dist.Store, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.rank, self.size, self.dtype = rank, size, dtype
-        self.name: Any = name
         inbox_bytes = 2 * size * MAX_NUMEL * dtype.itemsize
         num_bytes = inbox_bytes + size * NUM_BLOCKS * 4
-        # Symmetric memory looks its group up by name.
-        group = dist.ProcessGroup(store, rank, size)
-        group._set_group_name(self.name)
-        group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
-        _register_process_group(self.name, group)
-        _SymmetricMemory.set_group_info(name, rank, size, dist.PrefixStore("one_shot", store))
-        self.memory = _SymmetricMemory.empty_strided_p2p(
-            (num_bytes,), (1,), torch.uint8, device, name
-        )
-        self.memory.zero_()
+        self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         torch.cuda.synchronize()
-        addresses = _SymmetricMemory.rendezvous(self.memory, name).buffer_ptrs
+        store.set(f"inbox/{rank}", export_memory(self.memory))
+        self._opened: list[int] = []
+        addresses = []
+        for peer in range(size):
+            if peer == rank:
+                addresses.append(self.memory.data_ptr())
+            else:
+                base, address = open_memory(store.get(f"inbox/{peer}"))
+                self._opened.append(base)
+                addresses.append(address)
         self.inboxes = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.flags = self.inboxes + inbox_bytes
         self.epochs = torch.zeros(NUM_BLOCKS, dtype=torch.int32, device=device)
@@ -178,5 +162,7 @@ class OneShotAllReduce:
         self.aborted.fill_(1)
 
     def close(self) -> None:
-        _unregister_process_group(self.name)
-        del self.memory
+        """Lets go of the peers' memory; nothing may be running."""
+        for base in self._opened:
+            close_memory(base)
+        self._opened = []

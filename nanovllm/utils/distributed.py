@@ -64,6 +64,12 @@ class TPGroup:
         if self.backend is not None:
             self.backend.abort()
 
+    def close(self) -> None:
+        """Frees what the group holds; nothing may be running."""
+        if self.one_shot is not None:
+            self.one_shot.close()
+        self.abort()
+
     def _reduce(self, x: torch.Tensor, op: Any) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp, options.asyncOp = op, False

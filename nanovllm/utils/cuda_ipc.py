@@ -1,0 +1,52 @@
+"""GPU memory of another process on this host, through the CUDA driver's IPC handles.
+
+PyTorch's symmetric memory meets under a number that it counts per process, so a process cannot
+meet a second group of fresh ones; and its shared tensors leave files under /dev/shm. The handles
+themselves have neither fault.
+"""
+
+import ctypes
+import struct
+from functools import cache
+from typing import Any
+
+import torch
+
+HANDLE_BYTES = 64
+LAZY_ENABLE_PEER_ACCESS = 1
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_char * HANDLE_BYTES),)
+
+
+def export_memory(tensor: torch.Tensor) -> bytes:
+    """What another process needs to open a CUDA tensor's memory."""
+    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+    address = ctypes.c_uint64(tensor.data_ptr())
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
+    _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+    return struct.pack("<q", address.value - base.value) + bytes(handle)
+
+
+def open_memory(exported: bytes) -> tuple[int, int]:
+    """What to close again, and the address of the tensor's memory, for kernels on the current
+    device; ``exported`` is another process's."""
+    (offset,) = struct.unpack_from("<q", exported)
+    handle, base = _Handle.from_buffer_copy(exported, 8), ctypes.c_uint64()
+    _call("cuIpcOpenMemHandle_v2", ctypes.byref(base), handle, LAZY_ENABLE_PEER_ACCESS)
+    return base.value, base.value + offset
+
+
+def close_memory(base: int) -> None:
+    _call("cuIpcCloseMemHandle", ctypes.c_uint64(base))
+
+
+def _call(name: str, *args: Any) -> None:
+    if error := getattr(_driver(), name)(*args):
+        raise RuntimeError(f"{name} failed with CUDA error {error}")
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
