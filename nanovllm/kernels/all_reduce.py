@@ -134,14 +134,15 @@ class OneShotAllReduce:
         num_bytes = inbox_bytes + size * NUM_BLOCKS * 4
         self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         torch.cuda.synchronize()
-        store.set(f"inbox/{rank}", export_memory(self.memory))
+        store.set(f"inbox/{rank}", export_memory(self.memory).hex())
         self._opened: list[int] = []
         addresses = []
         for peer in range(size):
             if peer == rank:
                 addresses.append(self.memory.data_ptr())
             else:
-                base, address = open_memory(store.get(f"inbox/{peer}"))
+                exported = bytes.fromhex(store.get(f"inbox/{peer}").decode())
+                base, address = open_memory(exported)
                 self._opened.append(base)
                 addresses.append(address)
         self.inboxes = torch.tensor(addresses, dtype=torch.int64, device=device)
