@@ -45,7 +45,7 @@ def prefill_logits(llm: LLM, prompt: list[int]) -> torch.Tensor:
     llm.scheduler.block_manager.allocate(seq)
     batch = Batch((ScheduledSequence(seq, 0, len(seq), True),), is_prefill=True)
     with torch.inference_mode():
-        logits = llm.model_runner.run_model(llm.model_runner.prepare_prefill(batch))
+        _, logits = llm.model_runner.run_model(llm.model_runner.prepare_prefill(batch))
     llm.scheduler.block_manager.deallocate(seq)
     return logits[0].float()
 
@@ -106,8 +106,8 @@ def test_graphs_replay_exactly_what_eager_computes(small_model, backend, dtype):
             inputs = runner.prepare_decode(batch, size)
             with torch.inference_mode():
                 replayed = runner.graphs.replay(inputs).clone()
-                eager = runner.run_model(inputs.to(runner.device))
-                unpadded = runner.run_model(runner.prepare_decode(batch))
+                _, eager = runner.run_model(inputs.to(runner.device))
+                _, unpadded = runner.run_model(runner.prepare_decode(batch))
             assert torch.equal(replayed[:num_seqs], eager[:num_seqs])
             # Padding changes the products' shapes, so their rounding; bf16 is 8 times as coarse.
             tolerance = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.4}[dtype]

@@ -1,9 +1,10 @@
 """Input building against a loop over single tokens."""
 
+import math
 import pickle
 from dataclasses import dataclass, fields
 
-import pytest
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,9 +16,12 @@ from nanovllm.engine.model_inputs import (
     prepare_block_tables,
     prepare_decode,
     prepare_prefill,
-    prepare_sample,
 )
+from nanovllm.engine.sampling_inputs import prepare_sample
+from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Sequence
+from nanovllm.kernels.sampling import SAMPLING_ROW
+from nanovllm.layers.sampler import SamplingInputs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.context import Context
 
@@ -28,11 +32,10 @@ def make_item(
     block_size: int,
     cached: int = 0,
     num_new: int | None = None,
-    temperature: float = 0.0,
 ) -> ScheduledSequence:
     """A sequence of ``num_tokens``, the next ``num_new`` (default: all) uncached to compute."""
     tokens = range(100 * block_table[0], 100 * block_table[0] + num_tokens)
-    seq = Sequence(tokens, SamplingParams(temperature=temperature), block_size)
+    seq = Sequence(tokens, block_size=block_size)
     seq.block_table, seq.num_cached_tokens = block_table, cached
     start = min(cached, num_tokens - 1)
     end = num_tokens if num_new is None else start + num_new
@@ -57,8 +60,7 @@ def cases(draw: st.DrawFn, is_prefill: bool) -> Case:
             cached = draw(st.integers(0, num_tokens))
             num_new = draw(st.none() | st.integers(1, max(num_tokens - cached, 1)))
         table = [next(blocks) for _ in range(-(-num_tokens // block_size))]
-        temperature = draw(st.sampled_from([0.0, 0.0, 0.7, 1.0]))
-        items.append(make_item(num_tokens, table, block_size, cached, num_new, temperature))
+        items.append(make_item(num_tokens, table, block_size, cached, num_new))
     return Case(Batch(tuple(items), is_prefill), block_size)
 
 
@@ -143,19 +145,6 @@ def test_decode_is_what_a_loop_over_sequences_gives(case: Case, padded_size: int
     assert context.cu_seqlens_k is None
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.booleans().flatmap(cases))
-def test_sample_takes_the_temperatures_of_what_is_sampled(case: Case):
-    expected = [i.seq.sampling_params.temperature for i in case.batch.items if i.samples]
-    temperatures = prepare_sample(case.batch)
-    if any(expected):
-        assert temperatures is not None
-        assert temperatures.dtype == torch.float32
-        assert temperatures.tolist() == pytest.approx(expected)
-    else:
-        assert temperatures is None
-
-
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.booleans().flatmap(cases))
 def test_a_worker_builds_the_same_inputs_from_a_pickled_batch(case: Case):
@@ -220,7 +209,6 @@ def test_chunk_that_does_not_end_its_prompt_yields_no_logits():
     check(prepare_prefill(batch, 4).context.logits_indices, [8])
     batch = Batch(items[:1], is_prefill=True)
     check(prepare_prefill(batch, 4).context.logits_indices, [])
-    assert prepare_sample(batch) is None
 
 
 def test_short_block_tables_are_padded():
@@ -229,14 +217,11 @@ def test_short_block_tables_are_padded():
     check(tables, [[9, 0, 0], [4, 5, 6]])
 
 
-def test_one_warm_sequence_is_enough_for_temperatures():
-    items = (make_item(1, [1], 2), make_item(1, [2], 2, temperature=0.5))
-    check(prepare_sample(Batch(items, is_prefill=True)), [0.0, 0.5], torch.float32)
-
-
 def test_inputs_stay_where_they_are_on_a_cpu():
     inputs = prepare_decode(Batch((make_item(3, [1], 4, cached=2),), is_prefill=False), 4)
     assert inputs.to(torch.device("cpu")) is inputs
+    sampling = prepare_sample(sampled_batch([make_sampled([1, 2], [3], SamplingParams(top_k=5))]))
+    assert sampling.to(torch.device("cpu")) is sampling
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -261,3 +246,194 @@ def test_blank_decode_has_the_shapes_of_a_padded_one():
         assert (tensor.shape, tensor.dtype) == (padded[name].shape, padded[name].dtype), name
         assert torch.equal(tensor[1:], padded[name][1:]), name
     check(blank["slot_mapping"], [-1] * 8)
+
+
+VOCAB_SIZE = 70  # three words of a mask, the last one short
+EOS = (2, 69)
+FEW = st.integers(0, 5)  # of few tokens, so that bad words and penalties meet the history
+TOKEN = st.integers(0, VOCAB_SIZE - 1)
+
+
+@dataclass
+class Sampled:
+    """A sequence about to draw its next token, and what its sampling was made from."""
+
+    item: ScheduledSequence
+    params: SamplingParams
+    seed: int
+    bad_words: list[list[int]]
+
+
+def make_sampled(
+    prompt: list[int],
+    completion: list[int],
+    params: SamplingParams,
+    seed: int = 0,
+    bad_words: list[list[int]] | None = None,
+    samples: bool = True,
+) -> Sampled:
+    bad_words = bad_words or []
+    seq = Sequence(prompt, params)
+    seq.sampling = SamplingState(params, seed, prompt, VOCAB_SIZE, EOS, bad_words)
+    for token in completion:
+        seq.append_token(token)
+        seq.sampling.append_token(token)
+    item = ScheduledSequence(seq, len(seq) - 1, len(seq), samples=samples)
+    return Sampled(item, params, seed, bad_words)
+
+
+def sampled_batch(sampled: list[Sampled]) -> Batch:
+    return Batch(tuple(s.item for s in sampled), is_prefill=True)
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1e-9, 0.7, 1.0, 1e30]),
+    top_k=st.sampled_from([-1, 0, 0, 3, VOCAB_SIZE, 10**12]),
+    top_p=st.sampled_from([1.0, 1.0, 0.25]),
+    min_p=st.sampled_from([0.0, 0.0, 0.5]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 0.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, -0.25]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.5]),
+    allowed_token_ids=st.none() | st.none() | st.lists(TOKEN, min_size=1, max_size=9),
+    logit_bias=st.none() | st.dictionaries(FEW, st.sampled_from([-100.0, 0.5]), max_size=3),
+    min_tokens=st.sampled_from([0, 0, 3]),
+    stop_token_ids=st.none() | st.lists(TOKEN, max_size=2),
+    ignore_eos=st.booleans(),
+    logprobs=st.sampled_from([None, None, None, 0, 4, -1]),
+)
+PLAIN = st.builds(SamplingParams, temperature=st.sampled_from([0.0, 0.0, 0.0, 1.0]))
+SAMPLED = st.builds(
+    make_sampled,
+    st.lists(FEW, min_size=1, max_size=5),
+    st.lists(FEW, max_size=6),
+    st.one_of(PLAIN, PARAMS),
+    st.integers(-(2**63), 2**64 - 1),
+    st.just([]) | st.lists(st.lists(FEW, min_size=1, max_size=3), max_size=3),
+    st.sampled_from([True, True, True, False]),
+)
+
+
+def naive_biases(sampled: Sampled) -> dict[int, float]:
+    """What is added to the logits of one row, straight from the parameters."""
+    params, seq = sampled.params, sampled.item.seq
+    completion = seq.token_ids[seq.num_prompt_tokens :]
+    biases = dict(params.logit_bias or {})
+    for *start, last in sampled.bad_words:
+        if completion[len(completion) - len(start) :] == start or not start:
+            biases[last] = -math.inf
+    if len(completion) < params.min_tokens:
+        stops = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else EOS)]
+        biases |= dict.fromkeys(stops, -math.inf)
+    return biases
+
+
+def naive_penalties(params: SamplingParams) -> tuple[float, float, float]:
+    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+
+
+def grouped(rows: torch.Tensor | None, *columns: torch.Tensor | None) -> dict[int, list]:
+    """Entries of a sparse list by row; tensors that belong together are there together."""
+    if rows is None:
+        assert all(column is None for column in columns)
+        return {}
+    assert rows.dtype == torch.int32 and len(rows)
+    entries: dict[int, list] = {}
+    for row, *values in zip(rows.tolist(), *(c.tolist() for c in columns), strict=True):
+        entries.setdefault(row, []).append(tuple(values))
+    return entries
+
+
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(st.lists(SAMPLED, min_size=1, max_size=5))
+def test_sampling_inputs_are_what_a_loop_over_sequences_gives(sequences: list[Sampled]):
+    inputs = prepare_sample(sampled_batch(sequences))
+    sampled = [s for s in sequences if s.item.samples]
+    params = [s.params for s in sampled]
+
+    allowed = {
+        i: sorted(set(p.allowed_token_ids)) for i, p in enumerate(params) if p.allowed_token_ids
+    }
+    if allowed:
+        check(inputs.mask_rows, list(allowed))
+        assert inputs.mask.dtype == torch.int32
+        bits = [
+            [word >> bit & 1 for word in row for bit in range(32)] for row in inputs.mask.tolist()
+        ]
+        assert [[i for i, bit in enumerate(row) if bit] for row in bits] == list(allowed.values())
+        assert {len(row) for row in bits} == {96}
+    else:
+        assert inputs.mask_rows is inputs.mask is None
+
+    biases = {i: naive_biases(s) for i, s in enumerate(sampled) if naive_biases(s)}
+    found = grouped(inputs.bias_rows, inputs.bias_tokens, inputs.bias_values)
+    assert {i: dict(pairs) for i, pairs in found.items()} == biases
+    assert {i: len(pairs) for i, pairs in found.items()} == {i: len(b) for i, b in biases.items()}
+
+    histories = {
+        i: [
+            (token, place >= s.item.seq.num_prompt_tokens)
+            for place, token in enumerate(s.item.seq.token_ids)
+        ]
+        for i, s in enumerate(sampled)
+        if naive_penalties(s.params) != (1, 0, 0)
+    }
+    found = grouped(inputs.history_rows, inputs.history_tokens, inputs.history_generated)
+    assert found == histories
+    if histories:
+        check(inputs.penalties, [list(naive_penalties(p)) for p in params], torch.float32)
+    else:
+        assert inputs.penalties is None
+
+    has_edits = any(p.logit_bias or p.min_tokens for p in params) or any(
+        s.bad_words for s in sampled
+    )
+    assert inputs.edits_logits == bool(allowed or biases or histories)
+    if all(p.temperature < 1e-5 for p in params) and not (allowed or histories or has_edits):
+        assert inputs.rows is None
+    else:
+        assert inputs.rows.dtype == torch.int32
+        rows = inputs.rows.numpy().view(SAMPLING_ROW)[:, 0]
+        assert rows.tolist() == [naive_row(s) for s in sampled]
+    assert inputs.truncates == any(
+        p.temperature >= 1e-5 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params
+    )
+    counts = [VOCAB_SIZE if p.logprobs == -1 else p.logprobs for p in params]
+    assert inputs.num_logprobs == max((c for c in counts if c is not None), default=None)
+
+
+def naive_row(sampled: Sampled) -> tuple:
+    """The fields of SAMPLING_ROW: fp32 settings, the seed's 64 bits, where the token will be."""
+    params = sampled.params
+    return (
+        0.0 if params.temperature < 1e-5 else float(np.float32(params.temperature)),
+        0 if params.top_k <= 0 else min(params.top_k, VOCAB_SIZE),
+        params.top_p,
+        params.min_p,
+        int.from_bytes((sampled.seed % 2**64).to_bytes(8, "little"), "little", signed=True),
+        len(sampled.item.seq),
+        0,
+    )
+
+
+def test_a_greedy_batch_has_no_sampling_inputs():
+    """Guards a copy to the device for each step of a run that draws nothing."""
+    batch = sampled_batch([make_sampled([1], [2], SamplingParams(temperature=0))] * 3)
+    assert prepare_sample(batch) == SamplingInputs()
+
+
+def test_one_warm_sequence_is_enough_for_rows():
+    params = [SamplingParams(temperature=t) for t in (0, 0.5)]
+    inputs = prepare_sample(sampled_batch([make_sampled([1], [], p) for p in params]))
+    assert inputs.rows.numpy().view(SAMPLING_ROW)["temperature"][:, 0].tolist() == [0.0, 0.5]
+
+
+def test_building_sampling_inputs_changes_nothing():
+    params = SamplingParams(
+        min_tokens=2, allowed_token_ids=[3], presence_penalty=1, logit_bias={1: 1}
+    )
+    batch = sampled_batch([make_sampled([1, 5], [4], params, bad_words=[[4, 1], [2]])] * 2)
+    first, again = prepare_sample(batch), prepare_sample(batch)
+    for f in fields(first):
+        a, b = getattr(first, f.name), getattr(again, f.name)
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, f.name
