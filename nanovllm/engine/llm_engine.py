@@ -249,9 +249,11 @@ class LLMEngine:
                 item.seq.prompt_logprobs.append(rows)
                 item.seq.num_prompt_logprobs += len(rows)
         sampled = [item.seq for item in batch.sampled]
-        for i, seq in enumerate(sampled):
+        if output.logprobs is not None:
+            collect_logprobs(sampled, output)
+        for seq, token_id in zip(sampled, output.token_ids, strict=True):
             if seq.is_watched:
-                self._watch(seq, output, i)
+                self._watch(seq, token_id)
                 if seq.is_finished:
                     finished.append(seq)
         now = time()
@@ -266,17 +268,13 @@ class LLMEngine:
             del self._requests[request.request_id]
         return batch, done
 
-    def _watch(self, seq: Sequence, output: StepOutput, row: int) -> None:
-        """Books what a new token means besides its place in the sequence."""
-        token_id, state, text = output.token_ids[row], seq.sampling, seq.detokenizer
+    def _watch(self, seq: Sequence, token_id: int) -> None:
+        """Books what a new token (-1 for none) means besides its place in the sequence."""
+        state, text = seq.sampling, seq.detokenizer
         if token_id < 0:
             if text is not None:
                 text.finish(may_stop=False)
             return
-        if state.kind.num_logprobs is not None:
-            assert output.logprobs is not None
-            columns = 3 + 2 * state.kind.num_logprobs  # its own, not the batch's
-            seq.logprobs.append(output.logprobs[row, :columns].copy())
         state.append_token(token_id)
         if state.grammar is not None and state.grammar.is_finished and not seq.is_finished:
             self.scheduler.finish(seq, None)
@@ -307,11 +305,7 @@ class LLMEngine:
             seq.sampling = state
             if params.detokenize and self.tokenizer and (streams or params.stop_strings):
                 seq.detokenizer = self.prompt_encoder.detokenizer(token_ids[-1], params)
-            seq.is_watched = (
-                seq.detokenizer is not None
-                or state.follows_tokens
-                or state.kind.num_logprobs is not None
-            )
+            seq.is_watched = seq.detokenizer is not None or state.follows_tokens
             seqs.append(seq)
         seqs[0].wants_prompt_logprobs = params.prompt_logprobs is not None
         seqs[0].siblings = seqs[1:]
@@ -406,6 +400,16 @@ class _Progress:
             prefill, decode = (f"{rate:.0f} tok/s" for rate in rates)
             self.bar.set_postfix(prefill=prefill, decode=decode, refresh=False)
             self.bar.update(len(finished))
+
+
+def collect_logprobs(sampled: list[Sequence], output: StepOutput) -> None:
+    """Hands each sequence that asks for them the logprobs of its new token."""
+    assert output.logprobs is not None
+    for seq, token_id, row in zip(sampled, output.token_ids, output.logprobs, strict=True):
+        k = seq.sampling.kind.num_logprobs
+        if k is not None and token_id >= 0:
+            # A view keeps the whole step's rows alive: fine where they are no wider than it needs.
+            seq.logprobs.append(row if len(row) == 3 + 2 * k else row[: 3 + 2 * k].copy())
 
 
 def limit_model_len(max_model_len: int, model: ModelConfig) -> int:
