@@ -51,15 +51,14 @@ class LLM(LLMEngine):
         Raises:
             TypeError, ValueError: a bad argument; the message names the conversation.
         """
-        prompts = render_chat(
-            self.tokenizer,
-            as_conversations(messages),
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
+        options = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
             **(chat_template_kwargs or {}),
-        )
+        }
+        prompts = render_chat(self.tokenizer, as_conversations(messages), options)
         # The template spells out every special token, the first one too.
         return self._generate(prompts, sampling_params, use_tqdm, add_special_tokens=False)
 
@@ -68,5 +67,9 @@ class LLM(LLMEngine):
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends, else vLLM's defaults."""
-        return self.default_sampling_params
+        """What the checkpoint's generation_config.json recommends, else vLLM's defaults.
+
+        Raises:
+            ValueError: it recommends what cannot be.
+        """
+        return self.default_sampling_params()

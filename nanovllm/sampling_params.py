@@ -1,11 +1,11 @@
 """How the tokens of one request are drawn, and when it stops. Names and defaults are vLLM's."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
-MAX_TEMPERATURE = 1e30  # well within fp32
+LARGEST = 1e30  # well within fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,8 @@ class SamplingParams:
         stop_token_ids: tokens that end the completion, besides the model's own.
         ignore_eos: go on after an end-of-sequence token.
         max_tokens: most tokens to generate; None for as many as the model's length allows.
-        min_tokens: tokens to generate before anything may end the completion.
+        min_tokens: tokens to generate before an end-of-sequence token, a stop token or a stop
+            string may end the completion.
         logprobs: also return the log-probabilities of this many most likely tokens, and of the
             one drawn, at each position, from the logits as the model gives them; -1 for all.
         prompt_logprobs: the same for the prompt's tokens.
@@ -125,11 +126,17 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
+        for field in fields(self):  # what the caller does to a list later is not meant here
+            value = getattr(self, field.name)
+            if isinstance(value, list):
+                object.__setattr__(self, field.name, list(value))
+            elif isinstance(value, Mapping):
+                object.__setattr__(self, field.name, dict(value))
         self._check_int("n", 1)
         self._check_number("presence_penalty", -2, 2)
         self._check_number("frequency_penalty", -2, 2)
-        self._check_number("repetition_penalty", 0, MAX_TEMPERATURE, above=True)
-        self._check_number("temperature", 0, MAX_TEMPERATURE)
+        self._check_number("repetition_penalty", 1e-4, 1e4)
+        self._check_number("temperature", 0, LARGEST)
         self._check_number("top_p", 0, 1, above=True)
         self._check_int("top_k", -1)
         self._check_number("min_p", 0, 1)
@@ -149,8 +156,8 @@ class SamplingParams:
         ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r:.80}")
-        if not isinstance(self.stop, str) and self.stop is not None:
-            _check_strings("stop", self.stop)
+        if self.stop is not None:
+            _check_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop)
         if "" in self.stop_strings:
             raise ValueError("stop must not contain an empty string")
         if self.bad_words is not None:
@@ -201,7 +208,7 @@ class SamplingParams:
         value = getattr(self, name)
         if optional and value is None:
             return
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, Integral):
             kind = "an int or None" if optional else "an int"
             raise TypeError(f"{name} must be {kind}, got {value!r:.80}")
         if value < minimum:
@@ -209,9 +216,9 @@ class SamplingParams:
 
     def _check_number(self, name: str, low: float, high: float, above: bool = False) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{name} must be a number, got {value!r:.80}")
-        if not low <= value <= high or (above and value == low):
+        if not low <= value <= high or (above and value == low):  # type: ignore[operator]
             bound = "above" if above else "at least"
             raise ValueError(f"{name} must be {bound} {low} and at most {high}, got {value!r:.40}")
 
@@ -224,25 +231,30 @@ class SamplingParams:
             )
         _check_ids("logit_bias", list(self.logit_bias))
         for token_id, bias in self.logit_bias.items():
-            if isinstance(bias, bool) or not isinstance(bias, (int, float)):
+            if isinstance(bias, bool) or not isinstance(bias, Real):
                 raise TypeError(f"logit_bias[{token_id}] must be a number, got {bias!r:.80}")
-            if not math.isfinite(bias):
+            if not -LARGEST <= bias <= LARGEST:
                 raise ValueError(
-                    f"logit_bias[{token_id}] must be finite, got {bias}: use allowed_token_ids or "
-                    f"bad_words to forbid tokens"
+                    f"logit_bias[{token_id}] must be within {LARGEST} of 0, got {bias!r:.40}: use "
+                    f"allowed_token_ids or bad_words to forbid tokens"
                 )
 
 
 def _check_strings(name: str, values: Any) -> None:
     if not isinstance(values, (list, tuple)) or not all(isinstance(v, str) for v in values):
         raise TypeError(f"{name} must be a list of strings, got {values!r:.80}")
+    for value in values:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name} holds {value!r:.80}, which is no valid Unicode") from None
 
 
 def _check_ids(name: str, values: Any) -> None:
-    if not isinstance(values, (list, tuple, set, frozenset)):
+    if not isinstance(values, (list, tuple)):
         raise TypeError(f"{name} must be a list of token ids, got {values!r:.80}")
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, Integral):
             raise TypeError(f"{name} holds {value!r:.80}, which is not a token id")
         if value < 0:
             raise ValueError(f"{name} holds {value}: token ids are at least 0")

@@ -24,8 +24,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanovllm.config import Config
+from nanovllm.engine.batch import Batch, StepOutput
 from nanovllm.utils.context import Context, get_context
 from tests.tiny_models import VOCAB_SIZE, TinyModels
 
@@ -69,8 +70,16 @@ BAD_PROMPTS: dict[str, tuple[Any, type[Exception], str]] = {
     "id-too-large": ([[VOCAB_SIZE]], ValueError, r"prompts\[0\]: token id 512 is outside"),
     "id-far-too-large": ([GOOD, GOOD, [2**70]], ValueError, r"prompts\[2\]: token id .* outside"),
     "dict-without-keys": ([GOOD, {}], ValueError, r"prompts\[1\]: a dict prompt needs 'prompt_"),
-    "dict-other-keys": ({"text": "hi"}, ValueError, r"prompts\[0\]: a dict prompt needs 'prompt_"),
-    "dict-none": ({"prompt_token_ids": None}, TypeError, r"prompts\[0\]: a prompt is .*NoneType"),
+    "dict-other-keys": (
+        {"text": "hi"},
+        ValueError,
+        r"prompts\[0\]: a dict prompt has .*not 'text'",
+    ),
+    "dict-none": (
+        {"prompt_token_ids": None},
+        ValueError,
+        r"prompts\[0\]: a dict prompt needs 'prompt_",
+    ),
     "dict-string-ids": ({"prompt_token_ids": "ab"}, TypeError, r"prompts\[0\]: a prompt is .* str"),
     "dict-float-ids": ([{"prompt_token_ids": [0.5]}], TypeError, r"prompts\[0\]: token ids must"),
     "dict-int-prompt": ([{"prompt": 5}], TypeError, r"prompts\[0\]: a prompt is .* not int"),
@@ -97,6 +106,47 @@ BAD_PARAMS: dict[str, tuple[Any, type[Exception], str]] = {
     "float": (0.5, TypeError, r"sampling_params\[0\] must be SamplingParams, got float"),
     "none-in-list": ([GREEDY, None], TypeError, r"sampling_params\[1\] must be .* NoneType"),
     "class": (SamplingParams, TypeError, r"sampling_params\[0\] must be SamplingParams"),
+    "stop-token-outside": (
+        [GREEDY, SamplingParams(stop_token_ids=[3, VOCAB_SIZE])],
+        ValueError,
+        r"sampling_params\[1\]: stop_token_ids holds 512, which is outside the vocabulary: ids are "
+        r"0 to 511",
+    ),
+    "allowed-token-outside": (
+        SamplingParams(allowed_token_ids=[VOCAB_SIZE]),
+        ValueError,
+        r"sampling_params\[0\]: allowed_token_ids holds 512",
+    ),
+    "biased-token-outside": (
+        [GREEDY, SamplingParams(logit_bias={10**6: 1.0})],
+        ValueError,
+        r"sampling_params\[1\]: logit_bias holds 1000000",
+    ),
+    "too-many-logprobs": (
+        [GREEDY, SamplingParams(logprobs=VOCAB_SIZE + 1)],
+        ValueError,
+        r"sampling_params\[1\]: logprobs is 513, but the vocabulary has 512",
+    ),
+    "too-many-prompt-logprobs": (
+        [GREEDY, SamplingParams(prompt_logprobs=VOCAB_SIZE + 1)],
+        ValueError,
+        r"sampling_params\[1\]: prompt_logprobs is 513",
+    ),
+    "stop-string-without-tokenizer": (
+        [GREEDY, SamplingParams(stop="x")],
+        ValueError,
+        r"sampling_params\[1\]: this model has no tokenizer, which stop strings need",
+    ),
+    "bad-words-without-tokenizer": (
+        [GREEDY, SamplingParams(bad_words=["x"])],
+        ValueError,
+        r"sampling_params\[1\]: this model has no tokenizer, which bad_words need",
+    ),
+    "grammar-without-tokenizer": (
+        [GREEDY, SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))],
+        ValueError,
+        r"sampling_params\[1\]: .*tokenizer",
+    ),
 }
 BAD_SAMPLING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "temperature-negative": (
@@ -104,9 +154,9 @@ BAD_SAMPLING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"temperature .* at least 0.* -0\.1",
     ),
-    "temperature-nan": ({"temperature": math.nan}, ValueError, "temperature .* finite"),
-    "temperature-inf": ({"temperature": math.inf}, ValueError, "temperature .* finite"),
-    "temperature-huge": ({"temperature": 10**400}, ValueError, "temperature .* finite"),
+    "temperature-nan": ({"temperature": math.nan}, ValueError, "temperature .* at most 1e.30"),
+    "temperature-inf": ({"temperature": math.inf}, ValueError, "temperature .* at most 1e.30"),
+    "temperature-huge": ({"temperature": 10**400}, ValueError, "temperature .* at most 1e.30"),
     "temperature-text": ({"temperature": "1"}, TypeError, "temperature must be a number, got '1'"),
     "temperature-none": ({"temperature": None}, TypeError, "temperature must be a number"),
     "temperature-bool": ({"temperature": True}, TypeError, "temperature must be a number"),
@@ -120,6 +170,10 @@ BAD_SAMPLING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "max-tokens-text": ({"max_tokens": "8"}, TypeError, "max_tokens must be an int"),
     "max-tokens-bool": ({"max_tokens": True}, TypeError, "max_tokens must be an int"),
     "ignore-eos-int": ({"ignore_eos": 1}, TypeError, "ignore_eos must be True or False, got 1"),
+    "n-without-randomness": ({"n": 2, "temperature": 0}, ValueError, "n=2 greedy .* temperature"),
+    "empty-stop": ({"stop": ["a", ""]}, ValueError, "stop must not contain an empty string"),
+    "min-over-max": ({"min_tokens": 17}, ValueError, "min_tokens is 17, more than max_tokens, 16"),
+    "infinite-bias": ({"logit_bias": {5: math.inf}}, ValueError, r"logit_bias\[5\] must be within"),
     "unknown": ({"temprature": 1.0}, TypeError, "temprature"),
 }
 # Values that each field of Config refuses, naming itself.
@@ -275,23 +329,45 @@ class TestMistakes:
         for request_id in ("no-such-id", "", 7, None):
             refused(lambda r=request_id: llm.abort_request(r), ValueError, "no unfinished request")
 
-    def test_generate_needs_the_engine_to_itself(self, llm, nothing_runs):
+    @pytest.mark.parametrize(
+        "call",
+        [generate, lambda llm: next(llm.generate_stream(PROMPTS)), LLM.reset_prefix_cache],
+        ids=["generate", "generate_stream", "reset_prefix_cache"],
+    )
+    def test_some_calls_need_the_engine_to_themselves(self, llm, nothing_runs, call):
         request_id = llm.add_request(GOOD, GREEDY)
-        refused(
-            lambda: generate(llm), ValueError, "finish the requests .* step, or .*abort_request"
-        )
+        refused(lambda: call(llm), ValueError, "(?i)finish .*the (other )?requests|finish or abort")
         llm.abort_request(request_id)
+
+    @pytest.mark.parametrize("mistake", [*BAD_PROMPTS, *BAD_PARAMS])
+    def test_a_stream_refuses_the_same(self, llm, nothing_runs, mistake):
+        prompts, params = [GOOD, GOOD], GREEDY
+        if mistake in BAD_PROMPTS:
+            prompts, exception, match = BAD_PROMPTS[mistake]
+        else:
+            params, exception, match = BAD_PARAMS[mistake]
+        refused(lambda: next(llm.generate_stream(prompts, params)), exception, match)
 
     @pytest.mark.parametrize(
         "call",
         [
             lambda llm: llm.generate(PROMPTS, use_tqdm=False),
             lambda llm: llm.generate([]),
+            lambda llm: next(llm.generate_stream(PROMPTS)),
             lambda llm: llm.add_request(GOOD),
             lambda llm: llm.step(),
             lambda llm: llm.is_finished(),
+            lambda llm: llm.reset_prefix_cache(),
         ],
-        ids=["generate", "generate-nothing", "add_request", "step", "is_finished"],
+        ids=[
+            "generate",
+            "generate-nothing",
+            "generate_stream",
+            "add_request",
+            "step",
+            "is_finished",
+            "reset_prefix_cache",
+        ],
     )
     @pytest.mark.parametrize("close", [LLM.close, LLM.exit], ids=["close", "exit"])
     def test_a_closed_engine_says_so(self, tiny_models, call, close):
@@ -331,7 +407,7 @@ def check_mistakes(path: str) -> None:
             refused(lambda n=name: LLM(path, **{n: 1}), TypeError, near)
         refused(lambda: llm.abort_request("no-such-id"), ValueError, "no unfinished request")
         llm.add_request(GOOD)
-        refused(lambda: generate(llm), ValueError, "finish the requests")
+        refused(lambda: generate(llm), ValueError, "finish the other requests")
         while not llm.is_finished():
             llm.step()
         if generate(llm) != before:
@@ -582,14 +658,14 @@ class TestInterruption:
         """Makes the given step of the model runner fail, before or after it has run."""
         run, count = llm.model_runner.run, iter(range(1000))
 
-        def failing(batch: Any) -> list[int]:
+        def failing(batch: Batch) -> StepOutput:
             fails = next(count) == step
             if fails and not after:
                 raise error
-            token_ids = run(batch)
+            output = run(batch)
             if fails:
                 raise error
-            return token_ids
+            return output
 
         patch.setattr(llm.model_runner, "run", failing)
 
@@ -606,6 +682,21 @@ class TestInterruption:
         outputs = llm.generate([PROMPTS[2]], GREEDY, use_tqdm=False)
         assert [out.prompt_token_ids for out in outputs] == [PROMPTS[2]]
         assert tokens(outputs) == [expected[2]]
+
+    @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+    @pytest.mark.parametrize("step", [0, 1, 2, 9])
+    def test_a_stream_of_several_completions_leaves_a_clean_engine(
+        self, llm, fresh, monkeypatch, step, after
+    ):
+        """Guards copies of blocks that are still due, and siblings that turn up later."""
+        params = SamplingParams(n=3, max_tokens=20, ignore_eos=True)
+        with monkeypatch.context() as patch:
+            self.interrupt(llm, patch, step, Stop(), after)
+            with pytest.raises(Stop):
+                list(llm.generate_stream(fresh, params))
+        assert llm.is_finished()
+        (out,) = llm.generate([PROMPTS[2]], params, use_tqdm=False)
+        assert [len(completion.token_ids) for completion in out.outputs] == [20] * 3
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, Stop])
     def test_step_leaves_a_clean_engine(self, llm, fresh, monkeypatch, error):
@@ -804,8 +895,10 @@ class TestTokenizer:
             yield llm
 
     @staticmethod
-    def text_of(ids: list[int]) -> str:
-        return " ".join(WORDS[i] for i in ids if i > 2)
+    def text_of(ids: list[int], prompt: list[int]) -> str:
+        """Words after the prompt's last one, if that is no special token."""
+        text = "".join(f" {WORDS[i]}" for i in ids if i > 2)
+        return text if prompt[-1] > 2 else text.removeprefix(" ")
 
     def test_the_tokenizers_bos_is_added_once(self, text_llm):
         (out,) = text_llm.generate("w5 w9 w7", GREEDY, use_tqdm=False)
@@ -864,7 +957,8 @@ class TestTokenizer:
 
     def test_text_is_the_tokens_in_words(self, text_llm):
         for out in text_llm.generate(PROMPTS, GREEDY, use_tqdm=False):
-            assert out["text"] == out.outputs[0].text == self.text_of(out["token_ids"])
+            text = self.text_of(out["token_ids"], out.prompt_token_ids)
+            assert out["text"] == out.outputs[0].text == text
 
     def test_special_tokens_are_not_part_of_the_text(self, make, expected):
         """Guards an end token, or a BOS in the middle, that shows in the text."""
@@ -877,7 +971,8 @@ class TestTokenizer:
         assert stopped.outputs[0].finish_reason == "stop"
         assert free["token_ids"] == expected[2]
         for out in (stopped, free):
-            assert out["text"] == self.text_of([i for i in out["token_ids"] if i != end])
+            ids = [i for i in out["token_ids"] if i != end]
+            assert out["text"] == self.text_of(ids, out.prompt_token_ids)
 
     def test_an_empty_text_without_bos_is_refused(self, make):
         with make(adds_bos=False) as llm:

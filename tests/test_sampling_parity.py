@@ -278,3 +278,13 @@ def test_structured_outputs_of_a_real_model_are_all_valid():
     number = r"([0-9]{1,3}|\([0-9]{1,3}\*[0-9]{1,3}\))"
     assert all(re.fullmatch(rf"{number}([+-]{number}){{0,3}}", text) for text in texts["grammar"])
     assert len(set(texts["json"])) > 70, "at this temperature they differ"
+
+
+@pytest.mark.parametrize("top_p", [1e-60, 1e-38, 1e-6])
+def test_a_vanishing_top_p_is_greedy(tiny_models, top_p):
+    """Guards a bound that rounds to 0 in fp32, for which no token is good enough."""
+    with make_llm(tiny_models) as llm:
+        greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        narrow = SamplingParams(top_p=top_p, max_tokens=8, ignore_eos=True)
+        first, second = llm.generate([[5, 6], [5, 6]], [greedy, narrow], use_tqdm=False)
+    assert first["token_ids"] == second["token_ids"]

@@ -31,26 +31,29 @@ def as_conversations(
                 raise TypeError(f"messages[{i}] holds {message!r:.80}, which is not a message")
             if not isinstance(message.get("role"), str):
                 raise ValueError(f"messages[{i}] holds a message without a 'role': {message!r:.80}")
-    return [[_flatten(message) for message in conversation] for conversation in conversations]
+    return [
+        [_flatten(message, f"messages[{i}]") for message in conversation]
+        for i, conversation in enumerate(conversations)
+    ]
 
 
 def render_chat(
-    tokenizer: Any, conversations: list[list[Message]], **template_options: Any
+    tokenizer: Any, conversations: list[list[Message]], options: dict[str, Any]
 ) -> list[str]:
-    """The prompt of each conversation.
+    """The prompt of each conversation, by the tokenizer's ``apply_chat_template``.
 
     Raises:
         ValueError: no tokenizer or template, or the template fails; names the conversation.
     """
     if tokenizer is None:
         raise ValueError("this model has no tokenizer: use generate with token ids")
-    if not (tokenizer.chat_template or template_options.get("chat_template")):
+    if not (tokenizer.chat_template or options.get("chat_template")):
         raise ValueError("this model has no chat template: pass chat_template, or use generate")
     prompts = []
     for i, conversation in enumerate(conversations):
         try:
             prompts.append(
-                tokenizer.apply_chat_template(conversation, tokenize=False, **template_options)
+                tokenizer.apply_chat_template(conversation, **{**options, "tokenize": False})
             )
         except Exception as error:  # templates raise whatever their authors thought of
             raise ValueError(
@@ -59,15 +62,16 @@ def render_chat(
     return prompts
 
 
-def _flatten(message: Message) -> Message:
+def _flatten(message: Message, where: str) -> Message:
     """Text parts, OpenAI's ``[{"type": "text", "text": ...}]``, as one string."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
     texts = []
     for part in content:
-        text = part.get("text") if isinstance(part, dict) else part
+        is_text = isinstance(part, dict) and part.get("type", "text") == "text"
+        text = part.get("text") if is_text else part
         if not isinstance(text, str):
-            raise ValueError(f"only text can be served, but a message holds {part!r:.80}")
+            raise ValueError(f"{where}: only text can be served, but a message holds {part!r:.80}")
         texts.append(text)
     return message | {"content": "\n".join(texts)}

@@ -1,58 +1,69 @@
-"""Text of a completion while it grows. Used only where somebody has to see it before its end."""
+"""Text of a completion, token by token: whole characters only, and stop strings."""
 
 from collections.abc import Sequence
 from typing import Any
 
 INCOMPLETE = "\ufffd"  # what a tokenizer makes of bytes that are no whole character
+MAX_CHARACTER_TOKENS = 3  # what may still become a character: it has at most 4 bytes
+MAX_PENDING_TOKENS = 16
 
 
 class IncrementalDetokenizer:
-    """Turns tokens into text as they come, whole characters only, and finds stop strings.
+    """Turns tokens into text as they come, and finds stop strings.
 
     A token's text depends on the tokens before it (spaces, characters in several tokens), so the
-    last piece that came out whole is decoded again together with what follows it. Together the
-    pieces are the text of all tokens decoded at once.
+    last piece that came out whole is decoded again together with what follows it.
 
     Args:
         tokenizer: a transformers tokenizer.
+        context: tokens before the completion that its first ones depend on.
+        skipped: tokens that have no text.
         stop: strings to look for.
         keep_stop: leave the one found in the text.
         options: for the tokenizer's ``decode``.
 
     Attributes:
-        text: what is known for certain.
+        text: what is known for certain. Bytes that end the completion in the middle of a
+            character are left out.
     """
 
     def __init__(
         self,
         tokenizer: Any,
+        context: Sequence[int] = (),
+        skipped: frozenset[int] = frozenset(),
         stop: Sequence[str] = (),
         keep_stop: bool = False,
         **options: Any,
     ) -> None:
         self.tokenizer = tokenizer
+        self.skipped = skipped
         self.stop = stop
         self.keep_stop = keep_stop
         self.options = options
         self.text = ""
-        self._token_ids: list[int] = []
-        self._piece_start = 0  # of the last piece that came out whole
-        self._piece_end = 0
+        self._piece = list(context)  # the last one that came out whole
+        self._pending: list[int] = []
 
     def append(self, token_id: int, may_stop: bool = True) -> str | None:
         """Adds a token. Returns the stop string that it completes, having cut the text there."""
-        self._token_ids.append(token_id)
-        piece, both = self._decode_tail()
-        if both.endswith(INCOMPLETE) or len(both) <= len(piece):
+        if token_id in self.skipped:
             return None
-        self._piece_start, self._piece_end = self._piece_end, len(self._token_ids)
-        return self._add(both[len(piece) :], may_stop)
+        self._pending.append(token_id)
+        new = self._decode_pending()
+        if new and not new.endswith(INCOMPLETE):
+            self._piece, self._pending = self._pending, []
+        elif len(self._pending) > MAX_PENDING_TOKENS:
+            new = self._give_up_start(new)
+        else:
+            return None
+        return self._add(new, may_stop)
 
     def finish(self, may_stop: bool = True) -> str | None:
-        """Adds what is left, incomplete characters as U+FFFD; no token may follow."""
-        piece, both = self._decode_tail()
-        self._piece_start = self._piece_end = len(self._token_ids)
-        return self._add(both[len(piece) :], may_stop)
+        """Adds what is left but for an incomplete character; no token may follow."""
+        new = self._decode_pending().rstrip(INCOMPLETE)
+        self._pending = []
+        return self._add(new, may_stop)
 
     def stable_text(self) -> str:
         """The text without an end that may turn out to begin a stop string."""
@@ -64,11 +75,23 @@ class IncrementalDetokenizer:
                 return self.text[:start]
         return self.text
 
-    def _decode_tail(self) -> tuple[str, str]:
-        """Text of the last whole piece, and of that and all tokens after it."""
-        tail = self._token_ids[self._piece_start :]
-        length = self._piece_end - self._piece_start
-        return self._decode(tail[:length]), self._decode(tail)
+    def _give_up_start(self, text: str) -> str:
+        """Takes all but the last few pending tokens for what they are, no characters or no text
+        at all, and cuts where that changes nothing. Keeps the work per token bounded."""
+        for cut in range(len(self._pending) - MAX_CHARACTER_TOKENS, 0, -1):
+            start, end = self._pending[:cut], self._pending[cut:]
+            if text.endswith(rest := self._decode(end)):
+                new = text[: len(text) - len(rest)]
+                if self._decode(start) in (new, new.lstrip()):
+                    self._piece, self._pending = start, end
+                    return new
+        return ""
+
+    def _decode_pending(self) -> str:
+        """What the pending tokens add to the last piece."""
+        piece, both = self._decode(self._piece), self._decode(self._piece + self._pending)
+        # Bytes that are no character can spoil those before them, for some tokenizers.
+        return both[len(piece) :] if both.startswith(piece) else self._decode(self._pending)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False, **self.options)

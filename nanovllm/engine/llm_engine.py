@@ -13,7 +13,6 @@ from tqdm.auto import tqdm
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, StepOutput
-from nanovllm.engine.detokenizer import IncrementalDetokenizer
 from nanovllm.engine.model_runner import start_ranks
 from nanovllm.engine.prompts import Prompt, PromptEncoder, as_prompt_list
 from nanovllm.engine.request import Request, make_outputs
@@ -53,8 +52,12 @@ class LLMEngine:
         checkpoint.config.check_split(config.tensor_parallel_size)
         self.model_runner = start_ranks(config, checkpoint, max_model_len)
         eos_token_ids = set(checkpoint.eos_token_ids)
+        eos_token_id = min(eos_token_ids) if len(eos_token_ids) == 1 else None
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            eos_token_ids.add(self.tokenizer.eos_token_id)
+            eos_token_id = self.tokenizer.eos_token_id
+            eos_token_ids.add(eos_token_id)
+        # Some files name tokens that the model has no logits for.
+        eos_token_ids = {i for i in eos_token_ids if 0 <= i < checkpoint.config.vocab_size}
         self.scheduler = Scheduler(
             num_blocks=self.model_runner.num_kvcache_blocks,
             block_size=config.kvcache_block_size,
@@ -62,14 +65,16 @@ class LLMEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
+            eos_token_id=eos_token_id,
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self.sampling_states = SamplingStateFactory(
             self.tokenizer, checkpoint.config.vocab_size, eos_token_ids, config.seed
         )
-        self.default_sampling_params = checkpoint.default_sampling_params
+        self.recommended_sampling = checkpoint.recommended_sampling
         self._requests: dict[str, Request] = {}
         self._request_ids = count()
+        self._stream_ids: frozenset[str] = frozenset()  # of the last generate_stream
         self._closed = False
         logger.info(
             "%s on %s in %s: %d KV blocks of %d tokens",
@@ -88,6 +93,7 @@ class LLMEngine:
             ValueError: a prompt that can never run, or parameters that the model cannot follow.
         """
         self._check_open()
+        self._check_no_stream()
         (added,) = self._validate([prompt], sampling_params)
         return self._add(*added).request_id
 
@@ -97,6 +103,7 @@ class LLMEngine:
         If it raises, every unfinished request is dropped and the engine is ready for new ones.
         """
         self._check_open()
+        self._check_no_stream()
         if self.is_finished():
             return []
         with self._reset_on_error():
@@ -153,14 +160,27 @@ class LLMEngine:
         """
         added = self._start(as_prompt_list(prompts), sampling_params)
         with self._reset_on_error():
-            for args in added:
-                self._add(*args, streams=True)
-            while not self.is_finished():
-                requests = dict(self._requests)
-                batch, _ = self._step()
+            requests = [self._add(*args, streams=True) for args in added]
+        own = {request.request_id: request for request in requests}
+        self._stream_ids = frozenset(own)
+        try:
+            while not self._stream_ids.isdisjoint(self._requests):
+                with self._reset_on_error():
+                    batch, _ = self._step()
                 advanced = dict.fromkeys(item.seq.request_id for item in batch.sampled)
-                outputs = make_outputs([requests[i] for i in advanced], self.prompt_encoder)
-                yield from outputs
+                grown = [own[request_id] for request_id in advanced if request_id in own]
+                yield from make_outputs(grown, self.prompt_encoder)
+                self._check_open()
+        finally:
+            for request_id in own.keys() & self._requests.keys():
+                self.abort_request(request_id)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint recommends."""
+        try:
+            return SamplingParams(**self.recommended_sampling)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the checkpoint's generation_config.json: {error}") from error
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes. Raises ValueError while requests are unfinished."""
@@ -214,8 +234,8 @@ class LLMEngine:
         self._check_open()
         if not self.is_finished():
             raise ValueError(
-                "generate needs the engine to itself: finish the requests of add_request with "
-                "step, or drop them with abort_request"
+                "generate needs the engine to itself: finish the other requests with step, drop "
+                "them with abort_request, or close the stream that they belong to"
             )
         return self._validate(prompts, sampling_params, add_special_tokens)
 
@@ -229,9 +249,11 @@ class LLMEngine:
                 item.seq.prompt_logprobs.append(rows)
                 item.seq.num_prompt_logprobs += len(rows)
         sampled = [item.seq for item in batch.sampled]
-        for i, seq in enumerate(sampled):
+        if output.logprobs is not None:
+            collect_logprobs(sampled, output)
+        for seq, token_id in zip(sampled, output.token_ids, strict=True):
             if seq.is_watched:
-                self._watch(seq, output, i)
+                self._watch(seq, token_id)
                 if seq.is_finished:
                     finished.append(seq)
         now = time()
@@ -246,14 +268,13 @@ class LLMEngine:
             del self._requests[request.request_id]
         return batch, done
 
-    def _watch(self, seq: Sequence, output: StepOutput, row: int) -> None:
-        """Books what a new token means besides its place in the sequence."""
-        token_id, state, text = output.token_ids[row], seq.sampling, seq.detokenizer
+    def _watch(self, seq: Sequence, token_id: int) -> None:
+        """Books what a new token (-1 for none) means besides its place in the sequence."""
+        state, text = seq.sampling, seq.detokenizer
         if token_id < 0:
+            if text is not None:
+                text.finish(may_stop=False)
             return
-        if state.kind.num_logprobs is not None:
-            assert output.logprobs is not None
-            seq.logprobs.append(output.logprobs[row, : 3 + 2 * state.kind.num_logprobs])
         state.append_token(token_id)
         if state.grammar is not None and state.grammar.is_finished and not seq.is_finished:
             self.scheduler.finish(seq, None)
@@ -283,18 +304,8 @@ class LLMEngine:
             seq.request_id = request_id
             seq.sampling = state
             if params.detokenize and self.tokenizer and (streams or params.stop_strings):
-                seq.detokenizer = IncrementalDetokenizer(
-                    self.tokenizer,
-                    params.stop_strings,
-                    params.include_stop_str_in_output,
-                    skip_special_tokens=params.skip_special_tokens,
-                    spaces_between_special_tokens=params.spaces_between_special_tokens,
-                )
-            seq.is_watched = (
-                seq.detokenizer is not None
-                or state.follows_tokens
-                or state.kind.num_logprobs is not None
-            )
+                seq.detokenizer = self.prompt_encoder.detokenizer(token_ids[-1], params)
+            seq.is_watched = seq.detokenizer is not None or state.follows_tokens
             seqs.append(seq)
         seqs[0].wants_prompt_logprobs = params.prompt_logprobs is not None
         seqs[0].siblings = seqs[1:]
@@ -311,7 +322,7 @@ class LLMEngine:
     ) -> list[tuple[str | None, list[int], SamplingParams]]:
         """Text, token ids and parameters of each prompt; raises before anything runs."""
         if sampling_params is None:
-            sampling_params = self.default_sampling_params
+            sampling_params = self.default_sampling_params()
         if isinstance(sampling_params, (list, tuple)):
             params = list(sampling_params)
         else:
@@ -327,7 +338,7 @@ class LLMEngine:
                     f"sampling_params[{i}] must be SamplingParams, got {type(param).__name__}"
                 )
         first_use = {id(param): i for i, param in reversed(list(enumerate(params)))}
-        for i in first_use.values():
+        for i in sorted(first_use.values()):
             try:
                 self.sampling_states.check(params[i])
             except ValueError as error:
@@ -346,9 +357,15 @@ class LLMEngine:
         try:
             yield
         except BaseException:
-            self._requests.clear()
-            self.scheduler.reset()
+            if not self._closed:
+                self._requests.clear()
+                self.scheduler.reset()
             raise
+
+    def _check_no_stream(self) -> None:
+        """A stream's steps would take the results of other requests, and theirs its own."""
+        if not self._stream_ids.isdisjoint(self._requests):
+            raise ValueError("generate_stream is not at its end: exhaust it, or close it first")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -359,8 +376,10 @@ class _Progress:
     """A bar of finished prompts, with prefill and decode throughput in tokens per second."""
 
     def __init__(self, num_prompts: int, use_tqdm: bool | Callable[..., tqdm]) -> None:
-        make_bar = use_tqdm if callable(use_tqdm) else tqdm
-        self.bar = make_bar(total=num_prompts, desc="Generating", disable=not use_tqdm)
+        if callable(use_tqdm):
+            self.bar = use_tqdm(total=num_prompts, desc="Generating")
+        else:
+            self.bar = tqdm(total=num_prompts, desc="Generating", disable=not use_tqdm)
         self.tokens = {True: 0, False: 0}
         self.seconds = {True: 0.0, False: 0.0}
         self.last = perf_counter()
@@ -376,11 +395,21 @@ class _Progress:
         self.tokens[batch.is_prefill] += batch.num_tokens
         self.seconds[batch.is_prefill] += now - self.last
         self.last = now
-        if not self.bar.disable:
+        if not getattr(self.bar, "disable", False):
             rates = (self.tokens[p] / max(self.seconds[p], 1e-9) for p in (True, False))
             prefill, decode = (f"{rate:.0f} tok/s" for rate in rates)
             self.bar.set_postfix(prefill=prefill, decode=decode, refresh=False)
             self.bar.update(len(finished))
+
+
+def collect_logprobs(sampled: list[Sequence], output: StepOutput) -> None:
+    """Hands each sequence that asks for them the logprobs of its new token."""
+    assert output.logprobs is not None
+    for seq, token_id, row in zip(sampled, output.token_ids, output.logprobs, strict=True):
+        k = seq.sampling.kind.num_logprobs
+        if k is not None and token_id >= 0:
+            # A view keeps the whole step's rows alive: fine where they are no wider than it needs.
+            seq.logprobs.append(row if len(row) == 3 + 2 * k else row[: 3 + 2 * k].copy())
 
 
 def limit_model_len(max_model_len: int, model: ModelConfig) -> int:

@@ -5,6 +5,9 @@ from typing import Any, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 
+from nanovllm.engine.detokenizer import INCOMPLETE, IncrementalDetokenizer
+from nanovllm.sampling_params import SamplingParams
+
 
 class TextPrompt(TypedDict):
     """A prompt as text."""
@@ -44,6 +47,15 @@ class PromptEncoder:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
+        self.text_needs_context = False
+        self.special_ids: frozenset[int] = frozenset()
+        if tokenizer is not None:
+            # SentencePiece's: the space before a word is lost where a text begins with it.
+            ids = tokenizer(" a", add_special_tokens=False)["input_ids"]
+            once, twice = tokenizer.decode(ids), tokenizer.decode(ids + ids)
+            self.text_needs_context = once + once != twice
+            added = tokenizer.added_tokens_decoder.items()
+            self.special_ids = frozenset(i for i, token in added if token.special)
 
     def encode(
         self, prompts: Seq[Prompt], add_special_tokens: bool = True
@@ -75,20 +87,45 @@ class PromptEncoder:
         return texts, token_ids
 
     def decode(
-        self,
-        completions: list[list[int]],
-        skip_special_tokens: bool = True,
-        spaces_between_special_tokens: bool = True,
+        self, completions: list[list[int]], last_prompt_tokens: list[int], params: SamplingParams
     ) -> list[str]:
-        """Texts; empty strings where there is no tokenizer."""
+        """Texts of completions, each after its prompt's last token; empty strings where there is
+        no tokenizer."""
         if self.tokenizer is None or not completions:
             return [""] * len(completions)
-        return self.tokenizer.batch_decode(
-            completions,
-            skip_special_tokens=skip_special_tokens,
-            spaces_between_special_tokens=spaces_between_special_tokens,
-            clean_up_tokenization_spaces=False,
+        if self.text_needs_context:
+            return [
+                self._decode_one(*pair, params)
+                for pair in zip(completions, last_prompt_tokens, strict=True)
+            ]
+        texts = self.tokenizer.batch_decode(
+            completions, clean_up_tokenization_spaces=False, **_decode_options(params)
         )
+        return [
+            self._decode_one(ids, last, params) if INCOMPLETE in text else text
+            for ids, last, text in zip(completions, last_prompt_tokens, texts, strict=True)
+        ]
+
+    def detokenizer(
+        self, last_prompt_token: int, params: SamplingParams, looks_for_stops: bool = True
+    ) -> IncrementalDetokenizer:
+        """For a completion of which somebody has to know the text as it grows."""
+        return IncrementalDetokenizer(
+            self.tokenizer,
+            [last_prompt_token] if self.text_needs_context else [],
+            self.special_ids if params.skip_special_tokens else frozenset(),
+            params.stop_strings if looks_for_stops else (),
+            params.include_stop_str_in_output,
+            **_decode_options(params),
+        )
+
+    def _decode_one(self, token_ids: list[int], last_prompt_token: int, params: Any) -> str:
+        """The text that a stream of the tokens would give."""
+        detokenizer = self.detokenizer(last_prompt_token, params, looks_for_stops=False)
+        for token_id in token_ids:
+            detokenizer.append(token_id)
+        detokenizer.finish()
+        return detokenizer.text
 
     def decode_token(self, token_id: int) -> str | None:
         """Text of one token; None where there is no tokenizer."""
@@ -97,14 +134,26 @@ class PromptEncoder:
     def _read(self, prompt: Any) -> tuple[str | None, list[int] | None]:
         """The text, if there is one, and the token ids, if they need no tokenising."""
         if isinstance(prompt, dict):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), self._check_ids(prompt["prompt_token_ids"])
-            if "prompt" not in prompt:
+            given = {key: value for key, value in prompt.items() if value is not None}
+            if unknown := given.keys() - {"prompt", "prompt_token_ids"}:
+                raise ValueError(
+                    f"a dict prompt has 'prompt' or 'prompt_token_ids', not {min(unknown)!r}"
+                )
+            text = given.get("prompt")
+            if "prompt_token_ids" in given:
+                if not isinstance(text, (str, type(None))):
+                    raise TypeError(f"the prompt's text must be a string, got {_name(text)}")
+                return text, self._check_ids(given["prompt_token_ids"])
+            if text is None:
                 raise ValueError("a dict prompt needs 'prompt_token_ids' or 'prompt'")
-            prompt = prompt["prompt"]
+            prompt = text
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("this model has no tokenizer: give the prompt as token ids")
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"the prompt is no valid Unicode: {error}") from None
             return prompt, None
         return None, self._check_ids(prompt)
 
@@ -141,6 +190,13 @@ class PromptEncoder:
                 for i, ids in zip(rows, batch["input_ids"], strict=True):
                     out[i] = ids
         return out
+
+
+def _decode_options(params: SamplingParams) -> dict[str, Any]:
+    return {
+        "skip_special_tokens": params.skip_special_tokens,
+        "spaces_between_special_tokens": params.spaces_between_special_tokens,
+    }
 
 
 def _is_int(value: Any) -> bool:

@@ -95,8 +95,12 @@ def _texts(pairs: list[tuple[Sequence, SamplingParams]], encoder: PromptEncoder)
         elif params.detokenize:
             options = params.skip_special_tokens, params.spaces_between_special_tokens
             whole.setdefault(options, []).append(i)
-    for (skip, spaces), places in whole.items():
-        decoded = encoder.decode([_text_token_ids(*pairs[i]) for i in places], skip, spaces)
+    for places in whole.values():
+        completions = [_text_token_ids(*pairs[i]) for i in places]
+        last_prompt_tokens = [
+            pairs[i][0].token_ids[pairs[i][0].num_prompt_tokens - 1] for i in places
+        ]
+        decoded = encoder.decode(completions, last_prompt_tokens, pairs[places[0]][1])
         for i, text in zip(places, decoded, strict=True):
             texts[i] = text
     return texts

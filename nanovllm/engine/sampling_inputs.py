@@ -52,19 +52,15 @@ def _masks(rows: list[Row]) -> dict[str, torch.Tensor]:
 
 
 def _biases(rows: list[Row]) -> dict[str, torch.Tensor]:
-    entries = [
-        (i, token_id, value)
-        for i, seq, state in rows
-        if state.has_bias
-        for token_id, value in state.biases(seq.completion_token_ids).items()
-    ]
-    if not entries:
+    found = [(i, *state.biases(seq.token_ids)) for i, seq, state in rows if state.has_bias]
+    lens = [len(token_ids) for _, token_ids, _ in found]
+    if not any(lens):
         return {}
-    indices, token_ids, values = zip(*entries, strict=True)
+    indices, token_ids, values = zip(*found, strict=True)
     return {
-        "bias_rows": torch.tensor(indices, dtype=torch.int32),
-        "bias_tokens": torch.tensor(token_ids, dtype=torch.int32),
-        "bias_values": torch.tensor(values, dtype=torch.float32),
+        "bias_rows": torch.from_numpy(np.repeat(np.array(indices, np.int32), lens)),
+        "bias_tokens": torch.from_numpy(np.concatenate(token_ids)),
+        "bias_values": torch.from_numpy(np.concatenate(values)),
     }
 
 

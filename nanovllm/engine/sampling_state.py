@@ -61,7 +61,7 @@ class SamplingState:
         row = np.zeros((), SAMPLING_ROW)
         row["temperature"] = 0.0 if params.is_greedy else params.temperature
         row["top_k"] = min(max(params.top_k, 0), vocab_size)
-        row["top_p"] = params.top_p
+        row["top_p"] = max(params.top_p, np.finfo(np.float32).tiny)  # in fp32, too, above 0
         row["min_p"] = params.min_p
         row["seed"] = np.uint64(seed % 2**64).astype(np.int64)
         self.row = row.tobytes()
@@ -78,12 +78,14 @@ class SamplingState:
         if params.allowed_token_ids is not None:
             self.allowed_mask = _bit_mask(params.allowed_token_ids, vocab_size)
         self.bad_words = [tuple(word) for word in bad_words]
-        self.logit_bias = dict(params.logit_bias or {})
+        bias = params.logit_bias or {}
+        self.bias_tokens = np.array(list(bias), np.int32)
+        self.bias_values = np.array(list(bias.values()), np.float32)
         self.min_tokens = params.min_tokens
         stops = set(params.stop_token_ids or ())
         self.stop_ids = sorted(stops if params.ignore_eos else stops | set(eos_token_ids))
         self.has_mask = grammar is not None or self.allowed_mask is not None
-        self.has_bias = bool(self.bad_words or self.logit_bias or self.min_tokens)
+        self.has_bias = bool(self.bad_words or bias or self.min_tokens)
         self.kind = SamplingKind(
             is_greedy=params.is_greedy,
             truncates=params.truncates,
@@ -111,17 +113,23 @@ class SamplingState:
         else:
             mask[:] = self.allowed_mask
 
-    def biases(self, completion_token_ids: Sequence[int]) -> dict[int, float]:
-        """What to add to single logits for the token after these."""
-        biases = dict(self.logit_bias)
-        for word in self.bad_words:
-            *start, last = word
-            end = completion_token_ids[len(completion_token_ids) - len(start) :]
-            if list(end) == start:
-                biases[last] = -np.inf
-        if len(completion_token_ids) < self.min_tokens:
-            biases.update(dict.fromkeys(self.stop_ids, -np.inf))
-        return biases
+    def biases(self, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Single logits to change for the token after these, the prompt's and the generated:
+        int32 token ids, and fp32 what to add."""
+        num_generated = len(token_ids) - self.num_prompt_tokens
+        forbidden = dict.fromkeys(self.stop_ids if num_generated < self.min_tokens else ())
+        for *start, last in self.bad_words:
+            place = len(token_ids) - len(start)
+            if place >= self.num_prompt_tokens and list(token_ids[place:]) == start:
+                forbidden[last] = None
+        if not forbidden:
+            return self.bias_tokens, self.bias_values
+        tokens = np.array(list(forbidden), np.int32)
+        others = ~np.isin(self.bias_tokens, tokens)
+        return (
+            np.concatenate((self.bias_tokens[others], tokens)),
+            np.concatenate((self.bias_values[others], np.full(len(tokens), -np.inf, np.float32))),
+        )
 
 
 class SamplingStateFactory:

@@ -26,6 +26,7 @@ class Scheduler:
             so it bounds residents too.
         max_model_len: longest prompt + completion, in tokens.
         eos_token_ids: tokens that end a sequence.
+        eos_token_id: the one of them that goes without saying; any other is a stop reason.
         enable_prefix_caching: share the blocks of equal prefixes.
     """
 
@@ -38,6 +39,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: Iterable[int] = (),
+        eos_token_id: int | None = None,
         enable_prefix_caching: bool = True,
     ) -> None:
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
@@ -46,6 +48,7 @@ class Scheduler:
         # A sequence that has the cache to itself must fit, or it could never finish.
         self.max_len = min(max_model_len, num_blocks * block_size)
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.eos_token_id = eos_token_id
         self.block_manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
@@ -235,6 +238,6 @@ class Scheduler:
         is_stop = params.stop_token_ids is not None and token_id in params.stop_token_ids
         if (is_eos or is_stop) and seq.num_completion_tokens > params.min_tokens:
             seq.finish_reason, seq.ends_with_stop_token = "stop", True
-            seq.stop_reason = None if is_eos else token_id
+            seq.stop_reason = None if is_eos and token_id == self.eos_token_id else token_id
         elif seq.num_completion_tokens == params.max_tokens or len(seq) >= self.max_len:
             seq.finish_reason = "length"

@@ -14,9 +14,13 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from nanovllm.models.gguf import GGUFCheckpoint
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import get_model_class
-from nanovllm.sampling_params import SamplingParams
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+# generation_config.json's names, and SamplingParams'.
+GENERATION_FIELDS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -26,12 +30,12 @@ class Checkpoint(Protocol):
     Attributes:
         config: its facts.
         eos_token_ids: every token that its files say ends a sequence.
-        default_sampling_params: what its files recommend.
+        recommended_sampling: what its files say of SamplingParams' fields.
     """
 
     config: ModelConfig
     eos_token_ids: frozenset[int]
-    default_sampling_params: SamplingParams
+    recommended_sampling: dict[str, Any]
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer, or None where the checkpoint has none."""
@@ -75,7 +79,11 @@ class SafetensorsCheckpoint:
         self.config = ModelConfig.from_hf(architecture, hf, flags)
         generation = _read_json(path / "generation_config.json") or {}
         self.eos_token_ids = _ids(hf.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
-        self.default_sampling_params = _sampling_params(generation, path)
+        self.recommended_sampling = {
+            ours: generation[theirs]
+            for theirs, ours in GENERATION_FIELDS.items()
+            if generation.get(theirs) is not None
+        }
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         if not any((self.path / name).exists() for name in TOKENIZER_FILES):
@@ -149,18 +157,9 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def _sampling_params(generation: dict[str, Any], path: Path) -> SamplingParams:
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
-    given = {name: generation[name] for name in names if generation.get(name) is not None}
-    if "max_new_tokens" in given:
-        given["max_tokens"] = given.pop("max_new_tokens")
-    try:
-        return SamplingParams(**given)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path / 'generation_config.json'}: {error}") from error
-
-
-def _ids(value: int | list[int] | None) -> frozenset[int]:
-    if value is None:
-        return frozenset()
-    return frozenset(value if isinstance(value, list) else [value])
+def _ids(value: Any) -> frozenset[int]:
+    """Token ids of a config's field: one, a list, or none."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise ValueError(f"eos_token_id must be a token id or a list of them, got {value!r:.80}")
+    return frozenset(ids)

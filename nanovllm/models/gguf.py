@@ -10,7 +10,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import get_model_class
-from nanovllm.sampling_params import SamplingParams
 
 # llama.cpp's "llama" is Llama's and Mistral's common graph.
 ARCHITECTURES = {
@@ -44,7 +43,7 @@ class GGUFCheckpoint:
         eos_names = ("eos_token_id", "eot_token_id")
         eos = (self._field(f"tokenizer.ggml.{name}", None) for name in eos_names)
         self.eos_token_ids = frozenset(token_id for token_id in eos if token_id is not None)
-        self.default_sampling_params = SamplingParams()
+        self.recommended_sampling: dict[str, Any] = {}
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         if "tokenizer.ggml.model" not in self.reader.fields:

@@ -64,13 +64,15 @@ class Model:
         self.shared: dict[int, int] = {}  # key -> block
         self.tables: dict[int, list[int]] = {}
         self.tokens: dict[int, list[int]] = {}
+        self.reusable: dict[int, int] = {}  # where not all tokens may come from the cache
 
     def prefix(self, seq_id: int, i: int) -> Tokens:
         return tuple(self.tokens[seq_id][: (i + 1) * self.block_size])
 
     def cached(self, seq_id: int) -> list[int]:
         hits: list[int] = []
-        for i in range(len(self.tokens[seq_id]) // self.block_size if self.caching else 0):
+        limit = self.reusable.get(seq_id, len(self.tokens[seq_id]))
+        for i in range(limit // self.block_size if self.caching else 0):
             prefix = self.prefix(seq_id, i)
             block = self.shared.get(self.key(prefix))
             if block is None or self.sealed[block] != prefix:
@@ -98,6 +100,19 @@ class Model:
         self.shared = {key: b for key, b in self.shared.items() if b != block}
         self.refs[block] = 1
         self.tables[seq_id].append(block)
+
+    def fork(self, parent_id: int, child_id: int) -> tuple[int, int] | None:
+        """All blocks but the last are shared; that is the child's own, and filled by a copy."""
+        parent = self.tables[parent_id]
+        last = len(self.tokens[child_id]) - 1
+        shared = [parent[i // self.block_size] for i in range(0, last, self.block_size)]
+        if partial := last % self.block_size:
+            source = shared.pop()
+        self.tables[child_id] = shared
+        for block in shared:
+            self.refs[block] += 1
+        self.open(child_id)
+        return (source, self.tables[child_id][-1]) if partial else None
 
     def compute(self, seq_id: int, end: int) -> None:
         """All tokens before ``end`` have their keys and values."""
@@ -144,13 +159,24 @@ class BlockManagerMachine(RuleBasedStateMachine):
         tokens.append((tokens[-1] if tokens else 1) * 2 + bit if self.colliding else bit)
         return tokens[-1]
 
-    @rule(target=partial, bits=st.lists(BITS, min_size=1, max_size=7), spare=st.integers(0, 2))
-    def arrive(self, bits: list[int], spare: int):
+    @rule(
+        target=partial,
+        bits=st.lists(BITS, min_size=1, max_size=7),
+        spare=st.integers(0, 2),
+        known=st.none() | st.integers(0, 6),
+    )
+    def arrive(self, bits: list[int], spare: int, known: int | None):
+        """``known``: it needs the logits of its prompt, and has those of so many tokens."""
         tokens: list[int] = []
         for bit in bits:
             self.append(tokens, bit)
         seq = Sequence(tokens, block_size=self.manager.block_size)
         self.model.tokens[seq.seq_id] = tokens
+        if known is not None:
+            seq.wants_prompt_logprobs = True
+            seq.num_prompt_logprobs = min(known, len(tokens) - 1)
+            if known < len(tokens) - 1:
+                self.model.reusable[seq.seq_id] = known
         return self.admit(seq, spare)
 
     @rule(target=partial, seq=consumes(preempted), spare=st.integers(0, 2))
@@ -184,6 +210,20 @@ class BlockManagerMachine(RuleBasedStateMachine):
             if opens:
                 self.model.open(seq.seq_id)
             self.compute(seq, len(seq))
+
+    @rule(target=partial, parent=decoding, length=st.integers(1, 9))
+    def fork(self, parent: Sequence, length: int):
+        """Another sequence goes on from some of the parent's tokens."""
+        if parent.seq_id not in self.holders or not self.model.free:
+            return multiple()
+        tokens = self.model.tokens[parent.seq_id][:length]
+        child = Sequence(tokens, block_size=self.manager.block_size)
+        self.model.tokens[child.seq_id] = tokens
+        copy = self.manager.fork(parent, child)
+        assert copy == self.model.fork(parent.seq_id, child.seq_id)
+        assert child.num_cached_tokens == len(tokens) - 1
+        self.holders[child.seq_id] = child
+        return child
 
     @rule(target=preempted, seq=st.one_of(consumes(partial), consumes(decoding)))
     def preempt(self, seq: Sequence):
@@ -447,6 +487,41 @@ def test_without_prefix_caching_nothing_is_hashed_or_shared(monkeypatch: pytest.
     assert again.num_cached_tokens == 0
     assert manager.hash_to_block_id == {}
     manager.check_invariants([b, again])
+
+
+def test_prompt_tokens_whose_logits_are_wanted_are_computed_again():
+    """Guards prompt log-probabilities that are missing where the prefix cache had the keys."""
+    manager = BlockManager(8, 2)
+    a = admit(manager, [1, 2, 3, 4, 5])
+    b = Sequence([1, 2, 3, 4, 5], block_size=2)
+    b.wants_prompt_logprobs = True
+    manager.allocate(b)
+    assert b.num_cached_tokens == 0
+    assert not set(a.block_table) & set(b.block_table)
+    manager.check_invariants([a, b])
+
+
+@pytest.mark.parametrize(
+    ("length", "num_shared", "copies"),
+    [(1, 0, False), (3, 0, True), (4, 0, True), (5, 1, False), (7, 1, True), (8, 1, True)],
+)
+@pytest.mark.parametrize("caching", [True, False])
+def test_fork_shares_full_blocks_and_copies_the_one_that_is_written(
+    caching: bool, length: int, num_shared: int, copies: bool
+):
+    """The child computes its last token itself: its block is copied if it holds any before."""
+    manager = BlockManager(8, 4, caching)
+    parent = admit(manager, list(range(10, 10 + length)))
+    child = Sequence(parent.token_ids, block_size=4)
+    copy = manager.fork(parent, child)
+    assert child.block_table[:num_shared] == parent.block_table[:num_shared]
+    assert len(child.block_table) == num_shared + 1 and child.num_uncached_tokens == 1
+    assert child.block_table[-1] not in parent.block_table
+    assert copy == ((parent.block_table[-1], child.block_table[-1]) if copies else None)
+    manager.check_invariants([parent, child])
+    for seq in (parent, child):
+        manager.deallocate(seq)
+    assert not manager.used_block_ids
 
 
 def test_can_allocate_counts_shared_blocks_as_had_and_revived_ones_as_taken():

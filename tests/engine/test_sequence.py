@@ -2,6 +2,7 @@
 
 import pickle
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +31,8 @@ def test_new_sequence_waits_with_nothing_cached():
     assert seq.status is SequenceStatus.WAITING
     assert not seq.is_finished
     assert (len(seq), seq.num_prompt_tokens, seq.num_cached_tokens) == (3, 3, 0)
-    assert (seq.block_table, seq.finish_reason) == ([], None)
+    assert (seq.block_table, seq.siblings) == ([], [])
+    assert (seq.finish_reason, seq.stop_reason, seq.ends_with_stop_token) == (None, None, False)
     assert seq.last_token == 9
     assert seq.sampling_params.max_tokens == 5
 
@@ -98,6 +100,8 @@ def test_shipped_sequence_has_all_that_a_step_reads(
     for token in completion:
         seq.append_token(token)
     seq.num_cached_tokens = data.draw(st.integers(0, len(seq)))
+    seq.wants_prompt_logprobs = data.draw(st.booleans())
+    seq.num_prompt_logprobs = data.draw(st.integers(0, len(prompt) - 1))
     seq.block_table = data.draw(
         st.lists(st.integers(0, 999), min_size=seq.num_blocks, max_size=seq.num_blocks)
     )
@@ -112,6 +116,8 @@ def test_shipped_sequence_has_all_that_a_step_reads(
         "num_prompt_tokens",
         "num_cached_tokens",
         "num_uncached_tokens",
+        "num_prompt_logprobs",
+        "wants_prompt_logprobs",
         "num_blocks",
         "last_block_num_tokens",
         "last_token",
@@ -119,6 +125,31 @@ def test_shipped_sequence_has_all_that_a_step_reads(
         "sampling_params",
     ):
         assert getattr(copy, name) == getattr(seq, name), name
+
+
+def test_what_only_rank_0_needs_is_not_shipped():
+    """Guards a tokenizer, a grammar or all logprobs so far in each step's message."""
+    seq = decoding(10)
+    before = len(pickle.dumps(seq))
+    seq.siblings = [decoding(1000)]
+    seq.logprobs = seq.prompt_logprobs = [np.zeros(1000, np.int32)]
+    seq.detokenizer = seq.sampling = lambda: None  # cannot be pickled
+    assert len(pickle.dumps(seq)) == before
+    assert shipped(seq).siblings == []
+    assert shipped(seq).detokenizer is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_known", "reusable"),
+    [(False, 0, 12), (True, 0, 0), (True, 4, 4), (True, 8, 8), (True, 9, 12)],
+)
+def test_prompt_tokens_without_logprobs_are_not_taken_from_the_cache(wanted, num_known, reusable):
+    """Of ten prompt tokens, nine have log-probabilities: then all may be reused."""
+    seq = Sequence(range(10))
+    seq.append_token(3)
+    seq.append_token(4)
+    seq.wants_prompt_logprobs, seq.num_prompt_logprobs = wanted, num_known
+    assert seq.num_reusable_tokens == reusable
 
 
 def test_decode_ships_no_history():
@@ -156,10 +187,12 @@ def test_shipped_fully_cached_prompt_has_its_last_token():
     assert (copy.last_token, copy.token_ids[7], copy.num_cached_tokens) == (1007, 1007, 8)
 
 
-def test_batch_ships_its_ranges():
+def test_batch_ships_its_ranges_and_block_copies():
     seq = Sequence(range(10), block_size=4)
-    batch = Batch((ScheduledSequence(seq, 0, 6, False),), is_prefill=True)
+    copies = ((3, 5), (3, 6))
+    batch = Batch((ScheduledSequence(seq, 0, 6, False),), is_prefill=True, block_copies=copies)
     copy = pickle.loads(pickle.dumps(batch))
+    assert copy.block_copies == copies
     (item,) = copy.items
     assert (item.start, item.end, item.samples, copy.is_prefill) == (0, 6, False, True)
     assert item.seq.token_ids[:6] == list(range(6))

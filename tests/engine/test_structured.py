@@ -288,7 +288,7 @@ BAD = {
     "ebnf-syntax": ({"grammar": 'root ::= ("a"'}, "Expected '\\)'"),
     "ebnf-rule": ({"grammar": "root ::= b"}, "Rule 'b' not found"),
     "ebnf-root": ({"grammar": 'top ::= "a"'}, "No 'root' rule"),
-    "surrogate": ({"choice": ["a", "\ud800"]}, "cannot be served"),
+    "regex-class": ({"regex": "["}, "cannot be served"),
 }
 
 

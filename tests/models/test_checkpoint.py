@@ -328,7 +328,70 @@ class TestConfig:
     def test_a_checkpoint_without_a_generation_config_loads(self, copy):
         folder = copy()
         (folder / "generation_config.json").unlink()
-        assert open_checkpoint(str(folder)).eos_token_ids == {2}
+        checkpoint = open_checkpoint(str(folder))
+        assert checkpoint.eos_token_ids == {2}
+        assert checkpoint.recommended_sampling == {}
+
+    @pytest.mark.parametrize(
+        ("advice", "expected"),
+        [
+            ({}, {}),
+            ({"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9}),
+            ({"top_k": 20, "min_p": 0.05}, {"top_k": 20, "min_p": 0.05}),
+            ({"repetition_penalty": 1.05}, {"repetition_penalty": 1.05}),
+            ({"max_new_tokens": 100}, {"max_tokens": 100}),
+            ({"temperature": 0}, {"temperature": 0}),
+            ({"max_length": 4096, "do_sample": False, "num_beams": 4, "typical_p": 0.5}, {}),
+        ],
+        ids=str,
+    )
+    def test_sampling_advice_is_read_and_the_rest_ignored(self, copy, advice, expected):
+        folder = copy()
+        edit_json(folder / "generation_config.json", **advice)
+        assert open_checkpoint(str(folder)).recommended_sampling == expected
+
+    def test_sampling_advice_may_be_null(self, copy):
+        folder = copy()
+        file = folder / "generation_config.json"
+        file.write_text(json.dumps({"temperature": None, "top_k": None, "max_new_tokens": None}))
+        assert open_checkpoint(str(folder)).recommended_sampling == {}
+
+    @pytest.mark.parametrize(
+        ("advice", "name"),
+        [
+            ({"temperature": -1.0}, "temperature"),
+            ({"top_p": "0.9"}, "top_p"),
+            ({"top_k": 5.5}, "top_k"),
+            ({"max_new_tokens": 0}, "max_tokens"),
+        ],
+        ids=str,
+    )
+    def test_impossible_sampling_advice_is_refused_where_it_is_followed(self, copy, advice, name):
+        folder = copy()
+        edit_json(folder / "generation_config.json", **advice)
+        with LLM(folder, **SMALL) as llm:
+            for follow in (llm.get_default_sampling_params, lambda: llm.generate([[1]])):
+                with pytest.raises((ValueError, TypeError), match=rf"config\.json: {name} must be"):
+                    follow()
+            assert llm.generate([[1]], SamplingParams(max_tokens=1), use_tqdm=False)
+
+    @pytest.mark.parametrize("eos", ["x", [2, "x"], 2.5, True], ids=str)
+    def test_an_eos_that_is_no_token_id_is_refused(self, copy, eos):
+        folder = copy()
+        edit_json(folder / "generation_config.json", eos_token_id=eos)
+        refuse(folder, "eos_token_id must be a token id")
+
+    def test_an_eos_outside_the_vocabulary_is_no_eos(self, copy):
+        """Guards logits of another row, or of none, changed for min_tokens."""
+        folder = copy()
+        edit_json(folder / "generation_config.json", eos_token_id=[2, 10**6])
+        params = [
+            SamplingParams(temperature=0, max_tokens=3, min_tokens=2),
+            SamplingParams(temperature=0, max_tokens=3, allowed_token_ids=[88], ignore_eos=True),
+        ]
+        with LLM(folder, **SMALL) as llm:
+            outputs = llm.generate([[5], [6], [7]], [*params, params[0]], use_tqdm=False)
+        assert outputs[1]["token_ids"] == [88] * 3
 
 
 class TestWeights:

@@ -258,7 +258,9 @@ def test_every_end_of_sequence_id_stops(tiny_models, tmp_path):
         writer.add_eot_token_id(ends[1])
 
     path = write_gguf(tmp_path / "m.gguf", model, "qwen3", fields=fields)
-    assert open_checkpoint(str(path)).eos_token_ids == set(ends)
+    checkpoint = open_checkpoint(str(path))
+    assert checkpoint.eos_token_ids == set(ends)
+    assert checkpoint.recommended_sampling == {}
     with LLM(path, **SMALL) as llm:
         params = SamplingParams(temperature=0, max_tokens=16)
         outputs = llm.generate(prompts()[:2], params, use_tqdm=False)
@@ -307,7 +309,7 @@ def test_the_files_tokenizer_reads_and_writes_text(
         plain, spelled_out = llm.generate(["cab!", "<s>cab!"], GREEDY, use_tqdm=False)
         assert plain.prompt_token_ids == [bos] * has_bos + ids
         assert spelled_out.prompt_token_ids == [bos, *ids]
-        assert llm.prompt_encoder.decode([[bos, *ids, end]]) == ["cab!"]
+        assert llm.prompt_encoder.decode([[bos, *ids, end]], [bos], SamplingParams()) == ["cab!"]
 
 
 def test_the_models_limit_caps_the_length(tiny_models, tmp_path):

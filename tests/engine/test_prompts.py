@@ -1,0 +1,99 @@
+"""The two ends of the engine where text and tokens meet, with a tokenizer of SentencePiece's kind:
+words begin with a space that is lost at the start of a text, and rare characters come in bytes."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from nanovllm import SamplingParams
+from nanovllm.engine.prompts import PromptEncoder
+
+PIECES = ["<unk>", "<s>", "</s>", "▁", *"theinm", *(f"<0x{byte:02X}>" for byte in range(256))]
+
+
+@pytest.fixture(scope="module")
+def encoder() -> PromptEncoder:
+    vocab = {piece: i for i, piece in enumerate(PIECES)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    return PromptEncoder(wrapped, len(vocab))
+
+
+def complete(encoder: PromptEncoder, prompt: str, token_ids: list[int], **params) -> str:
+    """The text of a completion; a stream of it has to give the same."""
+    last = encoder.tokenizer(prompt)["input_ids"][-1]
+    given = SamplingParams(**params)
+    (text,) = encoder.decode([token_ids], [last], given)
+    stream = encoder.detokenizer(last, given)
+    for token_id in token_ids:
+        stream.append(token_id)
+    stream.finish()
+    assert stream.text == text
+    return text
+
+
+def ids(encoder: PromptEncoder, text: str) -> list[int]:
+    return encoder.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_the_space_between_prompt_and_completion_is_kept(encoder):
+    assert complete(encoder, "the", ids(encoder, " in")) == " in"
+    assert complete(encoder, "the", ids(encoder, "in")) == "in"
+
+
+@pytest.mark.parametrize("num_bytes", range(10))
+def test_a_character_cut_off_spoils_none_before_it(encoder, num_bytes):
+    token_ids = ids(encoder, "日本語")
+    assert len(token_ids) == 9
+    assert complete(encoder, "the", token_ids[:num_bytes]) == "日本語"[: num_bytes // 3]
+
+
+def test_special_tokens_are_left_out_or_not(encoder):
+    token_ids = [*ids(encoder, "in"), encoder.tokenizer.eos_token_id]
+    assert complete(encoder, "the", token_ids) == "in"
+    assert "</s>" in complete(encoder, "the", token_ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("piece", ["</s>", "<0xE4>"])
+def test_the_work_for_a_token_is_bounded(encoder, piece, monkeypatch):
+    """Guards a tail that is decoded again and again while nothing whole comes."""
+    decoded = []
+    decode = encoder.tokenizer.decode
+    monkeypatch.setattr(
+        encoder.tokenizer, "decode", lambda t, **kw: decoded.append(len(t)) or decode(t, **kw)
+    )
+    stream = encoder.detokenizer(5, SamplingParams(stop=["zzz"]))
+    for _ in range(500):
+        stream.append(PIECES.index(piece))
+    assert max(decoded, default=0) <= 40
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, r"prompts\[1\].*multi_modal_data"),
+        ({"prompt_token_ids": [1], "cache_salt": "x"}, r"prompts\[1\].*cache_salt"),
+        ({"prompt_token_ids": [1], "prompt": 7}, r"prompts\[1\].*must be a string"),
+        ("a\ud83d", r"prompts\[1\].*no valid Unicode"),
+    ],
+    ids=str,
+)
+def test_what_would_be_dropped_silently_is_refused(encoder, prompt, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        encoder.encode(["the", prompt])
+
+
+def test_keys_of_a_dict_prompt_may_be_none(encoder):
+    texts, token_ids = encoder.encode([{"prompt": None, "prompt_token_ids": [4, 5]}])
+    assert (texts, token_ids) == ([None], [[4, 5]])

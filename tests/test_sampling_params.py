@@ -1,0 +1,276 @@
+"""Every sampling parameter: its default, which is vLLM's, and what it refuses, by its name."""
+
+import math
+import pickle
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanovllm import SamplingParams, StructuredOutputsParams
+
+VLLM_DEFAULTS: dict[str, Any] = {
+    "n": 1,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "seed": None,
+    "stop": None,
+    "stop_token_ids": None,
+    "ignore_eos": False,
+    "max_tokens": 16,
+    "min_tokens": 0,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "detokenize": True,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "bad_words": None,
+    "allowed_token_ids": None,
+    "logit_bias": None,
+    "structured_outputs": None,
+}
+JSON_OBJECT = StructuredOutputsParams(json_object=True)
+NAN, INF = math.nan, math.inf
+NO_INT = [1.0, "1", True, [1]]
+NO_NUMBER = ["1", None, True, [1.0], 1j]
+NO_BOOL = [0, 1, "yes", None]
+# For each field: good values, values of a wrong type, values out of range.
+VALUES: dict[str, tuple[list[Any], list[Any], list[Any]]] = {
+    "n": ([1, 2, 1000], [*NO_INT, None], [0, -1]),
+    "presence_penalty": ([-2, -0.5, 0, 2.0], NO_NUMBER, [-2.1, 2.1, NAN, INF]),
+    "frequency_penalty": ([-2, -0.5, 0, 2.0], NO_NUMBER, [-2.1, 2.1, NAN, -INF]),
+    "repetition_penalty": ([1e-3, 1, 2.0, 100], NO_NUMBER, [0, 0.0, -1, NAN, INF]),
+    "temperature": ([0, 0.0, 1e-9, 1, 2.5, 1e30], NO_NUMBER, [-1e-9, -1, NAN, INF, 10**400]),
+    "top_p": ([1e-6, 0.5, 1, 1.0], NO_NUMBER, [0, 0.0, -0.1, 1.0001, NAN, INF]),
+    "top_k": ([-1, 0, 1, 10**9], [*NO_INT, None], [-2, -100]),
+    "min_p": ([0, 0.0, 0.5, 1], NO_NUMBER, [-0.1, 1.1, NAN, INF]),
+    "seed": ([None, 0, -1, -(2**63), 2**64 - 1], NO_INT, [2**64, -(2**63) - 1]),
+    "stop": (
+        [None, "x", "two words", [], ["a", "b"], ("a",)],
+        [5, [1], {"a"}, b"a"],
+        ["", ["", "a"]],
+    ),
+    "stop_token_ids": ([None, [], [0, 7], (7,)], ["7", 7, [0.5], [True], [None]], [[-1], [3, -7]]),
+    "ignore_eos": ([True, False], NO_BOOL, []),
+    "max_tokens": ([None, 1, 10**9], NO_INT, [0, -1]),
+    "min_tokens": ([0, 1, 16], [*NO_INT, None], [-1, -16]),
+    "logprobs": ([None, -1, 0, 5], NO_INT, [-2]),
+    "prompt_logprobs": ([None, -1, 0, 5], NO_INT, [-2]),
+    "detokenize": ([True, False], NO_BOOL, []),
+    "skip_special_tokens": ([True, False], NO_BOOL, []),
+    "spaces_between_special_tokens": ([True, False], NO_BOOL, []),
+    "include_stop_str_in_output": ([True, False], NO_BOOL, []),
+    "bad_words": ([None, [], ["a", "two words"]], ["word", 5, [1], [None]], [[""], ["a", ""]]),
+    "allowed_token_ids": ([None, [0], [5, 3]], ["5", 5, [0.5], [False]], [[], [-1]]),
+    "logit_bias": (
+        [None, {}, {5: 1.5, 7: -100}],
+        [5, [5], "x", {"5": 1.0}, {5: "1"}, {5: True}, {5: None}, {5.0: 1.0}],
+        [{-1: 0.5}, {5: NAN}, {5: INF}, {5: -INF}],
+    ),
+    "structured_outputs": ([None, JSON_OBJECT], [{"json_object": True}, "{}", True], []),
+}
+
+
+def cases(kind: int) -> list[Any]:
+    """Field and value of every good (0), mistyped (1) or out-of-range (2) value."""
+    return [
+        pytest.param(name, value, id=f"{name}-{value!r:.20}")
+        for name, values in VALUES.items()
+        for value in values[kind]
+    ]
+
+
+def test_defaults_are_those_of_vllm():
+    params = SamplingParams()
+    assert {f.name: getattr(params, f.name) for f in fields(SamplingParams)} == VLLM_DEFAULTS
+
+
+def test_every_field_has_its_values_here():
+    assert set(VALUES) == set(VLLM_DEFAULTS)
+
+
+@pytest.mark.parametrize(("name", "value"), cases(0))
+def test_a_good_value_is_kept_as_it_is(name: str, value: Any):
+    kept = getattr(SamplingParams(**{name: value}), name)
+    assert kept == value and type(kept) is type(value)
+
+
+@pytest.mark.parametrize(("name", "value"), cases(1))
+def test_a_wrong_type_is_a_type_error_that_names_the_field(name: str, value: Any):
+    with pytest.raises(TypeError, match=rf"\b{name}\b"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), cases(2))
+def test_a_value_out_of_range_is_a_value_error_that_names_the_field(name: str, value: Any):
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_nothing_can_be_changed_afterwards(name: str):
+    """One object serves many requests: a change would reach those that have begun."""
+    params = SamplingParams()
+    with pytest.raises(FrozenInstanceError):
+        setattr(params, name, getattr(params, name))
+
+
+def test_unknown_names_and_positions_are_refused():
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)
+    with pytest.raises(TypeError, match="positional"):
+        SamplingParams(1)
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({"min_tokens": 17}, ("min_tokens", "max_tokens")),
+        ({"min_tokens": 5, "max_tokens": 4}, ("min_tokens", "max_tokens")),
+        ({"stop": "x", "detokenize": False}, ("stop", "detokenize")),
+        ({"stop": ["x", "y"], "detokenize": False}, ("stop", "detokenize")),
+        ({"n": 2, "temperature": 0}, ("n=2", "temperature")),
+        ({"n": 2, "temperature": 1e-9}, ("n=2", "temperature")),
+    ],
+    ids=str,
+)
+def test_a_contradiction_is_refused_with_both_names(values: dict[str, Any], names: tuple[str, ...]):
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**values)
+    assert all(name in str(error.value) for name in names)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"min_tokens": 16},
+        {"min_tokens": 10**6, "max_tokens": None},
+        {"stop": [], "detokenize": False},
+        {"stop_token_ids": [5], "detokenize": False},
+        {"n": 1, "temperature": 0},
+        {"n": 2, "temperature": 0.01},
+        {"n": 2, "top_k": 1},
+    ],
+    ids=str,
+)
+def test_what_only_looks_like_a_contradiction_is_served(values: dict[str, Any]):
+    SamplingParams(**values)
+
+
+@pytest.mark.parametrize(
+    ("stop", "strings"),
+    [(None, ()), ("ab", ("ab",)), ([], ()), (["a", "b"], ("a", "b")), (("c",), ("c",))],
+)
+def test_stop_strings_are_a_tuple_however_they_are_given(stop: Any, strings: tuple[str, ...]):
+    """Guards a lone string taken for a list of letters."""
+    assert SamplingParams(stop=stop).stop_strings == strings
+
+
+@given(
+    temperature=st.sampled_from([0.0, 1e-9, 9e-6, 1e-5, 0.5, 2.0]),
+    top_p=st.sampled_from([1.0, 1, 0.999, 0.1]),
+    top_k=st.sampled_from([-1, 0, 1, 50]),
+    min_p=st.sampled_from([0.0, 0, 0.1, 1.0]),
+)
+def test_truncation_counts_only_where_something_is_drawn(temperature, top_p, top_k, min_p):
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    assert params.is_greedy == (temperature < 1e-5)
+    assert params.truncates == (
+        temperature >= 1e-5 and not (top_p == 1 and top_k <= 0 and min_p == 0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "penalises"),
+    [
+        ({}, False),
+        ({"repetition_penalty": 1}, False),
+        ({"presence_penalty": 0, "frequency_penalty": -0.0}, False),
+        ({"presence_penalty": 0.1}, True),
+        ({"frequency_penalty": -0.1}, True),
+        ({"repetition_penalty": 0.9}, True),
+    ],
+    ids=str,
+)
+def test_only_a_penalty_that_does_something_counts(values: dict[str, Any], penalises: bool):
+    assert SamplingParams(**values).penalises == penalises
+
+
+def test_params_survive_the_trip_to_another_process():
+    params = SamplingParams(n=3, stop=["a"], logit_bias={5: 1.0}, structured_outputs=JSON_OBJECT)
+    assert pickle.loads(pickle.dumps(params)) == params
+
+
+class Schema:
+    """Stands for a pydantic model class, which has just this method."""
+
+    @staticmethod
+    def model_json_schema() -> dict[str, Any]:
+        return {"type": "object"}
+
+
+class TestStructuredOutputsParams:
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("json", {"type": "object"}),
+            ("json", '{"type": "object"}'),
+            ("json", Schema),
+            ("regex", "a+"),
+            ("choice", ["yes", "no"]),
+            ("choice", ("yes",)),
+            ("grammar", 'start: "a"'),
+            ("json_object", True),
+        ],
+    )
+    def test_one_kind_is_kept_and_the_others_are_none(self, name: str, value: Any):
+        params = StructuredOutputsParams(**{name: value})
+        others = [f.name for f in fields(StructuredOutputsParams) if f.name != name]
+        assert getattr(params, name) == value
+        assert [getattr(params, other) for other in others] == [None] * 4
+
+    @pytest.mark.parametrize(
+        ("values", "match"),
+        [
+            ({}, "got none"),
+            ({"json_object": False}, "got none"),
+            ({"json": "{}", "regex": "a"}, "got json, regex"),
+            ({"choice": ["a"], "grammar": "x", "json_object": True}, "choice, grammar, json_obj"),
+        ],
+        ids=str,
+    )
+    def test_none_or_several_kinds_are_refused(self, values: dict[str, Any], match: str):
+        with pytest.raises(ValueError, match=match):
+            StructuredOutputsParams(**values)
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("json", 5),
+            ("json", ["type"]),
+            ("json", dict),
+            ("regex", b"a"),
+            ("regex", ["a"]),
+            ("choice", "yes"),
+            ("choice", [1, 2]),
+            ("choice", {"yes": 1}),
+            ("grammar", 5),
+            ("json_object", 1),
+            ("json_object", "yes"),
+        ],
+    )
+    def test_a_wrong_type_is_a_type_error_that_names_the_field(self, name: str, value: Any):
+        with pytest.raises(TypeError, match=rf"\b{name}\b"):
+            StructuredOutputsParams(**{name: value})
+
+    def test_no_choice_is_refused(self):
+        with pytest.raises(ValueError, match="choice"):
+            StructuredOutputsParams(choice=[])
