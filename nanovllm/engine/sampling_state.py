@@ -98,11 +98,13 @@ class SamplingState:
         """Whether ``append_token`` has anything to do."""
         return self.history is not None or self.grammar is not None
 
-    def append_token(self, token_id: int) -> bool:
-        """Takes note of a drawn token; False if it is not one that the grammar allows."""
+    def append_token(self, token_id: int) -> None:
+        """Takes note of a drawn token. (A grammar refuses one of its own mask only if it has
+        become too complex to follow, and is finished then.)"""
         if self.history is not None:
             self.history.append(token_id)
-        return self.grammar is None or self.grammar.accept(token_id)
+        if self.grammar is not None:
+            self.grammar.accept(token_id)
 
     def fill_mask(self, mask: np.ndarray) -> None:
         """Writes int32 [mask_words], a bit for each token that may be drawn next."""
