@@ -1,5 +1,6 @@
 """Sharded linear layers against one plain nn.functional.linear over the whole weights."""
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ def _rank_main(rank: int, size: int, work: Any, argument: Any, folder: str) -> N
     with torch.inference_mode():
         torch.save(work(group, argument), f"{folder}/rank{rank}.pt")
     group.min(0, torch.device("cpu"))  # none leaves while another still needs it
+    os._exit(0)  # as workers do: gloo's threads can abort a process that takes its time
 
 
 # Sizes that no rank boundary can hide behind: all differ, none is a power of two.
