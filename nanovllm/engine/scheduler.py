@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.block_manager import BlockManager
@@ -54,6 +55,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
         self._block_copies: list[tuple[int, int]] = []
+        self._unbooked: Batch | None = None  # the last step, until its progress is booked
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running
@@ -82,39 +84,69 @@ class Scheduler:
         self.waiting.append(seq)
 
     def schedule(self) -> Batch:
-        """The next step. At least one sequence must be unfinished."""
+        """The next step; empty if all that is left to do is under way.
+
+        The last step's tokens may still be unknown: its progress is booked without them. Those
+        of the step before must have been postprocessed.
+        """
+        self._book()
         copies, self._block_copies = tuple(self._block_copies), []
-        if items := self._schedule_prefill():
-            return Batch(items, is_prefill=True, block_copies=copies)
-        return Batch(self._schedule_decode(), is_prefill=False, block_copies=copies)
+        items = self._schedule_prefill()
+        is_prefill = bool(items)
+        items = items or self._schedule_decode()
+        self._unbooked = Batch(items, is_prefill=is_prefill, block_copies=copies)
+        return self._unbooked
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
-        """Books a step that has run, with one new token per sampled item (-1 for none allowed).
+        """Takes the new tokens of a step, one per sampled item (-1 for none allowed); those of
+        sequences that have finished since it was scheduled are dropped.
 
         Returns the sequences that it finished, their blocks already freed.
         """
-        sampled = batch.sampled
-        assert len(sampled) == len(token_ids)
-        for item in batch.items:
-            item.seq.num_cached_tokens = max(item.end, item.seq.num_cached_tokens)
-            self.block_manager.seal(item.seq, item.start, item.end)
-            if item.samples and item.seq.siblings:
-                self._start_siblings(item.seq)
+        if batch is self._unbooked:
+            self._book()
         finished = []
-        for item, token_id in zip(sampled, token_ids, strict=True):
+        for item, token_id in zip(batch.sampled, token_ids, strict=True):
             seq = item.seq
+            if seq.is_finished:
+                continue
             if token_id < 0:
                 seq.finish_reason = "error"
             else:
                 seq.append_token(token_id)
                 self._check_stop(seq)
             if seq.finish_reason:
+                if seq.status is SequenceStatus.WAITING:  # preempted meanwhile
+                    self.waiting.remove(seq)
                 seq.status = SequenceStatus.FINISHED
                 self.block_manager.deallocate(seq)
                 finished.append(seq)
         if finished:
             self.running = [seq for seq in self.running if not seq.is_finished]
         return finished
+
+    def _book(self) -> None:
+        """Books what the last step does whatever tokens it draws. Sequences that reach their
+        limit leave: work launched later may have their blocks."""
+        batch, self._unbooked = self._unbooked, None
+        if batch is None:
+            return
+        for item in batch.items:
+            if not item.seq.is_finished:
+                item.seq.num_cached_tokens = max(item.end, item.seq.num_cached_tokens)
+                self.block_manager.seal(item.seq, item.start, item.end)
+                if item.samples and item.seq.siblings:
+                    self._start_siblings(item.seq)
+        left = set()
+        for row, item in enumerate(batch.sampled):
+            seq = item.seq
+            if not seq.is_finished:
+                seq.expect_token(row)
+                if self._reaches_limit(seq, len(seq)):
+                    self.block_manager.deallocate(seq)
+                    left.add(seq)
+        if left:
+            self.running = [seq for seq in self.running if seq not in left]
 
     def finish(self, seq: Sequence, stop_reason: str | None) -> None:
         """Ends a sequence for what its text says, which outranks any other reason."""
@@ -133,11 +165,10 @@ class Scheduler:
 
     def abort(self, seq: Sequence) -> None:
         """Drops an unfinished sequence, between two steps."""
-        if seq.status is SequenceStatus.RUNNING:
-            self.running.remove(seq)
-            self.block_manager.deallocate(seq)
-        elif seq in self.waiting:  # not so a sibling that has not started
-            self.waiting.remove(seq)
+        queue: Any = self.running if seq.status is SequenceStatus.RUNNING else self.waiting
+        if seq in queue:  # not so a sibling that has not started, nor where its limit is reached
+            queue.remove(seq)
+        self.block_manager.deallocate(seq)
         seq.siblings = []
         seq.status = SequenceStatus.FINISHED
 
@@ -151,6 +182,7 @@ class Scheduler:
         self.waiting.clear()
         self.running = []
         self._block_copies = []
+        self._unbooked = None
 
     def check_invariants(self) -> None:
         """Asserts what holds between any two steps."""
@@ -228,7 +260,7 @@ class Scheduler:
                 items.append(ScheduledSequence(seq, len(seq) - 1, len(seq), samples=True))
             else:
                 self.preempt(self.running[-1])
-        assert items, "a lone sequence always fits: max_len is within the cache"
+        assert items or not self.running, "a lone sequence always fits: max_len is within the cache"
         return tuple(items)
 
     def _check_stop(self, seq: Sequence) -> None:
@@ -239,5 +271,10 @@ class Scheduler:
         if (is_eos or is_stop) and seq.num_completion_tokens > params.min_tokens:
             seq.finish_reason, seq.ends_with_stop_token = "stop", True
             seq.stop_reason = None if is_eos and token_id == self.eos_token_id else token_id
-        elif seq.num_completion_tokens == params.max_tokens or len(seq) >= self.max_len:
+        elif self._reaches_limit(seq, len(seq.token_ids)):
             seq.finish_reason = "length"
+
+    def _reaches_limit(self, seq: Sequence, num_tokens: int) -> bool:
+        """Whether so many tokens, the prompt's and the generated, are all that it may have."""
+        num_generated = num_tokens - seq.num_prompt_tokens
+        return num_generated == seq.sampling_params.max_tokens or num_tokens >= self.max_len

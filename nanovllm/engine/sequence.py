@@ -26,11 +26,15 @@ class Sequence:
 
     Three counts order its tokens: the first ``num_cached_tokens`` have their keys and values
     in the KV cache, ``num_prompt_tokens`` came with the request, ``len(seq)`` exist so far.
-    One uncached token makes it a decode; more make it a prefill.
+    One uncached token makes it a decode; more make it a prefill. The newest token exists, and
+    has a place, from the moment that a step has been launched to draw it; only when it reaches
+    the host is it in ``token_ids``.
 
     Attributes:
         seq_id: unique in the process, rising with age.
         request_id: of the request that it belongs to.
+        last_token: the newest token's id; -1 - row while only the device knows it, drawn in that
+            row of the last step.
         block_table: physical KV block of each logical block.
         block_hashes: chain hash of each full block hashed so far (see BlockManager).
         siblings: other completions of the same prompt, which the scheduler starts on copies of
@@ -99,7 +103,8 @@ class Sequence:
 
     @property
     def num_completion_tokens(self) -> int:
-        return self.num_tokens - self.num_prompt_tokens
+        """Generated tokens that have reached the host."""
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -135,16 +140,23 @@ class Sequence:
         assert 0 <= i < self.num_blocks
         return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
 
-    def append_token(self, token_id: int) -> None:
-        self.token_ids.append(token_id)
-        self.last_token = token_id
+    def expect_token(self, row: int) -> None:
+        """Makes place for the token that the last step draws in this row."""
+        assert self.num_tokens == len(self.token_ids)
+        self.last_token = -1 - row
         self.num_tokens += 1
 
-    # What a worker needs to run the next step: counts, blocks, and the tokens not yet cached,
-    # so that a decode ships one token whatever its history.
+    def append_token(self, token_id: int) -> None:
+        """The newest token, expected or not."""
+        self.token_ids.append(token_id)
+        self.last_token = token_id
+        self.num_tokens = len(self.token_ids)
+
+    # What another process needs to compute the next step: counts, blocks, and the tokens not yet
+    # cached, so that a decode ships one token whatever its history.
 
     def __getstate__(self) -> tuple[Any, ...]:
-        first = min(self.num_cached_tokens, self.num_tokens - 1)
+        first = min(self.num_cached_tokens, len(self.token_ids) - 1)
         return (
             self.seq_id,
             self.block_size,
@@ -155,6 +167,8 @@ class Sequence:
             self.wants_prompt_logprobs,
             self.block_table,
             self.sampling_params,
+            self.last_token,
+            first,
             self.token_ids[first:],
         )
 
@@ -169,11 +183,12 @@ class Sequence:
             self.wants_prompt_logprobs,
             self.block_table,
             self.sampling_params,
+            self.last_token,
+            first,
             tail,
         ) = state
-        # Positions already cached are never read on a worker; the padding keeps indices true.
-        self.token_ids = [-1] * (self.num_tokens - len(tail)) + tail
-        self.last_token = tail[-1]
+        # Positions already cached are never read there; the padding keeps indices true.
+        self.token_ids = [-1] * first + tail
         self.status = SequenceStatus.RUNNING
         self.block_hashes = []
         self.siblings = []

@@ -78,6 +78,12 @@ class Device:
         self.block_size = block_size
         self.prefixes = Prefixes()
         self.cache: dict[int, int] = {}
+        self.drawn: dict[Sequence, int] = {}  # by the last step, in the order of its rows
+
+    def tokens(self, seq: Sequence) -> list[int]:
+        """A sequence's tokens, the one that is still on its way included."""
+        expected = [seq] * (len(seq) - len(seq.token_ids))
+        return seq.token_ids + [self.drawn[seq] for seq in expected]
 
     def run(self, batch: Batch) -> None:
         """Copies blocks and stores all new tokens, then reads each sequence's, as an attention
@@ -87,10 +93,12 @@ class Device:
         inputs = prepare(batch, self.block_size)
         assert inputs.context.slot_mapping is not None
         slots = inputs.context.slot_mapping.tolist()
-        rows = list(zip(inputs.input_ids.tolist(), inputs.positions.tolist(), slots, strict=True))
+        drawn = list(self.drawn.values())
+        input_ids = [token if token >= 0 else drawn[-1 - token] for token in inputs.input_ids]
+        rows = list(zip(input_ids, inputs.positions.tolist(), slots, strict=True))
         stored = [slot for slot in slots if slot != -1]
         assert len(set(stored)) == len(stored), "a slot is stored twice in one step"
-        truth = [self.prefixes.of(item.seq.token_ids[: item.end]) for item in batch.items]
+        truth = [self.prefixes.of(self.tokens(item.seq)[: item.end]) for item in batch.items]
         expected = [
             (item.seq, position, numbers[position])
             for item, numbers in zip(batch.items, truth, strict=True)
@@ -99,7 +107,7 @@ class Device:
         for (token, position, slot), (seq, true_position, number) in zip(
             rows, expected, strict=True
         ):
-            assert (token, position) == (seq.token_ids[true_position], true_position)
+            assert (token, position) == (self.tokens(seq)[true_position], true_position)
             assert (slot == -1) == (position < seq.num_cached_tokens)
             if slot != -1:
                 self.cache[slot] = number
@@ -123,7 +131,7 @@ class Device:
         self.copy(scheduler._block_copies)
         for seq in scheduler.running:
             cached = seq.num_cached_tokens
-            assert self.read(seq.block_table, cached) == self.prefixes.of(seq.token_ids[:cached])
+            assert self.read(seq.block_table, cached) == self.prefixes.of(self.tokens(seq)[:cached])
         for block_hash, block_id in scheduler.block_manager.hash_to_block_id.items():
             values = self.read([block_id], self.block_size)
             assert None not in values, "a block can be shared that was never stored"
@@ -170,11 +178,14 @@ class Engine:
     """The loop around the scheduler, which checks whatever can be checked at each turn.
 
     ``unfinished`` is the model of the two queues: completions in their order of arrival, those
-    of one request together.
+    of one request together. With ``overlap``, a step's tokens arrive only after the next step
+    has been launched.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, overlap: bool = False) -> None:
         self.scheduler = scheduler
+        self.overlap = overlap
+        self.under_way: tuple[Batch, list[int]] | None = None
         self.device = Device(scheduler.block_manager.block_size)
         self.unfinished: dict[Sequence, Request] = {}
         self.results: list[tuple[Request, Result]] = []
@@ -206,34 +217,52 @@ class Engine:
 
     def step(self) -> Batch:
         batch = self.schedule()
-        self.device.run(batch)
-        tokens = [next_token(i.seq.token_ids, self.unfinished[i.seq].salt) for i in batch.sampled]
+        if batch.items:
+            self.device.run(batch)
+        salts = [self.unfinished[item.seq].salt for item in batch.sampled]
+        seqs = [item.seq for item in batch.sampled]
+        tokens = [next_token(self.device.tokens(s), n) for s, n in zip(seqs, salts, strict=True)]
+        arrived, self.under_way = self.under_way, (batch, tokens) if batch.items else None
+        if not self.overlap:
+            arrived = self.under_way
+        if arrived is not None:
+            self.postprocess(*arrived)
+        self.device.drawn = dict(zip(seqs, tokens, strict=True))
+        self.check()
+        return batch
+
+    def postprocess(self, batch: Batch, tokens: list[int]) -> None:
+        live = [item.seq for item in batch.sampled if not item.seq.is_finished]
         finished = self.scheduler.postprocess(batch, tokens)
         for item, token in zip(batch.sampled, tokens, strict=True):
             seq = item.seq
-            assert seq.last_token == (seq.token_ids[-1] if token == -1 else token)
+            if seq not in live:
+                assert seq not in self.unfinished
+                continue
+            assert token == -1 or seq.last_token == seq.token_ids[-1] == token
             assert (seq in finished) == seq.is_finished
             assert seq.ends_with_stop_token == (seq.finish_reason == "stop")
             stop_text_at = self.unfinished[seq].stop_text_at
             if token != -1 and seq.num_completion_tokens == stop_text_at:
                 self.scheduler.finish(seq, STOP_TEXT)
                 assert not seq.ends_with_stop_token
-        for seq in [item.seq for item in batch.sampled if item.seq.is_finished]:
+        for seq in [seq for seq in live if seq.is_finished]:
             request = self.unfinished.pop(seq)
             assert not seq.block_table
             assert seq.prompt_token_ids == request.prompt
             result = seq.completion_token_ids, seq.finish_reason, seq.stop_reason
             self.results.append((request, result))
-        self.check()
-        return batch
 
     def schedule(self) -> Batch:
         scheduler = self.scheduler
+        scheduler._book()
         before, preemptions = list(scheduler.running), scheduler.num_preemptions
         num_free = len(scheduler.block_manager.free_block_ids)
         num_opening = sum(len(seq.block_table) < seq.num_blocks for seq in before)
         batch = scheduler.schedule()
-        assert 0 < batch.num_tokens <= scheduler.max_num_batched_tokens
+        assert batch.num_tokens <= scheduler.max_num_batched_tokens
+        if not batch.items:
+            assert self.overlap and scheduler.is_finished(), "there was something to do"
         for item in batch.items:
             assert item.start == min(item.seq.num_cached_tokens, len(item.seq) - 1)
             assert item.start < item.end <= len(item.seq)
@@ -245,7 +274,6 @@ class Engine:
             assert seqs == scheduler.running[-len(seqs) :]
             assert scheduler.running[: len(before)] == before
         else:
-            assert before, "nothing was running, and nothing was admitted"
             assert seqs == scheduler.running == before[: len(seqs)]
             assert scheduler.num_preemptions - preemptions == len(before) - len(seqs)
             assert (num_opening > num_free) == (len(seqs) < len(before))
@@ -258,10 +286,10 @@ class Engine:
         for request in requests:
             self.add(request)
         for _ in range(self.most_steps()):
-            if self.scheduler.is_finished():
+            if not self.unfinished:
                 break
             self.step()
-        assert self.scheduler.is_finished()
+        assert self.scheduler.is_finished() and not self.unfinished
 
     def most_steps(self) -> int:
         """Each sequence is admitted at most once per token that it or an older one yields, and
@@ -269,21 +297,29 @@ class Engine:
         scheduler = self.scheduler
         num_tokens = sum(len(r.result(scheduler.max_len)[0]) for r in self.unfinished.values())
         chunks = scheduler.max_len // scheduler.max_num_batched_tokens + 1
-        return num_tokens * (1 + len(self.unfinished) * chunks)
+        return num_tokens * (1 + len(self.unfinished) * chunks) + len(self.unfinished)
 
     def check(self) -> None:
         self.scheduler.check_invariants()
         self.device.check(self.scheduler)
         self.check_order()
-        assert self.scheduler.is_finished() == (not self.unfinished)
+        if not self.overlap:
+            assert self.scheduler.is_finished() == (not self.unfinished)
 
     def check_order(self) -> None:
         """None lost, none twice; the oldest run, and preemption takes the youngest first.
         Completions whose prompt is not yet computed are with the first of them."""
         scheduler = self.scheduler
         queued = [*scheduler.running, *scheduler.waiting]
-        assert [s for seq in queued for s in (seq, *seq.siblings)] == list(self.unfinished)
+        known = [seq for seq in self.unfinished if seq in queued or not self.at_limit(seq)]
+        assert [s for seq in queued for s in (seq, *seq.siblings)] == known
         assert len(scheduler.running) <= scheduler.max_num_seqs
+
+    def at_limit(self, seq: Sequence) -> bool:
+        """Whether its last token is on its way."""
+        num_generated = len(seq) - seq.num_prompt_tokens
+        at_end = num_generated == seq.sampling_params.max_tokens
+        return self.overlap and (at_end or len(seq) == self.scheduler.max_len)
 
     def check_results(self) -> None:
         max_len = self.scheduler.max_len
@@ -333,12 +369,19 @@ SCHEDULERS = st.builds(
 )
 
 
-@settings(max_examples=1200, deadline=None, derandomize=True)
-@given(SCHEDULERS, st.lists(REQUESTS, min_size=2, max_size=12), st.none() | st.integers(0, 40))
-def test_random_schedules(scheduler: Scheduler, requests: list[Request], reset_at: int | None):
+@settings(max_examples=1600, deadline=None, derandomize=True)
+@given(
+    SCHEDULERS,
+    st.lists(REQUESTS, min_size=2, max_size=12),
+    st.none() | st.integers(0, 40),
+    st.booleans(),
+)
+def test_random_schedules(
+    scheduler: Scheduler, requests: list[Request], reset_at: int | None, overlap: bool
+):
     """Requests come and are aborted between steps, at one of which an exception may drop them
     all: each of the others gets the result that it would get alone."""
-    engine = Engine(scheduler)
+    engine = Engine(scheduler, overlap)
     num_dropped = 0
     for now in range(25):
         for request in (r for r in requests if r.arrives == now):
@@ -352,11 +395,12 @@ def test_random_schedules(scheduler: Scheduler, requests: list[Request], reset_a
             if request.aborts == now and seq in engine.unfinished:
                 num_dropped += len(engine.completions(seq))
                 engine.abort(seq)
-        if not scheduler.is_finished():
+        if engine.unfinished:
             if now == reset_at:
                 engine.schedule()  # and does not run it
                 num_dropped += len(engine.unfinished)
                 engine.unfinished.clear()
+                engine.under_way = None
                 scheduler.reset()
                 engine.check()
             else:
