@@ -5,6 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
+from nanovllm.engine.sampling_state import SamplingKind
 from nanovllm.engine.sequence import Sequence
 
 
@@ -48,6 +49,11 @@ class Batch:
     def sampled(self) -> list[ScheduledSequence]:
         """The items that yield a token, in batch order."""
         return [item for item in self.items if item.samples]
+
+    @cached_property
+    def sampling_kinds(self) -> set[SamplingKind]:
+        """What drawing its tokens involves: few, however large the batch."""
+        return {item.seq.sampling.kind for item in self.sampled}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,13 @@ class DecodeGraphs:
     """Graphs of ``forward`` for decode batches of fixed sizes, in one memory pool.
 
     Args:
-        forward: ModelInputs -> logits; must not read back from the device.
+        forward: ModelInputs -> logits, of this rank; must not read back from the device.
         table_width: blocks of the longest sequence.
     """
 
     def __init__(
         self,
-        forward: Callable[[ModelInputs], torch.Tensor | None],
+        forward: Callable[[ModelInputs], torch.Tensor],
         table_width: int,
         device: torch.device,
     ) -> None:
@@ -37,7 +37,7 @@ class DecodeGraphs:
         self.device = device
         self.pool: Any = None
         # Size -> its graph, the device buffer that it reads its inputs from, its logits.
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor | None]] = {}
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
 
     def capture(self, sizes: list[int]) -> None:
         """From the largest size down, so that the smaller ones reuse its activations' memory;
@@ -57,9 +57,9 @@ class DecodeGraphs:
         """The smallest captured size that holds the batch; None if it has to run eagerly."""
         return min((size for size in self.graphs if size >= num_seqs), default=None)
 
-    def replay(self, inputs: PackedInputs) -> torch.Tensor | None:
+    def replay(self, inputs: PackedInputs) -> torch.Tensor:
         """Logits of a decode padded to a captured size."""
         graph, buffer, logits = self.graphs[inputs.batch_size]
-        buffer.copy_(inputs.buffer, non_blocking=True)
+        inputs.copy_to(buffer)
         graph.replay()
         return logits

@@ -9,11 +9,12 @@ from itertools import count
 from time import perf_counter, time
 from typing import Any
 
+import numpy as np
 from tqdm.auto import tqdm
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch, StepOutput
-from nanovllm.engine.model_runner import start_ranks
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.model_runner import LaunchedStep, start_ranks
 from nanovllm.engine.prompts import Prompt, PromptEncoder, as_prompt_list
 from nanovllm.engine.request import Request, make_outputs
 from nanovllm.engine.sampling_state import SamplingStateFactory
@@ -73,6 +74,7 @@ class LLMEngine:
         )
         self.recommended_sampling = checkpoint.recommended_sampling
         self._requests: dict[str, Request] = {}
+        self._launched: LaunchedStep | None = None  # whose tokens have not been fetched
         self._request_ids = count()
         self._stream_ids: frozenset[str] = frozenset()  # of the last generate_stream
         self._closed = False
@@ -98,7 +100,7 @@ class LLMEngine:
         return self._add(*added).request_id
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step and returns the requests that it finished.
+        """Launches the next step, and returns the requests that the one before it finished.
 
         If it raises, every unfinished request is dropped and the engine is ready for new ones.
         """
@@ -112,7 +114,7 @@ class LLMEngine:
 
     def is_finished(self) -> bool:
         self._check_open()
-        return self.scheduler.is_finished()
+        return not self._requests
 
     def abort_request(self, request_id: str) -> None:
         """Drops an unfinished request. Raises ValueError if there is none of that id."""
@@ -166,8 +168,8 @@ class LLMEngine:
         try:
             while not self._stream_ids.isdisjoint(self._requests):
                 with self._reset_on_error():
-                    batch, _ = self._step()
-                advanced = dict.fromkeys(item.seq.request_id for item in batch.sampled)
+                    sampled, _ = self._step()
+                advanced = dict.fromkeys(seq.request_id for seq in sampled)
                 grown = [own[request_id] for request_id in advanced if request_id in own]
                 yield from make_outputs(grown, self.prompt_encoder)
                 self._check_open()
@@ -195,6 +197,7 @@ class LLMEngine:
             return
         self._closed = True
         self._requests.clear()
+        self._launched = None
         self.model_runner.close()
         del self.model_runner, self.scheduler
 
@@ -221,7 +224,10 @@ class LLMEngine:
         with self._reset_on_error(), _Progress(len(added), use_tqdm) as progress:
             requests = [self._add(*args) for args in added]
             while not self.is_finished():
-                progress.update(*self._step())
+                launched = self._launched
+                _, finished = self._step()
+                if launched is not None:
+                    progress.update(launched.batch, finished)
         return make_outputs(requests, self.prompt_encoder)
 
     def _start(
@@ -239,19 +245,34 @@ class LLMEngine:
             )
         return self._validate(prompts, sampling_params, add_special_tokens)
 
-    def _step(self) -> tuple[Batch, list[Request]]:
-        """Runs one step. Returns it with the requests that it finished."""
+    def _step(self) -> tuple[list[Sequence], list[Request]]:
+        """Launches the next step, and while it runs, books the one before it: the device never
+        waits for the host. Returns the sequences that have a new token, and the requests that it
+        finished."""
         batch = self.scheduler.schedule()
-        output = self.model_runner.run(batch)
+        if batch.items:
+            self.model_runner.run(batch)
+        launched, self._launched = self._launched, None
+        sampled, finished = self._book(launched) if launched else ([], [])
+        if batch.items:
+            self._launched = self.model_runner.sample(batch)
+        return sampled, finished
+
+    def _book(self, launched: LaunchedStep) -> tuple[list[Sequence], list[Request]]:
+        """Waits for a step and hands its results to their sequences, but for those that have
+        finished since it was launched."""
+        batch, output = launched.batch, self.model_runner.wait(launched)
+        rows = [i for i, item in enumerate(batch.sampled) if not item.seq.is_finished]
         finished = self.scheduler.postprocess(batch, output.token_ids)
         for item in batch.items:
-            if (rows := output.prompt_logprobs.get(item.seq.seq_id)) is not None:
-                item.seq.prompt_logprobs.append(rows)
-                item.seq.num_prompt_logprobs += len(rows)
-        sampled = [item.seq for item in batch.sampled]
+            if (logprobs := output.prompt_logprobs.get(item.seq.seq_id)) is not None:
+                item.seq.prompt_logprobs.append(logprobs)
+                item.seq.num_prompt_logprobs += len(logprobs)
+        sampled = [batch.sampled[row].seq for row in rows]
+        token_ids = [output.token_ids[row] for row in rows]
         if output.logprobs is not None:
-            collect_logprobs(sampled, output)
-        for seq, token_id in zip(sampled, output.token_ids, strict=True):
+            collect_logprobs(sampled, token_ids, output.logprobs[rows])
+        for seq, token_id in zip(sampled, token_ids, strict=True):
             if seq.is_watched:
                 self._watch(seq, token_id)
                 if seq.is_finished:
@@ -266,7 +287,7 @@ class LLMEngine:
         for request in done:
             request.metrics.finished_time = now
             del self._requests[request.request_id]
-        return batch, done
+        return sampled, done
 
     def _watch(self, seq: Sequence, token_id: int) -> None:
         """Books what a new token (-1 for none) means besides its place in the sequence."""
@@ -359,6 +380,7 @@ class LLMEngine:
         except BaseException:
             if not self._closed:
                 self._requests.clear()
+                self._launched = None
                 self.scheduler.reset()
             raise
 
@@ -402,10 +424,9 @@ class _Progress:
             self.bar.update(len(finished))
 
 
-def collect_logprobs(sampled: list[Sequence], output: StepOutput) -> None:
+def collect_logprobs(sampled: list[Sequence], token_ids: list[int], logprobs: np.ndarray) -> None:
     """Hands each sequence that asks for them the logprobs of its new token."""
-    assert output.logprobs is not None
-    for seq, token_id, row in zip(sampled, output.token_ids, output.logprobs, strict=True):
+    for seq, token_id, row in zip(sampled, token_ids, logprobs, strict=True):
         k = seq.sampling.kind.num_logprobs
         if k is not None and token_id >= 0:
             # A view keeps the whole step's rows alive: fine where they are no wider than it needs.

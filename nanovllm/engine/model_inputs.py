@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
+from nanovllm.kernels.sampling import ROW_WORDS
 from nanovllm.utils.context import Context
 from nanovllm.utils.math import cdiv
 
@@ -21,15 +22,25 @@ CONTEXT_FIELDS = frozenset(field.name for field in fields(Context))
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """What one forward pass takes: int32 [N] token ids and positions, and the metadata."""
+    """What one step takes.
+
+    Attributes:
+        input_ids: int32 [N]; -1 - row for the token that the last step drew in this row.
+        positions: int32 [N].
+        context: the metadata.
+        sampling_rows: int32 [num_sampled, ROW_WORDS], how to draw the next tokens, where no more
+            than that is asked for; None for a step that ends with logits.
+    """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     context: Context
+    sampling_rows: torch.Tensor | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by field name."""
         named: dict[str, Any] = {f.name: getattr(self.context, f.name) for f in fields(Context)}
+        named["sampling_rows"] = self.sampling_rows
         found = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
         return {"input_ids": self.input_ids, "positions": self.positions, **found}
 
@@ -75,12 +86,20 @@ class PackedInputs:
             numel = prod(shape)
             views[name] = buffer[start : start + numel].view(shape)
             start += cdiv(numel, ALIGNMENT) * ALIGNMENT
-        return ModelInputs(
-            views.pop("input_ids"), views.pop("positions"), replace(self.context, **views)
-        )
+        own = [views.pop(n, None) for n in ("input_ids", "positions", "sampling_rows")]
+        return ModelInputs(own[0], own[1], replace(self.context, **views), own[2])
 
     def to(self, device: torch.device) -> ModelInputs:
-        return self.unpack(self.buffer.to(device, non_blocking=True))
+        if device.type == "cpu":
+            return self.unpack()
+        return self.unpack(self.copy_to(torch.empty_like(self.buffer, device=device)))
+
+    def copy_to(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Starts the copy into a buffer on the device, and returns that."""
+        pinned = self.buffer
+        if buffer.is_cuda and not pinned.is_pinned():  # as it came to another rank
+            pinned = pinned.pin_memory()
+        return buffer.copy_(pinned, non_blocking=True)
 
     # An array, which pickle can pass by without a copy.
 
@@ -154,7 +173,7 @@ def prepare_decode(
 
 
 def blank_decode(size: int, table_width: int) -> ModelInputs:
-    """A decode of padding rows only, in the shapes that ``prepare_decode`` gives."""
+    """A decode of padding rows only, in the shapes that graphs take."""
     return ModelInputs(
         input_ids=torch.zeros(size, dtype=torch.int32),
         positions=torch.zeros(size, dtype=torch.int32),
@@ -164,6 +183,7 @@ def blank_decode(size: int, table_width: int) -> ModelInputs:
             max_seqlen_k=1,
             context_lens=torch.zeros(size, dtype=torch.int32),
         ),
+        sampling_rows=torch.zeros(size, ROW_WORDS, dtype=torch.int32),
     )
 
 

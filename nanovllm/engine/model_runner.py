@@ -1,7 +1,7 @@
 """Runs scheduled batches on one rank's device. Never decides who runs."""
 
 import gc
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -15,12 +15,14 @@ from nanovllm.engine.batch import Batch, ScheduledSequence, StepOutput
 from nanovllm.engine.cuda_graphs import DecodeGraphs, capture_sizes
 from nanovllm.engine.kv_cache import block_bytes, num_blocks_on_cpu, num_blocks_on_gpu
 from nanovllm.engine.model_inputs import ModelInputs, PackedInputs
-from nanovllm.engine.sampling_inputs import prepare_sample
+from nanovllm.engine.sampling_inputs import prepare_sample, sampling_rows
 from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.workers import Worker, Workers, interrupts_delayed
-from nanovllm.kernels.all_reduce import OneShotAllReduce, can_one_shot
+from nanovllm.kernels.all_reduce import BLOCK, OneShotAllReduce, can_one_shot
 from nanovllm.kernels.attention_backend import select_attention_backend
+from nanovllm.kernels.drawn_tokens import fill_in_drawn
+from nanovllm.kernels.sampling import ROW_WORDS
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
@@ -38,6 +40,23 @@ from nanovllm.utils.math import cdiv, heads_per_rank
 CONTEXT_BYTES = 600 << 20
 # Prompt positions whose logits exist at once where prompt_logprobs are asked for.
 PROMPT_LOGITS_ROWS = 256
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step under way: its batch, and its results, some still on their way to the host."""
+
+    batch: Batch
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor | None = None
+    prompt_logprobs: dict[int, np.ndarray] = field(default_factory=dict)
+    arrived: torch.cuda.Event | None = None
+
+    def wait(self) -> StepOutput:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        logprobs = None if self.logprobs is None else self.logprobs.numpy()
+        return StepOutput(self.token_ids.tolist(), logprobs, self.prompt_logprobs)
 
 
 class ModelRunner:
@@ -61,7 +80,11 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.workers = workers
         self.worker = worker
+        # Of the last step: hidden states (None after a graph), this rank's logits, and on rank 0
+        # what its tokens are to be drawn by, unless it has drawn them itself.
         self.hidden_states: torch.Tensor | None = None
+        self.logits: torch.Tensor | None = None
+        self.sampling: SamplingInputs | None = None
         self.startup_seconds: dict[str, float] = {}
         self._last_part = perf_counter()
         rank, size = worker.rank if worker else 0, config.tensor_parallel_size
@@ -87,7 +110,8 @@ class ModelRunner:
             layer.backend = self.backend
         self._meet_ranks()
         self._timed("weights")
-        self.sampler = Sampler()
+        self.sampler = Sampler(self.model.lm_head)
+        self.last_tokens = torch.zeros(self.max_num_seqs, dtype=torch.int64, device=self.device)
         self.graphs = self._new_graphs()
         self.num_kvcache_blocks = self.tp.min(self.measure_kv_cache(), self.device)
         self.allocate_kv_cache(self.num_kvcache_blocks)
@@ -141,52 +165,101 @@ class ModelRunner:
             method, args = self.read_shm()
             getattr(self, method)(*args)
 
-    def run(self, batch: Batch) -> StepOutput:
-        """Rank 0: computes a batch and draws a token for each of its sampled sequences.
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> None:
+        """Rank 0: launches a step; what the step before has drawn need not have arrived.
 
         Raises:
             WorkerError: another rank has failed; so does every later call.
         """
-        with torch.inference_mode():
-            inputs = self.prepare_prefill(batch) if batch.is_prefill else self.prepare_decode(batch)
-            logits = self.call("run_step", inputs, batch.block_copies)
-            prompt_logprobs = self.compute_prompt_logprobs(batch) if batch.is_prefill else {}
-            output = StepOutput([], None, prompt_logprobs)
-            if num_sampled := len(batch.sampled):
-                token_ids, logprobs = self.sampler(logits[:num_sampled], self.prepare_sample(batch))
-                output = StepOutput(
-                    token_ids.tolist(),
-                    None if logprobs is None else logprobs.numpy(force=True),
-                    prompt_logprobs,
-                )
+        inputs = self.prepare_prefill(batch) if batch.is_prefill else self.prepare_decode(batch)
+        self.call("run_step", inputs, batch.block_copies)
+
+    @torch.inference_mode()
+    def sample(self, batch: Batch) -> LaunchedStep:
+        """Rank 0: sees to it that the tokens of the batch just run are drawn, and on their way.
+        The tokens of the step before must have been booked.
+
+        Raises:
+            WorkerError: another rank has failed; so does every later call.
+        """
+        logprobs, num_sampled = None, len(batch.sampled)
+        prompt_logprobs = self.compute_prompt_logprobs(batch) if batch.is_prefill else {}
+        if num_sampled and not self.draws_in_step(batch):
+            self.sampling = self.prepare_sample(batch)
+            logprobs = self.call("draw", num_sampled)
+        step = LaunchedStep(batch, self.last_tokens[:num_sampled], logprobs, prompt_logprobs)
+        if self.device.type == "cuda":
+            step.token_ids = step.token_ids.to("cpu", non_blocking=True)
+            if logprobs is not None:
+                step.logprobs = logprobs.to("cpu", non_blocking=True)
+            step.arrived = torch.cuda.Event()
+            step.arrived.record()
+        else:
+            step.token_ids = step.token_ids.clone()
+        return step
+
+    def wait(self, step: LaunchedStep) -> StepOutput:
+        """Rank 0: a step's results.
+
+        Raises:
+            WorkerError: another rank has failed; so does every later call.
+        """
+        output = step.wait()
         if self.workers is not None:
             self.workers.check()  # on a GPU, a rank that dies leaves sums that are none
         return output
 
+    def draws_in_step(self, batch: Batch) -> bool:
+        """Whether drawing takes no more than sampling rows, known before any token has arrived."""
+        return not any(
+            kind.edits or kind.num_logprobs is not None or (kind.truncates and self.tp.size > 1)
+            for kind in batch.sampling_kinds
+        )
+
     @torch.inference_mode()
     def run_step(
         self, inputs: PackedInputs, block_copies: tuple[tuple[int, int], ...] = ()
-    ) -> torch.Tensor | None:
-        """Every rank: logits [num_sampled or more, vocab_size] on rank 0, None on the others."""
-        self.hidden_states = None
+    ) -> None:
+        """Every rank: one step, up to logits or drawn tokens."""
+        self.hidden_states = self.logits = None  # the last step's memory serves this one
         self.copy_blocks(block_copies)
         if not inputs.context.is_prefill and inputs.batch_size in self.graphs.graphs:
-            return self.graphs.replay(inputs)
-        self.hidden_states, logits = self.run_model(inputs.to(self.device))
-        return logits
+            self.logits = self.graphs.replay(inputs)
+        else:
+            self.hidden_states, self.logits = self.run_model(inputs.to(self.device))
+
+    @torch.inference_mode()
+    def draw(self, num_rows: int) -> torch.Tensor | None:
+        """Every rank: draws the last step's tokens as rank 0's ``sampling`` says. Returns packed
+        logprobs if those are asked for."""
+        assert self.logits is not None
+        token_ids, logprobs = self.sampler(self.logits[:num_rows], self.sampling)
+        self.last_tokens[:num_rows] = token_ids
+        self.sampling = None
+        return logprobs
 
     @torch.inference_mode()
     def compute_logits(self, start: int, stop: int) -> torch.Tensor | None:
-        """Every rank: logits of rows [start, stop) of the last step's hidden states."""
+        """Every rank: logits of rows [start, stop) of the last step's hidden states, whole on
+        rank 0 and None on the others."""
         assert self.hidden_states is not None
-        return self.model.compute_logits(self.hidden_states[start:stop])
+        logits = self.model.compute_logits(self.hidden_states[start:stop])
+        return self.model.lm_head.gather(logits)
 
-    def run_model(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states [N, hidden_size]; and logits [num_sampled, vocab_size] on rank 0, None
-        on the others."""
+    def run_model(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [N, hidden_size] and this rank's logits [num_sampled, its part of the
+        vocabulary]; and where the inputs say how, the next tokens are drawn."""
+        input_ids = inputs.input_ids
+        if not inputs.context.is_prefill:
+            input_ids = fill_in_drawn(input_ids, self.last_tokens)
         with step_context(inputs.context):
-            hidden_states = self.model(inputs.input_ids, inputs.positions)
-            return hidden_states, self.model.compute_logits(hidden_states)
+            hidden_states = self.model(input_ids, inputs.positions)
+            logits = self.model.compute_logits(hidden_states)
+        if inputs.sampling_rows is not None:
+            rows = SamplingInputs(inputs.sampling_rows, truncates=self.tp.size == 1)
+            self.last_tokens[: len(logits)] = self.sampler(logits, rows, each_rank=True)[0]
+        return hidden_states, logits
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copies whole KV blocks, one after the other."""
@@ -220,7 +293,7 @@ class ModelRunner:
     def prepare_prefill(self, batch: Batch) -> PackedInputs:
         """Inputs on the host."""
         inputs = model_inputs.prepare_prefill(batch, self.config.kvcache_block_size)
-        return inputs.pack(pin_memory=self.device.type == "cuda")
+        return self._pack(inputs, batch, 0)
 
     def prepare_decode(self, batch: Batch) -> PackedInputs:
         """Inputs on the host, padded for a graph if there is one."""
@@ -231,7 +304,7 @@ class ModelRunner:
         else:
             width = self.graphs.table_width
             inputs = model_inputs.prepare_decode(batch, block_size, size, width)
-        return inputs.pack(pin_memory=self.device.type == "cuda")
+        return self._pack(inputs, batch, size or 0)
 
     def prepare_sample(self, batch: Batch) -> SamplingInputs:
         """How to draw the next tokens, on the device."""
@@ -250,11 +323,8 @@ class ModelRunner:
             seq.sampling = sampling
             seq.block_table = [0] * cdiv(len(seq), self.config.kvcache_block_size)
             items.append(ScheduledSequence(seq, 0, len(seq), samples=True))
-        batch = Batch(tuple(items), is_prefill=True)
-        logits = self.run_step(self.prepare_prefill(batch))
-        if logits is not None:
-            self.sampler(logits, self.prepare_sample(batch))
-        self.hidden_states = None
+        self.run_step(self.prepare_prefill(Batch(tuple(items), is_prefill=True)))
+        self.hidden_states = self.logits = None
 
     def measure_kv_cache(self) -> int:
         """How many KV blocks to have."""
@@ -309,7 +379,8 @@ class ModelRunner:
 
     def exit(self) -> None:
         """Frees graphs, cache and weights."""
-        del self.graphs, self.kv_cache, self.model, self.attention_layers, self.hidden_states
+        del self.graphs, self.kv_cache, self.model, self.attention_layers, self.sampler
+        del self.hidden_states, self.logits, self.last_tokens
         gc.collect()  # parameters and their weight loaders refer to each other
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -338,11 +409,25 @@ class ModelRunner:
         group = make_tp_group(rank, size, store, self.device)
         if self.device.type == "cuda" and can_one_shot(size):
             one_shot = OneShotAllReduce(rank, size, store, self.dtype, self.device)
-            group = replace(group, one_shot=one_shot)
+            num_blocks = cdiv(self.max_num_seqs, BLOCK)
+            one_shot_max = OneShotAllReduce(rank, size, store, torch.int64, self.device, num_blocks)
+            group = replace(group, one_shot=one_shot, one_shot_max=one_shot_max)
             group.min(0, self.device)  # no flag may be raised before it has been zeroed
         if self.workers is not None:
             self.workers.on_failure(group.abort)
         return group
+
+    def _pack(self, inputs: ModelInputs, batch: Batch, graph_size: int) -> PackedInputs:
+        """Inputs with the sampling rows that go with them; a graph takes as many in any case."""
+        if batch.sampled and self.draws_in_step(batch):
+            rows = sampling_rows(batch)
+            if graph_size > len(rows):
+                rows = torch.cat((rows, rows.new_zeros(graph_size - len(rows), ROW_WORDS)))
+            inputs = replace(inputs, sampling_rows=rows)
+        elif graph_size:
+            rows = torch.zeros(graph_size, ROW_WORDS, dtype=torch.int32)
+            inputs = replace(inputs, sampling_rows=rows)
+        return inputs.pack(pin_memory=self.device.type == "cuda")
 
     def _measure_graphs(self) -> int:
         """A bound on the memory of all graphs: captures the two largest on a cache of one block,

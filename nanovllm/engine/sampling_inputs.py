@@ -6,36 +6,40 @@ import torch
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Sequence
-from nanovllm.kernels.sampling import SAMPLING_ROW
+from nanovllm.kernels.sampling import ROW_WORDS, SAMPLING_ROW
 from nanovllm.layers.sampler import SamplingInputs
 
 Row = tuple[int, Sequence, SamplingState]
 
 
 def prepare_sample(batch: Batch) -> SamplingInputs:
-    """How to draw the batch's next tokens, on the host."""
-    sampled = [item.seq for item in batch.sampled]
-    states = [seq.sampling for seq in sampled]
-    kinds = {state.kind for state in states}  # few, however large the batch
-    edits = any(kind.edits for kind in kinds)
+    """How to draw the batch's next tokens, on the host. All tokens before must have arrived; of
+    sequences that they have finished, whatever is drawn is dropped."""
+    kinds = batch.sampling_kinds
     tensors: dict[str, torch.Tensor] = {}
-    if edits or not all(kind.is_greedy for kind in kinds):
-        tensors["rows"] = _sampling_rows(sampled, states)
-    if edits:
-        rows = [(i, s, s.sampling) for i, s in enumerate(sampled) if s.sampling.kind.edits]
-        tensors |= _masks(rows) | _biases(rows) | _penalties(rows, len(sampled))
+    if any(kind.edits for kind in kinds):
+        sampled = [item.seq for item in batch.sampled]
+        rows = [
+            (i, seq, seq.sampling)
+            for i, seq in enumerate(sampled)
+            if seq.sampling.kind.edits and not seq.is_finished
+        ]
+        tensors = _masks(rows) | _biases(rows) | _penalties(rows, len(sampled))
     counts = [kind.num_logprobs for kind in kinds if kind.num_logprobs is not None]
     return SamplingInputs(
+        rows=sampling_rows(batch),
         truncates=any(kind.truncates for kind in kinds),
         num_logprobs=max(counts, default=None),
         **tensors,
     )
 
 
-def _sampling_rows(sampled: list[Sequence], states: list[SamplingState]) -> torch.Tensor:
-    rows = np.frombuffer(bytearray().join([state.row for state in states]), SAMPLING_ROW)
-    rows["position"] = [seq.num_tokens for seq in sampled]
-    return torch.from_numpy(rows.view(np.int32).reshape(len(rows), -1))
+def sampling_rows(batch: Batch) -> torch.Tensor:
+    """int32 [num_sampled, ROW_WORDS], a SAMPLING_ROW each."""
+    seqs = [item.seq for item in batch.sampled]
+    rows = np.frombuffer(bytearray().join([seq.sampling.row for seq in seqs]), SAMPLING_ROW)
+    rows["position"] = [item.end for item in batch.sampled]
+    return torch.from_numpy(rows.view(np.int32).reshape(-1, ROW_WORDS))
 
 
 def _masks(rows: list[Row]) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from nanovllm.kernels.compat import HAS_TRITON, tl, triton
 from nanovllm.utils.cuda_ipc import close_memory, export_memory, open_memory
 
 BLOCK = 2048  # elements a program
-NUM_BLOCKS = 1024
+NUM_BLOCKS = 1024  # of the largest tensor that goes this way
 MAX_NUMEL = BLOCK * NUM_BLOCKS
 
 
@@ -33,6 +33,7 @@ def _all_reduce_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
+    TAKES_MAX: tl.constexpr,
     SPINS: tl.constexpr,
 ):
     block = tl.program_id(0)
@@ -63,13 +64,16 @@ def _all_reduce_kernel(
                     aborted = tl.load(abort_ptr, volatile=True)  # on the host, so seldom
     tl.debug_barrier()
     own_inbox = tl.load(inboxes_ptr + RANK).to(x_ptr.dtype)
-    total = tl.zeros([BLOCK], tl.float32)
+    total = x if TAKES_MAX else tl.zeros([BLOCK], tl.float32)
     for rank in tl.static_range(SIZE):  # in the same order everywhere, for the same sum
-        if rank == RANK:
-            total += x.to(tl.float32)
+        left = x
+        if rank != RANK:
+            left_ptr = own_inbox + (half + rank) * (BLOCK * NUM_BLOCKS) + offset
+            left = tl.load(left_ptr, mask=mask, cache_modifier=".cg")
+        if TAKES_MAX:
+            total = tl.maximum(total, left)
         else:
-            left = own_inbox + (half + rank) * (BLOCK * NUM_BLOCKS) + offset
-            total += tl.load(left, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+            total += left.to(tl.float32)
     tl.store(out_ptr + offset, total.to(x.dtype), mask=mask)
 
 
@@ -82,16 +86,17 @@ def all_reduce(
     rank: int,
     size: int,
 ) -> torch.Tensor:
-    """Sum of x over the ranks, in fp32 and rounded once; every rank calls it with its own x.
+    """Sum of x over the ranks, in fp32 and rounded once; of int64, the largest at each place.
+    Every rank calls it with its own x.
 
     Args:
-        x: contiguous, at most MAX_NUMEL elements of fp32, bf16 or fp16.
-        inboxes: int64 [size], addresses of [2, size, MAX_NUMEL] elements on each rank.
-        flags: int64 [size], addresses of int32 [size, NUM_BLOCKS] on each rank, zeroed once.
-        epochs: int32 [NUM_BLOCKS] on this rank, zeroed once.
+        x: contiguous, at most num_blocks * BLOCK elements of fp32, bf16, fp16 or int64.
+        inboxes: int64 [size], addresses of [2, size, num_blocks * BLOCK] elements on each rank.
+        flags: int64 [size], addresses of int32 [size, num_blocks] on each rank, zeroed once.
+        epochs: int32 [num_blocks] on this rank, zeroed once.
         abort: int32 [1] in pinned host memory; anything but 0 ends all waiting.
     """
-    assert x.is_contiguous() and x.numel() <= MAX_NUMEL
+    assert x.is_contiguous() and x.numel() <= len(epochs) * BLOCK
     out = torch.empty_like(x)
     _all_reduce_kernel[(triton.cdiv(x.numel(), BLOCK),)](
         x,
@@ -104,7 +109,8 @@ def all_reduce(
         RANK=rank,
         SIZE=size,
         BLOCK=BLOCK,
-        NUM_BLOCKS=NUM_BLOCKS,
+        NUM_BLOCKS=len(epochs),
+        TAKES_MAX=x.dtype == torch.int64,
         SPINS=4096,
         num_warps=8,
     )
@@ -124,34 +130,41 @@ class OneShotAllReduce:
     Args:
         store: where ranks leave word for each other.
         dtype: of what is to be reduced.
+        num_blocks: of the largest tensor.
     """
 
     def __init__(
-        self, rank: int, size: int, store: dist.Store, dtype: torch.dtype, device: torch.device
+        self,
+        rank: int,
+        size: int,
+        store: dist.Store,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_blocks: int = NUM_BLOCKS,
     ) -> None:
         self.rank, self.size, self.dtype = rank, size, dtype
-        inbox_bytes = 2 * size * MAX_NUMEL * dtype.itemsize
-        num_bytes = inbox_bytes + size * NUM_BLOCKS * 4
+        inbox_bytes = 2 * size * num_blocks * BLOCK * dtype.itemsize
+        num_bytes = inbox_bytes + size * num_blocks * 4
         self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         torch.cuda.synchronize()
-        store.set(f"inbox/{rank}", export_memory(self.memory).hex())
+        store.set(f"inbox/{dtype}/{rank}", export_memory(self.memory).hex())
         self._opened: list[int] = []
         addresses = []
         for peer in range(size):
             if peer == rank:
                 addresses.append(self.memory.data_ptr())
             else:
-                exported = bytes.fromhex(store.get(f"inbox/{peer}").decode())
+                exported = bytes.fromhex(store.get(f"inbox/{dtype}/{peer}").decode())
                 base, address = open_memory(exported)
                 self._opened.append(base)
                 addresses.append(address)
         self.inboxes = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.flags = self.inboxes + inbox_bytes
-        self.epochs = torch.zeros(NUM_BLOCKS, dtype=torch.int32, device=device)
+        self.epochs = torch.zeros(num_blocks, dtype=torch.int32, device=device)
         self.aborted = torch.zeros(1, dtype=torch.int32).pin_memory()
 
     def serves(self, x: torch.Tensor) -> bool:
-        return x.numel() <= MAX_NUMEL and x.dtype == self.dtype
+        return x.numel() <= len(self.epochs) * BLOCK and x.dtype == self.dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return all_reduce(

@@ -38,10 +38,13 @@ SAMPLING_ROW = np.dtype(
     ]
 )
 ROW_WORDS = SAMPLING_ROW.itemsize // 4
+TILE = 32  # groups a program scans
 
 
 def sample_reference(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     settings = rows.cpu().numpy().view(SAMPLING_ROW)[:, 0]
+    if not settings["temperature"].any():
+        return torch.where(logits.amax(-1) > -math.inf, logits.argmax(-1), -1)
     tokens = [_sample_row(z, s) for z, s in zip(logits.float().cpu(), settings, strict=True)]
     return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
 
@@ -77,15 +80,13 @@ def _sample_row(logits: torch.Tensor, settings: np.void) -> int:
 
 @triton.jit
 def _score(logits, word, temperature):
-    """logits / temperature - log E; the logits as they are for temperature 0."""
-    scale = 1 / tl.where(temperature > 0, temperature, 1.0)
-    noise_scale = tl.where(temperature > 0, 1.0, 0.0)
+    """logits / temperature - log E."""
     uniform = (word.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     uniform = tl.minimum(uniform, 0.99999994)  # as philox.LARGEST_UNIFORM
     # -log(1 - u), as a series where 1 - u would round u away.
     series = uniform * (1 + uniform * (0.5 + uniform * 0.33333334))
     noise = tl.where(uniform < 1e-3, series, -tl.log(1 - uniform))
-    return logits * scale - tl.log(noise) * noise_scale
+    return logits * (1 / temperature) - tl.log(noise)
 
 
 @triton.jit
@@ -94,6 +95,7 @@ def _draw(
     groups,
     exists,
     vocab_size,
+    first_group,
     floor,
     temperature,
     seed,
@@ -101,11 +103,24 @@ def _draw(
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Best score, its token, and the largest logit among keys >= floor, each [groups, WIDTH]."""
+    """Best score, its token, and the largest logit among keys >= floor, each [groups, WIDTH].
+
+    Scores are the logits for temperature 0. ``first_group`` is where in the vocabulary the
+    logits begin; tokens are counted from there.
+    """
     column = tl.arange(0, WIDTH)[None, :]
-    counter = groups[:, None] * WIDTH + column
+    counter = (groups[:, None] + first_group) * WIDTH + column
     zero = counter * 0
-    w0, w1, w2, w3 = tl.philox(seed, counter, zero + position, zero, zero)
+    w0 = zero
+    w1 = zero
+    w2 = zero
+    w3 = zero
+    if temperature > 0:
+        words = tl.philox(seed, counter, zero + position, zero, zero)
+        w0 = words[0].to(tl.int32, bitcast=True)
+        w1 = words[1].to(tl.int32, bitcast=True)
+        w2 = words[2].to(tl.int32, bitcast=True)
+        w3 = words[3].to(tl.int32, bitcast=True)
     best = tl.full(counter.shape, -float("inf"), tl.float32)
     largest = best
     best_token = zero
@@ -114,7 +129,9 @@ def _draw(
         mask = exists[:, None] & (token < vocab_size)
         logits = tl.load(logits_ptr + token, mask=mask, other=-float("inf")).to(tl.float32)
         word = w0 if lane == 0 else (w1 if lane == 1 else (w2 if lane == 2 else w3))
-        score = _score(logits, word, temperature)
+        score = logits
+        if temperature > 0:
+            score = _score(logits, word, temperature)
         score = tl.where(_key(logits) >= floor, score, -float("inf"))
         best_token = tl.where(score > best, token, best_token)
         best = tl.maximum(best, score)
@@ -143,8 +160,8 @@ def _load_seed(row_ptr):
     return (tl.load(row_ptr + 5).to(tl.int64) << 32) | low
 
 
-# Specialised on vocab_size alone: the others follow from it.
-@triton.jit(do_not_specialize=["num_groups"])
+# Specialised on vocab_size and stride alone: the others follow from them.
+@triton.jit(do_not_specialize=["num_groups", "first_group"])
 def _scan_kernel(
     logits_ptr,
     rows_ptr,
@@ -152,7 +169,9 @@ def _scan_kernel(
     tile_score_ptr,
     tile_token_ptr,
     vocab_size,
+    stride,
     num_groups,
+    first_group,
     ROW_WORDS: tl.constexpr,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -163,10 +182,11 @@ def _scan_kernel(
     row_ptr = rows_ptr + row * ROW_WORDS
     groups = tile * TILE + tl.arange(0, TILE)
     score, token, largest = _draw(
-        logits_ptr + row.to(tl.int64) * vocab_size,
+        logits_ptr + row.to(tl.int64) * stride,
         groups,
         groups < num_groups,
         vocab_size,
+        first_group,
         -0x80000000,
         tl.load(row_ptr).to(tl.float32, bitcast=True),
         _load_seed(row_ptr),
@@ -356,6 +376,7 @@ def _choose_kernel(
                             groups,
                             listed < num_listed,
                             vocab_size,
+                            0,
                             floor,
                             temperature,
                             _load_seed(row_ptr),
@@ -388,31 +409,14 @@ def _choose_kernel(
 
 def sample_triton(logits: torch.Tensor, rows: torch.Tensor, truncates: bool) -> torch.Tensor:
     """Two launches: every tile of every row for itself, then every row."""
-    assert logits.is_contiguous() and rows.shape == (len(logits), ROW_WORDS)
-    assert rows.dtype == torch.int32 and rows.is_contiguous()
+    assert logits.is_contiguous()
     num_rows, vocab_size = logits.shape
-    tile = 32
-    num_groups = triton.cdiv(vocab_size, GROUP)
-    num_tiles = triton.cdiv(num_groups, tile)
-    group_max = logits.new_empty(num_rows, num_groups, dtype=torch.float32)
-    tile_score = logits.new_empty(num_rows, num_tiles, dtype=torch.float32)
-    tile_token = logits.new_empty(num_rows, num_tiles, dtype=torch.int32)
-    listed = logits.new_empty(num_rows, num_groups, dtype=torch.int32)
     tokens = logits.new_empty(num_rows, dtype=torch.int64)
     if not num_rows:
         return tokens
-    shape = {"ROW_WORDS": ROW_WORDS, "LANES": LANES, "WIDTH": WIDTH, "TILE": tile}
-    _scan_kernel[(num_rows, num_tiles)](
-        logits,
-        rows,
-        group_max,
-        tile_score,
-        tile_token,
-        vocab_size,
-        num_groups,
-        **shape,
-        num_warps=8,
-    )
+    group_max, tile_score, tile_token = _scan(logits, rows, vocab_size, 0)
+    num_groups, num_tiles = group_max.size(1), tile_score.size(1)
+    listed = logits.new_empty(num_rows, num_groups, dtype=torch.int32)
     _choose_kernel[(num_rows,)](
         logits,
         rows,
@@ -425,13 +429,121 @@ def sample_triton(logits: torch.Tensor, rows: torch.Tensor, truncates: bool) -> 
         num_groups,
         num_tiles,
         TRUNCATES=truncates,
-        **shape,
+        ROW_WORDS=ROW_WORDS,
+        LANES=LANES,
+        WIDTH=WIDTH,
+        TILE=TILE,
         GROUP=GROUP,
         MAX_TILES=triton.next_power_of_2(num_tiles),
         MAX_GROUPS=triton.next_power_of_2(num_groups),
         num_warps=8,
     )
     return tokens
+
+
+def _scan(
+    logits: torch.Tensor, rows: torch.Tensor, num_tokens: int, first_token: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The largest logit of each group, fp32 [N, groups]; the best score of each tile of groups
+    and its token, fp32 and int32 [N, tiles]."""
+    assert rows.shape == (len(logits), ROW_WORDS)
+    assert rows.dtype == torch.int32 and rows.is_contiguous()
+    num_groups = triton.cdiv(num_tokens, GROUP)
+    num_tiles = max(triton.cdiv(num_groups, TILE), 1)
+    group_max = logits.new_empty(len(logits), num_groups, dtype=torch.float32)
+    tile_score = logits.new_empty(len(logits), num_tiles, dtype=torch.float32)
+    tile_token = logits.new_empty(len(logits), num_tiles, dtype=torch.int32)
+    _scan_kernel[(len(logits), num_tiles)](
+        logits,
+        rows,
+        group_max,
+        tile_score,
+        tile_token,
+        num_tokens,
+        logits.stride(0),
+        num_groups,
+        first_token // GROUP,
+        ROW_WORDS=ROW_WORDS,
+        LANES=LANES,
+        WIDTH=WIDTH,
+        TILE=TILE,
+        num_warps=8,
+    )
+    return group_max, tile_score, tile_token
+
+
+@triton.jit(do_not_specialize=["num_tiles", "first_token"])
+def _pack_kernel(
+    tile_score_ptr, tile_token_ptr, out_ptr, num_tiles, first_token, MAX_TILES: tl.constexpr
+):
+    row = tl.program_id(0)
+    tile = tl.arange(0, MAX_TILES)
+    slot = row * num_tiles + tile
+    score = tl.load(tile_score_ptr + slot, mask=tile < num_tiles, other=-float("inf"))
+    token = _first_best(score, tl.load(tile_token_ptr + slot, mask=tile < num_tiles, other=0))
+    key = _key(tl.max(score)).to(tl.int64)
+    tl.store(out_ptr + row, (key << 32) | (0x7FFFFFFF - token - first_token))
+
+
+def best_of_shard_triton(
+    logits: torch.Tensor, rows: torch.Tensor, num_tokens: int, first_token: int
+) -> torch.Tensor:
+    assert logits.stride(1) == 1
+    _, tile_score, tile_token = _scan(logits, rows, num_tokens, first_token)
+    out = logits.new_empty(len(logits), dtype=torch.int64)
+    num_tiles = tile_score.size(1)
+    _pack_kernel[(len(logits),)](
+        tile_score,
+        tile_token,
+        out,
+        num_tiles,
+        first_token,
+        MAX_TILES=triton.next_power_of_2(num_tiles),
+    )
+    return out
+
+
+def best_of_shard_reference(
+    logits: torch.Tensor, rows: torch.Tensor, num_tokens: int, first_token: int
+) -> torch.Tensor:
+    settings = rows.cpu().numpy().view(SAMPLING_ROW)[:, 0]
+    scores = torch.full((len(logits), num_tokens + 1), -math.inf)  # wide enough for a best one
+    scores[:, :num_tokens] = logits[:, :num_tokens]
+    for row, (temperature, seed, position) in zip(
+        scores, settings[["temperature", "seed", "position"]].tolist(), strict=True
+    ):
+        if temperature > 0:
+            noise = exponential_noise(seed, position, first_token + num_tokens)[first_token:]
+            row[:num_tokens] = row[:num_tokens] * (1 / temperature) - torch.from_numpy(noise).log()
+    best, token = scores.max(-1)
+    bits = (best + 0.0).view(torch.int32)
+    key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    return ((key << 32) | (0x7FFFFFFF - token - first_token)).to(logits.device)
+
+
+def best_of_shard(
+    logits: torch.Tensor, rows: torch.Tensor, num_tokens: int, first_token: int
+) -> torch.Tensor:
+    """The winner of each row among the tokens of one shard of the vocabulary.
+
+    Args:
+        logits: [N, num_tokens or more], of the tokens from ``first_token`` on.
+        rows: int32 [N, ROW_WORDS], a SAMPLING_ROW each; truncation is not applied.
+        first_token: a multiple of GROUP.
+
+    Returns:
+        int64 [N], the score above the token: the largest over all shards is the winner of all
+        (``winning_token``), a tie going to the first.
+    """
+    assert first_token % GROUP == 0
+    best = best_of_shard_triton if use_triton(logits) else best_of_shard_reference
+    return best(logits, rows, num_tokens, first_token)
+
+
+def winning_token(best: torch.Tensor) -> torch.Tensor:
+    """int64 [N] token ids; -1 for a row of nothing but -inf."""
+    no_score = -0x7F800001  # the key of -inf
+    return torch.where(best >> 32 > no_score, 0x7FFFFFFF - (best & 0xFFFFFFFF), -1)
 
 
 def sample(logits: torch.Tensor, rows: torch.Tensor, truncates: bool) -> torch.Tensor:

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels.linear import linear, pack_weight
+from nanovllm.kernels.philox import GROUP
 from nanovllm.utils.context import get_context
 from nanovllm.utils.distributed import get_tp_group
 from nanovllm.utils.loader import copy_weight
@@ -12,14 +13,16 @@ from nanovllm.utils.math import cdiv
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embedding rows [rank * R, (rank + 1) * R) on each rank, R = vocabulary / ranks rounded up:
-    the last rank's end may be padding, of zeros."""
+    """Embedding rows [rank * R, (rank + 1) * R) on each rank, R = vocabulary / ranks rounded up
+    to whole groups of the sampler: where the vocabulary ends before, there is padding of zeros."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         super().__init__()
         self.tp = get_tp_group()
         self.num_embeddings = num_embeddings
-        self.num_embeddings_per_rank = cdiv(num_embeddings, self.tp.size)
+        self.num_embeddings_per_rank = num_embeddings
+        if self.tp.size > 1:
+            self.num_embeddings_per_rank = cdiv(num_embeddings, self.tp.size * GROUP) * GROUP
         self.vocab_start = self.tp.rank * self.num_embeddings_per_rank
         self.weight = nn.Parameter(torch.empty(self.num_embeddings_per_rank, embedding_dim))
         self.weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
@@ -45,23 +48,23 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Logits of the positions that the step samples, gathered on rank 0."""
+    """Logits of the positions that the step samples, each rank's part of the vocabulary."""
 
     def pack(self) -> None:
         """Once loaded: puts the weight into the device's fastest layout (an embedding tied to
         it keeps the plain one)."""
         self.weight = nn.Parameter(pack_weight(self.weight.data), requires_grad=False)
 
-    def forward(  # type: ignore[override]
-        self, hidden_states: torch.Tensor
-    ) -> torch.Tensor | None:
-        """[N, embedding_dim] -> [num_sampled, vocabulary] on rank 0, None elsewhere."""
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[N, embedding_dim] -> [num_sampled, num_embeddings_per_rank]."""
         indices = get_context().logits_indices
         if indices is not None:
             hidden_states = hidden_states[indices]
-        parts = self.tp.gather(linear(hidden_states, self.weight, None))
-        if parts is None:
-            return None
-        if len(parts) == 1:
-            return parts[0]
+        return linear(hidden_states, self.weight, None)
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Every rank's logits -> [num_sampled, vocabulary] on rank 0, None elsewhere."""
+        parts = self.tp.gather(logits)
+        if parts is None or self.tp.size == 1:
+            return logits if parts else None
         return torch.cat(parts, -1)[:, : self.num_embeddings].contiguous()

@@ -8,7 +8,8 @@ from torch import nn
 
 from nanovllm.kernels.logit_edits import add_bias, apply_mask, penalise
 from nanovllm.kernels.logprobs import top_logprobs
-from nanovllm.kernels.sampling import sample
+from nanovllm.kernels.sampling import best_of_shard, sample, winning_token
+from nanovllm.layers.embed_head import ParallelLMHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class SamplingInputs:
     """How to draw the next tokens of N sequences. What nobody asks for is None and costs nothing.
 
     Attributes:
-        rows: int32 [N, 8], a SAMPLING_ROW each; None if all N are greedy.
+        rows: int32 [N, 8], a SAMPLING_ROW each.
         truncates: whether any row has top_k, top_p or min_p set.
         mask_rows: int32 [M], the rows that may draw only some of the tokens.
         mask: int32 [M, ceil(vocab_size / 32)], a bit for each token.
@@ -28,7 +29,7 @@ class SamplingInputs:
         num_logprobs: how many most likely tokens to report besides the one drawn.
     """
 
-    rows: torch.Tensor | None = None
+    rows: torch.Tensor
     truncates: bool = False
     mask_rows: torch.Tensor | None = None
     mask: torch.Tensor | None = None
@@ -56,24 +57,46 @@ class SamplingInputs:
 
 
 class Sampler(nn.Module):
-    """Masks, biases and penalties; then temperature, truncation and Gumbel-max."""
+    """Masks, biases and penalties; then temperature, truncation and Gumbel-max.
+
+    Of several ranks, rank 0 draws from the logits of all. Where nothing but temperature is asked
+    for, each can draw from its own instead: the best of the ranks' best is the token.
+    """
+
+    def __init__(self, head: ParallelLMHead) -> None:
+        super().__init__()
+        self.tp, self.gather, self.vocab_start = head.tp, head.gather, head.vocab_start
+        end = min(head.vocab_start + head.num_embeddings_per_rank, head.num_embeddings)
+        self.num_own_tokens = max(end - head.vocab_start, 0)
 
     def forward(
-        self, logits: torch.Tensor, inputs: SamplingInputs
+        self, logits: torch.Tensor, inputs: SamplingInputs | None, each_rank: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """logits [N, vocab_size] -> int64 [N] token ids, -1 where no token is allowed; and, if
-        asked for, their logprobs (see ``pack_logprobs``) by the logits as they came."""
-        edited = logits
-        if inputs.edits_logits:
-            edited = logits.to(torch.float32, copy=True)
-            edit_logits(edited, inputs)
-        if inputs.rows is None:
-            token_ids = edited.argmax(-1)
-        else:
-            token_ids = sample(edited, inputs.rows, inputs.truncates)
-        if inputs.num_logprobs is None:
-            return token_ids, None
-        return token_ids, pack_logprobs(logits, token_ids.clamp(min=0), inputs.num_logprobs)
+        """This rank's logits [N, its part of the vocabulary] -> int64 [N] token ids, -1 where no
+        token is allowed; and, if asked for, their logprobs (see ``pack_logprobs``) by the logits
+        as they came. Unless ``each_rank`` draws, ``inputs`` is rank 0's alone."""
+        if each_rank and self.tp.size > 1:
+            assert inputs is not None
+            best = best_of_shard(logits, inputs.rows, self.num_own_tokens, self.vocab_start)
+            return winning_token(self.tp.max(best)), None
+        all_logits = self.gather(logits)
+        if all_logits is None or inputs is None:
+            nothing = torch.full((len(logits),), -2, dtype=torch.int64, device=logits.device)
+            return self.tp.max(nothing), None
+        token_ids, logprobs = draw(all_logits, inputs)
+        return self.tp.max(token_ids), logprobs
+
+
+def draw(logits: torch.Tensor, inputs: SamplingInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Draws from logits [N, vocab_size]; see ``Sampler.forward``."""
+    edited = logits
+    if inputs.edits_logits:
+        edited = logits.to(torch.float32, copy=True)
+        edit_logits(edited, inputs)
+    token_ids = sample(edited, inputs.rows, inputs.truncates)
+    if inputs.num_logprobs is None:
+        return token_ids, None
+    return token_ids, pack_logprobs(logits, token_ids.clamp(min=0), inputs.num_logprobs)
 
 
 def edit_logits(logits: torch.Tensor, inputs: SamplingInputs) -> None:

@@ -153,8 +153,8 @@ class DecoderForCausalLM(nn.Module):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.model(input_ids, positions)
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """[N, hidden_size] -> [num_sampled, vocab_size] on rank 0, None on the others."""
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[N, hidden_size] -> [num_sampled, vocab_size], of several ranks this one's part."""
         return self.lm_head(hidden_states)
 
     def is_redundant_weight(self, name: str) -> bool:

@@ -23,13 +23,15 @@ class TPGroup:
     Attributes:
         backend: a gloo or NCCL process group of this engine's own, not registered anywhere, so
             that engines side by side in one process do not meet; None for a single rank.
-        one_shot: all-reduces small tensors faster, where GPUs can write each other's memory.
+        one_shot: sums small tensors faster, where GPUs can write each other's memory.
+        one_shot_max: the same for the largest of a few int64.
     """
 
     rank: int = 0
     size: int = 1
     backend: Any = None
     one_shot: Any = None
+    one_shot_max: Any = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of x over the ranks; x itself is lost."""
@@ -37,6 +39,14 @@ class TPGroup:
             return self.one_shot(x)
         if self.size > 1:
             self._reduce(x, dist.ReduceOp.SUM)
+        return x
+
+    def max(self, x: torch.Tensor) -> torch.Tensor:
+        """The largest of the ranks' int64 values at each place; x itself is lost."""
+        if self.one_shot_max is not None and self.one_shot_max.serves(x):
+            return self.one_shot_max(x)
+        if self.size > 1:
+            self._reduce(x, dist.ReduceOp.MAX)
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
@@ -59,15 +69,17 @@ class TPGroup:
 
     def abort(self) -> None:
         """Ends collectives that wait for a dead peer."""
-        if self.one_shot is not None:
-            self.one_shot.abort()
+        for one_shot in (self.one_shot, self.one_shot_max):
+            if one_shot is not None:
+                one_shot.abort()
         if self.backend is not None:
             self.backend.abort()
 
     def close(self) -> None:
         """Frees what the group holds; nothing may be running."""
-        if self.one_shot is not None:
-            self.one_shot.close()
+        for one_shot in (self.one_shot, self.one_shot_max):
+            if one_shot is not None:
+                one_shot.close()
         self.abort()
 
     def _reduce(self, x: torch.Tensor, op: Any) -> None:

@@ -18,10 +18,9 @@ from nanovllm.engine.model_inputs import (
 )
 from nanovllm.engine.sampling_inputs import prepare_sample
 from nanovllm.engine.sampling_state import SamplingState
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.workers import decode, encode
 from nanovllm.kernels.sampling import SAMPLING_ROW
-from nanovllm.layers.sampler import SamplingInputs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.context import Context
 
@@ -246,7 +245,7 @@ def test_inputs_survive_the_trip_in_one_buffer(case: Case):
 def test_blank_decode_has_the_shapes_of_a_padded_one():
     batch = Batch((make_item(3, [1], 4, cached=2),), is_prefill=False)
     padded, blank = prepare_decode(batch, 4, 8, 5).tensors(), blank_decode(8, 5).tensors()
-    assert list(padded) == list(blank)
+    assert [*padded, "sampling_rows"] == list(blank)
     for name, tensor in blank.items():
         assert (tensor.shape, tensor.dtype) == (padded[name].shape, padded[name].dtype), name
         assert torch.equal(tensor[1:], padded[name][1:]), name
@@ -390,16 +389,10 @@ def test_sampling_inputs_are_what_a_loop_over_sequences_gives(sequences: list[Sa
     else:
         assert inputs.penalties is None
 
-    has_edits = any(p.logit_bias or p.min_tokens for p in params) or any(
-        s.bad_words for s in sampled
-    )
     assert inputs.edits_logits == bool(allowed or biases or histories)
-    if all(p.temperature < 1e-5 for p in params) and not (allowed or histories or has_edits):
-        assert inputs.rows is None
-    else:
-        assert inputs.rows.dtype == torch.int32
-        rows = inputs.rows.numpy().view(SAMPLING_ROW)[:, 0]
-        assert rows.tolist() == [naive_row(s) for s in sampled]
+    assert inputs.rows.dtype == torch.int32
+    rows = inputs.rows.numpy().view(SAMPLING_ROW)[:, 0]
+    assert rows.tolist() == [naive_row(s) for s in sampled]
     assert inputs.truncates == any(
         p.temperature >= 1e-5 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params
     )
@@ -421,10 +414,15 @@ def naive_row(sampled: Sampled) -> tuple:
     )
 
 
-def test_a_greedy_batch_has_no_sampling_inputs():
-    """Guards a copy to the device for each step of a run that draws nothing."""
-    batch = sampled_batch([make_sampled([1], [2], SamplingParams(temperature=0))] * 3)
-    assert prepare_sample(batch) == SamplingInputs()
+def test_a_sequence_that_has_finished_meanwhile_asks_for_nothing():
+    """Guards a grammar at its end, which is asked for one more mask."""
+    params = SamplingParams(allowed_token_ids=[3], min_tokens=4, presence_penalty=1)
+    done, open_ = make_sampled([1], [2], params), make_sampled([1], [2], params)
+    done.item.seq.status = SequenceStatus.FINISHED
+    inputs = prepare_sample(sampled_batch([done, open_]))
+    for rows in (inputs.mask_rows, inputs.bias_rows, inputs.history_rows):
+        assert set(rows.tolist()) == {1}
+    assert len(inputs.rows) == 2
 
 
 def test_one_warm_sequence_is_enough_for_rows():

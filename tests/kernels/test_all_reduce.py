@@ -43,6 +43,24 @@ def test_sums_what_the_peers_have_left_and_leaves_its_own(shape, rank, size, dev
                 )
 
 
+def test_the_largest_of_int64_at_each_place(device):
+    """Guards packed scores, of which fp32 would lose the token."""
+    inboxes = [torch.zeros(2, 2, BLOCK, dtype=torch.int64, device=device) for _ in range(2)]
+    flags = [torch.zeros(2, 1, dtype=torch.int32, device=device) for _ in range(2)]
+    epochs = torch.zeros(1, dtype=torch.int32, device=device)
+    abort = torch.zeros(1, dtype=torch.int32)
+    if device == "cuda":
+        abort = abort.pin_memory()
+    for epoch in (1, 2, 3):
+        mine, theirs = torch.randint(-(2**62), 2**62, (2, 100), device=device)
+        mine[:50] = theirs[:50] + 1
+        inboxes[1][epoch % 2, 0, :100] = theirs
+        flags[1][0] = epoch
+        out = all_reduce(mine, address(*inboxes), address(*flags), epochs, abort, 1, 2)
+        assert torch.equal(out, torch.maximum(mine, theirs))
+        assert torch.equal(inboxes[0][epoch % 2, 1, :100], mine)
+
+
 def test_an_abort_ends_the_wait_for_a_silent_peer(device):
     inboxes, flags = (
         [torch.zeros(2, 2, MAX_NUMEL, device=device) for _ in range(2)],

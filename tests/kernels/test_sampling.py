@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.kernels.philox import exponential_noise
-from nanovllm.kernels.sampling import SAMPLING_ROW, sample_reference, sample_triton
+from nanovllm.kernels.sampling import (
+    SAMPLING_ROW,
+    best_of_shard_reference,
+    best_of_shard_triton,
+    sample_reference,
+    sample_triton,
+    winning_token,
+)
 
 ON_GPU = torch.cuda.is_available()
 
@@ -209,6 +216,45 @@ def test_rare_tokens_come_as_often_as_they_should(fast_sampler, device):
     logits[:, 0] = math.log(0.99)
     num_rare = (fast_sampler(logits, rows(n, device)) != 0).double().sum().item()
     assert abs(num_rare - n * 0.01) < 5 * math.sqrt(n * 0.01)
+
+
+@pytest.fixture(params=[best_of_shard_reference, best_of_shard_triton], ids=["reference", "triton"])
+def best_of_shard(request):
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("num_shards, shard", [(1, 1024), (2, 512), (3, 384), (8, 128), (4, 5120)])
+def test_the_best_of_all_shards_is_the_draw_from_the_whole(
+    num_shards, shard, dtype, best_of_shard, device
+):
+    """Shards of padded width, the last ones short or empty."""
+    n, vocab_size = 40, min(num_shards * shard - 100, 6_000)
+    logits = torch.randn(n, vocab_size, device=device).to(dtype)
+    logits[3] = -float("inf")
+    temperature = [0.0, 0.7, 1.0, 5.0] * (n // 4)
+    settings_ = rows(n, device, temperature=temperature, seed=2**50 + np.arange(n))
+    expected = sample_reference(logits, settings_)
+    found = []
+    for start in range(0, num_shards * shard, shard):
+        padded = torch.zeros(n, shard, dtype=dtype, device=device)
+        own = logits[:, start : start + shard]
+        padded[:, : own.size(1)] = own
+        found.append(best_of_shard(padded, settings_, own.size(1), start))
+    best = torch.stack(found).amax(0)
+    assert best.dtype == torch.int64
+    assert torch.equal(winning_token(best), expected)
+    assert expected[3] == -1
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_tie_between_shards_goes_to_the_first_token(num_shards, best_of_shard, device):
+    logits = torch.zeros(4, 256, device=device)
+    logits[:, [100, 200]] = 1
+    size, settings_ = 256 // num_shards, rows(4, device, temperature=0)
+    shards = [logits[:, i : i + size].contiguous() for i in range(0, 256, size)]
+    best = [best_of_shard(x, settings_, size, i * size) for i, x in enumerate(shards)]
+    assert winning_token(torch.stack(best).amax(0)).tolist() == [100] * 4
 
 
 @pytest.mark.gpu

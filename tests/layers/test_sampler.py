@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.kernels.sampling import SAMPLING_ROW
-from nanovllm.layers.sampler import Sampler, SamplingInputs, edit_logits, pack_logprobs
+from nanovllm.layers.sampler import SamplingInputs, draw, edit_logits, pack_logprobs
 
 NUM_DRAWS = 5_000
 # 8 tokens of graded odds, and one that must never come.
@@ -33,7 +33,7 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs | None = None, **values:
     if inputs is None:
         truncates = not {"top_k", "top_p", "min_p"}.isdisjoint(values)
         inputs = SamplingInputs(rows=sampling_rows(len(logits), **values), truncates=truncates)
-    token_ids, logprobs = Sampler()(logits, inputs)
+    token_ids, logprobs = draw(logits, inputs)
     assert token_ids.dtype == torch.int64 and token_ids.shape == logits.shape[:1]
     assert logprobs is None
     return token_ids
@@ -60,11 +60,19 @@ def softmax(temperature: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("inputs", ["none", "zeros"])
-def test_greedy_is_argmax(dtype, inputs):
+def test_greedy_is_argmax(dtype):
     logits = torch.randn(16, 1000).to(dtype)
-    rows = None if inputs == "none" else sampling_rows(16, temperature=0)
-    assert torch.equal(sample(logits, SamplingInputs(rows=rows)), logits.argmax(-1))
+    assert torch.equal(sample(logits, temperature=0), logits.argmax(-1))
+
+
+def test_greedy_takes_no_token_where_none_is_allowed():
+    logits = torch.randn(3, 50)
+    logits[1] = -math.inf
+    assert sample(logits, temperature=0).tolist() == [
+        *logits[:1].argmax(-1),
+        -1,
+        logits[2].argmax(),
+    ]
 
 
 def test_greedy_rows_of_a_mixed_batch_are_argmax():
@@ -300,7 +308,7 @@ def test_logprobs_are_those_of_the_logits_as_they_came(dtype, k):
         mask=mask_of(set(), vocab_size=40),
         num_logprobs=k,
     )
-    token_ids, packed = Sampler()(logits, inputs)
+    token_ids, packed = draw(logits, inputs)
     assert token_ids[:2].tolist() == [5, 6] and token_ids[4] == -1
     assert packed.dtype == torch.int32 and packed.shape == (5, 3 + 2 * k)
     reference = torch.log_softmax(logits.double(), -1)
@@ -317,8 +325,9 @@ def test_logprobs_are_those_of_the_logits_as_they_came(dtype, k):
 
 
 def test_logprobs_come_only_when_they_are_asked_for():
-    assert Sampler()(torch.randn(2, 9), SamplingInputs())[1] is None
-    assert Sampler()(torch.randn(2, 9), SamplingInputs(num_logprobs=0))[1] is not None
+    rows = sampling_rows(2)
+    assert draw(torch.randn(2, 9), SamplingInputs(rows))[1] is None
+    assert draw(torch.randn(2, 9), SamplingInputs(rows, num_logprobs=0))[1] is not None
 
 
 def test_packed_logprobs_keep_every_bit():
