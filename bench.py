@@ -3,6 +3,7 @@
 Prints a JSON line, and appends it to ``--output``. A model is a checkpoint, or the
 name of a shape under benchmarks/shapes/, which runs on random weights with nothing downloaded.
 ``--sampling`` gives sampling parameters, and runs the workload without them in turn with it.
+``--profile`` adds what a step's time is made of, and writes a trace.
 ``--compare transformers`` runs 32 chats through transformers' batched ``generate`` too, on the
 same weights, dtype and threads.
 """
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.floor import floor_seconds, measure_ceilings
+from benchmarks.profile import profile_steps
 from benchmarks.workloads import SHAPES, Workload, chat_workload, random_workload
 from nanovllm import LLM, SamplingParams, __version__
 
@@ -63,6 +65,8 @@ def main() -> None:
                 plain_seconds.append(run(llm, workload, args.temperature, {}))
             seconds.append(run(llm, workload, args.temperature, args.sampling))
         record |= rates(workload, seconds)
+        if args.profile:
+            record["profile"] = profile_steps(llm, workload, args.temperature, args.profile)
         if args.sampling:
             plain = statistics.median(plain_seconds)
             record |= {
@@ -202,6 +206,12 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--repeat", type=int, default=1, help="runs; the median counts")
     parser.add_argument("--compare", choices=["transformers"])
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="TRACE",
+        help="trace some steps on a GPU into this file, and say what they spend their time on",
+    )
     parser.add_argument(
         "--output",
         type=Path,

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 from nanovllm.engine.batch import Batch, StepOutput
+from nanovllm.engine.model_runner import LaunchedStep
 from tests.tiny_models import VOCAB_SIZE, TinyModels
 
 SMALL: dict[str, Any] = {
@@ -785,13 +786,13 @@ class TestWhatMayBeDrawn:
     def test_an_error_leaves_the_text_as_any_end_would(self, streams, llm, monkeypatch):
         """Half a character is left out, streamed or not."""
         start = WORDS.index("ä")  # the byte E4, first of three
-        run, count = llm.model_runner.run, iter(range(1000))
+        wait, count = llm.model_runner.wait, iter(range(1000))
 
-        def stuck(batch: Batch) -> StepOutput:
-            output = run(batch)
+        def stuck(step: LaunchedStep) -> StepOutput:
+            output = wait(step)
             return replace(output, token_ids=[-1]) if next(count) == 2 else output
 
-        monkeypatch.setattr(llm.model_runner, "run", stuck)
+        monkeypatch.setattr(llm.model_runner, "wait", stuck)
         generate = llm.generate_stream if streams else partial(llm.generate, use_tqdm=False)
         *_, out = generate("abc", replace(GREEDY, allowed_token_ids=[start]))
         (completion,) = out.outputs

@@ -254,7 +254,7 @@ class LLMEngine:
             self.model_runner.run(batch)
         launched, self._launched = self._launched, None
         sampled, finished = self._book(launched) if launched else ([], [])
-        if batch.items:
+        if batch.items and self._requests:  # or all that was launched is for nothing
             self._launched = self.model_runner.sample(batch)
         return sampled, finished
 

@@ -1,0 +1,93 @@
+"""Where a step's time goes: how busy the GPU is, with which kernels, and what the host does."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.workloads import Workload
+from nanovllm import LLM, SamplingParams
+
+WARM_STEPS = 20  # after the prompts that fit at once have been computed
+NUM_STEPS = 50
+NUM_KERNELS = 20
+
+
+def profile_steps(llm: LLM, workload: Workload, temperature: float, trace: Path) -> dict[str, Any]:
+    """Runs the workload's first steps after its first wave of prefills, writes a trace of them
+    that chrome://tracing shows, and says in microseconds per step where the time went.
+
+    Of several ranks, rank 0's. Shares of the GPU's time are of its busy time; recording costs
+    the host some, so its own time is that of as many steps before, without.
+    """
+    llm.reset_prefix_cache()
+    for prompt, length in zip(workload.prompts, workload.output_lens, strict=True):
+        params = SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=length)
+        llm.add_request(prompt, params)
+    while llm.scheduler.waiting:
+        llm.step()
+    for _ in range(WARM_STEPS):
+        llm.step()
+    waited = _watch_waiting(llm)
+    start = perf_counter()
+    for _ in range(NUM_STEPS):
+        llm.step()
+    seconds = perf_counter() - start
+    host_seconds = seconds - sum(waited)
+    del llm.model_runner.wait
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(NUM_STEPS):
+            llm.step()
+        torch.cuda.synchronize()
+    for request_id in list(llm._requests):
+        llm.abort_request(request_id)
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(trace))
+    events = [e for e in profiler.events() or [] if e.device_type == DeviceType.CUDA]
+    spans = sorted((e.time_range.start, e.time_range.end) for e in events)
+    busy, end = 0.0, spans[0][0]
+    for first, last in spans:
+        busy += max(0.0, last - max(first, end))
+        end = max(end, last)
+    times: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for event in events:
+        name = re.sub(r"<.*|\(.*", "", event.name)[:60]
+        times[name] += event.time_range.end - event.time_range.start
+        counts[name] += 1
+    return {
+        "step_us": round(seconds / NUM_STEPS * 1e6, 1),
+        "host_us_per_step": round(host_seconds / NUM_STEPS * 1e6, 1),
+        "gpu_busy_share": round(busy / (end - spans[0][0]), 4),
+        "gpu_busy_us_per_step": round(busy / NUM_STEPS, 1),
+        "kernels_per_step": round(len(events) / NUM_STEPS, 1),
+        "kernels": [
+            {
+                "name": name,
+                "per_step": round(counts[name] / NUM_STEPS, 2),
+                "mean_us": round(time / counts[name], 2),
+                "share": round(time / sum(times.values()), 4),
+            }
+            for name, time in times.most_common(NUM_KERNELS)
+        ],
+    }
+
+
+def _watch_waiting(llm: LLM) -> list[float]:
+    """Collects how long each step's results are waited for, until ``wait`` is deleted again."""
+    waited: list[float] = []
+    wait = llm.model_runner.wait
+
+    def watching(step: Any) -> Any:
+        start = perf_counter()
+        output = wait(step)
+        waited.append(perf_counter() - start)
+        return output
+
+    llm.model_runner.wait = watching  # type: ignore[method-assign]
+    return waited
