@@ -19,10 +19,9 @@ from nanovllm.engine.sampling_inputs import prepare_sample, sampling_rows
 from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.workers import Worker, Workers, interrupts_delayed
-from nanovllm.kernels.all_reduce import BLOCK, OneShotAllReduce, can_one_shot
+from nanovllm.kernels.all_reduce import MAX_ROWS, OneShotAllReduce, can_one_shot
 from nanovllm.kernels.attention_backend import select_attention_backend
 from nanovllm.kernels.drawn_tokens import fill_in_drawn
-from nanovllm.kernels.sampling import ROW_WORDS
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
@@ -92,7 +91,8 @@ class ModelRunner:
         self.dtype = select_dtype(config.dtype, self.device, checkpoint.config.dtype)
         self._bytes_before = self._allocated_bytes()
         self._meet_ranks()
-        self.tp = self._make_tp_group(rank, size)
+        self.tp = TPGroup()
+        self._join_tp_group(rank, size)
         self._timed("device and ranks")
         self.backend = select_attention_backend(
             config.attention_backend,
@@ -386,12 +386,13 @@ class ModelRunner:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         self.tp.close()  # frees its buffers, and does not wait for peers as its destructor might
+        self.tp = TPGroup()
 
     def close(self) -> None:
-        """Rank 0: ends the workers, then itself."""
+        """Rank 0: ends itself, then the workers."""
+        self.exit()
         if self.workers is not None:
             self.workers.close()
-        self.exit()
 
     def _meet_ranks(self) -> None:
         """Rank 0 goes on once all workers have come as far, and hears at once of one that has
@@ -401,32 +402,28 @@ class ModelRunner:
         if self.worker is not None:
             self.worker.report_ready()
 
-    def _make_tp_group(self, rank: int, size: int) -> TPGroup:
+    def _abort(self) -> None:
+        self.tp.abort()  # the group of the day
+
+    def _join_tp_group(self, rank: int, size: int) -> None:
         link = self.workers or self.worker
         if link is None:
-            return TPGroup()
-        store = connect_store(link.port, size)
-        group = make_tp_group(rank, size, store, self.device)
-        if self.device.type == "cuda" and can_one_shot(size):
-            one_shot = OneShotAllReduce(rank, size, store, self.dtype, self.device)
-            num_blocks = cdiv(self.max_num_seqs, BLOCK)
-            one_shot_max = OneShotAllReduce(rank, size, store, torch.int64, self.device, num_blocks)
-            group = replace(group, one_shot=one_shot, one_shot_max=one_shot_max)
-            group.min(0, self.device)  # no flag may be raised before it has been zeroed
+            return
         if self.workers is not None:
-            self.workers.on_failure(group.abort)
-        return group
+            self.workers.on_failure(self._abort)
+        store = connect_store(link.port, size)
+        self.tp = make_tp_group(rank, size, store, self.device)
+        if self.device.type == "cuda" and can_one_shot(size):
+            sums = OneShotAllReduce(rank, size, store, self.dtype, self.device)
+            largest = OneShotAllReduce(rank, size, store, torch.int64, self.device, MAX_ROWS)
+            self.tp = replace(self.tp, one_shots=(sums, largest))
+            self.tp.min(0, self.device)  # no flag may be raised before it has been zeroed
 
     def _pack(self, inputs: ModelInputs, batch: Batch, graph_size: int) -> PackedInputs:
         """Inputs with the sampling rows that go with them; a graph takes as many in any case."""
-        if batch.sampled and self.draws_in_step(batch):
-            rows = sampling_rows(batch)
-            if graph_size > len(rows):
-                rows = torch.cat((rows, rows.new_zeros(graph_size - len(rows), ROW_WORDS)))
-            inputs = replace(inputs, sampling_rows=rows)
-        elif graph_size:
-            rows = torch.zeros(graph_size, ROW_WORDS, dtype=torch.int32)
-            inputs = replace(inputs, sampling_rows=rows)
+        sampled = batch.sampled if self.draws_in_step(batch) else []
+        if sampled or graph_size:
+            inputs = replace(inputs, sampling_rows=sampling_rows(sampled, graph_size))
         return inputs.pack(pin_memory=self.device.type == "cuda")
 
     def _measure_graphs(self) -> int:

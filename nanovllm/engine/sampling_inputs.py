@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from nanovllm.engine.batch import Batch
+from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.sampling import ROW_WORDS, SAMPLING_ROW
@@ -27,18 +27,18 @@ def prepare_sample(batch: Batch) -> SamplingInputs:
         tensors = _masks(rows) | _biases(rows) | _penalties(rows, len(sampled))
     counts = [kind.num_logprobs for kind in kinds if kind.num_logprobs is not None]
     return SamplingInputs(
-        rows=sampling_rows(batch),
+        rows=sampling_rows(batch.sampled),
         truncates=any(kind.truncates for kind in kinds),
         num_logprobs=max(counts, default=None),
         **tensors,
     )
 
 
-def sampling_rows(batch: Batch) -> torch.Tensor:
-    """int32 [num_sampled, ROW_WORDS], a SAMPLING_ROW each."""
-    seqs = [item.seq for item in batch.sampled]
-    rows = np.frombuffer(bytearray().join([seq.sampling.row for seq in seqs]), SAMPLING_ROW)
-    rows["position"] = [item.end for item in batch.sampled]
+def sampling_rows(sampled: list[ScheduledSequence], num_rows: int = 0) -> torch.Tensor:
+    """int32 [sampled or more, ROW_WORDS], a SAMPLING_ROW each; rows of zeros up to num_rows."""
+    known = bytearray().join([item.seq.sampling.row for item in sampled])
+    rows = np.frombuffer(known.ljust(num_rows * SAMPLING_ROW.itemsize, b"\0"), SAMPLING_ROW)
+    rows["position"][: len(sampled)] = [item.end for item in sampled]
     return torch.from_numpy(rows.view(np.int32).reshape(-1, ROW_WORDS))
 
 

@@ -21,6 +21,20 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+SHIPPED = (
+    "seq_id",
+    "block_size",
+    "num_tokens",
+    "num_prompt_tokens",
+    "num_cached_tokens",
+    "num_prompt_logprobs",
+    "wants_prompt_logprobs",
+    "block_table",
+    "sampling_params",
+    "last_token",
+)
+
+
 class Sequence:
     """A prompt and the tokens generated after it.
 
@@ -157,40 +171,12 @@ class Sequence:
 
     def __getstate__(self) -> tuple[Any, ...]:
         first = min(self.num_cached_tokens, len(self.token_ids) - 1)
-        return (
-            self.seq_id,
-            self.block_size,
-            self.num_tokens,
-            self.num_prompt_tokens,
-            self.num_cached_tokens,
-            self.num_prompt_logprobs,
-            self.wants_prompt_logprobs,
-            self.block_table,
-            self.sampling_params,
-            self.last_token,
-            first,
-            self.token_ids[first:],
-        )
+        return first, self.token_ids[first:], *(getattr(self, name) for name in SHIPPED)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        (
-            self.seq_id,
-            self.block_size,
-            self.num_tokens,
-            self.num_prompt_tokens,
-            self.num_cached_tokens,
-            self.num_prompt_logprobs,
-            self.wants_prompt_logprobs,
-            self.block_table,
-            self.sampling_params,
-            self.last_token,
-            first,
-            tail,
-        ) = state
+        first, tail, *values = state
         # Positions already cached are never read there; the padding keeps indices true.
-        self.token_ids = [-1] * first + tail
+        self.__init__([-1] * first + tail)  # type: ignore[misc]
+        for name, value in zip(SHIPPED, values, strict=True):
+            setattr(self, name, value)
         self.status = SequenceStatus.RUNNING
-        self.block_hashes = []
-        self.siblings = []
-        self.detokenizer = None
-        self.finish_reason = None

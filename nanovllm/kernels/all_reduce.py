@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.kernels.compat import HAS_TRITON, tl, triton
-from nanovllm.utils.cuda_ipc import close_memory, export_memory, open_memory
+from nanovllm.kernels.cuda_ipc import close_memory, export_memory, open_memory
 
 BLOCK = 2048  # elements a program
 NUM_BLOCKS = 1024  # of the largest tensor that goes this way
 MAX_NUMEL = BLOCK * NUM_BLOCKS
+MAX_ROWS = 4 * BLOCK  # of sampled tokens
 
 
 @triton.jit
@@ -130,7 +131,7 @@ class OneShotAllReduce:
     Args:
         store: where ranks leave word for each other.
         dtype: of what is to be reduced.
-        num_blocks: of the largest tensor.
+        max_numel: elements of the largest tensor.
     """
 
     def __init__(
@@ -140,9 +141,10 @@ class OneShotAllReduce:
         store: dist.Store,
         dtype: torch.dtype,
         device: torch.device,
-        num_blocks: int = NUM_BLOCKS,
+        max_numel: int = MAX_NUMEL,
     ) -> None:
         self.rank, self.size, self.dtype = rank, size, dtype
+        num_blocks = max_numel // BLOCK
         inbox_bytes = 2 * size * num_blocks * BLOCK * dtype.itemsize
         num_bytes = inbox_bytes + size * num_blocks * 4
         self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)

@@ -78,13 +78,13 @@ class Sampler(nn.Module):
         if each_rank and self.tp.size > 1:
             assert inputs is not None
             best = best_of_shard(logits, inputs.rows, self.num_own_tokens, self.vocab_start)
-            return winning_token(self.tp.max(best)), None
+            return winning_token(self.tp.all_reduce(best)), None
         all_logits = self.gather(logits)
         if all_logits is None or inputs is None:
             nothing = torch.full((len(logits),), -2, dtype=torch.int64, device=logits.device)
-            return self.tp.max(nothing), None
+            return self.tp.all_reduce(nothing), None
         token_ids, logprobs = draw(all_logits, inputs)
-        return self.tp.max(token_ids), logprobs
+        return self.tp.all_reduce(token_ids), logprobs
 
 
 def draw(logits: torch.Tensor, inputs: SamplingInputs) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -23,30 +23,22 @@ class TPGroup:
     Attributes:
         backend: a gloo or NCCL process group of this engine's own, not registered anywhere, so
             that engines side by side in one process do not meet; None for a single rank.
-        one_shot: sums small tensors faster, where GPUs can write each other's memory.
-        one_shot_max: the same for the largest of a few int64.
+        one_shots: each reduces small tensors of one dtype faster, where GPUs can write each
+            other's memory.
     """
 
     rank: int = 0
     size: int = 1
     backend: Any = None
-    one_shot: Any = None
-    one_shot_max: Any = None
+    one_shots: tuple[Any, ...] = ()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of x over the ranks; x itself is lost."""
-        if self.one_shot is not None and self.one_shot.serves(x):
-            return self.one_shot(x)
+        """The sum of x over the ranks, of int64 the largest at each place; x itself is lost."""
+        for one_shot in self.one_shots:
+            if one_shot.serves(x):
+                return one_shot(x)
         if self.size > 1:
-            self._reduce(x, dist.ReduceOp.SUM)
-        return x
-
-    def max(self, x: torch.Tensor) -> torch.Tensor:
-        """The largest of the ranks' int64 values at each place; x itself is lost."""
-        if self.one_shot_max is not None and self.one_shot_max.serves(x):
-            return self.one_shot_max(x)
-        if self.size > 1:
-            self._reduce(x, dist.ReduceOp.MAX)
+            self._reduce(x, dist.ReduceOp.MAX if x.dtype == torch.int64 else dist.ReduceOp.SUM)
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
@@ -69,17 +61,15 @@ class TPGroup:
 
     def abort(self) -> None:
         """Ends collectives that wait for a dead peer."""
-        for one_shot in (self.one_shot, self.one_shot_max):
-            if one_shot is not None:
-                one_shot.abort()
+        for one_shot in self.one_shots:
+            one_shot.abort()
         if self.backend is not None:
             self.backend.abort()
 
     def close(self) -> None:
         """Frees what the group holds; nothing may be running."""
-        for one_shot in (self.one_shot, self.one_shot_max):
-            if one_shot is not None:
-                one_shot.close()
+        for one_shot in self.one_shots:
+            one_shot.close()
         self.abort()
 
     def _reduce(self, x: torch.Tensor, op: Any) -> None:
