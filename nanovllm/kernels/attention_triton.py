@@ -3,17 +3,18 @@
 FlashAttention-2's online softmax (arXiv:2307.08691) over tiles of queries, with two additions.
 The query heads that share a KV head are packed as rows of one tile, so their keys and values
 are read once (decode: a tile is the group of one token). And the context can be split over
-programs whose partial results a second kernel merges by their log-sum-exps (Flash-Decoding),
+programs, the last of which merges the partial results by their log-sum-exps (Flash-Decoding),
 which fills the GPU when there are few sequences.
 """
 
 import torch
 
-from nanovllm.kernels.compat import tl, triton
+from nanovllm.kernels.compat import chained, shared_memory, tl, triton
 from nanovllm.utils.context import Context
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
+NUM_PROGRAMS = 264  # to split for: two for each multiprocessor of a Hopper GPU
 
 
 @triton.jit(do_not_specialize=["table_stride", "page_size", "num_tokens", "num_splits"])
@@ -22,7 +23,9 @@ def _attention_kernel(
     k_ptr,
     v_ptr,
     out_ptr,
+    partial_ptr,
     lse_ptr,
+    arrived_ptr,
     block_tables_ptr,
     cu_seqlens_q_ptr,
     seqlens_k_ptr,
@@ -45,14 +48,18 @@ def _attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Rows of a tile: row r is query token r // GROUP of the tile, head r % GROUP of the group.
 
     seqlens_k_ptr holds lengths for DECODE and cumulative lengths otherwise. k and v are the
     paged caches [blocks, page_size, KV_HEADS, HEAD_DIM] or, not PAGED, the step's own [N, KV_HEADS,
-    HEAD_DIM]. With SPLIT, out is fp32 [num_splits, N, Q_HEADS, HEAD_DIM] and lse [num_splits, N,
-    Q_HEADS], in base 2.
+    HEAD_DIM]. With SPLIT, partial is fp32 [num_splits, N, Q_HEADS, HEAD_DIM], lse [num_splits, N,
+    Q_HEADS], in base 2, and arrived int32 [N, KV_HEADS], zero before and after.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     seq = tl.program_id(1)
     kv_head = tl.program_id(2) // num_splits
@@ -89,48 +96,80 @@ def _attention_kernel(
     begin = split * per_split
     end = tl.minimum(begin + per_split, last)
 
+    # Tiles whose keys all rows see come first and need no mask; then the rest.
+    seen_by_all = end if DECODE else tl.minimum(end, len_k - len_q + tile * TILE + 1)
+    middle = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
     best = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for n in range(begin, end, BLOCK_N):
-        key = n + column
-        key_mask = key < end
-        if PAGED and TILE_IN_PAGE:
-            page = tl.load(block_tables_ptr + seq * table_stride + n // page_size)
-            slot = page.to(tl.int64) * page_size + key % page_size
-        elif PAGED:
-            page = tl.load(
-                block_tables_ptr + seq * table_stride + key // page_size, mask=key_mask, other=0
-            )
-            slot = page.to(tl.int64) * page_size + key % page_size
-        else:
-            slot = (k_start + key).to(tl.int64)
-        kv_mask = key_mask[:, None] & (dim < HEAD_DIM)[None, :]
-        kv_offset = kv_head * HEAD_DIM + dim[None, :]
-        k = tl.load(k_ptr + slot[:, None] * k_stride + kv_offset, mask=kv_mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2e
-        if DECODE:
-            visible = key_mask[None, :]
-        else:
-            visible = key_mask[None, :] & (key[None, :] <= position[:, None])
-        scores = tl.where(visible, scores, -float("inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        # A row that has seen nothing yet keeps -inf; 0 in its place avoids inf - inf.
-        shift = tl.where(new_best == -float("inf"), 0.0, new_best)
-        p = tl.exp2(scores - shift[:, None])
-        alpha = tl.exp2(best - shift)
-        total = total * alpha + tl.sum(p, axis=1)
-        v = tl.load(v_ptr + slot[:, None] * v_stride + kv_offset, mask=kv_mask, other=0.0)
-        acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-        best = new_best
+    for MASKED in tl.static_range(2):
+        for n in tl.range(middle if MASKED else begin, end if MASKED else middle, BLOCK_N):
+            key = n + column
+            key_mask = key < end
+            if PAGED and TILE_IN_PAGE:
+                page = tl.load(block_tables_ptr + seq * table_stride + n // page_size)
+                slot = page.to(tl.int64) * page_size + n % page_size + column
+            elif PAGED:
+                page = tl.load(
+                    block_tables_ptr + seq * table_stride + key // page_size, mask=key_mask, other=0
+                )
+                slot = page.to(tl.int64) * page_size + key % page_size
+            else:
+                slot = (k_start + key).to(tl.int64)
+            kv_mask = (dim < HEAD_DIM)[None, :]
+            if MASKED:
+                kv_mask = key_mask[:, None] & kv_mask
+            kv_offset = kv_head * HEAD_DIM + dim[None, :]
+            k = tl.load(k_ptr + slot[:, None] * k_stride + kv_offset, mask=kv_mask, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2e
+            if MASKED:
+                visible = key_mask[None, :]
+                if not DECODE:
+                    visible = visible & (key[None, :] <= position[:, None])
+                scores = tl.where(visible, scores, -float("inf"))
+            new_best = tl.maximum(best, tl.max(scores, axis=1))
+            # A row that has seen nothing yet keeps -inf; 0 in its place avoids inf - inf.
+            shift = tl.where(new_best == -float("inf"), 0.0, new_best)
+            p = tl.exp2(scores - shift[:, None])
+            alpha = tl.exp2(best - shift)
+            total = total * alpha + tl.sum(p, axis=1)
+            v = tl.load(v_ptr + slot[:, None] * v_stride + kv_offset, mask=kv_mask, other=0.0)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+            best = new_best
 
     # A split without keys weighs nothing: zero output, log-sum-exp -inf.
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
     out_row = (q_start + token).to(tl.int64) * Q_HEADS + head
     if SPLIT:
-        out_row += split.to(tl.int64) * num_tokens * Q_HEADS
         lse = tl.where(total > 0, best + tl.log2(tl.where(total > 0, total, 1.0)), -float("inf"))
-        tl.store(lse_ptr + out_row, lse, mask=row_mask)
+        num_rows = num_tokens * Q_HEADS
+        partial_row = out_row + split * num_rows
+        tl.store(lse_ptr + partial_row, lse, mask=row_mask)
+        partial = partial_ptr + partial_row[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(partial, out, mask=q_mask)
+        tl.debug_barrier()
+        arrived_ptr = arrived_ptr + seq * KV_HEADS + kv_head
+        if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") < num_splits - 1:
+            return
+        # The last to arrive merges all: an average weighted by their shares of the softmax.
+        tl.store(arrived_ptr, 0)
+        best = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for other in range(num_splits):
+            partial_row = out_row + other * num_rows
+            lse = tl.load(
+                lse_ptr + partial_row, mask=row_mask, other=-float("inf"), cache_modifier=".cg"
+            )
+            partial = partial_ptr + partial_row[:, None] * HEAD_DIM + dim[None, :]
+            partial = tl.load(partial, mask=q_mask, other=0.0, cache_modifier=".cg")
+            new_best = tl.maximum(best, lse)
+            shift = tl.where(new_best == -float("inf"), 0.0, new_best)
+            alpha, weight = tl.exp2(best - shift), tl.exp2(lse - shift)
+            total = total * alpha + weight
+            out = out * alpha[:, None] + partial * weight[:, None]
+            best = new_best
+        out = out / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(
         out_ptr + out_row[:, None] * HEAD_DIM + dim[None, :],
         out.to(out_ptr.dtype.element_ty),
@@ -138,41 +177,15 @@ def _attention_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits"])
-def _merge_splits_kernel(
-    partial_ptr,
-    lse_ptr,
-    out_ptr,
-    num_rows,
-    num_splits,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-):
-    """Averages a row's partial results, weighted by their shares of the softmax."""
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, BLOCK_SPLITS)
-    dim = tl.arange(0, BLOCK_D)
-    in_splits = split < num_splits
-    lse = tl.load(lse_ptr + split * num_rows + row, mask=in_splits, other=-float("inf"))
-    best = tl.max(lse, axis=0)
-    weight = tl.exp2(lse - tl.where(best == -float("inf"), 0.0, best))
-    total = tl.sum(weight, axis=0)
-    weight = weight / tl.where(total > 0, total, 1.0)
-    partial = tl.load(
-        partial_ptr + (split * num_rows + row)[:, None] * HEAD_DIM + dim[None, :],
-        mask=in_splits[:, None] & (dim < HEAD_DIM)[None, :],
-        other=0.0,
-    )
-    out = tl.sum(partial * weight[:, None], axis=0)
-    tl.store(out_ptr + row * HEAD_DIM + dim, out.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
-
-
 class TritonAttention:
     """This project's own kernels: fp16, bf16 and fp32, any block size, head dims up to 256."""
 
     name = "triton"
     capturable = True
+
+    def __init__(self) -> None:
+        # Programs of each tile that have ended; one step's, so one backend's.
+        self._arrived: torch.Tensor | None = None
 
     def prefill(
         self,
@@ -187,6 +200,7 @@ class TritonAttention:
         group, wide = q.size(1) // k.size(1), q.size(2) > 128
         # fp32 has no tensor cores: its products unroll into long code, kept short by small tiles.
         exact = q.dtype is torch.float32
+        roomy = not (wide or exact) and shared_memory(q.device) >= 200 << 10
         paged = context.block_tables is not None
         return _launch(
             q,
@@ -195,9 +209,10 @@ class TritonAttention:
             context,
             scale,
             block_m=max(16 if exact else 64 if wide else 128, triton.next_power_of_2(group)),
-            block_n=16 if exact else 32 if wide else 64,
+            block_n=16 if exact else 32 if wide else 128 if roomy else 64,
             num_splits=1,
             num_warps=4 if wide or exact else 8,
+            num_stages=3 if roomy else 2,
         )
 
     def decode(
@@ -210,9 +225,10 @@ class TritonAttention:
     ) -> torch.Tensor:
         num_seqs, kv_heads = q.size(0), k_cache.size(2)
         exact = q.dtype is torch.float32
-        # About two programs for each of the 132 multiprocessors of a Hopper GPU; by the batch
-        # size alone, so that a captured graph stays right as contexts grow.
-        num_splits = max(1, min(MAX_SPLITS, 264 // (num_seqs * kv_heads)))
+        # By the batch size alone, so that a captured graph stays right as contexts grow.
+        num_splits = max(1, min(MAX_SPLITS, NUM_PROGRAMS // (num_seqs * kv_heads)))
+        if self._arrived is None:
+            self._arrived = torch.zeros(NUM_PROGRAMS, dtype=torch.int32, device=q.device)
         return _launch(
             q,
             k_cache,
@@ -223,6 +239,7 @@ class TritonAttention:
             block_n=16 if exact else 32 if q.size(2) > 128 else 64,
             num_splits=num_splits,
             num_warps=4,
+            arrived=self._arrived,
         )
 
 
@@ -237,6 +254,8 @@ def _launch(
     block_n: int,
     num_splits: int,
     num_warps: int,
+    num_stages: int = 2,
+    arrived: torch.Tensor | None = None,
 ) -> torch.Tensor:
     num_tokens, q_heads, head_dim = q.shape
     kv_heads = k.size(-2)
@@ -250,7 +269,7 @@ def _launch(
     max_len_q = 1 if decode else context.max_seqlen_q
     tables = context.block_tables
     out = torch.empty(num_tokens, q_heads, head_dim, dtype=q.dtype, device=q.device)
-    partial, lse = out, None
+    partial = lse = None
     if num_splits > 1:
         partial = out.new_empty(num_splits, *out.shape, dtype=torch.float32)
         lse = out.new_empty(num_splits, num_tokens, q_heads, dtype=torch.float32)
@@ -265,8 +284,10 @@ def _launch(
         q,
         k,
         v,
+        out,
         partial,
         lse,
+        arrived,
         tables if paged else None,
         None if decode else context.cu_seqlens_q,
         seqlens_k,
@@ -291,18 +312,7 @@ def _launch(
         # fp32 stays fp32: the tensor cores' default, tf32, keeps 10 bits.
         PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
         num_warps=num_warps,
-        num_stages=2,
+        num_stages=num_stages,
+        **chained(q),
     )
-    if lse is not None:
-        _merge_splits_kernel[(num_tokens * q_heads,)](
-            partial,
-            lse,
-            out,
-            num_tokens * q_heads,
-            num_splits,
-            HEAD_DIM=head_dim,
-            BLOCK_D=block_d,
-            BLOCK_SPLITS=MAX_SPLITS,
-            num_warps=2,
-        )
     return out

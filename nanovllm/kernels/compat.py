@@ -1,6 +1,7 @@
 """Whether Triton is there. Every kernel file defines its kernels either way; without Triton the
 decorator does nothing, they are never launched, and the PyTorch references serve."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,9 +25,35 @@ except ImportError:  # no Triton on this platform
 
     triton = tl = _Absent()
 
-__all__ = ["HAS_TRITON", "tl", "triton", "use_triton"]
+__all__ = ["HAS_TRITON", "chained", "shared_memory", "tl", "triton", "use_triton"]
 
 
 def use_triton(x: torch.Tensor) -> bool:
     """Whether kernels on x's device are Triton's."""
     return HAS_TRITON and x.is_cuda
+
+
+def chained(x: torch.Tensor) -> dict[str, bool]:
+    """Launch arguments of a kernel on x's device that may start while the one before it ends
+    (programmatic dependent launch, from Hopper on), which saves a microsecond or so each.
+
+    Such a kernel takes ``PDL`` and, where that is true, begins with ``gdc_launch_dependents``
+    and waits with ``gdc_wait`` before it reads or writes anything that another kernel touches.
+    """
+    if not x.is_cuda or not _has_pdl(x.device):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program can have on a CUDA GPU; 0 elsewhere."""
+    if device.type != "cuda":
+        return 0
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin
+
+
+@cache
+def _has_pdl(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

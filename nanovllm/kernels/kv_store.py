@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.kernels.compat import tl, triton, use_triton
+from nanovllm.kernels.compat import chained, tl, triton, use_triton
 
 
 def store_kvcache_reference(
@@ -31,7 +31,11 @@ def _store_kvcache_kernel(
     value_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # One program a token: slot -1 (padding, or a token that is cached already) writes
     # nothing. A cache can hold over 2^31 elements, so offsets are 64-bit.
     token = tl.program_id(0).to(tl.int64)
@@ -70,6 +74,7 @@ def store_kvcache_triton(
         value.stride(0),
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
+        **chained(key),
     )
 
 

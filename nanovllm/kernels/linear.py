@@ -3,6 +3,16 @@
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.compat import use_triton
+from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
+from nanovllm.kernels.silu_and_mul import silu_and_mul
+from nanovllm.kernels.skinny_linear import (
+    MAX_FEATURES,
+    MAX_ROWS,
+    skinny_linear,
+    skinny_norm_linear,
+)
+
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     """The weight as ``linear`` likes it best; the same tensor where nothing is gained.
@@ -21,4 +31,45 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     """x W^T + b: [..., in], [out, in] plain or packed, [out] -> [..., out]."""
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    if _is_skinny(x, weight):
+        return skinny_linear(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def norm_linear(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    silu: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A projection of the normalised residual stream.
+
+    Args:
+        x: [N, in], what the last layer adds to the stream.
+        residual: [N, in], the stream; None at its beginning, which x then is.
+        norm, eps: [in], the RMSNorm's.
+        weight, bias: as for ``linear``.
+        silu: whether the result is gate and up side by side, to become silu(gate) * up.
+
+    Returns:
+        The projection [N, out] or, with ``silu``, [N, out / 2]; and x + residual.
+    """
+    if _is_skinny(x, weight) and len(x) == 1:
+        return skinny_norm_linear(x, weight, bias, silu, norm, eps, residual)
+    if residual is None:
+        hidden, total = rms_norm(x, norm, eps), x
+    else:
+        hidden, total = add_rms_norm(x, residual, norm, eps)
+    if silu and _is_skinny(x, weight):
+        return skinny_linear(hidden, weight, bias, silu=True), total
+    y = linear(hidden, weight, bias)
+    return silu_and_mul(y) if silu else y, total
+
+
+def _is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether this project's own kernels multiply faster."""
+    few = x.dim() == 2 and 0 < len(x) <= MAX_ROWS and weight.size(0) <= MAX_FEATURES
+    return few and use_triton(x) and x.is_contiguous()

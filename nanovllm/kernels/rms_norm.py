@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.kernels.compat import tl, triton, use_triton
+from nanovllm.kernels.compat import chained, tl, triton, use_triton
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -22,7 +22,11 @@ def _rms_norm_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -59,6 +63,7 @@ def rms_norm_triton(
         BLOCK=block,
         HAS_RESIDUAL=residual is not None,
         num_warps=min(8, max(1, block // 512)),
+        **chained(x),
     )
     return out, total
 

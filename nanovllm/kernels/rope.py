@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.kernels.compat import tl, triton, use_triton
+from nanovllm.kernels.compat import chained, tl, triton, use_triton
 from nanovllm.kernels.rms_norm import rms_norm_reference
 
 
@@ -46,7 +46,11 @@ def _rotate_qk_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # One program rotates all heads of one token: queries, or (second grid axis) keys.
     token = tl.program_id(0).to(tl.int64)
     is_key = tl.program_id(1)
@@ -119,6 +123,7 @@ def rotate_qk_triton(
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         HAS_NORM=q_weight is not None,
         num_warps=4,
+        **chained(q),
     )
     return q_out, k_out
 

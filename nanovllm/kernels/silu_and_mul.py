@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import tl, triton, use_triton
+from nanovllm.kernels.compat import chained, tl, triton, use_triton
 
 
 def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
@@ -12,7 +12,12 @@ def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(
+    x_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -29,7 +34,7 @@ def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
     out = x.new_empty(num_rows, width)
     block = min(1024, triton.next_power_of_2(width))
     grid = (num_rows, triton.cdiv(width, block))
-    _silu_and_mul_kernel[grid](x, out, WIDTH=width, BLOCK=block, num_warps=4)
+    _silu_and_mul_kernel[grid](x, out, WIDTH=width, BLOCK=block, num_warps=4, **chained(x))
     return out
 
 

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from nanovllm.kernels.linear import linear, pack_weight
+from nanovllm.kernels.linear import linear, norm_linear, pack_weight
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.utils.distributed import get_tp_group
 from nanovllm.utils.loader import copy_weight
 from nanovllm.utils.math import divide, heads_per_rank
@@ -39,6 +41,18 @@ class LinearBase(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
+
+    def after_norm(
+        self,
+        norm: RMSNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        activation: SiluAndMul | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """activation(self(norm(x + residual))) and x + residual, in fewer kernels; without a
+        residual x is all there is."""
+        silu = activation is not None
+        return norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, silu)
 
     def _shard(
         self, loaded_weight: torch.Tensor, dim: int, num_parts: int | None = None

@@ -47,11 +47,18 @@ class DecoderAttention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
-    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+    def forward(
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: RMSNorm,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        qkv, residual = self.qkv_proj.after_norm(norm, hidden_states, residual)
+        qkv = qkv.unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         q, k = self.rotary_emb(positions, q, k, self.q_norm, self.k_norm)
-        return self.o_proj(self.attn(q, k, v).flatten(1))
+        return self.o_proj(self.attn(q, k, v).flatten(1)), residual
 
 
 class DecoderMLP(nn.Module):
@@ -64,12 +71,16 @@ class DecoderMLP(nn.Module):
         self.down_proj = RowParallelLinear(inner, hidden, bias=config.mlp_bias)
         self.act_fn = SiluAndMul()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.gate_up_proj.after_norm(norm, x, residual, self.act_fn)
+        return self.down_proj(x), residual
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm that also adds what came before to the residual."""
+    """Attention and MLP, each behind a norm that also adds what came before to the residual
+    (in one step with the projection after it: ``LinearBase.after_norm``)."""
 
     attention_class: type[DecoderAttention] = DecoderAttention
     mlp_class: type[DecoderMLP] = DecoderMLP
@@ -87,14 +98,10 @@ class DecoderLayer(nn.Module):
         hidden_states: torch.Tensor,
         residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if residual is None:
-            residual = hidden_states
-            hidden_states = self.input_layernorm(hidden_states)
-        else:
-            hidden_states, residual = self.input_layernorm(hidden_states, residual)
-        hidden_states = self.self_attn(positions, hidden_states)
-        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
-        return self.mlp(hidden_states), residual
+        hidden_states, residual = self.self_attn(
+            positions, hidden_states, residual, self.input_layernorm
+        )
+        return self.mlp(hidden_states, residual, self.post_attention_layernorm)
 
 
 class DecoderModel(nn.Module):

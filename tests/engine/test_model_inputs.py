@@ -246,6 +246,7 @@ def test_blank_decode_has_the_shapes_of_a_padded_one():
     batch = Batch((make_item(3, [1], 4, cached=2),), is_prefill=False)
     padded, blank = prepare_decode(batch, 4, 8, 5).tensors(), blank_decode(8, 5).tensors()
     assert [*padded, "sampling_rows"] == list(blank)
+    check(blank.pop("sampling_rows"), [[0] * 8] * 8)
     for name, tensor in blank.items():
         assert (tensor.shape, tensor.dtype) == (padded[name].shape, padded[name].dtype), name
         assert torch.equal(tensor[1:], padded[name][1:]), name
