@@ -42,7 +42,9 @@ def small_model(tmp_path_factory):
 
 def prefill_logits(llm: LLM, prompt: list[int]) -> torch.Tensor:
     """Logits after the prompt, through the engine's own prefill."""
-    seq = Sequence(prompt, SamplingParams(temperature=0), llm.config.kvcache_block_size)
+    params = SamplingParams(temperature=0)
+    seq = Sequence(prompt, params, llm.config.kvcache_block_size)
+    (seq.sampling,) = llm.sampling_states.make(params, prompt)
     llm.scheduler.block_manager.allocate(seq)
     batch = Batch((ScheduledSequence(seq, 0, len(seq), True),), is_prefill=True)
     with torch.inference_mode():
@@ -107,9 +109,12 @@ def test_graphs_replay_exactly_what_eager_computes(small_model, backend, dtype):
             inputs = runner.prepare_decode(batch)
             assert inputs.batch_size == runner.graphs.padded_size(num_seqs)
             as_is = prepare_decode(batch, llm.config.kvcache_block_size).pack()
+            drawn = runner.last_tokens.clone()  # by the prefill; each run takes them as inputs
             with torch.inference_mode():
                 replayed = runner.graphs.replay(inputs).clone()
+                runner.last_tokens.copy_(drawn)
                 _, eager = runner.run_model(inputs.to(runner.device))
+                runner.last_tokens.copy_(drawn)
                 _, unpadded = runner.run_model(as_is.to(runner.device))
             assert torch.equal(replayed[:num_seqs], eager[:num_seqs])
             # Padding changes the products' shapes, so their rounding; bf16 is 8 times as coarse.
@@ -117,6 +122,7 @@ def test_graphs_replay_exactly_what_eager_computes(small_model, backend, dtype):
             assert (replayed[:num_seqs] - unpadded).abs().max() < tolerance * unpadded.std()
             llm.scheduler.reset()
             llm._requests.clear()
+            llm._launched = None
 
 
 def test_graphs_and_eager_give_the_same_tokens(small_model):

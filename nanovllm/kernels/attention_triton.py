@@ -47,6 +47,7 @@ def _attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TAIL_N: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -81,7 +82,6 @@ def _attention_kernel(
         return
 
     row = tl.arange(0, BLOCK_M)
-    column = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, BLOCK_D)
     token = tile * TILE + row // GROUP
     head = kv_head * GROUP + row % GROUP
@@ -103,7 +103,9 @@ def _attention_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for MASKED in tl.static_range(2):
-        for n in tl.range(middle if MASKED else begin, end if MASKED else middle, BLOCK_N):
+        BLOCK: tl.constexpr = TAIL_N if MASKED else BLOCK_N
+        column = tl.arange(0, BLOCK)
+        for n in tl.range(middle if MASKED else begin, end if MASKED else middle, BLOCK):
             key = n + column
             key_mask = key < end
             if PAGED and TILE_IN_PAGE:
@@ -145,8 +147,8 @@ def _attention_kernel(
         num_rows = num_tokens * Q_HEADS
         partial_row = out_row + split * num_rows
         tl.store(lse_ptr + partial_row, lse, mask=row_mask)
-        partial = partial_ptr + partial_row[:, None] * HEAD_DIM + dim[None, :]
-        tl.store(partial, out, mask=q_mask)
+        place = partial_row[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(partial_ptr + place, out, mask=q_mask)
         tl.debug_barrier()
         arrived_ptr = arrived_ptr + seq * KV_HEADS + kv_head
         if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") < num_splits - 1:
@@ -161,8 +163,8 @@ def _attention_kernel(
             lse = tl.load(
                 lse_ptr + partial_row, mask=row_mask, other=-float("inf"), cache_modifier=".cg"
             )
-            partial = partial_ptr + partial_row[:, None] * HEAD_DIM + dim[None, :]
-            partial = tl.load(partial, mask=q_mask, other=0.0, cache_modifier=".cg")
+            place = partial_row[:, None] * HEAD_DIM + dim[None, :]
+            partial = tl.load(partial_ptr + place, mask=q_mask, other=0.0, cache_modifier=".cg")
             new_best = tl.maximum(best, lse)
             shift = tl.where(new_best == -float("inf"), 0.0, new_best)
             alpha, weight = tl.exp2(best - shift), tl.exp2(lse - shift)
@@ -236,7 +238,7 @@ class TritonAttention:
             context,
             scale,
             block_m=max(16, triton.next_power_of_2(q.size(1) // kv_heads)),
-            block_n=16 if exact else 32 if q.size(2) > 128 else 64,
+            block_n=16 if exact else 32 if q.size(2) > 128 else 64 if num_splits > 1 else 128,
             num_splits=num_splits,
             num_warps=4,
             arrived=self._arrived,
@@ -309,6 +311,7 @@ def _launch(
         BLOCK_D=block_d,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
+        TAIL_N=min(block_n, 64),
         # fp32 stays fp32: the tensor cores' default, tf32, keeps 10 bits.
         PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
         num_warps=num_warps,

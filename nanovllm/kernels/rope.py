@@ -1,8 +1,12 @@
-"""Rotary embedding of queries and keys, with the per-head norm that some models put before it."""
+"""Rotary embedding of queries and keys, with the per-head norm that some models put before it and
+the store into the KV cache that comes after it."""
+
+from typing import NamedTuple
 
 import torch
 
 from nanovllm.kernels.compat import chained, tl, triton, use_triton
+from nanovllm.kernels.kv_store import store_kvcache_reference
 from nanovllm.kernels.rms_norm import rms_norm_reference
 
 
@@ -27,18 +31,66 @@ def rotate_qk_reference(
     return apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
 
 
+class Rotation(NamedTuple):
+    """How to turn queries and keys.
+
+    Attributes:
+        positions: int32 [N].
+        cos_sin_cache: fp32 [max_position, D], D/2 cosines then D/2 sines.
+        q_weight, k_weight: [D], of an RMSNorm of each head before the rotation; both or neither.
+        eps: the norm's.
+    """
+
+    positions: torch.Tensor
+    cos_sin_cache: torch.Tensor
+    q_weight: torch.Tensor | None = None
+    k_weight: torch.Tensor | None = None
+    eps: float = 0.0
+
+
+class CacheSlots(NamedTuple):
+    """Where new keys and values go.
+
+    Attributes:
+        k_cache, v_cache: [blocks, block_size, kv_heads, D].
+        slot_mapping: int32 [N]; -1 stores nothing.
+    """
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+def rotate_and_store_reference(
+    rotation: Rotation,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: CacheSlots | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k = rotate_qk_reference(rotation.positions, q, k, *rotation[1:])
+    if slots is not None:
+        store_kvcache_reference(k, v, *slots)
+    return q, k
+
+
 @triton.jit
-def _rotate_qk_kernel(
+def _rotate_and_store_kernel(
     positions_ptr,
     q_ptr,
     k_ptr,
+    v_ptr,
     q_out_ptr,
     k_out_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_mapping_ptr,
     cos_sin_ptr,
     q_weight_ptr,
     k_weight_ptr,
     q_stride,
     k_stride,
+    v_stride,
     eps,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
@@ -46,12 +98,14 @@ def _rotate_qk_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    STORES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # One program rotates all heads of one token: queries, or (second grid axis) keys.
+    # One program rotates all heads of one token: queries, or (second grid axis) keys, which it
+    # stores with their values. A cache can hold over 2^31 elements, so its offsets are 64-bit.
     token = tl.program_id(0).to(tl.int64)
     is_key = tl.program_id(1)
     if is_key:
@@ -84,68 +138,86 @@ def _rotate_qk_kernel(
     cos_sin = cos_sin_ptr + tl.load(positions_ptr + token) * (HALF * 2) + column
     cos = tl.load(cos_sin, mask=in_head, other=0.0)
     sin = tl.load(cos_sin + HALF, mask=in_head, other=0.0)
-    tl.store(out_ptr + offset, (x1 * cos - x2 * sin).to(raw1.dtype), mask=mask)
-    tl.store(out_ptr + offset + HALF, (x2 * cos + x1 * sin).to(raw1.dtype), mask=mask)
+    out1 = (x1 * cos - x2 * sin).to(raw1.dtype)
+    out2 = (x2 * cos + x1 * sin).to(raw1.dtype)
+    tl.store(out_ptr + offset, out1, mask=mask)
+    tl.store(out_ptr + offset + HALF, out2, mask=mask)
+    if STORES:
+        slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
+        if is_key & (slot >= 0):
+            v1 = tl.load(v_ptr + token * v_stride + offset, mask=mask)
+            v2 = tl.load(v_ptr + token * v_stride + offset + HALF, mask=mask)
+            start = slot * (K_HEADS * HALF * 2)
+            tl.store(k_cache_ptr + start + offset, out1, mask=mask)
+            tl.store(k_cache_ptr + start + offset + HALF, out2, mask=mask)
+            tl.store(v_cache_ptr + start + offset, v1, mask=mask)
+            tl.store(v_cache_ptr + start + offset + HALF, v2, mask=mask)
 
 
-def rotate_qk_triton(
-    positions: torch.Tensor,
+def rotate_and_store_triton(
+    rotation: Rotation,
     q: torch.Tensor,
     k: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
+    v: torch.Tensor,
+    slots: CacheSlots | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's heads must be contiguous; tokens may be strided. Results are contiguous."""
     num_tokens, q_heads, head_dim = q.shape
     k_heads = k.size(1)
-    assert q.stride()[1:] == k.stride()[1:] == (head_dim, 1) and head_dim % 2 == 0
-    assert positions.shape == (num_tokens,) and cos_sin_cache.is_contiguous()
+    assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
+    assert head_dim % 2 == 0 and rotation.positions.shape == (num_tokens,)
+    assert rotation.cos_sin_cache.is_contiguous()
+    if slots is not None:
+        assert slots.k_cache.is_contiguous() and slots.v_cache.is_contiguous()
+        assert slots.k_cache.shape == slots.v_cache.shape
+        assert slots.k_cache.shape[2:] == k.shape[1:] == v.shape[1:]
+        assert slots.slot_mapping.shape == (num_tokens,)
     q_out = q.new_empty(num_tokens, q_heads, head_dim)
     k_out = k.new_empty(num_tokens, k_heads, head_dim)
-    _rotate_qk_kernel[(num_tokens, 2)](
-        positions,
+    has_norm = rotation.q_weight is not None
+    _rotate_and_store_kernel[(num_tokens, 2)](
+        rotation.positions,
         q,
         k,
+        v,
         q_out,
         k_out,
-        cos_sin_cache,
-        q if q_weight is None else q_weight,  # without a norm some pointer, never read
-        k if k_weight is None else k_weight,
+        *(slots or (k, v, rotation.positions)),  # without slots some pointers, never used
+        rotation.cos_sin_cache,
+        rotation.q_weight if has_norm else q,
+        rotation.k_weight if has_norm else k,
         q.stride(0),
         k.stride(0),
-        eps,
+        v.stride(0),
+        rotation.eps,
         Q_HEADS=q_heads,
         K_HEADS=k_heads,
         HALF=head_dim // 2,
         BLOCK_HEADS=triton.next_power_of_2(max(q_heads, k_heads)),
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-        HAS_NORM=q_weight is not None,
+        HAS_NORM=has_norm,
+        STORES=slots is not None,
         num_warps=4,
         **chained(q),
     )
     return q_out, k_out
 
 
-def rotate_qk(
-    positions: torch.Tensor,
+def rotate_and_store(
+    rotation: Rotation,
     q: torch.Tensor,
     k: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
+    v: torch.Tensor,
+    slots: CacheSlots | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotates queries and keys by their positions, after an RMSNorm of each head if weights are
-    given.
+    """Rotates queries and keys, and stores the keys and values: one kernel.
 
     Args:
-        positions: int32 [N].
-        q, k: [N, heads, D] and [N, kv_heads, D].
-        cos_sin_cache: fp32 [max_position, D], D/2 cosines then D/2 sines.
-        q_weight, k_weight: [D], both or neither.
-        eps: the norm's.
+        q, k, v: [N, heads, D], [N, kv_heads, D] twice.
+        slots: where to; None stores nothing.
+
+    Returns:
+        q and k.
     """
-    rotate = rotate_qk_triton if use_triton(q) else rotate_qk_reference
-    return rotate(positions, q, k, cos_sin_cache, q_weight, k_weight, eps)
+    rotate = rotate_and_store_triton if use_triton(q) else rotate_and_store_reference
+    return rotate(rotation, q, k, v, slots)

@@ -5,6 +5,7 @@ from torch import nn
 
 from nanovllm.kernels.attention_backend import AttentionBackend
 from nanovllm.kernels.kv_store import store_kvcache
+from nanovllm.kernels.rope import CacheSlots, Rotation, rotate_and_store
 from nanovllm.utils.context import get_context
 
 __all__ = ["Attention", "store_kvcache"]
@@ -27,13 +28,24 @@ class Attention(nn.Module):
         self.k_cache = self.v_cache = torch.empty(0)
         self.backend: AttentionBackend | None = None
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [N, num_heads, head_dim], k and v [N, num_kv_heads, head_dim] -> q's shape."""
-        context = get_context()
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        """q [N, num_heads, head_dim], k and v [N, num_kv_heads, head_dim] -> q's shape; q and k
+        still to be rotated, if it says how."""
+        context, slots = get_context(), None
         assert self.backend is not None, "no attention backend bound"
         if self.k_cache.numel():
             assert context.slot_mapping is not None
-            store_kvcache(k, v, self.k_cache, self.v_cache, context.slot_mapping)
+            slots = CacheSlots(self.k_cache, self.v_cache, context.slot_mapping)
+        if rotation is not None:
+            q, k = rotate_and_store(rotation, q, k, v, slots)
+        elif slots is not None:
+            store_kvcache(k, v, *slots)
         if context.is_prefill:
             return self.backend.prefill(q, k, v, self.k_cache, self.v_cache, context, self.scale)
         return self.backend.decode(q, self.k_cache, self.v_cache, context, self.scale)

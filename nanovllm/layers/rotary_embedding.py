@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nanovllm.kernels.rope import apply_rotary_emb, rotate_qk
+from nanovllm.kernels.rope import Rotation, apply_rotary_emb
 from nanovllm.layers.layernorm import RMSNorm
 
 __all__ = ["RopeConfig", "RotaryEmbedding", "apply_rotary_emb", "get_rope"]
@@ -36,7 +36,7 @@ class RopeConfig:
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates queries and keys by their positions, from an fp32 cache of cosines and sines.
+    """Rotations of queries and keys by their positions, from an fp32 cache of cosines and sines.
 
     ``cos_sin_cache`` is [max_position, head_dim]: cosines, then sines.
     """
@@ -53,20 +53,14 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin_cache", cache, persistent=False)
 
     def forward(
-        self,
-        positions: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions int32 [N]; query [N, Hq, D]; key [N, Hk, D]; norms of each head, applied
-        before the rotation, both or neither."""
+        self, positions: torch.Tensor, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None
+    ) -> Rotation:
+        """What attention does to its queries and keys at these positions, int32 [N]; norms of
+        each head come before the rotation, both or neither."""
         if q_norm is None or k_norm is None:
-            return rotate_qk(positions, query, key, self.cos_sin_cache)
-        return rotate_qk(
-            positions, query, key, self.cos_sin_cache, q_norm.weight, k_norm.weight, q_norm.eps
-        )
+            return Rotation(positions, self.cos_sin_cache)
+        weights = q_norm.weight, k_norm.weight
+        return Rotation(positions, self.cos_sin_cache, *weights, q_norm.eps)
 
 
 def get_rope(head_dim: int, max_position: int, rope: RopeConfig) -> RotaryEmbedding:

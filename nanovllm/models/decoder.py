@@ -57,8 +57,8 @@ class DecoderAttention(nn.Module):
         qkv, residual = self.qkv_proj.after_norm(norm, hidden_states, residual)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        q, k = self.rotary_emb(positions, q, k, self.q_norm, self.k_norm)
-        return self.o_proj(self.attn(q, k, v).flatten(1)), residual
+        rotation = self.rotary_emb(positions, self.q_norm, self.k_norm)
+        return self.o_proj(self.attn(q, k, v, rotation).flatten(1)), residual
 
 
 class DecoderMLP(nn.Module):

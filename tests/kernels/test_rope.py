@@ -1,7 +1,12 @@
 import pytest
 import torch
 
-from nanovllm.kernels.rope import rotate_qk_reference, rotate_qk_triton
+from nanovllm.kernels.rope import (
+    CacheSlots,
+    Rotation,
+    rotate_and_store_reference,
+    rotate_and_store_triton,
+)
 from tests.kernels.oracle import assert_as_good_as_eager, poisoned
 
 
@@ -15,7 +20,7 @@ def test_rotation_of_strided_heads(
 ):
     poisoned(monkeypatch)
     qkv = torch.randn(tokens, q_heads + 2 * k_heads, head_dim, device=device).to(dtype)
-    q, k, _ = qkv.split((q_heads, k_heads, k_heads), dim=1)
+    q, k, v = qkv.split((q_heads, k_heads, k_heads), dim=1)
     before = qkv.clone()
     positions = torch.randint(0, 50, (tokens,), dtype=torch.int32, device=device)
     angles = torch.rand(50, head_dim // 2, device=device) * 6
@@ -23,8 +28,9 @@ def test_rotation_of_strided_heads(
     weights = (None, None)
     if with_norm:
         weights = tuple(torch.rand(head_dim, device=device).to(dtype) + 0.5 for _ in range(2))
-    ours = rotate_qk_triton(positions, q, k, cache, *weights, 1e-6)
-    eager = rotate_qk_reference(positions, q, k, cache, *weights, 1e-6)
+    rotation = Rotation(positions, cache, *weights, 1e-6)
+    ours = rotate_and_store_triton(rotation, q, k, v, None)
+    eager = rotate_and_store_reference(rotation, q, k, v, None)
     wide = tuple(None if w is None else w.double() for w in weights)
     for a, b, given, w in zip(ours, eager, (q, k), wide, strict=True):
         x = given.double()
@@ -35,3 +41,32 @@ def test_rotation_of_strided_heads(
         exact = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)
         assert_as_good_as_eager(a, b, exact)
     assert torch.equal(qkv, before)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "q_heads", "k_heads", "head_dim", "block_size"),
+    [(1, 1, 1, 64, 16), (7, 9, 3, 64, 3), (5, 4, 2, 96, 8), (6, 3, 1, 6, 1)],
+)
+def test_keys_and_values_land_in_their_slots(
+    tokens, q_heads, k_heads, head_dim, block_size, device, monkeypatch
+):
+    """And only there: slot -1 stores nothing."""
+    poisoned(monkeypatch)
+    qkv = torch.randn(tokens, q_heads + 2 * k_heads, head_dim, device=device)
+    q, k, v = qkv.split((q_heads, k_heads, k_heads), dim=1)
+    positions = torch.arange(tokens, dtype=torch.int32, device=device)
+    cos_sin = torch.rand(50, head_dim, device=device)
+    slots = torch.randperm(4 * block_size + 4, device=device)[:tokens].int()
+    slots[tokens // 2 :: 3] = -1
+    caches = torch.full((2, 8, block_size, k_heads, head_dim), 7.0, device=device)
+    found = rotate_and_store_triton(
+        Rotation(positions, cos_sin), q, k, v, CacheSlots(*caches, slots)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(
+        found, rotate_and_store_triton(Rotation(positions, cos_sin), q, k, v, None), strict=True
+    ))  # fmt: skip
+    expected = torch.full_like(caches, 7.0).flatten(1, 2)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected[0, slot], expected[1, slot] = found[1][token], v[token]
+    assert torch.equal(caches.flatten(1, 2), expected)

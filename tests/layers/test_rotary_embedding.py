@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from nanovllm.kernels.rope import rotate_and_store
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RopeConfig, apply_rotary_emb, get_rope
 
@@ -45,6 +46,10 @@ KINDS: dict[str, tuple[RopeConfig, dict[str, Any]]] = {
 each_kind = pytest.mark.parametrize("kind", KINDS)
 each_head_dim = pytest.mark.parametrize("head_dim", [2, 40, 64, 128])
 HIGH_POSITIONS = torch.tensor([0, 1, 8191, 8192, 32767, 32768, 100_003, MAX_POSITION - 1])
+
+
+def rotate(rope: Any, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *norms: Any):
+    return rotate_and_store(rope(positions, *norms), q, k, k, None)
 
 
 def oracle(kind: str, head_dim: int) -> LlamaRotaryEmbedding:
@@ -96,7 +101,7 @@ def test_equals_transformers(kind, head_dim):
     rope = get_rope(head_dim, 1000, KINDS[kind][0])
     cos, sin = oracle(kind, head_dim)(q, positions[None])
     expected = apply_rotary_pos_emb(q, k, cos[0], sin[0])
-    torch.testing.assert_close(rope(positions, q, k), expected, rtol=0, atol=1e-3)
+    torch.testing.assert_close(rotate(rope, positions, q, k), expected, rtol=0, atol=1e-3)
 
 
 @each_kind
@@ -115,7 +120,7 @@ def test_high_positions_are_exact(kind, head_dim):
     q, k = torch.randn(8, 6, head_dim), torch.randn(8, 2, head_dim)
     rope = get_rope(head_dim, MAX_POSITION, KINDS[kind][0])
     inv_freq = inv_freq_fp64(kind, head_dim)
-    for x, rotated in zip((q, k), rope(HIGH_POSITIONS, q, k), strict=True):
+    for x, rotated in zip((q, k), rotate(rope, HIGH_POSITIONS, q, k), strict=True):
         expected = rotate_fp64(x, HIGH_POSITIONS, inv_freq)
         torch.testing.assert_close(rotated.double(), expected, rtol=0, atol=3e-6)
 
@@ -126,8 +131,8 @@ def test_scores_depend_on_the_distance_alone(kind):
     q, k = torch.randn(1, 1, 64), torch.randn(1, 1, 64)
 
     def score(q_position: int, k_position: int) -> torch.Tensor:
-        rotated_q, _ = rope(torch.tensor([q_position]), q, k)
-        _, rotated_k = rope(torch.tensor([k_position]), q, k)
+        rotated_q, _ = rotate(rope, torch.tensor([q_position]), q, k)
+        _, rotated_k = rotate(rope, torch.tensor([k_position]), q, k)
         return (rotated_q * rotated_k).sum()
 
     near = score(700, 100)
@@ -143,15 +148,15 @@ def test_norms_come_before_the_rotation(dtype):
     for norm in norms:
         norm.weight.uniform_(0.5, 1.5)
     rope, positions = get_rope(40, 100, RopeConfig()), torch.randint(0, 100, (7,))
-    found = rope(positions, q, k, *norms)
-    expected = rope(positions, norms[0](q), norms[1](k))
+    found = rotate(rope, positions, q, k, *norms)
+    expected = rotate(rope, positions, norms[0](q), norms[1](k))
     assert all(map(torch.equal, found, expected))
-    assert not torch.allclose(found[0], rope(positions, q, k)[0])
+    assert not torch.allclose(found[0], rotate(rope, positions, q, k)[0])
 
 
 def test_position_0_is_the_identity():
     q, k = torch.randn(3, 2, 16), torch.randn(3, 1, 16)
-    rotated = get_rope(16, 4, RopeConfig())(torch.zeros(3, dtype=torch.int64), q, k)
+    rotated = rotate(get_rope(16, 4, RopeConfig()), torch.zeros(3, dtype=torch.int64), q, k)
     assert all(map(torch.equal, rotated, (q, k)))
 
 
@@ -171,10 +176,10 @@ def test_dtype_is_kept_and_inputs_stay_as_they_are(dtype):
     q, k = torch.randn(3, 4, 16).to(dtype), torch.randn(3, 2, 16).to(dtype)
     copies = q.clone(), k.clone()
     rope = get_rope(16, 100, RopeConfig())
-    rotated = rope(positions, q, k)
+    rotated = rotate(rope, positions, q, k)
     assert all(map(torch.equal, (q, k), copies))
     # The rotation runs in fp32 whatever the dtype, so the only error is the last rounding.
-    for half, exact in zip(rotated, rope(positions, q.float(), k.float()), strict=True):
+    for half, exact in zip(rotated, rotate(rope, positions, q.float(), k.float()), strict=True):
         assert half.dtype == dtype
         assert torch.equal(half, exact.to(dtype))
 
