@@ -1,11 +1,14 @@
 """Decode steps captured as CUDA graphs: one launch replays the whole model."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from nanovllm.engine.model_inputs import ModelInputs, PackedInputs, blank_decode
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.model_inputs import ModelInputs, PackedInputs, prepare_decode
+from nanovllm.engine.sampling_inputs import sampling_rows
 
 MAX_CAPTURED = 512
 
@@ -44,7 +47,8 @@ class DecodeGraphs:
         each keeps logits of its own."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         for size in sorted(sizes, reverse=True):
-            blank = blank_decode(size, self.table_width).pack()
+            padding = prepare_decode(Batch((), is_prefill=False), 1, size, self.table_width)
+            blank = replace(padding, sampling_rows=sampling_rows([], size)).pack()
             buffer = blank.buffer.to(self.device)
             inputs = blank.unpack(buffer)
             self.forward(inputs)  # compiles kernels and picks algorithms, outside the capture

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
-from nanovllm.kernels.sampling import ROW_WORDS
 from nanovllm.utils.context import Context
 from nanovllm.utils.math import cdiv
 
@@ -172,25 +171,10 @@ def prepare_decode(
     )
 
 
-def blank_decode(size: int, table_width: int) -> ModelInputs:
-    """A decode of padding rows only, in the shapes that graphs take."""
-    return ModelInputs(
-        input_ids=torch.zeros(size, dtype=torch.int32),
-        positions=torch.zeros(size, dtype=torch.int32),
-        context=Context(
-            slot_mapping=torch.full((size,), -1, dtype=torch.int32),
-            block_tables=torch.zeros(size, table_width, dtype=torch.int32),
-            max_seqlen_k=1,
-            context_lens=torch.zeros(size, dtype=torch.int32),
-        ),
-        sampling_rows=torch.zeros(size, ROW_WORDS, dtype=torch.int32),
-    )
-
-
 def prepare_block_tables(batch: Batch, num_rows: int = 0, width: int = 0) -> torch.Tensor:
     """int32 [sequences, longest table] or wider, padded with block 0, which is never read."""
     tables = [item.seq.block_table for item in batch.items]
-    shape = max(len(tables), num_rows), max(width, *map(len, tables))
+    shape = max(len(tables), num_rows), max([width, *map(len, tables)])
     out = np.zeros(shape, dtype=np.int32)
     for row, table in enumerate(tables):
         out[row, : len(table)] = table

@@ -21,17 +21,10 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+# What another process needs to compute the next step, besides tokens.
 SHIPPED = (
-    "seq_id",
-    "block_size",
-    "num_tokens",
-    "num_prompt_tokens",
-    "num_cached_tokens",
-    "num_prompt_logprobs",
-    "wants_prompt_logprobs",
-    "block_table",
-    "sampling_params",
-    "last_token",
+    *("seq_id", "block_size", "block_table", "sampling_params", "last_token", "num_tokens"),
+    *("num_prompt_tokens", "num_cached_tokens", "num_prompt_logprobs", "wants_prompt_logprobs"),
 )
 
 
@@ -166,8 +159,7 @@ class Sequence:
         self.last_token = token_id
         self.num_tokens = len(self.token_ids)
 
-    # What another process needs to compute the next step: counts, blocks, and the tokens not yet
-    # cached, so that a decode ships one token whatever its history.
+    # Only the tokens not yet cached travel, so that a decode ships one whatever its history.
 
     def __getstate__(self) -> tuple[Any, ...]:
         first = min(self.num_cached_tokens, len(self.token_ids) - 1)

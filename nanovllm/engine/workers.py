@@ -153,29 +153,14 @@ class Workers:
         self.port = store.port
         self._semaphores = [_context.Semaphore(0) for _ in range(size - 1)]
         pipes = [_context.Pipe(duplex=False) for _ in range(size - 1)]
-        processes = [
-            _context.Process(
-                target=_worker_main,
-                args=(
-                    Worker(
-                        rank,
-                        size,
-                        self.port,
-                        self.channel.shm.name,
-                        semaphore,
-                        pipe[1],
-                        torch.get_num_threads(),
-                    ),
-                    target,
-                    args,
-                ),
-                name=f"nanovllm-rank{rank}",
-                daemon=True,
+        own, processes = (self.port, self.channel.shm.name, torch.get_num_threads()), []
+        for rank, (semaphore, pipe) in enumerate(zip(self._semaphores, pipes, strict=True), 1):
+            worker = Worker(rank, size, *own, semaphore, pipe[1])
+            name = f"nanovllm-rank{rank}"
+            all_args = worker, target, args
+            processes.append(
+                _context.Process(target=_worker_main, args=all_args, name=name, daemon=True)
             )
-            for rank, (semaphore, pipe) in enumerate(
-                zip(self._semaphores, pipes, strict=True), start=1
-            )
-        ]
         self._state = _State(processes, store)
         # Also at the end of the interpreter, and when the engine is collected.
         self.close = weakref.finalize(self, _end, self._state, self.channel, self._semaphores)
@@ -234,9 +219,9 @@ class Worker:
     size: int
     port: int
     segment: str
+    num_threads: int
     semaphore: Any
     pipe: Connection
-    num_threads: int
 
     @cached_property
     def channel(self) -> Channel:

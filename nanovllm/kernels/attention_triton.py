@@ -103,9 +103,9 @@ def _attention_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for MASKED in tl.static_range(2):
-        BLOCK: tl.constexpr = TAIL_N if MASKED else BLOCK_N
-        column = tl.arange(0, BLOCK)
-        for n in tl.range(middle if MASKED else begin, end if MASKED else middle, BLOCK):
+        first = middle if MASKED else begin
+        for n in tl.range(first, end if MASKED else middle, TAIL_N if MASKED else BLOCK_N):
+            column = tl.arange(0, TAIL_N if MASKED else BLOCK_N)
             key = n + column
             key_mask = key < end
             if PAGED and TILE_IN_PAGE:

@@ -116,7 +116,7 @@ def _draw(
     w2 = zero
     w3 = zero
     if temperature > 0:
-        words = tl.philox(seed, counter, zero + position, zero, zero)
+        words = tl.philox(seed, counter, zero + position, zero, zero, 7)  # philox.ROUNDS
         w0 = words[0].to(tl.int32, bitcast=True)
         w1 = words[1].to(tl.int32, bitcast=True)
         w2 = words[2].to(tl.int32, bitcast=True)

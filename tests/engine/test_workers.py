@@ -19,7 +19,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.engine.model_inputs import PackedInputs, blank_decode
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.model_inputs import PackedInputs, prepare_decode
 from nanovllm.engine.workers import CHUNK_BYTES, Channel, decode, encode, interrupts_delayed
 from tests.engine.worker_faults import SCENARIOS, processes_of
 from tests.tiny_models import TinyModels
@@ -138,7 +139,7 @@ def test_an_array_travels_beside_the_pickle():
 
 
 def test_packed_inputs_survive_the_trip():
-    packed = blank_decode(5, 3).pack()
+    packed = prepare_decode(Batch((), is_prefill=False), 4, 5, 3).pack()
     _, (found,) = decode(encode("run_step", (packed,)))
     assert isinstance(found, PackedInputs)
     assert (found.shapes, found.context) == (packed.shapes, packed.context)

@@ -1,0 +1,130 @@
+"""Compiles every kernel for a Hopper GPU, as launched, without one: run as a program.
+
+The interpreter takes Python that the compiler refuses. Here a stand-in for the driver names the
+GPU, and every launch stops once its kernel is compiled, down to machine code.
+"""
+
+import os
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from nanovllm.kernels import (
+    all_reduce,
+    attention_triton,
+    compat,
+    drawn_tokens,
+    kv_store,
+    logprobs,
+    rms_norm,
+    rope,
+    sampling,
+    silu_and_mul,
+    skinny_linear,
+)
+from nanovllm.utils.context import Context
+
+SHARED_MEMORY = 227 << 10
+
+
+class Hopper:
+    """What the compiler asks of a driver."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+def compile_only() -> list[Any]:
+    """From now on kernels are compiled and not launched. Returns the list that they go to."""
+    triton.runtime.driver.set_active(Hopper())
+    run, compiled = JITFunction.run, []
+
+    def compile_kernel(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.append((self.__name__, kernel.metadata.shared))
+        return kernel
+
+    JITFunction.run = compile_kernel
+    for module in (attention_triton, kv_store, rms_norm, rope, silu_and_mul, skinny_linear):
+        module.chained = lambda x: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]
+    for module in (attention_triton, skinny_linear):
+        module.shared_memory = lambda device: SHARED_MEMORY  # type: ignore[attr-defined]
+    return compiled
+
+
+def launch_all(dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int) -> None:
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    cache = make(4, 256, kv_heads, head_dim)
+    attention = attention_triton.TritonAttention()
+    for num_seqs in (1, 256):
+        context = Context(
+            block_tables=ints(num_seqs, 16), context_lens=ints(num_seqs), max_seqlen_k=1
+        )
+        attention.decode(make(num_seqs, q_heads, head_dim), cache, cache, context, 1.0)
+    q, k, weight = make(64, q_heads, head_dim), make(64, kv_heads, head_dim), make(head_dim)
+    bounds = ints(2)
+    for tables in (None, ints(1, 16)):
+        prefill = Context(
+            is_prefill=True,
+            cu_seqlens_q=bounds,
+            cu_seqlens_k=bounds,
+            max_seqlen_q=64,
+            max_seqlen_k=64,
+            block_tables=tables,
+        )
+        attention.prefill(q, k, k, cache, cache, prefill, 1.0)
+    kv_store.store_kvcache_triton(k, k, cache, cache, ints(64))
+    slots = rope.CacheSlots(cache, cache, ints(64))
+    angles = torch.zeros(99, head_dim)
+    for norms in ((None, None), (weight, weight)):
+        rotation = rope.Rotation(ints(64), angles, *norms, 1e-6)
+        rope.rotate_and_store_triton(rotation, q, k, k, slots)
+    rms_norm.rms_norm_triton(make(8, 1024), make(1024), 1e-6, make(8, 1024))
+    silu_and_mul.silu_and_mul_triton(make(8, 6144))
+    shapes = ((4096, 1024), (1024, 3072), (24576, 4096), (4096, 12288))
+    for out, width in shapes if dtype is torch.bfloat16 else shapes[1:2]:
+        for silu in (False, True):
+            for bias in (None, make(out)):
+                for rows in (1, 8):
+                    skinny_linear.skinny_linear(make(rows, width), make(out, width), bias, silu)
+                x = make(1, width)
+                skinny_linear.skinny_norm_linear(
+                    x, make(out, width), bias, silu, make(width), 1e-6, x
+                )
+    logits, rows = make(8, 151_936), ints(8, sampling.ROW_WORDS)
+    for truncates in (False, True):
+        sampling.sample_triton(logits, rows, truncates)
+    sampling.best_of_shard_triton(make(8, 76_032), rows, 75_904, 76_032)
+    drawn_tokens.fill_in_drawn_triton(ints(8), torch.zeros(8, dtype=torch.int64))
+    logprobs.top_logprobs_triton(logits, torch.zeros(8, dtype=torch.int64), 5)
+    addresses = torch.zeros(2, dtype=torch.int64)
+    for x in (make(8, 4096), torch.zeros(8, dtype=torch.int64)):
+        all_reduce.all_reduce(x, addresses, addresses, ints(4096), ints(1), 0, 2)
+
+
+if __name__ == "__main__":
+    assert compat.HAS_TRITON
+    kernels = compile_only()
+    launch_all(torch.bfloat16, q_heads=16, kv_heads=8, head_dim=128)
+    launch_all(torch.float16, q_heads=9, kv_heads=3, head_dim=64)
+    launch_all(torch.float32, q_heads=4, kv_heads=1, head_dim=96)
+    too_large = [name for name, size in kernels if size > SHARED_MEMORY]
+    assert not too_large, f"more shared memory than there is: {too_large}"
+    print(len(kernels), "launches of", len({name for name, _ in kernels}), "kernels")
