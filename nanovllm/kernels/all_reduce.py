@@ -12,7 +12,7 @@ raised flag e + 1 has read what was left at e, so call e + 2 may overwrite it.
 import torch
 import torch.distributed as dist
 
-from nanovllm.kernels.compat import HAS_TRITON, tl, triton
+from nanovllm.kernels.compat import HAS_TRITON, chained, tl, triton
 from nanovllm.kernels.cuda_ipc import close_memory, export_memory, open_memory
 
 BLOCK = 2048  # elements a program
@@ -36,7 +36,11 @@ def _all_reduce_kernel(
     NUM_BLOCKS: tl.constexpr,
     TAKES_MAX: tl.constexpr,
     SPINS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     block = tl.program_id(0)
     offset = block * BLOCK + tl.arange(0, BLOCK)
     mask = offset < numel
@@ -114,6 +118,7 @@ def all_reduce(
         TAKES_MAX=x.dtype == torch.int64,
         SPINS=4096,
         num_warps=8,
+        **chained(x),
     )
     return out
 

@@ -31,6 +31,7 @@ from nanovllm.kernels import (
 from nanovllm.utils.context import Context
 
 SHARED_MEMORY = 227 << 10
+CHAINED = (all_reduce, attention_triton, kv_store, rms_norm, rope, silu_and_mul, skinny_linear)
 
 
 class Hopper:
@@ -57,7 +58,7 @@ def compile_only() -> list[Any]:
         return kernel
 
     JITFunction.run = compile_kernel
-    for module in (attention_triton, kv_store, rms_norm, rope, silu_and_mul, skinny_linear):
+    for module in CHAINED:
         module.chained = lambda x: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]
     for module in (attention_triton, skinny_linear):
         module.shared_memory = lambda device: SHARED_MEMORY  # type: ignore[attr-defined]
