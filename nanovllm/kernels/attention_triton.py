@@ -48,6 +48,7 @@ def _attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TAIL_N: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -155,23 +156,25 @@ def _attention_kernel(
             return
         # The last to arrive merges all: an average weighted by their shares of the softmax.
         tl.store(arrived_ptr, 0)
-        best = tl.full([BLOCK_M], -float("inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for other in range(num_splits):
-            partial_row = out_row + other * num_rows
-            lse = tl.load(
-                lse_ptr + partial_row, mask=row_mask, other=-float("inf"), cache_modifier=".cg"
+        part = tl.arange(0, MAX_SPLITS)
+        is_part = part < num_splits
+        for i in tl.static_range(GROUP):
+            one_row = seq.to(tl.int64) * Q_HEADS + kv_head * GROUP + i
+            rows = part * num_rows + one_row
+            lse = tl.load(lse_ptr + rows, mask=is_part, other=-float("inf"), cache_modifier=".cg")
+            place = rows[:, None] * HEAD_DIM + dim[None, :]
+            part_mask = is_part[:, None] & (dim < HEAD_DIM)[None, :]
+            partial = tl.load(partial_ptr + place, mask=part_mask, other=0.0, cache_modifier=".cg")
+            largest = tl.max(lse, axis=0)
+            weight = tl.exp2(lse - tl.where(largest == -float("inf"), 0.0, largest))
+            weights = tl.sum(weight, axis=0)
+            mean = tl.sum(partial * weight[:, None], axis=0) / tl.where(weights > 0, weights, 1.0)
+            tl.store(
+                out_ptr + one_row * HEAD_DIM + dim,
+                mean.to(out_ptr.dtype.element_ty),
+                mask=dim < HEAD_DIM,
             )
-            place = partial_row[:, None] * HEAD_DIM + dim[None, :]
-            partial = tl.load(partial_ptr + place, mask=q_mask, other=0.0, cache_modifier=".cg")
-            new_best = tl.maximum(best, lse)
-            shift = tl.where(new_best == -float("inf"), 0.0, new_best)
-            alpha, weight = tl.exp2(best - shift), tl.exp2(lse - shift)
-            total = total * alpha + weight
-            out = out * alpha[:, None] + partial * weight[:, None]
-            best = new_best
-        out = out / tl.where(total > 0, total, 1.0)[:, None]
+        return
     tl.store(
         out_ptr + out_row[:, None] * HEAD_DIM + dim[None, :],
         out.to(out_ptr.dtype.element_ty),
@@ -312,6 +315,7 @@ def _launch(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         TAIL_N=min(block_n, 64),
+        MAX_SPLITS=triton.next_power_of_2(num_splits),
         # fp32 stays fp32: the tensor cores' default, tf32, keeps 10 bits.
         PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
         num_warps=num_warps,
