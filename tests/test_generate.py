@@ -293,6 +293,67 @@ STREAMED: dict[str, SamplingParams] = {
 }
 
 
+class TestOverlap:
+    """A step is launched before the one before it has been read."""
+
+    def watch(self, llm: LLM, patch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+        """The runner's calls, each with the number of its batch."""
+        calls: list[tuple[str, int]] = []
+        batches: list[Batch] = []
+
+        def watch(name: str) -> None:
+            call = getattr(llm.model_runner, name)
+
+            def watched(argument: Any) -> Any:
+                batch = argument.batch if name == "wait" else argument
+                if not any(batch is known for known in batches):
+                    batches.append(batch)
+                calls.append((name, [batch is known for known in batches].index(True)))
+                return call(argument)
+
+            patch.setattr(llm.model_runner, name, watched)
+
+        for name in ("run", "sample", "wait"):
+            watch(name)
+        return calls
+
+    @pytest.mark.parametrize("params", [GREEDY, sampled(seed=3, logprobs=2, min_tokens=2)])
+    def test_order_of_launching_and_reading(self, llm, monkeypatch, params):
+        calls = self.watch(llm, monkeypatch)
+        generate(llm, "abc", replace(params, max_tokens=4, ignore_eos=True))
+        assert calls == [
+            *(("run", 0), ("sample", 0)),
+            *(("run", 1), ("wait", 0), ("sample", 1)),
+            *(("run", 2), ("wait", 1), ("sample", 2)),
+            *(("run", 3), ("wait", 2), ("sample", 3)),
+            ("wait", 3),  # its length is known: nothing more is launched
+        ]
+
+    def test_an_end_that_nobody_foresees_costs_one_launch(self, llm, monkeypatch):
+        token_ids = one(llm, "abc").token_ids
+        calls = self.watch(llm, monkeypatch)
+        found = one(llm, "abc", replace(GREEDY, stop_token_ids=[token_ids[2]]))
+        assert found.token_ids == token_ids[: token_ids.index(token_ids[2]) + 1]
+        launched = {number for name, number in calls if name == "run"}
+        assert len(launched) == len(found.token_ids) + 1
+        assert {number for name, number in calls if name == "wait"} == launched - {max(launched)}
+
+    @pytest.mark.parametrize("when", range(1, 9))
+    def test_a_request_can_be_dropped_while_its_token_is_on_its_way(self, llm, when):
+        alone = [one(llm, prompt).token_ids for prompt in PROMPTS]
+        ids = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS]
+        outputs: dict[str, RequestOutput] = {}
+        steps = 0
+        while not llm.is_finished():
+            outputs |= {out.request_id: out for out in llm.step()}
+            steps += 1
+            if steps == when:
+                llm.abort_request(ids[1])
+        found = [outputs[i].outputs[0].token_ids for i in ids if i in outputs]
+        assert found == [alone[0], *alone[2:]]
+        check_idle(llm)
+
+
 class TestStream:
     @pytest.mark.parametrize("name", STREAMED)
     def test_the_last_outputs_are_those_of_generate(self, name, llm):
