@@ -13,7 +13,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -628,6 +629,35 @@ class Stop(Exception):
     """An error that nothing in the engine knows."""
 
 
+def interrupt_at(line: int, call: Callable[[], Any]) -> bool:
+    """Raises KeyboardInterrupt at the so manieth line that runs in the engine's own code; false
+    if it ends before."""
+    left = line
+
+    def trace_line(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal left
+        left -= event == "line"
+        if not left and event == "line":
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace_line
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        own = "/nanovllm/engine/" in code.co_filename.replace("\\", "/")
+        return trace_line if own and code.co_name not in ("__enter__", "__exit__") else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
 class TestInterruption:
     """Guards leftovers of an interrupted call that mix into the next one's results, and blocks
     registered in the prefix cache whose keys were never computed. Each call has prompts that no
@@ -723,6 +753,56 @@ class TestInterruption:
                 generate(llm, fresh)
         finally:
             hook.remove()
+
+    @pytest.mark.parametrize(
+        "call", ["add_request", "abort_request", "step", "generate", "stream", "close"]
+    )
+    def test_ctrl_c_at_any_line(self, llm, expected, call):
+        """Afterwards the engine may have dropped the requests or not, but works, and has lost no
+        block."""
+        num_blocks = llm.model_runner.num_kvcache_blocks
+        params = replace(GREEDY, max_tokens=6)
+        stream: Any = None
+
+        def work(ids: list[str]) -> None:
+            if call == "add_request":
+                llm.add_request(PROMPTS[0], params)
+            elif call == "abort_request":
+                llm.abort_request(ids[0])
+            elif call == "step":
+                llm.step()
+            elif call == "generate":
+                llm.generate(PROMPTS[:2], params, use_tqdm=False)
+            elif call == "stream":
+                list(llm.generate_stream(PROMPTS[:2], params))
+            else:
+                stream.close()
+
+        num_tried = 0
+        strides = {"generate": 41, "stream": 43, "step": 4, "add_request": 2}
+        for line in count(1, strides.get(call, 1)):
+            ids = []
+            if call in ("abort_request", "step"):
+                ids = [llm.add_request(prompt, params) for prompt in PROMPTS[:2]]
+                llm.step()
+            elif call == "close":
+                stream = llm.generate_stream(PROMPTS[:2], params)
+                next(stream)
+            if not interrupt_at(line, partial(work, ids)):
+                break
+            num_tried += 1
+            if call == "close":  # it may end before it can drop its requests
+                for request_id in list(llm._requests):
+                    llm.abort_request(request_id)
+            while not llm.is_finished():
+                llm.step()
+            outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+            assert tokens(outputs) == expected
+            llm.reset_prefix_cache()
+            assert len(llm.scheduler.block_manager.free_block_ids) == num_blocks
+        assert num_tried > 5
+        while not llm.is_finished():
+            llm.step()
 
     @pytest.mark.parametrize("method", ["schedule", "postprocess"])
     def test_an_error_in_the_scheduler(self, llm, fresh, monkeypatch, method):

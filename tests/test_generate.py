@@ -293,6 +293,27 @@ STREAMED: dict[str, SamplingParams] = {
 }
 
 
+class TestSeveralStreams:
+    @pytest.mark.parametrize("aborted", [False, True])
+    def test_one_at_its_end_leaves_the_next_alone(self, llm, aborted):
+        """Guards a stream that is resumed after its requests are done, and takes the steps of
+        another."""
+        expected = one(llm, "two words").token_ids
+        first = llm.generate_stream("abc", GREEDY)
+        out = next(first)
+        if aborted:
+            llm.abort_request(out.request_id)
+        else:
+            while not out.finished:
+                out = next(first)
+        second = llm.generate_stream("two words", GREEDY)
+        next(second)
+        assert list(first) == []
+        *_, out = second
+        assert out.finished and out.outputs[0].token_ids == expected
+        check_idle(llm)
+
+
 class TestOverlap:
     """A step is launched before the one before it has been read."""
 
@@ -810,9 +831,12 @@ class TestWhatMayBeDrawn:
     @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
     def test_penalties_move_on_from_what_was_generated(self, name, llm):
         """The higher, the more different tokens there are among as many draws."""
-        params = sampled(max_tokens=50, allowed_token_ids=LETTERS, temperature=2.0)
-        drawn = [one(llm, "abc", replace(params, **{name: x})).token_ids for x in (-2.0, 0.0, 2.0)]
-        assert len(set(drawn[0])) < len(set(drawn[1])) < len(set(drawn[2]))
+        params = sampled(8, max_tokens=50, allowed_token_ids=LETTERS, temperature=2.0)
+        counts = []
+        for penalty in (-2.0, 0.0, 2.0):
+            drawn = tokens(generate(llm, ["abc"], replace(params, **{name: penalty})))[0]
+            counts.append(sum(len(set(token_ids)) for token_ids in drawn))
+        assert counts[0] < counts[1] < counts[2]
 
     def test_a_repetition_penalty_counts_the_prompt_too(self, llm):
         prompt = list(range(100, 160))

@@ -97,7 +97,8 @@ class LLMEngine:
         self._check_open()
         self._check_no_stream()
         (added,) = self._validate([prompt], sampling_params)
-        return self._add(*added).request_id
+        with self._reset_on_error():
+            return self._add(*added).request_id
 
     def step(self) -> list[RequestOutput]:
         """Launches the next step, and returns the requests that the one before it finished.
@@ -120,9 +121,12 @@ class LLMEngine:
         """Drops an unfinished request. Raises ValueError if there is none of that id."""
         if request_id not in self._requests:
             raise ValueError(f"no unfinished request has the id {request_id!r}")
-        for seq in self._requests.pop(request_id).seqs:
-            if not seq.is_finished:
-                self.scheduler.abort(seq)
+        with self._reset_on_error():
+            for seq in self._requests.pop(request_id).seqs:
+                if not seq.is_finished:
+                    self.scheduler.abort(seq)
+        if not self._requests:
+            self._launched = None  # nobody waits for it
 
     def generate(
         self,
@@ -166,7 +170,7 @@ class LLMEngine:
         own = {request.request_id: request for request in requests}
         self._stream_ids = frozenset(own)
         try:
-            while not self._stream_ids.isdisjoint(self._requests):
+            while not own.keys().isdisjoint(self._requests):
                 with self._reset_on_error():
                     sampled, _ = self._step()
                 advanced = dict.fromkeys(seq.request_id for seq in sampled)
@@ -174,8 +178,9 @@ class LLMEngine:
                 yield from make_outputs(grown, self.prompt_encoder)
                 self._check_open()
         finally:
-            for request_id in own.keys() & self._requests.keys():
-                self.abort_request(request_id)
+            with self._reset_on_error():
+                for request_id in own.keys() & self._requests.keys():
+                    self.abort_request(request_id)
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint recommends."""
@@ -387,7 +392,7 @@ class LLMEngine:
     def _check_no_stream(self) -> None:
         """A stream's steps would take the results of other requests, and theirs its own."""
         if not self._stream_ids.isdisjoint(self._requests):
-            raise ValueError("generate_stream is not at its end: exhaust it, or close it first")
+            raise ValueError("generate_stream is not at its end: exhaust, close or abort it first")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -223,7 +223,8 @@ class ModelRunner:
     ) -> None:
         """Every rank: one step, up to logits or drawn tokens."""
         self.hidden_states = self.logits = None  # the last step's memory serves this one
-        self.copy_blocks(block_copies)
+        for source, target in block_copies:
+            self.kv_cache[:, :, target] = self.kv_cache[:, :, source]
         if not inputs.context.is_prefill and inputs.batch_size in self.graphs.graphs:
             self.logits = self.graphs.replay(inputs)
         else:
@@ -260,11 +261,6 @@ class ModelRunner:
             rows = SamplingInputs(inputs.sampling_rows, truncates=self.tp.size == 1)
             self.last_tokens[: len(logits)] = self.sampler(logits, rows, each_rank=True)[0]
         return hidden_states, logits
-
-    def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
-        """Copies whole KV blocks, one after the other."""
-        for source, target in copies:
-            self.kv_cache[:, :, target] = self.kv_cache[:, :, source]
 
     def compute_prompt_logprobs(self, batch: Batch) -> dict[int, np.ndarray]:
         """Packed rows of the prompt tokens that follow this step's, by seq_id, for sequences that

@@ -482,7 +482,7 @@ def _pack_kernel(
     score = tl.load(tile_score_ptr + slot, mask=tile < num_tiles, other=-float("inf"))
     token = _first_best(score, tl.load(tile_token_ptr + slot, mask=tile < num_tiles, other=0))
     key = _key(tl.max(score)).to(tl.int64)
-    tl.store(out_ptr + row, (key << 32) | (0x7FFFFFFF - token - first_token))
+    tl.store(out_ptr + row, (key << 32) | (0x7FFFFFFF - tl.maximum(token, 0) - first_token))
 
 
 def best_of_shard_triton(

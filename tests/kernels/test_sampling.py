@@ -232,6 +232,7 @@ def test_the_best_of_all_shards_is_the_draw_from_the_whole(
     n, vocab_size = 40, min(num_shards * shard - 100, 6_000)
     logits = torch.randn(n, vocab_size, device=device).to(dtype)
     logits[3] = -float("inf")
+    logits[6, : vocab_size // 2 + 100] = -float("inf")
     temperature = [0.0, 0.7, 1.0, 5.0] * (n // 4)
     settings_ = rows(n, device, temperature=temperature, seed=2**50 + np.arange(n))
     expected = sample_reference(logits, settings_)
