@@ -49,7 +49,6 @@ def _all_reduce_kernel(
     x = tl.load(x_ptr + offset, mask=mask)
     for i in tl.static_range(1, SIZE):
         inbox = tl.load(inboxes_ptr + (RANK + i) % SIZE).to(x_ptr.dtype)
-        inbox = tl.multiple_of(inbox, 16)  # bytes, so that it is written 16 at once
         tl.store(inbox + (half + RANK) * (BLOCK * NUM_BLOCKS) + offset, x, mask=mask)
     tl.debug_barrier()
     for i in tl.static_range(1, SIZE):
@@ -69,7 +68,7 @@ def _all_reduce_kernel(
                 if spins % SPINS == 0:
                     aborted = tl.load(abort_ptr, volatile=True)  # on the host, so seldom
     tl.debug_barrier()
-    own_inbox = tl.multiple_of(tl.load(inboxes_ptr + RANK).to(x_ptr.dtype), 16)
+    own_inbox = tl.load(inboxes_ptr + RANK).to(x_ptr.dtype)
     total = x if TAKES_MAX else tl.zeros([BLOCK], tl.float32)
     for rank in tl.static_range(SIZE):  # in the same order everywhere, for the same sum
         left = x
