@@ -1,4 +1,4 @@
-"""Decode steps captured as CUDA graphs: one launch replays the whole model."""
+"""Decode steps captured as CUDA graphs: one launch goes from the last tokens to the next."""
 
 from collections.abc import Callable
 from dataclasses import replace

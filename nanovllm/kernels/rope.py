@@ -16,21 +16,6 @@ def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
 
 
-def rotate_qk_reference(
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if q_weight is not None and k_weight is not None:
-        q, k = rms_norm_reference(q, q_weight, eps), rms_norm_reference(k, k_weight, eps)
-    cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
-    return apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
-
-
 class Rotation(NamedTuple):
     """How to turn queries and keys.
 
@@ -68,7 +53,11 @@ def rotate_and_store_reference(
     v: torch.Tensor,
     slots: CacheSlots | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k = rotate_qk_reference(rotation.positions, q, k, *rotation[1:])
+    if rotation.q_weight is not None and rotation.k_weight is not None:
+        q = rms_norm_reference(q, rotation.q_weight, rotation.eps)
+        k = rms_norm_reference(k, rotation.k_weight, rotation.eps)
+    cos, sin = rotation.cos_sin_cache[rotation.positions].unsqueeze(1).chunk(2, dim=-1)
+    q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
     if slots is not None:
         store_kvcache_reference(k, v, *slots)
     return q, k

@@ -64,7 +64,7 @@ class ParallelLMHead(VocabParallelEmbedding):
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Every rank's logits -> [num_sampled, vocabulary] on rank 0, None elsewhere."""
+        if self.tp.size == 1:
+            return logits
         parts = self.tp.gather(logits)
-        if parts is None or self.tp.size == 1:
-            return logits if parts else None
-        return torch.cat(parts, -1)[:, : self.num_embeddings].contiguous()
+        return torch.cat(parts, -1)[:, : self.num_embeddings].contiguous() if parts else None

@@ -42,9 +42,8 @@ class TPGroup:
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
-        """Every rank's x (all of one shape), in rank order, on rank 0; None elsewhere."""
-        if self.size == 1:
-            return [x]
+        """Every rank's x (all of one shape), in rank order, on rank 0; None elsewhere. There
+        must be several."""
         options = dist.GatherOptions()
         options.rootRank, options.asyncOp = 0, False
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
