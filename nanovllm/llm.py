@@ -8,6 +8,7 @@ from tqdm.auto import tqdm
 
 from nanovllm.engine.chat import Message, as_conversations, render_chat
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.prompts import TokensPrompt, map_good, raise_errors
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -29,11 +30,8 @@ class LLM(LLMEngine):
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., tqdm] = True,
         *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        on_error: str = "raise",
+        **template_options: Any,
     ) -> list[RequestOutput]:
         """Answers conversations; otherwise as ``generate``.
 
@@ -41,16 +39,48 @@ class LLM(LLMEngine):
             messages: one conversation or several, each a list of ``{"role": ..., "content": ...}``.
             sampling_params: one for all, or one each.
             use_tqdm: as in ``generate``.
-            chat_template: a Jinja template instead of the model's own.
-            add_generation_prompt: open the assistant's turn.
-            continue_final_message: leave the last message open for the model to go on with
-                (then ``add_generation_prompt`` has to be False).
-            tools: descriptions of functions, for the template.
-            chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
+            on_error: as in ``generate``.
+            template_options: as in ``render_chat``.
 
         Raises:
             TypeError, ValueError: a bad argument; the message names the conversation.
         """
+        prompts = self._render_chat(messages, **template_options)
+        return self._generate(prompts, sampling_params, use_tqdm, on_error, "messages")
+
+    def render_chat(
+        self, messages: Seq[Message] | Seq[Seq[Message]], **template_options: Any
+    ) -> list[TokensPrompt]:
+        """The prompts of conversations, for ``generate`` or ``add_request``.
+
+        Args:
+            messages: one conversation or several.
+            template_options: ``chat_template``, a Jinja template instead of the model's own;
+                ``add_generation_prompt=True``, open the assistant's turn;
+                ``continue_final_message=False``, leave the last message open for the model to go
+                on with (then ``add_generation_prompt`` has to be False); ``tools``, descriptions
+                of functions; ``chat_template_kwargs``, further variables of the template, such as
+                ``enable_thinking``.
+
+        Raises:
+            TypeError, ValueError: a bad argument; the message names the conversation.
+        """
+        return raise_errors(self._render_chat(messages, **template_options), "messages")
+
+    def _render_chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[TokensPrompt | Exception]:
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer: use generate with token ids")
+        if not (self.tokenizer.chat_template or chat_template):
+            raise ValueError("this model has no chat template: pass chat_template, or use generate")
         options = {
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
@@ -58,18 +88,20 @@ class LLM(LLMEngine):
             "tools": tools,
             **(chat_template_kwargs or {}),
         }
-        prompts = render_chat(self.tokenizer, as_conversations(messages), options)
+        texts: list[str | Exception] = []
+        for conversation in as_conversations(messages):
+            try:
+                texts.append(render_chat(self.tokenizer, conversation, options))
+            except (TypeError, ValueError) as error:
+                texts.append(error)
+        return map_good(self._tokenize_chats, texts)
+
+    def _tokenize_chats(self, texts: list[str]) -> list[TokensPrompt]:
         # The template spells out every special token, the first one too.
-        return self._generate(prompts, sampling_params, use_tqdm, add_special_tokens=False)
+        token_ids = self.prompt_encoder.tokenize(texts, add_special_tokens=False)
+        pairs = zip(texts, token_ids, strict=True)
+        return [{"prompt": text, "prompt_token_ids": ids} for text, ids in pairs]
 
     def get_tokenizer(self) -> Any:
         """The checkpoint's transformers tokenizer; None if it has none."""
         return self.tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends, else vLLM's defaults.
-
-        Raises:
-            ValueError: it recommends what cannot be.
-        """
-        return self.default_sampling_params()

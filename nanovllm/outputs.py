@@ -119,8 +119,10 @@ class CompletionOutput:
         logprobs: a dict for each token; None unless asked for.
         finish_reason: "stop" (an end-of-sequence token, a stop token or string, the end of a
             grammar), "length" (``max_tokens``, the model's length limit, or the size of the KV
-            cache), "error" (no token was allowed or likely at all), or None while it runs.
+            cache), "error", or None while it runs.
         stop_reason: the stop string or stop token that ended it; None for any other end.
+        error: what went wrong where ``finish_reason`` is "error": the request could not run, or
+            failed on the way with the tokens and the text that there are.
     """
 
     index: int
@@ -130,6 +132,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
     logprobs: Logprobs | None = field(default=None, repr=False)
+    error: str | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -141,7 +144,7 @@ class RequestOutput:
     (``out["text"]``, ``out["token_ids"]``).
 
     Attributes:
-        request_id: what ``add_request`` returned.
+        request_id: what ``add_request`` returned; empty for one that could not run.
         prompt: the prompt's text; None if it was given as token ids.
         prompt_token_ids: the prompt as the model saw it.
         prompt_logprobs: None, then a dict for each further prompt token; None unless asked for.
@@ -164,3 +167,32 @@ class RequestOutput:
         if key in ("text", "token_ids"):
             return getattr(self.outputs[0], key)
         raise KeyError(f"{key!r}: a result has 'text' and 'token_ids'")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """An engine at one moment.
+
+    Attributes:
+        num_running: sequences that hold KV blocks.
+        num_waiting: sequences that do not yet, or no longer.
+        kv_cache_usage: share of the KV blocks in use, 0 to 1.
+        num_prompt_tokens: of all prompts that have started since the engine did.
+        num_generated_tokens: drawn since then.
+        prefix_cache_hit_rate: share of those prompt tokens that the prefix cache held.
+        num_preemptions: times that a sequence lost its blocks to others, since then.
+        prompt_tokens_per_second: tokens prefilled, over the last seconds.
+        generated_tokens_per_second: tokens drawn, over the last seconds.
+        gpu_memory_bytes: what this process holds of rank 0's GPU through PyTorch; None on a CPU.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    prefix_cache_hit_rate: float
+    num_preemptions: int
+    prompt_tokens_per_second: float
+    generated_tokens_per_second: float
+    gpu_memory_bytes: int | None = None

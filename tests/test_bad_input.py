@@ -102,51 +102,51 @@ BAD_PARAMS: dict[str, tuple[Any, type[Exception], str]] = {
     "dict": (
         {"temperature": 0},
         TypeError,
-        r"sampling_params\[0\] must be SamplingParams, got dict",
+        r"sampling_params must be SamplingParams, got dict",
     ),
-    "float": (0.5, TypeError, r"sampling_params\[0\] must be SamplingParams, got float"),
-    "none-in-list": ([GREEDY, None], TypeError, r"sampling_params\[1\] must be .* NoneType"),
-    "class": (SamplingParams, TypeError, r"sampling_params\[0\] must be SamplingParams"),
+    "float": (0.5, TypeError, r"sampling_params must be SamplingParams, got float"),
+    "none-in-list": ([GREEDY, None], TypeError, r"\[1\]: sampling_params must be .* NoneType"),
+    "class": (SamplingParams, TypeError, r"sampling_params must be SamplingParams"),
     "stop-token-outside": (
         [GREEDY, SamplingParams(stop_token_ids=[3, VOCAB_SIZE])],
         ValueError,
-        r"sampling_params\[1\]: stop_token_ids holds 512, which is outside the vocabulary: ids are "
-        r"0 to 511",
+        r"prompts\[1\]: sampling_params: stop_token_ids holds 512, which is outside the "
+        r"vocabulary: ids are 0 to 511",
     ),
     "allowed-token-outside": (
         SamplingParams(allowed_token_ids=[VOCAB_SIZE]),
         ValueError,
-        r"sampling_params\[0\]: allowed_token_ids holds 512",
+        r"sampling_params: allowed_token_ids holds 512",
     ),
     "biased-token-outside": (
         [GREEDY, SamplingParams(logit_bias={10**6: 1.0})],
         ValueError,
-        r"sampling_params\[1\]: logit_bias holds 1000000",
+        r"prompts\[1\]: sampling_params: logit_bias holds 1000000",
     ),
     "too-many-logprobs": (
         [GREEDY, SamplingParams(logprobs=VOCAB_SIZE + 1)],
         ValueError,
-        r"sampling_params\[1\]: logprobs is 513, but the vocabulary has 512",
+        r"prompts\[1\]: sampling_params: logprobs is 513, but the vocabulary has 512",
     ),
     "too-many-prompt-logprobs": (
         [GREEDY, SamplingParams(prompt_logprobs=VOCAB_SIZE + 1)],
         ValueError,
-        r"sampling_params\[1\]: prompt_logprobs is 513",
+        r"prompts\[1\]: sampling_params: prompt_logprobs is 513",
     ),
     "stop-string-without-tokenizer": (
         [GREEDY, SamplingParams(stop="x")],
         ValueError,
-        r"sampling_params\[1\]: this model has no tokenizer, which stop strings need",
+        r"prompts\[1\]: sampling_params: this model has no tokenizer, which stop strings need",
     ),
     "bad-words-without-tokenizer": (
         [GREEDY, SamplingParams(bad_words=["x"])],
         ValueError,
-        r"sampling_params\[1\]: this model has no tokenizer, which bad_words need",
+        r"prompts\[1\]: sampling_params: this model has no tokenizer, which bad_words need",
     ),
     "grammar-without-tokenizer": (
         [GREEDY, SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))],
         ValueError,
-        r"sampling_params\[1\]: .*tokenizer",
+        r"prompts\[1\]: sampling_params: .*tokenizer",
     ),
 }
 BAD_SAMPLING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

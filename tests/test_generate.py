@@ -574,7 +574,7 @@ class TestChat:
     @pytest.mark.parametrize(
         ("bad", "exception", "match"),
         [
-            ([], ValueError, "without messages"),
+            ([], ValueError, "at least one message"),
             ([user("x"), "y"], TypeError, "'y'"),
             (["x"], TypeError, "'x'"),
             ([{"content": "x"}], ValueError, "role"),
@@ -875,7 +875,7 @@ class TestWhatMayBeDrawn:
 
         def stuck(step: LaunchedStep) -> StepOutput:
             output = wait(step)
-            return replace(output, token_ids=[-1]) if next(count) == 2 else output
+            return replace(output, token_ids=[-1]) if next(count) >= 2 else output
 
         monkeypatch.setattr(llm.model_runner, "wait", stuck)
         generate = llm.generate_stream if streams else partial(llm.generate, use_tqdm=False)
@@ -1079,7 +1079,7 @@ class TestReports:
             found = [generate(other, [prompt])[0].num_cached_tokens for _ in range(2)]
         assert found == [0, 0]
 
-    def test_the_first_of_several_mistakes_is_named(self, llm):
+    def test_several_mistakes_are_all_named(self, llm):
         bad = [SamplingParams(logprobs=600), SamplingParams(logprobs=700)]
-        with pytest.raises(ValueError, match=r"sampling_params\[1\]: logprobs is 600"):
+        with pytest.raises(ValueError, match=r"(?s)\[1\].*logprobs is 600.*\[2\].*is 700"):
             generate(llm, PROMPTS[:3], [GREEDY, *bad])

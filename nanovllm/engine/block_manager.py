@@ -118,7 +118,7 @@ class BlockManager:
     def seal(self, seq: Sequence, start: int, end: int) -> None:
         """Registers the blocks that computing tokens [start, end) has filled (or is about to
         fill, in a step that runs before any step that reads them)."""
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or seq.is_isolated:
             return
         for i in range(start // self.block_size, end // self.block_size):
             block = self.blocks[seq.block_table[i]]
@@ -126,6 +126,17 @@ class BlockManager:
                 block.update(self._hash(seq, i), seq.block(i))
                 # An equal block that is already registered stays the one to share.
                 self.hash_to_block_id.setdefault(self._hash(seq, i), block.block_id)
+
+    def unseal(self, seq: Sequence, end: int) -> None:
+        """Takes back the sealing of blocks that tokens up to ``end`` were to fill, where that
+        step did not run: of those that are not cached yet. Nobody else may share them."""
+        for i in range(seq.num_cached_tokens // self.block_size, end // self.block_size):
+            self._forget(self.blocks[seq.block_table[i]])
+
+    def forget(self, seq: Sequence) -> None:
+        """Nobody will share the sequence's content from now on: it is not to be trusted."""
+        for hash_ in seq.block_hashes:
+            self.hash_to_block_id.pop(hash_, None)
 
     def deallocate(self, seq: Sequence) -> None:
         """Takes the sequence's blocks back, last to first, so a prefix outlives its tails."""
@@ -179,9 +190,12 @@ class BlockManager:
 
     def _open_block(self) -> int:
         block_id, _ = self.free_block_ids.popitem(last=False)
-        block = self.blocks[block_id]
-        if block.hash is not None and self.hash_to_block_id.get(block.hash) == block_id:
-            del self.hash_to_block_id[block.hash]
-        block.reset()
+        self._forget(self.blocks[block_id])
         self.used_block_ids.add(block_id)
         return block_id
+
+    def _forget(self, block: Block) -> None:
+        """Makes it an open block with one owner."""
+        if block.hash is not None and self.hash_to_block_id.get(block.hash) == block.block_id:
+            del self.hash_to_block_id[block.hash]
+        block.reset()

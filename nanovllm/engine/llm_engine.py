@@ -4,28 +4,33 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from itertools import count
-from time import perf_counter, time
-from typing import Any
+from time import time
+from typing import Any, TypeAlias
 
 import numpy as np
 from tqdm.auto import tqdm
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.memory import describe_memory, held_bytes, is_out_of_memory, release_unused
 from nanovllm.engine.model_runner import LaunchedStep, start_ranks
-from nanovllm.engine.prompts import Prompt, PromptEncoder, as_prompt_list
-from nanovllm.engine.request import Request, make_outputs
+from nanovllm.engine.prompts import Prompt, PromptEncoder, as_prompt_list, map_good, raise_errors
+from nanovllm.engine.request import Request, make_outputs, refused
 from nanovllm.engine.sampling_state import SamplingStateFactory
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.throughput import Throughput
 from nanovllm.models.checkpoint import open_checkpoint
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.outputs import RequestMetrics, RequestOutput
+from nanovllm.outputs import EngineMetrics, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger("nanovllm")
+# A request to add: its text (None if it came as token ids), its token ids, its parameters.
+Checked: TypeAlias = tuple[str | None, list[int], SamplingParams]
 
 
 class LLMEngine:
@@ -73,6 +78,7 @@ class LLMEngine:
             self.tokenizer, checkpoint.config.vocab_size, eos_token_ids, config.seed
         )
         self.recommended_sampling = checkpoint.recommended_sampling
+        self.throughput = Throughput()
         self._requests: dict[str, Request] = {}
         self._launched: LaunchedStep | None = None  # whose tokens have not been fetched
         self._request_ids = count()
@@ -96,9 +102,9 @@ class LLMEngine:
         """
         self._check_open()
         self._check_no_stream()
-        (added,) = self._validate([prompt], sampling_params)
+        (checked,) = raise_errors(self._validate([prompt], sampling_params), "prompts")
         with self._reset_on_error():
-            return self._add(*added).request_id
+            return self._add(*checked).request_id
 
     def step(self) -> list[RequestOutput]:
         """Launches the next step, and returns the requests that the one before it finished.
@@ -133,8 +139,13 @@ class LLMEngine:
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., tqdm] = True,
+        *,
+        on_error: str = "raise",
     ) -> list[RequestOutput]:
         """Completes prompts and returns the results in their order.
+
+        A request that fails on its way (its logits turn NaN, its grammar leads nowhere) ends alone,
+        with finish reason "error" and the message in ``error``.
 
         Args:
             prompts: one prompt or several; each a string, a list of token ids, or vLLM's
@@ -143,12 +154,14 @@ class LLMEngine:
                 (``get_default_sampling_params``).
             use_tqdm: show a bar of finished prompts with the throughput; or what makes the bar,
                 called as ``tqdm`` is.
+            on_error: what becomes of prompts that cannot run: "raise" refuses the whole call,
+                "return" gives them results with finish reason "error", and runs the others.
 
         Raises:
-            TypeError, ValueError: a bad argument; for one of several prompts the message names
-                its index. Nothing has run then.
+            TypeError, ValueError: a bad argument; of several prompts the message names all bad
+                ones by index. Nothing has run then.
         """
-        return self._generate(as_prompt_list(prompts), sampling_params, use_tqdm)
+        return self._generate(as_prompt_list(prompts), sampling_params, use_tqdm, on_error)
 
     def generate_stream(
         self,
@@ -164,9 +177,9 @@ class LLMEngine:
         Raises:
             TypeError, ValueError: as ``generate``, when the first output is asked for.
         """
-        added = self._start(as_prompt_list(prompts), sampling_params)
+        checked = raise_errors(self._start(as_prompt_list(prompts), sampling_params), "prompts")
         with self._reset_on_error():
-            requests = [self._add(*args, streams=True) for args in added]
+            requests = [self._add(*args, streams=True) for args in checked]
         own = {request.request_id: request for request in requests}
         self._stream_ids = frozenset(own)
         try:
@@ -182,8 +195,12 @@ class LLMEngine:
                 for request_id in own.keys() & self._requests.keys():
                     self.abort_request(request_id)
 
-    def default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint recommends."""
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends, else vLLM's defaults.
+
+        Raises:
+            ValueError: it recommends what cannot be.
+        """
         try:
             return SamplingParams(**self.recommended_sampling)
         except (TypeError, ValueError) as error:
@@ -195,6 +212,25 @@ class LLMEngine:
         if not self.is_finished():
             raise ValueError("the prefix cache is in use: finish or abort the requests first")
         self.scheduler.reset()
+
+    def metrics(self) -> EngineMetrics:
+        """What the engine is doing."""
+        self._check_open()
+        scheduler, blocks = self.scheduler, self.scheduler.block_manager
+        prompt_rate, generated_rate = self.throughput.rates()
+        return EngineMetrics(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_cache_usage=len(blocks.used_block_ids) / len(blocks.blocks),
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_generated_tokens=self.throughput.num_generated_tokens,
+            prefix_cache_hit_rate=scheduler.num_cached_prompt_tokens
+            / max(1, scheduler.num_prompt_tokens),
+            num_preemptions=scheduler.num_preemptions,
+            prompt_tokens_per_second=prompt_rate,
+            generated_tokens_per_second=generated_rate,
+            gpu_memory_bytes=held_bytes(self.model_runner.device),
+        )
 
     def close(self) -> None:
         """Frees the model and the KV cache; the engine cannot be used again."""
@@ -220,27 +256,40 @@ class LLMEngine:
 
     def _generate(
         self,
-        prompts: Seq[Prompt],
+        prompts: Seq[Any],
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
         use_tqdm: bool | Callable[..., tqdm],
-        add_special_tokens: bool = True,
+        on_error: str,
+        what: str = "prompts",
     ) -> list[RequestOutput]:
-        added = self._start(prompts, sampling_params, add_special_tokens)
-        with self._reset_on_error(), _Progress(len(added), use_tqdm) as progress:
-            requests = [self._add(*args) for args in added]
+        if on_error not in ("raise", "return"):
+            raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
+        checked = self._start(prompts, sampling_params)
+        if on_error == "raise":
+            raise_errors(checked, what)
+        bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
+        progress = bar(total=len(checked), desc="Generating")
+        with self._reset_on_error(), closing(progress):
+            requests = map_good(lambda good: [self._add(*args) for args in good], checked)
+            progress.update(sum(isinstance(request, Exception) for request in requests))
             while not self.is_finished():
-                launched = self._launched
                 _, finished = self._step()
-                if launched is not None:
-                    progress.update(launched.batch, finished)
-        return make_outputs(requests, self.prompt_encoder)
+                if finished:
+                    rates = (f"{rate:.0f} tok/s" for rate in self.throughput.rates())
+                    prefill, decode = rates
+                    progress.set_postfix(prefill=prefill, decode=decode, refresh=False)
+                    progress.update(len(finished))
+        outputs = map_good(lambda good: make_outputs(good, self.prompt_encoder), requests)
+        return [
+            refused(prompt, output) if isinstance(output, Exception) else output
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
 
     def _start(
         self,
         prompts: Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
-        add_special_tokens: bool = True,
-    ) -> list[tuple[str | None, list[int], SamplingParams]]:
+    ) -> list[Checked | Exception]:
         """What to add for a run that has the engine to itself."""
         self._check_open()
         if not self.is_finished():
@@ -248,20 +297,51 @@ class LLMEngine:
                 "generate needs the engine to itself: finish the other requests with step, drop "
                 "them with abort_request, or close the stream that they belong to"
             )
-        return self._validate(prompts, sampling_params, add_special_tokens)
+        return self._validate(prompts, sampling_params)
 
     def _step(self) -> tuple[list[Sequence], list[Request]]:
         """Launches the next step, and while it runs, books the one before it: the device never
         waits for the host. Returns the sequences that have a new token, and the requests that it
         finished."""
         batch = self.scheduler.schedule()
-        if batch.items:
-            self.model_runner.run(batch)
+        runs = bool(batch.items) and self._fits(self.model_runner.run, batch)
         launched, self._launched = self._launched, None
         sampled, finished = self._book(launched) if launched else ([], [])
-        if batch.items and self._requests:  # or all that was launched is for nothing
-            self._launched = self.model_runner.sample(batch)
+        if runs and self._requests:  # or all that was launched is for nothing
+            self._fits(self._sample, batch)
         return sampled, finished
+
+    def _sample(self, batch: Batch) -> None:
+        self._launched = self.model_runner.sample(batch)
+
+    def _fits(self, part: Callable[[Batch], None], batch: Batch) -> bool:
+        """Does a part of a step. If there is not enough memory for that, the step is taken back:
+        a smaller one will do its work. (Of several ranks the others cannot take it back.)
+
+        Raises:
+            RuntimeError: not even the smallest step fits.
+        """
+        try:
+            part(batch)
+            return True
+        except Exception as error:
+            if self.config.tensor_parallel_size > 1 or not is_out_of_memory(error):
+                raise
+            device = self.model_runner.device
+            memory = describe_memory(device)
+            if not self.scheduler.retract(batch):
+                raise RuntimeError(
+                    f"out of memory in the smallest step ({memory}). Unfinished requests are "
+                    f"dropped. Lower gpu_memory_utilization, max_num_batched_tokens or "
+                    f"max_num_seqs, or end what else uses this memory"
+                ) from error
+            logger.warning(
+                "out of memory in a step of %d tokens; going on with smaller ones (%s)",
+                batch.num_tokens,
+                memory,
+            )
+        release_unused(device)  # only now is the exception gone, and the tensors that it knew
+        return False
 
     def _book(self, launched: LaunchedStep) -> tuple[list[Sequence], list[Request]]:
         """Waits for a step and hands its results to their sequences, but for those that have
@@ -269,6 +349,10 @@ class LLMEngine:
         batch, output = launched.batch, self.model_runner.wait(launched)
         rows = [i for i, item in enumerate(batch.sampled) if not item.seq.is_finished]
         finished = self.scheduler.postprocess(batch, output.token_ids)
+        for seq in [seq for seq in reversed(finished) if seq.error and not seq.is_isolated]:
+            self._isolate(seq)
+            finished.remove(seq)
+            rows = [row for row in rows if batch.sampled[row].seq is not seq]
         for item in batch.items:
             if (logprobs := output.prompt_logprobs.get(item.seq.seq_id)) is not None:
                 item.seq.prompt_logprobs.append(logprobs)
@@ -279,9 +363,14 @@ class LLMEngine:
             collect_logprobs(sampled, token_ids, output.logprobs[rows])
         for seq, token_id in zip(sampled, token_ids, strict=True):
             if seq.is_watched:
-                self._watch(seq, token_id)
+                try:
+                    self._watch(seq, token_id)
+                except Exception as error:  # of a tokenizer or a grammar: theirs alone
+                    self.scheduler.finish(seq, None, f"{type(error).__name__}: {error}")
                 if seq.is_finished:
                     finished.append(seq)
+        if self.throughput.add(batch.num_tokens if batch.is_prefill else 0, len(sampled)):
+            self._log_metrics()
         now = time()
         if batch.is_prefill:
             for seq in sampled:
@@ -293,6 +382,14 @@ class LLMEngine:
             request.metrics.finished_time = now
             del self._requests[request.request_id]
         return sampled, done
+
+    def _isolate(self, seq: Sequence) -> None:
+        """Runs a sequence once more that could draw no token: the NaN may have come with a prefix
+        that another one computed."""
+        logger.warning("request %s: %s; computing it once more, alone", seq.request_id, seq.error)
+        seqs = self._requests[seq.request_id].seqs
+        new = seqs[seqs.index(seq)] = seq.isolated()
+        self.scheduler.waiting.appendleft(new)
 
     def _watch(self, seq: Sequence, token_id: int) -> None:
         """Books what a new token (-1 for none) means besides its place in the sequence."""
@@ -322,6 +419,8 @@ class LLMEngine:
         params: SamplingParams,
         streams: bool = False,
     ) -> Request:
+        if not self._requests:
+            self.throughput.restart()
         request_id = str(next(self._request_ids))
         states = self.sampling_states.make(params, token_ids)
         seqs = []
@@ -342,40 +441,61 @@ class LLMEngine:
 
     def _validate(
         self,
-        prompts: Seq[Prompt],
+        prompts: Seq[Any],
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
-        add_special_tokens: bool = True,
-    ) -> list[tuple[str | None, list[int], SamplingParams]]:
-        """Text, token ids and parameters of each prompt; raises before anything runs."""
+    ) -> list[Checked | Exception]:
+        """For each prompt what to add, or what is wrong with it."""
         if sampling_params is None:
-            sampling_params = self.default_sampling_params()
+            sampling_params = self.get_default_sampling_params()
+        each: Seq[Any]
         if isinstance(sampling_params, (list, tuple)):
-            params = list(sampling_params)
+            each = sampling_params
         else:
-            params = [sampling_params] * len(prompts)
-        if len(params) != len(prompts):
+            self._check_params(sampling_params)
+            each = [sampling_params] * len(prompts)
+        if len(each) != len(prompts):
             raise ValueError(
-                f"{len(prompts)} prompts but {len(params)} sampling_params: give one for all or "
+                f"{len(prompts)} prompts but {len(each)} sampling_params: give one for all or "
                 f"one each"
             )
-        for i, param in enumerate(params):
-            if not isinstance(param, SamplingParams):
-                raise TypeError(
-                    f"sampling_params[{i}] must be SamplingParams, got {type(param).__name__}"
-                )
-        first_use = {id(param): i for i, param in reversed(list(enumerate(params)))}
-        for i in sorted(first_use.values()):
+        checked: list[Checked | Exception] = []
+        good: set[int] = set()  # each object is checked once
+        encoded = self.prompt_encoder.encode(prompts)
+        for item, params in zip(encoded, each, strict=True):
             try:
-                self.sampling_states.check(params[i])
-            except ValueError as error:
-                raise ValueError(f"sampling_params[{i}]: {error}") from None
-        texts, token_ids = self.prompt_encoder.encode(prompts, add_special_tokens)
-        for i, ids in enumerate(token_ids):
-            try:
-                self.scheduler.check_prompt_len(len(ids))
-            except ValueError as error:
-                raise ValueError(f"prompts[{i}]: {error}") from None
-        return list(zip(texts, token_ids, params, strict=True))
+                if id(params) not in good:
+                    self._check_params(params)
+                    good.add(id(params))
+                if isinstance(item, Exception):
+                    raise item
+                self.scheduler.check_prompt_len(len(item[1]))
+                checked.append((*item, params))
+            except (TypeError, ValueError) as error:
+                checked.append(error)
+        return checked
+
+    def _check_params(self, params: Any) -> None:
+        """Raises TypeError or ValueError for what this model cannot follow."""
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        try:
+            self.sampling_states.check(params)
+        except ValueError as error:
+            raise ValueError(f"sampling_params: {error}") from None
+
+    def _log_metrics(self) -> None:
+        now = self.metrics()
+        logger.info(
+            "running %d, waiting %d, KV cache %.0f%%, prefix hits %.0f%%, preemptions %d, "
+            "prefill %.0f tok/s, decode %.0f tok/s",
+            now.num_running,
+            now.num_waiting,
+            100 * now.kv_cache_usage,
+            100 * now.prefix_cache_hit_rate,
+            now.num_preemptions,
+            now.prompt_tokens_per_second,
+            now.generated_tokens_per_second,
+        )
 
     @contextmanager
     def _reset_on_error(self) -> Iterator[None]:
@@ -397,36 +517,6 @@ class LLMEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("this engine is closed: make a new one")
-
-
-class _Progress:
-    """A bar of finished prompts, with prefill and decode throughput in tokens per second."""
-
-    def __init__(self, num_prompts: int, use_tqdm: bool | Callable[..., tqdm]) -> None:
-        if callable(use_tqdm):
-            self.bar = use_tqdm(total=num_prompts, desc="Generating")
-        else:
-            self.bar = tqdm(total=num_prompts, desc="Generating", disable=not use_tqdm)
-        self.tokens = {True: 0, False: 0}
-        self.seconds = {True: 0.0, False: 0.0}
-        self.last = perf_counter()
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.bar.close()
-
-    def update(self, batch: Batch, finished: list[Request]) -> None:
-        now = perf_counter()
-        self.tokens[batch.is_prefill] += batch.num_tokens
-        self.seconds[batch.is_prefill] += now - self.last
-        self.last = now
-        if not getattr(self.bar, "disable", False):
-            rates = (self.tokens[p] / max(self.seconds[p], 1e-9) for p in (True, False))
-            prefill, decode = (f"{rate:.0f} tok/s" for rate in rates)
-            self.bar.set_postfix(prefill=prefill, decode=decode, refresh=False)
-            self.bar.update(len(finished))
 
 
 def collect_logprobs(sampled: list[Sequence], token_ids: list[int], logprobs: np.ndarray) -> None:

@@ -1,7 +1,8 @@
 """Prompts in, text out: the tokenizer's side of the engine, in batches off the hot loop."""
 
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from typing import Any, NotRequired, TypeAlias, TypedDict
+from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 
@@ -22,6 +23,8 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
 
 
+T = TypeVar("T")
+NAMED_ERRORS = 10  # with their messages, in one exception
 Prompt: TypeAlias = str | Seq[int] | TextPrompt | TokensPrompt
 
 
@@ -57,34 +60,20 @@ class PromptEncoder:
             added = tokenizer.added_tokens_decoder.items()
             self.special_ids = frozenset(i for i, token in added if token.special)
 
-    def encode(
-        self, prompts: Seq[Prompt], add_special_tokens: bool = True
-    ) -> tuple[list[str | None], list[list[int]]]:
-        """The text (None if it came as token ids) and the token ids of each prompt.
+    def encode(self, prompts: Seq[Any]) -> list[tuple[str | None, list[int]] | Exception]:
+        """The text (None if it came as token ids) and the token ids of each prompt. A BOS, if the
+        tokenizer has one, comes before texts that do not start with it.
 
-        Args:
-            add_special_tokens: put the tokenizer's BOS, if it has one, before texts that do not
-                start with it.
-
-        Raises:
-            TypeError, ValueError: for a bad prompt, naming its index.
+        A bad prompt gives the TypeError or ValueError that says what is wrong with it; a prompt
+        that is an exception already stays one.
         """
-        texts: list[str | None] = []
-        token_ids: list[list[int]] = []
-        to_tokenize: dict[int, str] = {}
-        for i, prompt in enumerate(prompts):
+        read: list[tuple[str | None, list[int] | None] | Exception] = []
+        for prompt in prompts:
             try:
-                text, ids = self._read(prompt)
+                read.append(self._read(prompt))
             except (TypeError, ValueError) as error:
-                raise type(error)(f"prompts[{i}]: {error}") from None
-            texts.append(text)
-            token_ids.append(ids or [])
-            if ids is None and text is not None:
-                to_tokenize[i] = text
-        encoded = self._tokenize(list(to_tokenize.values()), add_special_tokens)
-        for i, ids in zip(to_tokenize, encoded, strict=True):
-            token_ids[i] = ids
-        return texts, token_ids
+                read.append(error)
+        return map_good(self._encode, read)
 
     def decode(
         self, completions: list[list[int]], last_prompt_tokens: list[int], params: SamplingParams
@@ -133,6 +122,8 @@ class PromptEncoder:
 
     def _read(self, prompt: Any) -> tuple[str | None, list[int] | None]:
         """The text, if there is one, and the token ids, if they need no tokenising."""
+        if isinstance(prompt, (TypeError, ValueError)):
+            raise prompt
         if isinstance(prompt, dict):
             given = {key: value for key, value in prompt.items() if value is not None}
             if unknown := given.keys() - {"prompt", "prompt_token_ids"}:
@@ -175,9 +166,15 @@ class PromptEncoder:
             )
         return [int(token_id) for token_id in ids]
 
-    def _tokenize(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        """One batch for texts that need the tokenizer's BOS, one for those (from a chat
-        template) that spell it out already."""
+    def _encode(
+        self, read: list[tuple[str | None, list[int] | None]]
+    ) -> list[tuple[str | None, list[int]]]:
+        token_ids = iter(self.tokenize([text or "" for text, ids in read if ids is None]))
+        return [(text, next(token_ids) if ids is None else ids) for text, ids in read]
+
+    def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of texts: one batch for those that need the tokenizer's BOS, one for those
+        (from a chat template) that spell it out already."""
         bos = self.tokenizer.bos_token if texts else None
         adds = [
             add_special_tokens and not (bos is not None and text.startswith(bos)) for text in texts
@@ -190,6 +187,27 @@ class PromptEncoder:
                 for i, ids in zip(rows, batch["input_ids"], strict=True):
                     out[i] = ids
         return out
+
+
+def map_good(function: Callable[[list[Any]], Iterable[T]], items: Seq[Any]) -> list[T | Exception]:
+    """``function`` of all items together that are no exceptions; the others as they are."""
+    results = iter(function([item for item in items if not isinstance(item, Exception)]))
+    return [item if isinstance(item, Exception) else next(results) for item in items]
+
+
+def raise_errors(items: Seq[T | Exception], what: str) -> list[T]:
+    """The items if none is an exception; otherwise raises one that names all of those by index,
+    and what is wrong with the first few."""
+    errors = {i: item for i, item in enumerate(items) if isinstance(item, Exception)}
+    if not errors:
+        return [item for item in items if not isinstance(item, Exception)]
+    kind = TypeError if all(isinstance(e, TypeError) for e in errors.values()) else ValueError
+    lines = [f"{what}[{i}]: {error}" for i, error in list(errors.items())[:NAMED_ERRORS]]
+    if len(errors) > 1:
+        lines.insert(0, f"{len(errors)} of {len(items)} {what} cannot run, so none has:")
+    if more := list(errors)[NAMED_ERRORS:]:
+        lines.append(f"and {what} {', '.join(map(str, more))}")
+    raise kind("\n".join(lines)) from next(iter(errors.values()))
 
 
 def _decode_options(params: SamplingParams) -> dict[str, Any]:

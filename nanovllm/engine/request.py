@@ -1,6 +1,7 @@
 """A prompt with its completions, from arrival to result."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,13 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return all(seq.is_finished for seq in self.seqs)
+
+
+def refused(prompt: Any, error: Exception) -> RequestOutput:
+    """The result of a prompt that could not run."""
+    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+    completion = CompletionOutput(0, "", [], "error", error=str(error))
+    return RequestOutput("", text if isinstance(text, str) else None, [], [completion])
 
 
 def make_outputs(requests: list[Request], encoder: PromptEncoder) -> list[RequestOutput]:
@@ -81,6 +89,7 @@ def _completion(
         stop_reason=seq.stop_reason,
         cumulative_logprob=total,
         logprobs=logprobs,
+        error=seq.error,
     )
 
 
@@ -96,14 +105,23 @@ def _texts(pairs: list[tuple[Sequence, SamplingParams]], encoder: PromptEncoder)
             options = params.skip_special_tokens, params.spaces_between_special_tokens
             whole.setdefault(options, []).append(i)
     for places in whole.values():
-        completions = [_text_token_ids(*pairs[i]) for i in places]
-        last_prompt_tokens = [
-            pairs[i][0].token_ids[pairs[i][0].num_prompt_tokens - 1] for i in places
-        ]
-        decoded = encoder.decode(completions, last_prompt_tokens, pairs[places[0]][1])
-        for i, text in zip(places, decoded, strict=True):
+        for i, text in zip(places, _decode([pairs[i] for i in places], encoder), strict=True):
             texts[i] = text
     return texts
+
+
+def _decode(pairs: list[tuple[Sequence, SamplingParams]], encoder: PromptEncoder) -> list[str]:
+    """Texts of completions with equal options. One that the tokenizer fails on becomes an error."""
+    completions = [_text_token_ids(*pair) for pair in pairs]
+    last_prompt_tokens = [seq.token_ids[seq.num_prompt_tokens - 1] for seq, _ in pairs]
+    try:
+        return encoder.decode(completions, last_prompt_tokens, pairs[0][1])
+    except Exception as error:  # whatever the tokenizer's code runs into
+        if len(pairs) > 1:
+            return [text for pair in pairs for text in _decode([pair], encoder)]
+        seq = pairs[0][0]
+        seq.finish_reason, seq.error = "error", f"no text: {type(error).__name__}: {error}"
+        return [""]
 
 
 def _text_token_ids(seq: Sequence, params: SamplingParams) -> list[int]:

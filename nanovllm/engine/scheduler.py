@@ -8,6 +8,11 @@ from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
+NO_TOKEN = (
+    "no token could be drawn: the model's logits are NaN or infinite, or its parameters allow none"
+)
+RECOVERY_STEPS = 100  # after which limits that a step has lowered are doubled
+
 
 class Scheduler:
     """Continuous batching over two queues.
@@ -54,6 +59,11 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
+        self.num_prompt_tokens = 0  # of prompts started so far
+        self.num_cached_prompt_tokens = 0  # of these, already in the cache
+        # Lower than the limits above for a while after a step did not fit into memory.
+        self._max_tokens_now, self._max_seqs_now = max_num_batched_tokens, self.max_num_seqs
+        self._num_steps = 0
         self._block_copies: list[tuple[int, int]] = []
         self._unbooked: Batch | None = None  # the last step, until its progress is booked
 
@@ -90,12 +100,35 @@ class Scheduler:
         of the step before must have been postprocessed.
         """
         self._book()
+        self._num_steps += 1
+        if self._num_steps % RECOVERY_STEPS == 0:
+            self._max_tokens_now = min(2 * self._max_tokens_now, self.max_num_batched_tokens)
+            self._max_seqs_now = min(2 * self._max_seqs_now, self.max_num_seqs)
         copies, self._block_copies = tuple(self._block_copies), []
         items = self._schedule_prefill()
         is_prefill = bool(items)
         items = items or self._schedule_decode()
         self._unbooked = Batch(items, is_prefill=is_prefill, block_copies=copies)
         return self._unbooked
+
+    def retract(self, batch: Batch) -> bool:
+        """Takes back the step just scheduled, which did not fit into memory, and preempts: the
+        next ones have at most half its tokens, or in a decode half its sequences, and more again
+        with time. False if there was no smaller step."""
+        assert batch is self._unbooked
+        self._unbooked, self._num_steps = None, 0
+        self._block_copies = [*batch.block_copies, *self._block_copies]
+        if batch.is_prefill:
+            for item in reversed(batch.items):
+                self.block_manager.unseal(item.seq, item.end)
+                if item is not batch.items[0]:
+                    self.preempt(item.seq)
+            self._max_tokens_now = max(1, batch.num_tokens // 2)
+            return batch.num_tokens > 1
+        self._max_seqs_now = max(1, len(batch) // 2)
+        while len(self.running) > self._max_seqs_now:
+            self.preempt(self.running[-1])
+        return len(batch) > 1
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
         """Takes the new tokens of a step, one per sampled item (-1 for none allowed); those of
@@ -111,7 +144,8 @@ class Scheduler:
             if seq.is_finished:
                 continue
             if token_id < 0:
-                seq.finish_reason = "error"
+                seq.finish_reason, seq.error = "error", NO_TOKEN
+                self.block_manager.forget(seq)
             else:
                 seq.append_token(token_id)
                 self._check_stop(seq)
@@ -148,12 +182,12 @@ class Scheduler:
         if left:
             self.running = [seq for seq in self.running if seq not in left]
 
-    def finish(self, seq: Sequence, stop_reason: str | None) -> None:
-        """Ends a sequence for what its text says, which outranks any other reason."""
+    def finish(self, seq: Sequence, stop_reason: str | None, error: str | None = None) -> None:
+        """Ends a sequence for what its text says, or an error, which outranks any other reason."""
         if not seq.is_finished:
             self.abort(seq)
-        seq.finish_reason, seq.stop_reason = "stop", stop_reason
-        seq.ends_with_stop_token = False
+        seq.finish_reason, seq.stop_reason = "error" if error else "stop", stop_reason
+        seq.error, seq.ends_with_stop_token = error, False
 
     def preempt(self, seq: Sequence) -> None:
         """Frees a running sequence's blocks and puts it back at the head of the queue."""
@@ -198,7 +232,7 @@ class Scheduler:
     def _schedule_prefill(self) -> tuple[ScheduledSequence, ...]:
         """Prompt chunks within the token budget: of the prompt under way, then of new ones."""
         items: list[ScheduledSequence] = []
-        budget = self.max_num_batched_tokens
+        budget = self._max_tokens_now
         residents = sum(1 + len(seq.siblings) for seq in self.running)
         # Admission stops where the budget ends, so only the youngest can be half prefilled.
         if self.running and self.running[-1].num_uncached_tokens > 1:
@@ -210,6 +244,8 @@ class Scheduler:
             self.block_manager.allocate(seq)
             if seq.num_cached_prompt_tokens is None:
                 seq.num_cached_prompt_tokens = min(seq.num_cached_tokens, len(seq) - 1)
+                self.num_prompt_tokens += len(seq)
+                self.num_cached_prompt_tokens += seq.num_cached_prompt_tokens
             seq.status = SequenceStatus.RUNNING
             self.running.append(seq)
             items.append(self._prefill_chunk(seq, budget))
@@ -223,7 +259,7 @@ class Scheduler:
             return self.block_manager.can_allocate(seq)
         return residents + 1 + len(
             seq.siblings
-        ) <= self.max_num_seqs and self.block_manager.can_allocate(
+        ) <= self._max_seqs_now and self.block_manager.can_allocate(
             seq, num_spare_blocks=residents + len(seq.siblings)
         )
 
@@ -241,7 +277,7 @@ class Scheduler:
         those that do not fit wait and compute what the prefix cache no longer holds."""
         siblings, seq.siblings = seq.siblings, []
         others = sum(1 + len(other.siblings) for other in self.running)
-        fit = max(0, min(self.max_num_seqs - others, len(self.block_manager.free_block_ids)))
+        fit = max(0, min(self._max_seqs_now - others, len(self.block_manager.free_block_ids)))
         started, left = siblings[:fit], siblings[fit:]
         for sibling in started:
             if copy := self.block_manager.fork(seq, sibling):

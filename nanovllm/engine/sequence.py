@@ -48,8 +48,11 @@ class Sequence:
             this one's blocks once the prompt is computed.
         finish_reason: "stop", "length" or "error" once finished.
         stop_reason: the stop token or string that ended it, if one did.
+        error: what went wrong, for "error".
         ends_with_stop_token: whether its last token ended it, and so is no part of its text.
         num_cached_prompt_tokens: prompt tokens that the prefix cache held when it first ran.
+        is_isolated: shares no blocks with others, as it has once had no token to draw: theirs may
+            have been the cause.
         wants_prompt_logprobs: each prompt token has to be computed, to have its logits.
         prompt_logprobs, logprobs: packed rows, collected from the steps.
         sampling: what drawing its tokens takes; set by the engine, on rank 0 only.
@@ -82,8 +85,10 @@ class Sequence:
         self.siblings: list[Sequence] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.error: str | None = None
         self.ends_with_stop_token = False
         self.num_cached_prompt_tokens: int | None = None
+        self.is_isolated = False
         self.wants_prompt_logprobs = False
         self.num_prompt_logprobs = 0
         self.prompt_logprobs: list[np.ndarray] = []
@@ -124,6 +129,8 @@ class Sequence:
     @property
     def num_reusable_tokens(self) -> int:
         """How many of its tokens may come from the prefix cache."""
+        if self.is_isolated:
+            return 0
         if self.wants_prompt_logprobs and self.num_prompt_logprobs < self.num_prompt_tokens - 1:
             return self.num_prompt_logprobs
         return self.num_tokens
@@ -158,6 +165,16 @@ class Sequence:
         self.token_ids.append(token_id)
         self.last_token = token_id
         self.num_tokens = len(self.token_ids)
+
+    def isolated(self) -> "Sequence":
+        """The same as a new sequence that waits to be computed once more, from the start."""
+        new = object.__new__(Sequence)
+        vars(new).update(vars(self))
+        new.status, new.is_isolated = SequenceStatus.WAITING, True
+        new.finish_reason = new.error = None
+        new.block_table, new.block_hashes, new.num_cached_tokens = [], [], 0
+        new.last_token, new.num_tokens = self.token_ids[-1], len(self.token_ids)
+        return new
 
     # Only the tokens not yet cached travel, so that a decode ships one whatever its history.
 

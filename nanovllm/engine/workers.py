@@ -170,7 +170,9 @@ class Workers:
         for _, theirs in pipes:
             theirs.close()
         ours = [pipe[0] for pipe in pipes]
-        threading.Thread(target=_watch, args=(self._state, ours), daemon=True).start()
+        watcher = threading.Thread(target=_watch, args=(self._state, ours), daemon=True)
+        self._state.watcher = watcher
+        watcher.start()
 
     def wait_ready(self) -> None:
         """Waits until every worker has got as far (``Worker.report_ready``)."""
@@ -256,6 +258,7 @@ class _State:
         self.times_awaited = 0
         self.failure = ""
         self.closing = False
+        self.watcher: threading.Thread | None = None
         self.actions: list[Callable[[], None]] = []
 
     def set_ready(self, rank: int) -> None:
@@ -343,6 +346,8 @@ def _end(state: _State, channel: Channel, semaphores: list[Any]) -> None:
                 process.join(max(0.0, end - monotonic()))
                 process.kill()
                 process.join()
+        if state.watcher not in (None, threading.current_thread()):
+            state.watcher.join(GRACE_SECONDS)  # it holds the pipes, which have just ended
         with suppress(FileNotFoundError):
             channel.shm.unlink()
         channel.close()

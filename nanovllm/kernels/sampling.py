@@ -14,7 +14,7 @@ Top-k, top-p and min-p each keep the tokens above some logit, so S is {z >= floo
   needs no floor: draw, and if the token drawn is not kept, raise the floor above it and draw
   again. Few draws are thrown away, since what is thrown away holds little mass.
 
-Ties at a floor are all kept.
+Ties at a floor are all kept. A row with a NaN or an infinite logit draws nothing.
 """
 
 import math
@@ -44,18 +44,18 @@ TILE = 32  # groups a program scans
 def sample_reference(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     settings = rows.cpu().numpy().view(SAMPLING_ROW)[:, 0]
     if not settings["temperature"].any():
-        return torch.where(logits.amax(-1) > -math.inf, logits.argmax(-1), -1)
+        return torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), -1)
     tokens = [_sample_row(z, s) for z, s in zip(logits.float().cpu(), settings, strict=True)]
     return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
 
 
 def _sample_row(logits: torch.Tensor, settings: np.void) -> int:
-    """One token from fp32 [vocab_size] logits; -1 if all are -inf."""
+    """One token from fp32 [vocab_size] logits; -1 if all are -inf, or any is NaN or inf."""
     temperature, top_k, top_p = (
         settings[name].item() for name in ("temperature", "top_k", "top_p")
     )
     top = logits.max()
-    if not top > -math.inf:
+    if not top.isfinite():
         return -1
     if temperature == 0:
         return int(logits.argmax())
@@ -103,7 +103,8 @@ def _draw(
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Best score, its token, and the largest logit among keys >= floor, each [groups, WIDTH].
+    """Best score, its token, and the largest logit (NaN above all) among keys >= floor, each
+    [groups, WIDTH].
 
     Scores are the logits for temperature 0. ``first_group`` is where in the vocabulary the
     logits begin; tokens are counted from there.
@@ -135,7 +136,7 @@ def _draw(
         score = tl.where(_key(logits) >= floor, score, -float("inf"))
         best_token = tl.where(score > best, token, best_token)
         best = tl.maximum(best, score)
-        largest = tl.maximum(largest, logits)
+        largest = tl.maximum(largest, logits, propagate_nan=tl.PropagateNan.ALL)
     return best, best_token, largest
 
 
@@ -177,7 +178,8 @@ def _scan_kernel(
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """For TILE groups of one row: the winner among all their tokens, each group's largest."""
+    """For TILE groups of one row: the winner among all their tokens, each group's largest. Where
+    a logit is NaN or infinite, no token wins with an infinite score."""
     row, tile = tl.program_id(0), tl.program_id(1)
     row_ptr = rows_ptr + row * ROW_WORDS
     groups = tile * TILE + tl.arange(0, TILE)
@@ -195,8 +197,10 @@ def _scan_kernel(
         WIDTH,
     )
     slot = row * tl.num_programs(1) + tile
-    tl.store(tile_score_ptr + slot, tl.max(score))
-    tl.store(tile_token_ptr + slot, _first_best(score, token))
+    largest = tl.where(largest == largest, largest, float("inf"))
+    is_bad = tl.max(largest) == float("inf")
+    tl.store(tile_score_ptr + slot, tl.where(is_bad, float("inf"), tl.max(score)))
+    tl.store(tile_token_ptr + slot, tl.where(is_bad, -1, _first_best(score, token)))
     largest = tl.max(largest, axis=1)
     tl.store(group_max_ptr + row * num_groups + groups, largest, mask=groups < num_groups)
 
@@ -507,6 +511,7 @@ def best_of_shard_reference(
     logits: torch.Tensor, rows: torch.Tensor, num_tokens: int, first_token: int
 ) -> torch.Tensor:
     settings = rows.cpu().numpy().view(SAMPLING_ROW)[:, 0]
+    is_bad = ~(logits[:, :num_tokens].float() < math.inf).all(-1)
     scores = torch.full((len(logits), num_tokens + 1), -math.inf)  # wide enough for a best one
     scores[:, :num_tokens] = logits[:, :num_tokens]
     for row, (temperature, seed, position) in zip(
@@ -515,6 +520,7 @@ def best_of_shard_reference(
         if temperature > 0:
             noise = exponential_noise(seed, position, first_token + num_tokens)[first_token:]
             row[:num_tokens] = row[:num_tokens] * (1 / temperature) - torch.from_numpy(noise).log()
+    scores[is_bad.cpu()] = math.inf
     best, token = scores.max(-1)
     bits = (best + 0.0).view(torch.int32)
     key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
@@ -532,8 +538,8 @@ def best_of_shard(
         first_token: a multiple of GROUP.
 
     Returns:
-        int64 [N], the score above the token: the largest over all shards is the winner of all
-        (``winning_token``), a tie going to the first.
+        int64 [N], the score (infinite where a logit is NaN or infinite) above the token: the
+        largest over all shards is the winner of all (``winning_token``), a tie going to the first.
     """
     assert first_token % GROUP == 0
     best = best_of_shard_triton if use_triton(logits) else best_of_shard_reference
@@ -541,9 +547,10 @@ def best_of_shard(
 
 
 def winning_token(best: torch.Tensor) -> torch.Tensor:
-    """int64 [N] token ids; -1 for a row of nothing but -inf."""
-    no_score = -0x7F800001  # the key of -inf
-    return torch.where(best >> 32 > no_score, 0x7FFFFFFF - (best & 0xFFFFFFFF), -1)
+    """int64 [N] token ids; -1 for a row of nothing but -inf, or with a logit NaN or infinite."""
+    infinity = 0x7F800000  # its key; that of -inf is one less than its negative
+    score, token = best >> 32, 0x7FFFFFFF - (best & 0xFFFFFFFF)
+    return torch.where((score > -infinity - 1) & (score < infinity), token, -1)
 
 
 def sample(logits: torch.Tensor, rows: torch.Tensor, truncates: bool) -> torch.Tensor:
@@ -555,7 +562,7 @@ def sample(logits: torch.Tensor, rows: torch.Tensor, truncates: bool) -> torch.T
         truncates: whether any row has top_k, top_p or min_p set.
 
     Returns:
-        int64 [N]; -1 for a row of nothing but -inf.
+        int64 [N]; -1 for a row of nothing but -inf, or with a logit that is NaN or infinite.
     """
     if use_triton(logits):
         return sample_triton(logits, rows, truncates)

@@ -161,6 +161,17 @@ def test_a_row_without_a_possible_token_gives_minus_one(fields, sampler, device)
     assert tokens[1] == -1 and tokens[0] >= 0 and tokens[2] >= 0
 
 
+@pytest.mark.parametrize("place", [0, 130, 5000, 5999])
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf])
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0}, {"top_k": 5, "top_p": 0.5}], ids=str)
+def test_a_row_with_a_nan_or_infinite_logit_gives_minus_one(fields, bad, place, sampler, device):
+    """And its neighbours draw what they draw without it."""
+    logits = torch.randn(3, 6000, device=device)
+    expected = sampler(logits, rows(3, device, **fields)).tolist()
+    logits[1, place] = bad
+    assert sampler(logits, rows(3, device, **fields)).tolist() == [expected[0], -1, expected[2]]
+
+
 def test_a_draw_depends_on_its_row_alone(sampler, device):
     """Not on the batch around it, or the place in it."""
     logits = torch.randn(9, 777, device=device)
@@ -233,6 +244,8 @@ def test_the_best_of_all_shards_is_the_draw_from_the_whole(
     logits = torch.randn(n, vocab_size, device=device).to(dtype)
     logits[3] = -float("inf")
     logits[6, : vocab_size // 2 + 100] = -float("inf")
+    logits[[8, 9, 10], 30] = torch.tensor([math.nan, math.nan, math.inf], device=device).to(dtype)
+    logits[12, -1] = -math.nan
     temperature = [0.0, 0.7, 1.0, 5.0] * (n // 4)
     settings_ = rows(n, device, temperature=temperature, seed=2**50 + np.arange(n))
     expected = sample_reference(logits, settings_)
@@ -245,7 +258,7 @@ def test_the_best_of_all_shards_is_the_draw_from_the_whole(
     best = torch.stack(found).amax(0)
     assert best.dtype == torch.int64
     assert torch.equal(winning_token(best), expected)
-    assert expected[3] == -1
+    assert expected[[3, 8, 9, 10, 12]].tolist() == [-1] * 5
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])

@@ -1,0 +1,42 @@
+"""How fast an engine has been of late."""
+
+from time import perf_counter
+
+WINDOW_SECONDS = 5.0
+
+
+class Throughput:
+    """Counts tokens, and tokens per second over the last window that was full, or else so far.
+
+    Attributes:
+        num_generated_tokens: of all time.
+    """
+
+    def __init__(self) -> None:
+        self.num_generated_tokens = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """The time until now was spent on nothing."""
+        self._start = perf_counter()
+        self._tokens = [0, 0]  # prefilled, generated
+        self._full: tuple[float, float] | None = None
+
+    def add(self, num_prefilled: int, num_generated: int) -> bool:
+        """Counts a step. True if it filled a window."""
+        self.num_generated_tokens += num_generated
+        self._tokens = [self._tokens[0] + num_prefilled, self._tokens[1] + num_generated]
+        if perf_counter() - self._start < WINDOW_SECONDS:
+            return False
+        rates = self._rates()
+        self.restart()
+        self._full = rates
+        return True
+
+    def rates(self) -> tuple[float, float]:
+        """Tokens prefilled and tokens generated per second."""
+        return self._full or self._rates()
+
+    def _rates(self) -> tuple[float, float]:
+        seconds = max(perf_counter() - self._start, 1e-9)
+        return self._tokens[0] / seconds, self._tokens[1] / seconds

@@ -1,0 +1,359 @@
+"""What goes wrong in the middle of a run costs the request that it happens to, and nothing else."""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.engine import throughput
+from tests.tiny_models import VOCAB_SIZE, TinyModels
+
+SMALL: dict[str, Any] = {
+    "kvcache_block_size": 16,
+    "num_kvcache_blocks": 32,
+    "max_model_len": 120,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+}
+POISON = VOCAB_SIZE - 1
+PROMPTS = [[1, 2, 3], [400, 7] * 20, [9, 8, 7, 6, 5], list(range(50, 110)), [3] * 33, [11, 12]]
+POISONED = [*PROMPTS[1][:20], POISON, 5]
+PARAMS = {
+    "greedy": {"temperature": 0},
+    "sampled": {"seed": 3},
+    "truncated": {"seed": 3, "top_p": 0.9, "top_k": 20},
+    "penalised": {"seed": 3, "repetition_penalty": 1.2},
+    "logprobs": {"seed": 3, "logprobs": 3, "prompt_logprobs": 2},
+}
+
+
+def params(name: str = "greedy", **fields: Any) -> SamplingParams:
+    bias = {POISON: -1000.0} if name != "greedy" else None  # a poisoned token is never drawn
+    fields = {"max_tokens": 20, "ignore_eos": True, "logit_bias": bias, **PARAMS[name], **fields}
+    return SamplingParams(**fields)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [completion.token_ids for out in outputs for completion in out.outputs]
+
+
+def check_clean(llm: LLM) -> None:
+    assert llm.is_finished()
+    llm.scheduler.check_invariants()
+    assert not llm.scheduler.block_manager.used_block_ids
+
+
+@pytest.fixture(scope="module")
+def shared_llm(tiny_models: TinyModels) -> Iterator[LLM]:
+    with LLM(tiny_models.path("qwen3"), **SMALL) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared_llm: LLM) -> Iterator[LLM]:
+    shared_llm.reset_prefix_cache()
+    yield shared_llm
+    check_clean(shared_llm)
+
+
+def run(llm: LLM, prompts: Any = PROMPTS, sampling: Any = None, **kwargs: Any) -> Any:
+    return llm.generate(prompts, sampling or params(), use_tqdm=False, **kwargs)
+
+
+class TestBadRequests:
+    BAD: tuple[Any, ...] = ([], [VOCAB_SIZE], "text", [1] * 120, None)
+
+    def mixed(self) -> list[Any]:
+        return [PROMPTS[0], *self.BAD[:2], PROMPTS[1], *self.BAD[2:], PROMPTS[2]]
+
+    def test_with_return_they_become_results_and_the_others_run(self, llm):
+        outputs = run(llm, self.mixed(), on_error="return")
+        errors = {i: out.outputs[0].error for i, out in enumerate(outputs) if out.outputs[0].error}
+        assert {i: outputs[i].outputs[0].finish_reason for i in errors} == dict.fromkeys(
+            (1, 2, 4, 5, 6), "error"
+        )
+        assert "empty" in errors[1] and "outside the vocabulary" in errors[2]
+        assert "no tokenizer" in errors[4] and outputs[4].prompt == "text"
+        assert "limited to 120" in errors[5] and "not NoneType" in errors[6]
+        assert all(outputs[i].finished and outputs[i]["token_ids"] == [] for i in errors)
+        good = [outputs[i] for i in (0, 3, 7)]
+        assert tokens(good) == tokens(run(llm, PROMPTS[:3]))
+
+    def test_of_parameters_too(self, llm):
+        each = [params(), params(stop_token_ids=[VOCAB_SIZE]), None]
+        outputs = run(llm, PROMPTS[:3], each, on_error="return")
+        assert [out.outputs[0].finish_reason for out in outputs] == ["length", "error", "error"]
+        assert "stop_token_ids holds 512" in outputs[1].outputs[0].error
+        assert "must be SamplingParams" in outputs[2].outputs[0].error
+        assert tokens(outputs)[:1] == tokens(run(llm, PROMPTS[:1]))
+
+    def test_otherwise_one_exception_names_all_and_nothing_runs(self, llm, monkeypatch):
+        monkeypatch.setattr(llm, "_step", None)
+        with pytest.raises(ValueError, match="5 of 8 prompts cannot run") as caught:
+            run(llm, self.mixed())
+        lines = str(caught.value).splitlines()[1:]
+        assert [line.partition(":")[0] for line in lines] == [
+            f"prompts[{i}]" for i in (1, 2, 4, 5, 6)
+        ]
+
+    def test_thousands_are_named_by_index_alone(self, llm):
+        with pytest.raises(ValueError, match="2000 of 2000") as caught:
+            run(llm, [[]] * 2000)
+        assert str(caught.value).count("is empty") == 10
+        assert str(caught.value).endswith(", 1998, 1999")
+
+    def test_only_type_errors_make_a_type_error(self, llm):
+        with pytest.raises(TypeError, match="2 of 3"):
+            run(llm, [PROMPTS[0], [1.5], [None]])
+
+    def test_parameters_for_all_are_the_call_itself(self, llm):
+        with pytest.raises(ValueError, match=r"^sampling_params: stop_token_ids"):
+            run(llm, PROMPTS, params(stop_token_ids=[VOCAB_SIZE]), on_error="return")
+
+    @pytest.mark.parametrize("value", ["ignore", None, True])
+    def test_on_error_is_one_of_two(self, llm, value):
+        with pytest.raises(ValueError, match="'raise' or 'return'"):
+            run(llm, on_error=value)
+
+
+class TestNaN:
+    """A prompt with the poisoned token has logits of nothing but NaN."""
+
+    @pytest.fixture
+    def poisoned(self, llm: LLM) -> Iterator[LLM]:
+        weight = llm.model_runner.model.model.embed_tokens.weight
+        before = weight[POISON].clone()
+        weight.data[POISON] = torch.nan
+        yield llm
+        weight.data[POISON] = before
+
+    @pytest.mark.parametrize("name", PARAMS)
+    def test_ends_its_request_alone(self, name, llm, request):
+        expected = tokens(run(llm, PROMPTS, params(name)))
+        poisoned = request.getfixturevalue("poisoned")
+        poisoned.reset_prefix_cache()
+        prompts = [PROMPTS[0], POISONED, *PROMPTS[1:4], POISONED[:21], *PROMPTS[4:]]
+        outputs = run(poisoned, prompts, params(name))
+        for i in (5, 1):
+            (completion,) = outputs.pop(i).outputs
+            assert (completion.finish_reason, completion.token_ids) == ("error", [])
+            assert "NaN" in completion.error
+        assert tokens(outputs) == expected
+
+    @pytest.mark.parametrize("limits", [{}, {"max_tokens": 1}, {"n": 2}, {"max_tokens": 2}])
+    def test_its_blocks_are_not_shared_with_prompts_to_come(self, limits, llm, request):
+        """Guards a prefix cache that keeps what one bad step has left in it."""
+        sampling = params("sampled", **limits)
+        prompt = [POISON, *PROMPTS[3]]
+        expected = tokens(run(llm, [prompt], sampling))
+        llm.reset_prefix_cache()
+        poisoned = request.getfixturevalue("poisoned")
+        weight = poisoned.model_runner.model.model.embed_tokens.weight
+        (bad,) = run(poisoned, [prompt], sampling)
+        assert {completion.finish_reason for completion in bad.outputs} == {"error"}
+        weight.data[POISON] = torch.randn(weight.size(1)) * 0  # finite again
+        good = run(poisoned, [prompt], sampling)
+        assert good[0].num_cached_tokens == 0
+        assert len(tokens(good)[0]) == len(expected[0])
+
+    def test_what_was_in_freed_blocks_does_not_matter(self, llm):
+        """Guards 0 x NaN in an attention that reads more than it needs."""
+        expected = tokens(run(llm))
+        llm.reset_prefix_cache()
+        llm.model_runner.kv_cache.fill_(torch.nan)
+        assert tokens(run(llm)) == expected
+
+
+class TestFailuresOnTheWay:
+    def test_a_detokenizer_that_raises_ends_its_request(self, smollm2_like):
+        llm, prompts = smollm2_like
+        expected = [out["text"] for out in run(llm, prompts, params(stop=["\x00"]))]
+        ids = [llm.add_request(prompt, params(stop=["\x00"])) for prompt in prompts]
+        seq = llm._requests[ids[1]].seqs[0]
+
+        def fail(*args: Any) -> None:
+            raise KeyError("no such piece")
+
+        seq.detokenizer.append = fail
+        results = {}
+        while not llm.is_finished():
+            results |= {out.request_id: out for out in llm.step()}
+        completion = results[ids[1]].outputs[0]
+        assert completion.finish_reason == "error"
+        assert "KeyError: 'no such piece'" in completion.error
+        assert [results[i]["text"] for i in (ids[0], ids[2])] == [expected[0], expected[2]]
+        check_clean(llm)
+
+    def test_a_tokenizer_that_fails_on_one_completion_spares_the_others(
+        self, smollm2_like, monkeypatch
+    ):
+        llm, prompts = smollm2_like
+        expected = run(llm, prompts, params())
+        bad = tuple(expected[1]["token_ids"])
+        decode = llm.prompt_encoder.decode
+
+        def fails_on_one(batch: list[list[int]], *args: Any) -> list[str]:
+            if any(tuple(ids) == bad for ids in batch):
+                raise IndexError("piece id is out of range")
+            return decode(batch, *args)
+
+        monkeypatch.setattr(llm.prompt_encoder, "decode", fails_on_one)
+        outputs = run(llm, prompts, params())
+        assert outputs[1].outputs[0].finish_reason == "error"
+        assert "IndexError" in outputs[1].outputs[0].error
+        assert tokens(outputs) == tokens(expected)
+        assert [outputs[i]["text"] for i in (0, 2)] == [expected[i]["text"] for i in (0, 2)]
+
+
+@pytest.fixture
+def smollm2_like(tiny_models: TinyModels, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The engine with a tokenizer of one word a token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from nanovllm.engine.prompts import PromptEncoder
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    monkeypatch.setattr(llm, "tokenizer", tokenizer)
+    monkeypatch.setattr(llm.sampling_states, "tokenizer", tokenizer)
+    monkeypatch.setattr(llm, "prompt_encoder", PromptEncoder(tokenizer, VOCAB_SIZE))
+    return llm, ["w1 w2 w3", "w400 w7 w9", "w20"]
+
+
+class Memory:
+    """Makes parts of a step run out of memory where ``fits`` says no."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, part: str, fits: Any) -> None:
+        self.num_failures = 0
+        whole = getattr(llm.model_runner, part)
+
+        def limited(batch: Any) -> Any:
+            if not fits(batch):
+                self.num_failures += 1
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+            return whole(batch)
+
+        monkeypatch.setattr(llm.model_runner, part, limited)
+
+
+FITS: dict[str, Callable[[Any], bool]] = {
+    "small prefills": lambda batch: not batch.is_prefill or batch.num_tokens <= 17,
+    "single tokens": lambda batch: batch.num_tokens == 1,
+    "small decodes": lambda batch: batch.is_prefill or len(batch) <= 2,
+}
+
+
+class TestOutOfMemory:
+    @pytest.mark.parametrize("part", ["run", "sample"])
+    @pytest.mark.parametrize("name", ["greedy", "sampled", "penalised", "logprobs"])
+    @pytest.mark.parametrize("fits", FITS)
+    def test_smaller_steps_give_the_same_tokens(self, fits, name, part, llm, monkeypatch, caplog):
+        prompts = [*PROMPTS, PROMPTS[1], PROMPTS[3], [*PROMPTS[3], 5]]  # also shared blocks
+        sampling = params(name, n=1 if name == "greedy" else 2)
+        expected = run(llm, prompts, sampling)
+        llm.reset_prefix_cache()
+        memory = Memory(llm, monkeypatch, part, FITS[fits])
+        outputs = run(llm, prompts, sampling)
+        assert tokens(outputs) == tokens(expected)
+        for out, reference in zip(outputs, expected, strict=True):
+            if name == "logprobs":
+                found, known = (x.prompt_logprobs.token_logprobs() for x in (out, reference))
+                assert np.allclose(found, known, atol=1e-4)
+        assert memory.num_failures > 0
+        assert "out of memory in a step of" in caplog.text
+
+    def test_with_one_failure_the_limits_come_back(self, llm, monkeypatch):
+        failing = iter([True, True])
+        Memory(llm, monkeypatch, "run", lambda batch: not next(failing, False))
+        run(llm)
+        limits = llm.scheduler._max_tokens_now, llm.scheduler._max_seqs_now
+        assert limits != (64, 8)
+        for _ in range(30):
+            run(llm)
+        assert (llm.scheduler._max_tokens_now, llm.scheduler._max_seqs_now) == (64, 8)
+
+    def test_where_nothing_fits_it_says_what_is_in_use_and_goes_on_after(self, llm, monkeypatch):
+        expected = tokens(run(llm))
+        with monkeypatch.context() as patch:
+            Memory(llm, patch, "run", lambda batch: False)
+            with pytest.raises(RuntimeError, match="out of memory in the smallest step") as caught:
+                run(llm)
+        assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+        check_clean(llm)
+        assert tokens(run(llm)) == expected
+
+    def test_other_errors_are_not_taken_for_it(self, llm, monkeypatch):
+        monkeypatch.setattr(llm.model_runner, "run", lambda batch: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(llm)
+
+    def test_blocks_of_a_step_that_did_not_run_are_not_shared(self, llm, monkeypatch):
+        """Guards a prefix cache that counts on keys that were never computed."""
+        prompt, other = PROMPTS[3], [1, 2]
+        expected = tokens(run(llm, [prompt], params()))
+        llm.reset_prefix_cache()
+        llm.model_runner.kv_cache.zero_()
+        with monkeypatch.context() as patch:
+            Memory(llm, patch, "run", lambda batch: False)
+            request_id = llm.add_request(prompt, params())
+            llm.step()  # taken back
+            llm.scheduler.check_invariants()
+            llm.abort_request(request_id)
+        assert tokens(run(llm, [other, prompt], params()))[1:] == expected
+
+
+class TestMetrics:
+    def test_say_what_the_engine_is_doing(self, llm):
+        before = llm.metrics()
+        assert (before.num_running, before.num_waiting, before.kv_cache_usage) == (0, 0, 0)
+        assert before.gpu_memory_bytes is None
+        for prompt in [*PROMPTS, *PROMPTS]:
+            llm.add_request(prompt, params())
+        assert llm.metrics().num_waiting == 12
+        for _ in range(4):
+            llm.step()
+        during = llm.metrics()
+        assert 0 < during.num_running <= 8
+        assert during.num_running + during.num_waiting == 12
+        used = llm.scheduler.block_manager.used_block_ids
+        assert during.kv_cache_usage == len(used) / 32 > 0
+        while not llm.is_finished():
+            llm.step()
+        after = llm.metrics()
+        assert after.num_generated_tokens - before.num_generated_tokens == 12 * 20
+        started = after.num_prompt_tokens - before.num_prompt_tokens
+        assert started == 2 * sum(map(len, PROMPTS))
+        assert after.generated_tokens_per_second > 0 < after.prompt_tokens_per_second
+
+    def test_prefix_hits_and_preemptions_are_counted(self, tiny_models):
+        with LLM(tiny_models.path("qwen3"), **{**SMALL, "num_kvcache_blocks": 8}) as llm:
+            assert llm.metrics().prefix_cache_hit_rate == 0
+            run(llm, [PROMPTS[3]])
+            run(llm, [PROMPTS[3]])
+            assert llm.metrics().prefix_cache_hit_rate == 48 / 120
+            run(llm, [[i, *PROMPTS[3][:28]] for i in range(8)], params(max_tokens=60))
+            assert llm.metrics().num_preemptions == llm.scheduler.num_preemptions > 0
+
+    def test_a_long_run_logs_a_line_now_and_then(self, llm, monkeypatch, caplog):
+        monkeypatch.setattr(throughput, "WINDOW_SECONDS", 0.0)
+        with caplog.at_level(logging.INFO, "nanovllm"):
+            run(llm)
+        lines = [message for message in caplog.messages if message.startswith("running ")]
+        assert len(lines) > 10
+        assert "KV cache" in lines[0] and "prefill" in lines[0] and "decode" in lines[0]
+
+    def test_nothing_is_printed(self, llm, capfd):
+        run(llm)
+        assert capfd.readouterr() == ("", "")
+
+    def test_a_closed_engine_has_none(self, tiny_models):
+        llm = LLM(tiny_models.path("qwen3"), **SMALL)
+        llm.close()
+        with pytest.raises(ValueError, match="closed"):
+            llm.metrics()
