@@ -16,7 +16,7 @@ from nanovllm.utils.context import Context
 from nanovllm.utils.math import cdiv
 
 ALIGNMENT = 4  # in int32: kernels are compiled for pointers at multiples of 16 bytes
-CONTEXT_FIELDS = frozenset(field.name for field in fields(Context))
+OWN_TENSORS = ("input_ids", "positions", "sampling_rows")  # of ModelInputs, beside the context's
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +38,20 @@ class ModelInputs:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by field name."""
-        named: dict[str, Any] = {f.name: getattr(self.context, f.name) for f in fields(Context)}
-        named["sampling_rows"] = self.sampling_rows
-        found = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
-        return {"input_ids": self.input_ids, "positions": self.positions, **found}
+        values = {field.name: getattr(self.context, field.name) for field in fields(Context)}
+        values |= {name: getattr(self, name) for name in OWN_TENSORS}
+        return {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
 
     def pack(self, pin_memory: bool = False) -> "PackedInputs":
         """All tensors end to end in one buffer on the host."""
         tensors = self.tensors()
-        size = sum(cdiv(t.numel(), ALIGNMENT) * ALIGNMENT for t in tensors.values())
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        size = sum(map(_space, shapes.values()))
         buffer = torch.empty(size, dtype=torch.int32, pin_memory=pin_memory)
-        start = 0
-        for tensor in tensors.values():
-            buffer[start : start + tensor.numel()] = tensor.flatten()
-            start += cdiv(tensor.numel(), ALIGNMENT) * ALIGNMENT
-        no_tensors: dict[str, Any] = {name: None for name in tensors if name in CONTEXT_FIELDS}
-        blank = replace(self.context, **no_tensors)
-        return PackedInputs({n: tuple(t.shape) for n, t in tensors.items()}, blank, buffer)
+        for name, place in _views(buffer.numpy(), shapes).items():
+            place[...] = tensors[name].numpy()
+        no_tensors: dict[str, Any] = dict.fromkeys(tensors.keys() - OWN_TENSORS)
+        return PackedInputs(shapes, replace(self.context, **no_tensors), buffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +75,9 @@ class PackedInputs:
 
     def unpack(self, buffer: torch.Tensor | None = None) -> ModelInputs:
         """The inputs as views of the buffer, or of a copy of it."""
-        buffer = self.buffer if buffer is None else buffer
-        views: dict[str, Any] = {}
-        start = 0
-        for name, shape in self.shapes.items():
-            numel = prod(shape)
-            views[name] = buffer[start : start + numel].view(shape)
-            start += cdiv(numel, ALIGNMENT) * ALIGNMENT
-        own = [views.pop(n, None) for n in ("input_ids", "positions", "sampling_rows")]
-        return ModelInputs(own[0], own[1], replace(self.context, **views), own[2])
+        views = _views(self.buffer if buffer is None else buffer, self.shapes)
+        own = {name: views.pop(name, None) for name in OWN_TENSORS}
+        return ModelInputs(context=replace(self.context, **views), **own)
 
     def to(self, device: torch.device) -> ModelInputs:
         if device.type == "cpu":
@@ -100,15 +91,9 @@ class PackedInputs:
             pinned = pinned.pin_memory()
         return buffer.copy_(pinned, non_blocking=True)
 
-    # An array, which pickle can pass by without a copy.
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self.shapes, self.context, self.buffer.numpy()
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        for field, value in zip(fields(self), state, strict=True):
-            is_array = field.name == "buffer"
-            object.__setattr__(self, field.name, torch.from_numpy(value) if is_array else value)
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An array, which pickle can pass by without a copy.
+        return _from_array, (self.shapes, self.context, self.buffer.numpy())
 
 
 def prepare_prefill(batch: Batch, block_size: int) -> ModelInputs:
@@ -122,7 +107,8 @@ def prepare_prefill(batch: Batch, block_size: int) -> ModelInputs:
     tokens = [np.asarray(item.seq.token_ids[item.start : item.end], np.int32) for item in items]
     lens_q = [item.num_tokens for item in items]
     lens_k = [item.end for item in items]
-    cu_seqlens_q = _cumulative(lens_q)
+    cu_seqlens_q = np.cumsum([0, *lens_q], dtype=np.int32)
+    cu_seqlens_k = np.cumsum([0, *lens_k], dtype=np.int32)
     samples = np.array([item.samples for item in items])
     reads_cache = any(item.start for item in items)
     return ModelInputs(
@@ -133,7 +119,7 @@ def prepare_prefill(batch: Batch, block_size: int) -> ModelInputs:
             slot_mapping=torch.from_numpy(np.concatenate(slots)),
             block_tables=prepare_block_tables(batch) if reads_cache else None,
             cu_seqlens_q=torch.from_numpy(cu_seqlens_q),
-            cu_seqlens_k=torch.from_numpy(_cumulative(lens_k)),
+            cu_seqlens_k=torch.from_numpy(cu_seqlens_k),
             max_seqlen_q=max(lens_q),
             max_seqlen_k=max(lens_k),
             logits_indices=torch.from_numpy(cu_seqlens_q[1:][samples] - 1),
@@ -189,6 +175,18 @@ def _slots(item: ScheduledSequence, positions: np.ndarray, block_size: int) -> n
     return slots.astype(np.int32)
 
 
-def _cumulative(lens: list[int]) -> np.ndarray:
-    """int32 [len(lens) + 1], from 0."""
-    return np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
+def _views(buffer: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Where each tensor is in the buffer, which is a tensor or an array."""
+    views, start = {}, 0
+    for name, shape in shapes.items():
+        views[name] = buffer[start : start + prod(shape)].reshape(shape)
+        start += _space(shape)
+    return views
+
+
+def _space(shape: tuple[int, ...]) -> int:
+    return cdiv(prod(shape), ALIGNMENT) * ALIGNMENT
+
+
+def _from_array(shapes: Any, context: Context, buffer: np.ndarray) -> PackedInputs:
+    return PackedInputs(shapes, context, torch.from_numpy(buffer))

@@ -22,10 +22,11 @@ from nanovllm.engine.workers import Worker, Workers, interrupts_delayed
 from nanovllm.kernels.all_reduce import MAX_ROWS, OneShotAllReduce, can_one_shot
 from nanovllm.kernels.attention_backend import select_attention_backend
 from nanovllm.kernels.drawn_tokens import fill_in_drawn
+from nanovllm.kernels.logprobs import pack_logprobs
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.sampler import Sampler, SamplingInputs, pack_logprobs
+from nanovllm.layers.sampler import Sampler, SamplingInputs
 from nanovllm.models.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import get_model_class

@@ -82,17 +82,15 @@ class PromptEncoder:
         no tokenizer."""
         if self.tokenizer is None or not completions:
             return [""] * len(completions)
+        pairs = zip(completions, last_prompt_tokens, strict=True)
         if self.text_needs_context:
-            return [
-                self._decode_one(*pair, params)
-                for pair in zip(completions, last_prompt_tokens, strict=True)
-            ]
+            return [self._decode_one(*pair, params) for pair in pairs]
         texts = self.tokenizer.batch_decode(
             completions, clean_up_tokenization_spaces=False, **_decode_options(params)
         )
         return [
-            self._decode_one(ids, last, params) if INCOMPLETE in text else text
-            for ids, last, text in zip(completions, last_prompt_tokens, texts, strict=True)
+            self._decode_one(*pair, params) if INCOMPLETE in text else text
+            for pair, text in zip(pairs, texts, strict=True)
         ]
 
     def detokenizer(
@@ -153,17 +151,14 @@ class PromptEncoder:
             raise TypeError(
                 f"a prompt is a string, a list of token ids or a dict, not {_name(ids)}"
             )
-        if not ids:
-            return []
         for token_id in ids:
             if not _is_int(token_id):
                 raise TypeError(f"token ids must be ints, got {token_id!r}")
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= self.vocab_size:
-            bad = low if low < 0 else high
-            raise ValueError(
-                f"token id {bad} is outside the vocabulary: ids are 0 to {self.vocab_size - 1}"
-            )
+            if not 0 <= token_id < self.vocab_size:
+                raise ValueError(
+                    f"token id {token_id} is outside the vocabulary: ids are 0 to "
+                    f"{self.vocab_size - 1}"
+                )
         return [int(token_id) for token_id in ids]
 
     def _encode(

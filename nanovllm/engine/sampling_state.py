@@ -9,6 +9,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.engine.structured import Grammar, GrammarCompiler
+from nanovllm.kernels.logit_edits import bit_mask
 from nanovllm.kernels.sampling import SAMPLING_ROW
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.math import cdiv
@@ -18,13 +19,11 @@ class SamplingKind(NamedTuple):
     """What the steps of a sequence involve.
 
     Attributes:
-        is_greedy: no random numbers.
         truncates: top_k, top_p or min_p.
         edits: logits may have to be changed before a token is drawn from them.
         num_logprobs: of how many most likely tokens to report them; None for none.
     """
 
-    is_greedy: bool
     truncates: bool
     edits: bool
     num_logprobs: int | None
@@ -76,7 +75,7 @@ class SamplingState:
         self.mask_words = cdiv(vocab_size, 32)
         self.allowed_mask = None
         if params.allowed_token_ids is not None:
-            self.allowed_mask = _bit_mask(params.allowed_token_ids, vocab_size)
+            self.allowed_mask = bit_mask(params.allowed_token_ids, vocab_size)
         self.bad_words = [tuple(word) for word in bad_words]
         bias = params.logit_bias or {}
         self.bias_tokens = np.array(list(bias), np.int32)
@@ -87,7 +86,6 @@ class SamplingState:
         self.has_mask = grammar is not None or self.allowed_mask is not None
         self.has_bias = bool(self.bad_words or bias or self.min_tokens)
         self.kind = SamplingKind(
-            is_greedy=params.is_greedy,
             truncates=params.truncates,
             edits=self.has_mask or self.has_bias or params.penalises,
             num_logprobs=vocab_size if params.logprobs == -1 else params.logprobs,
@@ -156,13 +154,12 @@ class SamplingStateFactory:
     def check(self, params: SamplingParams) -> None:
         """Raises ValueError for parameters that this model cannot follow."""
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            token_ids = getattr(params, name) or ()
-            bad = [token_id for token_id in token_ids if token_id >= self.vocab_size]
-            if bad:
-                raise ValueError(
-                    f"{name} holds {bad[0]}, which is outside the vocabulary: ids are 0 to "
-                    f"{self.vocab_size - 1}"
-                )
+            for token_id in getattr(params, name) or ():
+                if token_id >= self.vocab_size:
+                    raise ValueError(
+                        f"{name} holds {token_id}, which is outside the vocabulary: ids are 0 to "
+                        f"{self.vocab_size - 1}"
+                    )
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and count > self.vocab_size:
@@ -200,10 +197,3 @@ class SamplingStateFactory:
         texts = dict.fromkeys((word, " " + word))
         ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         return [list(spelling) for spelling in ids if spelling]
-
-
-def _bit_mask(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
-    """int32 [ceil(vocab_size / 32)] with these tokens' bits set."""
-    bits = np.zeros(cdiv(vocab_size, 32) * 32, np.uint8)
-    bits[list(token_ids)] = 1
-    return np.packbits(bits, bitorder="little").view("<i4")

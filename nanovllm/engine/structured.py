@@ -8,12 +8,12 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
+from nanovllm.kernels.logit_edits import bit_mask
 from nanovllm.sampling_params import StructuredOutputsParams
 
 logger = logging.getLogger("nanovllm")
@@ -45,7 +45,10 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self.tokenizer = tokenizer
-        self.tokens = _Tokens.create(vocab_size, eos_token_ids)
+        self.vocab_size = vocab_size
+        self.eos_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
+        self.eos_mask = bit_mask(self.eos_ids, vocab_size)
+        self.text_mask = bit_mask(set(range(vocab_size)) - self.eos_ids, vocab_size)
         self._matcher_of = lru_cache(CACHE_SIZE)(_make_matcher)
 
     def compile(self, params: StructuredOutputsParams) -> "Grammar":
@@ -61,19 +64,19 @@ class GrammarCompiler:
             matcher = self._matcher_of(tokenizer, _to_lark(params))
         except Exception as error:  # pydantic and llguidance have exceptions of many kinds
             raise ValueError(f"structured_outputs cannot be served: {_brief(error)}") from error
-        return Grammar(matcher.deep_copy(), self.tokens)
+        return Grammar(matcher.deep_copy(), self)
 
     @cached_property
     def _ll_tokenizer(self) -> Any:
-        if self.tokenizer is None or not self.tokens.eos_ids:
+        if self.tokenizer is None or not self.eos_ids:
             raise ValueError(
                 "structured_outputs need a model with a tokenizer and an end-of-sequence token"
             )
         try:
             from llguidance.hf import from_tokenizer
 
-            n_vocab = max(self.tokens.vocab_size, len(self.tokenizer))
-            return from_tokenizer(self.tokenizer, n_vocab, eos_token=sorted(self.tokens.eos_ids))
+            n_vocab = max(self.vocab_size, len(self.tokenizer))
+            return from_tokenizer(self.tokenizer, n_vocab, eos_token=sorted(self.eos_ids))
         except ImportError as error:
             raise ValueError(
                 'structured_outputs need llguidance: pip install "nanovllm[structured]"'
@@ -85,9 +88,9 @@ class GrammarCompiler:
 class Grammar:
     """How far one completion has come in its grammar."""
 
-    def __init__(self, matcher: Any, tokens: "_Tokens") -> None:
+    def __init__(self, matcher: Any, compiler: GrammarCompiler) -> None:
         self._matcher = matcher
-        self._tokens = tokens
+        self._compiler = compiler
         self._ended = False  # by an end-of-sequence token, or for want of any other
 
     @property
@@ -105,7 +108,7 @@ class Grammar:
             mask: int32 [ceil(vocab_size / 32)]; bit i of word w stands for token 32 * w + i.
         """
         allowed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
-        np.bitwise_and(allowed[: len(mask)], self._tokens.text, out=mask)
+        np.bitwise_and(allowed[: len(mask)], self._compiler.text_mask, out=mask)
         if self._ended:
             mask[:] = 0
         elif not mask.any():
@@ -114,39 +117,19 @@ class Grammar:
                 reason = self._matcher.get_error() or "no token of this vocabulary can follow"
                 logger.warning("structured output cut short: %s", _brief(reason))
         if self._can_end():
-            mask |= self._tokens.eos
+            mask |= self._compiler.eos_mask
 
     def accept(self, token_id: int) -> bool:
         """Goes on by one token; False, and nothing has changed, if it may not come next."""
-        if token_id in self._tokens.eos_ids:
+        if token_id in self._compiler.eos_ids:
             self._ended = self._can_end()
             return self._ended
-        if self._ended or not 0 <= token_id < self._tokens.vocab_size:
+        if self._ended or not 0 <= token_id < self._compiler.vocab_size:
             return False
         return self._matcher.try_consume_tokens([token_id]) == 1
 
     def _can_end(self) -> bool:
         return self.is_finished or self._matcher.is_accepting()
-
-
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """A model's tokens as masks (int32 words, as in ``Grammar.fill_mask``): text, and EOS."""
-
-    vocab_size: int
-    eos_ids: frozenset[int]
-    text: np.ndarray
-    eos: np.ndarray
-
-    @classmethod
-    def create(cls, vocab_size: int, eos_token_ids: Iterable[int]) -> "_Tokens":
-        eos_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
-        is_eos = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
-        is_eos[list(eos_ids)] = True
-        is_text = ~is_eos
-        is_text[vocab_size:] = False
-        text, eos = (np.packbits(x, bitorder="little").view(np.int32) for x in (is_text, is_eos))
-        return cls(vocab_size, eos_ids, text, eos)
 
 
 def _make_matcher(ll_tokenizer: Any, lark: str) -> Any:

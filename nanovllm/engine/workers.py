@@ -11,7 +11,6 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
-import struct
 import sys
 import threading
 import traceback
@@ -19,10 +18,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from multiprocessing.shared_memory import SharedMemory
 from time import monotonic, sleep
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -40,19 +39,16 @@ _context = mp.get_context("spawn")
 @contextmanager
 def interrupts_delayed() -> Iterator[None]:
     """Ctrl-C takes effect at the end: ranks that part in the middle of a step wait for ever."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # where signals do not arrive
-        return
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is None:  # not Python's, so not ours to replace
-        yield
-        return
     pending: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *args: pending.append(args))
+    handler = signal.getsignal(signal.SIGINT)  # None is not Python's, so not ours to replace
+    delays = handler is not None and threading.current_thread() is threading.main_thread()
+    if delays:
+        signal.signal(signal.SIGINT, lambda *args: pending.append(args))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        if delays:
+            signal.signal(signal.SIGINT, handler)
         if pending:
             signal.raise_signal(signal.SIGINT)
 
@@ -62,7 +58,8 @@ class WorkerError(RuntimeError):
 
 
 class Channel:
-    """One way, from rank 0 to every worker: whole messages of any size.
+    """One way, from rank 0 to every worker: whole messages of any size. Another process that it
+    is sent to opens the same segment.
 
     Args:
         num_workers: how many read.
@@ -77,6 +74,9 @@ class Channel:
         # Number of the chunk, its size, the message's bytes after it; last chunk of each worker.
         self.header, self.acknowledged = numbers[:3], numbers[3:]
         self.data = self.shm.buf[8 * words : 8 * words + CHUNK_BYTES]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Channel, (len(self.acknowledged), self.shm.name)
 
     def send(
         self, message: bytes | bytearray, wake: Callable[[], None], check: Callable[[], None]
@@ -113,12 +113,11 @@ class Channel:
 
 def encode(method: str, args: tuple[Any, ...]) -> bytearray:
     """A call as one message. Arrays travel as raw bytes beside the pickle."""
-    buffers: list[pickle.PickleBuffer] = []
+    buffers: list[Any] = []
     head = pickle.dumps((method, args), protocol=5, buffer_callback=buffers.append)
-    parts: list[Any] = [head, *(buffer.raw() for buffer in buffers)]
-    sizes = [len(part) for part in parts]
-    message = bytearray(struct.pack(f"<{len(sizes) + 1}q", len(sizes), *sizes))
-    for part in parts:
+    message = bytearray()
+    for part in (head, *(buffer.raw() for buffer in buffers)):
+        message += len(part).to_bytes(8, "little")
         message += part
         message += b"\0" * (-len(message) % 8)  # what follows is aligned for its dtype
     return message
@@ -126,12 +125,11 @@ def encode(method: str, args: tuple[Any, ...]) -> bytearray:
 
 def decode(message: bytearray) -> tuple[str, tuple[Any, ...]]:
     """The call again; its arrays are views of the message."""
-    (count,) = struct.unpack_from("<q", message)
-    sizes = struct.unpack_from(f"<{count}q", message, 8)
-    view, start, parts = memoryview(message), 8 * (count + 1), []
-    for size in sizes:
-        parts.append(view[start : start + size])
-        start += size + -size % 8
+    left, parts = memoryview(message), []
+    while left:
+        size = int.from_bytes(left[:8], "little")
+        parts.append(left[8 : 8 + size])
+        left = left[8 + size + -size % 8 :]
     return pickle.loads(parts[0], buffers=parts[1:])
 
 
@@ -153,7 +151,7 @@ class Workers:
         self.port = store.port
         self._semaphores = [_context.Semaphore(0) for _ in range(size - 1)]
         pipes = [_context.Pipe(duplex=False) for _ in range(size - 1)]
-        own, processes = (self.port, self.channel.shm.name, torch.get_num_threads()), []
+        own, processes = (self.port, torch.get_num_threads(), self.channel), []
         for rank, (semaphore, pipe) in enumerate(zip(self._semaphores, pipes, strict=True), 1):
             worker = Worker(rank, size, *own, semaphore, pipe[1])
             name = f"nanovllm-rank{rank}"
@@ -162,6 +160,7 @@ class Workers:
                 _context.Process(target=_worker_main, args=all_args, name=name, daemon=True)
             )
         self._state = _State(processes, store)
+        self._times_awaited = 0
         # Also at the end of the interpreter, and when the engine is collected.
         self.close = weakref.finalize(self, _end, self._state, self.channel, self._semaphores)
         with _main_hidden(), _interrupts_blocked():
@@ -176,7 +175,12 @@ class Workers:
 
     def wait_ready(self) -> None:
         """Waits until every worker has got as far (``Worker.report_ready``)."""
-        self._state.wait_ready()
+        state = self._state
+        self._times_awaited += 1
+        with state.changed:
+            while min(state.times_ready) < self._times_awaited and not state.failure:
+                state.changed.wait(1.0)  # in slices, so that Ctrl-C gets through
+        self.check()
         with suppress(FileNotFoundError):
             self.channel.shm.unlink()  # all have opened it: only its name goes
 
@@ -187,7 +191,8 @@ class Workers:
 
     def check(self) -> None:
         """Raises WorkerError if a worker has failed."""
-        self._state.check()
+        if self._state.failure:
+            raise WorkerError(self._state.failure)
 
     def on_failure(self, action: Callable[[], None]) -> None:
         """What else to do, in the watching thread, when a worker fails."""
@@ -196,11 +201,13 @@ class Workers:
     def fail(self, error: BaseException) -> None:
         """Rank 0 is out of step with the others: ends them. Raises WorkerError if one of them
         turns out to be the cause."""
+        state = self._state
         if isinstance(error, RuntimeError):  # as collectives raise where a peer is gone
-            self._state.wait_failure(1.0)
-            if self._state.failure and not isinstance(error, WorkerError):
-                raise WorkerError(self._state.failure) from error
-        self._state.fail(f"rank 0 failed: {type(error).__name__}: {error}")
+            with state.changed:
+                state.changed.wait_for(lambda: bool(state.failure), 1.0)
+            if state.failure and not isinstance(error, WorkerError):
+                raise WorkerError(state.failure) from error
+        state.fail(f"rank 0 failed: {type(error).__name__}: {error}")
 
     def _wake(self) -> None:
         for semaphore in self._semaphores:
@@ -220,17 +227,12 @@ class Worker:
     rank: int
     size: int
     port: int
-    segment: str
     num_threads: int
+    channel: Channel
     semaphore: Any
     pipe: Connection
 
-    @cached_property
-    def channel(self) -> Channel:
-        return Channel(self.size - 1, self.segment)
-
     def report_ready(self) -> None:
-        _ = self.channel  # open from now on: rank 0 may take away its name
         self.pipe.send(None)
 
     def receive(self) -> tuple[str, tuple[Any, ...]]:
@@ -255,7 +257,6 @@ class _State:
         self.store: dist.Store | None = store
         self.changed = threading.Condition()
         self.times_ready = [0] * len(processes)
-        self.times_awaited = 0
         self.failure = ""
         self.closing = False
         self.watcher: threading.Thread | None = None
@@ -274,21 +275,6 @@ class _State:
         for process in self.processes:
             process.kill()
         self.store = None
-
-    def wait_ready(self) -> None:
-        self.times_awaited += 1
-        with self.changed:
-            while min(self.times_ready) < self.times_awaited and not self.failure:
-                self.changed.wait(1.0)  # in slices, so that Ctrl-C gets through
-        self.check()
-
-    def wait_failure(self, seconds: float) -> None:
-        with self.changed:
-            self.changed.wait_for(lambda: bool(self.failure), seconds)
-
-    def check(self) -> None:
-        if self.failure:
-            raise WorkerError(self.failure)
 
 
 def _watch(state: _State, pipes: list[Connection]) -> None:
@@ -358,15 +344,12 @@ def _end(state: _State, channel: Channel, semaphores: list[Any]) -> None:
 def _main_hidden() -> Iterator[None]:
     """Keeps spawned processes from importing the program's main module, which they do not need
     and which would run a script without a ``__name__ == "__main__"`` guard once more."""
-    main: Any = sys.modules["__main__"]
-    spec, path = main.__spec__, vars(main).pop("__file__", None)
-    main.__spec__ = None
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")  # which comes from no file
     try:
         yield
     finally:
-        main.__spec__ = spec
-        if path is not None:
-            main.__file__ = path
+        sys.modules["__main__"] = main
 
 
 @contextmanager

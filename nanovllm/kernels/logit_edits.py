@@ -1,9 +1,26 @@
 """Changes to logits before sampling, in place. Each touches only the rows, and the tokens, that
 ask for it; none reads anything back from the device."""
 
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
 import torch
 
 from nanovllm.kernels.compat import tl, triton, use_triton
+from nanovllm.utils.math import cdiv
+
+# Functions of this module, in the order to call them, and what each takes after the logits.
+LogitEdits = Mapping[Callable[..., None], tuple[torch.Tensor, ...]]
+
+
+def edit_logits(logits: torch.Tensor, edits: LogitEdits) -> torch.Tensor:
+    """fp32 logits with all edits made, in a copy; without any, the logits as they came."""
+    if not edits:
+        return logits
+    edited = logits.to(torch.float32, copy=True)
+    for edit, tensors in edits.items():
+        edit(edited, *tensors)
+    return edited
 
 
 def penalise(
@@ -56,6 +73,13 @@ def _mask_kernel(logits_ptr, rows_ptr, mask_ptr, vocab_size, num_words, BLOCK: t
         -float("inf"),
         mask=forbidden & (token < vocab_size),
     )
+
+
+def bit_mask(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
+    """A row of ``apply_mask``'s mask, with the bits of these tokens set."""
+    bits = np.zeros(cdiv(vocab_size, 32) * 32, np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view("<i4")
 
 
 def apply_mask(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> None:

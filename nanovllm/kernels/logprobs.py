@@ -101,3 +101,12 @@ def top_logprobs(
     if use_triton(logits):
         return top_logprobs_triton(logits, token_ids, k)
     return top_logprobs_reference(logits, token_ids, k)
+
+
+def pack_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> torch.Tensor:
+    """int32 [N, 1 + 2 * (1 + k)] on the logits' device, one buffer to copy to the host: the rank
+    of each row's token (int64 [N]), then pairs of token id and fp32 logprob, its own and the k
+    best."""
+    ids, logprobs, ranks = top_logprobs(logits, token_ids, k)
+    pairs = torch.stack((ids.int(), logprobs.contiguous().view(torch.int32)), dim=-1).flatten(1)
+    return torch.cat((ranks.int().unsqueeze(1), pairs), dim=1)

@@ -8,7 +8,7 @@ from nanovllm.kernels.linear import linear, pack_weight
 from nanovllm.kernels.philox import GROUP
 from nanovllm.utils.context import get_context
 from nanovllm.utils.distributed import get_tp_group
-from nanovllm.utils.loader import copy_weight
+from nanovllm.utils.loader import check_shape, copy_weight
 from nanovllm.utils.math import cdiv
 
 
@@ -28,11 +28,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-        if loaded_weight.size(0) != self.num_embeddings:
-            shape = [self.num_embeddings, *param.shape[1:]]
-            raise ValueError(
-                f"the model needs shape {shape}, the checkpoint has {list(loaded_weight.shape)}"
-            )
+        check_shape((self.num_embeddings, *param.shape[1:]), loaded_weight)
         rows = loaded_weight[self.vocab_start :][: self.num_embeddings_per_rank]
         copy_weight(param.data[: len(rows)], rows)
         param.data[len(rows) :].zero_()

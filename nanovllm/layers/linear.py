@@ -25,15 +25,13 @@ class LinearBase(nn.Module):
         super().__init__()
         self.tp = get_tp_group()
         self.weight = nn.Parameter(torch.empty(output_size, input_size))
-        self.weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
-        if bias:
-            self.bias = nn.Parameter(torch.empty(output_size))
-            self.bias.weight_loader = self.weight_loader  # type: ignore[attr-defined]
-        else:
-            self.register_parameter("bias", None)
+        self.bias = nn.Parameter(torch.empty(output_size)) if bias else None
+        for param in self.parameters():
+            param.weight_loader = self.weight_loader  # type: ignore[attr-defined]
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-        raise NotImplementedError
+        """The whole tensor; other layers take this rank's part of it."""
+        copy_weight(param.data, loaded_weight)
 
     def pack(self) -> None:
         """Once loaded: puts the weight into the device's fastest layout."""
@@ -54,12 +52,9 @@ class LinearBase(nn.Module):
         silu = activation is not None
         return norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, silu)
 
-    def _shard(
-        self, loaded_weight: torch.Tensor, dim: int, num_parts: int | None = None
-    ) -> torch.Tensor:
+    def _shard(self, loaded_weight: torch.Tensor, dim: int, num_parts: int) -> torch.Tensor:
         """This rank's equal part of a checkpoint tensor; of fewer parts than ranks, neighbours
         have the same one."""
-        num_parts = num_parts or self.tp.size
         size = divide(loaded_weight.size(dim), num_parts)
         return loaded_weight.narrow(dim, self.tp.rank * num_parts // self.tp.size * size, size)
 
@@ -67,41 +62,47 @@ class LinearBase(nn.Module):
 class ReplicatedLinear(LinearBase):
     """The whole matrix on every rank."""
 
-    def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-        copy_weight(param.data, loaded_weight)
-
 
 class ColumnParallelLinear(LinearBase):
-    """Output features split over the ranks; takes a whole x, gives this rank's features."""
+    """Output features split over the ranks; takes a whole x, gives this rank's features.
+
+    Attributes:
+        shards: by shard id, where a checkpoint tensor goes: its first row in the parameter, how
+            many there are, and into how many parts the ranks split the tensor.
+    """
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False) -> None:
-        super().__init__(input_size, divide(output_size, get_tp_group().size), bias)
+        tp_size = get_tp_group().size
+        num_rows = divide(output_size, tp_size)
+        super().__init__(input_size, num_rows, bias)
+        self.shards: dict[str | int | None, tuple[int, int, int]] = {None: (0, num_rows, tp_size)}
 
-    def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-        copy_weight(param.data, self._shard(loaded_weight, 0))
+    def weight_loader(
+        self, param: nn.Parameter, loaded_weight: torch.Tensor, shard_id: str | int | None = None
+    ) -> None:
+        start, num_rows, num_parts = self.shards[shard_id]
+        shard = self._shard(loaded_weight, 0, num_parts)
+        copy_weight(param.data.narrow(0, start, num_rows), shard)
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several column-parallel matrices of one input as one product; shard ids 0, 1, ..."""
 
     def __init__(self, input_size: int, output_sizes: Sequence[int], bias: bool = False) -> None:
-        self.output_sizes = [divide(size, get_tp_group().size) for size in output_sizes]
         super().__init__(input_size, sum(output_sizes), bias)
-
-    def weight_loader(  # type: ignore[override]
-        self, param: nn.Parameter, loaded_weight: torch.Tensor, shard_id: int
-    ) -> None:
-        start = sum(self.output_sizes[:shard_id])
-        target = param.data.narrow(0, start, self.output_sizes[shard_id])
-        copy_weight(target, self._shard(loaded_weight, 0))
+        start, self.shards = 0, {}
+        for shard_id, size in enumerate(output_sizes):
+            num_rows = divide(size, self.tp.size)
+            self.shards[shard_id] = start, num_rows, self.tp.size
+            start += num_rows
 
 
 class QKVParallelLinear(ColumnParallelLinear):
     """Query, key and value projections as one product, heads split over the ranks.
 
     Where ranks are more than key-value heads, each has a copy of the one that its queries use.
-    The output is q, k and v side by side, [..., (heads + 2 kv_heads) * head_size] of this rank;
-    shard ids "q", "k", "v".
+    The output is q, k and v side by side, [..., (num_heads + 2 num_kv_heads) * head_size] of this
+    rank; shard ids "q", "k", "v".
     """
 
     def __init__(
@@ -114,22 +115,16 @@ class QKVParallelLinear(ColumnParallelLinear):
     ) -> None:
         total_num_kv_heads = total_num_kv_heads or total_num_heads
         tp_size = get_tp_group().size
-        q_size = divide(total_num_heads, tp_size) * head_size
-        kv_size = heads_per_rank(total_num_kv_heads, tp_size) * head_size
-        self.num_parts = {"q": tp_size, "k": min(tp_size, total_num_kv_heads)}
-        self.num_parts["v"] = self.num_parts["k"]
-        self.shards = {
-            "q": (0, q_size),
-            "k": (q_size, kv_size),
-            "v": (q_size + kv_size, kv_size),
-        }
+        self.num_heads = divide(total_num_heads, tp_size)
+        self.num_kv_heads = heads_per_rank(total_num_kv_heads, tp_size)
+        q_size, kv_size = self.num_heads * head_size, self.num_kv_heads * head_size
         super().__init__(hidden_size, (q_size + 2 * kv_size) * tp_size, bias)
-
-    def weight_loader(  # type: ignore[override]
-        self, param: nn.Parameter, loaded_weight: torch.Tensor, shard_id: str
-    ) -> None:
-        target = param.data.narrow(0, *self.shards[shard_id])
-        copy_weight(target, self._shard(loaded_weight, 0, self.num_parts[shard_id]))
+        kv_parts = min(tp_size, total_num_kv_heads)
+        self.shards = {
+            "q": (0, q_size, tp_size),
+            "k": (q_size, kv_size, kv_parts),
+            "v": (q_size + kv_size, kv_size, kv_parts),
+        }
 
 
 class RowParallelLinear(LinearBase):
@@ -140,7 +135,8 @@ class RowParallelLinear(LinearBase):
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
         is_bias = loaded_weight.dim() == 1
-        copy_weight(param.data, loaded_weight if is_bias else self._shard(loaded_weight, 1))
+        part = loaded_weight if is_bias else self._shard(loaded_weight, 1, self.tp.size)
+        copy_weight(param.data, part)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # The bias is added once, not once per rank.

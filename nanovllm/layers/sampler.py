@@ -1,59 +1,41 @@
 """Draws the next tokens from logits."""
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
-from nanovllm.kernels.logit_edits import add_bias, apply_mask, penalise
-from nanovllm.kernels.logprobs import top_logprobs
+from nanovllm.kernels.logit_edits import LogitEdits, edit_logits
+from nanovllm.kernels.logprobs import pack_logprobs
 from nanovllm.kernels.sampling import best_of_shard, sample, winning_token
 from nanovllm.layers.embed_head import ParallelLMHead
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """How to draw the next tokens of N sequences. What nobody asks for is None and costs nothing.
+    """How to draw the next tokens of N sequences. What nobody asks for costs nothing.
 
     Attributes:
         rows: int32 [N, 8], a SAMPLING_ROW each.
         truncates: whether any row has top_k, top_p or min_p set.
-        mask_rows: int32 [M], the rows that may draw only some of the tokens.
-        mask: int32 [M, ceil(vocab_size / 32)], a bit for each token.
-        bias_rows, bias_tokens: int32 [B], the single logits to change.
-        bias_values: fp32 [B], what to add.
-        penalties: fp32 [N, 3], repetition, frequency and presence penalty of each row.
-        history_rows, history_tokens: int32 [H], the tokens so far of the rows with penalties.
-        history_generated: bool [H], false for the prompt's.
+        edits: how to change the logits before a draw.
         num_logprobs: how many most likely tokens to report besides the one drawn.
     """
 
     rows: torch.Tensor
     truncates: bool = False
-    mask_rows: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-    bias_rows: torch.Tensor | None = None
-    bias_tokens: torch.Tensor | None = None
-    bias_values: torch.Tensor | None = None
-    penalties: torch.Tensor | None = None
-    history_rows: torch.Tensor | None = None
-    history_tokens: torch.Tensor | None = None
-    history_generated: torch.Tensor | None = None
+    edits: LogitEdits = field(default_factory=dict)
     num_logprobs: int | None = None
-
-    @property
-    def edits_logits(self) -> bool:
-        return not (self.mask is None and self.bias_rows is None and self.penalties is None)
 
     def to(self, device: torch.device) -> "SamplingInputs":
         if device.type == "cpu":
             return self
-        named: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in named.items():
-            if isinstance(value, torch.Tensor):
-                named[name] = value.pin_memory().to(device, non_blocking=True)
-        return SamplingInputs(**named)
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.pin_memory().to(device, non_blocking=True)
+
+        edits = {edit: tuple(map(move, tensors)) for edit, tensors in self.edits.items()}
+        return replace(self, rows=move(self.rows), edits=edits)
 
 
 class Sampler(nn.Module):
@@ -89,40 +71,8 @@ class Sampler(nn.Module):
 
 def draw(logits: torch.Tensor, inputs: SamplingInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Draws from logits [N, vocab_size]; see ``Sampler.forward``."""
-    edited = logits
-    if inputs.edits_logits:
-        edited = logits.to(torch.float32, copy=True)
-        edit_logits(edited, inputs)
+    edited = edit_logits(logits, inputs.edits)
     token_ids = sample(edited, inputs.rows, inputs.truncates)
     if inputs.num_logprobs is None:
         return token_ids, None
     return token_ids, pack_logprobs(logits, token_ids.clamp(min=0), inputs.num_logprobs)
-
-
-def edit_logits(logits: torch.Tensor, inputs: SamplingInputs) -> None:
-    """Applies what ``inputs`` asks for to fp32 logits, in place."""
-    if inputs.mask is not None:
-        assert inputs.mask_rows is not None
-        apply_mask(logits, inputs.mask_rows, inputs.mask)
-    if inputs.bias_rows is not None:
-        assert inputs.bias_tokens is not None and inputs.bias_values is not None
-        add_bias(logits, inputs.bias_rows, inputs.bias_tokens, inputs.bias_values)
-    if inputs.penalties is not None:
-        assert inputs.history_rows is not None and inputs.history_tokens is not None
-        assert inputs.history_generated is not None
-        penalise(
-            logits,
-            inputs.penalties,
-            inputs.history_rows,
-            inputs.history_tokens,
-            inputs.history_generated,
-        )
-
-
-def pack_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> torch.Tensor:
-    """int32 [N, 1 + 2 * (1 + k)] on the logits' device, one buffer to copy to the host: the rank
-    of each row's token (int64 [N]), then pairs of token id and fp32 logprob, its own and the k
-    best."""
-    ids, logprobs, ranks = top_logprobs(logits, token_ids, k)
-    pairs = torch.stack((ids.int(), logprobs.contiguous().view(torch.int32)), dim=-1).flatten(1)
-    return torch.cat((ranks.int().unsqueeze(1), pairs), dim=1)

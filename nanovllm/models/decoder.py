@@ -21,8 +21,6 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.utils.distributed import get_tp_group
-from nanovllm.utils.math import divide, heads_per_rank
 
 
 class DecoderAttention(nn.Module):
@@ -32,11 +30,10 @@ class DecoderAttention(nn.Module):
         super().__init__()
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
-        self.num_heads = divide(heads, get_tp_group().size)
-        self.num_kv_heads = heads_per_rank(kv_heads, get_tp_group().size)
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size, self.head_dim, heads, kv_heads, bias=config.qkv_bias
         )
+        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.o_proj = RowParallelLinear(
             heads * self.head_dim, config.hidden_size, bias=config.o_bias
         )
@@ -82,13 +79,10 @@ class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm that also adds what came before to the residual
     (in one step with the projection after it: ``LinearBase.after_norm``)."""
 
-    attention_class: type[DecoderAttention] = DecoderAttention
-    mlp_class: type[DecoderMLP] = DecoderMLP
-
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding) -> None:
         super().__init__()
-        self.self_attn = self.attention_class(config, rotary_emb)
-        self.mlp = self.mlp_class(config)
+        self.self_attn = DecoderAttention(config, rotary_emb)
+        self.mlp = DecoderMLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -107,14 +101,12 @@ class DecoderLayer(nn.Module):
 class DecoderModel(nn.Module):
     """Embedding, layers, final norm: int32 [N] token ids and positions -> [N, hidden_size]."""
 
-    layer_class: type[DecoderLayer] = DecoderLayer
-
     def __init__(self, config: ModelConfig, max_position: int) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         rotary_emb = get_rope(config.head_dim, max_position, config.rope)
         self.layers = nn.ModuleList(
-            self.layer_class(config, rotary_emb) for _ in range(config.num_hidden_layers)
+            DecoderLayer(config, rotary_emb) for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -135,7 +127,6 @@ class DecoderForCausalLM(nn.Module):
         max_position: positions to serve; the rotary cache covers [0, max_position).
     """
 
-    model_class: type[DecoderModel] = DecoderModel
     packed_modules_mapping: ClassVar[dict[str, tuple[str, str | int]]] = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),
@@ -152,7 +143,7 @@ class DecoderForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig, max_position: int) -> None:
         super().__init__()
         self.config = config
-        self.model = self.model_class(config, max_position)
+        self.model = DecoderModel(config, max_position)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

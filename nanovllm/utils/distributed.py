@@ -116,13 +116,12 @@ def make_tp_group(rank: int, size: int, store: dist.Store, device: torch.device)
     return TPGroup(rank, size, backend)
 
 
-_SINGLE = TPGroup()
-_tp_group: ContextVar[TPGroup] = ContextVar("nanovllm_tp_group", default=_SINGLE)
+_tp_group: ContextVar[TPGroup] = ContextVar("nanovllm_tp_group")
 
 
 def get_tp_group() -> TPGroup:
     """The group that layers built now belong to; each layer keeps the one it was built in."""
-    return _tp_group.get()
+    return _tp_group.get(TPGroup())
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Moves checkpoint tensors into a model's parameters, and accounts for every one of them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Protocol
 
 import torch
@@ -18,14 +18,17 @@ def copy_weight(target: torch.Tensor, loaded_weight: torch.Tensor) -> None:
     Raises:
         ValueError: another shape than the target's, or not floating point.
     """
-    if target.shape != loaded_weight.shape:
-        raise ValueError(
-            f"the model needs shape {list(target.shape)}, the checkpoint has "
-            f"{list(loaded_weight.shape)}"
-        )
+    check_shape(target.shape, loaded_weight)
     if not loaded_weight.is_floating_point():
         raise ValueError(f"dtype {loaded_weight.dtype} is not served (quantised checkpoint?)")
     target.copy_(loaded_weight)
+
+
+def check_shape(needed: Sequence[int], loaded_weight: torch.Tensor) -> None:
+    """Raises ValueError for a checkpoint tensor of another shape than needed."""
+    found = list(loaded_weight.shape)
+    if found != list(needed):
+        raise ValueError(f"the model needs shape {list(needed)}, the checkpoint has {found}")
 
 
 class LoadableModel(Protocol):
@@ -50,19 +53,14 @@ def load_model(model: LoadableModel, tensors: Iterable[tuple[str, torch.Tensor]]
         ValueError: a tensor that fits no parameter, comes twice or has the wrong shape; or a
             parameter that nothing filled. The message names them.
     """
-    mapping = model.packed_modules_mapping
-    shards: dict[str, set[str]] = {}
-    for source, (target, _) in mapping.items():
-        shards.setdefault(target, set()).add(source)
     # What has to come, by the checkpoint's names: a packed parameter waits for each of its parts.
     expected: dict[str, tuple[nn.Parameter, tuple[str | int, ...]]] = {}
     for name, param in model.named_parameters():
-        module, _, kind = name.rpartition(".")
-        parent, _, leaf = module.rpartition(".")
-        for source in shards.get(leaf, ()):
-            expected[f"{parent}.{source}.{kind}"] = (param, (mapping[source][1],))
-        if leaf not in shards:
-            expected[name] = (param, ())
+        expected[name] = param, ()
+        for source, (target, shard_id) in model.packed_modules_mapping.items():
+            if f".{target}." in name:
+                expected.pop(name, None)
+                expected[name.replace(f".{target}.", f".{source}.")] = param, (shard_id,)
     missing, leftover = set(expected), []
     for name, tensor in tensors:
         if name not in expected:
@@ -72,9 +70,9 @@ def load_model(model: LoadableModel, tensors: Iterable[tuple[str, torch.Tensor]]
         if name not in missing:
             raise ValueError(f"checkpoint tensor {name} comes twice")
         missing.remove(name)
-        param, shard_id = expected[name]
+        param, shard_ids = expected[name]
         try:
-            getattr(param, "weight_loader", default_weight_loader)(param, tensor, *shard_id)
+            getattr(param, "weight_loader", default_weight_loader)(param, tensor, *shard_ids)
         except ValueError as error:
             raise ValueError(f"checkpoint tensor {name}: {error}") from None
     problems = []

@@ -19,6 +19,7 @@ from nanovllm.engine.sampling_inputs import prepare_sample
 from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.workers import decode, encode
+from nanovllm.kernels.logit_edits import add_bias, apply_mask, penalise
 from nanovllm.kernels.sampling import SAMPLING_ROW
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.context import Context
@@ -337,11 +338,8 @@ def naive_penalties(params: SamplingParams) -> tuple[float, float, float]:
     return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 
 
-def grouped(rows: torch.Tensor | None, *columns: torch.Tensor | None) -> dict[int, list]:
-    """Entries of a sparse list by row; tensors that belong together are there together."""
-    if rows is None:
-        assert all(column is None for column in columns)
-        return {}
+def grouped(rows: torch.Tensor, *columns: torch.Tensor) -> dict[int, list]:
+    """Entries of a sparse list by row."""
     assert rows.dtype == torch.int32 and len(rows)
     entries: dict[int, list] = {}
     for row, *values in zip(rows.tolist(), *(c.tolist() for c in columns), strict=True):
@@ -359,21 +357,20 @@ def test_sampling_inputs_are_what_a_loop_over_sequences_gives(sequences: list[Sa
     allowed = {
         i: sorted(set(p.allowed_token_ids)) for i, p in enumerate(params) if p.allowed_token_ids
     }
+    edits = dict(inputs.edits)
     if allowed:
-        check(inputs.mask_rows, list(allowed))
-        assert inputs.mask.dtype == torch.int32
-        bits = [
-            [word >> bit & 1 for word in row for bit in range(32)] for row in inputs.mask.tolist()
-        ]
+        rows, mask = edits.pop(apply_mask)
+        check(rows, list(allowed))
+        assert mask.dtype == torch.int32
+        bits = [[word >> bit & 1 for word in row for bit in range(32)] for row in mask.tolist()]
         assert [[i for i, bit in enumerate(row) if bit] for row in bits] == list(allowed.values())
         assert {len(row) for row in bits} == {96}
-    else:
-        assert inputs.mask_rows is inputs.mask is None
 
     biases = {i: naive_biases(s) for i, s in enumerate(sampled) if naive_biases(s)}
-    found = grouped(inputs.bias_rows, inputs.bias_tokens, inputs.bias_values)
-    assert {i: dict(pairs) for i, pairs in found.items()} == biases
-    assert {i: len(pairs) for i, pairs in found.items()} == {i: len(b) for i, b in biases.items()}
+    if biases:
+        found = grouped(*edits.pop(add_bias))
+        assert {i: dict(pairs) for i, pairs in found.items()} == biases
+        assert all(len(pairs) == len(biases[i]) for i, pairs in found.items())
 
     histories = {
         i: [
@@ -383,14 +380,14 @@ def test_sampling_inputs_are_what_a_loop_over_sequences_gives(sequences: list[Sa
         for i, s in enumerate(sampled)
         if naive_penalties(s.params) != (1, 0, 0)
     }
-    found = grouped(inputs.history_rows, inputs.history_tokens, inputs.history_generated)
-    assert found == histories
     if histories:
-        check(inputs.penalties, [list(naive_penalties(p)) for p in params], torch.float32)
-    else:
-        assert inputs.penalties is None
+        penalties, *history = edits.pop(penalise)
+        assert grouped(*history) == histories
+        check(penalties, [list(naive_penalties(p)) for p in params], torch.float32)
+    assert not edits, "what nobody asks for is not there"
+    in_order = [edit for edit in (apply_mask, add_bias, penalise) if edit in inputs.edits]
+    assert list(inputs.edits) == in_order
 
-    assert inputs.edits_logits == bool(allowed or biases or histories)
     assert inputs.rows.dtype == torch.int32
     rows = inputs.rows.numpy().view(SAMPLING_ROW)[:, 0]
     assert rows.tolist() == [naive_row(s) for s in sampled]
@@ -421,7 +418,8 @@ def test_a_sequence_that_has_finished_meanwhile_asks_for_nothing():
     done, open_ = make_sampled([1], [2], params), make_sampled([1], [2], params)
     done.item.seq.status = SequenceStatus.FINISHED
     inputs = prepare_sample(sampled_batch([done, open_]))
-    for rows in (inputs.mask_rows, inputs.bias_rows, inputs.history_rows):
+    (mask_rows, _), (bias_rows, *_), (_, history_rows, *_) = inputs.edits.values()
+    for rows in (mask_rows, bias_rows, history_rows):
         assert set(rows.tolist()) == {1}
     assert len(inputs.rows) == 2
 
@@ -438,6 +436,8 @@ def test_building_sampling_inputs_changes_nothing():
     )
     batch = sampled_batch([make_sampled([1, 5], [4], params, bad_words=[[4, 1], [2]])] * 2)
     first, again = prepare_sample(batch), prepare_sample(batch)
-    for f in fields(first):
-        a, b = getattr(first, f.name), getattr(again, f.name)
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, f.name
+    assert torch.equal(first.rows, again.rows)
+    assert list(first.edits) == list(again.edits) == [apply_mask, add_bias, penalise]
+    for edit, tensors in first.edits.items():
+        for a, b in zip(tensors, again.edits[edit], strict=True):
+            assert torch.equal(a, b), edit

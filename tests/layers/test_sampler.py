@@ -2,6 +2,7 @@
 the edits of logits written out one token at a time."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.kernels.logit_edits import LogitEdits, add_bias, apply_mask, edit_logits, penalise
+from nanovllm.kernels.logprobs import pack_logprobs
 from nanovllm.kernels.sampling import SAMPLING_ROW
-from nanovllm.layers.sampler import SamplingInputs, draw, edit_logits, pack_logprobs
+from nanovllm.layers.sampler import SamplingInputs, draw
 
 NUM_DRAWS = 5_000
 # 8 tokens of graded odds, and one that must never come.
@@ -180,7 +183,7 @@ def test_a_small_temperature_approaches_argmax(dtype):
     assert torch.equal(sample(logits, temperature=1e-3), torch.arange(64))
 
 
-def int32(values: list[int]) -> torch.Tensor:
+def int32(values: Sequence[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
@@ -200,24 +203,18 @@ def edits(draw: st.DrawFn) -> tuple[torch.Tensor, SamplingInputs, torch.Tensor]:
     logits = torch.randn(num_rows, vocab_size, generator=generator) * 3
     row, token = st.integers(0, num_rows - 1), st.integers(0, vocab_size - 1)
     value = st.sampled_from([-math.inf, -100.0, -0.5, 3.25])
-    given: dict[str, torch.Tensor] = {}
+    given: LogitEdits = {}
     expected = logits.double().clone()
 
     if masked := draw(st.lists(row, unique=True)):
         allowed = [draw(st.sets(token)) for _ in masked]
-        given |= {
-            "mask_rows": int32(masked),
-            "mask": mask_of(*allowed, vocab_size=vocab_size),
-        }
+        given |= {apply_mask: (int32(masked), mask_of(*allowed, vocab_size=vocab_size))}
         for i, tokens in zip(masked, allowed, strict=True):
             for t in set(range(vocab_size)) - tokens:
                 expected[i, t] = -math.inf
     if biases := draw(st.dictionaries(st.tuples(row, token), value, max_size=6)):
-        given |= {
-            "bias_rows": int32([i for i, _ in biases]),
-            "bias_tokens": int32([t for _, t in biases]),
-            "bias_values": torch.tensor(list(biases.values())),
-        }
+        rows, tokens = (int32(column) for column in zip(*biases, strict=True))
+        given |= {add_bias: (rows, tokens, torch.tensor(list(biases.values())))}
         for (i, t), bias in biases.items():
             expected[i, t] += bias
     if penalised := draw(st.lists(row, unique=True)):
@@ -235,14 +232,9 @@ def edits(draw: st.DrawFn) -> tuple[torch.Tensor, SamplingInputs, torch.Tensor]:
                 count = history.count((t, True))
                 expected[i, t] = z - count * frequency - (presence if count else 0)
         entries = draw(st.permutations(entries))
-        columns = list(zip(*entries, strict=True))
-        given |= {
-            "penalties": penalties,
-            "history_rows": int32(columns[0]),
-            "history_tokens": int32(columns[1]),
-            "history_generated": torch.tensor(columns[2]),
-        }
-    return logits, SamplingInputs(rows=sampling_rows(num_rows, temperature=0), **given), expected
+        rows, tokens, generated = zip(*entries, strict=True)
+        given |= {penalise: (penalties, int32(rows), int32(tokens), torch.tensor(generated))}
+    return logits, SamplingInputs(sampling_rows(num_rows, temperature=0), edits=given), expected
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -251,8 +243,7 @@ def test_edits_act_in_the_documented_order(case):
     """Every logit, and the greedy token after them. The logits that came stay as they are: they
     are a graph's output, and logprobs are read from them."""
     logits, inputs, expected = case
-    before, edited = logits.clone(), logits.clone()
-    edit_logits(edited, inputs)
+    before, edited = logits.clone(), edit_logits(logits, inputs.edits)
     assert torch.allclose(edited.double(), expected, atol=1e-4)
     for row, token in zip(expected, sample(logits, inputs).tolist(), strict=True):
         best = row.max()
@@ -266,18 +257,18 @@ def test_edits_act_in_the_documented_order(case):
 def test_edited_logits_are_drawn_from_by_their_softmax():
     """Bias and penalty at work in the odds, not in the argmax alone; false alarms as above."""
     n = NUM_DRAWS
-    inputs = SamplingInputs(
-        rows=sampling_rows(n),
-        mask_rows=torch.arange(n, dtype=torch.int32),
-        mask=mask_of({1, 2, 3, 4, 5, 8}, vocab_size=9).expand(n, -1).contiguous(),
-        bias_rows=torch.arange(n, dtype=torch.int32),
-        bias_tokens=torch.full((n,), 4, dtype=torch.int32),
-        bias_values=torch.full((n,), 1.5),
-        penalties=torch.tensor([[2.0, 0.25, 0.5]]).expand(n, -1),
-        history_rows=torch.arange(n, dtype=torch.int32).repeat(3),
-        history_tokens=torch.tensor([1, 1, 5], dtype=torch.int32).repeat_interleave(n),
-        history_generated=torch.tensor([True, True, False]).repeat_interleave(n),
-    )
+    rows = torch.arange(n, dtype=torch.int32)
+    edits: LogitEdits = {
+        apply_mask: (rows, mask_of({1, 2, 3, 4, 5, 8}, vocab_size=9).expand(n, -1).contiguous()),
+        add_bias: (rows, torch.full((n,), 4, dtype=torch.int32), torch.full((n,), 1.5)),
+        penalise: (
+            torch.tensor([[2.0, 0.25, 0.5]]).expand(n, -1),
+            rows.repeat(3),
+            int32([1, 1, 5]).repeat_interleave(n),
+            torch.tensor([True, True, False]).repeat_interleave(n),
+        ),
+    }
+    inputs = SamplingInputs(sampling_rows(n), edits=edits)
     z = LOGITS.double().clone()
     z[[0, 6, 7]] = -math.inf
     z[4] += 1.5
@@ -289,7 +280,8 @@ def test_edited_logits_are_drawn_from_by_their_softmax():
 def test_a_row_without_a_token_spoils_no_other():
     logits = torch.randn(3, 40)
     mask = mask_of(set(), vocab_size=40)
-    inputs = SamplingInputs(sampling_rows(3, temperature=[0, 1, 0]), True, int32([1]), mask)
+    edits: LogitEdits = {apply_mask: (int32([1]), mask)}
+    inputs = SamplingInputs(sampling_rows(3, temperature=[0, 1, 0]), truncates=True, edits=edits)
     best = logits.argmax(-1).tolist()
     assert sample(logits, inputs).tolist() == [best[0], -1, best[2]]
 
@@ -301,11 +293,10 @@ def test_logprobs_are_those_of_the_logits_as_they_came(dtype, k):
     logits = torch.randn(5, 40).to(dtype)
     inputs = SamplingInputs(
         rows=sampling_rows(5, temperature=[0, 1, 5, 1, 1]),
-        bias_rows=int32([0, 1, 3]),
-        bias_tokens=int32([5, 6, 7]),
-        bias_values=torch.tensor([100.0, 100.0, -50.0]),
-        mask_rows=int32([4]),
-        mask=mask_of(set(), vocab_size=40),
+        edits={
+            apply_mask: (int32([4]), mask_of(set(), vocab_size=40)),
+            add_bias: (int32([0, 1, 3]), int32([5, 6, 7]), torch.tensor([100.0, 100.0, -50.0])),
+        },
         num_logprobs=k,
     )
     token_ids, packed = draw(logits, inputs)
