@@ -1,6 +1,7 @@
 """What goes wrong in the middle of a run costs the request that it happens to, and nothing else."""
 
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanovllm.engine import throughput
+from tests.test_generate import save_tokenizer
 from tests.tiny_models import VOCAB_SIZE, TinyModels
 
 SMALL: dict[str, Any] = {
@@ -169,8 +171,8 @@ class TestNaN:
 
 
 class TestFailuresOnTheWay:
-    def test_a_detokenizer_that_raises_ends_its_request(self, smollm2_like):
-        llm, prompts = smollm2_like
+    def test_a_detokenizer_that_raises_ends_its_request(self, with_words):
+        llm, prompts = with_words
         expected = [out["text"] for out in run(llm, prompts, params(stop=["\x00"]))]
         ids = [llm.add_request(prompt, params(stop=["\x00"])) for prompt in prompts]
         seq = llm._requests[ids[1]].seqs[0]
@@ -189,9 +191,9 @@ class TestFailuresOnTheWay:
         check_clean(llm)
 
     def test_a_tokenizer_that_fails_on_one_completion_spares_the_others(
-        self, smollm2_like, monkeypatch
+        self, with_words, monkeypatch
     ):
-        llm, prompts = smollm2_like
+        llm, prompts = with_words
         expected = run(llm, prompts, params())
         bad = tuple(expected[1]["token_ids"])
         decode = llm.prompt_encoder.decode
@@ -208,9 +210,53 @@ class TestFailuresOnTheWay:
         assert tokens(outputs) == tokens(expected)
         assert [outputs[i]["text"] for i in (0, 2)] == [expected[i]["text"] for i in (0, 2)]
 
+    @pytest.mark.parametrize("where", ["compute_bitmask", "try_consume_tokens"])
+    def test_a_grammar_that_leads_nowhere_ends_its_request(self, where, tiny_models, tmp_path):
+        folder = tmp_path / "model"
+        shutil.copytree(tiny_models.path("qwen3"), folder)
+        save_tokenizer(folder)
+        choice = params(structured_outputs=StructuredOutputsParams(choice=["abcd"]))
+        with LLM(folder, **SMALL) as llm:
+            good = [out["text"] for out in run(llm, ["one", "two"], [params(), choice])]
+            assert good[1] == "abcd"
+            ids = [
+                llm.add_request(*pair) for pair in zip(["one", "two"] * 2, [params(), choice] * 2)
+            ]
+            grammar = llm._requests[ids[1]].seqs[0].sampling.grammar
+            grammar._matcher = StuckMatcher(grammar._matcher, where)
+            results = {}
+            while not llm.is_finished():
+                results |= {out.request_id: out for out in llm.step()}
+            bad = results.pop(ids[1]).outputs[0]
+            assert (bad.finish_reason, bad.stop_reason) == ("error", None)
+            assert "too complex" in bad.error and "abcd".startswith(bad.text)
+            assert [out["text"] for out in map(results.get, sorted(results))] == [*good[:1], *good]
+
+
+class StuckMatcher:
+    """One that fails at the second call of a method, as llguidance's does at its limits."""
+
+    def __init__(self, matcher: Any, where: str) -> None:
+        self.matcher, self.where, self.num_calls = matcher, where, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self.where:
+            self.num_calls += 1
+        if self.num_calls < 2:
+            return getattr(self.matcher, name)
+        stuck = {
+            "compute_bitmask": bytes(4 * VOCAB_SIZE // 32),
+            "try_consume_tokens": 0,
+            "get_error": "grammar too complex",
+            "is_error": True,
+            "is_stopped": True,
+            "is_accepting": False,
+        }
+        return lambda *args: stuck[name]
+
 
 @pytest.fixture
-def smollm2_like(tiny_models: TinyModels, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Any:
+def with_words(tiny_models: TinyModels, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The engine with a tokenizer of one word a token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -349,10 +349,13 @@ class LLMEngine:
         batch, output = launched.batch, self.model_runner.wait(launched)
         rows = [i for i, item in enumerate(batch.sampled) if not item.seq.is_finished]
         finished = self.scheduler.postprocess(batch, output.token_ids)
-        for seq in [seq for seq in reversed(finished) if seq.error and not seq.is_isolated]:
-            self._isolate(seq)
-            finished.remove(seq)
-            rows = [row for row in rows if batch.sampled[row].seq is not seq]
+        for seq in [seq for seq in reversed(finished) if seq.error]:
+            if (grammar := seq.sampling.grammar) is not None and grammar.error:
+                seq.error = grammar.error
+            elif not seq.is_isolated:
+                self._isolate(seq)
+                finished.remove(seq)
+                rows = [row for row in rows if batch.sampled[row].seq is not seq]
         for item in batch.items:
             if (logprobs := output.prompt_logprobs.get(item.seq.seq_id)) is not None:
                 item.seq.prompt_logprobs.append(logprobs)
@@ -365,7 +368,7 @@ class LLMEngine:
             if seq.is_watched:
                 try:
                     self._watch(seq, token_id)
-                except Exception as error:  # of a tokenizer or a grammar: theirs alone
+                except Exception as error:  # of its tokenizer or its grammar
                     self.scheduler.finish(seq, None, f"{type(error).__name__}: {error}")
                 if seq.is_finished:
                     finished.append(seq)

@@ -97,12 +97,15 @@ class SamplingState:
         return self.history is not None or self.grammar is not None
 
     def append_token(self, token_id: int) -> None:
-        """Takes note of a drawn token. (A grammar refuses one of its own mask only if it has
-        become too complex to follow, and is finished then.)"""
+        """Takes note of a drawn token.
+
+        Raises:
+            ValueError: the grammar has become too complex to follow; else it takes what it allows.
+        """
         if self.history is not None:
             self.history.append(token_id)
-        if self.grammar is not None:
-            self.grammar.accept(token_id)
+        if self.grammar is not None and not self.grammar.accept(token_id):
+            raise ValueError(self.grammar.error)
 
     def fill_mask(self, mask: np.ndarray) -> None:
         """Writes int32 [mask_words], a bit for each token that may be drawn next."""

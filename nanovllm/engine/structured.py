@@ -5,7 +5,6 @@ alike for every end-of-sequence token.
 """
 
 import json
-import logging
 import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property, lru_cache
@@ -15,8 +14,6 @@ import numpy as np
 
 from nanovllm.kernels.logit_edits import bit_mask
 from nanovllm.sampling_params import StructuredOutputsParams
-
-logger = logging.getLogger("nanovllm")
 
 CACHE_SIZE = 64  # compiled grammars, each with its lexer's tables
 JSON_OPTIONS = {"whitespace_pattern": " "}  # at most one between two symbols
@@ -86,12 +83,17 @@ class GrammarCompiler:
 
 
 class Grammar:
-    """How far one completion has come in its grammar."""
+    """How far one completion has come in its grammar.
+
+    Attributes:
+        error: why nothing can follow, not even an end; empty as long as something can.
+    """
 
     def __init__(self, matcher: Any, compiler: GrammarCompiler) -> None:
         self._matcher = matcher
         self._compiler = compiler
         self._ended = False  # by an end-of-sequence token, or for want of any other
+        self.error = ""
 
     @property
     def is_finished(self) -> bool:
@@ -99,10 +101,8 @@ class Grammar:
         return self._ended or self._matcher.is_stopped()
 
     def fill_mask(self, mask: np.ndarray) -> None:
-        """Sets the bits of the tokens that may come next; there is always one.
-
-        A grammar that gets too complex to follow, or leads where this vocabulary has no token,
-        is logged and finished: one bad completion must not cost the others of its batch.
+        """Sets the bits of the tokens that may come next. There is none, and ``error`` says why,
+        where a grammar gets too complex to follow or leads where this vocabulary has no token.
 
         Args:
             mask: int32 [ceil(vocab_size / 32)]; bit i of word w stands for token 32 * w + i.
@@ -112,10 +112,9 @@ class Grammar:
         if self._ended:
             mask[:] = 0
         elif not mask.any():
-            self._ended = True
-            if not self._matcher.is_accepting():
-                reason = self._matcher.get_error() or "no token of this vocabulary can follow"
-                logger.warning("structured output cut short: %s", _brief(reason))
+            self._ended = self._matcher.is_accepting()
+            if not self._ended:
+                self._fail()
         if self._can_end():
             mask |= self._compiler.eos_mask
 
@@ -126,10 +125,18 @@ class Grammar:
             return self._ended
         if self._ended or not 0 <= token_id < self._compiler.vocab_size:
             return False
-        return self._matcher.try_consume_tokens([token_id]) == 1
+        if self._matcher.try_consume_tokens([token_id]) == 1:
+            return True
+        if self._matcher.is_error():
+            self._fail()
+        return False
 
     def _can_end(self) -> bool:
-        return self.is_finished or self._matcher.is_accepting()
+        return not self.error and (self.is_finished or self._matcher.is_accepting())
+
+    def _fail(self) -> None:
+        reason = self._matcher.get_error() or "no token of this vocabulary can follow"
+        self.error = f"the structured output cannot go on: {_brief(reason)}"
 
 
 def _make_matcher(ll_tokenizer: Any, lark: str) -> Any:
