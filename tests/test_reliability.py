@@ -219,9 +219,8 @@ class TestFailuresOnTheWay:
         with LLM(folder, **SMALL) as llm:
             good = [out["text"] for out in run(llm, ["one", "two"], [params(), choice])]
             assert good[1] == "abcd"
-            ids = [
-                llm.add_request(*pair) for pair in zip(["one", "two"] * 2, [params(), choice] * 2)
-            ]
+            pairs = [("one", params()), ("two", choice)] * 2
+            ids = [llm.add_request(*pair) for pair in pairs]
             grammar = llm._requests[ids[1]].seqs[0].sampling.grammar
             grammar._matcher = StuckMatcher(grammar._matcher, where)
             results = {}

@@ -112,7 +112,7 @@ def break_steps(llm: LLM, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.timeout(900)
 def test_every_request_finishes_once_with_what_it_has_without_pressure(path, monkeypatch):
-    # Not in oneDNN's layout, which keeps code for each of hundreds of batch shapes: that is no leak.
+    # Not in oneDNN's layout, which keeps code for hundreds of batch shapes: that is no leak.
     for part in ("linear", "embed_head"):
         monkeypatch.setattr(f"nanovllm.layers.{part}.pack_weight", lambda weight: weight)
     rng = random.Random(7)

@@ -135,7 +135,9 @@ class Grammar:
         return not self.error and (self.is_finished or self._matcher.is_accepting())
 
     def _fail(self) -> None:
-        reason = self._matcher.get_error() or "no token of this vocabulary can follow"
+        reason = self._matcher.get_error()
+        if not reason or reason.startswith("NoExtension"):
+            reason = "no token of this vocabulary can follow"
         self.error = f"the structured output cannot go on: {_brief(reason)}"
 
 
