@@ -1,6 +1,8 @@
 """The engine on a real GPU: whole-model accuracy, graphs, memory."""
 
 import gc
+import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -205,3 +207,85 @@ def test_deleting_the_last_reference_frees_the_memory(small_model):
     assert torch.cuda.memory_allocated() > before + (1 << 30)
     del llm
     assert torch.cuda.memory_allocated() <= before + (1 << 20)
+
+
+def test_what_was_in_freed_blocks_does_not_matter(small_model, backend):
+    """Guards 0 x NaN in a kernel that reads more than it needs."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with LLM(small_model, attention_backend=backend, max_num_seqs=32) as llm:
+        expected = [out["token_ids"] for out in llm.generate(PROMPTS, params, False)]
+        llm.reset_prefix_cache()
+        llm.model_runner.kv_cache.fill_(torch.nan)
+        assert [out["token_ids"] for out in llm.generate(PROMPTS, params, False)] == expected
+
+
+def poison(llm: LLM, token_id: int) -> None:
+    """Prompts with this token have logits of NaN from now on. Decode graphs, which read the
+    embedding where it was, know it as it was."""
+    embedding = llm.model_runner.model.model.embed_tokens
+    weight = embedding.weight.clone()
+    weight[token_id] = torch.nan
+    embedding.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+
+def test_a_long_job_survives_nan_and_a_full_gpu(caplog):
+    """50,000 prompts on Qwen3-0.6B's shapes: one in a hundred has logits of NaN, and in the middle
+    somebody takes all of the GPU's memory for a while."""
+    rng, poisoned_id = random.Random(3), 151_000
+    shape = Path(__file__).parents[1] / "benchmarks" / "shapes" / "qwen3-0.6b"
+    settings = {"max_model_len": 256, "gpu_memory_utilization": 0.5}
+    with LLM(shape, load_format="dummy", **settings) as llm:
+        poison(llm, poisoned_id)
+        starts = [[rng.randrange(1000) for _ in range(300)] for _ in range(10)]
+        bad, lengths = set(), {}
+        for i in range(50_000):
+            prompt = [*rng.choice(starts)[: rng.randint(4, 40)], i]
+            if i % 100 == 7:
+                prompt.insert(rng.randrange(len(prompt)), poisoned_id)
+            sampling = SamplingParams(seed=i, max_tokens=1 + i % 16, ignore_eos=True)
+            request_id = llm.add_request(prompt, sampling)
+            lengths[request_id] = 1 + i % 16
+            if i % 100 == 7:
+                bad.add(request_id)
+        hogs, num_steps, done = [], 0, set()
+        while not llm.is_finished():
+            for output in llm.step():
+                (completion,) = output.outputs
+                assert output.request_id not in done
+                done.add(output.request_id)
+                if output.request_id in bad:
+                    assert completion.finish_reason == "error" and "NaN" in completion.error
+                else:
+                    assert completion.finish_reason == "length"
+                    assert len(completion.token_ids) == lengths[output.request_id]
+            num_steps += 1
+            if num_steps == 40:
+                torch.cuda.empty_cache()
+                free = torch.cuda.mem_get_info()[0]
+                hogs.append(torch.empty(free - (96 << 20), dtype=torch.uint8, device="cuda"))
+            elif num_steps == 120:
+                hogs.clear()
+        assert done == lengths.keys()
+        llm.scheduler.check_invariants()
+        assert not llm.scheduler.block_manager.used_block_ids
+    assert "out of memory in a step of" in caplog.text
+    print(f"{num_steps} steps, {caplog.text.count('out of memory in a step')} out of memory")
+
+
+def test_a_step_that_never_fits_is_an_error_and_the_engine_goes_on(small_model):
+    params = SamplingParams(temperature=0, max_tokens=8)
+    with LLM(small_model, gpu_memory_utilization=0.3, max_num_seqs=16) as llm:
+        expected = [out["token_ids"] for out in llm.generate(PROMPTS[:8], params, False)]
+        torch.cuda.empty_cache()
+        hogs = []
+        for size in (1 << 30, 1 << 24, 1 << 20, 1 << 16, 512):  # to the last bytes
+            try:
+                while True:
+                    hogs.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+            except torch.OutOfMemoryError:
+                pass
+        with pytest.raises(RuntimeError, match=r"out of memory in the smallest step .*GiB"):
+            llm.generate(PROMPTS[:8], params, use_tqdm=False)
+        hogs.clear()
+        torch.cuda.empty_cache()
+        assert [out["token_ids"] for out in llm.generate(PROMPTS[:8], params, False)] == expected
