@@ -10,6 +10,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "torch")
 LOAD_FORMATS = ("auto", "dummy")
 MAX_RANKS = 8
+MAX_INT32 = 2**31 - 1  # slots, tokens and positions are counted in int32
+MAX_STEP_TOKENS, MAX_STEP_SEQS = 2**24, 2**16  # beyond any device, within any mistake's reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +75,20 @@ class Config:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ValueError("model must name a checkpoint directory, a .gguf file or a hub id")
-        self._check_int("max_num_batched_tokens", 1)
-        self._check_int("max_num_seqs", 1)
-        self._check_int("max_model_len", 2)
-        self._check_int("kvcache_block_size", 1)
-        self._check_int("tensor_parallel_size", 1)
-        if self.tensor_parallel_size > MAX_RANKS:
-            raise ValueError(
-                f"tensor_parallel_size must be at most {MAX_RANKS}, got {self.tensor_parallel_size}"
-            )
-        self._check_int("num_kvcache_blocks", -1)
-        self._check_int("seed", 0)
-        if self.seed >= 2**63:
-            raise ValueError(f"seed must be below 2**63, got {self.seed}")
+        self._check_int("max_num_batched_tokens", 1, MAX_STEP_TOKENS)
+        self._check_int("max_num_seqs", 1, MAX_STEP_SEQS)
+        self._check_int("max_model_len", 2, MAX_INT32)
+        self._check_int("kvcache_block_size", 1, MAX_INT32)
+        self._check_int("tensor_parallel_size", 1, MAX_RANKS)
+        self._check_int("num_kvcache_blocks", -1, MAX_INT32)
+        self._check_int("seed", 0, 2**63 - 1)
         if self.num_kvcache_blocks == 0:
             raise ValueError("num_kvcache_blocks must be at least 1, or -1 to measure it")
+        if self.num_kvcache_blocks * self.kvcache_block_size > MAX_INT32:
+            raise ValueError(
+                f"num_kvcache_blocks={self.num_kvcache_blocks} of kvcache_block_size="
+                f"{self.kvcache_block_size} are more than {MAX_INT32} tokens: lower one of them"
+            )
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)):
             raise TypeError(f"gpu_memory_utilization must be a number, got {share!r}")
@@ -101,12 +102,13 @@ class Config:
         self._check_choice("attention_backend", ATTENTION_BACKENDS)
         self._check_choice("load_format", LOAD_FORMATS)
 
-    def _check_int(self, name: str, minimum: int) -> None:
+    def _check_int(self, name: str, minimum: int, maximum: int) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < minimum:
-            raise ValueError(f"{name} must be at least {minimum}, got {value}")
+        if not minimum <= value <= maximum:
+            bound = f"at least {minimum}" if value < minimum else f"at most {maximum}"
+            raise ValueError(f"{name} must be {bound}, got {value}")
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)

@@ -6,6 +6,7 @@ from numbers import Integral, Real
 from typing import Any
 
 LARGEST = 1e30  # well within fp32
+MAX_COMPLETIONS = 2**14  # of one prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +134,8 @@ class SamplingParams:
             elif isinstance(value, Mapping):
                 object.__setattr__(self, field.name, dict(value))
         self._check_int("n", 1)
+        if self.n > MAX_COMPLETIONS:
+            raise ValueError(f"n must be at most {MAX_COMPLETIONS}, got {self.n}")
         self._check_number("presence_penalty", -2, 2)
         self._check_number("frequency_penalty", -2, 2)
         self._check_number("repetition_penalty", 1e-4, 1e4)
