@@ -925,9 +925,10 @@ class TestLife:
             assert generate(other) == other_expected
 
     def test_process_wide_settings_stay_as_they_are(self, tiny_models):
+        path = tiny_models.path("qwen3")
         torch.manual_seed(123)
         state = torch.get_rng_state()
-        with LLM(tiny_models.path("qwen3"), **SMALL, dtype="bfloat16") as llm:
+        with LLM(path, **SMALL, dtype="bfloat16") as llm:
             generate(llm, PROMPTS, SamplingParams(temperature=1.0))
         assert torch.get_default_dtype() == torch.float32
         assert torch.empty(0).device.type == "cpu"

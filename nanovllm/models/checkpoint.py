@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from nanovllm.models.gguf import GGUFCheckpoint
-from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.gguf import GGUFCheckpoint, refusing
+from nanovllm.models.model_config import ModelConfig, check_sizes
 from nanovllm.models.registry import get_model_class
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -21,6 +21,15 @@ GENERATION_FIELDS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
 }
+# All that transformers is given of a config.json, for its defaults and its reading of old
+# spellings: no code to run, no other file to read, nothing to build.
+CONFIG_FIELDS = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads head_dim "
+    "num_key_value_heads max_position_embeddings rms_norm_eps hidden_act attention_bias mlp_bias "
+    "rope_parameters rope_scaling rope_theta partial_rotary_factor sliding_window "
+    "use_sliding_window tie_word_embeddings dtype torch_dtype eos_token_id quantization_config "
+    "tokenizer_class"
+)
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -65,18 +74,25 @@ class SafetensorsCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        files = [file for file in path.glob("*.safetensors") if file.is_file()]
+        self._files = {file.name: file for file in files}
         raw = _read_json(path / "config.json")
         if raw is None:
             raise ValueError(f"{path} has no config.json: it is not a model checkpoint")
         named = raw.get("architectures")
         architecture = str(named[0] if isinstance(named, list) and named else named)
         model_class = get_model_class(architecture)
-        try:
-            hf = AutoConfig.from_pretrained(path).to_dict()
-        except Exception as error:  # transformers raises whatever its validators meet
-            raise ValueError(f"{path / 'config.json'} is not a valid config: {error}") from error
-        flags = model_class.config_flags(bool(hf.get("attention_bias")), bool(hf.get("mlp_bias")))
-        self.config = ModelConfig.from_hf(architecture, hf, flags)
+        known = {name: raw[name] for name in CONFIG_FIELDS.split() if name in raw}
+        model_type = architecture.removesuffix("ForCausalLM").lower()
+        with refusing(f"{path / 'config.json'} cannot be served"):
+            check_sizes(raw)
+            self._hf_config = AutoConfig.for_model(model_type, **known)
+            hf = self._hf_config.to_dict()
+            biases = [bool(hf.get(name)) for name in ("attention_bias", "mlp_bias")]
+            flags = model_class.config_flags(*biases)
+            self.config = ModelConfig.from_hf(architecture, hf, flags)
+            if files:  # none are needed for dummy weights
+                self.config.check_bytes(sum(file.stat().st_size for file in files))
         generation = _read_json(path / "generation_config.json") or {}
         self.eos_token_ids = _ids(hf.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
         self.recommended_sampling = {
@@ -88,47 +104,39 @@ class SafetensorsCheckpoint:
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         if not any((self.path / name).exists() for name in TOKENIZER_FILES):
             return None
-        try:
-            return AutoTokenizer.from_pretrained(self.path)
-        except Exception as error:  # transformers raises whatever its parsers meet
-            raise ValueError(
-                f"the tokenizer in {self.path} cannot be read ({error}): fetch its files again, or "
-                f"remove them to use token ids only"
-            ) from error
+        if "gguf_file" in (_read_json(self.path / "tokenizer_config.json") or {}):
+            raise ValueError(f"{self.path}: tokenizer_config.json must not name a gguf_file")
+        with refusing(f"the tokenizer in {self.path} cannot be read (remove it to use token ids)"):
+            return AutoTokenizer.from_pretrained(
+                self.path, config=self._hf_config, trust_remote_code=False
+            )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for path in self._weight_files():
-            try:
-                with safe_open(path, framework="pt") as file:
-                    for name in file.keys():  # noqa: SIM118 (not a dict)
-                        yield name, file.get_tensor(name)
-            except (SafetensorError, OSError) as error:
-                raise ValueError(
-                    f"{path} cannot be read ({error}): it is truncated or damaged, fetch it again"
-                ) from error
+            with refusing(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    yield name, file.get_tensor(name)
 
     def _weight_files(self) -> list[Path]:
-        index_path, single = (
-            self.path / name for name in ("model.safetensors.index.json", "model.safetensors")
-        )
+        """The index's names are looked up among this directory's, so they lead nowhere else."""
+        index_path, single = self.path / "model.safetensors.index.json", "model.safetensors"
         index = _read_json(index_path)
         if index is not None:
             weight_map = index.get("weight_map")
-            if not isinstance(weight_map, dict):
+            names = list(weight_map.values()) if isinstance(weight_map, dict) else [""]
+            if not all(isinstance(name, str) and name for name in names):
                 raise ValueError(f"{index_path} has no weight_map of tensor names to files")
-            files = [self.path / name for name in sorted(set(weight_map.values()))]
-        elif single.is_file():  # others beside it hold the same weights in another layout
-            files = [single]
-        else:
-            files = sorted(self.path.glob("*.safetensors"))
-        if not files:
+        else:  # others beside a single file hold the same weights in another layout
+            names = [single] if single in self._files else list(self._files)
+        if not names:
             raise ValueError(
-                f"{self.path} has no .safetensors weights (for random ones: load_format='dummy')"
+                f"{self.path} has no .safetensors weights (pickled ones, as pytorch_model.bin, are "
+                f"never read; for random ones: load_format='dummy')"
             )
-        for file in files:
-            if not file.is_file():
-                raise ValueError(f"{file} is missing, though the checkpoint's index names it")
-        return files
+        for name in names:
+            if name not in self._files:
+                raise ValueError(f"{index_path} names {name!r:.80}, which is missing beside it")
+        return [self._files[name] for name in sorted(set(names))]
 
 
 def _download(model: str) -> Path:
@@ -146,12 +154,10 @@ def _download(model: str) -> Path:
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object, or None if there is no such file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+    with refusing(f"{path} cannot be read"):
+        value = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object")
     return value

@@ -1,14 +1,18 @@
 """Checkpoints in GGUF, llama.cpp's single-file format: config, tokenizer and weights."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.gguf_file import GGUFFile
+from nanovllm.models.model_config import MAX_SIZES, ModelConfig
 from nanovllm.models.registry import get_model_class
 
 # llama.cpp's "llama" is Llama's and Mistral's common graph.
@@ -18,7 +22,22 @@ ARCHITECTURES = {
     "qwen3": (gguf.MODEL_ARCH.QWEN3, "Qwen3ForCausalLM"),
 }
 PRE_TOKENIZERS_WITH_BOS = ("llama3", "llama-v3", "llama-bpe")
+TOKENS = "tokenizer.ggml.tokens"
+MAX_TOKENS = 2**20  # with the merges; the largest vocabularies have three quarters of that
+MAX_TOKEN_LENGTH = 1024
 ROPE_DIVISORS = "rope_freqs.weight"
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turns whatever a file makes other libraries raise into ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        is_panic = type(error).__name__ == "PanicException"  # Rust's are no Exceptions
+        if not (is_panic or isinstance(error, Exception)):
+            raise
+        raise ValueError(f"{what}: {error}") from error
 
 
 class GGUFCheckpoint:
@@ -26,81 +45,97 @@ class GGUFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self.reader = gguf.GGUFReader(path)
-        except Exception as error:  # the reader raises whatever its parsing runs into
-            raise ValueError(
-                f"{path} cannot be read as GGUF ({error}): it is truncated or damaged"
-            ) from error
-        self._tensors = {tensor.name: tensor for tensor in self.reader.tensors}
-        self.arch = self._field("general.architecture")
-        if self.arch not in ARCHITECTURES:
-            raise ValueError(
-                f"GGUF architecture {self.arch!r} is not served; "
-                f"those served are {', '.join(ARCHITECTURES)}"
-            )
-        self.config = self._read_config()
-        eos_names = ("eos_token_id", "eot_token_id")
-        eos = (self._field(f"tokenizer.ggml.{name}", None) for name in eos_names)
+        self.file = GGUFFile(path)
+        with refusing(f"{path} cannot be served"):
+            self.arch = self._field("general.architecture", str)
+            if self.arch not in ARCHITECTURES:
+                raise ValueError(
+                    f"GGUF architecture {self.arch!r:.80} is not served; "
+                    f"those served are {', '.join(ARCHITECTURES)}"
+                )
+            self.config = self._read_config()
+            self.config.check_bytes(path.stat().st_size)
+            eos_names = ("eos_token_id", "eot_token_id")
+            eos = [self._field(f"tokenizer.ggml.{name}", int, None) for name in eos_names]
         self.eos_token_ids = frozenset(token_id for token_id in eos if token_id is not None)
         self.recommended_sampling: dict[str, Any] = {}
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        if "tokenizer.ggml.model" not in self.reader.fields:
+        if "tokenizer.ggml.model" not in self.file.fields:
             return None
-        kwargs: dict[str, Any] = {}
-        # Where the file does not say, llama.cpp goes by the kind of its pre-tokenizer.
-        unsaid = "tokenizer.ggml.add_bos_token" not in self.reader.fields
-        if unsaid and self._field("tokenizer.ggml.pre", None) in PRE_TOKENIZERS_WITH_BOS:
-            kwargs["add_bos_token"] = True
-        return AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name, **kwargs)
+        with refusing(f"the tokenizer in {self.path} cannot be read"), TemporaryDirectory() as tmp:
+            # transformers trusts a file, and takes up others beside it: it gets what was checked.
+            names = ["general.architecture", *self._tokenizer_fields()]
+            self.file.write_fields(names, Path(tmp, "m.gguf"))
+            # Where the file does not say, llama.cpp goes by the kind of its pre-tokenizer.
+            unsaid = "tokenizer.ggml.add_bos_token" not in names
+            has_bos = self._field("tokenizer.ggml.pre", str, None) in PRE_TOKENIZERS_WITH_BOS
+            bos = {"add_bos_token": True} if unsaid and has_bos else {}
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp, gguf_file="m.gguf", **bos)
+        tokenizer.name_or_path = str(self.path)
+        return tokenizer
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         name_map = self._hf_names()
-        for name, tensor in self._tensors.items():
-            if name == ROPE_DIVISORS:
-                continue
-            yield name_map.get(name, name), self._dequantize(tensor)
+        for name in self.file.tensors:
+            if name != ROPE_DIVISORS:
+                yield name_map.get(name, name), self._dequantize(name)
+
+    def _tokenizer_fields(self) -> Iterator[str]:
+        """Names them; ValueError for those that transformers would hang over, or misread."""
+        fields = {name: v for name, v in self.file.fields.items() if name.startswith("tokenizer.")}
+        tokens = self._field(TOKENS, list)
+        num_strings = sum(len(value) for value in fields.values() if isinstance(value, list))
+        if num_strings > MAX_TOKENS or any(len(token) > MAX_TOKEN_LENGTH for token in tokens):
+            raise ValueError("too many tokens, or too long ones")
+        for name, value in fields.items():
+            if name.endswith("_token_id") and value not in range(len(tokens)):
+                raise ValueError(f"{name} is {value!r:.80}, of {len(tokens)} tokens")
+            if isinstance(value, np.ndarray) and len(value) != len(tokens):
+                raise ValueError(f"{len(value)} {name} for {len(tokens)} tokens")
+            yield name
 
     def _read_config(self) -> ModelConfig:
-        def fact(name: str, *default: Any) -> Any:
-            return self._field(f"{self.arch}.{name}", *default)
+        def fact(name: str, kind: type, *default: Any) -> Any:
+            return self._field(f"{self.arch}.{name}", kind, *default)
 
-        architecture = ARCHITECTURES[self.arch][1]
-        heads, hidden_size = fact("attention.head_count"), fact("embedding_length")
-        head_dim = fact("attention.key_length", hidden_size // heads if heads else 0)
-        vocab_size = fact("vocab_size", None) or len(self._field("tokenizer.ggml.tokens"))
+        architecture, tensors = ARCHITECTURES[self.arch][1], self.file.tensors
+        heads, hidden_size = fact("attention.head_count", int), fact("embedding_length", int)
+        head_dim = fact("attention.key_length", int, hidden_size // heads if heads else 0)
+        vocab_size = fact("vocab_size", int, None) or len(self._field(TOKENS, list))
         hf = {
             "vocab_size": vocab_size,
             "hidden_size": hidden_size,
-            "intermediate_size": fact("feed_forward_length"),
-            "num_hidden_layers": fact("block_count"),
+            "intermediate_size": fact("feed_forward_length", int),
+            "num_hidden_layers": fact("block_count", int),
             "num_attention_heads": heads,
-            "num_key_value_heads": fact("attention.head_count_kv", heads),
+            "num_key_value_heads": fact("attention.head_count_kv", int, heads),
             "head_dim": head_dim,
-            "max_position_embeddings": fact("context_length"),
-            "rms_norm_eps": fact("attention.layer_norm_rms_epsilon"),
-            "tie_word_embeddings": "output.weight" not in self._tensors,
-            "sliding_window": fact("attention.sliding_window", None),
+            "max_position_embeddings": fact("context_length", int),
+            "rms_norm_eps": fact("attention.layer_norm_rms_epsilon", float),
+            "tie_word_embeddings": "output.weight" not in tensors,
+            "sliding_window": fact("attention.sliding_window", int, None),
             "rope_parameters": self._read_rope(fact, head_dim),
             "dtype": "float16",  # where a GPU has to choose: quantisation scales are fp16
         }
         flags = get_model_class(architecture).config_flags(
-            "blk.0.attn_q.bias" in self._tensors, "blk.0.ffn_up.bias" in self._tensors
+            "blk.0.attn_q.bias" in tensors, "blk.0.ffn_up.bias" in tensors
         )
         return ModelConfig.from_hf(architecture, hf, flags)
 
     def _read_rope(self, fact: Any, head_dim: int) -> dict[str, Any]:
-        kind = fact("rope.scaling.type", "none")
+        kind = fact("rope.scaling.type", str, "none")
         rope: dict[str, Any] = {
-            "rope_theta": fact("rope.freq_base", 10000.0),
+            "rope_theta": fact("rope.freq_base", float, 10000.0),
             "rope_type": "default" if kind == "none" else kind,
-            "partial_rotary_factor": fact("rope.dimension_count", head_dim) / max(head_dim, 1),
+            "partial_rotary_factor": fact("rope.dimension_count", int, head_dim) / max(head_dim, 1),
         }
         if kind == "linear":
-            rope["factor"] = fact("rope.scaling.factor")
-        if ROPE_DIVISORS in self._tensors:  # Llama 3's scaling, worked out by the converter
-            rope["freq_divisors"] = self._dequantize(self._tensors[ROPE_DIVISORS]).tolist()
+            rope["factor"] = fact("rope.scaling.factor", float)
+        if ROPE_DIVISORS in self.file.tensors:  # Llama 3's scaling, worked out by the converter
+            if self.file.tensors[ROPE_DIVISORS][1].size > 4 * MAX_SIZES["head_dim"]:
+                raise ValueError(f"{ROPE_DIVISORS} is too large for any head")
+            rope["freq_divisors"] = self._dequantize(ROPE_DIVISORS).tolist()
         return rope
 
     def _hf_names(self) -> dict[str, str]:
@@ -121,29 +156,27 @@ class GGUFCheckpoint:
             for kind in ("weight", "bias")
         }
 
-    def _dequantize(self, tensor: Any) -> torch.Tensor:
+    def _dequantize(self, name: str) -> torch.Tensor:
         """fp32, in the row order that transformers uses."""
-        try:
-            array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        except Exception as error:  # unknown type, or data cut short
-            raise ValueError(
-                f"{self.path}: tensor {tensor.name} ({tensor.tensor_type.name}) cannot be "
-                f"dequantised: {error}"
-            ) from error
-        weight = torch.from_numpy(array.astype("float32"))
-        if self.arch == "llama" and ".attn_q." in tensor.name:
-            return _to_half_split(weight, self.config.num_attention_heads)
-        if self.arch == "llama" and ".attn_k." in tensor.name:
-            return _to_half_split(weight, self.config.num_key_value_heads)
-        return weight
+        kind, codes = self.file.tensors[name]
+        # It may be of a type that gguf does not serve, or have rows that are no heads.
+        with refusing(f"{self.path}: tensor {name!r:.80} ({kind.name}) cannot be dequantised"):
+            weight = torch.from_numpy(gguf.quants.dequantize(codes, kind).astype("float32"))
+            if self.arch == "llama" and ".attn_q." in name:
+                return _to_half_split(weight, self.config.num_attention_heads)
+            if self.arch == "llama" and ".attn_k." in name:
+                return _to_half_split(weight, self.config.num_key_value_heads)
+            return weight
 
-    def _field(self, name: str, *default: Any) -> Any:
-        field = self.reader.fields.get(name)
-        if field is not None:
-            return field.contents()
-        if default:
-            return default[0]
-        raise ValueError(f"{self.path} lacks the field {name}")
+    def _field(self, name: str, kind: type, *default: Any) -> Any:
+        value = self.file.fields.get(name)
+        if value is None:
+            if default:
+                return default[0]
+            raise ValueError(f"it lacks the field {name}")
+        if type(value) is not kind:
+            raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r:.80}")
+        return value
 
 
 def _to_half_split(weight: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -100,7 +100,7 @@ class TestLayout:
         tiny_models.load("qwen3").save_pretrained(tmp_path, max_shard_size="60KB")
         shard = sorted(tmp_path.glob("*.safetensors"))[1]
         shard.unlink()
-        refuse(tmp_path, f"{shard.name} is missing")
+        refuse(tmp_path, f"{shard.name}', which is missing")
 
     @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": [1, 2]}', '{"weight_map": null}'])
     def test_a_malformed_index_is_refused_by_file(self, copy, text):
@@ -138,7 +138,7 @@ class TestDamage:
     def test_a_damaged_weight_file_is_named(self, copy, damage):
         path = copy() / WEIGHTS
         path.write_bytes(damage(path.read_bytes()))
-        refuse(path.parent, f"{path} cannot be read")
+        refuse(path.parent, rf"{path} cannot be read|weights are not in \d+ bytes")
 
     def test_a_directory_without_config_is_refused(self, tmp_path):
         refuse(tmp_path, f"{tmp_path} has no config.json")

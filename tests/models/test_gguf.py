@@ -399,7 +399,7 @@ class TestRefusals:
     )
     def test_a_missing_field_is_named(self, name, tiny_models, tmp_path):
         path = write_gguf(tmp_path / "m.gguf", tiny_models.load("qwen3"), "qwen3", drop=(name,))
-        refuse(path, f"m.gguf lacks the field qwen3.{name}")
+        refuse(path, rf"m\.gguf.* lacks the field qwen3\.{name}")
 
     @pytest.mark.parametrize("name", ["attention.head_count", "attention.key_length"])
     def test_heads_of_no_size_are_refused(self, name, tiny_models, tmp_path):
@@ -411,7 +411,7 @@ class TestRefusals:
             drop=(name,),
             fields=lambda writer: writer.add_uint32(f"qwen3.{name}", 0),
         )
-        refuse(path, "must be a positive int, got 0")
+        refuse(path, "must be a positive int.*got 0")
 
     def test_a_file_without_any_vocabulary_is_refused(self, tiny_models, tmp_path):
         drop = ("vocab_size",)
