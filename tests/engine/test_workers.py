@@ -4,6 +4,7 @@ import os
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -88,6 +89,20 @@ def test_readers_get_every_message_whole_and_in_order(sizes: list[int], delays: 
     finally:
         readers.close()
     assert readers.received == [messages] * len(delays)
+
+
+def test_the_segment_is_open_to_this_user_alone():
+    """What workers read from it they unpickle."""
+    before = os.umask(0)
+    try:
+        channel = Channel(1)
+    finally:
+        os.umask(before)
+    segment = Path("/dev/shm") / channel.shm.name
+    assert stat.S_IMODE(segment.stat().st_mode) == 0o600
+    assert segment.stat().st_uid == os.getuid()
+    channel.shm.unlink()
+    channel.close()
 
 
 def test_waiting_for_a_reader_can_be_cut_short():
