@@ -30,7 +30,7 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoConfig
 
 import nanovllm
-from nanovllm.models.checkpoint import open_checkpoint
+from nanovllm.checkpoints.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = Path(__file__).resolve().parent / "lm_eval_task"

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "nanovllm"
 LEAVES = ("config", "sampling_params", "outputs")
-LAYERS = ("utils", "kernels", "layers", "models", "engine", "llm")  # lowest first
+LAYERS = ("utils", "kernels", "layers", "models", "checkpoints", "engine", "llm")  # lowest first
 CORE = ("llm", "engine", "layers", "models", "utils")
 FILES = sorted(PACKAGE.rglob("*.py"))
 NOT_CODE = (

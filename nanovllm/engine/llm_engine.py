@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from tqdm.auto import tqdm
 
+from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.memory import describe_memory, held_bytes, is_out_of_memory, release_unused
@@ -23,7 +24,6 @@ from nanovllm.engine.sampling_state import SamplingStateFactory
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.throughput import Throughput
-from nanovllm.models.checkpoint import open_checkpoint
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.outputs import EngineMetrics, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanovllm.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.config import Config
 from nanovllm.engine import model_inputs
 from nanovllm.engine.batch import Batch, ScheduledSequence, StepOutput
@@ -27,7 +28,6 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.sampler import Sampler, SamplingInputs
-from nanovllm.models.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import get_model_class
 from nanovllm.sampling_params import SamplingParams

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from example import fetch_smollm2
+from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.engine.detokenizer import INCOMPLETE, IncrementalDetokenizer, find_stop
-from nanovllm.models.checkpoint import open_checkpoint
 
 PROFILE = settings(max_examples=200, deadline=None, derandomize=True)
 END = "<end>"

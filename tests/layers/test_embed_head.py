@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.kernels.attention_torch import TorchAttention
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import LinearBase
-from nanovllm.models.checkpoint import open_checkpoint
 from nanovllm.models.registry import get_model_class
 from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.distributed import TPGroup, use_tp_group

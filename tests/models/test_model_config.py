@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.engine.llm_engine import limit_model_len
 from nanovllm.layers.rotary_embedding import RopeConfig
-from nanovllm.models.checkpoint import open_checkpoint
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import MODELS, get_model_class
 

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Quant
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.models.checkpoint import open_checkpoint
+from nanovllm.checkpoints.checkpoint import open_checkpoint
 from tests.tiny_models import LLAMA3_ROPE, VOCAB_SIZE, TinyModels
 
 SMALL: dict[str, Any] = {"num_kvcache_blocks": 64, "kvcache_block_size": 16, "max_num_seqs": 4}

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.models.checkpoint import open_checkpoint
+from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.models.registry import MODELS
 from tests.tiny_models import VOCAB_SIZE, TinyModels
 

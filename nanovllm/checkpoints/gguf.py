@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from nanovllm.models.gguf_file import GGUFFile
+from nanovllm.checkpoints.gguf_file import GGUFFile
 from nanovllm.models.model_config import MAX_SIZES, ModelConfig
 from nanovllm.models.registry import get_model_class
 

@@ -28,8 +28,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.models.checkpoint import open_checkpoint
-from nanovllm.models.gguf_file import GGUFFile
+from nanovllm.checkpoints.checkpoint import open_checkpoint
+from nanovllm.checkpoints.gguf_file import GGUFFile
 
 SMALL: dict[str, Any] = {"num_kvcache_blocks": 16, "kvcache_block_size": 16, "max_num_seqs": 4}
 NUM_CASES = int(os.environ.get("FUZZ_CASES", "1000"))  # of each sweep
@@ -492,7 +492,7 @@ class TestGGUFTokenizer:
         (tmp_path / "m.gguf").write_bytes(gguf_bytes)
         checkpoint = open_checkpoint(str(tmp_path / "m.gguf"))
         for limit in (97, 96):
-            monkeypatch.setattr("nanovllm.models.gguf.MAX_TOKENS", limit)
+            monkeypatch.setattr("nanovllm.checkpoints.gguf.MAX_TOKENS", limit)
             if limit == 97:
                 checkpoint.load_tokenizer()
         with pytest.raises(ValueError, match=r"m\.gguf.*too many tokens"):

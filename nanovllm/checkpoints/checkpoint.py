@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from nanovllm.models.gguf import GGUFCheckpoint, refusing
+from nanovllm.checkpoints.gguf import GGUFCheckpoint, refusing
 from nanovllm.models.model_config import ModelConfig, check_sizes
 from nanovllm.models.registry import get_model_class
 
