@@ -1,0 +1,152 @@
+"""The command line: ``python -m nanovllm.run_batch -i in.jsonl -o out.jsonl --model ...``."""
+
+import argparse
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args
+
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from nanovllm.config import Config
+from nanovllm.llm import LLM
+from nanovllm.run_batch.job import Job
+from nanovllm.run_batch.runner import EngineLostError, Runner
+from nanovllm.run_batch.stop import StopOnSignal
+
+logger = logging.getLogger("nanovllm.run_batch")
+
+ALL_DONE, SOME_FAILED, CANNOT_START, INTERRUPTED = 0, 1, 2, 75
+GO_ON = "the same command goes on from here"
+METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME"}
+DESCRIPTION = """\
+Runs the requests of a file in OpenAI's batch format (chat completions and completions, one JSON
+object a line) and writes a record of each to another file as it finishes. Started again, it goes
+on where it was ended, by whatever."""
+EPILOG = """\
+exit status: 0 every line has a response; 1 every line has a record, but some are errors; 2 wrong
+usage, or no start; 75 interrupted: the same command goes on."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m nanovllm.run_batch",
+        usage="%(prog)s -i FILE -o FILE --model MODEL [options]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-i", "--input-file", type=Path, required=True, metavar="FILE", help="requests to run")
+    add("-o", "--output-file", type=Path, required=True, metavar="FILE", help="where records go")
+    add(
+        "--served-model-name",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names, besides --model's value, that requests may give for the model",
+    )
+    add(
+        "--grace",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="time that running requests have to finish after SIGTERM or Ctrl-C (default: 30)",
+    )
+    add("--no-progress", action="store_true", help="show no progress")
+    _add_engine_options(parser.add_argument_group("engine"))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a job; returns the exit status."""
+    args = make_parser().parse_args(argv)
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+    logger.setLevel(logging.INFO)
+    with logging_redirect_tqdm(), StopOnSignal(args.grace) as stop:
+        try:
+            return _run(args, stop)
+        except KeyboardInterrupt:
+            return _end(INTERRUPTED, f"interrupted; {GO_ON}")
+
+
+def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
+    options = {field.name: getattr(args, field.name) for field in fields(Config)}
+    try:
+        if not args.grace >= 0:
+            raise ValueError(f"--grace must be at least 0 seconds, got {args.grace}")
+        Config(**options)
+        job = Job(args.input_file, args.output_file)
+    except (OSError, TypeError, ValueError) as error:
+        return _end(CANNOT_START, f"error: {error}")
+    try:
+        with job:
+            status = _run_job(job, options, args, stop)
+    except (OSError, EngineLostError) as error:
+        return _end(INTERRUPTED, f"error: {error}; when that is mended, {GO_ON}")
+    except Exception:
+        logger.exception("this is a fault of the program")
+        return _end(INTERRUPTED, f"ended by an error; {GO_ON}")
+    return status
+
+
+def _run_job(
+    job: Job, options: dict[str, Any], args: argparse.Namespace, stop: StopOnSignal
+) -> int:
+    if not job.is_done:
+        try:
+            runner = Runner(lambda: LLM(**options), [*args.served_model_name, args.model])
+        except (OSError, TypeError, ValueError) as error:
+            return _end(CANNOT_START, f"error: {error}")
+        except Exception as error:
+            logger.exception("the engine does not start")
+            return _end(CANNOT_START, f"error: {type(error).__name__}: {error}")
+        with closing(runner):
+            stop.is_running = True
+            job.write(runner.run(job.requests(), stop), show_progress=not args.no_progress)
+            stop.is_running = False
+    print(f"run_batch: {job.summary()}", file=sys.stderr)
+    if not job.is_done:
+        return _end(INTERRUPTED, f"interrupted; {GO_ON}")
+    return SOME_FAILED if job.writer.num_failed else ALL_DONE
+
+
+def _add_engine_options(group: Any) -> None:
+    """An option for each field of Config."""
+    descriptions = _describe_fields(Config)
+    for field in fields(Config):
+        option = f"--{field.name.replace('_', '-')}"
+        kind = field.type
+        if isinstance(kind, UnionType):  # with None
+            (kind,) = (arg for arg in get_args(kind) if arg is not type(None))
+        described = descriptions.get(field.name, "").removesuffix(".").replace("%", "%%")
+        details: dict[str, Any] = {"help": f"{described} (default: {field.default})"}
+        if kind is bool:
+            details["action"] = argparse.BooleanOptionalAction
+        else:
+            details |= {"type": kind, "metavar": METAVARS[kind]}
+        if field.default is MISSING:
+            details |= {"help": described, "required": True}
+        else:
+            details["default"] = field.default
+        group.add_argument(option, **details)
+
+
+def _describe_fields(described: type) -> dict[str, str]:
+    """What the docstring says of each attribute."""
+    text = inspect.getdoc(described) or ""
+    section = re.search(r"^Attributes:\n(.*?)(?:\n\n|\Z)", text, re.DOTALL | re.MULTILINE)
+    entries = re.split(r"^    (\w+): ", section[1] if section else "", flags=re.MULTILINE)[1:]
+    pairs = zip(entries[::2], entries[1::2], strict=True)
+    return {name: " ".join(entry.split()).replace("``", "") for name, entry in pairs}
+
+
+def _end(status: int, message: str) -> int:
+    print(f"run_batch: {message}", file=sys.stderr)
+    return status

@@ -1,0 +1,43 @@
+"""The input file, line by line, however long it or one of its lines is."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import xxhash
+
+MAX_LINE_BYTES = 64 << 20
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line that is not blank.
+
+    Attributes:
+        number: its place in the file, from 1; blank lines count.
+        text: the line without the white space around it; None if that is too long to be read.
+        digest: 32 hex digits, of its text.
+    """
+
+    number: int
+    text: bytes | None
+    digest: str
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The lines of a file that are not blank."""
+    with path.open("rb") as file:
+        for number in count(1):
+            raw = file.readline(MAX_LINE_BYTES)
+            if not raw:
+                return
+            if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
+                hasher = xxhash.xxh128(raw)
+                while raw and not raw.endswith(b"\n"):
+                    raw = file.readline(CHUNK_BYTES)
+                    hasher.update(raw)
+                yield Line(number, None, hasher.hexdigest())
+            elif text := raw.strip():
+                yield Line(number, text, xxhash.xxh128_hexdigest(text))

@@ -1,0 +1,452 @@
+"""From a line of the input to prompts and sampling parameters."""
+
+import difflib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NoReturn
+
+import xxhash
+
+from nanovllm.run_batch.lines import MAX_LINE_BYTES, Line
+from nanovllm.run_batch.records import Record, RequestError, error_record
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+CHAT_URL = "/v1/chat/completions"
+COMPLETIONS_URL = "/v1/completions"
+MAX_CHOICES = 4096  # of one request: its prompts times n
+MAX_LOGPROBS = 20  # for each token, as OpenAI's and vLLM's limit
+DEFAULT_MAX_TOKENS = 16  # of completions; a chat goes on as far as the model's length allows
+
+# Fields that mean what SamplingParams says of them.
+SAMPLING_FIELDS = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "bad_words",
+    "allowed_token_ids",
+)
+SHARED_FIELDS = (
+    *SAMPLING_FIELDS,
+    "model",
+    "max_tokens",
+    "logit_bias",
+    "logprobs",
+    "response_format",
+    "structured_outputs",
+)
+TEMPLATE_FIELDS = ("chat_template", "chat_template_kwargs")
+FIELDS = {
+    COMPLETIONS_URL: (*SHARED_FIELDS, "prompt"),
+    CHAT_URL: (
+        *SHARED_FIELDS,
+        *TEMPLATE_FIELDS,
+        "messages",
+        "max_completion_tokens",
+        "top_logprobs",
+        "tools",
+        "tool_choice",
+        "add_generation_prompt",
+        "continue_final_message",
+    ),
+}
+# Fields that change nothing in a response.
+IGNORED_FIELDS = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+    }
+)
+# Fields that are not served, with the values that ask for nothing; null is one for every field.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "priority": (0,),
+    "include_reasoning": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+}
+WHERE = re.compile(r"^(prompts\[0\]|messages\[0\]|sampling_params): ")
+ADDS_SPECIAL_TOKENS = {CHAT_URL: False, COMPLETIONS_URL: True}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """A line that is a request; its body is not read yet.
+
+    Attributes:
+        number, digest: the line's.
+        custom_id: the user's name for it.
+        url: CHAT_URL or COMPLETIONS_URL.
+        body: the request's JSON.
+    """
+
+    number: int
+    digest: str
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What a request's body asks for.
+
+    Attributes:
+        model: the name to answer under.
+        params: how to complete the prompts; of all but the first, see ``params_of``.
+        has_seed: whether the body has a seed, which is that of all its prompts.
+        prompts: of a completion: strings or token ids, at least one.
+        messages: of a chat.
+        template: how to make a prompt of them: the keywords of ``LLM.render_chat``.
+    """
+
+    model: str
+    params: SamplingParams
+    has_seed: bool
+    prompts: list[str | list[int]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    template: dict[str, Any] = field(default_factory=dict)
+
+    def params_of(self, index: int) -> SamplingParams:
+        """How to complete one of the prompts."""
+        if index == 0 or self.has_seed:
+            return self.params
+        return replace(self.params, seed=_make_seed(self.params.seed, index))
+
+
+def parse_line(line: Line) -> BatchRequest | Record:
+    """The request on a line, or the record that says why there is none."""
+    custom_id = None
+    try:
+        request = _parse_object(line.text)
+        if not isinstance(request.get("custom_id"), str):
+            raise RequestError(
+                f"custom_id must be a string, got {_brief(request.get('custom_id'))}",
+                code="invalid_custom_id",
+            )
+        custom_id = request["custom_id"]
+        if request.get("method") != "POST":
+            raise RequestError(f"method must be POST, got {_brief(request.get('method'))}")
+        url, body = request.get("url"), request.get("body")
+        if not isinstance(url, str) or url not in FIELDS:
+            raise RequestError(f"url must be {' or '.join(FIELDS)}, got {_brief(url)}")
+        if not isinstance(body, dict):
+            raise RequestError(f"body must be an object, got {_brief(body)}")
+        return BatchRequest(line.number, line.digest, custom_id, url, body)
+    except RequestError as error:
+        return error_record(line, custom_id, error)
+
+
+def read_body(
+    request: BatchRequest, defaults: SamplingParams, model_names: Sequence[str]
+) -> Generation:
+    """What a request asks for.
+
+    Args:
+        request: whose body to read.
+        defaults: what fields that it does not set mean, but for ``max_tokens``; and the ``seed``
+            (not None) that those of requests without one are made from.
+        model_names: names of the model; the first goes without saying.
+
+    Raises:
+        RequestError: a field that is wrong, missing or not served.
+    """
+    given = {name: value for name, value in request.body.items() if value is not None}
+    has_seed = given.get("seed", -1) != -1
+    if not has_seed:
+        given["seed"] = _make_seed(defaults.seed, request.digest)
+    _check_served(given, request.url)
+    model = given.get("model", model_names[0])
+    if model not in model_names:
+        names = " or ".join(repr(name) for name in model_names)
+        raise RequestError(
+            f"the model {_brief(model)} does not exist: this job runs {names} "
+            f"(--served-model-name adds names)",
+            status=404,
+            code="model_not_found",
+            param="model",
+        )
+    read = _read_chat if request.url == CHAT_URL else _read_completion
+    generation = read(given, Generation(model, defaults, has_seed))
+    num_choices = generation.params.n * max(1, len(generation.prompts))
+    if num_choices > MAX_CHOICES:
+        raise RequestError(
+            f"{num_choices} completions are more than one request may have, {MAX_CHOICES}: "
+            f"make several requests of it",
+            param="n",
+        )
+    return generation
+
+
+def _make_seed(seed: int | None, name: object) -> int:
+    return xxhash.xxh64_intdigest(f"{seed}/{name}".encode())
+
+
+def bad_request(error: Exception) -> RequestError:
+    """The library's refusal, without its word for what is the only prompt here. Messages on a
+    field begin with its name."""
+    message = WHERE.sub("", str(error))
+    name = re.match(r"\w*", message)
+    return RequestError(message, param=name[0] if name and name[0] in SHARED_FIELDS else None)
+
+
+def _parse_object(text: bytes | None) -> dict[str, Any]:
+    if text is None:
+        raise RequestError(f"the line has {MAX_LINE_BYTES} bytes or more", code="line_too_long")
+    try:
+        value = json.loads(text.decode("utf-8").lstrip("\ufeff"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the line is not UTF-8: {error}", code="invalid_json") from None
+    except ValueError as error:
+        raise RequestError(f"the line is not JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise RequestError("the line is nested too deeply", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"the line is no JSON object: {_brief(value)}", code="invalid_json")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"it has no {name}")
+
+
+def _check_served(given: dict[str, Any], url: str) -> None:
+    known = FIELDS[url]
+    for name, value in given.items():
+        if name in known or name in IGNORED_FIELDS or value in NEUTRAL_VALUES.get(name, ()):
+            continue
+        if name == "add_special_tokens" and value is ADDS_SPECIAL_TOKENS[url]:
+            continue
+        hint = ""
+        if name.startswith("guided_"):
+            hint = "; use structured_outputs"
+        elif near := difflib.get_close_matches(name[:80], known, n=1, cutoff=0.75):
+            hint = f"; did you mean {near[0]}?"
+        raise RequestError(
+            f"the field {_brief(name)} is not served (value {_brief(value)}){hint}",
+            code="unsupported_parameter",
+            param=name[:80],
+        )
+
+
+def _read_completion(given: dict[str, Any], start: Generation) -> Generation:
+    logprobs = given.get("logprobs")
+    if logprobs is not None:
+        _check_num_logprobs("logprobs", logprobs)
+    max_tokens = given.get("max_tokens", DEFAULT_MAX_TOKENS)
+    params = _read_params(given, start.params, max_tokens=max_tokens, logprobs=logprobs)
+    return replace(start, params=params, prompts=_read_prompts(given.get("prompt")))
+
+
+def _read_chat(given: dict[str, Any], start: Generation) -> Generation:
+    wants_logprobs = given.get("logprobs", False)
+    if not isinstance(wants_logprobs, bool):
+        raise _wrong("logprobs", "true or false", wants_logprobs)
+    top_logprobs = given.get("top_logprobs", 0)
+    _check_num_logprobs("top_logprobs", top_logprobs)
+    if top_logprobs and not wants_logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    params = _read_params(
+        given,
+        start.params,
+        max_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
+        logprobs=top_logprobs if wants_logprobs else None,
+    )
+    messages = given.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise _wrong("messages", "a list of messages", messages)
+    messages = [_read_message(message) for message in messages]
+    return replace(start, params=params, messages=messages, template=_read_template(given))
+
+
+def _read_params(given: dict[str, Any], defaults: SamplingParams, **known: Any) -> SamplingParams:
+    values = {name: given[name] for name in SAMPLING_FIELDS if name in given}
+    try:
+        return replace(
+            defaults,
+            **values,
+            **known,
+            logit_bias=_read_logit_bias(given.get("logit_bias")),
+            structured_outputs=_read_structured_outputs(given),
+        )
+    except RequestError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise bad_request(error) from None
+
+
+def _read_logit_bias(biases: Any) -> Any:
+    """With ints for JSON's string keys; what the values are is checked elsewhere."""
+    if not isinstance(biases, dict):
+        return biases
+    for key in biases:
+        if not re.fullmatch(r"[0-9]{1,18}", key):
+            raise _wrong("logit_bias", "an object with token ids for keys", key)
+    return {int(key): bias for key, bias in biases.items()}
+
+
+def _read_structured_outputs(given: dict[str, Any]) -> StructuredOutputsParams | None:
+    params = _read_response_format(given.get("response_format"))
+    extra = given.get("structured_outputs")
+    if extra is None:
+        return params
+    if params is not None:
+        raise RequestError(
+            "response_format and structured_outputs exclude each other",
+            param="structured_outputs",
+        )
+    if not isinstance(extra, dict):
+        raise _wrong("structured_outputs", "an object", extra)
+    names = [f.name for f in fields(StructuredOutputsParams)]
+    if unknown := [name for name in extra if name not in names and extra[name]]:
+        raise RequestError(
+            f"structured_outputs.{unknown[0]:.80} is not served: it has {', '.join(names)}",
+            code="unsupported_parameter",
+            param="structured_outputs",
+        )
+    return StructuredOutputsParams(**{name: extra[name] for name in names if name in extra})
+
+
+def _read_response_format(response_format: Any) -> StructuredOutputsParams | None:
+    if response_format is None:
+        return None
+    if not isinstance(response_format, dict):
+        raise _wrong("response_format", "an object", response_format)
+    kind = response_format.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if kind != "json_schema":
+        raise _wrong("response_format.type", "text, json_object or json_schema", kind)
+    described = response_format.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if not isinstance(schema, dict):
+        raise _wrong("response_format.json_schema.schema", "a JSON schema", schema)
+    return StructuredOutputsParams(json=schema)
+
+
+def _read_prompts(prompt: Any) -> list[str | list[int]]:
+    """One prompt (a string, a list of token ids) or a list of them."""
+    if isinstance(prompt, str) or _is_token_ids(prompt):
+        return [prompt] if prompt else _refuse_prompt(prompt)
+    if not isinstance(prompt, list) or not prompt:
+        _refuse_prompt(prompt)
+    for item in prompt:
+        if not item or not (isinstance(item, str) or _is_token_ids(item)):
+            _refuse_prompt(item)
+    return prompt
+
+
+def _refuse_prompt(prompt: Any) -> NoReturn:
+    expected = "text that is not empty, token ids, or a list of either"
+    raise _wrong("prompt", expected, prompt)
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def _read_message(message: Any) -> dict[str, Any]:
+    """A message as chat templates expect it: arguments of tool calls as objects, not as JSON."""
+    if not isinstance(message, dict):
+        raise _wrong("messages", "a list of messages", message)
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return message | {"tool_calls": [_read_tool_call(call) for call in calls]}
+
+
+def _read_tool_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError as error:
+        raise RequestError(
+            f"messages: the arguments of a tool call are not JSON: {error}", param="messages"
+        ) from None
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def _read_template(given: dict[str, Any]) -> dict[str, Any]:
+    options = {name: given[name] for name in TEMPLATE_FIELDS if name in given}
+    if not isinstance(options.get("chat_template", ""), str):
+        raise _wrong("chat_template", "a Jinja template", options["chat_template"])
+    if not isinstance(options.get("chat_template_kwargs", {}), dict):
+        raise _wrong("chat_template_kwargs", "an object", options["chat_template_kwargs"])
+    continues = given.get("continue_final_message", False)
+    if not isinstance(continues, bool):
+        raise _wrong("continue_final_message", "true or false", continues)
+    adds_prompt = given.get("add_generation_prompt", not continues)
+    if not isinstance(adds_prompt, bool):
+        raise _wrong("add_generation_prompt", "true or false", adds_prompt)
+    if continues and adds_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    options |= {"continue_final_message": continues, "add_generation_prompt": adds_prompt}
+    return options | {"tools": _read_tools(given)}
+
+
+def _read_tools(given: dict[str, Any]) -> list[Any] | None:
+    """What the template is told of; answers are not searched for calls."""
+    tools, choice = given.get("tools"), given.get("tool_choice", "auto")
+    if not isinstance(tools, (list, type(None))):
+        raise _wrong("tools", "a list of functions", tools)
+    if choice not in ("none", "auto"):
+        raise RequestError(
+            f"tool_choice {_brief(choice)} is not served: only none and auto are",
+            code="unsupported_parameter",
+            param="tool_choice",
+        )
+    return (tools or None) if choice == "auto" else None
+
+
+def _check_num_logprobs(name: str, value: Any) -> None:
+    if type(value) is not int or not 0 <= value <= MAX_LOGPROBS:
+        raise _wrong(name, f"an integer from 0 to {MAX_LOGPROBS}", value)
+
+
+def _wrong(name: str, expected: str, value: Any) -> RequestError:
+    param = name.partition(".")[0]
+    return RequestError(f"{name} must be {expected}, got {_brief(value)}", param=param)
+
+
+def _brief(value: Any) -> str:
+    """A value as JSON, cut where it is long."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except RecursionError:  # some Pythons read deeper than they write
+        return "what is nested too deeply"
+    return text if len(text) <= 80 else text[:77] + "..."

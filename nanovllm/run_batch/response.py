@@ -1,0 +1,117 @@
+"""From the engine's results to OpenAI's response bodies."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.run_batch.request import CHAT_URL, BatchRequest, Generation
+
+LOWEST_LOGPROB = -9999.0  # vLLM's for what JSON cannot say
+
+
+def make_body(
+    request: BatchRequest, generation: Generation, outputs: Sequence[RequestOutput], created: int
+) -> dict[str, Any]:
+    """The body of a request's response.
+
+    Args:
+        request: the request.
+        generation: what it asked for.
+        outputs: a finished one for each prompt, in order.
+        created: seconds since the epoch.
+    """
+    completions = [completion for output in outputs for completion in output.outputs]
+    if request.url == CHAT_URL:
+        adds_prompt = generation.template["add_generation_prompt"]
+        role = "assistant" if adds_prompt else generation.messages[-1]["role"]
+        prefix, kind = "chatcmpl", "chat.completion"
+        num_best = generation.params.logprobs or 0
+        choices = [_chat_choice(i, role, each, num_best) for i, each in enumerate(completions)]
+    else:
+        prefix, kind = "cmpl", "text_completion"
+        choices = [_text_choice(i, each) for i, each in enumerate(completions)]
+    num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    num_completion_tokens = sum(len(completion.token_ids) for completion in completions)
+    return {
+        "id": f"{prefix}-{request.digest}",
+        "object": kind,
+        "created": created,
+        "model": generation.model,
+        "choices": choices,
+        "usage": {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_completion_tokens,
+            "total_tokens": num_prompt_tokens + num_completion_tokens,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(output.num_cached_tokens for output in outputs)
+            },
+        },
+    }
+
+
+def _chat_choice(
+    index: int, role: str, completion: CompletionOutput, num_best: int
+) -> dict[str, Any]:
+    logprobs = None
+    if completion.logprobs is not None:
+        content = [_chat_logprobs(each, num_best) for each in completion.logprobs if each]
+        logprobs = {"content": content, "refusal": None}
+    return {
+        "index": index,
+        "message": {"role": role, "content": completion.text, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+
+
+def _chat_logprobs(position: dict[int, Logprob], num_best: int) -> dict[str, Any]:
+    """The token drawn, and the most likely ones, of which it may be one."""
+    drawn, *others = position.values()
+    best = others
+    if len(others) < num_best:
+        best = sorted(position.values(), key=lambda entry: entry.rank)
+    return _entry(drawn) | {"top_logprobs": [_entry(entry) for entry in best]}
+
+
+def _entry(entry: Logprob) -> dict[str, Any]:
+    token = entry.decoded_token or ""
+    return {
+        "token": token,
+        "logprob": _finite(entry.logprob),
+        "bytes": list(token.encode("utf-8", errors="replace")),
+    }
+
+
+def _text_choice(index: int, completion: CompletionOutput) -> dict[str, Any]:
+    logprobs = None
+    if completion.logprobs is not None:
+        logprobs = _text_logprobs([position for position in completion.logprobs if position])
+    return {
+        "index": index,
+        "text": completion.text,
+        "logprobs": logprobs,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+
+
+def _text_logprobs(positions: list[dict[int, Logprob]]) -> dict[str, list[Any]]:
+    drawn = [next(iter(position.values())) for position in positions]
+    tokens = [entry.decoded_token or "" for entry in drawn]
+    offsets = [0]
+    for token in tokens:
+        offsets.append(offsets[-1] + len(token))
+    return {
+        "tokens": tokens,
+        "token_logprobs": [_finite(entry.logprob) for entry in drawn],
+        "top_logprobs": [
+            {entry.decoded_token or "": _finite(entry.logprob) for entry in position.values()}
+            for position in positions
+        ],
+        "text_offset": offsets[:-1],
+    }
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
