@@ -16,6 +16,10 @@ from tests.tiny_models import TinyModels
 torch.set_num_threads(1)
 
 
+# Tests that this project's own assertions notice what they are for.
+needs_asserts = pytest.mark.skipif(not __debug__, reason="python -O leaves assertions out")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:

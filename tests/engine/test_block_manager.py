@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
+from tests.conftest import needs_asserts
 
 Tokens = tuple[int, ...]
 # Uneven, so that prefixes meet and equal blocks are computed twice.
@@ -631,6 +632,7 @@ class Corrupt:
         a.token_ids[0] += 1
 
 
+@needs_asserts
 @pytest.mark.parametrize("name", [name for name in vars(Corrupt) if not name.startswith("_")])
 def test_check_invariants_notices(name: str):
     manager = BlockManager(4, 2)
@@ -641,6 +643,7 @@ def test_check_invariants_notices(name: str):
         manager.check_invariants([a, b])
 
 
+@needs_asserts
 def test_check_invariants_notices_a_holder_left_out():
     manager = BlockManager(4, 2)
     a, b = admit(manager, [6, 6, 6, 6]), admit(manager, [8])

@@ -17,6 +17,7 @@ from nanovllm.engine.model_inputs import prepare_decode, prepare_prefill
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
+from tests.conftest import needs_asserts
 
 EOS = (3, 4)
 STOP_TEXT = "a stop string"
@@ -1060,6 +1061,7 @@ class Corrupt:
         scheduler.running.remove(seq)
 
 
+@needs_asserts
 @pytest.mark.parametrize("name", [name for name in vars(Corrupt) if not name.startswith("_")])
 def test_check_invariants_notices(name: str):
     engine, seq = in_state("decoding")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
+from tests.conftest import needs_asserts
 
 
 def shipped(seq: Sequence) -> Sequence:
@@ -50,6 +51,7 @@ def test_sequence_owns_its_tokens():
     assert prompt == [1, 2]
 
 
+@needs_asserts
 def test_empty_sequence_is_refused():
     with pytest.raises(AssertionError):
         Sequence([])
@@ -75,7 +77,7 @@ def test_counts_and_slices_agree_with_the_token_list(
     assert (seq.num_prompt_tokens, seq.num_completion_tokens) == (len(prompt), len(completion))
     assert [seq.block(i) for i in range(seq.num_blocks)] == blocks
     assert seq.last_block_num_tokens == len(blocks[-1])
-    for i in (-1, len(blocks)):
+    for i in (-1, len(blocks)) if __debug__ else ():
         with pytest.raises(AssertionError):
             seq.block(i)
     seq.num_cached_tokens = data.draw(st.integers(0, len(tokens)))
