@@ -32,7 +32,7 @@ TIGHT: dict[str, Any] = {
     "max_model_len": 64,
     "max_num_seqs": 24,
     "max_num_batched_tokens": 96,
-    "num_kvcache_blocks": 28,
+    "num_kvcache_blocks": 36,
 }
 MEMORY_SLACK = 8 << 20  # the test's own notes take half of it
 
@@ -54,7 +54,7 @@ def make_requests(seed: int) -> Iterator[tuple[list[int], SamplingParams]]:
     while True:
         start = rng.choice(starts)[: rng.choice([0, 0, 8, 16, 27, 32])]
         end = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(not start, 12))]
-        options: dict[str, Any] = {"max_tokens": rng.choice([1, 2, 3, 4, 8, 16])}
+        options: dict[str, Any] = {"max_tokens": rng.choice([1, 2, 4, 8, 16, 24])}
         if rng.random() < 0.3:
             options["temperature"] = 0
         else:
@@ -157,7 +157,7 @@ def test_every_request_finishes_once_with_what_it_has_without_pressure(path, mon
         f"of {memory[1] / 2**20:.0f}"
     )
     assert growth < MEMORY_SLACK
-    assert len(broken) > 50 and metrics.num_preemptions > 100
+    assert len(broken) > 100 and metrics.num_preemptions > 300
     assert metrics.prefix_cache_hit_rate > 0.2
 
     again = make_requests(seed=5)
