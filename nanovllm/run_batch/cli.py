@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -19,6 +19,9 @@ from nanovllm.llm import LLM
 from nanovllm.run_batch.job import Job
 from nanovllm.run_batch.runner import EngineLostError, Runner
 from nanovllm.run_batch.stop import StopOnSignal
+
+if TYPE_CHECKING:
+    from nanovllm.run_batch.replicas import Replicas
 
 logger = logging.getLogger("nanovllm.run_batch")
 
@@ -60,6 +63,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="time that running requests have to finish after SIGTERM or Ctrl-C (default: 30)",
     )
     add("--no-progress", action="store_true", help="show no progress")
+    add(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="run on N engines, which Ray spreads over the machines of a cluster",
+    )
     _add_engine_options(parser.add_argument_group("engine"))
     return parser
 
@@ -81,6 +90,8 @@ def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
     try:
         if not args.grace >= 0:
             raise ValueError(f"--grace must be at least 0 seconds, got {args.grace}")
+        if args.replicas is not None and args.replicas < 1:
+            raise ValueError(f"--replicas must be at least 1, got {args.replicas}")
         Config(**options)
         job = Job(args.input_file, args.output_file)
     except (OSError, TypeError, ValueError) as error:
@@ -101,8 +112,8 @@ def _run_job(
 ) -> int:
     if not job.is_done:
         try:
-            runner = Runner(lambda: LLM(**options), [*args.served_model_name, args.model])
-        except (OSError, TypeError, ValueError) as error:
+            runner = _make_runner(job, options, args)
+        except (EngineLostError, OSError, TypeError, ValueError) as error:
             return _end(CANNOT_START, f"error: {error}")
         except Exception as error:
             logger.exception("the engine does not start")
@@ -115,6 +126,19 @@ def _run_job(
     if not job.is_done:
         return _end(INTERRUPTED, f"interrupted; {GO_ON}")
     return SOME_FAILED if job.writer.num_failed else ALL_DONE
+
+
+def _make_runner(
+    job: Job, options: dict[str, Any], args: argparse.Namespace
+) -> "Runner | Replicas":
+    names = [*args.served_model_name, args.model]
+    if args.replicas is None:
+        return Runner(lambda: LLM(**options), names)
+    try:
+        from nanovllm.run_batch.replicas import Replicas
+    except ImportError as error:
+        raise ValueError(f'--replicas needs Ray ({error}): pip install "nanovllm[ray]"') from error
+    return Replicas(options, names, args.replicas, job.num_lines - job.num_skipped)
 
 
 def _add_engine_options(group: Any) -> None:

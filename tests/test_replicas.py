@@ -1,0 +1,274 @@
+"""Batch jobs on several engines, which Ray Data spreads over a cluster: the same records as with
+one engine, each once, whatever dies. The cluster is this machine."""
+
+import logging
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM
+from nanovllm.run_batch.cli import main
+from nanovllm.run_batch.request import BatchRequest
+from nanovllm.run_batch.runner import EngineLostError
+from tests.test_generate import save_tokenizer
+from tests.test_run_batch import (
+    ALL_DONE,
+    CANNOT_START,
+    INTERRUPTED,
+    SMALL,
+    SOME_FAILED,
+    arguments,
+    by_id,
+    mixed_lines,
+    read_output,
+    request,
+    run,
+    wait_until,
+    write_input,
+)
+from tests.tiny_models import TinyModels
+
+ray = pytest.importorskip("ray", reason="needs Ray (the extra ray)")
+feed_module = pytest.importorskip("nanovllm.run_batch.feed")
+replicas = pytest.importorskip("nanovllm.run_batch.replicas")
+
+ROOT = Path(__file__).parents[1]
+TWO = ("--replicas=2", "--no-progress")
+
+pytestmark = [  # of Ray's own
+    pytest.mark.filterwarnings("ignore:.* is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The minimum number of concurrent actors:UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def path(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("with_tokenizer") / "model"
+    shutil.copytree(tiny_models.path("qwen3"), folder)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[dict[str, str]]:
+    """The environment of processes that shall run on it; this one is connected."""
+    before, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        num_cpus=4, include_dashboard=False, object_store_memory=100 << 20, logging_level="error"
+    )
+    signal.signal(signal.SIGTERM, handler)  # which ray.init has replaced
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
+    yield {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    ray.shutdown()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def replica_pids() -> list[int]:
+    actors = ray._private.state.actors().values()
+    name = "MapWorker(Map(Replica))"
+    return [a["Pid"] for a in actors if a["ActorClassName"] == name and a["State"] == "ALIVE"]
+
+
+def long_lines(num: int) -> list[Any]:
+    """Greedy, seeded and neither; one is short."""
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 5}, {}]
+    items = [
+        request(str(i), prompt=f"line {i}", max_tokens=60, ignore_eos=True, **kinds[i % 3])
+        for i in range(num)
+    ]
+    items[0]["body"]["max_tokens"] = 1
+    return items
+
+
+@pytest.fixture(scope="module")
+def one_engine(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Any]:
+    """What one engine makes of an input, by the ids of the records."""
+    folder, cache = tmp_path_factory.mktemp("one_engine"), {}
+
+    def run_one(in_: Path) -> dict[str, Any]:
+        data = in_.read_bytes()
+        if data not in cache:
+            out = folder / str(len(cache))
+            with LLM(path, **SMALL) as llm:
+                run(llm, in_, out)
+            cache[data] = by_id(read_output(out))
+        return cache[data]
+
+    return run_one
+
+
+def test_two_replicas_give_what_one_engine_gives(
+    cluster, path: Path, one_engine, tmp_path: Path, caplog
+):
+    in_, out = write_input(tmp_path / "in", mixed_lines(60)), tmp_path / "out"
+    assert main(arguments(path, in_, out, "--served-model-name=model", *TWO)) == SOME_FAILED
+    assert by_id(read_output(out)) == one_engine(in_)
+    assert "2 of 2 engines are ready" in caplog.text
+    data = out.read_bytes()
+    assert main(arguments(path, in_, out, *TWO)) == SOME_FAILED  # with nothing to do
+    assert out.read_bytes() == data
+
+
+def test_a_replica_that_is_killed_loses_and_repeats_nothing(
+    cluster, path: Path, one_engine, tmp_path: Path
+):
+    in_, out = write_input(tmp_path / "in", long_lines(60)), tmp_path / "out"
+    num_at_kill = []
+
+    def kill() -> None:
+        wait_until(lambda: out.exists() and out.stat().st_size, 60)
+        os.kill(replica_pids()[0], signal.SIGKILL)
+        num_at_kill.append(out.read_bytes().count(b"\n"))
+
+    killer = Thread(target=kill)
+    killer.start()
+    assert main(arguments(path, in_, out, "--served-model-name=model", *TWO)) == ALL_DONE
+    killer.join()
+    print(num_at_kill)
+    assert num_at_kill[0] < 40
+    assert by_id(read_output(out)) == one_engine(in_)
+
+
+def test_a_job_that_is_stopped_and_killed_goes_on(cluster, path: Path, one_engine, tmp_path: Path):
+    """First with SIGTERM, after which what runs is finished and written; then with SIGKILL. Then
+    one engine takes what is left."""
+    in_, out, log = (
+        write_input(tmp_path / "in", long_lines(60)),
+        tmp_path / "out",
+        tmp_path / "log",
+    )
+    args = arguments(path, in_, out, "--served-model-name=model")
+    sizes = []
+    for number, status in ((signal.SIGTERM, INTERRUPTED), (signal.SIGKILL, -signal.SIGKILL)):
+        size = out.stat().st_size if out.exists() else 0
+        with (
+            log.open("wb") as file,
+            subprocess.Popen(
+                [sys.executable, "-m", "nanovllm.run_batch", *args, "--replicas=1"],
+                cwd=ROOT,
+                env=cluster,
+                stdout=file,
+                stderr=file,
+            ) as process,
+        ):
+            try:
+                wait_until(lambda size=size: out.exists() and out.stat().st_size > size, 60)
+                sizes.append(out.read_bytes().count(b"\n"))
+                process.send_signal(number)
+                assert process.wait(60) == status, log.read_text()
+            except BaseException:
+                process.kill()
+                print(log.read_text())
+                raise
+        sizes.append(out.read_bytes().count(b"\n"))
+    print(sizes)
+    assert sizes[0] < sizes[1] <= sizes[2] <= sizes[3] < 60
+    assert main(args) == ALL_DONE
+    assert by_id(read_output(out)) == one_engine(in_)
+
+
+def test_what_cannot_start_is_one_line(cluster, path: Path, tmp_path: Path, capfd):
+    in_, out = write_input(tmp_path / "in", [request("a")]), tmp_path / "out"
+    wrong = {
+        "neither a local directory": arguments(Path("/no/such/model"), in_, out, *TWO),
+        "needs 1 GPU of one machine": arguments(path, in_, out, *TWO, "--device=cuda"),
+        "--replicas must be at least 1": arguments(path, in_, out, "--replicas=0"),
+    }
+    for message, args in wrong.items():
+        assert main(args) == CANNOT_START
+        last = capfd.readouterr().err.splitlines()[-1]
+        assert last.startswith("run_batch: error: ") and message in last
+    assert out.read_bytes() == b""
+
+
+def test_without_ray_it_says_what_to_install(path: Path, tmp_path: Path, capfd, monkeypatch):
+    for name in ("ray", "nanovllm.run_batch.replicas"):
+        monkeypatch.setitem(sys.modules, name, None)
+    in_ = write_input(tmp_path / "in", [request("a")])
+    assert main(arguments(path, in_, tmp_path / "out", *TWO)) == CANNOT_START
+    assert 'pip install "nanovllm[ray]"' in capfd.readouterr().err
+
+
+def test_one_engine_needs_no_ray():
+    code = "import sys, nanovllm.run_batch.cli; assert 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+# The driver, with replicas that have no engine. What Ray runs is local, so that it goes by value.
+
+
+def run_with(replica: type, num_requests: int, monkeypatch, num_replicas: int = 2) -> list[str]:
+    """The names of the records that come."""
+    monkeypatch.setattr(replicas, "Replica", replica)
+    options = {"max_num_seqs": 64, "tensor_parallel_size": 1, "device": "cpu"}
+    items = [BatchRequest(i, "", str(i), "", {}) for i in range(num_requests)]
+    with closing(replicas.Replicas(options, ["model"], num_replicas, num_requests)) as runner:
+        return [record["custom_id"] for record in runner.run(items)]
+
+
+def make_echo(answer: Callable[[dict[str, Any]], None], start: Callable[[], None]) -> type:
+    """A replica that calls ``answer`` with a batch before it echoes it."""
+
+    class Replica:
+        def __init__(self, options: dict[str, Any], model_names: list[str], feed: Any) -> None:
+            context = ray.get_runtime_context()
+            ray.get(feed.note_start.remote(context.get_actor_id(), context.current_actor))
+            start()
+            ray.get(feed.note_ready.remote())
+
+        def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+            answer(row)
+            requests = [pickle.loads(request) for request in pickle.loads(row["requests"])]
+            records = [{"custom_id": request.custom_id} for request in requests]
+            return {"key": row["key"], "records": pickle.dumps(records)}
+
+    return Replica
+
+
+def test_a_first_stage_that_dies_loses_and_repeats_nothing(
+    cluster, monkeypatch, tmp_path: Path, caplog
+):
+    """Guards batches that were taken, and are not there when Ray runs the task again; and those
+    that are handed out again while they are still running."""
+    death = tmp_path / "death"
+
+    def bring_and_die(row: dict[str, Any], feed: Any) -> Iterator[dict[str, Any]]:
+        for i, batch in enumerate(feed_module.bring_batches(row, feed)):
+            if i == 5 and not death.exists():
+                death.touch()
+                os._exit(1)
+            yield batch
+
+    monkeypatch.setattr(replicas, "bring_batches", bring_and_die)
+    monkeypatch.setattr(replicas, "PATIENCE_SECONDS", 0.5)
+    found = run_with(make_echo(lambda row: time.sleep(3), lambda: None), 200, monkeypatch)
+    assert death.exists()
+    assert caplog.text.count("handing out again") == 1
+    assert sorted(found, key=int) == [str(i) for i in range(200)]
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_replicas_that_die_again_and_again_end_the_job(cluster, monkeypatch, at_start: bool):
+    """As where each process runs out of memory: Ray would start them for ever."""
+    monkeypatch.setattr(replicas, "MAX_DEATHS", 1)
+    monkeypatch.setattr(replicas, "CLOSE_SECONDS", 1.0)
+
+    def die(row: dict[str, Any] | None = None) -> None:
+        os._exit(1)
+
+    replica = make_echo(die, die if at_start else lambda: None)
+    with pytest.raises(EngineLostError, match="die before" if at_start else "have died 2 times"):
+        run_with(replica, 5, monkeypatch, num_replicas=1)
