@@ -170,8 +170,8 @@ class Workers:
             theirs.close()
         ours = [pipe[0] for pipe in pipes]
         watcher = threading.Thread(target=_watch, args=(self._state, ours), daemon=True)
-        self._state.watcher = watcher
         watcher.start()
+        self._state.watcher = watcher
 
     def wait_ready(self) -> None:
         """Waits until every worker has got as far (``Worker.report_ready``)."""
