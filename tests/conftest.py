@@ -2,6 +2,8 @@
 the variable must be set before a kernel is defined, so before nanovllm is imported."""
 
 import os
+import shutil
+from pathlib import Path
 
 import torch
 
@@ -11,6 +13,7 @@ if not torch.cuda.is_available():
 import pytest
 
 from tests.tiny_models import TinyModels
+from tests.tiny_tokenizer import save_tokenizer
 
 # One thread suits tiny models best, and does not suffer when the cores are shared.
 torch.set_num_threads(1)
@@ -35,3 +38,12 @@ def _seed() -> None:
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
     return TinyModels(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def model_path(tiny_models: TinyModels) -> Path:
+    """A Qwen3 checkpoint with a tokenizer. Tests that damage it make a copy."""
+    folder = tiny_models.root / "with_tokenizer"
+    shutil.copytree(tiny_models.path("qwen3"), folder)
+    save_tokenizer(folder)
+    return folder

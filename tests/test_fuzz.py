@@ -2,7 +2,6 @@
 served; and whatever it is, the request beside it gets its tokens."""
 
 import math
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
@@ -16,8 +15,7 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.config import Config
-from tests.test_generate import save_tokenizer
-from tests.tiny_models import VOCAB_SIZE, TinyModels
+from tests.tiny_models import VOCAB_SIZE
 
 SMALL: dict[str, Any] = {
     "kvcache_block_size": 16,
@@ -102,23 +100,15 @@ def check_message(error: Exception) -> None:
 
 
 @pytest.fixture(scope="module")
-def path(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fuzz") / "model"
-    shutil.copytree(tiny_models.path("qwen3"), folder)
-    save_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def llm(path: Path) -> Iterator[LLM]:
-    with LLM(path, **SMALL) as llm:
+def llm(model_path: Path) -> Iterator[LLM]:
+    with LLM(model_path, **SMALL) as llm:
         yield llm
     print(dict(counts))
 
 
 @pytest.fixture(scope="module")
-def expected(path: Path) -> list[int]:
-    with LLM(path, **SMALL) as llm:
+def expected(model_path: Path) -> list[int]:
+    with LLM(model_path, **SMALL) as llm:
         return llm.generate([GOOD], GREEDY, use_tqdm=False)[0]["token_ids"]
 
 
@@ -191,9 +181,9 @@ def test_settings(field, data):
     field=st.sampled_from(["max_num_seqs", "max_num_batched_tokens", "kvcache_block_size"]),
     value=st.sampled_from([1, 2, 3, 100, 1000, 2**16, 2**20, 2**24, 2**31 - 1]),
 )
-def test_engines_of_extreme_settings_run_or_are_refused(path, expected, field, value):
+def test_engines_of_extreme_settings_run_or_are_refused(model_path, expected, field, value):
     try:
-        with LLM(path, **{**SMALL, "num_kvcache_blocks": -1, field: value}) as llm:
+        with LLM(model_path, **{**SMALL, "num_kvcache_blocks": -1, field: value}) as llm:
             assert llm.generate([GOOD], GREEDY, use_tqdm=False)[0]["token_ids"] == expected
             counts["engines run"] += 1
     except ValueError as error:

@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 import xxhash
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 from nanovllm.engine.batch import Batch, StepOutput
 from nanovllm.engine.model_runner import LaunchedStep
-from tests.tiny_models import VOCAB_SIZE, TinyModels
+from tests.tiny_models import VOCAB_SIZE
+from tests.tiny_tokenizer import BOS, CHAT_TEMPLATE, EOS, LETTERS, WORDS
 
 SMALL: dict[str, Any] = {
     "kvcache_block_size": 8,
@@ -32,52 +31,13 @@ SMALL: dict[str, Any] = {
     "max_num_batched_tokens": 64,
     "device": "cpu",
 }
-BOS, EOS = 1, 2
-# A token for each byte, in GPT-2's printable form, and for pairs of letters.
-BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
-PAIRS = [(a, b) for a in ascii_lowercase for b in ascii_lowercase][: VOCAB_SIZE - 3 - len(BYTES)]
-WORDS = ["<unk>", "<s>", "</s>", *BYTES, *(a + b for a, b in PAIRS)]
-# What is drawn from these alone is readable text.
-LETTERS = [i for i, word in enumerate(WORDS) if set(word) <= set(ascii_lowercase)]
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% if tools %}{tools:{% for t in tools %} {{ t['function']['name'] }}"
-    "{% endfor %}}{% endif %}{% for m in messages %}{% if m['role'] == 'nobody' %}"
-    "{{ raise_exception('no such role') }}{% endif %}[{{ m['role'] }}]{{ m['content'] }}"
-    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}[assistant]"
-    "{{ '(thinking)' if enable_thinking is defined and enable_thinking }}{% endif %}"
-)
 PROMPTS = ["one", "two words", "a prompt that is longer than a block or two", "xyz" * 20]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Adds a BOS before each text."""
-    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(WORDS)}, PAIRS))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", BOS)]
-    )
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        chat_template=CHAT_TEMPLATE,
-    ).save_pretrained(folder)
-
-
 @pytest.fixture(scope="module")
-def path(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("with_tokenizer") / "model"
-    shutil.copytree(tiny_models.path("qwen3"), folder)
-    save_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def shared_llm(path: Path) -> Iterator[LLM]:
-    with LLM(path, **SMALL) as llm:
+def shared_llm(model_path: Path) -> Iterator[LLM]:
+    with LLM(model_path, **SMALL) as llm:
         yield llm
 
 
@@ -151,7 +111,7 @@ def sampled(n: int = 1, seed: int | None = 7, **values: Any) -> SamplingParams:
 class TestSeveralCompletions:
     @pytest.fixture(scope="class")
     @staticmethod
-    def alone(path: Path) -> Iterator[Callable[[list[int], SamplingParams], list[list[int]]]]:
+    def alone(model_path: Path) -> Iterator[Callable[[list[int], SamplingParams], list[list[int]]]]:
         """The completions of a prompt as separate runs, without a prefix cache: the first with
         the request's seed, each other with that of its number."""
 
@@ -163,18 +123,18 @@ class TestSeveralCompletions:
             each = [replace(params, n=1, seed=seed) for seed in seeds]
             return [ids for (ids,) in tokens(generate(llm, [prompt] * params.n, each))]
 
-        with LLM(path, **SMALL, enable_prefix_caching=False) as llm:
+        with LLM(model_path, **SMALL, enable_prefix_caching=False) as llm:
             yield run
 
     @pytest.mark.parametrize("caching", [True, False], ids=["caching", "no-caching"])
     @pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 17, 40])
     def test_n_completions_are_n_runs_on_one_prefill(
-        self, length, caching, path, alone, monkeypatch
+        self, length, caching, model_path, alone, monkeypatch
     ):
         """Prompts below, at and above the borders of blocks. Beside the prompt, each sibling
         computes its last token, and then all decode."""
         prompt, params = list(range(100, 100 + length)), sampled(4)
-        with LLM(path, **SMALL, enable_prefix_caching=caching) as llm:
+        with LLM(model_path, **SMALL, enable_prefix_caching=caching) as llm:
             batches = watch_batches(llm, monkeypatch)
             (out,) = run_steps(llm, [(prompt, params)])
         assert [completion.index for completion in out.outputs] == [0, 1, 2, 3]
@@ -198,11 +158,11 @@ class TestSeveralCompletions:
         ],
         ids=str,
     )
-    def test_completions_depend_on_their_request_alone(self, settings, path, alone):
+    def test_completions_depend_on_their_request_alone(self, settings, model_path, alone):
         """Not on the batch around them, the room for them, or preemptions."""
         prompts = [[5] * 20, list(range(200, 209)), [7], list(range(30, 70))]
         params = [sampled(n, seed=n) for n in (3, 6, 1, 2)]
-        with LLM(path, **{**SMALL, **settings}) as llm:
+        with LLM(model_path, **{**SMALL, **settings}) as llm:
             outputs = run_steps(llm, list(zip(prompts, params, strict=True)))
             if "num_kvcache_blocks" in settings and settings["num_kvcache_blocks"] < 20:
                 assert llm.scheduler.num_preemptions > 0
@@ -217,12 +177,12 @@ class TestSeveralCompletions:
         (several,) = generate(llm, ["some words"], sampled(5))
         assert several.outputs[0] == one(llm, "some words", sampled(1))
 
-    def test_without_a_seed_all_differ(self, path):
+    def test_without_a_seed_all_differ(self, model_path):
         """Guards completions, or equal prompts, that share random numbers; the engine's seed
         makes the whole run repeat itself."""
         runs = []
         for _ in range(2):
-            with LLM(path, **SMALL, seed=3) as llm:
+            with LLM(model_path, **SMALL, seed=3) as llm:
                 runs.append(tokens(generate(llm, ["abc", "abc"], sampled(4, seed=None))))
         assert len({tuple(ids) for request in runs[0] for ids in request}) == 8
         assert runs[0] == runs[1]
@@ -433,15 +393,15 @@ class TestStream:
                 _ = 1 / 0
         check_idle(llm)
 
-    def test_closing_the_engine_ends_a_stream(self, path):
+    def test_closing_the_engine_ends_a_stream(self, model_path):
         """Guards an AttributeError where the stream's cleaning up finds no scheduler."""
-        llm = LLM(path, **SMALL)
+        llm = LLM(model_path, **SMALL)
         streams = [llm.generate_stream("abc", GREEDY)]
         next(streams[0])
         llm.close()
         with pytest.raises(ValueError, match="closed"):
             next(streams[0])
-        with LLM(path, **SMALL) as other:
+        with LLM(model_path, **SMALL) as other:
             stream = other.generate_stream("abc", GREEDY)
             next(stream)
         stream.close()
@@ -609,8 +569,8 @@ class TestChat:
         with pytest.raises(exception, match=match):
             self.chat(llm, messages, **options)
 
-    def test_a_template_is_needed(self, tiny_models, path, tmp_path):
-        folder = Path(shutil.copytree(path, tmp_path / "model"))
+    def test_a_template_is_needed(self, tiny_models, model_path, tmp_path):
+        folder = Path(shutil.copytree(model_path, tmp_path / "model"))
         (folder / "chat_template.jinja").unlink()
         with LLM(folder, **SMALL) as llm:
             with pytest.raises(ValueError, match="no chat template"):
@@ -888,8 +848,8 @@ class TestWhatMayBeDrawn:
 class TestLogprobs:
     @pytest.fixture(scope="class")
     @staticmethod
-    def expected(path: Path) -> list[RequestOutput]:
-        with LLM(path, **SMALL, enable_prefix_caching=False) as llm:
+    def expected(model_path: Path) -> list[RequestOutput]:
+        with LLM(model_path, **SMALL, enable_prefix_caching=False) as llm:
             return [generate(llm, [p], TestLogprobs.params(p))[0] for p in PROMPTS]
 
     @staticmethod
@@ -920,10 +880,10 @@ class TestLogprobs:
         ids=str,
     )
     @pytest.mark.parametrize("n", [1, 3])
-    def test_they_depend_on_their_request_alone(self, n, settings, path, expected):
+    def test_they_depend_on_their_request_alone(self, n, settings, model_path, expected):
         """Neither chunks nor cached prefixes, preemptions or siblings leave gaps in them."""
         params = [replace(self.params(prompt), n=n) for prompt in PROMPTS]
-        with LLM(path, **{**SMALL, **settings}) as llm:
+        with LLM(model_path, **{**SMALL, **settings}) as llm:
             for _ in range(2):
                 outputs = run_steps(llm, list(zip(PROMPTS, params, strict=True)))
                 for out, alone in zip(outputs, expected, strict=True):
@@ -963,11 +923,11 @@ class TestLogprobs:
 
 class TestDefaults:
     @pytest.fixture
-    def advised(self, path, tmp_path) -> Callable[..., LLM]:
+    def advised(self, model_path, tmp_path) -> Callable[..., LLM]:
         """An engine whose checkpoint's generation_config.json says what is given."""
 
         def make(**advice: Any) -> LLM:
-            folder = Path(shutil.copytree(path, tmp_path / "model"))
+            folder = Path(shutil.copytree(model_path, tmp_path / "model"))
             file = folder / "generation_config.json"
             file.write_text(json.dumps({**json.loads(file.read_text()), **advice}))
             return LLM(folder, **SMALL)
@@ -1051,9 +1011,9 @@ class TestReports:
         assert len({out.metrics.first_token_time for out in outputs}) == 1
         assert [out.finished for out in outputs] == [False] * 3 + [True]
 
-    def test_a_preempted_request_has_had_its_first_token(self, path):
+    def test_a_preempted_request_has_had_its_first_token(self, model_path):
         """Guards a time that is taken again when its tokens are computed anew."""
-        with LLM(path, **{**SMALL, "num_kvcache_blocks": 14}) as llm:
+        with LLM(model_path, **{**SMALL, "num_kvcache_blocks": 14}) as llm:
             firsts: dict[str, set[float]] = {}
             for out in llm.generate_stream([[i] * 20 for i in range(4)], sampled(max_tokens=30)):
                 firsts.setdefault(out.request_id, set()).add(out.metrics.first_token_time)
@@ -1070,12 +1030,12 @@ class TestReports:
         llm.reset_prefix_cache()
         assert generate(llm, [prompt], sampled(n))[0].num_cached_tokens == 0
 
-    def test_nothing_is_cached_without_a_cache_or_where_logits_are_wanted(self, llm, path):
+    def test_nothing_is_cached_without_a_cache_or_where_logits_are_wanted(self, llm, model_path):
         prompt = list(range(100, 120))
         wants = sampled(prompt_logprobs=0)
         found = [generate(llm, [prompt], p)[0].num_cached_tokens for p in (GREEDY, wants, GREEDY)]
         assert found == [0, 0, 16]
-        with LLM(path, **SMALL, enable_prefix_caching=False) as other:
+        with LLM(model_path, **SMALL, enable_prefix_caching=False) as other:
             found = [generate(other, [prompt])[0].num_cached_tokens for _ in range(2)]
         assert found == [0, 0]
 

@@ -4,7 +4,6 @@ one engine, each once, whatever dies. The cluster is this machine."""
 import logging
 import os
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from nanovllm import LLM
 from nanovllm.run_batch.cli import main
 from nanovllm.run_batch.request import BatchRequest
 from nanovllm.run_batch.runner import EngineLostError
-from tests.test_generate import save_tokenizer
 from tests.test_run_batch import (
     ALL_DONE,
     CANNOT_START,
@@ -37,7 +35,6 @@ from tests.test_run_batch import (
     wait_until,
     write_input,
 )
-from tests.tiny_models import TinyModels
 
 ray = pytest.importorskip("ray", reason="needs Ray (the extra ray)")
 feed_module = pytest.importorskip("nanovllm.run_batch.feed")
@@ -50,14 +47,6 @@ pytestmark = [  # of Ray's own
     pytest.mark.filterwarnings("ignore:.* is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The minimum number of concurrent actors:UserWarning"),
 ]
-
-
-@pytest.fixture(scope="module")
-def path(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("with_tokenizer") / "model"
-    shutil.copytree(tiny_models.path("qwen3"), folder)
-    save_tokenizer(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +83,7 @@ def long_lines(num: int) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def one_engine(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Any]:
+def one_engine(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Any]:
     """What one engine makes of an input, by the ids of the records."""
     folder, cache = tmp_path_factory.mktemp("one_engine"), {}
 
@@ -102,7 +91,7 @@ def one_engine(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
         data = in_.read_bytes()
         if data not in cache:
             out = folder / str(len(cache))
-            with LLM(path, **SMALL) as llm:
+            with LLM(model_path, **SMALL) as llm:
                 run(llm, in_, out)
             cache[data] = by_id(read_output(out))
         return cache[data]
@@ -111,19 +100,19 @@ def one_engine(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 
 def test_two_replicas_give_what_one_engine_gives(
-    cluster, path: Path, one_engine, tmp_path: Path, caplog
+    cluster, model_path: Path, one_engine, tmp_path: Path, caplog
 ):
     in_, out = write_input(tmp_path / "in", mixed_lines(60)), tmp_path / "out"
-    assert main(arguments(path, in_, out, "--served-model-name=model", *TWO)) == SOME_FAILED
+    assert main(arguments(model_path, in_, out, "--served-model-name=model", *TWO)) == SOME_FAILED
     assert by_id(read_output(out)) == one_engine(in_)
     assert "2 of 2 engines are ready" in caplog.text
     data = out.read_bytes()
-    assert main(arguments(path, in_, out, *TWO)) == SOME_FAILED  # with nothing to do
+    assert main(arguments(model_path, in_, out, *TWO)) == SOME_FAILED  # with nothing to do
     assert out.read_bytes() == data
 
 
 def test_a_replica_that_is_killed_loses_and_repeats_nothing(
-    cluster, path: Path, one_engine, tmp_path: Path
+    cluster, model_path: Path, one_engine, tmp_path: Path
 ):
     in_, out = write_input(tmp_path / "in", long_lines(60)), tmp_path / "out"
     num_at_kill = []
@@ -135,14 +124,16 @@ def test_a_replica_that_is_killed_loses_and_repeats_nothing(
 
     killer = Thread(target=kill)
     killer.start()
-    assert main(arguments(path, in_, out, "--served-model-name=model", *TWO)) == ALL_DONE
+    assert main(arguments(model_path, in_, out, "--served-model-name=model", *TWO)) == ALL_DONE
     killer.join()
     print(num_at_kill)
     assert num_at_kill[0] < 40
     assert by_id(read_output(out)) == one_engine(in_)
 
 
-def test_a_job_that_is_stopped_and_killed_goes_on(cluster, path: Path, one_engine, tmp_path: Path):
+def test_a_job_that_is_stopped_and_killed_goes_on(
+    cluster, model_path: Path, one_engine, tmp_path: Path
+):
     """First with SIGTERM, after which what runs is finished and written; then with SIGKILL. Then
     one engine takes what is left."""
     in_, out, log = (
@@ -150,7 +141,7 @@ def test_a_job_that_is_stopped_and_killed_goes_on(cluster, path: Path, one_engin
         tmp_path / "out",
         tmp_path / "log",
     )
-    args = arguments(path, in_, out, "--served-model-name=model")
+    args = arguments(model_path, in_, out, "--served-model-name=model")
     sizes = []
     for number, status in ((signal.SIGTERM, INTERRUPTED), (signal.SIGKILL, -signal.SIGKILL)):
         size = out.stat().st_size if out.exists() else 0
@@ -180,12 +171,12 @@ def test_a_job_that_is_stopped_and_killed_goes_on(cluster, path: Path, one_engin
     assert by_id(read_output(out)) == one_engine(in_)
 
 
-def test_what_cannot_start_is_one_line(cluster, path: Path, tmp_path: Path, capfd):
+def test_what_cannot_start_is_one_line(cluster, model_path: Path, tmp_path: Path, capfd):
     in_, out = write_input(tmp_path / "in", [request("a")]), tmp_path / "out"
     wrong = {
         "neither a local directory": arguments(Path("/no/such/model"), in_, out, *TWO),
-        "needs 1 GPU of one machine": arguments(path, in_, out, *TWO, "--device=cuda"),
-        "--replicas must be at least 1": arguments(path, in_, out, "--replicas=0"),
+        "needs 1 GPU of one machine": arguments(model_path, in_, out, *TWO, "--device=cuda"),
+        "--replicas must be at least 1": arguments(model_path, in_, out, "--replicas=0"),
     }
     for message, args in wrong.items():
         assert main(args) == CANNOT_START
@@ -194,11 +185,11 @@ def test_what_cannot_start_is_one_line(cluster, path: Path, tmp_path: Path, capf
     assert out.read_bytes() == b""
 
 
-def test_without_ray_it_says_what_to_install(path: Path, tmp_path: Path, capfd, monkeypatch):
+def test_without_ray_it_says_what_to_install(model_path: Path, tmp_path: Path, capfd, monkeypatch):
     for name in ("ray", "nanovllm.run_batch.replicas"):
         monkeypatch.setitem(sys.modules, name, None)
     in_ = write_input(tmp_path / "in", [request("a")])
-    assert main(arguments(path, in_, tmp_path / "out", *TWO)) == CANNOT_START
+    assert main(arguments(model_path, in_, tmp_path / "out", *TWO)) == CANNOT_START
     assert 'pip install "nanovllm[ray]"' in capfd.readouterr().err
 
 

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -37,8 +36,6 @@ from nanovllm.run_batch.runner import EngineLostError, Runner
 from nanovllm.run_batch.stop import StopOnSignal
 from nanovllm.run_batch.writer import Writer
 from tests.test_batch_format import FULL, check_record
-from tests.test_generate import save_tokenizer
-from tests.tiny_models import TinyModels
 
 ROOT = Path(__file__).parents[1]
 SMALL: dict[str, Any] = {
@@ -55,16 +52,8 @@ ALL_DONE, SOME_FAILED, CANNOT_START, INTERRUPTED = 0, 1, 2, 75
 
 
 @pytest.fixture(scope="module")
-def path(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("with_tokenizer") / "model"
-    shutil.copytree(tiny_models.path("qwen3"), folder)
-    save_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def shared_llm(path: Path) -> Iterator[LLM]:
-    with LLM(path, **SMALL) as llm:
+def shared_llm(model_path: Path) -> Iterator[LLM]:
+    with LLM(model_path, **SMALL) as llm:
         yield llm
 
 
@@ -587,12 +576,12 @@ def test_a_request_that_started_in_part_is_dropped_at_the_end(llm: LLM, tmp_path
 
 
 @pytest.fixture
-def make(path: Path) -> Iterator[Callable[[], LLM]]:
+def make(model_path: Path) -> Iterator[Callable[[], LLM]]:
     """Engines of the test's own, which it may break and leave."""
     made: list[LLM] = []
 
     def make_llm() -> LLM:
-        made.append(LLM(path, **SMALL))
+        made.append(LLM(model_path, **SMALL))
         return made[-1]
 
     make_llm.made = made  # type: ignore[attr-defined]
@@ -831,9 +820,9 @@ def test_faults_of_this_program_cost_one_line(llm: LLM, tmp_path: Path, monkeypa
 # The command line.
 
 
-def arguments(path: Path, in_: Path, out: Path, *more: str) -> list[str]:
+def arguments(model_path: Path, in_: Path, out: Path, *more: str) -> list[str]:
     options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-    return ["-i", str(in_), "-o", str(out), "--model", str(path), *options, *more]
+    return ["-i", str(in_), "-o", str(out), "--model", str(model_path), *options, *more]
 
 
 def test_every_setting_of_the_engine_is_an_option():
@@ -862,10 +851,13 @@ def test_the_help_describes_every_option(capsys):
         assert action.help and action.help.strip() != "(default: None)", action.option_strings
 
 
-def test_a_job_from_the_command_line(path: Path, tmp_path: Path, capfd):
+def test_a_job_from_the_command_line(model_path: Path, tmp_path: Path, capfd):
     in_, out = tmp_path / "in", tmp_path / "out"
     items = [request("a", max_tokens=2), request("b", model="name", max_tokens=2), b""]
-    assert main(arguments(path, write_input(in_, items), out, "--served-model-name", "name")) == 0
+    assert (
+        main(arguments(model_path, write_input(in_, items), out, "--served-model-name", "name"))
+        == 0
+    )
     found = {record["custom_id"]: record for record in read_output(out)}
     assert {record["response"]["body"]["model"] for record in found.values()} == {"name"}
     stdout, stderr = capfd.readouterr()
@@ -873,35 +865,37 @@ def test_a_job_from_the_command_line(path: Path, tmp_path: Path, capfd):
     assert stderr.splitlines()[-1] == (
         f"run_batch: 2 done, 0 failed, 0 skipped, of 2 lines; see {out}"
     )
-    write_input(in_, [*items, b"no json", request("c", model=str(path), max_tokens=1)])
-    assert main(arguments(path, in_, out)) == SOME_FAILED
+    write_input(in_, [*items, b"no json", request("c", model=str(model_path), max_tokens=1)])
+    assert main(arguments(model_path, in_, out)) == SOME_FAILED
     assert "1 done, 1 failed, 2 skipped, of 4 lines" in capfd.readouterr().err
     data = out.read_bytes()
     assert main(arguments(Path("/no/such/model"), in_, out)) == SOME_FAILED  # with nothing to do
     assert "0 done, 0 failed, 4 skipped (1 of them had failed)" in capfd.readouterr().err
     assert out.read_bytes() == data
-    assert main(arguments(path, write_input(in_, []), tmp_path / "none")) == 0
+    assert main(arguments(model_path, write_input(in_, []), tmp_path / "none")) == 0
     assert (tmp_path / "none").read_bytes() == b""
 
 
-def test_wrong_usage_is_one_line(path: Path, tmp_path: Path, capfd):
+def test_wrong_usage_is_one_line(model_path: Path, tmp_path: Path, capfd):
     in_, out = write_input(tmp_path / "in", [request("a")]), tmp_path / "out"
     (tmp_path / "notes").write_text("my notes\n")
     (tmp_path / "link").symlink_to(in_)
     (tmp_path / "no_model").mkdir()
     wrong: dict[str, list[str]] = {
-        "No such file": arguments(path, tmp_path / "x", out),
-        "in is no regular": arguments(path, Path("/dev/null"), out),
-        "is no regular file": arguments(path, tmp_path, out),
-        "the output file is the input file": arguments(path, in_, in_),
-        "output file is the input": arguments(path, in_, tmp_path / "link"),
-        "Is a directory": arguments(path, in_, tmp_path),
-        "No such file or directory": arguments(path, in_, tmp_path / "x" / "y"),
-        "line 1 of .*notes is not what a job writes": arguments(path, in_, tmp_path / "notes"),
-        "--grace must be at least 0": arguments(path, in_, out, "--grace", "-1"),
-        "grace must be at least 0": arguments(path, in_, out, "--grace", "nan"),
-        "max_num_seqs must be at least 1": arguments(path, in_, out, "--max-num-seqs=0"),
-        "device must be one of": arguments(path, in_, out, "--device=tpu"),
+        "No such file": arguments(model_path, tmp_path / "x", out),
+        "in is no regular": arguments(model_path, Path("/dev/null"), out),
+        "is no regular file": arguments(model_path, tmp_path, out),
+        "the output file is the input file": arguments(model_path, in_, in_),
+        "output file is the input": arguments(model_path, in_, tmp_path / "link"),
+        "Is a directory": arguments(model_path, in_, tmp_path),
+        "No such file or directory": arguments(model_path, in_, tmp_path / "x" / "y"),
+        "line 1 of .*notes is not what a job writes": arguments(
+            model_path, in_, tmp_path / "notes"
+        ),
+        "--grace must be at least 0": arguments(model_path, in_, out, "--grace", "-1"),
+        "grace must be at least 0": arguments(model_path, in_, out, "--grace", "nan"),
+        "max_num_seqs must be at least 1": arguments(model_path, in_, out, "--max-num-seqs=0"),
+        "device must be one of": arguments(model_path, in_, out, "--device=tpu"),
         "no config.json": arguments(tmp_path / "no_model", in_, out),
     }
     wrong.pop("in is no regular")
@@ -912,26 +906,26 @@ def test_wrong_usage_is_one_line(path: Path, tmp_path: Path, capfd):
         assert re.fullmatch(rf"run_batch: error: .*{message}.*\n", stderr), stderr
     assert not read_output(out)
     with Writer(out):
-        assert main(arguments(path, in_, out)) == CANNOT_START
+        assert main(arguments(model_path, in_, out)) == CANNOT_START
     assert "another job is writing" in capfd.readouterr().err
-    for args in (["-i", "a"], [*arguments(path, in_, out), "--max-num-seq=5"]):
+    for args in (["-i", "a"], [*arguments(model_path, in_, out), "--max-num-seq=5"]):
         with pytest.raises(SystemExit) as info:
             main(args)
         assert info.value.code == CANNOT_START
 
 
-def test_an_engine_that_does_not_start_is_no_interruption(path, tmp_path, monkeypatch, capfd):
+def test_an_engine_that_does_not_start_is_no_interruption(model_path, tmp_path, monkeypatch, capfd):
     def make_llm(**options: Any) -> LLM:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(cli, "LLM", make_llm)
     in_ = write_input(tmp_path / "in", [request("a")])
-    assert main(arguments(path, in_, tmp_path / "out")) == CANNOT_START
+    assert main(arguments(model_path, in_, tmp_path / "out")) == CANNOT_START
     stderr = capfd.readouterr().err
     assert "RuntimeError: out of memory" in stderr.splitlines()[-1]
 
 
-def test_what_ends_a_job_on_its_way_can_be_mended(path, tmp_path, monkeypatch, capfd):
+def test_what_ends_a_job_on_its_way_can_be_mended(model_path, tmp_path, monkeypatch, capfd):
     in_, out = write_input(tmp_path / "in", simple_lines(12)), tmp_path / "out"
     real, calls = Writer.write, count()
     errors = iter([OSError(28, "No space left on device"), KeyError("a fault")])
@@ -942,14 +936,14 @@ def test_what_ends_a_job_on_its_way_can_be_mended(path, tmp_path, monkeypatch, c
         real(self, record)
 
     monkeypatch.setattr(Writer, "write", write)
-    assert main(arguments(path, in_, out)) == INTERRUPTED
+    assert main(arguments(model_path, in_, out)) == INTERRUPTED
     assert "No space left on device; when that is mended, the same" in capfd.readouterr().err
     assert len(read_output(out)) == 3
     calls = count()
-    assert main(arguments(path, in_, out)) == INTERRUPTED
+    assert main(arguments(model_path, in_, out)) == INTERRUPTED
     assert "KeyError: 'a fault'" in capfd.readouterr().err
     assert len(read_output(out)) == 6
-    assert main(arguments(path, in_, out)) == ALL_DONE
+    assert main(arguments(model_path, in_, out)) == ALL_DONE
     assert len(by_id(read_output(out))) == 12
 
 
@@ -998,14 +992,14 @@ def test_ignored_signals_stay_ignored():
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_signal_while_the_engine_starts_ends_the_job(path, tmp_path, monkeypatch, capfd):
+def test_a_signal_while_the_engine_starts_ends_the_job(model_path, tmp_path, monkeypatch, capfd):
     def make_llm(**options: Any) -> LLM:
         signal.raise_signal(signal.SIGTERM)
         raise AssertionError("it goes on")
 
     monkeypatch.setattr(cli, "LLM", make_llm)
     in_ = write_input(tmp_path / "in", [request("a")])
-    assert main(arguments(path, in_, tmp_path / "out")) == INTERRUPTED
+    assert main(arguments(model_path, in_, tmp_path / "out")) == INTERRUPTED
     assert "interrupted; the same command goes on" in capfd.readouterr().err
 
 
@@ -1075,13 +1069,13 @@ def wait_until(condition: Callable[[], Any], seconds: float = 30) -> None:
 
 
 def test_jobs_that_are_killed_again_and_again_lose_and_repeat_nothing(
-    jobs: Jobs, path: Path, tmp_path: Path
+    jobs: Jobs, model_path: Path, tmp_path: Path
 ):
     """Killed as the output grows, or at any time from the start on; and now and then the last
     records are torn off, as by a machine that goes down."""
     in_ = write_input(tmp_path / "in", mixed_lines(70, longest=20))
     calm, out, log = tmp_path / "calm", tmp_path / "out", tmp_path / "log"
-    assert jobs.run(arguments(path, in_, calm), log) == SOME_FAILED, log.read_text()
+    assert jobs.run(arguments(model_path, in_, calm), log) == SOME_FAILED, log.read_text()
     expected = by_id(read_output(calm))
     mean = calm.stat().st_size / len(expected)
     rng = random.Random(1)
@@ -1089,7 +1083,7 @@ def test_jobs_that_are_killed_again_and_again_lose_and_repeat_nothing(
     num_kills, sizes, torn = 0, [], 0
     while num_kills < 20:
         size = out.stat().st_size
-        pid = jobs.start(arguments(path, in_, out), log)
+        pid = jobs.start(arguments(model_path, in_, out), log)
         if num_kills % 3:
             target = size + int(rng.uniform(1, 3 * mean))
             wait_until(lambda size=target: out.stat().st_size >= size)
@@ -1107,7 +1101,7 @@ def test_jobs_that_are_killed_again_and_again_lose_and_repeat_nothing(
         if len(done) > 0.8 * len(expected) or rng.random() < 0.3:
             torn += 1
             os.truncate(out, rng.randrange(len(data) + 1))
-    assert jobs.run(arguments(path, in_, out), log) == SOME_FAILED
+    assert jobs.run(arguments(model_path, in_, out), log) == SOME_FAILED
     assert by_id(read_output(out)) == expected
     print(f"records at each kill: {sizes}; torn {torn} times")
     assert len(set(sizes)) > 5
@@ -1137,10 +1131,10 @@ def long_lines() -> list[Any]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_job_when_what_runs_is_done(
-    jobs: Jobs, path: Path, tmp_path: Path, number: int
+    jobs: Jobs, model_path: Path, tmp_path: Path, number: int
 ):
     in_, out, log = write_input(tmp_path / "in", long_lines()), tmp_path / "out", tmp_path / "log"
-    args = arguments(path, in_, out)
+    args = arguments(model_path, in_, out)
     with running(jobs, args, out, log) as pid:
         os.kill(pid, number)
         assert jobs.wait(pid) == INTERRUPTED, log.read_text()
@@ -1158,9 +1152,9 @@ def test_a_signal_ends_a_job_when_what_runs_is_done(
     assert all(record["error"] is None for record in found.values())
 
 
-def test_no_grace_ends_a_job_at_once(jobs: Jobs, path: Path, tmp_path: Path):
+def test_no_grace_ends_a_job_at_once(jobs: Jobs, model_path: Path, tmp_path: Path):
     in_, out, log = write_input(tmp_path / "in", long_lines()), tmp_path / "out", tmp_path / "log"
-    args = arguments(path, in_, out, "--grace=0")
+    args = arguments(model_path, in_, out, "--grace=0")
     with running(jobs, args, out, log) as pid:
         os.kill(pid, signal.SIGTERM)
         assert jobs.wait(pid) == INTERRUPTED
@@ -1168,11 +1162,11 @@ def test_no_grace_ends_a_job_at_once(jobs: Jobs, path: Path, tmp_path: Path):
     assert jobs.run(args, log) == ALL_DONE
 
 
-def test_a_second_interrupt_ends_a_job_at_once(jobs: Jobs, path: Path, tmp_path: Path):
+def test_a_second_interrupt_ends_a_job_at_once(jobs: Jobs, model_path: Path, tmp_path: Path):
     items = long_lines()
     items[1]["body"] |= {"prompt": "y", "n": 300}
     in_, out, log = write_input(tmp_path / "in", items), tmp_path / "out", tmp_path / "log"
-    with running(jobs, arguments(path, in_, out, "--grace=1000"), out, log) as pid:
+    with running(jobs, arguments(model_path, in_, out, "--grace=1000"), out, log) as pid:
         os.kill(pid, signal.SIGINT)
         wait_until(lambda: "ending" in log.read_text())
         os.kill(pid, signal.SIGINT)
@@ -1181,9 +1175,11 @@ def test_a_second_interrupt_ends_a_job_at_once(jobs: Jobs, path: Path, tmp_path:
     read_output(out)
 
 
-def test_a_second_job_on_the_same_output_is_refused(jobs: Jobs, path: Path, tmp_path: Path, capfd):
+def test_a_second_job_on_the_same_output_is_refused(
+    jobs: Jobs, model_path: Path, tmp_path: Path, capfd
+):
     in_, out, log = write_input(tmp_path / "in", long_lines()), tmp_path / "out", tmp_path / "log"
-    args = arguments(path, in_, out)
+    args = arguments(model_path, in_, out)
     with running(jobs, args, out, log) as pid:
         assert main(args) == CANNOT_START
         assert "another job is writing" in capfd.readouterr().err

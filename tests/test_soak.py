@@ -14,8 +14,8 @@ import xxhash
 from transformers import Qwen3Config
 
 from nanovllm import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from tests.test_generate import LETTERS, save_tokenizer
 from tests.tiny_models import BASE, VOCAB_SIZE, TinyModels
+from tests.tiny_tokenizer import LETTERS, save_tokenizer
 
 NUM_REQUESTS = 20_000
 MAX_OUTSTANDING = 64
