@@ -121,8 +121,7 @@ class Scheduler:
         if batch.is_prefill:
             for item in reversed(batch.items):
                 self.block_manager.unseal(item.seq, item.end)
-                if item is not batch.items[0]:
-                    self.preempt(item.seq)
+                self.preempt(item.seq)
             self._max_tokens_now = max(1, batch.num_tokens // 2)
             return batch.num_tokens > 1
         self._max_seqs_now = max(1, len(batch) // 2)

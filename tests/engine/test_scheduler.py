@@ -187,6 +187,7 @@ class Engine:
         self.scheduler = scheduler
         self.overlap = overlap
         self.under_way: tuple[Batch, list[int]] | None = None
+        self.most_now: dict[bool, int] = {}  # tokens of the next step after one did not fit
         self.device = Device(scheduler.block_manager.block_size)
         self.unfinished: dict[Sequence, Request] = {}
         self.results: list[tuple[Request, Result]] = []
@@ -216,21 +217,37 @@ class Engine:
             assert not sibling.block_table and not sibling.siblings
         self.check()
 
-    def step(self) -> Batch:
+    def step(self, does_not_fit: str | None = None) -> Batch:
+        """``does_not_fit``: the part that there is not enough memory for, "run" or "sample"."""
         batch = self.schedule()
-        if batch.items:
+        runs = bool(batch.items) and not (does_not_fit == "run" and self.retract(batch))
+        drawn: dict[Sequence, int] = {}
+        if runs:
             self.device.run(batch)
-        salts = [self.unfinished[item.seq].salt for item in batch.sampled]
-        seqs = [item.seq for item in batch.sampled]
-        tokens = [next_token(self.device.tokens(s), n) for s, n in zip(seqs, salts, strict=True)]
-        arrived, self.under_way = self.under_way, (batch, tokens) if batch.items else None
-        if not self.overlap:
-            arrived = self.under_way
-        if arrived is not None:
-            self.postprocess(*arrived)
-        self.device.drawn = dict(zip(seqs, tokens, strict=True))
+            for seq in (item.seq for item in batch.sampled):
+                drawn[seq] = next_token(self.device.tokens(seq), self.unfinished[seq].salt)
+        if self.under_way is not None:
+            self.postprocess(*self.under_way)
+        if runs and does_not_fit == "sample" and self.retract(batch):
+            runs, drawn = False, {}
+        self.under_way = (batch, list(drawn.values())) if runs else None
+        self.device.drawn = drawn
+        if self.under_way is not None and not self.overlap:
+            self.postprocess(*self.under_way)
+            self.under_way = None
         self.check()
         return batch
+
+    def retract(self, batch: Batch) -> bool:
+        """Takes back the step just scheduled, unless that would be the end of all."""
+        num_tokens, running = batch.num_tokens, list(self.scheduler.running)
+        if num_tokens == 1:
+            return False
+        assert self.scheduler.retract(batch)
+        still = running[: -len(batch)] if batch.is_prefill else running[: num_tokens // 2]
+        assert self.scheduler.running == still
+        self.most_now[batch.is_prefill] = num_tokens // 2
+        return True
 
     def postprocess(self, batch: Batch, tokens: list[int]) -> None:
         live = [item.seq for item in batch.sampled if not item.seq.is_finished]
@@ -262,6 +279,8 @@ class Engine:
         num_opening = sum(len(seq.block_table) < seq.num_blocks for seq in before)
         batch = scheduler.schedule()
         assert batch.num_tokens <= scheduler.max_num_batched_tokens
+        assert batch.num_tokens <= self.most_now.get(batch.is_prefill, batch.num_tokens)
+        self.most_now = {}
         if not batch.items:
             assert self.overlap and scheduler.is_finished(), "there was something to do"
         for item in batch.items:
@@ -299,7 +318,7 @@ class Engine:
         each time it is prefilled in so many chunks."""
         scheduler = self.scheduler
         num_tokens = sum(len(r.result(scheduler.max_len)[0]) for r in self.unfinished.values())
-        chunks = scheduler.max_len // scheduler.max_num_batched_tokens + 1
+        chunks = scheduler.max_len // scheduler._max_tokens_now + 1
         return num_tokens * (1 + len(self.unfinished) * chunks) + len(self.unfinished)
 
     def check(self) -> None:
@@ -377,13 +396,19 @@ SCHEDULERS = st.builds(
     SCHEDULERS,
     st.lists(REQUESTS, min_size=2, max_size=12),
     st.none() | st.integers(0, 40),
+    st.dictionaries(st.integers(0, 24), st.sampled_from(["run", "sample"]), max_size=5),
     st.booleans(),
 )
 def test_random_schedules(
-    scheduler: Scheduler, requests: list[Request], reset_at: int | None, overlap: bool
+    scheduler: Scheduler,
+    requests: list[Request],
+    reset_at: int | None,
+    does_not_fit: dict[int, str],
+    overlap: bool,
 ):
-    """Requests come and are aborted between steps, at one of which an exception may drop them
-    all: each of the others gets the result that it would get alone."""
+    """Requests come and are aborted between steps, some of which do not fit into memory, and at
+    one of which an exception may drop them all: each of the others gets the result that it would
+    get alone."""
     engine = Engine(scheduler, overlap)
     num_dropped = 0
     for now in range(25):
@@ -407,7 +432,7 @@ def test_random_schedules(
                 scheduler.reset()
                 engine.check()
             else:
-                engine.step()
+                engine.step(does_not_fit.get(now))
     engine.run()
     engine.check_results()
     assert len(engine.results) == sum(r.params.n for r in requests) - num_dropped
