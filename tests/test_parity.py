@@ -5,6 +5,8 @@ import torch
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import model_runner
+from nanovllm.kernels.attention_triton import TritonAttention
 from tests.tiny_models import VOCAB_SIZE, TinyModels
 
 ON_GPU = torch.cuda.is_available()
@@ -133,3 +135,18 @@ def test_tokens_survive_prefix_cache_hits(name, engine, tiny_models, expected):
         repeated = [PROMPTS[8]] * 6 + [PROMPTS[6]] * 6
         oracle = [expected(name)[8]] * 6 + [expected(name)[6]] * 6
         assert_same_tokens(generate(llm, repeated), oracle)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the tests above run the kernels")
+def test_the_kernels_of_attention_in_an_engine(expected, tiny_models, monkeypatch):
+    """In Triton's interpreter: what the host plans for a decode is what the kernel reads."""
+    monkeypatch.setattr(
+        model_runner, "select_attention_backend", lambda *_, **__: TritonAttention()
+    )
+    chosen = [1, 4, 7]  # of 2, 17 and 257 tokens
+    oracle = [expected("qwen3")[i][:3] for i in chosen]
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    settings = {"kvcache_block_size": 16, "num_kvcache_blocks": 40, "max_num_batched_tokens": 200}
+    with LLM(tiny_models.path("qwen3"), device="cpu", **settings) as llm:
+        outputs = llm.generate([PROMPTS[i] for i in chosen], params, use_tqdm=False)
+    assert_same_tokens([out["token_ids"] for out in outputs], oracle)

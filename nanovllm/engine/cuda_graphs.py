@@ -1,14 +1,12 @@
 """Decode steps captured as CUDA graphs: one launch goes from the last tokens to the next."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.model_inputs import ModelInputs, PackedInputs, prepare_decode
-from nanovllm.engine.sampling_inputs import sampling_rows
+from nanovllm.engine.model_inputs import ModelInputs, PackedInputs
 
 MAX_CAPTURED = 512
 
@@ -26,17 +24,17 @@ class DecodeGraphs:
 
     Args:
         forward: ModelInputs -> logits, of this rank; must not read back from the device.
-        table_width: blocks of the longest sequence.
+        prepare: inputs of a batch, padded to a size.
     """
 
     def __init__(
         self,
         forward: Callable[[ModelInputs], torch.Tensor],
-        table_width: int,
+        prepare: Callable[[Batch, int], PackedInputs],
         device: torch.device,
     ) -> None:
         self.forward = forward
-        self.table_width = table_width
+        self.prepare = prepare
         self.device = device
         self.pool: Any = None
         # Size -> its graph, the device buffer that it reads its inputs from, its logits.
@@ -47,8 +45,7 @@ class DecodeGraphs:
         each keeps logits of its own."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         for size in sorted(sizes, reverse=True):
-            padding = prepare_decode(Batch((), is_prefill=False), 1, size, self.table_width)
-            blank = replace(padding, sampling_rows=sampling_rows([], size)).pack()
+            blank = self.prepare(Batch((), is_prefill=False), size)
             buffer = blank.buffer.to(self.device)
             inputs = blank.unpack(buffer)
             self.forward(inputs)  # compiles kernels and picks algorithms, outside the capture

@@ -4,6 +4,7 @@ Everything is int32 (a cache of 2^31 slots would fill terabytes), so that a step
 to the device as one buffer in one copy.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any
@@ -128,12 +129,17 @@ def prepare_prefill(batch: Batch, block_size: int) -> ModelInputs:
 
 
 def prepare_decode(
-    batch: Batch, block_size: int, padded_size: int = 0, table_width: int = 0
+    batch: Batch,
+    block_size: int,
+    padded_size: int = 0,
+    table_width: int = 0,
+    plan: Callable[[np.ndarray], np.ndarray | None] | None = None,
 ) -> ModelInputs:
     """Each sequence's last token.
 
     Padding rows, up to ``padded_size``, store nothing (slot -1) and attend to nothing (context
-    length 0); block tables are padded to ``table_width``.
+    length 0); block tables are padded to ``table_width``. ``plan`` divides contexts of given
+    lengths.
     """
     seqs = [item.seq for item in batch.items]
     num_seqs = len(seqs)
@@ -145,6 +151,7 @@ def prepare_decode(
     positions[:num_seqs] = context_lens[:num_seqs] - 1
     last_blocks = np.array([seq.block_table[-1] for seq in seqs], dtype=np.int32)
     slot_mapping[:num_seqs] = last_blocks * block_size + positions[:num_seqs] % block_size
+    work = None if plan is None else plan(context_lens)
     return ModelInputs(
         input_ids=torch.from_numpy(input_ids),
         positions=torch.from_numpy(positions),
@@ -153,6 +160,7 @@ def prepare_decode(
             block_tables=prepare_block_tables(batch, size, table_width),
             max_seqlen_k=int(context_lens.max()),
             context_lens=torch.from_numpy(context_lens),
+            decode_work=None if work is None else torch.from_numpy(work),
         ),
     )
 

@@ -294,14 +294,7 @@ class ModelRunner:
 
     def prepare_decode(self, batch: Batch) -> PackedInputs:
         """Inputs on the host, padded for a graph if there is one."""
-        block_size = self.config.kvcache_block_size
-        size = self.graphs.padded_size(len(batch))
-        if size is None:
-            inputs = model_inputs.prepare_decode(batch, block_size)
-        else:
-            width = self.graphs.table_width
-            inputs = model_inputs.prepare_decode(batch, block_size, size, width)
-        return self._pack(inputs, batch, size or 0)
+        return self._prepare_decode(batch, self.graphs.padded_size(len(batch)) or 0)
 
     def prepare_sample(self, batch: Batch) -> SamplingInputs:
         """How to draw the next tokens, on the device."""
@@ -416,6 +409,18 @@ class ModelRunner:
             self.tp = replace(self.tp, one_shots=(sums, largest))
             self.tp.min(0, self.device)  # no flag may be raised before it has been zeroed
 
+    def _prepare_decode(self, batch: Batch, graph_size: int) -> PackedInputs:
+        block_size = self.config.kvcache_block_size
+        width = cdiv(self.max_model_len, block_size) if graph_size else 0
+        inputs = model_inputs.prepare_decode(batch, block_size, graph_size, width, self._plan)
+        return self._pack(inputs, batch, graph_size)
+
+    def _plan(self, context_lens: np.ndarray) -> np.ndarray | None:
+        kv_heads = heads_per_rank(self.model_config.num_key_value_heads, self.tp.size)
+        return self.backend.plan_decode(
+            context_lens, kv_heads, self.model_config.head_dim, self.dtype
+        )
+
     def _pack(self, inputs: ModelInputs, batch: Batch, graph_size: int) -> PackedInputs:
         """Inputs with the sampling rows that go with them; a graph takes as many in any case."""
         sampled = batch.sampled if self.draws_in_step(batch) else []
@@ -437,8 +442,7 @@ class ModelRunner:
         return steps[0] + steps[-1] * (len(sizes) - 1)
 
     def _new_graphs(self) -> DecodeGraphs:
-        table_width = cdiv(self.max_model_len, self.config.kvcache_block_size)
-        return DecodeGraphs(lambda x: self.run_model(x)[1], table_width, self.device)
+        return DecodeGraphs(lambda x: self.run_model(x)[1], self._prepare_decode, self.device)
 
     def _build_model(self, checkpoint: Checkpoint) -> DecoderForCausalLM:
         """The model on this rank's device in its dtype, with weights."""

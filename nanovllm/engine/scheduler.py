@@ -296,8 +296,7 @@ class Scheduler:
             else:
                 self.preempt(self.running[-1])
         assert items or not self.running, "a lone sequence always fits: max_len is within the cache"
-        # The longest first: on a GPU, what starts last should not take longest.
-        return tuple(sorted(items, key=lambda item: -item.end))
+        return tuple(items)
 
     def _check_stop(self, seq: Sequence) -> None:
         """Sets the reasons if the newest token ends the sequence."""

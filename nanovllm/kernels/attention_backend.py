@@ -5,11 +5,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from nanovllm.kernels.attention_flash import FlashAttention
 from nanovllm.kernels.attention_torch import TorchAttention
 from nanovllm.kernels.attention_triton import TritonAttention
+from nanovllm.kernels.rope import NewTokens
 from nanovllm.utils.context import Context
 
 logger = logging.getLogger("nanovllm")
@@ -26,6 +28,8 @@ class AttentionBackend(Protocol):
     name: str
     # Whether decode runs without reading back from the device, as a CUDA graph needs.
     capturable: bool
+    # Whether decode rotates and stores new keys, and takes them as the projection gives them.
+    rotates: bool
 
     def prefill(
         self,
@@ -39,6 +43,12 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Causal attention of each sequence's new tokens, its last ones, over its context."""
 
+    def plan_decode(
+        self, context_lens: np.ndarray, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> np.ndarray | None:
+        """``context.decode_work`` for a decode of these lengths, int32 [num_seqs], on the host; its
+        shape depends on num_seqs alone."""
+
     def decode(
         self,
         q: torch.Tensor,
@@ -46,8 +56,11 @@ class AttentionBackend(Protocol):
         v_cache: torch.Tensor,
         context: Context,
         scale: float,
+        new: NewTokens | None = None,
     ) -> torch.Tensor:
-        """Attention of one new token per sequence over ``context.context_lens`` cached ones."""
+        """Attention of one new token per sequence over ``context.context_lens`` tokens. All are
+        cached, unless ``new`` has the new ones: then they are rotated, as are the queries, and
+        stored (where ``rotates``)."""
 
 
 # Fastest first. On an H200 the Triton kernels decode faster than flash-attn 2 at every batch size
@@ -125,7 +138,13 @@ def _try_out(
         is_prefill=True, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=1, max_seqlen_k=1
     )
     cached = replace(prompt, block_tables=table)
-    decode = Context(block_tables=table, context_lens=ints(1), max_seqlen_k=1)
+    work = backend.plan_decode(np.ones(1, np.int32), num_kv_heads, head_dim, dtype)
+    decode = Context(
+        block_tables=table,
+        context_lens=ints(1),
+        decode_work=None if work is None else torch.from_numpy(work).to(device),
+        max_seqlen_k=1,
+    )
     for context in (prompt, cached, decode):
         if context.is_prefill:
             out = backend.prefill(q, kv, kv, cache, cache, context, 1.0)

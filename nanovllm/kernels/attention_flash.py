@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 
+from nanovllm.kernels.rope import NewTokens
 from nanovllm.utils.context import Context
 
 
@@ -16,6 +18,7 @@ class FlashAttention:
 
     name = "flash_attn"
     capturable = True
+    rotates = False
 
     def __init__(self) -> None:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
@@ -47,6 +50,11 @@ class FlashAttention:
             block_table=context.block_tables,
         )
 
+    def plan_decode(
+        self, context_lens: np.ndarray, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> None:
+        return None
+
     def decode(
         self,
         q: torch.Tensor,
@@ -54,7 +62,9 @@ class FlashAttention:
         v_cache: torch.Tensor,
         context: Context,
         scale: float,
+        new: NewTokens | None = None,
     ) -> torch.Tensor:
+        assert new is None
         return self.with_kvcache(
             q.unsqueeze(1),
             k_cache,

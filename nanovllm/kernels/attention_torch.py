@@ -1,8 +1,10 @@
 """Paged attention in plain PyTorch: for CPUs, and the reference for the other backends."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.rope import NewTokens
 from nanovllm.utils.context import Context
 
 
@@ -11,6 +13,7 @@ class TorchAttention:
 
     name = "torch"
     capturable = False
+    rotates = False
 
     def prefill(
         self,
@@ -37,6 +40,11 @@ class TorchAttention:
             out[start:end] = _attend(q[start:end], keys, values, scale)
         return out
 
+    def plan_decode(
+        self, context_lens: np.ndarray, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> None:
+        return None
+
     def decode(
         self,
         q: torch.Tensor,
@@ -44,7 +52,9 @@ class TorchAttention:
         v_cache: torch.Tensor,
         context: Context,
         scale: float,
+        new: NewTokens | None = None,
     ) -> torch.Tensor:
+        assert new is None
         assert context.context_lens is not None and context.block_tables is not None
         out = torch.empty_like(q)
         # One token attends to all of its context, with no mask, so the query heads that share a

@@ -33,6 +33,15 @@ class Rotation(NamedTuple):
     eps: float = 0.0
 
 
+class NewTokens(NamedTuple):
+    """A decode step's keys and values [N, kv_heads, D], the keys still to be rotated, both to be
+    stored."""
+
+    rotation: Rotation
+    k: torch.Tensor
+    v: torch.Tensor
+
+
 class CacheSlots(NamedTuple):
     """Where new keys and values go.
 

@@ -5,7 +5,7 @@ from torch import nn
 
 from nanovllm.kernels.attention_backend import AttentionBackend
 from nanovllm.kernels.kv_store import store_kvcache
-from nanovllm.kernels.rope import CacheSlots, Rotation, rotate_and_store
+from nanovllm.kernels.rope import CacheSlots, NewTokens, Rotation, rotate_and_store
 from nanovllm.utils.context import get_context
 
 __all__ = ["Attention", "store_kvcache"]
@@ -39,6 +39,9 @@ class Attention(nn.Module):
         still to be rotated, if it says how."""
         context, slots = get_context(), None
         assert self.backend is not None, "no attention backend bound"
+        if rotation is not None and self.backend.rotates and not context.is_prefill:
+            new = NewTokens(rotation, k, v)
+            return self.backend.decode(q, self.k_cache, self.v_cache, context, self.scale, new)
         if self.k_cache.numel():
             assert context.slot_mapping is not None
             slots = CacheSlots(self.k_cache, self.v_cache, context.slot_mapping)

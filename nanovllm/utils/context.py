@@ -23,6 +23,7 @@ class Context:
         max_seqlen_q: most new tokens of a sequence (prefill).
         max_seqlen_k: longest context of a sequence.
         context_lens: int32 [num_seqs], tokens to attend to, the new one included (decode).
+        decode_work: int32, how the attention backend divides a decode; None if it does not.
         logits_indices: int32, rows of the hidden states that need logits; None for all.
     """
 
@@ -34,6 +35,7 @@ class Context:
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     context_lens: torch.Tensor | None = None
+    decode_work: torch.Tensor | None = None
     logits_indices: torch.Tensor | None = None
 
 

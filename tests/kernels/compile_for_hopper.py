@@ -10,6 +10,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -74,11 +75,22 @@ def launch_all(dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int) -
 
     cache = make(4, 256, kv_heads, head_dim)
     attention = attention_triton.TritonAttention()
+    angles = torch.zeros(99, head_dim)
     for num_seqs in (1, 256):
+        work = attention.plan_decode(np.ones(num_seqs, np.int32), kv_heads, head_dim, dtype)
         context = Context(
-            block_tables=ints(num_seqs, 16), context_lens=ints(num_seqs), max_seqlen_k=1
+            slot_mapping=ints(num_seqs),
+            block_tables=ints(num_seqs, 16),
+            context_lens=ints(num_seqs),
+            decode_work=torch.from_numpy(work),
+            max_seqlen_k=1,
         )
-        attention.decode(make(num_seqs, q_heads, head_dim), cache, cache, context, 1.0)
+        qkv = make(num_seqs, q_heads + 2 * kv_heads, head_dim)
+        q, k, v = qkv.split((q_heads, kv_heads, kv_heads), dim=1)
+        attention.decode(q.contiguous(), cache, cache, context, 1.0)
+        for weight in (None, make(head_dim)):
+            rotation = rope.Rotation(ints(num_seqs), angles, weight, weight, 1e-6)
+            attention.decode(q, cache, cache, context, 1.0, rope.NewTokens(rotation, k, v))
     q, k, weight = make(64, q_heads, head_dim), make(64, kv_heads, head_dim), make(head_dim)
     bounds = ints(2)
     for tables in (None, ints(1, 16)):
@@ -93,7 +105,6 @@ def launch_all(dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int) -
         attention.prefill(q, k, k, cache, cache, prefill, 1.0)
     kv_store.store_kvcache_triton(k, k, cache, cache, ints(64))
     slots = rope.CacheSlots(cache, cache, ints(64))
-    angles = torch.zeros(99, head_dim)
     for norms in ((None, None), (weight, weight)):
         rotation = rope.Rotation(ints(64), angles, *norms, 1e-6)
         rope.rotate_and_store_triton(rotation, q, k, k, slots)
