@@ -48,7 +48,8 @@ def _all_reduce_kernel(
     half = (epoch % 2) * SIZE
     x = tl.load(x_ptr + offset, mask=mask)
     for i in tl.static_range(1, SIZE):
-        inbox = tl.load(inboxes_ptr + (RANK + i) % SIZE).to(x_ptr.dtype)
+        # Addresses from memory say nothing of their alignment, and stores would be narrow.
+        inbox = tl.multiple_of(tl.load(inboxes_ptr + (RANK + i) % SIZE).to(x_ptr.dtype), 16)
         tl.store(inbox + (half + RANK) * (BLOCK * NUM_BLOCKS) + offset, x, mask=mask)
     tl.debug_barrier()
     for i in tl.static_range(1, SIZE):
@@ -68,7 +69,7 @@ def _all_reduce_kernel(
                 if spins % SPINS == 0:
                     aborted = tl.load(abort_ptr, volatile=True)  # on the host, so seldom
     tl.debug_barrier()
-    own_inbox = tl.load(inboxes_ptr + RANK).to(x_ptr.dtype)
+    own_inbox = tl.multiple_of(tl.load(inboxes_ptr + RANK).to(x_ptr.dtype), 16)
     total = x if TAKES_MAX else tl.zeros([BLOCK], tl.float32)
     for rank in tl.static_range(SIZE):  # in the same order everywhere, for the same sum
         left = x
