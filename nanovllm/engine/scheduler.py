@@ -11,14 +11,15 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 NO_TOKEN = (
     "no token could be drawn: the model's logits are NaN or infinite, or its parameters allow none"
 )
+ADMISSION_SHARE = 16  # of the places for sequences: as many are filled at once, if so many wait
 RECOVERY_STEPS = 100  # after which limits that a step has lowered are doubled
 
 
 class Scheduler:
     """Continuous batching over two queues.
 
-    Prompts are admitted first come, first served, and prefilled before anyone decodes, in
-    chunks where the token budget is short. When decodes run out of blocks the youngest
+    Prompts are admitted first come, first served, several at a time, and prefilled before anyone
+    decodes, in chunks where the token budget is short. When decodes run out of blocks the youngest
     running sequence is preempted: it goes back to the head of the queue and is recomputed.
 
     A sequence with siblings computes their common prompt for all: once that is done they join the
@@ -237,6 +238,8 @@ class Scheduler:
         if self.running and self.running[-1].num_uncached_tokens > 1:
             items.append(self._prefill_chunk(self.running[-1], budget))
             budget -= items[-1].num_tokens
+        if residents and not items and not self._has_room_for_several(residents):
+            return ()
         while budget and self.waiting and self._can_admit(self.waiting[0], residents):
             seq = self.waiting.popleft()
             residents += 1 + len(seq.siblings)
@@ -250,6 +253,12 @@ class Scheduler:
             items.append(self._prefill_chunk(seq, budget))
             budget -= items[-1].num_tokens
         return tuple(items)
+
+    def _has_room_for_several(self, residents: int) -> bool:
+        """Whether it pays to stop the decodes for a step: where more wait than find room, prompts
+        would otherwise come one by one, as sequences finish, each with a step of its own."""
+        room = self._max_seqs_now - residents
+        return room >= min(len(self.waiting), self._max_seqs_now // ADMISSION_SHARE)
 
     def _can_admit(self, seq: Sequence, residents: int) -> bool:
         # A spare block for each resident: enough for all to cross their next block boundary.

@@ -742,6 +742,34 @@ def test_no_preemption_storm_on_many_short_requests():
     assert num_prefilled == sum(seq.num_prompt_tokens for seq in waiting)
 
 
+def test_prompts_join_several_at_a_time_while_more_wait_than_find_room():
+    """Guards a step for each prompt, between any two decodes."""
+    scheduler = make_scheduler(num_blocks=2000, max_num_seqs=64, max_num_batched_tokens=4096)
+    rng = random.Random(0)
+    for i in range(1000):
+        scheduler.add(Sequence([i, 1, 2], greedy(max_tokens=rng.randrange(1, 40)), 4))
+    admitted, decoded = [], []
+    for batch in drain(scheduler):
+        if batch.is_prefill:
+            admitted.append(len(batch))
+        elif scheduler.waiting:
+            decoded.append(len(batch))
+    assert sum(admitted) == 1000 and admitted[0] == 64
+    assert min(admitted[1:-1]) >= 4
+    assert sum(decoded) / len(decoded) > 60
+
+
+def test_a_prompt_joins_at_once_where_there_is_room_for_all_that_wait():
+    scheduler = make_scheduler(num_blocks=2000, max_num_seqs=64)
+    for i in range(63):
+        scheduler.add(Sequence([i, 1, 2], greedy(max_tokens=20), 4))
+    while not scheduler.running or scheduler.waiting:
+        batch = scheduler.schedule()
+        scheduler.postprocess(batch, [5] * len(batch.sampled))
+    scheduler.add(Sequence([99], greedy(), 4))
+    assert [item.seq.num_prompt_tokens for item in scheduler.schedule().items] == [1]
+
+
 @pytest.mark.parametrize(("num_tokens", "admitted"), [(4, True), (5, False)])
 def test_admission_leaves_each_resident_a_spare_block(num_tokens: int, admitted: bool):
     """Guards prompts that are prefilled, then preempted at the next block boundary of those
