@@ -7,7 +7,7 @@ from typing import Any
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "torch")
+ATTENTION_BACKENDS = ("auto", "flash_attn_4", "flash_attn", "triton", "torch")
 LOAD_FORMATS = ("auto", "dummy")
 MAX_RANKS = 8
 MAX_INT32 = 2**31 - 1  # slots, tokens and positions are counted in int32
@@ -31,8 +31,8 @@ class Config:
         num_kvcache_blocks: size of the KV cache in blocks; -1 fills the memory that is left.
         device: "cuda", "cpu", or "auto" for CUDA where there is a GPU.
         dtype: "auto" is the checkpoint's on a GPU and float32 on a CPU.
-        attention_backend: "flash_attn" (the package), "triton" (own kernels), "torch", or
-            "auto" for the fastest that works here.
+        attention_backend: "flash_attn_4" or "flash_attn" (the packages), "triton" (own kernels),
+            "torch", or "auto" for the fastest that works here.
         enable_prefix_caching: share the KV blocks of equal prompt prefixes.
         load_format: "auto" reads the checkpoint's weights; "dummy" draws random ones and needs
             no more than its config.
