@@ -2,10 +2,10 @@
 
 cuBLAS is built for large products: at 1 to 16 rows it reaches a tenth to three quarters of the
 memory bandwidth on a model's smaller matrices. Here each program takes a few output features and
-all of their weights, streamed through; and what surrounds the product comes along, for its cost is
-launches rather than work: SwiGLU's product after it, and for a single row the residual add and
-RMSNorm before it. The norm's scale is one number, so it is applied to the result, and its sum of
-squares is gathered on the way.
+all of their weights, streamed through registers; and what surrounds the product comes along, for
+its cost is launches rather than work: SwiGLU's product after it, and for a single row the residual
+add and RMSNorm before it. The norm's scale is one number, so it is applied to the result, and its
+sum of squares is gathered on the way.
 
 With programmatic dependent launch, a program requests its first weights before it waits for the
 kernel that makes its input.
@@ -13,23 +13,40 @@ kernel that makes its input.
 
 import torch
 
-from nanovllm.kernels.compat import chained, shared_memory, tl, triton
+from nanovllm.kernels.compat import chained, tl, triton
 
 MAX_ROWS = 16
 # Larger products (output heads) are long enough for cuBLAS to reach the bandwidth.
 MAX_FEATURES = 1 << 16
+# Given a limit the compiler uses registers up to it; without one it saves some, by loading parts
+# of x only after products that wait for others.
+REGISTERS = {} if torch.version.hip else {"maxnreg": 128}
+
+
+@triton.jit
+def _load_bias(
+    bias_ptr, feature, mask, out_features, HAS_BIAS: tl.constexpr, SILU: tl.constexpr
+):  # fmt: skip
+    """Of the features, and with SwiGLU of the up projection's."""
+    bias = 0.0
+    up_bias = 0.0
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + feature, mask=mask, other=0.0).to(tl.float32)
+        if SILU:
+            up_bias = tl.load(bias_ptr + out_features + feature, mask=mask, other=0.0)
+            up_bias = up_bias.to(tl.float32)
+    return bias, up_bias
 
 
 @triton.jit
 def _finish(
-    y, up, bias_ptr, feature, mask, out_features, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
-    DTYPE: tl.constexpr,
+    y, up, bias, up_bias, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
     """Bias and SwiGLU, rounded where separate kernels would round."""
     if HAS_BIAS:
-        y += tl.load(bias_ptr + feature, mask=mask, other=0.0).to(tl.float32)
+        y += bias
         if SILU:
-            up += tl.load(bias_ptr + out_features + feature, mask=mask, other=0.0).to(tl.float32)
+            up += up_bias
     if SILU:
         gate = y.to(DTYPE).to(tl.float32)
         y = (gate / (1 + tl.exp(-gate))).to(DTYPE).to(tl.float32) * up.to(DTYPE).to(tl.float32)
@@ -67,6 +84,7 @@ def _vector_kernel(
     up_weight = weight
     if SILU:
         up_weight = tl.load(up_ptr + column[None, :], mask=mask, other=0.0)
+    bias, up_bias = _load_bias(bias_ptr, feature, in_weight, out_features, HAS_BIAS, SILU)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -97,9 +115,38 @@ def _vector_kernel(
     scale = tl.rsqrt(tl.sum(squares) / K + eps) if HAS_NORM else 1.0
     y = tl.sum(acc, axis=1) * scale
     up = tl.sum(up_acc, axis=1) * scale if SILU else y
-    dtype = out_ptr.dtype.element_ty
-    out = _finish(y, up, bias_ptr, feature, in_weight, out_features, HAS_BIAS, SILU, dtype)
+    out = _finish(y, up, bias, up_bias, HAS_BIAS, SILU, out_ptr.dtype.element_ty)
     tl.store(out_ptr + feature, out, mask=in_weight)
+
+
+@triton.jit
+def _load_tile(
+    ptr, first, num_rows, start, K: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """[WARPS, PARTS * ROWS, BLOCK_K // WARPS] of a matrix [PARTS * num_rows, K]: ROWS rows of
+    each part from the ``first`` on, BLOCK_K columns from ``start`` on. Rows past a part's end
+    repeat its last, columns past K are zero.
+
+    A warp loads 8 rows of 32 columns at a time, 8 columns to a thread. The tensor cores want
+    other columns in a thread; but for a sum over columns their order is free, as long as both
+    factors have the same. So the columns are taken by other numbers, and what a thread has loaded
+    is what it multiplies: nothing passes through shared memory.
+    """
+    BLOCKS: tl.constexpr = PARTS * ROWS // 8
+    index = tl.arange(0, PARTS * ROWS * BLOCK_K // 32)
+    warp = index // 8 % WARPS
+    block = index // 8 // WARPS % BLOCKS
+    step = index // 8 // WARPS // BLOCKS
+    row = tl.minimum(first + block * 8 % ROWS + index % 8, num_rows - 1)
+    row += block * 8 // ROWS * num_rows
+    column = (start + (step * WARPS + warp) * 32)[:, None] + tl.arange(0, 32)[None, :]
+    address = ptr + (row.to(tl.int64) * K)[:, None] + column
+    tile = tl.load(address, mask=column < K, other=0.0)
+    # From 4 threads' 4 pairs each to the tensor cores' order: a pair for each thread in turn.
+    tile = tl.reshape(tile, (BLOCK_K // WARPS // 32, BLOCKS, WARPS, 8, 4, 4, 2))
+    tile = tl.permute(tile, (2, 1, 3, 0, 5, 4, 6))
+    return tl.reshape(tile, (WARPS, PARTS * ROWS, BLOCK_K // WARPS))
 
 
 @triton.jit
@@ -114,37 +161,41 @@ def _matrix_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    WARPS: tl.constexpr,
+    UNROLL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
-    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Several rows, on the tensor cores, with the weight as the side that fills a tile."""
-    feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    """Several rows, on the tensor cores, with the weight as the side that fills a tile. Every warp
+    takes a share of the columns, and their results are added up at the end."""
+    PARTS: tl.constexpr = 2 if SILU else 1
+    first = tl.program_id(0) * BLOCK_N
+    weight = _load_tile(weight_ptr, first, out_features, 0, K, BLOCK_N, PARTS, BLOCK_K, WARPS)
+    feature = first + tl.arange(0, BLOCK_N)[:, None]
     in_weight = feature < out_features
-    weight_row = weight_ptr + feature.to(tl.int64) * K
-    up_row = weight_row + out_features.to(tl.int64) * K
-    row = tl.arange(0, BLOCK_M)[None, :]
-    is_row = row < num_rows
+    bias, up_bias = _load_bias(bias_ptr, feature, in_weight, out_features, HAS_BIAS, SILU)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        column = start + tl.arange(0, BLOCK_K)
-        mask = in_weight & (column < K)[None, :]
-        weight = tl.load(weight_row + column[None, :], mask=mask, other=0.0)
-        x_mask = (column < K)[:, None] & is_row
-        x = tl.load(x_ptr + row * K + column[:, None], mask=x_mask, other=0.0)
-        acc = tl.dot(weight, x, acc, input_precision=PRECISION)
-        if SILU:
-            up_weight = tl.load(up_row + column[None, :], mask=mask, other=0.0)
-            up = tl.dot(up_weight, x, up, input_precision=PRECISION)
-    dtype = out_ptr.dtype.element_ty
-    out = _finish(acc, up, bias_ptr, feature, in_weight, out_features, HAS_BIAS, SILU, dtype)
-    tl.store(out_ptr + row * out_features + feature, out, mask=is_row & in_weight)
+    x = _load_tile(x_ptr, 0, num_rows, 0, K, BLOCK_M, 1, BLOCK_K, WARPS)
+    acc = tl.zeros([WARPS, PARTS * BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(BLOCK_K, K, BLOCK_K, loop_unroll_factor=UNROLL):
+        acc = tl.dot(weight, tl.permute(x, (0, 2, 1)), acc, input_precision=PRECISION)
+        weight = _load_tile(
+            weight_ptr, first, out_features, start, K, BLOCK_N, PARTS, BLOCK_K, WARPS
+        )
+        x = _load_tile(x_ptr, 0, num_rows, start, K, BLOCK_M, 1, BLOCK_K, WARPS)
+    acc = tl.dot(weight, tl.permute(x, (0, 2, 1)), acc, input_precision=PRECISION)
+    y = tl.sum(acc, axis=0)
+    up = y
+    if SILU:
+        y, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
+    out = _finish(y, up, bias, up_bias, HAS_BIAS, SILU, out_ptr.dtype.element_ty)
+    row = tl.arange(0, BLOCK_M)[None, :]
+    mask = (row < num_rows) & in_weight
+    tl.store(out_ptr + row * out_features + feature, out, mask=mask)
 
 
 def skinny_linear(
@@ -161,7 +212,8 @@ def skinny_linear(
         return skinny_norm_linear(x, weight, bias, silu)[0]
     out_features, width = _check(x, weight, silu)
     out = x.new_empty(len(x), out_features)
-    block_n, block_k, num_warps, stages = matrix_config(x, out_features, silu)
+    block_n, block_k, num_warps = matrix_config(x, out_features, silu)
+    is_half = x.dtype is not torch.float32
     _matrix_kernel[(triton.cdiv(out_features, block_n),)](
         x,
         weight,
@@ -170,14 +222,19 @@ def skinny_linear(
         out_features,
         len(x),
         K=width,
-        BLOCK_M=MAX_ROWS,
+        BLOCK_M=8 if len(x) <= 8 else MAX_ROWS,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
+        WARPS=num_warps,
+        # Unrolled, loads run ahead of the products as far as registers go; fp32 products are too
+        # many instructions for that.
+        UNROLL=max(1, triton.cdiv(width, block_k) - 1) if is_half else 1,
         HAS_BIAS=bias is not None,
         SILU=silu,
-        STAGES=stages,
-        PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
+        PRECISION="tf32" if is_half else "ieee",
         num_warps=num_warps,
+        num_stages=1,
+        **REGISTERS,
         **chained(x),
     )
     return out
@@ -229,13 +286,11 @@ def _check(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> tuple[int, int]
     return weight.size(0) // (2 if silu else 1), weight.size(1)
 
 
-# Tuned on an H200 for the matrices of 0.6B to 8B models, of one rank and of two.
-
-
 def vector_config(
     x: torch.Tensor, out_features: int, silu: bool
 ) -> tuple[int, int, int, dict[str, bool]]:
-    """BLOCK_N, BLOCK_K, num_warps, and how to launch."""
+    """BLOCK_N, BLOCK_K, num_warps, and how to launch. Tuned on an H200 for the matrices of 0.6B
+    to 8B models, of one rank and of two."""
     width = x.size(1)
     block_k = min(2048, triton.next_power_of_2(width))
     if silu and width > 2048:
@@ -249,11 +304,13 @@ def vector_config(
     return block_n, block_k, 8 if block_n * block_k >= 8192 else 4, chained(x)
 
 
-def matrix_config(x: torch.Tensor, out_features: int, silu: bool) -> tuple[int, int, int, int]:
-    """BLOCK_N, BLOCK_K, num_warps, stages."""
-    block_k = max(16, min(512, triton.next_power_of_2(x.size(1))))
-    if x.dtype is torch.float32 or shared_memory(x.device) < 200 << 10:
-        return 16, min(block_k, 128), 4, 2
-    if silu:
-        return 32, min(block_k, 256), 4, 4
-    return (16, block_k, 4, 6) if out_features <= 2048 else (32, block_k, 4, 4)
+def matrix_config(x: torch.Tensor, out_features: int, silu: bool) -> tuple[int, int, int]:
+    """BLOCK_N, BLOCK_K (at least 32 columns for each warp), num_warps."""
+    if x.dtype is torch.float32:
+        return 8 if silu else 16, 256, 8
+    parts = 2 if silu else 1
+    whole = max(512, triton.next_power_of_2(x.size(1)))
+    num_warps = 16 if out_features <= 2048 else 8  # one program on a multiprocessor, or two
+    # All of a program's weights at once, if 64 registers of each thread hold them.
+    is_whole = parts * whole <= 256 * num_warps
+    return 16, whole if is_whole else 128 * num_warps // parts, num_warps

@@ -11,7 +11,7 @@ from nanovllm.kernels.rms_norm import rms_norm_reference
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
 from nanovllm.kernels.skinny_linear import MAX_ROWS, skinny_linear, skinny_norm_linear
 
-SHAPES = [(100, 300), (64, 2048), (33, 130), (7, 16), (1500, 1100), (40, 4500)]  # out, in
+SHAPES = [(100, 300), (64, 2048), (33, 130), (7, 16), (200, 1100), (40, 4500)]  # out, in
 DTYPES = [torch.float32, torch.float16]
 EPS = 1e-5
 
@@ -27,7 +27,7 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("silu", [False, True], ids=["plain", "silu"])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no-bias", "bias"])
-@pytest.mark.parametrize("num_rows", [1, 2, 5, MAX_ROWS])
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 9, MAX_ROWS])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_equals_a_plain_product(num_rows, has_bias, silu, dtype, device):
     for features, width in SHAPES:
