@@ -1,18 +1,24 @@
-"""Gumbel-max sampling with top-k, top-p and min-p, and no sort of the vocabulary.
+"""Sampling with temperature, top-k, top-p and min-p: one pass over the logits, and no sort.
 
-Of tokens with logits z, the argmax of z / temperature - log E, E ~ Exp(1), is a draw from their
-softmax (the exponential race). The noise E depends on seed, position and token only (philox.py),
-so the draw from any subset S of the tokens is the argmax over S of the very same scores.
+Of items with masses m, the argmax of log m - log E, E ~ Exp(1) for each, is a draw in proportion to
+the masses (the exponential race). A token is drawn in two races. The first is between groups of 128
+consecutive tokens, whose masses are the sums of exp(logit / temperature), the second between the
+tokens of the group that won: one exp a logit, and noise for few. The noise E depends on seed,
+position and the number of the group or token only (philox.py).
 
-Top-k, top-p and min-p each keep the tokens above some logit, so S is {z >= floor} for one floor:
+Top-k, top-p and min-p each keep the tokens above some logit, {z >= floor} for one floor on the
+logits z. If the token drawn is kept, it is a draw from those kept (rejection sampling). If not, the
+kept ones run one flat race of tokens with fresh noise: that of the first races has let a token win
+which is not kept, so it is biased against the others of its group. The floor:
 
-- min-p gives a floor outright: the largest logit + temperature * log(min_p).
+- min-p gives it outright: the largest logit + temperature * log(min_p).
 - top-k: the k-th largest logit, found by bisection between values that occur. With the largest
-  logit of each group of 128 tokens at hand, the k-th largest of those bounds it from below, and
-  only groups that reach the bound are read again.
+  logit of each group at hand, the k-th largest of those bounds it from below, and only groups that
+  reach the bound are read again.
 - top-p keeps a token if the tokens above it hold less than top_p of the mass that is left. This
-  needs no floor: draw, and if the token drawn is not kept, raise the floor above it and draw
-  again. Few draws are thrown away, since what is thrown away holds little mass.
+  needs no floor: while the token drawn is not kept, raise the floor above it and take the winner of
+  the tokens left, by the same scores of the flat race. Those kept are always among them, so this
+  ends with the winner of those kept; and soon, since what is not kept holds little mass.
 
 Ties at a floor are all kept. A row with a NaN or an infinite logit draws nothing.
 """
@@ -21,9 +27,18 @@ import math
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from nanovllm.kernels.compat import tl, triton, use_triton
-from nanovllm.kernels.philox import GROUP, LANES, WIDTH, exponential_noise
+from nanovllm.kernels.philox import (
+    GROUP,
+    GROUPS,
+    LANES,
+    REDRAW,
+    TOKENS,
+    WIDTH,
+    exponential_noise,
+)
 
 # How to draw one token: 32 bytes a row.
 SAMPLING_ROW = np.dtype(
@@ -38,7 +53,7 @@ SAMPLING_ROW = np.dtype(
     ]
 )
 ROW_WORDS = SAMPLING_ROW.itemsize // 4
-TILE = 32  # groups a program scans
+TILE = 32  # groups that a program reads at a time
 
 
 def sample_reference(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -51,23 +66,20 @@ def sample_reference(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 def _sample_row(logits: torch.Tensor, settings: np.void) -> int:
     """One token from fp32 [vocab_size] logits; -1 if all are -inf, or any is NaN or inf."""
-    temperature, top_k, top_p = (
-        settings[name].item() for name in ("temperature", "top_k", "top_p")
-    )
+    temperature, top_k, top_p, min_p, seed, position, _ = settings.item()
+    _, token = _draw_reference(logits, temperature, seed, position)
+    if token < 0 or temperature == 0:
+        return token
     top = logits.max()
-    if not top.isfinite():
-        return -1
-    if temperature == 0:
-        return int(logits.argmax())
-    noise = exponential_noise(settings["seed"].item(), settings["position"].item(), len(logits))
-    scores = logits * (1 / temperature) - torch.from_numpy(noise).log()
     floor = torch.tensor(-math.inf)
-    if settings["min_p"] > 0:
-        floor = top + temperature * math.log(settings["min_p"])
+    if min_p > 0:
+        floor = top + temperature * math.log(min_p)
     if 0 < top_k < len(logits):
         floor = torch.maximum(floor, logits.topk(top_k).values[-1])
+    scores = _scores(logits * (1 / temperature), seed, position, REDRAW, 0)
     scores[logits < floor] = -math.inf
-    token = int(scores.argmax())
+    if logits[token] < floor:
+        token = int(scores.argmax())
     if top_p >= 1:
         return token
     weights = ((logits - top) / temperature).exp()
@@ -78,66 +90,93 @@ def _sample_row(logits: torch.Tensor, settings: np.void) -> int:
     return token
 
 
+def _draw_reference(
+    logits: torch.Tensor, temperature: float, seed: int, position: int, first_token: int = 0
+) -> tuple[float, int]:
+    """The score of the group that wins and the token of it that does, -1 if there is none, from
+    fp32 [num_tokens] logits. The score is infinite if a logit is NaN or infinite."""
+    if not (logits < math.inf).all():
+        return math.inf, -1
+    # At least one group, though there be no token.
+    groups = F.pad(logits, (0, GROUP - len(logits) % GROUP), value=-math.inf).view(-1, GROUP)
+    scores = groups.amax(1)
+    if temperature > 0:
+        log_masses = (groups * (1 / temperature)).logsumexp(1)
+        scores = _scores(log_masses, seed, position, GROUPS, first_token // GROUP)
+    group = int(scores.argmax())
+    best, start = scores[group].item(), first_token + group * GROUP
+    scores = groups[group]
+    if temperature > 0:
+        scores = _scores(scores * (1 / temperature), seed, position, TOKENS, start)
+    return best, start + int(scores.argmax()) if best > -math.inf else -1
+
+
+def _scores(
+    log_masses: torch.Tensor, seed: int, position: int, stream: int, start: int
+) -> torch.Tensor:
+    """log m - log E of the items from ``start`` on."""
+    noise = exponential_noise(seed, position, stream, start, start + len(log_masses))
+    return log_masses - torch.from_numpy(noise).log()
+
+
 @triton.jit
-def _score(logits, word, temperature):
-    """logits / temperature - log E."""
+def _score(log_mass, word):
+    """log m - log E."""
     uniform = (word.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     uniform = tl.minimum(uniform, 0.99999994)  # as philox.LARGEST_UNIFORM
     # -log(1 - u), as a series where 1 - u would round u away.
     series = uniform * (1 + uniform * (0.5 + uniform * 0.33333334))
     noise = tl.where(uniform < 1e-3, series, -tl.log(1 - uniform))
-    return logits * (1 / temperature) - tl.log(noise)
+    return log_mass - tl.log(noise)
 
 
 @triton.jit
-def _draw(
-    logits_ptr,
+def _race(
+    values_ptr,
     groups,
-    exists,
-    vocab_size,
-    first_group,
+    start,
+    end,
     floor,
     temperature,
-    seed,
-    position,
+    row_ptr,
+    stream,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Best score, its token, and the largest logit (NaN above all) among keys >= floor, each
-    [groups, WIDTH].
+    """Best score and its item, each [groups, WIDTH], of the items in these groups that lie between
+    ``start`` and ``end`` and have values with keys >= floor.
 
-    Scores are the logits for temperature 0. ``first_group`` is where in the vocabulary the
-    logits begin; tokens are counted from there.
+    value / temperature is the log of a mass; scores are the values for temperature 0.
     """
     column = tl.arange(0, WIDTH)[None, :]
-    counter = (groups[:, None] + first_group) * WIDTH + column
+    counter = groups[:, None] * WIDTH + column
     zero = counter * 0
     w0 = zero
     w1 = zero
     w2 = zero
     w3 = zero
     if temperature > 0:
-        words = tl.philox(seed, counter, zero + position, zero, zero, 7)  # philox.ROUNDS
+        position = zero + tl.load(row_ptr + 6)
+        # philox.ROUNDS
+        words = tl.philox(_load_seed(row_ptr), counter, position, zero + stream, zero, 7)
         w0 = words[0].to(tl.int32, bitcast=True)
         w1 = words[1].to(tl.int32, bitcast=True)
         w2 = words[2].to(tl.int32, bitcast=True)
         w3 = words[3].to(tl.int32, bitcast=True)
     best = tl.full(counter.shape, -float("inf"), tl.float32)
-    largest = best
-    best_token = zero
+    best_item = zero
     for lane in tl.static_range(LANES):
-        token = (groups[:, None] * LANES + lane) * WIDTH + column
-        mask = exists[:, None] & (token < vocab_size)
-        logits = tl.load(logits_ptr + token, mask=mask, other=-float("inf")).to(tl.float32)
+        item = (groups[:, None] * LANES + lane) * WIDTH + column
+        exists = (item >= start) & (item < end)
+        value = tl.load(values_ptr + item, mask=exists, other=-float("inf")).to(tl.float32)
         word = w0 if lane == 0 else (w1 if lane == 1 else (w2 if lane == 2 else w3))
-        score = logits
+        score = value
         if temperature > 0:
-            score = _score(logits, word, temperature)
-        score = tl.where(_key(logits) >= floor, score, -float("inf"))
-        best_token = tl.where(score > best, token, best_token)
+            score = _score(value * (1 / temperature), word)
+        score = tl.where(_key(value) >= floor, score, -float("inf"))
+        best_item = tl.where(score > best, item, best_item)
         best = tl.maximum(best, score)
-        largest = tl.maximum(largest, logits, propagate_nan=tl.PropagateNan.ALL)
-    return best, best_token, largest
+    return best, best_item
 
 
 @triton.jit
@@ -161,48 +200,97 @@ def _load_seed(row_ptr):
     return (tl.load(row_ptr + 5).to(tl.int64) << 32) | low
 
 
+@triton.jit
+def _draw(
+    logits_ptr,
+    log_mass_ptr,
+    row_ptr,
+    num_tokens,
+    num_groups,
+    first_token,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+):
+    """Of one row, the score of the group that wins and the token of it that does, -1 if there is
+    none. The score is infinite if a logit is NaN or infinite."""
+    temperature = tl.load(row_ptr).to(tl.float32, bitcast=True)
+    GROUP: tl.constexpr = LANES * WIDTH
+    first_group = first_token // GROUP
+    score, group = _race(
+        log_mass_ptr - first_group,
+        first_group // GROUP + tl.arange(0, MAX_BLOCKS),
+        first_group,
+        first_group + num_groups,
+        -0x80000000,
+        tl.where(temperature > 0, 1.0, 0.0),  # it is in the masses already
+        row_ptr,
+        0,  # philox.GROUPS
+        LANES,
+        WIDTH,
+    )
+    best = tl.max(score)
+    group = tl.maximum(_first_best(score, group), first_group)
+    score, token = _race(
+        logits_ptr - first_token,
+        group + tl.zeros([1], tl.int32),
+        first_token,
+        first_token + num_tokens,
+        -0x80000000,
+        temperature,
+        row_ptr,
+        1,  # philox.TOKENS
+        LANES,
+        WIDTH,
+    )
+    return best, tl.where(best < float("inf"), _first_best(score, token), -1)
+
+
+@triton.jit
+def _load(logits_ptr, token, vocab_size):
+    """Logits as fp32, -inf past the end."""
+    return tl.load(logits_ptr + token, mask=token < vocab_size, other=-float("inf")).to(tl.float32)
+
+
 # Specialised on vocab_size and stride alone: the others follow from them.
-@triton.jit(do_not_specialize=["num_groups", "first_group"])
+@triton.jit(do_not_specialize=["num_groups"])
 def _scan_kernel(
     logits_ptr,
     rows_ptr,
     group_max_ptr,
-    tile_score_ptr,
-    tile_token_ptr,
+    log_mass_ptr,
     vocab_size,
     stride,
     num_groups,
-    first_group,
     ROW_WORDS: tl.constexpr,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """For TILE groups of one row: the winner among all their tokens, each group's largest. Where
-    a logit is NaN or infinite, no token wins with an infinite score."""
+    """Of TILE groups of one row: the largest logit and the log of the mass, which is the largest
+    logit for temperature 0, and infinite where a logit is NaN or infinite."""
     row, tile = tl.program_id(0), tl.program_id(1)
-    row_ptr = rows_ptr + row * ROW_WORDS
+    temperature = tl.load(rows_ptr + row * ROW_WORDS).to(tl.float32, bitcast=True)
+    scale = 1 / tl.where(temperature > 0, temperature, 1.0)
     groups = tile * TILE + tl.arange(0, TILE)
-    score, token, largest = _draw(
-        logits_ptr + row.to(tl.int64) * stride,
-        groups,
-        groups < num_groups,
-        vocab_size,
-        first_group,
-        -0x80000000,
-        tl.load(row_ptr).to(tl.float32, bitcast=True),
-        _load_seed(row_ptr),
-        tl.load(row_ptr + 6),
-        LANES,
-        WIDTH,
-    )
-    slot = row * tl.num_programs(1) + tile
-    largest = tl.where(largest == largest, largest, float("inf"))
-    is_bad = tl.max(largest) == float("inf")
-    tl.store(tile_score_ptr + slot, tl.where(is_bad, float("inf"), tl.max(score)))
-    tl.store(tile_token_ptr + slot, tl.where(is_bad, -1, _first_best(score, token)))
-    largest = tl.max(largest, axis=1)
-    tl.store(group_max_ptr + row * num_groups + groups, largest, mask=groups < num_groups)
+    # Four parts of each group: a thread has tokens of all, which leaves little to exchange.
+    token = groups[:, None] * (LANES * WIDTH) + tl.arange(0, WIDTH)[None, :]
+    logits_ptr += row.to(tl.int64) * stride
+    z0 = _load(logits_ptr, token, vocab_size)
+    z1 = _load(logits_ptr, token + WIDTH, vocab_size)
+    z2 = _load(logits_ptr, token + 2 * WIDTH, vocab_size)
+    z3 = _load(logits_ptr, token + 3 * WIDTH, vocab_size)
+    largest = tl.max(tl.maximum(tl.maximum(z0, z1), tl.maximum(z2, z3)), axis=1)
+    shift = tl.maximum(largest, -3.4028234663852886e38)[:, None]  # finite for groups of -inf
+    base2 = scale * 1.4426950408889634
+    weights = tl.exp2((z0 - shift) * base2) + tl.exp2((z1 - shift) * base2)
+    weights += tl.exp2((z2 - shift) * base2) + tl.exp2((z3 - shift) * base2)
+    total = tl.sum(weights, axis=1)
+    log_mass = tl.where(temperature > 0, largest * scale + tl.log(total), largest)
+    log_mass = tl.where(total == total, log_mass, float("inf"))
+    slot = row * num_groups + groups
+    tl.store(group_max_ptr + slot, largest, mask=groups < num_groups)
+    tl.store(log_mass_ptr + slot, log_mass, mask=groups < num_groups)
 
 
 @triton.jit
@@ -211,11 +299,20 @@ def _load_keys(
 ):
     """Logits of the next TILE listed groups as fp32 and as keys, -inf where there is none."""
     slot = start + tl.arange(0, TILE)
-    groups = tl.load(list_ptr + slot, mask=slot < num_listed, other=0)
+    groups = tl.load(list_ptr + slot, mask=slot < num_listed, other=vocab_size)  # past the end
     token = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    mask = (slot < num_listed)[:, None] & (token < vocab_size)
-    logits = tl.load(logits_ptr + token, mask=mask, other=-float("inf")).to(tl.float32)
-    return logits, tl.where(mask, _key(logits), -0x80000000)
+    logits = _load(logits_ptr, token, vocab_size)
+    return logits, _key(logits)
+
+
+@triton.jit
+def _list_groups(list_ptr, group_key, group, floor):
+    """Lists the groups that have a key >= floor. Returns how many they are."""
+    reaches = group_key >= floor
+    place = tl.cumsum(reaches.to(tl.int32)) - 1
+    tl.store(list_ptr + place, group, mask=reaches)
+    tl.debug_barrier()  # the list is read by other threads than wrote it
+    return tl.sum(reaches.to(tl.int32))
 
 
 @triton.jit
@@ -234,7 +331,7 @@ def _mass(
     total = tl.zeros([TILE, GROUP], tl.float32)
     for start in range(0, num_listed, TILE):
         logits, keys = _load_keys(logits_ptr, list_ptr, start, num_listed, vocab_size, GROUP, TILE)
-        total += tl.where(keys >= floor, tl.exp((logits - top) / temperature), 0.0)
+        total += tl.where(keys >= floor, tl.exp((logits - top) * (1 / temperature)), 0.0)
     return tl.sum(total)
 
 
@@ -274,35 +371,42 @@ def _kth_largest(
     return low
 
 
-@triton.jit(do_not_specialize=["num_groups", "num_tiles"])
+@triton.jit(do_not_specialize=["num_groups"])
 def _choose_kernel(
     logits_ptr,
     rows_ptr,
     group_max_ptr,
-    tile_score_ptr,
-    tile_token_ptr,
+    log_mass_ptr,
     list_ptr,
     token_ptr,
     vocab_size,
     num_groups,
-    num_tiles,
     TRUNCATES: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
-    MAX_TILES: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
     MAX_GROUPS: tl.constexpr,
 ):
-    """The winner of one row: of its tiles' winners, or of the tokens that a truncation keeps."""
+    """Draws the token of one row: from all, then if need be from those that a truncation keeps."""
     row = tl.program_id(0)
-    tile = tl.arange(0, MAX_TILES)
-    slot = row * num_tiles + tile
-    score = tl.load(tile_score_ptr + slot, mask=tile < num_tiles, other=-float("inf"))
-    token = _first_best(score, tl.load(tile_token_ptr + slot, mask=tile < num_tiles, other=0))
+    row_ptr = rows_ptr + row * ROW_WORDS
+    logits_ptr += row.to(tl.int64) * vocab_size
+    log_mass_ptr += row * num_groups
+    _best, token = _draw(
+        logits_ptr,
+        log_mass_ptr,
+        row_ptr,
+        vocab_size,
+        num_groups,
+        0,
+        LANES,
+        WIDTH,
+        MAX_BLOCKS,
+    )
     if TRUNCATES:
-        row_ptr = rows_ptr + row * ROW_WORDS
         temperature = tl.load(row_ptr).to(tl.float32, bitcast=True)
         top_k = tl.load(row_ptr + 1)
         top_p = tl.load(row_ptr + 2).to(tl.float32, bitcast=True)
@@ -311,21 +415,19 @@ def _choose_kernel(
             top_k = 0
         truncates = (top_k > 0) | (top_p < 1) | (min_p > 0)
         if truncates & (temperature > 0) & (token >= 0):
-            logits_ptr += row.to(tl.int64) * vocab_size
             list_ptr += row * num_groups
             group = tl.arange(0, MAX_GROUPS)
             exists = group < num_groups
-            group_max = tl.load(
-                group_max_ptr + row * num_groups + group, mask=exists, other=-float("inf")
-            )
-            group_key = tl.where(exists, _key(group_max), -0x80000000)
+            slot = row * num_groups + group
+            group_max = tl.load(group_max_ptr + slot, mask=exists, other=-float("inf"))
+            group_key = _key(group_max)
             top = tl.max(group_max)
-            floor = tl.full([], -0x80000000, tl.int64)
+            floor = tl.full([], -0x7F800000, tl.int64)  # all but -inf
             if min_p > 0:
-                floor = _key(top + temperature * tl.log(min_p)).to(tl.int64)
+                floor = tl.maximum(floor, _key(top + temperature * tl.log(min_p)))
             if (top_k > 0) & (top_k <= num_groups):
                 # A bound is enough: 20 halvings of the 2^32 keys.
-                low = tl.full([], -0x80000000, tl.int64)
+                low = tl.full([], -0x7F800000, tl.int64)
                 high = _key(top).to(tl.int64) + 1
                 for _ in range(20):
                     middle = low + ((high - low) >> 1)
@@ -333,13 +435,7 @@ def _choose_kernel(
                     low = tl.where(enough, middle, low)
                     high = tl.where(enough, high, middle)
                 floor = tl.maximum(floor, low)
-
-            reaches = exists & (group_key >= floor)
-            place = tl.cumsum(reaches.to(tl.int32)) - 1
-            num_listed = tl.sum(reaches.to(tl.int32))
-            tl.store(list_ptr + place, group, mask=reaches)
-            tl.debug_barrier()  # the list is read by other threads than wrote it
-
+            num_listed = _list_groups(list_ptr, group_key, group, floor)
             if top_k > 0:
                 floor = _kth_largest(
                     logits_ptr,
@@ -354,17 +450,21 @@ def _choose_kernel(
                 )
             kept = top_p * 1.0
             if top_p < 1:
-                kept = top_p * _mass(
-                    logits_ptr,
-                    list_ptr,
-                    num_listed,
-                    vocab_size,
-                    floor,
-                    top,
-                    temperature,
-                    GROUP,
-                    TILE,
-                )
+                if (top_k > 0) | (min_p > 0):
+                    kept *= _mass(
+                        logits_ptr,
+                        list_ptr,
+                        num_listed,
+                        vocab_size,
+                        floor,
+                        top,
+                        temperature,
+                        GROUP,
+                        TILE,
+                    )
+                else:
+                    log_mass = tl.load(log_mass_ptr + group, mask=exists, other=-float("inf"))
+                    kept *= tl.sum(tl.exp(log_mass - top * (1 / temperature)))
             key = _key(tl.load(logits_ptr + token).to(tl.float32)).to(tl.int64)
             drawing = key < floor
             checking = top_p < 1
@@ -374,39 +474,38 @@ def _choose_kernel(
                     best_token = tl.zeros([TILE, WIDTH], tl.int32)
                     for start in range(0, num_listed, TILE):
                         listed = start + tl.arange(0, TILE)
-                        groups = tl.load(list_ptr + listed, mask=listed < num_listed, other=0)
-                        new, new_token, _ = _draw(
+                        score, item = _race(
                             logits_ptr,
-                            groups,
-                            listed < num_listed,
-                            vocab_size,
+                            tl.load(list_ptr + listed, mask=listed < num_listed, other=vocab_size),
                             0,
+                            vocab_size,
                             floor,
                             temperature,
-                            _load_seed(row_ptr),
-                            tl.load(row_ptr + 6),
+                            row_ptr,
+                            2,  # philox.REDRAW
                             LANES,
                             WIDTH,
                         )
-                        best_token = tl.where(new > best, new_token, best_token)
-                        best = tl.maximum(best, new)
+                        best_token = tl.where(score > best, item, best_token)
+                        best = tl.maximum(best, score)
                     token = _first_best(best, best_token)
                     key = _key(tl.load(logits_ptr + token).to(tl.float32)).to(tl.int64)
-                drawing = checking & (
-                    _mass(
+                drawing = checking
+                if checking:  # whether the tokens above this one, if any, hold too much
+                    floor = tl.maximum(floor, key + 1)
+                    num_listed = _list_groups(list_ptr, group_key, group, floor)
+                    above = _mass(
                         logits_ptr,
                         list_ptr,
                         num_listed,
                         vocab_size,
-                        key + 1,
+                        floor,
                         top,
                         temperature,
                         GROUP,
                         TILE,
                     )
-                    >= kept
-                )
-                floor = tl.maximum(floor, key + 1)
+                    drawing = (above >= kept) & (num_listed > 0)
                 checking = drawing
     tl.store(token_ptr + row, token.to(tl.int64))
 
@@ -418,27 +517,25 @@ def sample_triton(logits: torch.Tensor, rows: torch.Tensor, truncates: bool) -> 
     tokens = logits.new_empty(num_rows, dtype=torch.int64)
     if not num_rows:
         return tokens
-    group_max, tile_score, tile_token = _scan(logits, rows, vocab_size, 0)
-    num_groups, num_tiles = group_max.size(1), tile_score.size(1)
+    group_max, log_mass = _scan(logits, rows, vocab_size)
+    num_groups = group_max.size(1)
     listed = logits.new_empty(num_rows, num_groups, dtype=torch.int32)
     _choose_kernel[(num_rows,)](
         logits,
         rows,
         group_max,
-        tile_score,
-        tile_token,
+        log_mass,
         listed,
         tokens,
         vocab_size,
         num_groups,
-        num_tiles,
         TRUNCATES=truncates,
         ROW_WORDS=ROW_WORDS,
         LANES=LANES,
         WIDTH=WIDTH,
-        TILE=TILE,
         GROUP=GROUP,
-        MAX_TILES=triton.next_power_of_2(num_tiles),
+        TILE=TILE,
+        MAX_BLOCKS=triton.next_power_of_2(triton.cdiv(num_groups, GROUP)),
         MAX_GROUPS=triton.next_power_of_2(num_groups),
         num_warps=8,
     )
@@ -446,63 +543,84 @@ def sample_triton(logits: torch.Tensor, rows: torch.Tensor, truncates: bool) -> 
 
 
 def _scan(
-    logits: torch.Tensor, rows: torch.Tensor, num_tokens: int, first_token: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The largest logit of each group, fp32 [N, groups]; the best score of each tile of groups
-    and its token, fp32 and int32 [N, tiles]."""
+    logits: torch.Tensor, rows: torch.Tensor, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest logit of each group and the log of its mass, fp32 [N, groups]."""
     assert rows.shape == (len(logits), ROW_WORDS)
     assert rows.dtype == torch.int32 and rows.is_contiguous()
     num_groups = triton.cdiv(num_tokens, GROUP)
-    num_tiles = max(triton.cdiv(num_groups, TILE), 1)
     group_max = logits.new_empty(len(logits), num_groups, dtype=torch.float32)
-    tile_score = logits.new_empty(len(logits), num_tiles, dtype=torch.float32)
-    tile_token = logits.new_empty(len(logits), num_tiles, dtype=torch.int32)
-    _scan_kernel[(len(logits), num_tiles)](
+    log_mass = torch.empty_like(group_max)
+    _scan_kernel[(len(logits), max(triton.cdiv(num_groups, TILE), 1))](
         logits,
         rows,
         group_max,
-        tile_score,
-        tile_token,
+        log_mass,
         num_tokens,
         logits.stride(0),
         num_groups,
-        first_token // GROUP,
         ROW_WORDS=ROW_WORDS,
         LANES=LANES,
         WIDTH=WIDTH,
         TILE=TILE,
-        num_warps=8,
+        num_warps=4,
     )
-    return group_max, tile_score, tile_token
+    return group_max, log_mass
 
 
-@triton.jit(do_not_specialize=["num_tiles", "first_token"])
+@triton.jit(do_not_specialize=["num_tokens", "stride", "num_groups", "first_token"])
 def _pack_kernel(
-    tile_score_ptr, tile_token_ptr, out_ptr, num_tiles, first_token, MAX_TILES: tl.constexpr
+    logits_ptr,
+    rows_ptr,
+    log_mass_ptr,
+    out_ptr,
+    num_tokens,
+    stride,
+    num_groups,
+    first_token,
+    ROW_WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0)
-    tile = tl.arange(0, MAX_TILES)
-    slot = row * num_tiles + tile
-    score = tl.load(tile_score_ptr + slot, mask=tile < num_tiles, other=-float("inf"))
-    token = _first_best(score, tl.load(tile_token_ptr + slot, mask=tile < num_tiles, other=0))
-    key = _key(tl.max(score)).to(tl.int64)
-    tl.store(out_ptr + row, (key << 32) | (0x7FFFFFFF - tl.maximum(token, 0) - first_token))
+    best, token = _draw(
+        logits_ptr + row.to(tl.int64) * stride,
+        log_mass_ptr + row * num_groups,
+        rows_ptr + row * ROW_WORDS,
+        num_tokens,
+        num_groups,
+        first_token,
+        LANES,
+        WIDTH,
+        MAX_BLOCKS,
+    )
+    key = _key(best).to(tl.int64)
+    tl.store(out_ptr + row, (key << 32) | (0x7FFFFFFF - tl.maximum(token, 0)))
 
 
 def best_of_shard_triton(
     logits: torch.Tensor, rows: torch.Tensor, num_tokens: int, first_token: int
 ) -> torch.Tensor:
     assert logits.stride(1) == 1
-    _, tile_score, tile_token = _scan(logits, rows, num_tokens, first_token)
+    _, log_mass = _scan(logits, rows, num_tokens)
     out = logits.new_empty(len(logits), dtype=torch.int64)
-    num_tiles = tile_score.size(1)
+    num_groups = log_mass.size(1)
     _pack_kernel[(len(logits),)](
-        tile_score,
-        tile_token,
+        logits,
+        rows,
+        log_mass,
         out,
-        num_tiles,
+        num_tokens,
+        logits.stride(0),
+        num_groups,
         first_token,
-        MAX_TILES=triton.next_power_of_2(num_tiles),
+        ROW_WORDS=ROW_WORDS,
+        LANES=LANES,
+        WIDTH=WIDTH,
+        # One more, for the first group may be in the middle of a block.
+        MAX_BLOCKS=triton.next_power_of_2(triton.cdiv(num_groups, GROUP) + 1),
+        num_warps=8,
     )
     return out
 
@@ -511,20 +629,18 @@ def best_of_shard_reference(
     logits: torch.Tensor, rows: torch.Tensor, num_tokens: int, first_token: int
 ) -> torch.Tensor:
     settings = rows.cpu().numpy().view(SAMPLING_ROW)[:, 0]
-    is_bad = ~(logits[:, :num_tokens].float() < math.inf).all(-1)
-    scores = torch.full((len(logits), num_tokens + 1), -math.inf)  # wide enough for a best one
-    scores[:, :num_tokens] = logits[:, :num_tokens]
-    for row, (temperature, seed, position) in zip(
-        scores, settings[["temperature", "seed", "position"]].tolist(), strict=True
-    ):
-        if temperature > 0:
-            noise = exponential_noise(seed, position, first_token + num_tokens)[first_token:]
-            row[:num_tokens] = row[:num_tokens] * (1 / temperature) - torch.from_numpy(noise).log()
-    scores[is_bad.cpu()] = math.inf
-    best, token = scores.max(-1)
-    bits = (best + 0.0).view(torch.int32)
+    drawn = [
+        _draw_reference(z, temperature, seed, position, first_token)
+        for z, (temperature, seed, position) in zip(
+            logits[:, :num_tokens].float().cpu(),
+            settings[["temperature", "seed", "position"]].tolist(),
+            strict=True,
+        )
+    ]
+    best, token = torch.tensor(drawn, dtype=torch.float64).view(-1, 2).unbind(1)
+    bits = (best.float() + 0.0).view(torch.int32)
     key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-    return ((key << 32) | (0x7FFFFFFF - token - first_token)).to(logits.device)
+    return ((key << 32) | (0x7FFFFFFF - token.long().clamp(min=0))).to(logits.device)
 
 
 def best_of_shard(

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels.philox import exponential_noise
+from nanovllm.kernels.philox import GROUP, GROUPS, REDRAW, TOKENS, exponential_noise
 from nanovllm.kernels.sampling import (
     SAMPLING_ROW,
     best_of_shard_reference,
@@ -66,12 +66,22 @@ def kept_tokens(logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p
     return keep & ((by_token < top_p) | (top_p >= 1))
 
 
+def winner(scores: torch.Tensor, seed: int, position: int, stream: int, start: int = 0) -> int:
+    """Gumbel-max over fp64 scores of the items from ``start`` on."""
+    noise = exponential_noise(seed, position, stream, start, start + len(scores))
+    return int((scores - torch.from_numpy(noise).double().log()).argmax())
+
+
 def expected_token(logits: torch.Tensor, seed: int, position: int, **truncation) -> int:
-    """Gumbel-max over the kept tokens, in fp64 but for the noise."""
-    noise = torch.from_numpy(exponential_noise(seed, position, len(logits))).double()
-    temperature = truncation.get("temperature", 1.0)
-    scores = logits.double() / temperature - noise.log()
-    return int(torch.where(kept_tokens(logits, **truncation), scores, -math.inf).argmax())
+    """A group, a token of it; if that is not kept, one that is. In fp64 but for the noise."""
+    scores = logits.double() / truncation.get("temperature", 1.0)
+    groups = scores.split(GROUP)
+    group = winner(torch.stack([g.logsumexp(0) for g in groups]), seed, position, GROUPS)
+    token = group * GROUP + winner(groups[group], seed, position, TOKENS, group * GROUP)
+    keep = kept_tokens(logits, **truncation)
+    if keep[token]:
+        return token
+    return winner(torch.where(keep, scores, -math.inf), seed, position, REDRAW)
 
 
 TRUNCATIONS = [
@@ -145,6 +155,27 @@ def test_greedy_rows_take_the_largest_logit(dtype, sampler, device):
     assert torch.equal(logits.gather(1, tokens[:, None]).squeeze(1), logits.amax(-1))
 
 
+@pytest.mark.parametrize(
+    "scale, temperature", [(1e4, 0.01), (100.0, 1e-5), (1e30, 1.0), (1e30, 1e-5)]
+)
+@pytest.mark.parametrize("fields", [{}, {"top_k": 5, "top_p": 0.9, "min_p": 0.1}], ids=str)
+def test_large_logits_and_small_temperatures_give_the_largest(
+    fields, scale, temperature, sampler, device
+):
+    """Logit biases and temperatures may go that far, and no sum may overflow."""
+    logits = torch.arange(-500, 500, device=device)[torch.randperm(1000)].repeat(2, 1) / 500 * scale
+    logits[1, logits[1] < 0] = -float("inf")
+    tokens = sampler(logits, rows(2, device, temperature=temperature, **fields))
+    assert torch.equal(tokens, logits.argmax(-1))
+
+
+def test_a_huge_temperature_draws_from_all(sampler, device):
+    logits = torch.randn(8, 1000, device=device)
+    logits[:, :500] = -float("inf")
+    tokens = sampler(logits, rows(8, device, temperature=1e30))
+    assert len(set(tokens.tolist())) > 4 and tokens.min() >= 500
+
+
 def test_masked_tokens_are_never_drawn(sampler, device):
     logits = torch.full((8, 9000), -float("inf"), device=device)
     logits[:, [3, 8191, 8999]] = 0.0
@@ -190,10 +221,25 @@ def test_seed_and_position_each_change_the_draw(sampler, device):
     assert len(set(tokens.tolist())) > 50
 
 
+def check_frequencies(sampler, logits: torch.Tensor, n: int, device: str, **truncation) -> None:
+    """Chi-square over the kept tokens, at odds of 1 to 1,000 for a right sampler to fail with
+    other seeds; these are fixed, so a pass stays a pass."""
+    keep = kept_tokens(logits, **truncation) & (logits > -math.inf)
+    probs = torch.softmax(logits.double() / truncation.get("temperature", 1.0), -1)[keep]
+    tokens = sampler(logits.to(device).repeat(n, 1), rows(n, device, **truncation)).cpu()
+    counts = torch.bincount(tokens, minlength=len(logits)).double()
+    assert counts[~keep].sum() == 0
+    expected = probs / probs.sum() * n
+    assert expected.min() > 5, "too few draws for the chi-square approximation"
+    statistic = ((counts[keep] - expected) ** 2 / expected).sum()
+    degrees = torch.tensor((int(keep.sum()) - 1) / 2, dtype=torch.float64)
+    assert torch.special.gammaincc(degrees, statistic / 2) > 1e-3
+
+
 @pytest.mark.parametrize(
     "truncation",
     [
-        {"temperature": 0.5},
+        {"temperature": 0.7},
         {},
         {"temperature": 2.0},
         {"top_k": 6},
@@ -203,20 +249,31 @@ def test_seed_and_position_each_change_the_draw(sampler, device):
     ],
     ids=str,
 )
-def test_frequencies_follow_the_distribution(truncation, fast_sampler, device):
-    """Chi-square over the kept ones of 12 tokens, at odds of 1 to 1,000 for a right sampler to
-    fail with other seeds; these are fixed, so a pass stays a pass."""
+@pytest.mark.parametrize("places", ["one group", "many groups"])
+def test_frequencies_follow_the_distribution(truncation, places, fast_sampler, device):
+    """Of 12 tokens, by themselves or scattered unevenly over groups of impossible ones."""
     logits = torch.linspace(-2, 2, 12)
-    keep = kept_tokens(logits, **truncation)
-    probs = torch.softmax(logits.double() / truncation.get("temperature", 1.0), -1)[keep]
-    n = 6_000 if fast_sampler is sample_reference else 100_000
-    tokens = fast_sampler(logits.to(device).repeat(n, 1), rows(n, device, **truncation)).cpu()
-    counts = torch.bincount(tokens, minlength=12).double()
-    assert counts[~keep].sum() == 0
-    expected = probs / probs.sum() * n
-    statistic = ((counts[keep] - expected) ** 2 / expected).sum()
-    degrees = torch.tensor((int(keep.sum()) - 1) / 2, dtype=torch.float64)
-    assert torch.special.gammaincc(degrees, statistic / 2) > 1e-3
+    if places == "many groups":
+        scattered = torch.full((700,), -math.inf)
+        scattered[[0, 1, 2, 128, 129, 127, 255, 400, 640, 641, 642, 699]] = logits
+        logits = scattered
+    n = 4_000 if fast_sampler is sample_reference else 100_000
+    check_frequencies(fast_sampler, logits, n, device, **truncation)
+
+
+@pytest.mark.parametrize(
+    "truncation",
+    [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 2, "top_p": 0.99, "min_p": 0.1}],
+    ids=str,
+)
+def test_a_redraw_knows_nothing_of_the_draw_that_was_rejected(truncation, fast_sampler, device):
+    """Tokens 0 and 128 are kept. 2 of 5 first draws are rejected, all where group 0 wins: were the
+    noise of groups or tokens used again, token 0 would come a seventh too often or too rarely."""
+    logits = torch.full((256,), -math.inf)
+    logits[1:128] = math.log(2 / 127)
+    logits[[0, 128]] = torch.tensor([1.0, 2.0]).log()
+    n = 3_000 if fast_sampler is sample_reference else 100_000
+    check_frequencies(fast_sampler, logits, n, device, **truncation)
 
 
 def test_rare_tokens_come_as_often_as_they_should(fast_sampler, device):
@@ -235,12 +292,22 @@ def best_of_shard(request):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("num_shards, shard", [(1, 1024), (2, 512), (3, 384), (8, 128), (4, 5120)])
+@pytest.mark.parametrize(
+    "num_shards, shard, vocab_size",
+    [
+        (1, 1024, 924),
+        (2, 512, 1000),
+        (3, 384, 1152),
+        (8, 128, 1024),
+        (4, 512, 900),
+        (4, 11_520, 46_000),
+    ],
+)
 def test_the_best_of_all_shards_is_the_draw_from_the_whole(
-    num_shards, shard, dtype, best_of_shard, device
+    num_shards, shard, vocab_size, dtype, best_of_shard, device
 ):
-    """Shards of padded width, the last ones short or empty."""
-    n, vocab_size = 40, min(num_shards * shard - 100, 6_000)
+    """Shards of padded width, the last ones short or empty; groups of several blocks of noise."""
+    n = 16
     logits = torch.randn(n, vocab_size, device=device).to(dtype)
     logits[3] = -float("inf")
     logits[6, : vocab_size // 2 + 100] = -float("inf")
