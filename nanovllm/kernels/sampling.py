@@ -76,16 +76,14 @@ def _sample_row(logits: torch.Tensor, settings: np.void) -> int:
         floor = top + temperature * math.log(min_p)
     if 0 < top_k < len(logits):
         floor = torch.maximum(floor, logits.topk(top_k).values[-1])
-    scores = _scores(logits * (1 / temperature), seed, position, REDRAW, 0)
-    scores[logits < floor] = -math.inf
-    if logits[token] < floor:
-        token = int(scores.argmax())
-    if top_p >= 1:
-        return token
-    weights = ((logits - top) / temperature).exp()
-    enough = top_p * weights[logits >= floor].sum()
-    while weights[logits > logits[token]].sum() >= enough:
-        scores[logits <= logits[token]] = -math.inf
+    if top_p < 1:
+        weights = ((logits - top) / temperature).exp()
+        enough = top_p * weights[logits >= floor].sum()
+    scores = None
+    while logits[token] < floor or (top_p < 1 and weights[logits > logits[token]].sum() >= enough):
+        if scores is None:
+            scores = _scores(logits * (1 / temperature), seed, position, REDRAW, 0)
+        scores[(logits < floor) | (logits <= logits[token])] = -math.inf
         token = int(scores.argmax())
     return token
 
