@@ -13,14 +13,17 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.workloads import Workload
 from nanovllm import LLM, SamplingParams
 
-WARM_STEPS = 20  # after the prompts that fit at once have been computed
-NUM_STEPS = 50
+# Steps to run first, and to time and to record: of decodes, after the prompts that fit at once have
+# been computed; or of a workload of nothing but prefills.
+DECODES = 20, 50
+PREFILLS = 4, 10
 NUM_KERNELS = 20
 
 
 def profile_steps(llm: LLM, workload: Workload, temperature: float, trace: Path) -> dict[str, Any]:
-    """Runs the workload's first steps after its first wave of prefills, writes a trace of them
-    that chrome://tracing shows, and says in microseconds per step where the time went.
+    """Runs the workload's first steps after its first wave of prefills (these themselves, if there
+    is nothing else), writes a trace of them that chrome://tracing shows, and says in microseconds
+    per step where the time went.
 
     Of several ranks, rank 0's. Shares of the GPU's time are of its busy time; recording costs
     the host some, so its own time is that of as many steps before, without.
@@ -29,19 +32,20 @@ def profile_steps(llm: LLM, workload: Workload, temperature: float, trace: Path)
     for prompt, length in zip(workload.prompts, workload.output_lens, strict=True):
         params = SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=length)
         llm.add_request(prompt, params)
-    while llm.scheduler.waiting:
+    num_warm, num_steps = PREFILLS if max(workload.output_lens) == 1 else DECODES
+    while llm.scheduler.waiting and num_steps == DECODES[1]:
         llm.step()
-    for _ in range(WARM_STEPS):
+    for _ in range(num_warm):
         llm.step()
     waited = _watch_waiting(llm)
     start = perf_counter()
-    for _ in range(NUM_STEPS):
+    for _ in range(num_steps):
         llm.step()
     seconds = perf_counter() - start
     host_seconds = seconds - sum(waited)
     del llm.model_runner.wait
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        for _ in range(NUM_STEPS):
+        for _ in range(num_steps):
             llm.step()
         torch.cuda.synchronize()
     for request_id in list(llm._requests):
@@ -61,15 +65,15 @@ def profile_steps(llm: LLM, workload: Workload, temperature: float, trace: Path)
         times[name] += event.time_range.end - event.time_range.start
         counts[name] += 1
     return {
-        "step_us": round(seconds / NUM_STEPS * 1e6, 1),
-        "host_us_per_step": round(host_seconds / NUM_STEPS * 1e6, 1),
+        "step_us": round(seconds / num_steps * 1e6, 1),
+        "host_us_per_step": round(host_seconds / num_steps * 1e6, 1),
         "gpu_busy_share": round(busy / (end - spans[0][0]), 4),
-        "gpu_busy_us_per_step": round(busy / NUM_STEPS, 1),
-        "kernels_per_step": round(len(events) / NUM_STEPS, 1),
+        "gpu_busy_us_per_step": round(busy / num_steps, 1),
+        "kernels_per_step": round(len(events) / num_steps, 1),
         "kernels": [
             {
                 "name": name,
-                "per_step": round(counts[name] / NUM_STEPS, 2),
+                "per_step": round(counts[name] / num_steps, 2),
                 "mean_us": round(time / counts[name], 2),
                 "share": round(time / sum(times.values()), 4),
             }
