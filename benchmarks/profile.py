@@ -32,8 +32,9 @@ def profile_steps(llm: LLM, workload: Workload, temperature: float, trace: Path)
     for prompt, length in zip(workload.prompts, workload.output_lens, strict=True):
         params = SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=length)
         llm.add_request(prompt, params)
-    num_warm, num_steps = PREFILLS if max(workload.output_lens) == 1 else DECODES
-    while llm.scheduler.waiting and num_steps == DECODES[1]:
+    decodes = max(workload.output_lens) > 1
+    num_warm, num_steps = DECODES if decodes else PREFILLS
+    while decodes and llm.scheduler.waiting:
         llm.step()
     for _ in range(num_warm):
         llm.step()
