@@ -1,5 +1,6 @@
 """One engine of several, in a process of Ray's."""
 
+import atexit
 import logging
 import os
 import pickle
@@ -65,6 +66,8 @@ class Replica:
         self._options, self._model_names, self._feed = options, model_names, feed
         self._inbox: SimpleQueue[_Batch | None] = SimpleQueue()  # None is to look at the stop
         self._stop = _Stop()
+        # The destructors of Ray's process, which run after Python's end, can wait for themselves.
+        atexit.register(os._exit, 0)
         Thread(target=self._serve, daemon=True).start()
         Thread(target=self._await_stop, daemon=True).start()
 
