@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 
 import pytest
 
+from nanovllm import LLM
 from tests.tiny_models import TinyModels
 from tests.tiny_tokenizer import save_tokenizer
 
@@ -21,6 +22,15 @@ torch.set_num_threads(1)
 
 # Tests that this project's own assertions notice what they are for.
 needs_asserts = pytest.mark.skipif(not __debug__, reason="python -O leaves assertions out")
+
+
+def check_idle(llm: LLM) -> None:
+    """It has no request, and all of its blocks are free."""
+    assert llm.is_finished()
+    llm.scheduler.check_invariants()
+    manager = llm.scheduler.block_manager
+    assert not manager.used_block_ids
+    assert len(manager.free_block_ids) == llm.model_runner.num_kvcache_blocks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

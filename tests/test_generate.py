@@ -20,6 +20,7 @@ from tqdm import tqdm
 from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 from nanovllm.engine.batch import Batch, StepOutput
 from nanovllm.engine.model_runner import LaunchedStep
+from tests.conftest import check_idle
 from tests.tiny_models import VOCAB_SIZE
 from tests.tiny_tokenizer import BOS, CHAT_TEMPLATE, EOS, LETTERS, WORDS
 
@@ -48,14 +49,6 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
     shared_llm.reset_prefix_cache()
     yield shared_llm
     check_idle(shared_llm)
-
-
-def check_idle(llm: LLM) -> None:
-    assert llm.is_finished()
-    llm.scheduler.check_invariants()
-    manager = llm.scheduler.block_manager
-    assert not manager.used_block_ids
-    assert len(manager.free_block_ids) == llm.model_runner.num_kvcache_blocks
 
 
 def generate(llm: LLM, prompts: Any, params: Any = GREEDY) -> list[RequestOutput]:

@@ -36,6 +36,7 @@ from tests.test_run_batch import (
     write_input,
 )
 
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # as the command line has it
 ray = pytest.importorskip("ray", reason="needs Ray (the extra ray)")
 feed_module = pytest.importorskip("nanovllm.run_batch.feed")
 replicas = pytest.importorskip("nanovllm.run_batch.replicas")
@@ -66,6 +67,7 @@ def cluster() -> Iterator[dict[str, str]]:
     pids = replica_pids("ALIVE", "RESTARTING", "DEAD")
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), SECONDS)
     ray.shutdown()
+    assert not ray._private.auto_init_hook.enable_auto_connect, "it may be up again"
     os.environ.clear()
     os.environ.update(before)
 

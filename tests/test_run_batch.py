@@ -35,6 +35,7 @@ from nanovllm.run_batch.request import BatchRequest
 from nanovllm.run_batch.runner import EngineLostError, Runner
 from nanovllm.run_batch.stop import StopOnSignal
 from nanovllm.run_batch.writer import Writer
+from tests.conftest import check_idle
 from tests.test_batch_format import FULL, check_record
 
 ROOT = Path(__file__).parents[1]
@@ -61,9 +62,7 @@ def shared_llm(model_path: Path) -> Iterator[LLM]:
 def llm(shared_llm: LLM) -> Iterator[LLM]:
     shared_llm.reset_prefix_cache()
     yield shared_llm
-    assert shared_llm.is_finished()
-    shared_llm.scheduler.check_invariants()
-    assert not shared_llm.scheduler.block_manager.used_block_ids
+    check_idle(shared_llm)
 
 
 # Making and reading files.

@@ -3,6 +3,7 @@
 import argparse
 import inspect
 import logging
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -134,6 +135,8 @@ def _make_runner(
     names = [*args.served_model_name, args.model]
     if args.replicas is None:
         return Runner(lambda: LLM(**options), names)
+    # Read when Ray is imported. A thread of Ray Data's that outlives the job would start Ray again.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
         from nanovllm.run_batch.replicas import Replicas
     except ImportError as error:

@@ -20,7 +20,7 @@ import ray
 from nanovllm.llm import LLM
 from nanovllm.run_batch.records import ID_PREFIX, Record
 from nanovllm.run_batch.request import BatchRequest
-from nanovllm.run_batch.runner import Runner
+from nanovllm.run_batch.runner import Runner, describe
 
 logger = logging.getLogger("nanovllm.run_batch")
 
@@ -113,9 +113,9 @@ class Replica:
             except Exception as error:
                 num_attempts -= 1
                 if not num_attempts:
-                    ray.get(self._feed.note_failure.remote(describe(error)))
+                    ray.get(self._feed.note_failure.remote(explain(error)))
                     return None
-                logger.warning("the engine does not start yet: %s", describe(error))
+                logger.warning("the engine does not start yet: %s", explain(error))
                 sleep(RESTART_SECONDS)
         ray.get(self._feed.note_ready.remote())
         return runner
@@ -151,9 +151,8 @@ class Replica:
             batch.is_over.set()
 
 
-def describe(error: Exception) -> str:
+def explain(error: Exception) -> str:
     """On one line. A ValueError, OSError or TypeError says by itself what is wrong."""
-    first_line = str(error).partition("\n")[0]
     if isinstance(error, (OSError, TypeError, ValueError)):
-        return first_line
-    return f"{type(error).__name__}: {first_line}"
+        return str(error).partition("\n")[0]
+    return describe(error)

@@ -20,7 +20,7 @@ import ray.data
 from nanovllm.run_batch import feed
 from nanovllm.run_batch.feed import Feed, Status, bring_batches
 from nanovllm.run_batch.records import Record
-from nanovllm.run_batch.replica import Replica, describe
+from nanovllm.run_batch.replica import Replica, explain
 from nanovllm.run_batch.request import BatchRequest
 from nanovllm.run_batch.runner import EngineLostError, Stop
 
@@ -196,7 +196,7 @@ class Replicas:
         """The records of a batch. Raises Empty if none comes now, EngineLostError if none will."""
         result = self._results.get(timeout=POLL_SECONDS)
         if isinstance(result, Exception):
-            raise EngineLostError(f"Ray Data has failed: {describe(result)}") from result
+            raise EngineLostError(f"Ray Data has failed: {explain(result)}") from result
         batch = self._out.pop(result["key"], None)
         if batch is None:  # it has come before
             return []
@@ -255,7 +255,7 @@ class Replicas:
         try:
             return ray.get(self._feed.status.remote())
         except ray.exceptions.RayError as error:
-            raise EngineLostError(f"Ray does not answer: {describe(error)}") from error
+            raise EngineLostError(f"Ray does not answer: {explain(error)}") from error
 
 
 def _connect() -> bool:

@@ -208,7 +208,7 @@ class Runner:
                 self.llm = self._make_llm()
             except Exception as error:
                 raise EngineLostError(
-                    f"the engine broke, and a new one cannot be made: {_describe(error)}"
+                    f"the engine broke, and a new one cannot be made: {describe(error)}"
                 ) from error
         return self.llm
 
@@ -278,7 +278,7 @@ class Runner:
         self._num_failures += 1
         again = [prompt for prompt in prompts if not prompt.job.is_over]
         logger.warning(
-            "the engine failed with %d prompts: %s", len(again), _describe(error), exc_info=error
+            "the engine failed with %d prompts: %s", len(again), describe(error), exc_info=error
         )
         # A new engine, once: what that does not help is not the old one's fault.
         if isinstance(error, WorkerError) or self._num_failures == MAX_ATTEMPTS:
@@ -291,7 +291,7 @@ class Runner:
             else:  # which was alone
                 message = (
                     f"the engine failed {MAX_ATTEMPTS} times with this request, the last time "
-                    f"with nothing else to do: {_describe(error)}"
+                    f"with nothing else to do: {describe(error)}"
                 )
                 self._refuse(prompt.job, RequestError(message, status=500, code="engine_failed"))
 
@@ -344,10 +344,10 @@ def _make_prompts(llm: LLM, generation: Generation) -> Sequence[Any]:
 
 def _internal(error: Exception) -> RequestError:
     logger.error("a request met a fault of this program", exc_info=error)
-    return RequestError(f"internal error: {_describe(error)}", status=500, code="internal_error")
+    return RequestError(f"internal error: {describe(error)}", status=500, code="internal_error")
 
 
-def _describe(error: Exception) -> str:
+def describe(error: Exception) -> str:
     """On one line."""
     first_line = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {first_line}"
