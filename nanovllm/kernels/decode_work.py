@@ -23,7 +23,7 @@ WORK_ITEM = np.dtype(
     ]
 )
 ITEM_WORDS = WORK_ITEM.itemsize // 4
-NUM_PROGRAMS = 528  # to cut for: four for each multiprocessor of a Hopper GPU
+NUM_PROGRAMS = 264  # to cut for: two for each multiprocessor of a Hopper GPU
 
 
 def num_work_items(num_seqs: int, kv_heads: int) -> int:

@@ -9,6 +9,8 @@ from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.kernels.skinny_linear import (
     MAX_FEATURES,
     MAX_ROWS,
+    MAX_ROWS_WIDE,
+    WIDE,
     skinny_linear,
     skinny_norm_linear,
 )
@@ -71,5 +73,6 @@ def norm_linear(
 
 def _is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether this project's own kernels multiply faster."""
-    few = x.dim() == 2 and 0 < len(x) <= MAX_ROWS and weight.size(0) <= MAX_FEATURES
+    max_rows = MAX_ROWS if weight.size(1) < WIDE else MAX_ROWS_WIDE
+    few = x.dim() == 2 and 0 < len(x) <= max_rows and weight.size(0) <= MAX_FEATURES
     return few and use_triton(x) and x.is_contiguous()

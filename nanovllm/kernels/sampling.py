@@ -54,6 +54,7 @@ SAMPLING_ROW = np.dtype(
 )
 ROW_WORDS = SAMPLING_ROW.itemsize // 4
 TILE = 32  # groups that a program reads at a time
+CHOOSE_TILE = 64
 
 
 def sample_reference(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -532,10 +533,10 @@ def sample_triton(logits: torch.Tensor, rows: torch.Tensor, truncates: bool) -> 
         LANES=LANES,
         WIDTH=WIDTH,
         GROUP=GROUP,
-        TILE=TILE,
+        TILE=CHOOSE_TILE,
         MAX_BLOCKS=triton.next_power_of_2(triton.cdiv(num_groups, GROUP)),
         MAX_GROUPS=triton.next_power_of_2(num_groups),
-        num_warps=8,
+        num_warps=16,
     )
     return tokens
 
