@@ -24,12 +24,13 @@ def _rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
+    weight = tl.load(weight_ptr + column, mask=mask)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row * WIDTH + column, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * WIDTH + column, mask=mask, other=0.0)
@@ -37,7 +38,6 @@ def _rms_norm_kernel(
         tl.store(sum_ptr + row * WIDTH + column, x, mask=mask)
     x32 = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x32 * x32, axis=0) / WIDTH + eps)
-    weight = tl.load(weight_ptr + column, mask=mask)
     # Rounded before the weight, as transformers does.
     tl.store(out_ptr + row * WIDTH + column, (x32 * scale).to(x.dtype) * weight, mask=mask)
 

@@ -9,6 +9,8 @@ from nanovllm.kernels.compat import chained, tl, triton, use_triton
 from nanovllm.kernels.kv_store import store_kvcache_reference
 from nanovllm.kernels.rms_norm import rms_norm_reference
 
+BLOCK_HEADS = 8  # that a program rotates
+
 
 def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotates pairs (i, i + D/2) of each head. x [N, H, D]; cos, sin fp32 [N, 1, D/2]."""
@@ -102,11 +104,15 @@ def _rotate_and_store_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # One program rotates all heads of one token: queries, or (second grid axis) keys, which it
-    # stores with their values. A cache can hold over 2^31 elements, so its offsets are 64-bit.
+    # One program rotates some heads of one token: queries or, further on the second grid axis,
+    # keys, which it stores with their values. A cache can hold over 2^31 elements, so its offsets
+    # are 64-bit.
     token = tl.program_id(0).to(tl.int64)
-    is_key = tl.program_id(1)
+    first_key: tl.constexpr = tl.cdiv(Q_HEADS, BLOCK_HEADS)
+    is_key = tl.program_id(1) >= first_key
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     if is_key:
+        head -= first_key * BLOCK_HEADS
         x_ptr = k_ptr + token * k_stride
         out_ptr = k_out_ptr + token * K_HEADS * HALF * 2
         weight_ptr = k_weight_ptr
@@ -116,7 +122,6 @@ def _rotate_and_store_kernel(
         out_ptr = q_out_ptr + token * Q_HEADS * HALF * 2
         weight_ptr = q_weight_ptr
         num_heads = Q_HEADS
-    head = tl.arange(0, BLOCK_HEADS)[:, None]
     column = tl.arange(0, BLOCK_HALF)[None, :]
     in_head = column < HALF
     mask = (head < num_heads) & in_head
@@ -173,7 +178,8 @@ def rotate_and_store_triton(
     q_out = q.new_empty(num_tokens, q_heads, head_dim)
     k_out = k.new_empty(num_tokens, k_heads, head_dim)
     has_norm = rotation.q_weight is not None
-    _rotate_and_store_kernel[(num_tokens, 2)](
+    num_blocks = triton.cdiv(q_heads, BLOCK_HEADS) + triton.cdiv(k_heads, BLOCK_HEADS)
+    _rotate_and_store_kernel[(num_tokens, num_blocks)](
         rotation.positions,
         q,
         k,
@@ -191,11 +197,11 @@ def rotate_and_store_triton(
         Q_HEADS=q_heads,
         K_HEADS=k_heads,
         HALF=head_dim // 2,
-        BLOCK_HEADS=triton.next_power_of_2(max(q_heads, k_heads)),
+        BLOCK_HEADS=BLOCK_HEADS,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         HAS_NORM=has_norm,
         STORES=slots is not None,
-        num_warps=4,
+        num_warps=2,
         **chained(q),
     )
     return q_out, k_out
