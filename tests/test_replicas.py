@@ -78,11 +78,15 @@ def replica_pids(*states: str) -> list[int]:
     return [a["Pid"] for a in actors if a["ActorClassName"] == name and a["State"] in states]
 
 
+def num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
 def long_lines(num: int) -> list[Any]:
-    """Greedy, seeded and neither; one is short."""
+    """Greedy, seeded and neither; one is short, the others end one after the other."""
     kinds: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 5}, {}]
     items = [
-        request(str(i), prompt=f"line {i}", max_tokens=60, ignore_eos=True, **kinds[i % 3])
+        request(str(i), prompt=f"line {i}", max_tokens=60 - i % 8, ignore_eos=True, **kinds[i % 3])
         for i in range(num)
     ]
     items[0]["body"]["max_tokens"] = 1
@@ -127,7 +131,7 @@ def test_a_replica_that_is_killed_loses_and_repeats_nothing(
     def kill() -> None:
         wait_until(lambda: out.exists() and out.stat().st_size, SECONDS)
         os.kill(replica_pids("ALIVE")[0], signal.SIGKILL)
-        num_at_kill.append(out.read_bytes().count(b"\n"))
+        num_at_kill.append(num_lines(out))
 
     killer = Thread(target=kill)
     killer.start()
@@ -151,7 +155,7 @@ def test_a_job_that_is_stopped_and_killed_goes_on(
     args = arguments(model_path, in_, out, "--served-model-name=model")
     sizes = []
     for number, status in ((signal.SIGTERM, INTERRUPTED), (signal.SIGKILL, -signal.SIGKILL)):
-        size = out.stat().st_size if out.exists() else 0
+        num_before = num_lines(out)
         with (
             log.open("wb") as file,
             subprocess.Popen(
@@ -163,15 +167,16 @@ def test_a_job_that_is_stopped_and_killed_goes_on(
             ) as process,
         ):
             try:
-                wait_until(lambda size=size: out.exists() and out.stat().st_size > size, SECONDS)
-                sizes.append(out.read_bytes().count(b"\n"))
+                # After the first line nothing more may have reached the engine.
+                wait_until(lambda num=num_before + 2: num_lines(out) >= num, SECONDS)
+                sizes.append(num_lines(out))
                 process.send_signal(number)
                 assert process.wait(SECONDS) == status, log.read_text()
             except BaseException:
                 process.kill()
                 print(log.read_text())
                 raise
-        sizes.append(out.read_bytes().count(b"\n"))
+        sizes.append(num_lines(out))
     print(sizes)
     assert sizes[0] < sizes[1] <= sizes[2] <= sizes[3] < 60
     assert main(args) == ALL_DONE
