@@ -65,6 +65,7 @@ def main() -> None:
                 plain_seconds.append(run(llm, workload, args.temperature, {}))
             seconds.append(run(llm, workload, args.temperature, args.sampling))
         record |= rates(workload, seconds)
+        record["num_preemptions"] = llm.metrics().num_preemptions  # of all runs together
         if args.profile:
             record["profile"] = profile_steps(llm, workload, args.temperature, args.profile)
         if args.sampling:

@@ -29,6 +29,7 @@ SHAPES: dict[str, tuple[int, tuple[int, int], tuple[int, int]]] = {
     "batch8": (8, (128, 128), (512, 512)),
     "decode256": (256, (64, 64), (512, 512)),
     "prefill": (128, (3900, 3900), (1, 1)),
+    "short4000": (4000, (20, 120), (20, 120)),
 }
 
 
@@ -38,9 +39,11 @@ def random_workload(
     input_len: tuple[int, int] | None = None,
     output_len: tuple[int, int] | None = None,
 ) -> Workload:
-    """One of SHAPES, or the same at other sizes."""
+    """One of SHAPES, or the same at other sizes, which are then its name."""
     shape = SHAPES[name]
     count, inputs, outputs = num_prompts or shape[0], input_len or shape[1], output_len or shape[2]
+    if (count, inputs, outputs) != shape:
+        name = f"{count} x ({inputs[0]}:{inputs[1]} + {outputs[0]}:{outputs[1]})"
     draw = random.Random(0)
     prompts = [[draw.randint(0, 10000) for _ in range(draw.randint(*inputs))] for _ in range(count)]
     return Workload(name, prompts, [draw.randint(*outputs) for _ in range(count)])
