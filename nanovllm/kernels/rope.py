@@ -108,11 +108,11 @@ def _rotate_and_store_kernel(
     # keys, which it stores with their values. A cache can hold over 2^31 elements, so its offsets
     # are 64-bit.
     token = tl.program_id(0).to(tl.int64)
-    first_key: tl.constexpr = tl.cdiv(Q_HEADS, BLOCK_HEADS)
-    is_key = tl.program_id(1) >= first_key
-    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    NUM_Q_BLOCKS: tl.constexpr = (Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    block = tl.program_id(1)
+    is_key = block >= NUM_Q_BLOCKS
     if is_key:
-        head -= first_key * BLOCK_HEADS
+        block -= NUM_Q_BLOCKS
         x_ptr = k_ptr + token * k_stride
         out_ptr = k_out_ptr + token * K_HEADS * HALF * 2
         weight_ptr = k_weight_ptr
@@ -122,6 +122,7 @@ def _rotate_and_store_kernel(
         out_ptr = q_out_ptr + token * Q_HEADS * HALF * 2
         weight_ptr = q_weight_ptr
         num_heads = Q_HEADS
+    head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     column = tl.arange(0, BLOCK_HALF)[None, :]
     in_head = column < HALF
     mask = (head < num_heads) & in_head

@@ -20,9 +20,11 @@ from nanovllm.kernels import (
     all_reduce,
     attention_triton,
     compat,
+    decode_attention,
     drawn_tokens,
     kv_store,
     logprobs,
+    prefill_attention,
     rms_norm,
     rope,
     sampling,
@@ -32,7 +34,16 @@ from nanovllm.kernels import (
 from nanovllm.utils.context import Context
 
 SHARED_MEMORY = 227 << 10
-CHAINED = (all_reduce, attention_triton, kv_store, rms_norm, rope, silu_and_mul, skinny_linear)
+CHAINED = (
+    all_reduce,
+    decode_attention,
+    kv_store,
+    prefill_attention,
+    rms_norm,
+    rope,
+    silu_and_mul,
+    skinny_linear,
+)
 
 
 class Hopper:
@@ -61,7 +72,7 @@ def compile_only() -> list[Any]:
     JITFunction.run = compile_kernel
     for module in CHAINED:
         module.chained = lambda x: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]
-    attention_triton.shared_memory = lambda device: SHARED_MEMORY
+    prefill_attention.shared_memory = lambda device: SHARED_MEMORY
     return compiled
 
 
