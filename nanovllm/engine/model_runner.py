@@ -22,6 +22,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.workers import Worker, Workers, interrupts_delayed
 from nanovllm.kernels.all_reduce import MAX_ROWS, OneShotAllReduce, can_one_shot
 from nanovllm.kernels.attention_backend import select_attention_backend
+from nanovllm.kernels.compile_ahead import compiling_only
 from nanovllm.kernels.drawn_tokens import fill_in_drawn
 from nanovllm.kernels.logprobs import pack_logprobs
 from nanovllm.layers.attention import Attention
@@ -252,11 +253,10 @@ class ModelRunner:
     def run_model(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states [N, hidden_size] and this rank's logits [num_sampled, its part of the
         vocabulary]; and where the inputs say how, the next tokens are drawn."""
-        input_ids = inputs.input_ids
         if not inputs.context.is_prefill:
-            input_ids = fill_in_drawn(input_ids, self.last_tokens)
+            fill_in_drawn(inputs.input_ids, self.last_tokens)
         with step_context(inputs.context):
-            hidden_states = self.model(input_ids, inputs.positions)
+            hidden_states = self.model(inputs.input_ids, inputs.positions)
             logits = self.model.compute_logits(hidden_states)
         if inputs.sampling_rows is not None:
             rows = SamplingInputs(inputs.sampling_rows, truncates=self.tp.size == 1)
@@ -301,9 +301,20 @@ class ModelRunner:
         return prepare_sample(batch).to(self.device)
 
     @torch.inference_mode()
+    def compile_kernels(self) -> None:
+        """Those that steps launch, several at once; else it would be one by one, each when it is
+        launched first. For small batches there are kernels of their own."""
+        sizes = capture_sizes(self.max_num_seqs)
+        with compiling_only():
+            self.warmup_model()
+            for size in {*sizes[:8], sizes[-1]}:
+                blank = self._prepare_decode(Batch((), is_prefill=False), size)
+                self.run_model(blank.to(self.device))
+
+    @torch.inference_mode()
     def warmup_model(self) -> None:
         """A prefill of the largest batch: as many tokens as a step takes, and as many sampled
-        sequences. Nothing is cached yet, so it stores nothing."""
+        sequences. All of it goes to one block."""
         num_tokens, num_seqs = self.config.max_num_batched_tokens, self.max_num_seqs
         lens = [num_tokens // num_seqs + (i < num_tokens % num_seqs) for i in range(num_seqs)]
         items = []
@@ -325,6 +336,8 @@ class ModelRunner:
             if config.num_kvcache_blocks != -1:
                 return config.num_kvcache_blocks
             return num_blocks_on_cpu(num_bytes, block_size, config.max_num_seqs, self.max_model_len)
+        self.allocate_kv_cache(1)
+        self.compile_kernels()
         torch.cuda.reset_peak_memory_stats()
         self.warmup_model()
         peak = torch.cuda.max_memory_allocated() - self._bytes_before
@@ -432,7 +445,6 @@ class ModelRunner:
         """A bound on the memory of all graphs: captures the two largest on a cache of one block,
         and takes what the second adds to their pool for every further one."""
         sizes = capture_sizes(self.max_num_seqs)
-        self.allocate_kv_cache(1)
         free = [_free_bytes()]
         for size in sizes[-2:][::-1]:
             self.capture_cudagraph([size])

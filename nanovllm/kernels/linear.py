@@ -14,6 +14,7 @@ from nanovllm.kernels.skinny_linear import (
     skinny_linear,
     skinny_norm_linear,
 )
+from nanovllm.kernels.tile_linear import is_tiled, tile_linear
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -35,6 +36,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     if _is_skinny(x, weight):
         return skinny_linear(x, weight, bias)
+    if use_triton(x) and is_tiled(x, weight) and x.is_contiguous():
+        return tile_linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 

@@ -32,9 +32,10 @@ def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
     assert x.is_contiguous() and x.dim() == 2
     num_rows, width = x.size(0), x.size(1) // 2
     out = x.new_empty(num_rows, width)
-    block = min(1024, triton.next_power_of_2(width))
+    block = min(4096, triton.next_power_of_2(width))
     grid = (num_rows, triton.cdiv(width, block))
-    _silu_and_mul_kernel[grid](x, out, WIDTH=width, BLOCK=block, num_warps=4, **chained(x))
+    num_warps = max(1, block // 256)
+    _silu_and_mul_kernel[grid](x, out, WIDTH=width, BLOCK=block, num_warps=num_warps, **chained(x))
     return out
 
 

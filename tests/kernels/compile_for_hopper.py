@@ -30,6 +30,7 @@ from nanovllm.kernels import (
     sampling,
     silu_and_mul,
     skinny_linear,
+    tile_linear,
 )
 from nanovllm.utils.context import Context
 
@@ -43,6 +44,7 @@ CHAINED = (
     rope,
     silu_and_mul,
     skinny_linear,
+    tile_linear,
 )
 
 
@@ -130,6 +132,11 @@ def launch_all(dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int) -
                 skinny_linear.skinny_norm_linear(
                     x, make(out, width), bias, silu, make(width), 1e-6, x
                 )
+    if dtype is not torch.float32:
+        for out, width in ((4096, 1024), (1024, 2048)):
+            for num_rows in (32, 64):
+                for bias in (None, make(out)):
+                    tile_linear.tile_linear(make(num_rows, width), make(out, width), bias)
     logits, rows = make(8, 151_936), ints(8, sampling.ROW_WORDS)
     for truncates in (False, True):
         sampling.sample_triton(logits, rows, truncates)

@@ -89,7 +89,7 @@ def install(monkeypatch, function, capability=9) -> None:
     module.flash_attn_varlen_func = function
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (capability, 0))
 
 
 @pytest.fixture(autouse=True)

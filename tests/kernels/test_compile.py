@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from nanovllm.kernels.compile_ahead import compiling_only
+from nanovllm.kernels.silu_and_mul import silu_and_mul_reference, silu_and_mul_triton
 
 PROGRAM = Path(__file__).with_name("compile_for_hopper.py")
 
@@ -22,4 +26,47 @@ def test_every_kernel_compiles_for_a_hopper_gpu(tmp_path: Path):
         check=False,
     )
     assert result.returncode == 0, result.stderr[-4000:]
-    assert "launches of 14 kernels" in result.stdout
+    assert "launches of 16 kernels" in result.stdout
+
+
+AHEAD = """
+import torch, triton
+from nanovllm.kernels import rms_norm, silu_and_mul
+from nanovllm.kernels.compile_ahead import compiling_only
+from tests.kernels.compile_for_hopper import Hopper
+
+triton.runtime.driver.set_active(Hopper())
+run = triton.JITFunction.run
+with compiling_only():
+    for dtype in (torch.float16, torch.bfloat16):
+        x = torch.zeros(2, 64, dtype=dtype)
+        for _ in range(3):
+            silu_and_mul.silu_and_mul_triton(x)
+        rms_norm.rms_norm_triton(x, x[0], 1e-6)
+assert triton.JITFunction.run is run
+kernels = (silu_and_mul._silu_and_mul_kernel, rms_norm._rms_norm_kernel)
+print([len(kernel.device_caches[0][0]) for kernel in kernels])
+"""
+
+
+def test_kernels_are_compiled_ahead_and_not_run(tmp_path: Path):
+    """There is no GPU here that could run them."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-c", AHEAD],
+        cwd=PROGRAM.parents[2],
+        env={**env, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.stdout == "[2, 2]\n"
+
+
+@pytest.mark.gpu
+def test_what_is_compiled_ahead_runs_later():
+    x = torch.randn(3, 78, dtype=torch.float16, device="cuda")
+    with compiling_only():
+        silu_and_mul_triton(x)
+    torch.testing.assert_close(silu_and_mul_triton(x), silu_and_mul_reference(x))
