@@ -71,7 +71,8 @@ class DecoderMLP(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.gate_up_proj.after_norm(norm, x, residual, self.act_fn)
+        down = self.down_proj.weight
+        x, residual = self.gate_up_proj.after_norm(norm, x, residual, self.act_fn, then=down)
         return self.down_proj(x), residual
 
 
