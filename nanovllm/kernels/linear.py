@@ -49,7 +49,6 @@ def norm_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     silu: bool = False,
-    then: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A projection of the normalised residual stream.
 
@@ -59,23 +58,20 @@ def norm_linear(
         norm, eps: [in], the RMSNorm's.
         weight, bias: as for ``linear``.
         silu: whether the result is gate and up side by side, to become silu(gate) * up.
-        then: what that will be multiplied by.
 
     Returns:
         The projection [N, out] or, with ``silu``, [N, out / 2]; and x + residual.
     """
     if _is_skinny(x, weight) and len(x) == 1:
         return skinny_norm_linear(x, weight, bias, silu, norm, eps, residual)
-    is_skinny = _is_skinny(x, weight)
-    ahead = None if is_skinny else weight  # those kernels ask for their first weights early
     if residual is None:
-        hidden, total = rms_norm(x, norm, eps, ahead), x
+        hidden, total = rms_norm(x, norm, eps), x
     else:
-        hidden, total = add_rms_norm(x, residual, norm, eps, ahead)
-    if silu and is_skinny:
+        hidden, total = add_rms_norm(x, residual, norm, eps)
+    if silu and _is_skinny(x, weight):
         return skinny_linear(hidden, weight, bias, silu=True), total
     y = linear(hidden, weight, bias)
-    return silu_and_mul(y, then) if silu else y, total
+    return silu_and_mul(y) if silu else y, total
 
 
 def _is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -3,7 +3,6 @@
 import torch
 
 from nanovllm.kernels.compat import chained, tl, triton, use_triton
-from nanovllm.kernels.prefetch import NUM_SHARES, PIECE, num_columns_ahead, prefetch_share
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -12,35 +11,20 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     return (x32 * scale).to(x.dtype) * weight
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
     out_ptr,
     sum_ptr,
-    next_ptr,
     eps,
-    num_rows,
-    next_rows,
-    columns_ahead,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    PREFETCHES: tl.constexpr,
-    NUM_SHARES: tl.constexpr,
-    PIECE: tl.constexpr,
-    THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    if PREFETCHES:  # noqa: SIM102 (the compiler's condition)
-        if row >= num_rows:
-            share = tl.program_id(0) - num_rows
-            prefetch_share(
-                next_ptr, next_rows, WIDTH, columns_ahead, share, NUM_SHARES, PIECE, THREADS
-            )
-            return
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
     weight = tl.load(weight_ptr + column, mask=mask)
@@ -59,68 +43,44 @@ def _rms_norm_kernel(
 
 
 def rms_norm_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    residual: torch.Tensor | None = None,
-    then: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(norm, sum) with a residual, (norm, None) without; all contiguous, of x's shape.
-
-    ``then`` [out, width] is what the norm is multiplied by next.
-    """
+    """(norm, sum) with a residual, (norm, None) without; all contiguous, of x's shape."""
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape == x.shape[-1:]
     assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
     width = x.size(-1)
-    block, num_rows = triton.next_power_of_2(width), x.numel() // width
+    block = triton.next_power_of_2(width)
     out = torch.empty_like(x)
     total = None if residual is None else torch.empty_like(x)
-    launch = chained(x)
-    columns_ahead = num_columns_ahead(num_rows, then, launch["PDL"])
-    num_warps = min(8, max(1, block // 512))
-    _rms_norm_kernel[(num_rows + NUM_SHARES * (columns_ahead > 0),)](
+    _rms_norm_kernel[(x.numel() // width,)](
         x,
         residual,
         weight,
         out,
         total,
-        then,
         eps,
-        num_rows,
-        0 if then is None else len(then),
-        columns_ahead,
         WIDTH=width,
         BLOCK=block,
         HAS_RESIDUAL=residual is not None,
-        PREFETCHES=columns_ahead > 0,
-        NUM_SHARES=NUM_SHARES,
-        PIECE=PIECE,
-        THREADS=32 * num_warps,
-        num_warps=num_warps,
-        **launch,
+        num_warps=min(8, max(1, block // 512)),
+        **chained(x),
     )
     return out, total
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, then: torch.Tensor | None = None
-) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) * weight over the last dimension of x [..., width], in fp32 inside."""
     if use_triton(x):
-        return rms_norm_triton(x, weight, eps, then=then)[0]
+        return rms_norm_triton(x, weight, eps)[0]
     return rms_norm_reference(x, weight, eps)
 
 
 def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    then: torch.Tensor | None = None,
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(x + residual), x + residual)."""
     if use_triton(x):
-        out, total = rms_norm_triton(x, weight, eps, residual, then)
+        out, total = rms_norm_triton(x, weight, eps, residual)
         assert total is not None
         return out, total
     total = x + residual

@@ -12,7 +12,6 @@ the rows, the other, may be few.
 import torch
 
 from nanovllm.kernels.compat import chained, shared_memory, tl, triton
-from nanovllm.kernels.prefetch import prefetch
 
 MIN_ROWS, MAX_ROWS = 17, 64
 MAX_WEIGHTS = 1 << 22  # of larger matrices cuBLAS reads as much in the time
@@ -25,11 +24,19 @@ SHARED_MEMORY = 192 << 10  # bytes for a program: data-centre GPUs from Hopper o
 def _prefetch(first_ptr, stride, columns, BLOCK_N: tl.constexpr):
     """Asks for the first KiB or two of each of BLOCK_N rows of half precision to be brought into
     the L2 cache."""
-    # Every second thread of a warp, for a row each.
+    # A warp's threads ask one after the other, so every second one does, for a row each.
     thread = tl.arange(0, 2 * BLOCK_N)
-    address = first_ptr + (thread // 2).to(tl.int64) * stride
+    address = (first_ptr + (thread // 2).to(tl.int64) * stride).to(tl.int64, bitcast=True)
     size = tl.where(thread % 2 == 0, tl.minimum(columns, 1024) * 2, 0)
-    prefetch(address, size)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.s32 p, $2, 0;"
+        " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [address, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows"])

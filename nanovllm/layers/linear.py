@@ -46,12 +46,11 @@ class LinearBase(nn.Module):
         x: torch.Tensor,
         residual: torch.Tensor | None,
         activation: SiluAndMul | None = None,
-        then: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """activation(self(norm(x + residual))) and x + residual, in fewer kernels; without a
-        residual x is all there is. ``then`` is the weight that comes after the activation."""
+        residual x is all there is."""
         silu = activation is not None
-        return norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, silu, then)
+        return norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, silu)
 
     def _shard(self, loaded_weight: torch.Tensor, dim: int, num_parts: int) -> torch.Tensor:
         """This rank's equal part of a checkpoint tensor; of fewer parts than ranks, neighbours

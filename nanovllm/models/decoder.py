@@ -71,8 +71,7 @@ class DecoderMLP(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        down = self.down_proj.weight
-        x, residual = self.gate_up_proj.after_norm(norm, x, residual, self.act_fn, then=down)
+        x, residual = self.gate_up_proj.after_norm(norm, x, residual, self.act_fn)
         return self.down_proj(x), residual
 
 

@@ -122,8 +122,6 @@ def launch_all(dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int) -
         rope.rotate_and_store_triton(rotation, q, k, k, slots)
     rms_norm.rms_norm_triton(make(8, 1024), make(1024), 1e-6, make(8, 1024))
     silu_and_mul.silu_and_mul_triton(make(8, 6144))
-    rms_norm.rms_norm_triton(make(64, 1024), make(1024), 1e-6, make(64, 1024), make(4096, 1024))
-    silu_and_mul.silu_and_mul_triton(make(64, 6144), make(1024, 3072))
     shapes = ((4096, 1024), (1024, 3072), (24576, 4096), (4096, 12288))
     for out, width in shapes if dtype is torch.bfloat16 else shapes[1:2]:
         for silu in (False, True):
