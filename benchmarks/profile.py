@@ -49,6 +49,8 @@ def profile_steps(llm: LLM, workload: Workload, temperature: float, trace: Path)
         for _ in range(num_steps):
             llm.step()
         torch.cuda.synchronize()
+    if llm.is_finished():
+        raise ValueError("the workload ends before so many steps: more prompts or longer outputs")
     for request_id in list(llm._requests):
         llm.abort_request(request_id)
     trace.parent.mkdir(parents=True, exist_ok=True)

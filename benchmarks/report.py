@@ -38,30 +38,31 @@ def headline(record: dict[str, Any]) -> tuple[float, str]:
 
 def table(records: list[dict[str, Any]]) -> str:
     rows = [
-        "| GPU | model | workload | attention | tokens/s | of the floor |",
-        "|---|---|---|---|--:|--:|",
+        "| GPU | model | workload | attention | tokens/s | of the floor | on |",
+        "|---|---|---|---|--:|--:|---|",
     ]
     for r in records:
         rate, kind = headline(r)
         count = "" if r["num_devices"] == 1 else f"{r['num_devices']} x "
         rows.append(
             f"| {count}{r['device']} | {r['model']} | {r['workload']} | "
-            f"{r['attention_backend']} | {rate:,.0f} {kind} | {r['share_of_floor']:.0%} |"
+            f"{r['attention_backend']} | {rate:,.0f} {kind} | {r['share_of_floor']:.0%} | "
+            f"{r['time'][:10]} |"
         )
     return "\n".join(rows)
 
 
 def sampling_table(records: list[dict[str, Any]]) -> str:
     rows = [
-        "| GPU | model | workload | sampling | tokens/s | over plain temperature |",
-        "|---|---|---|---|--:|--:|",
+        "| GPU | model | workload | sampling | tokens/s | over plain temperature | on |",
+        "|---|---|---|---|--:|--:|---|",
     ]
     for r in records:
         options = ", ".join(f"{name}={value}" for name, value in r["sampling"].items())
         rate, kind = headline(r)
         rows.append(
             f"| {r['device']} | {r['model']} | {r['workload']} | `{options}` | "
-            f"{rate:,.0f} {kind} | {r['cost_over_plain']:+.1%} time |"
+            f"{rate:,.0f} {kind} | {r['cost_over_plain']:+.1%} time | {r['time'][:10]} |"
         )
     return "\n".join(rows)
 

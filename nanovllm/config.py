@@ -11,7 +11,7 @@ ATTENTION_BACKENDS = ("auto", "flash_attn_4", "flash_attn", "triton", "torch")
 LOAD_FORMATS = ("auto", "dummy")
 MAX_RANKS = 8
 MAX_INT32 = 2**31 - 1  # slots, tokens and positions are counted in int32
-MAX_STEP_TOKENS, MAX_STEP_SEQS = 2**24, 2**16  # beyond any device, within any mistake's reach
+MAX_STEP_TOKENS, MAX_STEP_SEQS = 2**24, 2**15  # beyond any device, within any mistake's reach
 
 
 @dataclass(frozen=True, slots=True)

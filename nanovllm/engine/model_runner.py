@@ -22,6 +22,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.workers import Worker, Workers, interrupts_delayed
 from nanovllm.kernels.all_reduce import MAX_ROWS, OneShotAllReduce, can_one_shot
 from nanovllm.kernels.attention_backend import select_attention_backend
+from nanovllm.kernels.compat import HAS_TRITON
 from nanovllm.kernels.compile_ahead import compiling_only
 from nanovllm.kernels.drawn_tokens import fill_in_drawn
 from nanovllm.kernels.logprobs import pack_logprobs
@@ -252,7 +253,8 @@ class ModelRunner:
 
     def run_model(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states [N, hidden_size] and this rank's logits [num_sampled, its part of the
-        vocabulary]; and where the inputs say how, the next tokens are drawn."""
+        vocabulary]; and where the inputs say how, the next tokens are drawn. Fills in
+        ``inputs.input_ids``."""
         if not inputs.context.is_prefill:
             fill_in_drawn(inputs.input_ids, self.last_tokens)
         with step_context(inputs.context):
@@ -304,10 +306,10 @@ class ModelRunner:
     def compile_kernels(self) -> None:
         """Those that steps launch, several at once; else it would be one by one, each when it is
         launched first. For small batches there are kernels of their own."""
-        sizes = capture_sizes(self.max_num_seqs)
+        sizes = capture_sizes(self.max_num_seqs) if self.backend.capturable else []
         with compiling_only():
             self.warmup_model()
-            for size in {*sizes[:8], sizes[-1]}:
+            for size in {*sizes[:8], *sizes[-1:]}:
                 blank = self._prepare_decode(Batch((), is_prefill=False), size)
                 self.run_model(blank.to(self.device))
 
@@ -337,7 +339,8 @@ class ModelRunner:
                 return config.num_kvcache_blocks
             return num_blocks_on_cpu(num_bytes, block_size, config.max_num_seqs, self.max_model_len)
         self.allocate_kv_cache(1)
-        self.compile_kernels()
+        if HAS_TRITON:
+            self.compile_kernels()
         torch.cuda.reset_peak_memory_stats()
         self.warmup_model()
         peak = torch.cuda.max_memory_allocated() - self._bytes_before

@@ -11,7 +11,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 NO_TOKEN = (
     "no token could be drawn: the model's logits are NaN or infinite, or its parameters allow none"
 )
-ADMISSION_SHARE = 16  # of the places for sequences: as many are filled at once, if so many wait
+ADMISSION_SHARE = 16  # a 16th of the places for sequences is filled at once, if so many wait
 RECOVERY_STEPS = 100  # after which limits that a step has lowered are doubled
 
 

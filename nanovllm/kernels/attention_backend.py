@@ -19,11 +19,12 @@ logger = logging.getLogger("nanovllm")
 
 
 class AttentionBackend(Protocol):
-    """Softmax attention over the paged cache, without state.
+    """Softmax attention over the paged cache, without state from step to step.
 
     q is [N, heads, head_dim]; k and v [N, kv_heads, head_dim]; the caches [blocks, block_size,
-    kv_heads, head_dim], already holding this step's keys and values. heads is a multiple of
-    kv_heads, query head h reading KV head h * kv_heads // heads. Results have q's shape.
+    kv_heads, head_dim], already holding this step's keys and values, unless ``new`` has them. heads
+    is a multiple of kv_heads, query head h reading KV head h * kv_heads // heads. Results have q's
+    shape.
     """
 
     name: str
@@ -64,7 +65,7 @@ class AttentionBackend(Protocol):
         stored (where ``rotates``)."""
 
 
-# Fastest first. On an H200 flash-attn 4 prefills long prompts about 1.5 times as fast as the Triton
+# Fastest first. On an H200 flash-attn 4 prefills long prompts about 1.3 times as fast as the Triton
 # kernels; those decode faster than flash-attn 2 at every batch size measured (benchmarks/results/).
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "flash_attn_4": FlashAttention4,

@@ -16,6 +16,8 @@ MAX_TILE = 128  # most keys that it loads at once
 class FlashAttention4(TritonAttention):
     """flash-attn-4's varlen function for prefill, in fp16 or bf16; our own kernels for decode.
 
+    In a prefill of whole prompts, values that are not finite count as the largest that are.
+
     Raises:
         ImportError: the package is not installed.
         ValueError: not a GPU that its paged kernels are for.

@@ -38,7 +38,8 @@ def chained(x: torch.Tensor) -> dict[str, bool]:
     (programmatic dependent launch, from Hopper on), which saves a microsecond or so each.
 
     Such a kernel takes ``PDL`` and, where that is true, begins with ``gdc_launch_dependents``
-    and waits with ``gdc_wait`` before it reads or writes anything that another kernel touches.
+    and waits with ``gdc_wait`` before it reads what another kernel of this step writes, and before
+    it writes.
     """
     if not x.is_cuda or not _has_pdl(x.device):
         return {"PDL": False}

@@ -290,6 +290,8 @@ def decode_attention(
     page_size, kv_heads = k_cache.shape[1:3]
     assert q.stride()[1:] == (head_dim, 1)
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
+    assert new is None or new.rotation.cos_sin_cache.is_contiguous()
+    assert new is None or new.k.stride()[1:] == new.v.stride()[1:] == (head_dim, 1)
     assert context.decode_work is not None and context.block_tables is not None
     tile, prefetches = decode_tile(num_seqs, kv_heads, head_dim, q.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

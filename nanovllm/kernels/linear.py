@@ -3,17 +3,9 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import use_triton
 from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from nanovllm.kernels.silu_and_mul import silu_and_mul
-from nanovllm.kernels.skinny_linear import (
-    MAX_FEATURES,
-    MAX_ROWS,
-    MAX_ROWS_WIDE,
-    WIDE,
-    skinny_linear,
-    skinny_norm_linear,
-)
+from nanovllm.kernels.skinny_linear import is_skinny, skinny_linear, skinny_norm_linear
 from nanovllm.kernels.tile_linear import is_tiled, tile_linear
 
 
@@ -34,9 +26,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     """x W^T + b: [..., in], [out, in] plain or packed, [out] -> [..., out]."""
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    if _is_skinny(x, weight):
+    if is_skinny(x, weight):
         return skinny_linear(x, weight, bias)
-    if use_triton(x) and is_tiled(x, weight) and x.is_contiguous():
+    if is_tiled(x, weight):
         return tile_linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
@@ -62,20 +54,13 @@ def norm_linear(
     Returns:
         The projection [N, out] or, with ``silu``, [N, out / 2]; and x + residual.
     """
-    if _is_skinny(x, weight) and len(x) == 1:
+    if is_skinny(x, weight) and len(x) == 1:
         return skinny_norm_linear(x, weight, bias, silu, norm, eps, residual)
     if residual is None:
         hidden, total = rms_norm(x, norm, eps), x
     else:
         hidden, total = add_rms_norm(x, residual, norm, eps)
-    if silu and _is_skinny(x, weight):
+    if silu and is_skinny(x, weight):
         return skinny_linear(hidden, weight, bias, silu=True), total
     y = linear(hidden, weight, bias)
     return silu_and_mul(y) if silu else y, total
-
-
-def _is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether this project's own kernels multiply faster."""
-    max_rows = MAX_ROWS if weight.size(1) < WIDE else MAX_ROWS_WIDE
-    few = x.dim() == 2 and 0 < len(x) <= max_rows and weight.size(0) <= MAX_FEATURES
-    return few and use_triton(x) and x.is_contiguous()

@@ -13,7 +13,7 @@ kernel that makes its input.
 
 import torch
 
-from nanovllm.kernels.compat import chained, tl, triton
+from nanovllm.kernels.compat import chained, tl, triton, use_triton
 
 MAX_ROWS = 16
 MAX_ROWS_WIDE = 8  # of WIDE input features and more: then cuBLAS, which reads inputs less often
@@ -198,6 +198,13 @@ def _matrix_kernel(
     row = tl.arange(0, BLOCK_M)[None, :]
     mask = (row < num_rows) & in_weight
     tl.store(out_ptr + row * out_features + feature, out, mask=mask)
+
+
+def is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether these kernels multiply x [N, in] by a weight [out, in] fastest."""
+    max_rows = MAX_ROWS if weight.size(1) < WIDE else MAX_ROWS_WIDE
+    few = x.dim() == 2 and 0 < len(x) <= max_rows and weight.size(0) <= MAX_FEATURES
+    return few and use_triton(x) and x.is_contiguous()
 
 
 def skinny_linear(

@@ -11,7 +11,7 @@ the rows, the other, may be few.
 
 import torch
 
-from nanovllm.kernels.compat import chained, shared_memory, tl, triton
+from nanovllm.kernels.compat import chained, shared_memory, tl, triton, use_triton
 
 MIN_ROWS, MAX_ROWS = 17, 64
 MAX_WEIGHTS = 1 << 22  # of larger matrices cuBLAS reads as much in the time
@@ -113,10 +113,12 @@ def _sum_kernel(
 
 
 def is_tiled(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether ``tile_linear`` is for these, on a CUDA GPU."""
+    """Whether ``tile_linear`` multiplies x [N, in] by a weight [out, in] fastest."""
     out_features, width = weight.shape
     return (
         x.dim() == 2
+        and use_triton(x)
+        and x.is_contiguous()
         and MIN_ROWS <= len(x) <= MAX_ROWS
         and x.dtype in (torch.float16, torch.bfloat16)
         and weight.numel() <= MAX_WEIGHTS

@@ -1,4 +1,5 @@
-"""Attention over the paged KV cache: stores new keys and values, then calls the backend."""
+"""Attention over the paged KV cache: stores new keys and values, unless the backend does, and calls
+it."""
 
 import torch
 from torch import nn
@@ -15,8 +16,7 @@ class Attention(nn.Module):
     """Grouped-query attention of one layer.
 
     ``backend`` and the views ``k_cache`` and ``v_cache`` [blocks, block_size, kv_heads,
-    head_dim] are bound by the model runner; while the caches are empty (the memory-measuring
-    warm-up) nothing is stored.
+    head_dim] are bound by the model runner; without caches nothing is stored.
     """
 
     def __init__(self, num_heads: int, head_dim: int, scale: float, num_kv_heads: int) -> None:

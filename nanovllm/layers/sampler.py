@@ -39,7 +39,7 @@ class SamplingInputs:
 
 
 class Sampler(nn.Module):
-    """Masks, biases and penalties; then temperature, truncation and Gumbel-max.
+    """Masks, biases and penalties; then temperature, truncation and a draw (``kernels.sampling``).
 
     Of several ranks, rank 0 draws from the logits of all. Where nothing but temperature is asked
     for, each can draw from its own instead: the best of the ranks' best is the token.

@@ -6,12 +6,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels import skinny_linear as module
 from nanovllm.kernels.linear import norm_linear
 from nanovllm.kernels.rms_norm import rms_norm_reference
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
-from nanovllm.kernels.skinny_linear import MAX_ROWS, skinny_linear, skinny_norm_linear
+from nanovllm.kernels.skinny_linear import (
+    MAX_ROWS,
+    is_skinny,
+    skinny_linear,
+    skinny_norm_linear,
+)
 
-SHAPES = [(100, 300), (64, 2048), (33, 130), (7, 16), (200, 1100), (40, 4500)]  # out, in
+SHAPES = [
+    (100, 300),
+    (64, 2048),
+    (33, 130),
+    (7, 16),
+    (200, 1100),
+    (40, 3000),
+    (40, 4500),
+]  # out, in
 DTYPES = [torch.float32, torch.float16]
 EPS = 1e-5
 
@@ -39,6 +53,17 @@ def test_equals_a_plain_product(num_rows, has_bias, silu, dtype, device):
         if silu:
             expected = silu_and_mul_reference(expected)
         check(skinny_linear(x, weight, bias, silu), expected)
+
+
+def test_what_they_are_for(monkeypatch):
+    def serves(rows: int, out: int, width: int) -> bool:
+        return is_skinny(*(torch.empty(n, width, device="meta") for n in (rows, out)))
+
+    assert not serves(1, 64, 64)
+    monkeypatch.setattr(module, "use_triton", lambda x: True)
+    assert serves(1, 64, 64) and serves(16, 64, 4095) and serves(8, 24576, 12288)
+    assert not serves(17, 64, 64) and not serves(9, 64, 4096) and not serves(0, 64, 64)
+    assert not serves(1, 151_936, 1024)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -29,6 +29,8 @@ def test_equals_a_plain_product(num_rows, has_bias, device):
 
 
 def test_what_it_is_for(monkeypatch):
+    monkeypatch.setattr(module, "use_triton", lambda x: True)
+
     def serves(
         rows: int, out: int, width: int, dtype: torch.dtype = torch.bfloat16, memory: int = 228
     ) -> bool:
