@@ -122,24 +122,28 @@ def launch_all(dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int) -
         rope.rotate_and_store_triton(rotation, q, k, k, slots)
     rms_norm.rms_norm_triton(make(8, 1024), make(1024), 1e-6, make(8, 1024))
     silu_and_mul.silu_and_mul_triton(make(8, 6144))
-    shapes = ((4096, 1024), (1024, 3072), (24576, 4096), (4096, 12288))
-    for out, width in shapes if dtype is torch.bfloat16 else shapes[1:2]:
-        for silu in (False, True):
-            for bias in (None, make(out)):
-                for rows in (1, 8, skinny_linear.MAX_ROWS):
-                    skinny_linear.skinny_linear(make(rows, width), make(out, width), bias, silu)
-                x = make(1, width)
-                skinny_linear.skinny_norm_linear(
-                    x, make(out, width), bias, silu, make(width), 1e-6, x
-                )
+    # Of models with 0.6B and 8B parameters: output, input, SwiGLU, bias.
+    products = [
+        (1024, 3072, False, False),
+        (4096, 1024, False, True),
+        (3072, 1024, True, False),
+        (12288, 4096, True, False),
+        (4096, 12288, False, False),
+    ]
+    for out, width, silu, has_bias in products if dtype is torch.bfloat16 else products[:3]:
+        weight, bias = make(out * (1 + silu), width), make(out * (1 + silu)) if has_bias else None
+        for rows in (1, 8, skinny_linear.MAX_ROWS):
+            if rows <= skinny_linear.MAX_ROWS_WIDE or width < skinny_linear.WIDE:
+                skinny_linear.skinny_linear(make(rows, width), weight, bias, silu)
+        x = make(1, width)
+        skinny_linear.skinny_norm_linear(x, weight, bias, silu, make(width), 1e-6, x)
     if dtype is not torch.float32:
         for out, width in ((4096, 1024), (1024, 2048)):
             for num_rows in (32, 64):
                 for bias in (None, make(out)):
                     tile_linear.tile_linear(make(num_rows, width), make(out, width), bias)
     logits, rows = make(8, 151_936), ints(8, sampling.ROW_WORDS)
-    for truncates in (False, True):
-        sampling.sample_triton(logits, rows, truncates)
+    sampling.sample_triton(logits, rows, truncates=True)  # a superset of the other
     sampling.best_of_shard_triton(make(8, 76_032), rows, 75_904, 76_032)
     drawn_tokens.fill_in_drawn_triton(ints(8), torch.zeros(8, dtype=torch.int64))
     logprobs.top_logprobs_triton(logits, torch.zeros(8, dtype=torch.int64), 5)
