@@ -100,7 +100,9 @@ class PackedInputs:
 def prepare_prefill(batch: Batch, block_size: int) -> ModelInputs:
     """All new tokens of all sequences end to end, with the bounds of each sequence's part.
 
-    Block tables are given only if some sequence has cached keys to read.
+    Block tables are given only if some sequence has cached keys to read. Of the last layer's
+    output only rows that sample are asked for (one for nothing, where there is none: kernels want
+    rows), unless the logprobs of prompt tokens will be.
     """
     items = batch.items
     positions = [np.arange(item.start, item.end, dtype=np.int32) for item in items]
@@ -111,6 +113,18 @@ def prepare_prefill(batch: Batch, block_size: int) -> ModelInputs:
     cu_seqlens_q = np.cumsum([0, *lens_q], dtype=np.int32)
     cu_seqlens_k = np.cumsum([0, *lens_k], dtype=np.int32)
     samples = np.array([item.samples for item in items])
+    last_rows = cu_seqlens_q[1:] - 1
+    outputs: dict[str, torch.Tensor | None]
+    if any(item.seq.wants_prompt_logprobs for item in items):
+        outputs = {"logits_indices": torch.from_numpy(last_rows[samples])}
+    else:
+        has_output = samples.copy()
+        has_output[-1] |= not samples.any()
+        outputs = {
+            "output_indices": torch.from_numpy(last_rows[has_output]),
+            "cu_num_outputs": torch.from_numpy(np.cumsum([0, *has_output], dtype=np.int32)),
+            "logits_indices": None if samples.any() else torch.zeros(0, dtype=torch.int32),
+        }
     reads_cache = any(item.start for item in items)
     return ModelInputs(
         input_ids=torch.from_numpy(np.concatenate(tokens)),
@@ -123,7 +137,7 @@ def prepare_prefill(batch: Batch, block_size: int) -> ModelInputs:
             cu_seqlens_k=torch.from_numpy(cu_seqlens_k),
             max_seqlen_q=max(lens_q),
             max_seqlen_k=max(lens_k),
-            logits_indices=torch.from_numpy(cu_seqlens_q[1:][samples] - 1),
+            **outputs,
         ),
     )
 

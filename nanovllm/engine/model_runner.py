@@ -252,8 +252,8 @@ class ModelRunner:
         return self.model.lm_head.gather(logits)
 
     def run_model(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [N, hidden_size] and this rank's logits [num_sampled, its part of the
-        vocabulary]; and where the inputs say how, the next tokens are drawn. Fills in
+        """What the model gives, and this rank's logits [num_sampled, its part of the vocabulary];
+        and where the inputs say how, the next tokens are drawn. Fills in
         ``inputs.input_ids``."""
         if not inputs.context.is_prefill:
             fill_in_drawn(inputs.input_ids, self.last_tokens)

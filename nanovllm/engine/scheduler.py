@@ -19,8 +19,8 @@ class Scheduler:
     """Continuous batching over two queues.
 
     Prompts are admitted first come, first served, several at a time, and prefilled before anyone
-    decodes, in chunks where the token budget is short. When decodes run out of blocks the youngest
-    running sequence is preempted: it goes back to the head of the queue and is recomputed.
+    decodes, in chunks where one is longer than the token budget. When decodes run out of blocks the
+    youngest running sequence is preempted: it goes back to the head of the queue and is recomputed.
 
     A sequence with siblings computes their common prompt for all: once that is done they join the
     running ones on copies of its blocks. They count as residents from the start.
@@ -241,6 +241,9 @@ class Scheduler:
         if residents and not items and not self._has_room_for_several(residents):
             return ()
         while budget and self.waiting and self._can_admit(self.waiting[0], residents):
+            # A prompt cut in two attends to its first part through block tables, and slower.
+            if items and budget < len(self.waiting[0]) <= self._max_tokens_now:
+                break
             seq = self.waiting.popleft()
             residents += 1 + len(seq.siblings)
             self.block_manager.allocate(seq)

@@ -43,7 +43,9 @@ class AttentionBackend(Protocol):
         context: Context,
         scale: float,
     ) -> torch.Tensor:
-        """Causal attention of each sequence's new tokens, its last ones, over its context."""
+        """Causal attention of some tokens of each sequence, its last ones (any number, or none),
+        over its context. k and v have all of this step's tokens: ``context.cu_seqlens_k`` where
+        there are no block tables."""
 
     def plan_decode(
         self, context_lens: np.ndarray, kv_heads: int, head_dim: int, dtype: torch.dtype

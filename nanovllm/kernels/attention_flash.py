@@ -43,7 +43,7 @@ class FlashAttention:
             v_cache if paged else v,
             cu_seqlens_q=context.cu_seqlens_q,
             cu_seqlens_k=context.cu_seqlens_k,
-            max_seqlen_q=context.max_seqlen_q,
+            max_seqlen_q=max(2, context.max_seqlen_q),  # for 1 it wants one query of each
             max_seqlen_k=context.max_seqlen_k,
             softmax_scale=scale,
             causal=True,

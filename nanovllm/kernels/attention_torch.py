@@ -30,14 +30,13 @@ class TorchAttention:
         tables = None if context.block_tables is None else context.block_tables.tolist()
         out = torch.empty_like(q)
         for i in range(len(q_bounds) - 1):
-            start, end = q_bounds[i], q_bounds[i + 1]
-            len_k = k_bounds[i + 1] - k_bounds[i]
+            new, context_of_i = slice(*q_bounds[i : i + 2]), slice(*k_bounds[i : i + 2])
             if tables is None:
-                keys, values = k[start:end], v[start:end]
+                keys, values = k[context_of_i], v[context_of_i]
             else:
-                table = tables[i]
-                keys, values = _gather(k_cache, table, len_k), _gather(v_cache, table, len_k)
-            out[start:end] = _attend(q[start:end], keys, values, scale)
+                len_k = k_bounds[i + 1] - k_bounds[i]
+                keys, values = (_gather(cache, tables[i], len_k) for cache in (k_cache, v_cache))
+            out[new] = _attend(q[new], keys, values, scale)
         return out
 
     def plan_decode(

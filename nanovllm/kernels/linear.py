@@ -8,6 +8,8 @@ from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.kernels.skinny_linear import is_skinny, skinny_linear, skinny_norm_linear
 from nanovllm.kernels.tile_linear import is_tiled, tile_linear
 
+MIN_ROWS_TO_ADD = 1024  # from which a product adds to the residual stream itself
+
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     """The weight as ``linear`` likes it best; the same tensor where nothing is gained.
@@ -31,6 +33,29 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     if is_tiled(x, weight):
         return tile_linear(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def linear_add(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A projection that goes back into the residual stream.
+
+    Args:
+        x: [N, in].
+        weight, bias: as for ``linear``.
+        residual: [N, out], the stream, which may be written over.
+
+    Returns:
+        What ``norm_linear`` takes next. The projection [N, out] and the stream that it is to be
+        added to; or where that saves the norm a read and a write, for many rows on a GPU, the new
+        stream and None.
+    """
+    if bias is None and x.is_cuda and len(x) >= MIN_ROWS_TO_ADD:
+        return torch.addmm(residual, x, weight.t(), out=residual), None
+    return linear(x, weight, bias), residual
 
 
 def norm_linear(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from nanovllm.kernels.linear import linear, norm_linear, pack_weight
+from nanovllm.kernels.linear import linear, linear_add, norm_linear, pack_weight
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.utils.distributed import get_tp_group
@@ -142,3 +142,12 @@ class RowParallelLinear(LinearBase):
         # The bias is added once, not once per rank.
         y = linear(x, self.weight, self.bias if self.tp.rank == 0 else None)
         return self.tp.all_reduce(y)
+
+    def add_to(
+        self, residual: torch.Tensor, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """self(x) and the residual that it is to be added to, for ``after_norm``; or their sum and
+        None. The residual may be written over."""
+        if self.tp.size > 1:
+            return self(x), residual
+        return linear_add(x, self.weight, self.bias, residual)

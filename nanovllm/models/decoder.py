@@ -21,6 +21,7 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
 from nanovllm.models.model_config import ModelConfig
+from nanovllm.utils.context import get_context
 
 
 class DecoderAttention(nn.Module):
@@ -50,12 +51,14 @@ class DecoderAttention(nn.Module):
         hidden_states: torch.Tensor,
         residual: torch.Tensor | None,
         norm: RMSNorm,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         qkv, residual = self.qkv_proj.after_norm(norm, hidden_states, residual)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         rotation = self.rotary_emb(positions, self.q_norm, self.k_norm)
-        return self.o_proj(self.attn(q, k, v, rotation).flatten(1)), residual
+        x = self.attn(q, k, v, rotation, outputs).flatten(1)
+        return self.o_proj.add_to(residual if outputs is None else residual[outputs], x)
 
 
 class DecoderMLP(nn.Module):
@@ -69,15 +72,19 @@ class DecoderMLP(nn.Module):
         self.act_fn = SiluAndMul()
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         x, residual = self.gate_up_proj.after_norm(norm, x, residual, self.act_fn)
-        return self.down_proj(x), residual
+        return self.down_proj.add_to(residual, x)
 
 
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm that also adds what came before to the residual
-    (in one step with the projection after it: ``LinearBase.after_norm``)."""
+    (in one step with the projection after it: ``LinearBase.after_norm``), unless what came before
+    has done so itself (``RowParallelLinear.add_to``): then there is no residual beside it.
+
+    With ``outputs``, it computes what comes after keys and values for these rows only.
+    """
 
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding) -> None:
         super().__init__()
@@ -91,15 +98,17 @@ class DecoderLayer(nn.Module):
         positions: torch.Tensor,
         hidden_states: torch.Tensor,
         residual: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         hidden_states, residual = self.self_attn(
-            positions, hidden_states, residual, self.input_layernorm
+            positions, hidden_states, residual, self.input_layernorm, outputs
         )
         return self.mlp(hidden_states, residual, self.post_attention_layernorm)
 
 
 class DecoderModel(nn.Module):
-    """Embedding, layers, final norm: int32 [N] token ids and positions -> [N, hidden_size]."""
+    """Embedding, layers, final norm: int32 [N] token ids and positions -> [N, hidden_size], or of
+    the context's ``output_indices`` alone."""
 
     def __init__(self, config: ModelConfig, max_position: int) -> None:
         super().__init__()
@@ -113,10 +122,14 @@ class DecoderModel(nn.Module):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden_states = self.embed_tokens(input_ids)
         residual = None
-        for layer in self.layers:
+        *layers, last = self.layers
+        for layer in layers:
             hidden_states, residual = layer(positions, hidden_states, residual)
-        hidden_states, _ = self.norm(hidden_states, residual)
-        return hidden_states
+        outputs = get_context().output_indices  # nobody attends to what the last layer gives
+        hidden_states, residual = last(positions, hidden_states, residual, outputs)
+        if residual is None:
+            return self.norm(hidden_states)
+        return self.norm(hidden_states, residual)[0]
 
 
 class DecoderForCausalLM(nn.Module):
@@ -152,7 +165,7 @@ class DecoderForCausalLM(nn.Module):
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[N, hidden_size] -> [num_sampled, vocab_size], of several ranks this one's part."""
+        """What ``forward`` gives -> [num_sampled, vocab_size], of several ranks this one's part."""
         return self.lm_head(hidden_states)
 
     def is_redundant_weight(self, name: str) -> bool:

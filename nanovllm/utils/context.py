@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,7 +24,10 @@ class Context:
         max_seqlen_k: longest context of a sequence.
         context_lens: int32 [num_seqs], tokens to attend to, the new one included (decode).
         decode_work: int32, how the attention backend divides a decode; None if it does not.
-        logits_indices: int32, rows of the hidden states that need logits; None for all.
+        output_indices: int32, rows of which the last layer's output is needed, of each sequence its
+            last one or none (prefill); None for all.
+        cu_num_outputs: int32 [num_seqs + 1], cumulative counts of these; None if those are.
+        logits_indices: int32, rows of the last layer's output that need logits; None for all.
     """
 
     is_prefill: bool = False
@@ -36,7 +39,13 @@ class Context:
     max_seqlen_k: int = 0
     context_lens: torch.Tensor | None = None
     decode_work: torch.Tensor | None = None
+    output_indices: torch.Tensor | None = None
+    cu_num_outputs: torch.Tensor | None = None
     logits_indices: torch.Tensor | None = None
+
+    def of_outputs(self) -> "Context":
+        """The same for queries of only the rows in ``output_indices``."""
+        return replace(self, cu_seqlens_q=self.cu_num_outputs, max_seqlen_q=1)
 
 
 _EMPTY = Context()

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -102,7 +103,18 @@ def test_prefill_is_what_a_loop_over_tokens_gives(case: Case):
     check(context.slot_mapping, slots)
     check(context.cu_seqlens_q, bounds_q)
     check(context.cu_seqlens_k, bounds_k)
-    check(context.logits_indices, logits)
+    if logits:
+        check(context.output_indices, logits)
+        assert context.logits_indices is None
+    else:  # one row for nothing
+        check(context.output_indices, [len(token_ids) - 1])
+        check(context.logits_indices, [])
+    assert context.output_indices is not None
+    counts = [
+        sum(start <= row < end for row in context.output_indices.tolist())
+        for start, end in pairwise(bounds_q)
+    ]
+    check(context.cu_num_outputs, np.cumsum([0, *counts]).tolist())
     assert context.max_seqlen_q == max(item.num_tokens for item in case.batch.items)
     assert context.max_seqlen_k == max(item.end for item in case.batch.items)
     assert context.context_lens is None
@@ -183,7 +195,7 @@ def test_whole_prompts_need_no_block_tables():
     context = prepare_prefill(batch, 4).context
     assert context.block_tables is None
     check(context.slot_mapping, [12, 13, 14, 15, 4, 28, 29])
-    check(context.logits_indices, [4, 6])
+    check(context.output_indices, [4, 6])
 
 
 def test_one_sequence_that_reads_the_cache_gives_all_a_block_table():
@@ -200,16 +212,26 @@ def test_last_token_of_a_fully_cached_prompt_is_computed_but_not_stored():
     check(inputs.input_ids, [307])
     check(inputs.positions, [7])
     check(inputs.context.slot_mapping, [-1])
-    check(inputs.context.logits_indices, [0])
+    check(inputs.context.output_indices, [0])
     check(inputs.context.cu_seqlens_k, [0, 8])
 
 
 def test_chunk_that_does_not_end_its_prompt_yields_no_logits():
     items = (make_item(9, [2, 3, 4], 4, num_new=6), make_item(3, [5], 4))
     batch = Batch(items, is_prefill=True)
-    check(prepare_prefill(batch, 4).context.logits_indices, [8])
+    context = prepare_prefill(batch, 4).context
+    check(context.output_indices, [8])
+    check(context.cu_num_outputs, [0, 0, 1])
     batch = Batch(items[:1], is_prefill=True)
     check(prepare_prefill(batch, 4).context.logits_indices, [])
+
+
+def test_logprobs_of_a_prompt_take_all_outputs():
+    items = (make_item(9, [2, 3, 4], 4, num_new=6), make_item(3, [5], 4))
+    items[0].seq.wants_prompt_logprobs = True
+    context = prepare_prefill(Batch(items, is_prefill=True), 4).context
+    assert context.output_indices is context.cu_num_outputs is None
+    check(context.logits_indices, [8])
 
 
 def test_short_block_tables_are_padded():

@@ -455,10 +455,9 @@ def drain(scheduler: Scheduler) -> Iterator[Batch]:
 def test_prompts_are_admitted_in_order_of_arrival():
     engine = Engine(make_scheduler(max_num_seqs=2, max_num_batched_tokens=10))
     seqs = [engine.add(Request([i] * 6, greedy())) for i in range(4)]
-    batch = engine.step()
-    assert [(i.seq, i.start, i.end) for i in batch.items] == [(seqs[0], 0, 6), (seqs[1], 0, 4)]
-    batch = engine.step()
-    assert [(i.seq, i.start, i.end) for i in batch.items] == [(seqs[1], 4, 6)]
+    for seq in seqs[:2]:
+        batch = engine.step()
+        assert [(i.seq, i.start, i.end) for i in batch.items] == [(seq, 0, 6)]
     engine.run()
     engine.check_results()
 
@@ -529,6 +528,26 @@ def test_prompt_that_can_never_run_is_refused_when_added(
     engine = Engine(scheduler)
     engine.run([Request([1] * (scheduler.max_len - 1), greedy())])
     assert [len(completion) for _, (completion, *_) in engine.results] == [1]
+
+
+def test_only_prompts_longer_than_the_token_budget_are_cut():
+    """Guards attention through block tables where the step's own keys would do."""
+    engine = Engine(make_scheduler(max_num_batched_tokens=16))
+    for i, length in enumerate((6, 8, 4, 30, 16, 1)):
+        engine.add(Request([i] * length, greedy()))
+    chunks = []
+    while (batch := engine.step()).is_prefill:
+        chunks.append([(item.start, item.end) for item in batch.items])
+    assert chunks == [
+        [(0, 6), (0, 8)],
+        [(0, 4), (0, 12)],
+        [(12, 28)],
+        [(28, 30)],
+        [(0, 16)],
+        [(0, 1)],
+    ]
+    engine.run()
+    engine.check_results()
 
 
 def test_prompt_longer_than_the_token_budget_runs():

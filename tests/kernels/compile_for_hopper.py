@@ -120,7 +120,8 @@ def launch_all(dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int) -
     for norms in ((None, None), (weight, weight)):
         rotation = rope.Rotation(ints(64), angles, *norms, 1e-6)
         rope.rotate_and_store_triton(rotation, q, k, k, slots)
-    rms_norm.rms_norm_triton(make(8, 1024), make(1024), 1e-6, make(8, 1024))
+    for residual in (None, make(8, 1024)):
+        rms_norm.rms_norm_triton(make(8, 1024), make(1024), 1e-6, residual)
     silu_and_mul.silu_and_mul_triton(make(8, 6144))
     # Of models with 0.6B and 8B parameters: output, input, SwiGLU, bias.
     products = [

@@ -157,6 +157,16 @@ def test_prefill_of_chunks_reads_the_cache(backend, shape, dtype, device, monkey
     assert len(backend.calls) == 1
 
 
+@pytest.mark.parametrize("paged", [False, True])
+@SHAPES
+@DTYPES
+def test_prefill_of_last_tokens_only(backend, shape, paged, dtype, device, monkeypatch):
+    lens, new = [1, 40, 150, 64], [1, 1, 1, 0]
+    batch = Paged(lens, new, *shape, dtype, device)
+    batch.check(backend, batch.context(paged=paged), monkeypatch)
+    assert len(backend.calls) == 1
+
+
 def test_decode_is_our_own(backend, device, monkeypatch):
     lens = [3, 300]
     paged = Paged(lens, [1, 1], 2, 1, 64, 256, torch.float16, device)

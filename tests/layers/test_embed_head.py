@@ -86,7 +86,8 @@ def run_model(path: str, tp: TPGroup) -> list[torch.Tensor | None]:
         cu_seqlens_k=bounds.int(),
         max_seqlen_q=max(lens),
         max_seqlen_k=max(lens),
-        logits_indices=bounds[1:] - 1,
+        output_indices=bounds[1:] - 1,
+        cu_num_outputs=torch.arange(len(bounds)).int(),
     )
     decode = Context(
         slot_mapping=torch.tensor([f + n for f, n in zip(firsts, lens, strict=True)]),
