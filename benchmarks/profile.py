@@ -27,7 +27,12 @@ def profile_steps(llm: LLM, workload: Workload, temperature: float, trace: Path)
 
     Of several ranks, rank 0's. Shares of the GPU's time are of its busy time; recording costs
     the host some, so its own time is that of as many steps before, without.
+
+    Raises:
+        ValueError: the model is not on a GPU, or the workload is too short.
     """
+    if llm.model_runner.device.type != "cuda":
+        raise ValueError("only steps on a GPU can be profiled")
     llm.reset_prefix_cache()
     for prompt, length in zip(workload.prompts, workload.output_lens, strict=True):
         params = SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=length)

@@ -202,7 +202,7 @@ def test_chunks_add_up_to_the_whole_prompt():
     whole.check(torch.cat(outputs))
 
 
-def test_warm_up_without_a_cache_stores_nothing():
+def test_without_a_cache_nothing_is_stored():
     batch = PagedBatch([(0, 5), (0, 9)], 16, Shape(4, 2, 16))
     layer = batch.layer()
     layer.k_cache = layer.v_cache = torch.empty(0)
