@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.attention_triton import TritonAttention
+from nanovllm.kernels.compat import chained, tl, triton, use_triton
 from nanovllm.utils.context import Context
 
 MAX_SEQS = 256  # for more, which must be short, it would compile another kernel amid a run
@@ -59,7 +60,7 @@ class FlashAttention4(TritonAttention):
         if tables is None:
             # A sequence's last tile goes on into the next sequence, whose values get weight 0: NaN
             # where they are not finite. The largest number instead spoils their own sequence only.
-            v = torch.nan_to_num(v, nan=torch.finfo(v.dtype).max)
+            make_finite(v)
             keys = {"k": k, "v": v, "cu_seqlens_k": bounds_k}
         elif k_cache.size(1) > MAX_TILE:
             # Of blocks that are no tile each, it reads only the slots that hold keys.
@@ -70,3 +71,44 @@ class FlashAttention4(TritonAttention):
         # No max_seqlen_q, a hint for which short prompts would get a kernel of their own.
         out, _ = self.varlen(q, **keys, cu_seqlens_q=bounds_q, softmax_scale=scale, causal=True)
         return out
+
+
+@triton.jit
+def _make_finite_kernel(
+    v_ptr, stride, num_tokens, LARGEST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    address = v_ptr + token.to(tl.int64) * stride + column
+    mask = (token < num_tokens) & (column < WIDTH)
+    v = tl.load(address, mask=mask, other=0.0)
+    is_wrong = ~(tl.abs(v.to(tl.float32)) <= LARGEST)  # or NaN
+    largest = tl.where(v < 0, -LARGEST, LARGEST).to(v.dtype)
+    tl.store(address, largest, mask=mask & is_wrong)
+
+
+def make_finite(v: torch.Tensor) -> None:
+    """Puts the largest finite number of its type in place of NaN and inf, the smallest for -inf, in
+    v [N, kv_heads, head_dim], whose tokens may be strided. Writes nothing else."""
+    largest = torch.finfo(v.dtype).max
+    if not use_triton(v):
+        torch.nan_to_num_(v, nan=largest)
+        return
+    num_tokens, kv_heads, head_dim = v.shape
+    width, tokens = kv_heads * head_dim, 4
+    assert v.stride()[1:] == (head_dim, 1)
+    _make_finite_kernel[(triton.cdiv(num_tokens, tokens),)](
+        v,
+        v.stride(0),
+        num_tokens,
+        LARGEST=largest,
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        TOKENS=tokens,
+        num_warps=4,
+        **chained(v),
+    )

@@ -289,3 +289,19 @@ class TestChoice:
 
     def test_every_backend_can_be_asked_for(self):
         assert set(ATTENTION_BACKENDS) == {"auto", *attention_backend.BACKENDS}
+
+
+@DTYPES
+def test_only_what_is_not_finite_is_replaced(dtype, device, monkeypatch):
+    if device == "cpu":
+        if dtype is torch.bfloat16:
+            pytest.skip("the interpreter's comparisons are of fp16 and fp32")
+        monkeypatch.setattr(attention_flash4, "use_triton", lambda x: True)
+    qkv = torch.randn(7, 5, 48, dtype=dtype)
+    qkv[1, 3, 5], qkv[2, 4, 0], qkv[6, 4, 47], qkv[3, 2, 1] = torch.nan, torch.inf, -torch.inf, -9
+    expected, largest = qkv.clone(), torch.finfo(dtype).max
+    expected[:, 3:] = expected[:, 3:].nan_to_num(nan=largest, posinf=largest, neginf=-largest)
+    qkv[0, 0, 0] = expected[0, 0, 0] = torch.nan  # no value
+    found = qkv.to(device)
+    attention_flash4.make_finite(found[:, 3:])
+    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
