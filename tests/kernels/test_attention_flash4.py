@@ -292,16 +292,15 @@ class TestChoice:
 
 
 @DTYPES
-def test_only_what_is_not_finite_is_replaced(dtype, device, monkeypatch):
-    if device == "cpu":
-        if dtype is torch.bfloat16:
-            pytest.skip("the interpreter's comparisons are of fp16 and fp32")
-        monkeypatch.setattr(attention_flash4, "use_triton", lambda x: True)
-    qkv = torch.randn(7, 5, 48, dtype=dtype)
-    qkv[1, 3, 5], qkv[2, 4, 0], qkv[6, 4, 47], qkv[3, 2, 1] = torch.nan, torch.inf, -torch.inf, -9
+def test_only_what_is_not_finite_after_a_sequence_is_replaced(dtype, device):
+    qkv = torch.randn(20, 5, 48, dtype=dtype)
+    qkv[1, 3, 5], qkv[3, 4, 0], qkv[8, 4, 47], qkv[4, 2, 1] = torch.nan, torch.inf, -torch.inf, -9
+    qkv[0, 0, 0] = qkv[4, 0, 0] = torch.nan  # no value
+    qkv[9, 3, 0] = qkv[16, 3, 0] = qkv[19, 4, 1] = torch.nan
     expected, largest = qkv.clone(), torch.finfo(dtype).max
-    expected[:, 3:] = expected[:, 3:].nan_to_num(nan=largest, posinf=largest, neginf=-largest)
-    qkv[0, 0, 0] = expected[0, 0, 0] = torch.nan  # no value
-    found = qkv.to(device)
-    attention_flash4.make_finite(found[:, 3:])
+    for follow in (slice(3, 9), slice(14, 20)):
+        values = expected[follow, 3:]
+        expected[follow, 3:] = values.nan_to_num(nan=largest, posinf=largest, neginf=-largest)
+    found, bounds = qkv.to(device), torch.tensor([0, 3, 14, 20], dtype=torch.int32, device=device)
+    attention_flash4.make_finite(found[:, 3:], bounds, 6)
     torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
