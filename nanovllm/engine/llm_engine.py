@@ -270,7 +270,13 @@ class LLMEngine:
         bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
         progress = bar(total=len(checked), desc="Generating")
         with self._reset_on_error(), closing(progress):
-            requests = map_good(lambda good: [self._add(*args) for args in good], checked)
+            requests: list[Request | Exception] = []
+            num_tokens = 0
+            for item in checked:
+                requests.append(item if isinstance(item, Exception) else self._add(*item))
+                num_tokens += 0 if isinstance(item, Exception) else len(item[1])
+                if self._launched is None and num_tokens >= self.config.max_num_batched_tokens:
+                    self._step()  # a full one; the others are added while it runs
             progress.update(sum(isinstance(request, Exception) for request in requests))
             while not self.is_finished():
                 _, finished = self._step()

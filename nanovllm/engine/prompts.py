@@ -1,7 +1,10 @@
 """Prompts in, text out: the tokenizer's side of the engine, in batches off the hot loop."""
 
+from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from contextlib import suppress
+from operator import countOf
 from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
@@ -151,8 +154,10 @@ class PromptEncoder:
             raise TypeError(
                 f"a prompt is a string, a list of token ids or a dict, not {_name(ids)}"
             )
-        if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size:
-            return list(ids)  # most are: ten times as fast as what follows
+        if countOf(map(type, ids), int) == len(ids):  # in C: a dozen times as fast
+            with suppress(OverflowError):  # of an id below 0 or far too large
+                if np.asarray(array("I", ids)).max(initial=0) < self.vocab_size:
+                    return list(ids)
         for token_id in ids:
             if not _is_int(token_id):
                 raise TypeError(f"token ids must be ints, got {token_id!r}")

@@ -24,7 +24,8 @@ def _rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    # The last rows first: written last, they may still be in the L2 cache.
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
     weight = tl.load(weight_ptr + column, mask=mask)

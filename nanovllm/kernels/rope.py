@@ -104,12 +104,14 @@ def _rotate_and_store_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # One program rotates some heads of one token: queries or, further on the second grid axis,
-    # keys, which it stores with their values. A cache can hold over 2^31 elements, so its offsets
-    # are 64-bit.
-    token = tl.program_id(0).to(tl.int64)
+    # One program rotates some heads of one token: queries or, after these, keys, which it stores
+    # with their values. The last tokens come first: written last, they may still be in the L2
+    # cache. A KV cache can hold over 2^31 elements, so its offsets are 64-bit.
     NUM_Q_BLOCKS: tl.constexpr = (Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-    block = tl.program_id(1)
+    NUM_BLOCKS: tl.constexpr = NUM_Q_BLOCKS + (K_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    token = (program // NUM_BLOCKS).to(tl.int64)
+    block = program % NUM_BLOCKS
     is_key = block >= NUM_Q_BLOCKS
     if is_key:
         block -= NUM_Q_BLOCKS
@@ -180,7 +182,7 @@ def rotate_and_store_triton(
     k_out = k.new_empty(num_tokens, k_heads, head_dim)
     has_norm = rotation.q_weight is not None
     num_blocks = triton.cdiv(q_heads, BLOCK_HEADS) + triton.cdiv(k_heads, BLOCK_HEADS)
-    _rotate_and_store_kernel[(num_tokens, num_blocks)](
+    _rotate_and_store_kernel[(num_tokens * num_blocks,)](
         rotation.positions,
         q,
         k,

@@ -18,8 +18,11 @@ def _silu_and_mul_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # The last rows first: written last, they may still be in the L2 cache.
+    NUM_BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = (program // NUM_BLOCKS).to(tl.int64)
+    column = program % NUM_BLOCKS * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
     gate = tl.load(x_ptr + row * 2 * WIDTH + column, mask=mask).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * WIDTH + WIDTH + column, mask=mask)
@@ -33,7 +36,7 @@ def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
     num_rows, width = x.size(0), x.size(1) // 2
     out = x.new_empty(num_rows, width)
     block = min(4096, triton.next_power_of_2(width))
-    grid = (num_rows, triton.cdiv(width, block))
+    grid = (num_rows * triton.cdiv(width, block),)
     num_warps = max(1, block // 256)
     _silu_and_mul_kernel[grid](x, out, WIDTH=width, BLOCK=block, num_warps=num_warps, **chained(x))
     return out
