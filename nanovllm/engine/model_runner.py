@@ -25,6 +25,7 @@ from nanovllm.kernels.attention_backend import select_attention_backend
 from nanovllm.kernels.compat import HAS_TRITON
 from nanovllm.kernels.compile_ahead import compiling_only
 from nanovllm.kernels.drawn_tokens import fill_in_drawn
+from nanovllm.kernels.linear import limit_cublas_workspace
 from nanovllm.kernels.logprobs import pack_logprobs
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead
@@ -91,6 +92,8 @@ class ModelRunner:
         self._last_part = perf_counter()
         rank, size = worker.rank if worker else 0, config.tensor_parallel_size
         self.device = select_device(config.device, rank, size)
+        if self.device.type == "cuda":
+            limit_cublas_workspace()
         self.dtype = select_dtype(config.dtype, self.device, checkpoint.config.dtype)
         self._bytes_before = self._allocated_bytes()
         self._meet_ranks()

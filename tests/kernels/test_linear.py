@@ -1,10 +1,12 @@
-"""Products that go back into the residual stream."""
+"""Products that go back into the residual stream, and cuBLAS' workspace."""
+
+import os
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.linear import MIN_ROWS_TO_ADD, linear_add
+from nanovllm.kernels.linear import MIN_ROWS_TO_ADD, limit_cublas_workspace, linear_add
 from tests.kernels.oracle import assert_as_good_as_eager
 
 
@@ -30,3 +32,12 @@ def test_large_products_add_to_the_stream(dtype):
     assert stream is None and y.data_ptr() == residual.data_ptr()
     assert_as_good_as_eager(y, eager, exact)
     assert linear_add(x, weight, bias, residual)[1] is residual  # two sums at once are not served
+
+
+@pytest.mark.parametrize("theirs", [None, ":4096:8"])
+def test_the_workspace_that_a_user_asks_for_stays(theirs, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", theirs or "")
+    if theirs is None:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    limit_cublas_workspace()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (theirs or ":256:1")
