@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,8 +10,7 @@ from nanovllm.engine.sampling_state import SamplingKind
 from nanovllm.engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):  # quick to make: one for each sequence of each step
     """Tokens [start, end) of ``seq``, to be computed in one step.
 
     ``samples`` is true if the range ends at the sequence's last token, so that the step

@@ -362,7 +362,7 @@ class LLMEngine:
                 self._isolate(seq)
                 finished.remove(seq)
                 rows = [row for row in rows if batch.sampled[row].seq is not seq]
-        for item in batch.items:
+        for item in batch.items if output.prompt_logprobs else ():
             if (logprobs := output.prompt_logprobs.get(item.seq.seq_id)) is not None:
                 item.seq.prompt_logprobs.append(logprobs)
                 item.seq.num_prompt_logprobs += len(logprobs)

@@ -6,6 +6,7 @@ to the device as one buffer in one copy.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -182,10 +183,10 @@ def prepare_decode(
 def prepare_block_tables(batch: Batch, num_rows: int = 0, width: int = 0) -> torch.Tensor:
     """int32 [sequences, longest table] or wider, padded with block 0, which is never read."""
     tables = [item.seq.block_table for item in batch.items]
-    shape = max(len(tables), num_rows), max([width, *map(len, tables)])
-    out = np.zeros(shape, dtype=np.int32)
-    for row, table in enumerate(tables):
-        out[row, : len(table)] = table
+    lens = np.array([len(table) for table in tables], np.int32)
+    out = np.zeros((max(len(tables), num_rows), max(width, *lens, 0)), dtype=np.int32)
+    is_block = np.arange(out.shape[1]) < lens[:, None]
+    out[: len(tables)][is_block] = list(chain.from_iterable(tables))
     return torch.from_numpy(out)
 
 

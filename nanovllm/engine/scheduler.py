@@ -165,18 +165,19 @@ class Scheduler:
         batch, self._unbooked = self._unbooked, None
         if batch is None:
             return
-        for item in batch.items:
-            if not item.seq.is_finished:
-                item.seq.num_cached_tokens = max(item.end, item.seq.num_cached_tokens)
-                self.block_manager.seal(item.seq, item.start, item.end)
-                if item.samples and item.seq.siblings:
-                    self._start_siblings(item.seq)
+        for seq, start, end, samples in batch.items:
+            if not seq.is_finished:
+                seq.num_cached_tokens = max(end, seq.num_cached_tokens)
+                if batch.is_prefill or end % self.block_manager.block_size == 0:
+                    self.block_manager.seal(seq, start, end)
+                if samples and seq.siblings:
+                    self._start_siblings(seq)
         left = set()
         for row, item in enumerate(batch.sampled):
             seq = item.seq
             if not seq.is_finished:
                 seq.expect_token(row)
-                if self._reaches_limit(seq, len(seq)):
+                if self._reaches_limit(seq, seq.num_tokens):
                     self.block_manager.deallocate(seq)
                     left.add(seq)
         if left:
@@ -299,14 +300,16 @@ class Scheduler:
         self.waiting.extendleft(reversed(left))
 
     def _schedule_decode(self) -> tuple[ScheduledSequence, ...]:
-        items: list[ScheduledSequence] = []
+        manager, items = self.block_manager, []
         while len(items) < len(self.running):
             seq = self.running[len(items)]
-            if self.block_manager.can_append(seq):
-                self.block_manager.may_append(seq)
-                items.append(ScheduledSequence(seq, len(seq) - 1, len(seq), samples=True))
-            else:
-                self.preempt(self.running[-1])
+            num_tokens = seq.num_tokens
+            if num_tokens > len(seq.block_table) * manager.block_size:
+                if not manager.can_append(seq):
+                    self.preempt(self.running[-1])
+                    continue
+                manager.may_append(seq)
+            items.append(ScheduledSequence(seq, num_tokens - 1, num_tokens, True))
         assert items or not self.running, "a lone sequence always fits: max_len is within the cache"
         return tuple(items)
 

@@ -21,6 +21,8 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+FINISHED = SequenceStatus.FINISHED  # looked up often, and slowly as an attribute
+
 # What another process needs to compute the next step, besides tokens.
 SHIPPED = (
     *("seq_id", "block_size", "block_table", "sampling_params", "last_token", "num_tokens"),
@@ -107,7 +109,7 @@ class Sequence:
 
     @property
     def is_finished(self) -> bool:
-        return self.status is SequenceStatus.FINISHED
+        return self.status is FINISHED
 
     @property
     def num_uncached_tokens(self) -> int:

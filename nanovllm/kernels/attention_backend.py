@@ -128,7 +128,7 @@ def _try_out(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """One sequence of one token, as a prefill, a prefill that reads the cache, and a decode."""
+    """Two sequences of one token each, as a prefill, a prefill that reads the cache, and a decode."""
 
     def ones(*shape: int) -> torch.Tensor:
         return torch.ones(shape, dtype=dtype, device=device)
@@ -136,17 +136,17 @@ def _try_out(
     def ints(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    q, kv = ones(1, num_heads, head_dim), ones(1, num_kv_heads, head_dim)
-    cache = ones(1, block_size, num_kv_heads, head_dim)
-    bounds, table = ints(0, 1), ints(0).unsqueeze(0)
+    q, kv = ones(2, num_heads, head_dim), ones(2, num_kv_heads, head_dim)
+    cache = ones(2, block_size, num_kv_heads, head_dim)
+    bounds, table = ints(0, 1, 2), ints(0, 1).unsqueeze(1)
     prompt = Context(
         is_prefill=True, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=1, max_seqlen_k=1
     )
     cached = replace(prompt, block_tables=table)
-    work = backend.plan_decode(np.ones(1, np.int32), num_kv_heads, head_dim, dtype)
+    work = backend.plan_decode(np.ones(2, np.int32), num_kv_heads, head_dim, dtype)
     decode = Context(
         block_tables=table,
-        context_lens=ints(1),
+        context_lens=ints(1, 1),
         decode_work=None if work is None else torch.from_numpy(work).to(device),
         max_seqlen_k=1,
     )

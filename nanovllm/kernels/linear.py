@@ -10,7 +10,9 @@ from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.kernels.skinny_linear import is_skinny, skinny_linear, skinny_norm_linear
 from nanovllm.kernels.tile_linear import is_tiled, tile_linear
 
-MIN_ROWS_TO_ADD = 1024  # from which a product adds to the residual stream itself
+# From which size of it a product adds to the residual stream itself: one that is smaller stays in
+# the L2 cache, and little is saved.
+MIN_BYTES_TO_ADD = 16 << 20
 
 
 def limit_cublas_workspace() -> None:
@@ -59,10 +61,10 @@ def linear_add(
 
     Returns:
         What ``norm_linear`` takes next. The projection [N, out] and the stream that it is to be
-        added to; or where that saves the norm a read and a write, for many rows on a GPU, the new
-        stream and None.
+        added to; or, for many rows on a GPU, the new stream and None, which saves the norm a read
+        and a write.
     """
-    if bias is None and x.is_cuda and len(x) >= MIN_ROWS_TO_ADD:
+    if bias is None and x.is_cuda and residual.nbytes >= MIN_BYTES_TO_ADD:
         return torch.addmm(residual, x, weight.t(), out=residual), None
     return linear(x, weight, bias), residual
 

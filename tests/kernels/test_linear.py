@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.linear import MIN_ROWS_TO_ADD, limit_cublas_workspace, linear_add
+from nanovllm.kernels.linear import MIN_BYTES_TO_ADD, limit_cublas_workspace, linear_add
 from tests.kernels.oracle import assert_as_good_as_eager
 
 
@@ -25,7 +25,7 @@ def test_the_stream_stays_beside_the_product(device):
 
 @pytest.mark.gpu
 def test_large_products_add_to_the_stream(dtype):
-    x, weight, bias, residual = make(MIN_ROWS_TO_ADD, dtype, "cuda")
+    x, weight, bias, residual = make(MIN_BYTES_TO_ADD // (64 * dtype.itemsize), dtype, "cuda")
     eager = residual + F.linear(x, weight)
     exact = residual.double() + x.double() @ weight.double().t()
     y, stream = linear_add(x, weight, None, residual)
