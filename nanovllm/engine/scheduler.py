@@ -300,7 +300,8 @@ class Scheduler:
         self.waiting.extendleft(reversed(left))
 
     def _schedule_decode(self) -> tuple[ScheduledSequence, ...]:
-        manager, items = self.block_manager, []
+        manager = self.block_manager
+        items: list[ScheduledSequence] = []
         while len(items) < len(self.running):
             seq = self.running[len(items)]
             num_tokens = seq.num_tokens

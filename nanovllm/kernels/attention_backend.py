@@ -128,7 +128,7 @@ def _try_out(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Two sequences of one token each, as a prefill, a prefill that reads the cache, and a decode."""
+    """Two sequences of a token each: a prefill, a prefill that reads the cache, and a decode."""
 
     def ones(*shape: int) -> torch.Tensor:
         return torch.ones(shape, dtype=dtype, device=device)
