@@ -1,6 +1,7 @@
 """The least time a workload can take on a device: bytes over bandwidth, or operations over rate.
 
-Prefill is bound by arithmetic: every prompt token through every matrix, and causal attention.
+Prefill is bound by arithmetic: every prompt token through every matrix, and causal attention; but
+in the last layer, of all but the last one only the key and the value are needed.
 Each decode step reads all weights once (or multiplies by them, whichever takes longer at its
 batch size) and every sequence's keys and values once. Launches, sampling, norms and
 communication are free here.
@@ -27,16 +28,22 @@ def floor_seconds(
     model: ModelConfig, workload: Workload, bandwidth: float, rate: float, itemsize: int = 2
 ) -> float:
     """Seconds for the workload with all of its sequences resident from the start."""
-    layer = model.hidden_size * model.head_dim
-    layer *= 2 * model.num_attention_heads + 2 * model.num_key_value_heads
+    kv = 2 * model.hidden_size * model.head_dim * model.num_key_value_heads
+    layer = kv + 2 * model.hidden_size * model.head_dim * model.num_attention_heads
     layer += 3 * model.hidden_size * model.intermediate_size
     head = model.vocab_size * model.hidden_size
     layers = model.num_hidden_layers * layer
     kv_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * itemsize
-    attention = 2 * model.num_hidden_layers * model.num_attention_heads * model.head_dim
+    attention = 4 * model.num_attention_heads * model.head_dim  # of a query and a key
+    all_but_last = model.num_hidden_layers - 1
 
     lens = [len(prompt) for prompt in workload.prompts]
-    flops = sum(2 * layers * n + attention * n * n + 2 * head for n in lens)
+    flops = sum(
+        all_but_last * (2 * layer * n + attention * n * n / 2)
+        + (2 * kv * n + 2 * (layer - kv) + attention * n)
+        + 2 * head
+        for n in lens
+    )
     seconds = flops / rate
     for step in range(1, max(workload.output_lens)):
         contexts = [

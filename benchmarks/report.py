@@ -1,12 +1,18 @@
 """Draws README.md's table and plot from benchmarks/results/*.jsonl: ``python -m
 benchmarks.report``.
 
-Of several runs of the same thing, the last counts.
+Of several runs of the same thing, the last counts. Shares of the floor are by ``floor.py`` as it is
+now, with the ceilings of each record.
 """
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from benchmarks.floor import floor_seconds
+from benchmarks.workloads import Workload, random_workload
+from nanovllm.checkpoints.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -23,10 +29,26 @@ def load_records() -> list[dict[str, Any]]:
             keys = ("device", "num_devices", "model", "workload", "attention_backend")
             sampling = json.dumps(record.get("sampling") or {}, sort_keys=True)
             latest[(*(record[key] for key in keys), sampling)] = record
+    for record in latest.values():
+        if "copy_tb_per_s" in record:
+            record["share_of_floor"] = share_of_floor(record)
     return sorted(
         latest.values(),
         key=lambda r: (r["device"], r["num_devices"], r["model"], r["workload"]),
     )
+
+
+def share_of_floor(record: dict[str, Any]) -> float:
+    model = open_checkpoint(str(ROOT / "benchmarks" / "shapes" / record["model"])).config
+    bandwidth, rate = record["copy_tb_per_s"] * 1e12, record["matmul_tflop_per_s"] * 1e12
+    count = record["num_devices"]
+    floor = floor_seconds(model, _workload(record["workload"]), bandwidth * count, rate * count)
+    return floor / record["seconds"]
+
+
+@cache
+def _workload(name: str) -> Workload:
+    return random_workload(name)
 
 
 def headline(record: dict[str, Any]) -> tuple[float, str]:

@@ -20,8 +20,8 @@ class Config:
 
     Attributes:
         model: a local checkpoint directory, a ``.gguf`` file, or a hub id.
-        max_num_batched_tokens: most tokens that one step computes; longer prompts are
-            prefilled in chunks.
+        max_num_batched_tokens: most tokens that one step computes; longer prompts are prefilled
+            in chunks, others whole, in the step in which there is room.
         max_num_seqs: most sequences resident (holding KV blocks) at once.
         max_model_len: longest prompt + completion, in tokens; capped by the model's own limit.
         gpu_memory_utilization: share of the GPU's memory that the engine may fill.

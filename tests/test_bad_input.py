@@ -39,7 +39,7 @@ SMALL: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
 }
-PROMPTS = [[1, 2, 3], [400, 7] * 10, [9, 8, 7, 6, 5], list(range(50, 90))]
+PROMPTS = [[1, 2, 3], [400, 7] * 10, [9, 8, 7, 6, 5], list(range(50, 125))]  # cut: over 64
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 GOOD = [1, 2, 3]
 
@@ -673,7 +673,7 @@ class TestInterruption:
     @staticmethod
     def new_prompts() -> list[list[int]]:
         generator = torch.Generator().manual_seed(next(NEW_SEEDS))
-        lengths = (3, 20, 33, 50)
+        lengths = (3, 20, 33, 70)
         return [torch.randint(0, VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths]
 
     @pytest.fixture
@@ -832,6 +832,29 @@ class TestInterruption:
             patch.setattr(llm.scheduler, "add", failing)
             with pytest.raises(KeyboardInterrupt):
                 generate(llm, fresh)
+
+    def test_an_error_while_requests_are_queued_beside_the_first_step(
+        self, llm, fresh, monkeypatch
+    ):
+        """Which starts as soon as there are prompts for a full one."""
+        add, run, adds, runs = llm.scheduler.add, llm.model_runner.run, [], []
+
+        def failing(seq: Any) -> None:
+            adds.append(seq)
+            if len(adds) == 4:
+                raise KeyboardInterrupt
+            add(seq)
+
+        def counting(batch: Batch) -> None:
+            runs.append(batch)
+            run(batch)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.scheduler, "add", failing)
+            patch.setattr(llm.model_runner, "run", counting)
+            with pytest.raises(KeyboardInterrupt):
+                generate(llm, [fresh[3], *fresh])
+        assert len(runs) == 1 and llm.is_finished()
 
     @pytest.mark.parametrize("use_tqdm", [False, True])
     def test_ctrl_c_at_any_moment(self, llm, expected, reference, use_tqdm):

@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {
     "max_num_batched_tokens": 64,
     "device": "cpu",
 }
-PROMPTS = ["one", "two words", "a prompt that is longer than a block or two", "xyz" * 20]
+PROMPTS = ["one", "two words", "a prompt that is longer than a block or two", "xyz" * 25]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 

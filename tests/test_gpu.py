@@ -172,7 +172,7 @@ def test_memory_stays_within_the_budget(small_model, backend, utilization):
         max_num_seqs=256,
         max_num_batched_tokens=32768,
     ) as llm:
-        prompts = [[i % 4000] * 1000 for i in range(256)]
+        prompts = [[i % 4000] * 1024 for i in range(256)]
         outputs = llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True), False)
         assert len(outputs) == 256
         used = before[0] - torch.cuda.mem_get_info()[0]

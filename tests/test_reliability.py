@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {
     "max_num_batched_tokens": 64,
 }
 POISON = VOCAB_SIZE - 1
-PROMPTS = [[1, 2, 3], [400, 7] * 20, [9, 8, 7, 6, 5], list(range(50, 110)), [3] * 33, [11, 12]]
+PROMPTS = [[1, 2, 3], [400, 7] * 20, [9, 8, 7, 6, 5], list(range(50, 120)), [3] * 33, [11, 12]]
 POISONED = [*PROMPTS[1][:20], POISON, 5]
 PARAMS = {
     "greedy": {"temperature": 0},
@@ -376,7 +376,7 @@ class TestMetrics:
             assert llm.metrics().prefix_cache_hit_rate == 0
             run(llm, [PROMPTS[3]])
             run(llm, [PROMPTS[3]])
-            assert llm.metrics().prefix_cache_hit_rate == 48 / 120
+            assert llm.metrics().prefix_cache_hit_rate == 64 / 140
             run(llm, [[i, *PROMPTS[3][:28]] for i in range(8)], params(max_tokens=60))
             assert llm.metrics().num_preemptions == llm.scheduler.num_preemptions > 0
 

@@ -64,6 +64,10 @@ class BlockManager:
         h.update(np.asarray(token_ids, dtype="<i8").tobytes())
         return h.intdigest()
 
+    def count_cached_tokens(self, seq: Sequence) -> int:
+        """How many of a waiting sequence's tokens the cache holds, in full blocks."""
+        return len(self._cached_prefix(seq)) * self.block_size
+
     def can_allocate(self, seq: Sequence, num_spare_blocks: int = 0) -> bool:
         """Whether all of a waiting sequence's blocks can be had, with some left to spare."""
         hits = sum(block_id in self.used_block_ids for block_id in self._cached_prefix(seq))
@@ -108,11 +112,12 @@ class BlockManager:
 
     def can_append(self, seq: Sequence) -> bool:
         """Whether the sequence's last token has a slot, or a block is free to open one."""
-        return len(seq.block_table) >= seq.num_blocks or bool(self.free_block_ids)
+        has_slot = seq.num_tokens <= len(seq.block_table) * self.block_size
+        return has_slot or bool(self.free_block_ids)
 
     def may_append(self, seq: Sequence) -> None:
         """Opens a block if the sequence's last token is the first of one."""
-        if len(seq.block_table) < seq.num_blocks:
+        if seq.num_tokens > len(seq.block_table) * self.block_size:
             seq.block_table.append(self._open_block())
 
     def seal(self, seq: Sequence, start: int, end: int) -> None:

@@ -273,10 +273,13 @@ class LLMEngine:
             requests: list[Request | Exception] = []
             num_tokens = 0
             for item in checked:
-                requests.append(item if isinstance(item, Exception) else self._add(*item))
-                num_tokens += 0 if isinstance(item, Exception) else len(item[1])
+                if isinstance(item, Exception):
+                    requests.append(item)
+                    continue
+                requests.append(self._add(*item))
+                num_tokens += len(item[1])
                 if self._launched is None and num_tokens >= self.config.max_num_batched_tokens:
-                    self._step()  # a full one; the others are added while it runs
+                    self._step()  # the others are added while it runs
             progress.update(sum(isinstance(request, Exception) for request in requests))
             while not self.is_finished():
                 _, finished = self._step()

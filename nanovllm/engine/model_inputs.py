@@ -103,7 +103,7 @@ def prepare_prefill(batch: Batch, block_size: int) -> ModelInputs:
 
     Block tables are given only if some sequence has cached keys to read. Of the last layer's
     output only rows that sample are asked for (one for nothing, where there is none: kernels want
-    rows), unless the logprobs of prompt tokens will be.
+    rows), unless a sequence wants logprobs of its prompt.
     """
     items = batch.items
     positions = [np.arange(item.start, item.end, dtype=np.int32) for item in items]
@@ -119,12 +119,13 @@ def prepare_prefill(batch: Batch, block_size: int) -> ModelInputs:
     if any(item.seq.wants_prompt_logprobs for item in items):
         outputs = {"logits_indices": torch.from_numpy(last_rows[samples])}
     else:
-        has_output = samples.copy()
-        has_output[-1] |= not samples.any()
+        has_output, any_samples = samples.copy(), samples.any()
+        if not any_samples:
+            has_output[-1] = True
         outputs = {
             "output_indices": torch.from_numpy(last_rows[has_output]),
             "cu_num_outputs": torch.from_numpy(np.cumsum([0, *has_output], dtype=np.int32)),
-            "logits_indices": None if samples.any() else torch.zeros(0, dtype=torch.int32),
+            "logits_indices": None if any_samples else torch.zeros(0, dtype=torch.int32),
         }
     reads_cache = any(item.start for item in items)
     return ModelInputs(
@@ -184,7 +185,7 @@ def prepare_block_tables(batch: Batch, num_rows: int = 0, width: int = 0) -> tor
     """int32 [sequences, longest table] or wider, padded with block 0, which is never read."""
     tables = [item.seq.block_table for item in batch.items]
     lens = np.array([len(table) for table in tables], np.int32)
-    out = np.zeros((max(len(tables), num_rows), max(width, *lens, 0)), dtype=np.int32)
+    out = np.zeros((max(len(tables), num_rows), lens.max(initial=width)), dtype=np.int32)
     is_block = np.arange(out.shape[1]) < lens[:, None]
     out[: len(tables)][is_block] = list(chain.from_iterable(tables))
     return torch.from_numpy(out)

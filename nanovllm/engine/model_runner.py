@@ -83,8 +83,8 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.workers = workers
         self.worker = worker
-        # Of the last step: hidden states (None after a graph), this rank's logits, and on rank 0
-        # what its tokens are to be drawn by, unless it has drawn them itself.
+        # Of the last step: what the model gave (None after a graph), this rank's logits, and on
+        # rank 0 what its tokens are to be drawn by, unless it has drawn them itself.
         self.hidden_states: torch.Tensor | None = None
         self.logits: torch.Tensor | None = None
         self.sampling: SamplingInputs | None = None
@@ -249,7 +249,7 @@ class ModelRunner:
     @torch.inference_mode()
     def compute_logits(self, start: int, stop: int) -> torch.Tensor | None:
         """Every rank: logits of rows [start, stop) of the last step's hidden states, whole on
-        rank 0 and None on the others."""
+        rank 0 and None on the others; of a prefill that was asked for all of them."""
         assert self.hidden_states is not None
         logits = self.model.compute_logits(self.hidden_states[start:stop])
         return self.model.lm_head.gather(logits)

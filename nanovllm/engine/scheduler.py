@@ -168,6 +168,7 @@ class Scheduler:
         for seq, start, end, samples in batch.items:
             if not seq.is_finished:
                 seq.num_cached_tokens = max(end, seq.num_cached_tokens)
+                # One token fills a block only in its last slot.
                 if batch.is_prefill or end % self.block_manager.block_size == 0:
                     self.block_manager.seal(seq, start, end)
                 if samples and seq.siblings:
@@ -242,8 +243,7 @@ class Scheduler:
         if residents and not items and not self._has_room_for_several(residents):
             return ()
         while budget and self.waiting and self._can_admit(self.waiting[0], residents):
-            # A prompt cut in two attends to its first part through block tables, and slower.
-            if items and budget < len(self.waiting[0]) <= self._max_tokens_now:
+            if items and self._would_be_cut(self.waiting[0], budget):
                 break
             seq = self.waiting.popleft()
             residents += 1 + len(seq.siblings)
@@ -257,6 +257,14 @@ class Scheduler:
             items.append(self._prefill_chunk(seq, budget))
             budget -= items[-1].num_tokens
         return tuple(items)
+
+    def _would_be_cut(self, seq: Sequence, budget: int) -> bool:
+        """Whether a prompt that fits into a step exceeds what is left of this one. Its second part
+        would attend to the first through block tables, which is slower."""
+        if budget >= len(seq):
+            return False
+        num_new = len(seq) - self.block_manager.count_cached_tokens(seq)
+        return budget < num_new <= self._max_tokens_now
 
     def _has_room_for_several(self, residents: int) -> bool:
         """Whether it pays to stop the decodes for a step: where more wait than find room, prompts
@@ -304,13 +312,12 @@ class Scheduler:
         items: list[ScheduledSequence] = []
         while len(items) < len(self.running):
             seq = self.running[len(items)]
-            num_tokens = seq.num_tokens
-            if num_tokens > len(seq.block_table) * manager.block_size:
-                if not manager.can_append(seq):
-                    self.preempt(self.running[-1])
-                    continue
+            if manager.can_append(seq):
                 manager.may_append(seq)
-            items.append(ScheduledSequence(seq, num_tokens - 1, num_tokens, True))
+                num_tokens = seq.num_tokens
+                items.append(ScheduledSequence(seq, num_tokens - 1, num_tokens, samples=True))
+            else:
+                self.preempt(self.running[-1])
         assert items or not self.running, "a lone sequence always fits: max_len is within the cache"
         return tuple(items)
 

@@ -46,6 +46,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return F.linear(x, weight, bias)
 
 
+def adds_in_place(x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> bool:
+    """Whether ``linear_add`` writes over the stream."""
+    return bias is None and x.is_cuda and residual.nbytes >= MIN_BYTES_TO_ADD
+
+
 def linear_add(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -64,7 +69,7 @@ def linear_add(
         added to; or, for many rows on a GPU, the new stream and None, which saves the norm a read
         and a write.
     """
-    if bias is None and x.is_cuda and residual.nbytes >= MIN_BYTES_TO_ADD:
+    if adds_in_place(x, bias, residual):
         return torch.addmm(residual, x, weight.t(), out=residual), None
     return linear(x, weight, bias), residual
 
@@ -82,7 +87,7 @@ def norm_linear(
 
     Args:
         x: [N, in], what the last layer adds to the stream.
-        residual: [N, in], the stream; None at its beginning, which x then is.
+        residual: [N, in], the stream; None where x is all of it.
         norm, eps: [in], the RMSNorm's.
         weight, bias: as for ``linear``.
         silu: whether the result is gate and up side by side, to become silu(gate) * up.

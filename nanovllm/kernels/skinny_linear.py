@@ -151,7 +151,7 @@ def _load_tile(
     return tl.reshape(tile, (WARPS, PARTS * ROWS, BLOCK_K // WARPS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _matrix_kernel(
     x_ptr,
     weight_ptr,

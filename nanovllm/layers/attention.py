@@ -34,11 +34,11 @@ class Attention(nn.Module):
         k: torch.Tensor,
         v: torch.Tensor,
         rotation: Rotation | None = None,
-        outputs: torch.Tensor | None = None,
+        only_outputs: bool = False,
     ) -> torch.Tensor:
         """q [N, num_heads, head_dim], k and v [N, num_kv_heads, head_dim] -> q's shape; q and k
-        still to be rotated, if it says how. ``outputs``, the context's, are the only rows to
-        compute, if given."""
+        still to be rotated, if it says how. With ``only_outputs`` the result has only the context's
+        ``output_indices``."""
         context, slots = get_context(), None
         assert self.backend is not None, "no attention backend bound"
         if rotation is not None and self.backend.rotates and not context.is_prefill:
@@ -51,8 +51,8 @@ class Attention(nn.Module):
             q, k = rotate_and_store(rotation, q, k, v, slots)
         elif slots is not None:
             store_kvcache(k, v, *slots)
-        if outputs is not None:
-            q, context = q[outputs], context.of_outputs()
+        if only_outputs:
+            q, context = q[context.output_indices], context.of_outputs()
         if context.is_prefill:
             return self.backend.prefill(q, k, v, self.k_cache, self.v_cache, context, self.scale)
         return self.backend.decode(q, self.k_cache, self.v_cache, context, self.scale)

@@ -57,7 +57,7 @@ class DecoderAttention(nn.Module):
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         rotation = self.rotary_emb(positions, self.q_norm, self.k_norm)
-        x = self.attn(q, k, v, rotation, outputs).flatten(1)
+        x = self.attn(q, k, v, rotation, only_outputs=outputs is not None).flatten(1)
         return self.o_proj.add_to(residual if outputs is None else residual[outputs], x)
 
 
@@ -83,7 +83,8 @@ class DecoderLayer(nn.Module):
     (in one step with the projection after it: ``LinearBase.after_norm``), unless what came before
     has done so itself (``RowParallelLinear.add_to``): then there is no residual beside it.
 
-    With ``outputs``, it computes what comes after keys and values for these rows only.
+    With ``outputs``, the context's, it computes what comes after keys and values for these rows
+    only.
     """
 
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding) -> None:

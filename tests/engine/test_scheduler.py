@@ -550,6 +550,19 @@ def test_only_prompts_longer_than_the_token_budget_are_cut():
     engine.check_results()
 
 
+def test_what_the_cache_holds_of_a_prompt_does_not_count_against_the_budget():
+    """Guards a step for each of many prompts with a long prefix in common."""
+    engine = Engine(make_scheduler(num_blocks=64, max_num_batched_tokens=16))
+    for i in range(5):
+        engine.add(Request([3] * 12 + [i], greedy()))
+    chunks = []
+    while (batch := engine.step()).is_prefill:
+        chunks.append([(item.start, item.end) for item in batch.items])
+    assert chunks == [[(0, 13), (12, 13), (12, 13), (12, 13)], [(12, 13)]]
+    engine.run()
+    engine.check_results()
+
+
 def test_prompt_longer_than_the_token_budget_runs():
     engine = Engine(make_scheduler(max_num_batched_tokens=4))
     engine.run([Request([1] * 100, greedy()), Request([2], greedy())])

@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from nanovllm.kernels import (
     all_reduce,
+    attention_flash4,
     attention_triton,
     compat,
     decode_attention,
@@ -37,6 +38,7 @@ from nanovllm.utils.context import Context
 SHARED_MEMORY = 227 << 10
 CHAINED = (
     all_reduce,
+    attention_flash4,
     decode_attention,
     kv_store,
     prefill_attention,
@@ -115,6 +117,7 @@ def launch_all(dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int) -
             block_tables=tables,
         )
         attention.prefill(q, k, k, cache, cache, prefill, 1.0)
+    attention_flash4.make_finite(v, bounds, attention_flash4.MAX_TILE - 1)
     kv_store.store_kvcache_triton(k, k, cache, cache, ints(64))
     slots = rope.CacheSlots(cache, cache, ints(64))
     for norms in ((None, None), (weight, weight)):

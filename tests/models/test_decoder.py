@@ -1,0 +1,66 @@
+"""The decoder's ways to the same result: all outputs or some, sums apart or in place."""
+
+import pytest
+import torch
+
+from nanovllm.checkpoints.checkpoint import open_checkpoint
+from nanovllm.kernels import linear
+from nanovllm.kernels.attention_torch import TorchAttention
+from nanovllm.layers.attention import Attention
+from nanovllm.models.registry import get_model_class
+from nanovllm.utils.context import Context, step_context
+from nanovllm.utils.loader import load_model
+from tests.tiny_models import BASE, CONFIGS, VOCAB_SIZE, TinyModels
+
+LENS = [5, 1, 9]
+
+
+@pytest.fixture(params=[1, 3], ids=["one-layer", "layers"])
+def model(request, tmp_path) -> torch.nn.Module:
+    config = CONFIGS["qwen3"][0](**{**BASE, "num_hidden_layers": request.param})
+    TinyModels.build(config).save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(str(tmp_path))
+    model = get_model_class(checkpoint.config.architecture)(checkpoint.config, 64)
+    load_model(model, checkpoint.tensors())
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            layer.backend = TorchAttention()
+    return model
+
+
+def run(model: torch.nn.Module, has_output: list[bool] | None = None) -> torch.Tensor:
+    """Of prompts of LENS: all outputs, or the last ones of some."""
+    bounds = torch.tensor([0, *LENS]).cumsum(0).int()
+    outputs = {}
+    if has_output is not None:
+        outputs["output_indices"] = (bounds[1:] - 1)[torch.tensor(has_output)]
+        outputs["cu_num_outputs"] = torch.tensor([0, *has_output]).cumsum(0).int()
+    context = Context(
+        is_prefill=True,
+        cu_seqlens_q=bounds,
+        cu_seqlens_k=bounds,
+        max_seqlen_q=max(LENS),
+        max_seqlen_k=max(LENS),
+        **outputs,
+    )
+    ids = torch.arange(sum(LENS)) * 7 % VOCAB_SIZE
+    with torch.inference_mode(), step_context(context):
+        return model(ids, torch.cat([torch.arange(n) for n in LENS]))
+
+
+@pytest.mark.parametrize(
+    "has_output", [[True, True, True], [True, False, True], [False, True, False]]
+)
+def test_some_outputs_are_those_among_all(model, has_output):
+    rows = (torch.tensor(LENS).cumsum(0) - 1)[torch.tensor(has_output)]
+    torch.testing.assert_close(run(model, has_output), run(model)[rows], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("has_output", [None, [True, False, True]], ids=["all", "some"])
+def test_sums_in_place_change_nothing_else(model, has_output, monkeypatch):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected, calls = run(model, has_output), []
+    monkeypatch.setattr(linear, "adds_in_place", lambda *args: calls.append(args) or True)
+    torch.testing.assert_close(run(model, has_output), expected, rtol=1e-4, atol=1e-4)
+    assert len(calls) == 2 * len(model.model.layers)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
