@@ -276,10 +276,11 @@ class LLMEngine:
                 if isinstance(item, Exception):
                     requests.append(item)
                     continue
-                requests.append(self._add(*item))
-                num_tokens += len(item[1])
-                if self._launched is None and num_tokens >= self.config.max_num_batched_tokens:
-                    self._step()  # the others are added while it runs
+                requests.append(request := self._add(*item))
+                if self._launched is None:
+                    num_tokens += self.scheduler.count_new_tokens(request.seqs[0])
+                    if num_tokens >= self.config.max_num_batched_tokens:
+                        self._step()  # the others are added while it runs
             progress.update(sum(isinstance(request, Exception) for request in requests))
             while not self.is_finished():
                 _, finished = self._step()

@@ -94,6 +94,10 @@ class Scheduler:
         self.check_prompt_len(len(seq))
         self.waiting.append(seq)
 
+    def count_new_tokens(self, seq: Sequence) -> int:
+        """How many of a waiting sequence's tokens the cache does not hold."""
+        return len(seq) - self.block_manager.count_cached_tokens(seq)
+
     def schedule(self) -> Batch:
         """The next step; empty if all that is left to do is under way.
 
@@ -263,8 +267,7 @@ class Scheduler:
         would attend to the first through block tables, which is slower."""
         if budget >= len(seq):
             return False
-        num_new = len(seq) - self.block_manager.count_cached_tokens(seq)
-        return budget < num_new <= self._max_tokens_now
+        return budget < self.count_new_tokens(seq) <= self._max_tokens_now
 
     def _has_room_for_several(self, residents: int) -> bool:
         """Whether it pays to stop the decodes for a step: where more wait than find room, prompts
