@@ -236,7 +236,7 @@ class Scheduler:
         self.block_manager.check_invariants(self.running)
 
     def _schedule_prefill(self) -> tuple[ScheduledSequence, ...]:
-        """Prompt chunks within the token budget: of the prompt under way, then of new ones."""
+        """What fits into the token budget: of the prompt under way, then of new ones."""
         items: list[ScheduledSequence] = []
         budget = self._max_tokens_now
         residents = sum(1 + len(seq.siblings) for seq in self.running)
