@@ -1,13 +1,11 @@
 """Paged attention with its prefill by the flash-attn-4 package, which compiles at run time."""
 
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanovllm.kernels.attention_triton import TritonAttention
-from nanovllm.kernels.compat import chained, tl, triton
+from nanovllm.kernels.compat import chained, keep_compiled_kernels, tl, triton
 from nanovllm.utils.context import Context
 
 MAX_SEQS = 256  # for more, which must be short, it would compile another kernel amid a run
@@ -31,11 +29,7 @@ class FlashAttention4(TritonAttention):
         # What is refused here and below, the package refuses by asserts, so not under python -O.
         if not 9 <= torch.cuda.get_device_capability()[0] <= 11:
             raise ValueError("it needs a GPU of compute capability 9 to 11")
-        # Kernels are kept, not compiled again at each start; by itself it would keep them in /tmp,
-        # where anyone could have put some for us to load. Read when it is imported.
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm"
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache / "flash_attn_4"))
+        keep_compiled_kernels()
         from flash_attn.cute import flash_attn_varlen_func
 
         self.varlen: Any = flash_attn_varlen_func

@@ -1,7 +1,9 @@
 """Whether Triton is there. Every kernel file defines its kernels either way; without Triton the
 decorator does nothing, they are never launched, and the PyTorch references serve."""
 
+import os
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,15 @@ except ImportError:  # no Triton on this platform
 
     triton = tl = _Absent()
 
-__all__ = ["HAS_TRITON", "chained", "shared_memory", "tl", "triton", "use_triton"]
+__all__ = [
+    "HAS_TRITON",
+    "chained",
+    "keep_compiled_kernels",
+    "shared_memory",
+    "tl",
+    "triton",
+    "use_triton",
+]
 
 
 def use_triton(x: torch.Tensor) -> bool:
@@ -44,6 +54,16 @@ def chained(x: torch.Tensor) -> dict[str, bool]:
     if not x.is_cuda or not _has_pdl(x.device):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
+
+
+def keep_compiled_kernels() -> None:
+    """Has flash-attn 4 and quack keep the kernels that they compile, in the user's cache: by
+    themselves they compile at each start, or keep them in /tmp, where anyone could have put some
+    for us to load. Before their first import; what the environment says already stays."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm"
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache / "flash_attn_4"))
+    os.environ.setdefault("QUACK_CACHE_DIR", str(cache / "quack"))
 
 
 @cache

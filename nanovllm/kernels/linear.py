@@ -5,6 +5,7 @@ import os
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.gated_linear import gated_linear, is_gated
 from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.kernels.skinny_linear import is_skinny, skinny_linear, skinny_norm_linear
@@ -103,5 +104,7 @@ def norm_linear(
         hidden, total = add_rms_norm(x, residual, norm, eps)
     if silu and is_skinny(x, weight):
         return skinny_linear(hidden, weight, bias, silu=True), total
+    if silu and is_gated(hidden, weight, bias):
+        return gated_linear(hidden, weight), total
     y = linear(hidden, weight, bias)
     return silu_and_mul(y) if silu else y, total
