@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch, ScheduledSequence
-from nanovllm.engine.cuda_graphs import capture_sizes
+from nanovllm.engine.cuda_graphs import GraphSize, decode_sizes, prefill_sizes
+from nanovllm.engine.model_inputs import prepare_decode, prepare_prefill
 from nanovllm.engine.sequence import Sequence
 from tests.test_parity import PROMPTS
 from tests.tiny_models import BASE, CONFIGS, TinyModels
@@ -108,12 +109,12 @@ def test_graphs_replay_exactly_what_eager_computes(small_model, backend, dtype):
         return
     with LLM(small_model, attention_backend=backend, dtype=dtype, max_num_seqs=32) as llm:
         runner = llm.model_runner
-        assert sorted(runner.graphs.graphs) == capture_sizes(32)
+        assert sorted(runner.graphs.graphs) == decode_sizes(32) + prefill_sizes(16384, 32)
         for num_seqs in [1, 2, 3, 4, 8, 11, 16, 31, 32]:
             batch = decode_batch(llm, num_seqs)
             inputs = runner.prepare_decode(batch)
-            assert inputs.batch_size == runner.graphs.padded_size(num_seqs)
-            as_is = runner._prepare_decode(batch, 0)
+            plan = runner._plan
+            as_is = prepare_decode(batch, llm.config.kvcache_block_size, plan=plan).pack()
             drawn = runner.last_tokens.clone()  # by the prefill; each run takes them as inputs
             with torch.inference_mode():
                 replayed = runner.graphs.replay(inputs).clone()
@@ -130,6 +131,36 @@ def test_graphs_replay_exactly_what_eager_computes(small_model, backend, dtype):
             llm._launched = None
 
 
+def test_prefill_graphs_replay_exactly_what_eager_computes(small_model, backend):
+    """Bit for bit; and with padding, and keys and values that are cached, up to rounding."""
+    with LLM(small_model, attention_backend=backend, max_num_seqs=80) as llm:
+        runner = llm.model_runner
+        common = [i % 4000 for i in range(600)]
+        llm.generate([common], SamplingParams(max_tokens=1), use_tqdm=False)
+        for lens in [(1,), (9, 4), (130,), (20,) * 64, (700, 3, 500), (4000,), (64, 1000, 2000)]:
+            prompts = [[(i * i + j) % 4001 for j in range(n)] for i, n in enumerate(lens, 7)]
+            if len(lens) > 1:
+                prompts[0] = common[:512] + prompts[0]
+            for prompt in prompts:
+                llm.add_request(prompt, SamplingParams(temperature=0, max_tokens=2))
+            batch = llm.scheduler.schedule()
+            assert batch.is_prefill and len(batch) == len(lens)
+            inputs = runner.prepare_prefill(batch)
+            plain = prepare_prefill(batch, llm.config.kvcache_block_size).pack()
+            with torch.inference_mode():
+                replayed = runner.graphs.replay(inputs).clone()
+                drawn = runner.last_tokens[: len(lens)].clone()
+                _, eager = runner.run_model(inputs.to(runner.device))
+                _, unpadded = runner.run_model(plain.to(runner.device))
+            assert torch.equal(replayed[: len(lens)], eager[: len(lens)])
+            assert torch.equal(drawn, replayed[: len(lens)].argmax(-1))
+            assert (replayed[: len(lens)] - unpadded).abs().max() < 0.4 * unpadded.std()
+            llm.scheduler.reset()
+            llm._requests.clear()
+            llm._launched = None
+            llm.generate([common], SamplingParams(max_tokens=1), use_tqdm=False)
+
+
 def test_graphs_and_eager_give_the_same_tokens(small_model):
     """Sequences end one after the other, so that every captured size is replayed, padded."""
     each = [SamplingParams(temperature=0, max_tokens=2 + i, ignore_eos=True) for i in range(32)]
@@ -143,7 +174,7 @@ def test_graphs_and_eager_give_the_same_tokens(small_model):
 
 def test_batches_over_the_largest_graph_run_eagerly(small_model):
     with LLM(small_model, max_num_seqs=8) as llm:
-        llm.model_runner.graphs.graphs.pop(8)
+        llm.model_runner.graphs.graphs.pop(GraphSize(False, 8, 8))
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         outputs = llm.generate(PROMPTS[:8], params, use_tqdm=False)
         assert all(len(output["token_ids"]) == 8 for output in outputs)

@@ -1,26 +1,58 @@
-"""Decode steps captured as CUDA graphs: one launch goes from the last tokens to the next."""
+"""Steps captured as CUDA graphs: one launch goes from the last tokens to the next."""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_inputs import ModelInputs, PackedInputs
 
-MAX_CAPTURED = 512
+MAX_DECODE_SEQS = 512
+MAX_PREFILL_SEQS = 64
+# Larger prefills keep the device busy for longer than the host needs to launch their kernels.
+PREFILL_TOKENS = [16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792]
+PREFILL_TOKENS += [2048, 2560, 3072, 3584, 4096]
 
 
-def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture, ascending: dense where padding costs most; the last is the
-    largest batch, up to 512."""
-    largest = min(max_num_seqs, MAX_CAPTURED)
-    sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, MAX_CAPTURED, 32)]
-    return [size for size in sizes if size < largest] + [largest]
+class GraphSize(NamedTuple):
+    """What a captured step holds: as many new tokens, of as many sequences, or fewer."""
+
+    is_prefill: bool
+    num_tokens: int
+    num_seqs: int
 
 
-class DecodeGraphs:
-    """Graphs of ``forward`` for decode batches of fixed sizes, in one memory pool.
+def decode_sizes(max_num_seqs: int) -> list[GraphSize]:
+    """Decodes to capture, ascending: dense where padding costs most; the last is the largest
+    batch, up to 512."""
+    largest = min(max_num_seqs, MAX_DECODE_SEQS)
+    sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, MAX_DECODE_SEQS, 32)]
+    sizes = [size for size in sizes if size < largest] + [largest]
+    return [GraphSize(False, size, size) for size in sizes]
+
+
+def prefill_sizes(max_num_batched_tokens: int, max_num_seqs: int) -> list[GraphSize]:
+    """Prefills to capture, ascending: those of few tokens, up to 64 sequences."""
+    most_seqs = min(max_num_seqs, MAX_PREFILL_SEQS)
+    sizes = [size for size in PREFILL_TOKENS if size <= max_num_batched_tokens]
+    return [GraphSize(True, size, min(size, most_seqs)) for size in sizes]
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """A captured step: what shapes its inputs have, the device buffer that it reads them from, and
+    its logits."""
+
+    graph: torch.cuda.CUDAGraph
+    shapes: dict[str, tuple[int, ...]]
+    buffer: torch.Tensor
+    logits: torch.Tensor
+
+
+class StepGraphs:
+    """Graphs of ``forward`` for steps of fixed sizes, in one memory pool.
 
     Args:
         forward: ModelInputs -> logits, of this rank; must not read back from the device.
@@ -30,37 +62,50 @@ class DecodeGraphs:
     def __init__(
         self,
         forward: Callable[[ModelInputs], torch.Tensor],
-        prepare: Callable[[Batch, int], PackedInputs],
+        prepare: Callable[[Batch, GraphSize], PackedInputs],
         device: torch.device,
     ) -> None:
         self.forward = forward
         self.prepare = prepare
         self.device = device
         self.pool: Any = None
-        # Size -> its graph, the device buffer that it reads its inputs from, its logits.
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+        self.graphs: dict[GraphSize, StepGraph] = {}
 
-    def capture(self, sizes: list[int]) -> None:
+    def capture(self, sizes: list[GraphSize]) -> None:
         """From the largest size down, so that the smaller ones reuse its activations' memory;
         each keeps logits of its own."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         for size in sorted(sizes, reverse=True):
-            blank = self.prepare(Batch((), is_prefill=False), size)
+            blank = self.prepare(Batch((), is_prefill=size.is_prefill), size)
             buffer = blank.buffer.to(self.device)
             inputs = blank.unpack(buffer)
             self.forward(inputs)  # compiles kernels and picks algorithms, outside the capture
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool):
                 logits = self.forward(inputs)
-            self.graphs[size] = graph, buffer, logits
+            self.graphs[size] = StepGraph(graph, blank.shapes, buffer, logits)
 
-    def padded_size(self, num_seqs: int) -> int | None:
+    def size_for(self, batch: Batch) -> GraphSize | None:
         """The smallest captured size that holds the batch; None if it has to run eagerly."""
-        return min((size for size in self.graphs if size >= num_seqs), default=None)
+        num_tokens, num_seqs = batch.num_tokens, len(batch)
+        if batch.is_prefill and any(item.seq.wants_prompt_logprobs for item in batch.items):
+            return None  # needs what the model gives for every token
+        fitting = (
+            size
+            for size in self.graphs
+            if size.is_prefill == batch.is_prefill
+            and size.num_tokens >= num_tokens
+            and size.num_seqs >= num_seqs
+        )
+        return min(fitting, default=None)
 
-    def replay(self, inputs: PackedInputs) -> torch.Tensor:
-        """Logits of a decode padded to a captured size."""
-        graph, buffer, logits = self.graphs[inputs.batch_size]
-        inputs.copy_to(buffer)
-        graph.replay()
-        return logits
+    def replay(self, inputs: PackedInputs) -> torch.Tensor | None:
+        """Logits of a step padded to a captured size; None for any other."""
+        num_seqs = inputs.shapes.get("block_tables", (0,))[0]
+        size = GraphSize(inputs.context.is_prefill, inputs.shapes["input_ids"][0], num_seqs)
+        step = self.graphs.get(size)
+        if step is None or step.shapes != inputs.shapes:
+            return None
+        inputs.copy_to(step.buffer)
+        step.graph.replay()
+        return step.logits

@@ -13,7 +13,7 @@ from nanovllm.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.config import Config
 from nanovllm.engine import model_inputs
 from nanovllm.engine.batch import Batch, ScheduledSequence, StepOutput
-from nanovllm.engine.cuda_graphs import DecodeGraphs, capture_sizes
+from nanovllm.engine.cuda_graphs import GraphSize, StepGraphs, decode_sizes, prefill_sizes
 from nanovllm.engine.kv_cache import block_bytes, num_blocks_on_cpu, num_blocks_on_gpu
 from nanovllm.engine.model_inputs import ModelInputs, PackedInputs
 from nanovllm.engine.sampling_inputs import prepare_sample, sampling_rows
@@ -123,7 +123,7 @@ class ModelRunner:
         self.allocate_kv_cache(self.num_kvcache_blocks)
         self._timed("warm-up and KV cache")
         if self.uses_graphs:
-            self.capture_cudagraph(capture_sizes(self.max_num_seqs))
+            self.capture_cudagraph(self._graph_sizes())
         self._meet_ranks()
         self._timed("CUDA graphs")
 
@@ -231,9 +231,8 @@ class ModelRunner:
         self.hidden_states = self.logits = None  # the last step's memory serves this one
         for source, target in block_copies:
             self.kv_cache[:, :, target] = self.kv_cache[:, :, source]
-        if not inputs.context.is_prefill and inputs.batch_size in self.graphs.graphs:
-            self.logits = self.graphs.replay(inputs)
-        else:
+        self.logits = self.graphs.replay(inputs)
+        if self.logits is None:
             self.hidden_states, self.logits = self.run_model(inputs.to(self.device))
 
     @torch.inference_mode()
@@ -293,13 +292,18 @@ class ModelRunner:
         return found
 
     def prepare_prefill(self, batch: Batch) -> PackedInputs:
-        """Inputs on the host."""
+        """Inputs on the host, padded for a graph if there is one."""
+        if size := self.graphs.size_for(batch):
+            return self._prepare_padded(batch, size)
         inputs = model_inputs.prepare_prefill(batch, self.config.kvcache_block_size)
-        return self._pack(inputs, batch, 0)
+        return self._pack(inputs, batch)
 
     def prepare_decode(self, batch: Batch) -> PackedInputs:
         """Inputs on the host, padded for a graph if there is one."""
-        return self._prepare_decode(batch, self.graphs.padded_size(len(batch)) or 0)
+        if size := self.graphs.size_for(batch):
+            return self._prepare_padded(batch, size)
+        block_size = self.config.kvcache_block_size
+        return self._pack(model_inputs.prepare_decode(batch, block_size, plan=self._plan), batch)
 
     def prepare_sample(self, batch: Batch) -> SamplingInputs:
         """How to draw the next tokens, on the device."""
@@ -309,11 +313,12 @@ class ModelRunner:
     def compile_kernels(self) -> None:
         """Those that steps launch, several at once; else it would be one by one, each when it is
         launched first. For small batches there are kernels of their own."""
-        sizes = capture_sizes(self.max_num_seqs) if self.backend.capturable else []
+        sizes = self._graph_sizes() if self.backend.capturable else []
+        few = [size for size in sizes if size.num_tokens <= 64]
         with compiling_only():
             self.warmup_model()
-            for size in {*sizes[:8], *sizes[-1:]}:
-                blank = self._prepare_decode(Batch((), is_prefill=False), size)
+            for size in {*few, *sizes[-1:]}:
+                blank = self._prepare_padded(Batch((), is_prefill=size.is_prefill), size)
                 self.run_model(blank.to(self.device))
 
     @torch.inference_mode()
@@ -383,7 +388,7 @@ class ModelRunner:
             layer.k_cache, layer.v_cache = k_cache, v_cache
 
     @torch.inference_mode()
-    def capture_cudagraph(self, sizes: list[int]) -> None:
+    def capture_cudagraph(self, sizes: list[GraphSize]) -> None:
         self.graphs.capture(sizes)
 
     def exit(self) -> None:
@@ -428,11 +433,23 @@ class ModelRunner:
             self.tp = replace(self.tp, one_shots=(sums, largest))
             self.tp.min(0, self.device)  # no flag may be raised before it has been zeroed
 
-    def _prepare_decode(self, batch: Batch, graph_size: int) -> PackedInputs:
+    def _graph_sizes(self) -> list[GraphSize]:
+        """Steps to capture, ascending within prefills, then within decodes."""
+        max_tokens, max_seqs = self.config.max_num_batched_tokens, self.max_num_seqs
+        return prefill_sizes(max_tokens, max_seqs) + decode_sizes(max_seqs)
+
+    def _prepare_padded(self, batch: Batch, size: GraphSize) -> PackedInputs:
         block_size = self.config.kvcache_block_size
-        width = cdiv(self.max_model_len, block_size) if graph_size else 0
-        inputs = model_inputs.prepare_decode(batch, block_size, graph_size, width, self._plan)
-        return self._pack(inputs, batch, graph_size)
+        width = cdiv(self.max_model_len, block_size)
+        if batch.is_prefill:
+            inputs = model_inputs.prepare_padded_prefill(
+                batch, block_size, size.num_tokens, size.num_seqs, width
+            )
+        else:
+            inputs = model_inputs.prepare_decode(
+                batch, block_size, size.num_seqs, width, self._plan
+            )
+        return self._pack(inputs, batch, size.num_seqs)
 
     def _plan(self, context_lens: np.ndarray) -> np.ndarray | None:
         kv_heads = heads_per_rank(self.model_config.num_key_value_heads, self.tp.size)
@@ -440,27 +457,31 @@ class ModelRunner:
             context_lens, kv_heads, self.model_config.head_dim, self.dtype
         )
 
-    def _pack(self, inputs: ModelInputs, batch: Batch, graph_size: int) -> PackedInputs:
+    def _pack(self, inputs: ModelInputs, batch: Batch, padded_seqs: int = 0) -> PackedInputs:
         """Inputs with the sampling rows that go with them; a graph takes as many in any case."""
         sampled = batch.sampled if self.draws_in_step(batch) else []
-        if sampled or graph_size:
-            inputs = replace(inputs, sampling_rows=sampling_rows(sampled, graph_size))
+        if sampled or padded_seqs:
+            inputs = replace(inputs, sampling_rows=sampling_rows(sampled, padded_seqs))
         return inputs.pack(pin_memory=self.device.type == "cuda")
 
     def _measure_graphs(self) -> int:
-        """A bound on the memory of all graphs: captures the two largest on a cache of one block,
-        and takes what the second adds to their pool for every further one."""
-        sizes = capture_sizes(self.max_num_seqs)
-        free = [_free_bytes()]
-        for size in sizes[-2:][::-1]:
-            self.capture_cudagraph([size])
-            free.append(_free_bytes())
+        """A bound on the memory of all graphs, of prefills and of decodes: captures the two largest
+        on a cache of one block, and takes what the second adds to their pool for every further
+        one."""
+        num_bytes = 0
+        for is_prefill in (True, False):
+            sizes = [size for size in self._graph_sizes() if size.is_prefill == is_prefill]
+            free = [_free_bytes()]
+            for size in sizes[-2:][::-1]:
+                self.capture_cudagraph([size])
+                free.append(_free_bytes())
+            steps = [before - after for before, after in pairwise(free)]
+            num_bytes += sum(steps[:1]) + sum(steps[-1:]) * (len(sizes) - 1)
         self.graphs = self._new_graphs()
-        steps = [before - after for before, after in pairwise(free)]
-        return steps[0] + steps[-1] * (len(sizes) - 1)
+        return num_bytes
 
-    def _new_graphs(self) -> DecodeGraphs:
-        return DecodeGraphs(lambda x: self.run_model(x)[1], self._prepare_decode, self.device)
+    def _new_graphs(self) -> StepGraphs:
+        return StepGraphs(lambda x: self.run_model(x)[1], self._prepare_padded, self.device)
 
     def _build_model(self, checkpoint: Checkpoint) -> DecoderForCausalLM:
         """The model on this rank's device in its dtype, with weights."""

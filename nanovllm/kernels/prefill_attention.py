@@ -10,8 +10,10 @@ from nanovllm.kernels.attention_tiles import LOG2_E, attend, precision
 from nanovllm.kernels.compat import chained, shared_memory, tl, triton
 from nanovllm.utils.context import Context
 
+SCAN = 128  # sequences that a program looks through at once for its own
 
-@triton.jit(do_not_specialize=["table_stride"])
+
+@triton.jit(do_not_specialize=["table_stride", "num_seqs"])
 def _prefill_kernel(
     q_ptr,
     k_ptr,
@@ -25,6 +27,7 @@ def _prefill_kernel(
     k_stride,
     v_stride,
     table_stride,
+    num_seqs,
     PAGE_SIZE: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -33,6 +36,7 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TAIL_N: tl.constexpr,
+    SCAN: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -45,17 +49,23 @@ def _prefill_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
-    seq = tl.program_id(1)
-    kv_head = tl.program_id(2)
+    TILE: tl.constexpr = BLOCK_M // GROUP
+    kv_head = tl.program_id(1)
+    # The last tiles, which attend to most, start first. Those of sequence s begin at
+    # cu_seqlens_q[s] // TILE + s, so that each has room for as many as it needs.
+    place = tl.num_programs(0) - 1 - tl.program_id(0)
+    seq = -1
+    for first in tl.range(0, num_seqs, SCAN):
+        s = first + tl.arange(0, SCAN)
+        begin = tl.load(cu_seqlens_q_ptr + s, mask=s < num_seqs, other=0) // TILE + s
+        seq += tl.sum(((begin <= place) & (s < num_seqs)).to(tl.int32))
     q_start = tl.load(cu_seqlens_q_ptr + seq)
     len_q = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start
+    tile = place - (q_start // TILE + seq)
+    if tile * TILE >= len_q:
+        return
     k_start = tl.load(cu_seqlens_k_ptr + seq)
     len_k = tl.load(cu_seqlens_k_ptr + seq + 1) - k_start
-    # The last tiles, which attend to most, start first.
-    TILE: tl.constexpr = BLOCK_M // GROUP
-    tile = tl.cdiv(len_q, TILE) - 1 - tl.program_id(0)
-    if tile < 0:
-        return
 
     row = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
@@ -127,8 +137,8 @@ def prefill_attention(
     block_m = max(16 if exact else 64 if wide else 128, triton.next_power_of_2(group))
     block_n = 16 if exact else 32 if wide else 128 if roomy else 64
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    num_tiles = triton.cdiv(context.max_seqlen_q, block_m // group)
-    _prefill_kernel[(num_tiles, len(context.cu_seqlens_q) - 1, kv_heads)](
+    num_seqs = len(context.cu_seqlens_q) - 1
+    _prefill_kernel[(len(q) // (block_m // group) + num_seqs, kv_heads)](
         q,
         k,
         v,
@@ -141,6 +151,7 @@ def prefill_attention(
         k.stride(0),
         v.stride(0),
         tables.stride(0) if tables is not None else 0,
+        num_seqs,
         PAGE_SIZE=k_cache.size(1) if tables is not None else 0,
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
@@ -149,6 +160,7 @@ def prefill_attention(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         TAIL_N=min(block_n, 64),
+        SCAN=SCAN,
         PRECISION=precision(q),
         num_warps=4 if wide or exact else 8,
         num_stages=3 if roomy else 2,

@@ -1,9 +1,132 @@
+"""What is captured, and that steps padded to it give what they give as they are."""
+
+import random
+
 import pytest
+import torch
 
-from nanovllm.engine.cuda_graphs import capture_sizes
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine import cuda_graphs
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.cuda_graphs import GraphSize, StepGraphs, decode_sizes, prefill_sizes
+from nanovllm.engine.model_runner import ModelRunner
+from tests.tiny_models import VOCAB_SIZE
 
 
-@pytest.mark.parametrize("sizes", [1, 3, 8, 100, 257, 512, 600])
-def test_no_batch_size_lacks_a_graph(sizes):
-    captured = capture_sizes(sizes)
-    assert captured == sorted(set(captured)) and captured[-1] == min(sizes, 512)
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 100, 257, 512, 600])
+def test_no_batch_size_lacks_a_graph(max_num_seqs):
+    captured = decode_sizes(max_num_seqs)
+    assert captured == sorted(set(captured))
+    assert captured[-1] == (False, min(max_num_seqs, 512), min(max_num_seqs, 512))
+
+
+@pytest.mark.parametrize("max_num_tokens", [1, 16, 1000, 16384])
+@pytest.mark.parametrize("max_num_seqs", [1, 20, 600])
+def test_prefills_within_the_limits_are_captured(max_num_tokens, max_num_seqs):
+    captured = prefill_sizes(max_num_tokens, max_num_seqs)
+    assert captured == sorted(set(captured)) and bool(captured) == (max_num_tokens >= 16)
+    for size in captured:
+        assert size.is_prefill and size.num_tokens <= min(max_num_tokens, 4096)
+        assert size.num_seqs == min(max_num_seqs, size.num_tokens, 64)
+
+
+class PlainGraphs(StepGraphs):
+    """Steps of the captured shapes without a GPU: the same inputs, run as ever."""
+
+    def capture(self, sizes: list[GraphSize]) -> None:
+        for size in sizes:
+            blank = self.prepare(Batch((), is_prefill=size.is_prefill), size)
+            shapes = {name: tuple(x.shape) for name, x in blank.unpack().tensors().items()}
+            assert blank.shapes == shapes and self.forward(blank.unpack()) is not None
+            self.graphs[size] = blank.shapes
+        self.num_replays = {True: 0, False: 0}
+
+    def replay(self, inputs):
+        num_seqs = inputs.shapes.get("block_tables", (0,))[0]
+        size = GraphSize(inputs.context.is_prefill, inputs.shapes["input_ids"][0], num_seqs)
+        if self.graphs.get(size) != inputs.shapes:
+            return None
+        self.num_replays[size.is_prefill] += 1
+        return self.forward(inputs.unpack())
+
+
+@pytest.fixture
+def padding(monkeypatch):
+    """Engines that pad steps to captured sizes, on a CPU."""
+    monkeypatch.setattr(cuda_graphs, "PREFILL_TOKENS", [16, 48])
+
+    def new_graphs(runner: ModelRunner) -> StepGraphs:
+        forward = lambda inputs: runner.run_model(inputs)[1]  # noqa: E731
+        graphs = PlainGraphs(forward, runner._prepare_padded, runner.device)
+        runner.capture = lambda: graphs.capture(runner._graph_sizes())
+        return graphs
+
+    monkeypatch.setattr(ModelRunner, "_new_graphs", new_graphs)
+
+
+def run(model_path, captures: bool) -> tuple[list[list[int]], dict[bool, int]]:
+    """Prompts with common prefixes, long ones in chunks, several samples and logprobs, in a cache
+    that is too small for all."""
+    draw = random.Random(0)
+    common = [draw.randrange(VOCAB_SIZE) for _ in range(21)]
+    prompts, params = [], []
+    for i in range(14):
+        own = [draw.randrange(VOCAB_SIZE) for _ in range(draw.choice([1, 5, 12, 40, 90]))]
+        prompts.append(common[: draw.choice([0, 8, 21])] + own)
+        params.append(
+            SamplingParams(
+                temperature=0.0 if i % 3 else 0.9,
+                seed=i,
+                n=2 if i % 6 == 0 else 1,
+                max_tokens=draw.randint(1, 12),
+                ignore_eos=True,
+                logprobs=2 if i % 4 == 0 else None,
+                prompt_logprobs=1 if i == 5 else None,
+            )
+        )
+    with LLM(
+        model_path,
+        max_num_seqs=5,
+        max_num_batched_tokens=64,
+        kvcache_block_size=4,
+        num_kvcache_blocks=60,
+        max_model_len=160,
+    ) as llm:
+        graphs = llm.model_runner.graphs
+        if captures:
+            with torch.inference_mode():
+                llm.model_runner.capture()
+            assert {size.is_prefill for size in graphs.graphs} == {True, False}
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        llm.scheduler.check_invariants()
+        tokens = [x.token_ids for output in outputs for x in output.outputs]
+        return tokens, dict(getattr(graphs, "num_replays", {}))
+
+
+def test_padded_steps_give_the_same_tokens(model_path, padding):
+    expected, none = run(model_path, captures=False)
+    assert not none
+    tokens, num_replays = run(model_path, captures=True)
+    assert tokens == expected
+    assert num_replays[True] >= 5 and num_replays[False] >= 20
+
+
+def test_what_is_too_large_runs_eagerly(model_path, padding):
+    with LLM(model_path, max_num_seqs=3, num_kvcache_blocks=60, kvcache_block_size=4) as llm:
+        runner = llm.model_runner
+        with torch.inference_mode():
+            runner.capture()
+        for prompts, size in (
+            ([[1] * 10], (True, 16, 3)),
+            ([[1] * 10, [2] * 6], (True, 16, 3)),
+            ([[1] * 10, [2] * 7, [3]], (True, 48, 3)),
+            ([[1] * 49], None),
+        ):
+            for prompt in prompts:
+                llm.add_request(prompt, SamplingParams(max_tokens=1))
+            batch = llm.scheduler.schedule()
+            assert runner.graphs.size_for(batch) == size
+            llm.scheduler.reset()
+            llm._requests.clear()
+        llm.add_request([1] * 10, SamplingParams(max_tokens=1, prompt_logprobs=1))
+        assert runner.graphs.size_for(llm.scheduler.schedule()) is None

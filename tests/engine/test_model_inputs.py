@@ -14,6 +14,7 @@ from nanovllm.engine.model_inputs import (
     ModelInputs,
     prepare_block_tables,
     prepare_decode,
+    prepare_padded_prefill,
     prepare_prefill,
 )
 from nanovllm.engine.sampling_inputs import prepare_sample
@@ -256,12 +257,43 @@ def test_inputs_survive_the_trip_in_one_buffer(case: Case):
     packed = inputs.pack()
     buffer = packed.buffer
     assert buffer.dtype == torch.int32
-    assert packed.batch_size == len(inputs.input_ids)
+    assert packed.shapes["input_ids"] == inputs.input_ids.shape
     moved = packed.unpack()
     assert_equal(moved, inputs)
     for name, tensor in moved.tensors().items():
         assert tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr(), name
         assert tensor.storage_offset() % 4 == 0, f"{name}: kernels expect 16-byte alignment"
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(cases(is_prefill=True), st.integers(0, 9), st.integers(0, 3), st.integers(30, 33))
+def test_a_padded_prefill_is_a_prefill_and_padding(case: Case, tokens: int, seqs: int, width: int):
+    plain = prepare_prefill(case.batch, case.block_size)
+    num_tokens, num_seqs = case.batch.num_tokens + tokens, len(case.batch) + seqs
+    args = case.block_size, num_tokens, num_seqs, width
+    padded = prepare_padded_prefill(case.batch, *args)
+    check(padded.input_ids, plain.input_ids.tolist() + [0] * tokens)
+    check(padded.positions, plain.positions.tolist() + [0] * tokens)
+    before, after = plain.context, padded.context
+    check(after.slot_mapping, before.slot_mapping.tolist() + [-1] * tokens)
+    check(after.cu_seqlens_q, before.cu_seqlens_q.tolist() + [case.batch.num_tokens] * seqs)
+    check(
+        after.cu_seqlens_k, before.cu_seqlens_k.tolist() + before.cu_seqlens_k.tolist()[-1:] * seqs
+    )
+    check(after.block_tables, naive_block_tables(case.batch, width) + [[0] * width] * seqs)
+    rows = before.output_indices.tolist() if before.logits_indices is None else []
+    check(after.output_indices, rows + [0] * (num_seqs - len(rows)))
+    counts = [int(item.samples) for item in case.batch.items] + [0] * seqs
+    check(after.cu_num_outputs, np.cumsum([0, *counts]).tolist())
+    assert after.is_prefill and after.logits_indices is None
+    assert (after.max_seqlen_q, after.max_seqlen_k) == (num_tokens, width * case.block_size)
+    # As graphs are captured with.
+    blank = prepare_padded_prefill(Batch((), is_prefill=True), *args)
+    assert list(blank.tensors()) == list(padded.tensors())
+    for name, tensor in blank.tensors().items():
+        other = padded.tensors()[name]
+        assert (tensor.shape, tensor.dtype) == (other.shape, other.dtype), name
+    check(blank.context.slot_mapping, [-1] * num_tokens)
 
 
 def test_a_decode_can_be_padding_alone():

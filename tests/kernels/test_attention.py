@@ -140,6 +140,28 @@ def test_prefill_of_last_tokens_only(shape, paged, dtype, device, monkeypatch):
     batch.check(TritonAttention(), batch.context(paged=paged), monkeypatch)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_prefill_of_many_sequences(paged, device, monkeypatch):
+    """More than a program looks through at once; some without new tokens."""
+    new = [0, 1, 3, 0, 20, 2, 0] * 30
+    lens = [n + i % 3 if paged else n for i, n in enumerate(new)]
+    lens = [max(1, n) for n in lens] if paged else lens
+    batch = Paged(lens, new, 4, 2, 16, 8, torch.float32, device)
+    batch.check(TritonAttention(), batch.context(paged=paged), monkeypatch)
+
+
+def test_sequences_and_tokens_that_pad_a_prefill_change_nothing(device, monkeypatch):
+    lens, new = [30, 5, 150], [7, 5, 100]
+    batch = Paged([*lens, 0, 0], [*new, 0, 0], 4, 2, 64, 16, torch.float32, device)
+    context = batch.context()
+    plain = Paged.context(batch)
+    q = torch.cat([*batch.qs, torch.randn(40, 4, 64, device=device)])
+    args = (q, q[:, :2], q[:, :2], batch.k_cache, batch.v_cache)
+    out = TritonAttention().prefill(*args, context, 1.0)
+    expected = TorchAttention().prefill(q[:112], *args[1:], plain, 1.0)
+    torch.testing.assert_close(out[:112], expected)
+
+
 def test_rows_that_pad_a_graph_give_zeros(device):
     q = torch.randn(2, 4, 64, device=device)
     cache = torch.randn(1, 16, 2, 64, device=device)

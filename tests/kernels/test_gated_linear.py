@@ -121,7 +121,7 @@ def test_rows_do_not_mix(dtype):
 @pytest.mark.gpu
 def test_large_products_take_it(dtype, monkeypatch):
     needs_the_package()
-    num_rows = MIN_BYTES // (2 * 1536 * dtype.itemsize)
+    num_rows = -(-MIN_BYTES // (2 * 1536 * dtype.itemsize))
     x, weight = make(num_rows, 1536, 256, dtype)
     taken = []
     monkeypatch.setattr(
