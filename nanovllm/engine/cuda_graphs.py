@@ -11,9 +11,11 @@ from nanovllm.engine.model_inputs import ModelInputs, PackedInputs
 
 MAX_DECODE_SEQS = 512
 MAX_PREFILL_SEQS = 64
-# Larger prefills keep the device busy for longer than the host needs to launch their kernels.
-PREFILL_TOKENS = [16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792]
-PREFILL_TOKENS += [2048, 2560, 3072, 3584, 4096]
+PREFILL_TOKENS = [16, 32, 64, 128, 192, 256, 384, 512]
+PREFILL_TOKENS += [768, 1024, 1280, 1536, 2048, 2560, 3072, 4096]
+# Tokens times parameters of a prefill that keeps a device busy for about as long as the host needs
+# to launch its kernels, 20 ms. A larger one is only delayed by padding.
+MAX_PREFILL_WORK = 6e12
 
 
 class GraphSize(NamedTuple):
@@ -33,10 +35,14 @@ def decode_sizes(max_num_seqs: int) -> list[GraphSize]:
     return [GraphSize(False, size, size) for size in sizes]
 
 
-def prefill_sizes(max_num_batched_tokens: int, max_num_seqs: int) -> list[GraphSize]:
-    """Prefills to capture, ascending: those of few tokens, up to 64 sequences."""
+def prefill_sizes(
+    max_num_batched_tokens: int, max_num_seqs: int, num_params: int
+) -> list[GraphSize]:
+    """Prefills to capture, ascending: those of few tokens, up to 64 sequences. ``num_params`` are
+    those of this rank's layers."""
+    most_tokens = min(max_num_batched_tokens, MAX_PREFILL_WORK // num_params)
     most_seqs = min(max_num_seqs, MAX_PREFILL_SEQS)
-    sizes = [size for size in PREFILL_TOKENS if size <= max_num_batched_tokens]
+    sizes = [size for size in PREFILL_TOKENS if size <= most_tokens]
     return [GraphSize(True, size, min(size, most_seqs)) for size in sizes]
 
 

@@ -25,7 +25,7 @@ from nanovllm.kernels.attention_backend import select_attention_backend
 from nanovllm.kernels.compat import HAS_TRITON
 from nanovllm.kernels.compile_ahead import compiling_only
 from nanovllm.kernels.drawn_tokens import fill_in_drawn
-from nanovllm.kernels.linear import limit_cublas_workspace
+from nanovllm.kernels.linear import small_cublas_workspace
 from nanovllm.kernels.logprobs import pack_logprobs
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead
@@ -92,8 +92,6 @@ class ModelRunner:
         self._last_part = perf_counter()
         rank, size = worker.rank if worker else 0, config.tensor_parallel_size
         self.device = select_device(config.device, rank, size)
-        if self.device.type == "cuda":
-            limit_cublas_workspace()
         self.dtype = select_dtype(config.dtype, self.device, checkpoint.config.dtype)
         self._bytes_before = self._allocated_bytes()
         self._meet_ranks()
@@ -389,7 +387,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_cudagraph(self, sizes: list[GraphSize]) -> None:
-        self.graphs.capture(sizes)
+        with small_cublas_workspace():
+            self.graphs.capture(sizes)
 
     def exit(self) -> None:
         """Frees graphs, cache and weights."""
@@ -436,7 +435,8 @@ class ModelRunner:
     def _graph_sizes(self) -> list[GraphSize]:
         """Steps to capture, ascending within prefills, then within decodes."""
         max_tokens, max_seqs = self.config.max_num_batched_tokens, self.max_num_seqs
-        return prefill_sizes(max_tokens, max_seqs) + decode_sizes(max_seqs)
+        num_params = sum(p.numel() for p in self.model.model.layers.parameters())
+        return prefill_sizes(max_tokens, max_seqs, num_params) + decode_sizes(max_seqs)
 
     def _prepare_padded(self, batch: Batch, size: GraphSize) -> PackedInputs:
         block_size = self.config.kvcache_block_size

@@ -13,13 +13,17 @@ from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
 
 logger = logging.getLogger("nanovllm")
 
-# How large gate and up together must be: below, the call costs the host more than the GPU saves.
-MIN_BYTES = 64 << 20
+MIN_ROWS = 1024  # for fewer, as in a decode, its tiles are too large
+# The fastest of 18 forms on an H200, once its clock had settled, for 15,600 rows of 1,024 columns
+# (0.6B) and of 4,096 (8B). The former are of two warpgroups in turn, one in the product while the
+# other is in its SwiGLU.
+TILES = {"tile_M": 128, "tile_N": 192, "cluster_M": 1, "cluster_N": 2, "pingpong": True}
+TILES_OF_LONG_ROWS = TILES | {"tile_M": 256, "pingpong": False}
 
 
 def is_gated(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether ``gated_linear`` serves this product, and pays."""
-    if bias is not None or not x.is_cuda or len(x) * len(weight) * x.element_size() < MIN_BYTES:
+    if bias is not None or not x.is_cuda or len(x) < MIN_ROWS:
         return False
     if x.size(1) % 8 or len(weight) % 16:  # rows begin at multiples of 16 bytes
         return False
@@ -36,33 +40,20 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Returns:
         [N, I].
     """
-    gemm, config, config_of_long_rows = _package()
     out = x.new_empty(len(x), len(weight) // 2)
-    gemm(
-        x,
-        weight.t(),
-        activation="swiglu",
-        postact_out=out,
-        store_preact=False,
-        concat_layout=("B",),
-        tuned=False,
-        config=config if x.size(1) < 4096 else config_of_long_rows,
-    )
+    tiles = TILES if x.size(1) < 4096 else TILES_OF_LONG_ROWS
+    _product().gemm(x, weight, None, epi_args={"mAuxOut": out}, concat_layout=("B",), **tiles)
     return out
 
 
 @cache
-def _package() -> tuple[Any, Any, Any]:
-    """The package's function, and which tiles it is to take: the fastest of 18 on an H200, once its
-    clock had settled, for 15,600 rows of 1,024 (0.6B) and of 4,096 columns (8B). Those of the
-    former are of two warpgroups in turn, one in the product while the other is in its SwiGLU."""
+def _product() -> Any:
+    """The package's product that ends in SwiGLU, and stores nothing else."""
     keep_compiled_kernels()
-    from quack.gemm_config import GemmConfig
-    from quack.gemm_interface import gemm_act
+    from quack.epilogue.library import linear_act_mod
 
-    common = {"tile_n": 192, "cluster_m": 1, "cluster_n": 2, "is_dynamic_persistent": False}
-    in_turn = GemmConfig(tile_m=128, pingpong=True, **common)
-    return gemm_act, in_turn, GemmConfig(tile_m=256, pingpong=False, **common)
+    nothing_else = dict.fromkeys(("has_c", "has_rowvec", "has_colvec"), False)
+    return linear_act_mod("swiglu", gated=True, **nothing_else)
 
 
 @cache

@@ -1,6 +1,8 @@
 """Matrix product with a weight, in the layout that the device multiplies fastest."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +18,23 @@ from nanovllm.kernels.tile_linear import is_tiled, tile_linear
 MIN_BYTES_TO_ADD = 16 << 20
 
 
-def limit_cublas_workspace() -> None:
-    """Gives cuBLAS 256 KiB to split products in, not 32 MiB: for 16 to 192 rows the kernels that it
-    then takes are up to 6% faster. Before its first product in the process; what the environment
-    says already stays."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":256:1")
+@contextmanager
+def small_cublas_workspace() -> Iterator[None]:
+    """Within, cuBLAS has 256 KiB to split products in, not 32 MiB: for 16 to 192 rows the kernels
+    that it then takes are up to 6% faster. What the environment says already stays.
+
+    For captures: PyTorch parses the setting again in each product, which costs the host 50 us.
+    """
+    if "CUBLAS_WORKSPACE_CONFIG" in os.environ:
+        yield
+        return
+    torch._C._cuda_clearCublasWorkspaces()  # what is there is as large as the setting said then
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":256:1"
+    try:
+        yield
+    finally:
+        del os.environ["CUBLAS_WORKSPACE_CONFIG"]
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """SwiGLU within a product: a stand-in for the package and, where there is a GPU, the package."""
 
 import sys
-from dataclasses import dataclass
 from types import ModuleType
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels import gated_linear as module
-from nanovllm.kernels.gated_linear import MIN_BYTES, gated_linear, is_gated
+from nanovllm.kernels.gated_linear import MIN_ROWS, gated_linear, is_gated
 from nanovllm.kernels.linear import norm_linear
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
 from tests.kernels.oracle import assert_as_good_as_eager
@@ -20,55 +19,47 @@ def dtype(request):
     return request.param
 
 
-@dataclass(frozen=True)
-class GemmConfig:
-    """The fields that we set, of those that the real one has."""
+class Product:
+    """What the arguments that we pass mean to the real one, whose methods have this signature."""
 
-    tile_m: int = 128
-    tile_n: int = 192
-    pingpong: bool = True
-    is_dynamic_persistent: bool = True
-    cluster_m: int = 2
-    cluster_n: int = 1
+    def gemm(
+        self,
+        A,
+        B,
+        D,
+        C=None,
+        *,
+        epi_args,
+        tile_M=128,
+        tile_N=256,
+        cluster_M=2,
+        cluster_N=1,
+        tile_K=None,
+        pingpong=False,
+        persistent=True,
+        concat_layout=None,
+    ):
+        assert D is None and concat_layout == ("B",) and tile_N == 192 and cluster_N == 2
+        assert pingpong == (tile_M == 128)
+        gate, up = (A @ half.t() for half in B.chunk(2))
+        epi_args["mAuxOut"].copy_(F.silu(gate) * up)
 
 
-def gemm_act(
-    A,
-    B,
-    C=None,
-    bias=None,
-    activation=None,
-    alpha=1.0,
-    preact_out=None,
-    postact_out=None,
-    out_dtype=None,
-    postact_dtype=None,
-    cu_seqlens_m=None,
-    A_idx=None,
-    store_preact=True,
-    dynamic_scheduler=False,
-    tuned=True,
-    config=None,
-    concat_layout=None,
-):
-    """What the arguments that we pass mean to the real function, which has this signature."""
-    assert activation == "swiglu" and concat_layout == ("B",) and not tuned and not store_preact
-    assert config.tile_n == 192 and not config.is_dynamic_persistent
-    postact_out.copy_(F.silu(A @ B[:, : B.size(1) // 2]) * (A @ B[:, B.size(1) // 2 :]))
-    return None, postact_out
+def linear_act_mod(activation, *, gated, has_c, has_rowvec, has_colvec, sr=False, has_alpha=False):
+    assert activation == "swiglu" and gated and not (has_c or has_rowvec or has_colvec)
+    return Product()
 
 
 @pytest.fixture
 def package(monkeypatch):
     """quack-kernels' names, on any device."""
-    for name, value in {"gemm_config": GemmConfig, "gemm_interface": gemm_act}.items():
-        part = ModuleType(f"quack.{name}")
-        setattr(part, value.__name__, value)
+    library = ModuleType("quack.epilogue.library")
+    library.linear_act_mod = linear_act_mod
+    for part in (ModuleType("quack"), ModuleType("quack.epilogue"), library):
         monkeypatch.setitem(sys.modules, part.__name__, part)
-    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
-    module._package.cache_clear()
+    module._product.cache_clear()
     yield
-    module._package.cache_clear()
+    module._product.cache_clear()
 
 
 @pytest.mark.parametrize("width", [64, 4096])
@@ -78,7 +69,7 @@ def test_gate_is_above_up(package, width):
 
 
 def test_a_cpu_has_no_such_product(package):
-    x, weight = torch.randn(2, 64), torch.empty(MIN_BYTES // 8, 64)
+    x, weight = torch.randn(MIN_ROWS, 64), torch.empty(128, 64)
     assert not is_gated(x, weight, None)
 
 
@@ -121,8 +112,7 @@ def test_rows_do_not_mix(dtype):
 @pytest.mark.gpu
 def test_large_products_take_it(dtype, monkeypatch):
     needs_the_package()
-    num_rows = -(-MIN_BYTES // (2 * 1536 * dtype.itemsize))
-    x, weight = make(num_rows, 1536, 256, dtype)
+    x, weight = make(MIN_ROWS, 1536, 256, dtype)
     taken = []
     monkeypatch.setattr(
         "nanovllm.kernels.linear.gated_linear",
@@ -130,7 +120,7 @@ def test_large_products_take_it(dtype, monkeypatch):
     )
     norm = torch.ones(256, dtype=dtype, device="cuda")
     y, total = norm_linear(x, None, norm, 1e-6, weight, None, silu=True)
-    assert taken == [num_rows] and y.shape == (num_rows, 1536) and total is x
+    assert taken == [MIN_ROWS] and y.shape == (MIN_ROWS, 1536) and total is x
     bias = torch.zeros(len(weight), dtype=dtype, device="cuda")
     for fewer in ((x[1:], None), (x, bias)):
         other, _ = norm_linear(fewer[0], None, norm, 1e-6, weight, fewer[1], silu=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.linear import MIN_BYTES_TO_ADD, limit_cublas_workspace, linear_add
+from nanovllm.kernels.linear import MIN_BYTES_TO_ADD, linear_add, small_cublas_workspace
 from tests.kernels.oracle import assert_as_good_as_eager
 
 
@@ -35,9 +35,18 @@ def test_large_products_add_to_the_stream(dtype):
 
 
 @pytest.mark.parametrize("theirs", [None, ":4096:8"])
-def test_the_workspace_that_a_user_asks_for_stays(theirs, monkeypatch):
+def test_the_workspace_is_small_for_a_while(theirs, monkeypatch):
+    """Unless the user has asked for another."""
+    cleared = []
+    monkeypatch.setattr(
+        torch._C, "_cuda_clearCublasWorkspaces", lambda: cleared.append(1), raising=False
+    )
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", theirs or "")
     if theirs is None:
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    limit_cublas_workspace()
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (theirs or ":256:1")
+    with pytest.raises(KeyError), small_cublas_workspace():
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (theirs or ":256:1")
+        assert len(cleared) == (theirs is None)
+        raise KeyError
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == theirs
+    assert len(cleared) == 2 * (theirs is None)
