@@ -32,6 +32,7 @@ from benchmarks.profile import profile_steps
 from benchmarks.workloads import SHAPES, Workload, chat_workload, random_workload
 from nanovllm import LLM, SamplingParams, __version__
 
+OPTIONAL_PACKAGES = ["flash-attn", "flash-attn-4", "quack-kernels"]
 SHAPE_FOLDER = Path(__file__).parent / "benchmarks" / "shapes"
 
 
@@ -174,6 +175,8 @@ def describe(args: argparse.Namespace, llm: LLM, workload: Workload) -> dict[str
             "torch": torch.__version__,
             "triton": _version("triton"),
             "python": platform.python_version(),
+            # Used where they are installed.
+            **{name: found for name in OPTIONAL_PACKAGES if (found := _version(name))},
         },
         "command": args.command,
         "model": args.model_name,

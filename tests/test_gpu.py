@@ -13,6 +13,7 @@ from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.cuda_graphs import GraphSize, decode_sizes, prefill_sizes
 from nanovllm.engine.model_inputs import prepare_decode, prepare_prefill
 from nanovllm.engine.sequence import Sequence
+from nanovllm.kernels.linear import small_cublas_workspace
 from tests.test_parity import PROMPTS
 from tests.tiny_models import BASE, CONFIGS, TinyModels
 
@@ -116,7 +117,7 @@ def test_graphs_replay_exactly_what_eager_computes(small_model, backend, dtype):
             plan = runner._plan
             as_is = prepare_decode(batch, llm.config.kvcache_block_size, plan=plan).pack()
             drawn = runner.last_tokens.clone()  # by the prefill; each run takes them as inputs
-            with torch.inference_mode():
+            with torch.inference_mode(), small_cublas_workspace():
                 replayed = runner.graphs.replay(inputs).clone()
                 runner.last_tokens.copy_(drawn)
                 _, eager = runner.run_model(inputs.to(runner.device))
@@ -147,7 +148,7 @@ def test_prefill_graphs_replay_exactly_what_eager_computes(small_model, backend)
             assert batch.is_prefill and len(batch) == len(lens)
             inputs = runner.prepare_prefill(batch)
             plain = prepare_prefill(batch, llm.config.kvcache_block_size).pack()
-            with torch.inference_mode():
+            with torch.inference_mode(), small_cublas_workspace():
                 replayed = runner.graphs.replay(inputs).clone()
                 drawn = runner.last_tokens[: len(lens)].clone()
                 _, eager = runner.run_model(inputs.to(runner.device))

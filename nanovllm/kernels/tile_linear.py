@@ -116,10 +116,10 @@ def is_tiled(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether ``tile_linear`` multiplies x [N, in] by a weight [out, in] fastest."""
     out_features, width = weight.shape
     return (
-        x.dim() == 2
+        MIN_ROWS <= len(x) <= MAX_ROWS
+        and x.dim() == 2
         and use_triton(x)
         and x.is_contiguous()
-        and MIN_ROWS <= len(x) <= MAX_ROWS
         and x.dtype in (torch.float16, torch.bfloat16)
         and weight.numel() <= MAX_WEIGHTS
         and out_features % BLOCK_N == 0
