@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.cuda_graphs import GraphSize, decode_sizes, prefill_sizes
-from nanovllm.engine.model_inputs import prepare_decode, prepare_prefill
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.linear import small_cublas_workspace
 from tests.test_parity import PROMPTS
@@ -55,7 +54,7 @@ def prefill_logits(llm: LLM, prompt: list[int]) -> torch.Tensor:
     llm.scheduler.block_manager.allocate(seq)
     batch = Batch((ScheduledSequence(seq, 0, len(seq), True),), is_prefill=True)
     with torch.inference_mode():
-        inputs = llm.model_runner.prepare_prefill(batch).to(llm.model_runner.device)
+        inputs = llm.model_runner.prepare(batch, None).to(llm.model_runner.device)
         _, logits = llm.model_runner.run_model(inputs)
     llm.scheduler.block_manager.deallocate(seq)
     return logits[0].float()
@@ -113,9 +112,8 @@ def test_graphs_replay_exactly_what_eager_computes(small_model, backend, dtype):
         assert sorted(runner.graphs.graphs) == decode_sizes(32) + prefill_sizes(16384, 32, 10**6)
         for num_seqs in [1, 2, 3, 4, 8, 11, 16, 31, 32]:
             batch = decode_batch(llm, num_seqs)
-            inputs = runner.prepare_decode(batch)
-            plan = runner._plan
-            as_is = prepare_decode(batch, llm.config.kvcache_block_size, plan=plan).pack()
+            inputs = runner.prepare(batch, runner.graphs.size_for(batch))
+            as_is = runner.prepare(batch, None)
             drawn = runner.last_tokens.clone()  # by the prefill; each run takes them as inputs
             with torch.inference_mode(), small_cublas_workspace():
                 replayed = runner.graphs.replay(inputs).clone()
@@ -146,8 +144,8 @@ def test_prefill_graphs_replay_exactly_what_eager_computes(small_model, backend)
                 llm.add_request(prompt, SamplingParams(temperature=0, max_tokens=2))
             batch = llm.scheduler.schedule()
             assert batch.is_prefill and len(batch) == len(lens)
-            inputs = runner.prepare_prefill(batch)
-            plain = prepare_prefill(batch, llm.config.kvcache_block_size).pack()
+            inputs = runner.prepare(batch, runner.graphs.size_for(batch))
+            plain = runner.prepare(batch, None)
             with torch.inference_mode(), small_cublas_workspace():
                 replayed = runner.graphs.replay(inputs).clone()
                 drawn = runner.last_tokens[: len(lens)].clone()

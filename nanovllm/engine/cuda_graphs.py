@@ -35,12 +35,10 @@ def decode_sizes(max_num_seqs: int) -> list[GraphSize]:
     return [GraphSize(False, size, size) for size in sizes]
 
 
-def prefill_sizes(
-    max_num_batched_tokens: int, max_num_seqs: int, num_params: int
-) -> list[GraphSize]:
+def prefill_sizes(max_num_tokens: int, max_num_seqs: int, num_params: int) -> list[GraphSize]:
     """Prefills to capture, ascending: those of few tokens, up to 64 sequences. ``num_params`` are
     those of this rank's layers."""
-    most_tokens = min(max_num_batched_tokens, MAX_PREFILL_WORK // num_params)
+    most_tokens = min(max_num_tokens, MAX_PREFILL_WORK // num_params)
     most_seqs = min(max_num_seqs, MAX_PREFILL_SEQS)
     sizes = [size for size in PREFILL_TOKENS if size <= most_tokens]
     return [GraphSize(True, size, min(size, most_seqs)) for size in sizes]
@@ -107,11 +105,9 @@ class StepGraphs:
 
     def replay(self, inputs: PackedInputs) -> torch.Tensor | None:
         """Logits of a step padded to a captured size; None for any other."""
-        num_seqs = inputs.shapes.get("block_tables", (0,))[0]
-        size = GraphSize(inputs.context.is_prefill, inputs.shapes["input_ids"][0], num_seqs)
-        step = self.graphs.get(size)
-        if step is None or step.shapes != inputs.shapes:
-            return None
-        inputs.copy_to(step.buffer)
-        step.graph.replay()
-        return step.logits
+        for step in self.graphs.values():
+            if step.shapes == inputs.shapes:
+                inputs.copy_to(step.buffer)
+                step.graph.replay()
+                return step.logits
+        return None

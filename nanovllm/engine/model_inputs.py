@@ -5,7 +5,6 @@ to the device as one buffer in one copy.
 """
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from math import prod
@@ -94,71 +93,44 @@ class PackedInputs:
         return _from_array, (self.shapes, self.context, self.buffer.numpy())
 
 
-def prepare_prefill(batch: Batch, block_size: int) -> ModelInputs:
+def prepare_prefill(
+    batch: Batch, block_size: int, num_tokens: int = 0, num_seqs: int = 0, table_width: int = 0
+) -> ModelInputs:
     """All new tokens of all sequences end to end, with the bounds of each sequence's part.
 
-    Block tables are given only if some sequence has cached keys to read. Of the last layer's
-    output only rows that sample are asked for (one for nothing, where there is none: kernels want
-    rows), unless a sequence wants logprobs of its prompt.
+    Block tables are given only if some sequence has cached keys to read. As many rows get logits as
+    there are sequences: those that sample, then row 0 for nothing. Of the last layer's output no
+    others are asked for, unless a sequence wants logprobs of its prompt.
+
+    With a ``table_width`` all shapes follow from the other arguments alone: block tables are given
+    in any case, padding tokens, up to ``num_tokens``, belong to no sequence and store nothing (slot
+    -1), and padding sequences, up to ``num_seqs``, have no tokens.
     """
     items = batch.items
-    tokens, bounds_q, bounds_k = _new_tokens(batch, block_size)
-    samples = np.array([item.samples for item in items])
-    last_rows = bounds_q[1:] - 1
-    outputs: dict[str, torch.Tensor | None]
+    positions = [np.arange(item.start, item.end, dtype=np.int32) for item in items]
+    slots = [_slots(item, pos, block_size) for item, pos in zip(items, positions, strict=True)]
+    tokens = [np.asarray(item.seq.token_ids[item.start : item.end], np.int32) for item in items]
+    lens_q, lens_k = [item.num_tokens for item in items], [item.end for item in items]
+    num_tokens, num_seqs = num_tokens or sum(lens_q), num_seqs or len(items)
+    bounds_q = _cumulated(lens_q, num_seqs)
+    samples = _padded([item.samples for item in items], num_seqs)
+    rows = _padded(bounds_q[1:][samples == 1] - 1, num_seqs)
+    outputs = {"output_indices": rows, "cu_num_outputs": _cumulated(samples, num_seqs)}
     if any(item.seq.wants_prompt_logprobs for item in items):
-        outputs = {"logits_indices": torch.from_numpy(last_rows[samples])}
-    else:
-        has_output, any_samples = samples.copy(), samples.any()
-        if not any_samples:
-            has_output[-1] = True
-        outputs = {
-            "output_indices": torch.from_numpy(last_rows[has_output]),
-            "cu_num_outputs": torch.from_numpy(_cumulated(has_output)),
-            "logits_indices": None if any_samples else torch.zeros(0, dtype=torch.int32),
-        }
-    reads_cache = any(item.start for item in items)
+        outputs = {"logits_indices": rows}
+    has_tables = table_width or any(item.start for item in items)
     return ModelInputs(
-        input_ids=torch.from_numpy(tokens["input_ids"]),
-        positions=torch.from_numpy(tokens["positions"]),
+        input_ids=torch.from_numpy(_joined(tokens, num_tokens)),
+        positions=torch.from_numpy(_joined(positions, num_tokens)),
         context=Context(
             is_prefill=True,
-            slot_mapping=torch.from_numpy(tokens["slot_mapping"]),
-            block_tables=prepare_block_tables(batch) if reads_cache else None,
+            slot_mapping=torch.from_numpy(_joined(slots, num_tokens, -1)),
+            block_tables=prepare_block_tables(batch, num_seqs, table_width) if has_tables else None,
             cu_seqlens_q=torch.from_numpy(bounds_q),
-            cu_seqlens_k=torch.from_numpy(bounds_k),
-            max_seqlen_q=max(item.num_tokens for item in items),
-            max_seqlen_k=max(item.end for item in items),
-            **outputs,
-        ),
-    )
-
-
-def prepare_padded_prefill(
-    batch: Batch, block_size: int, num_tokens: int, num_seqs: int, table_width: int
-) -> ModelInputs:
-    """``prepare_prefill`` in shapes that follow from the other arguments alone.
-
-    Block tables are always given. Padding tokens belong to no sequence and store nothing (slot
-    -1); padding sequences have no tokens. There are as many outputs as sequences, and all get
-    logits: first those of rows that sample, then row 0's, for nothing.
-    """
-    tokens, bounds_q, bounds_k = _new_tokens(batch, block_size)
-    samples = _padded(np.array([item.samples for item in batch.items]), num_seqs)
-    last_rows = _padded(bounds_q[1:] - 1, num_seqs)
-    return ModelInputs(
-        input_ids=torch.from_numpy(_padded(tokens["input_ids"], num_tokens)),
-        positions=torch.from_numpy(_padded(tokens["positions"], num_tokens)),
-        context=Context(
-            is_prefill=True,
-            slot_mapping=torch.from_numpy(_padded(tokens["slot_mapping"], num_tokens, -1)),
-            block_tables=prepare_block_tables(batch, num_seqs, table_width),
-            cu_seqlens_q=torch.from_numpy(_padded(bounds_q, num_seqs + 1, bounds_q[-1])),
-            cu_seqlens_k=torch.from_numpy(_padded(bounds_k, num_seqs + 1, bounds_k[-1])),
-            max_seqlen_q=num_tokens,
-            max_seqlen_k=table_width * block_size,
-            output_indices=torch.from_numpy(_padded(last_rows[samples == 1], num_seqs)),
-            cu_num_outputs=torch.from_numpy(_cumulated(samples)),
+            cu_seqlens_k=torch.from_numpy(_cumulated(lens_k, num_seqs)),
+            max_seqlen_q=num_tokens if table_width else max(lens_q),
+            max_seqlen_k=table_width * block_size or max(lens_k),
+            **{name: torch.from_numpy(indices) for name, indices in outputs.items()},
         ),
     )
 
@@ -210,23 +182,6 @@ def prepare_block_tables(batch: Batch, num_rows: int = 0, width: int = 0) -> tor
     return torch.from_numpy(out)
 
 
-def _new_tokens(
-    batch: Batch, block_size: int
-) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """What there is of each new token, end to end, and the bounds of each sequence's new tokens and
-    of its context."""
-    items, none = batch.items, np.zeros(0, np.int32)
-    positions = [np.arange(item.start, item.end, dtype=np.int32) for item in items]
-    slots = [_slots(item, pos, block_size) for item, pos in zip(items, positions, strict=True)]
-    ids = [np.asarray(item.seq.token_ids[item.start : item.end], np.int32) for item in items]
-    tokens = {"input_ids": ids, "positions": positions, "slot_mapping": slots}
-    return (
-        {name: np.concatenate([*parts, none]) for name, parts in tokens.items()},
-        _cumulated([item.num_tokens for item in items]),
-        _cumulated([item.end for item in items]),
-    )
-
-
 def _slots(item: ScheduledSequence, positions: np.ndarray, block_size: int) -> np.ndarray:
     """KV slot of each new token; -1 for one that is computed only for its logits."""
     blocks = np.asarray(item.seq.block_table, dtype=np.int32)
@@ -235,16 +190,21 @@ def _slots(item: ScheduledSequence, positions: np.ndarray, block_size: int) -> n
     return slots.astype(np.int32)
 
 
-def _cumulated(counts: Seq[int] | np.ndarray) -> np.ndarray:
-    """int32 [counts + 1]: 0, and the sums up to each."""
-    return np.cumsum([0, *counts], dtype=np.int32)
-
-
-def _padded(values: np.ndarray, size: int, padding: int = 0) -> np.ndarray:
+def _padded(values: Any, size: int, padding: int = 0) -> np.ndarray:
     """int32 [size]."""
     out = np.full(size, padding, np.int32)
     out[: len(values)] = values
     return out
+
+
+def _joined(parts: list[np.ndarray], size: int, padding: int = 0) -> np.ndarray:
+    """int32 [size], the parts end to end."""
+    return _padded(np.concatenate(parts) if parts else (), size, padding)
+
+
+def _cumulated(counts: Any, size: int) -> np.ndarray:
+    """int32 [size + 1]: 0, and the sums up to each count; padding counts are 0."""
+    return np.append(np.int32(0), np.cumsum(_padded(counts, size), dtype=np.int32))
 
 
 def _views(buffer: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:

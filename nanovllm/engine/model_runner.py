@@ -176,7 +176,7 @@ class ModelRunner:
         Raises:
             WorkerError: another rank has failed; so does every later call.
         """
-        inputs = self.prepare_prefill(batch) if batch.is_prefill else self.prepare_decode(batch)
+        inputs = self.prepare(batch, self.graphs.size_for(batch))
         self.call("run_step", inputs, batch.block_copies)
 
     @torch.inference_mode()
@@ -289,19 +289,20 @@ class ModelRunner:
             offset += item.num_tokens
         return found
 
-    def prepare_prefill(self, batch: Batch) -> PackedInputs:
-        """Inputs on the host, padded for a graph if there is one."""
-        if size := self.graphs.size_for(batch):
-            return self._prepare_padded(batch, size)
-        inputs = model_inputs.prepare_prefill(batch, self.config.kvcache_block_size)
-        return self._pack(inputs, batch)
-
-    def prepare_decode(self, batch: Batch) -> PackedInputs:
-        """Inputs on the host, padded for a graph if there is one."""
-        if size := self.graphs.size_for(batch):
-            return self._prepare_padded(batch, size)
+    def prepare(self, batch: Batch, size: GraphSize | None) -> PackedInputs:
+        """Inputs on the host, padded to the size if there is one."""
         block_size = self.config.kvcache_block_size
-        return self._pack(model_inputs.prepare_decode(batch, block_size, plan=self._plan), batch)
+        width = cdiv(self.max_model_len, block_size) if size else 0
+        _, num_tokens, num_seqs = size or (None, 0, len(batch))
+        if batch.is_prefill:
+            inputs = model_inputs.prepare_prefill(batch, block_size, num_tokens, num_seqs, width)
+        else:
+            inputs = model_inputs.prepare_decode(batch, block_size, num_seqs, width, self._plan)
+        draws = self.draws_in_step(batch)
+        if draws or size:  # a graph draws in any case
+            rows = sampling_rows(batch.sampled if draws else [], num_seqs)
+            inputs = replace(inputs, sampling_rows=rows)
+        return inputs.pack(pin_memory=self.device.type == "cuda")
 
     def prepare_sample(self, batch: Batch) -> SamplingInputs:
         """How to draw the next tokens, on the device."""
@@ -316,7 +317,7 @@ class ModelRunner:
         with compiling_only():
             self.warmup_model()
             for size in {*few, *sizes[-1:]}:
-                blank = self._prepare_padded(Batch((), is_prefill=size.is_prefill), size)
+                blank = self.prepare(Batch((), is_prefill=size.is_prefill), size)
                 self.run_model(blank.to(self.device))
 
     @torch.inference_mode()
@@ -332,7 +333,7 @@ class ModelRunner:
             seq.sampling = sampling
             seq.block_table = [0] * cdiv(len(seq), self.config.kvcache_block_size)
             items.append(ScheduledSequence(seq, 0, len(seq), samples=True))
-        self.run_step(self.prepare_prefill(Batch(tuple(items), is_prefill=True)))
+        self.run_step(self.prepare(Batch(tuple(items), is_prefill=True), None))
         self.hidden_states = self.logits = None
 
     def measure_kv_cache(self) -> int:
@@ -434,22 +435,10 @@ class ModelRunner:
 
     def _graph_sizes(self) -> list[GraphSize]:
         """Steps to capture, ascending within prefills, then within decodes."""
-        max_tokens, max_seqs = self.config.max_num_batched_tokens, self.max_num_seqs
+        max_seqs = self.max_num_seqs
+        max_tokens = min(self.config.max_num_batched_tokens, max_seqs * self.max_model_len)
         num_params = sum(p.numel() for p in self.model.model.layers.parameters())
         return prefill_sizes(max_tokens, max_seqs, num_params) + decode_sizes(max_seqs)
-
-    def _prepare_padded(self, batch: Batch, size: GraphSize) -> PackedInputs:
-        block_size = self.config.kvcache_block_size
-        width = cdiv(self.max_model_len, block_size)
-        if batch.is_prefill:
-            inputs = model_inputs.prepare_padded_prefill(
-                batch, block_size, size.num_tokens, size.num_seqs, width
-            )
-        else:
-            inputs = model_inputs.prepare_decode(
-                batch, block_size, size.num_seqs, width, self._plan
-            )
-        return self._pack(inputs, batch, size.num_seqs)
 
     def _plan(self, context_lens: np.ndarray) -> np.ndarray | None:
         kv_heads = heads_per_rank(self.model_config.num_key_value_heads, self.tp.size)
@@ -457,31 +446,28 @@ class ModelRunner:
             context_lens, kv_heads, self.model_config.head_dim, self.dtype
         )
 
-    def _pack(self, inputs: ModelInputs, batch: Batch, padded_seqs: int = 0) -> PackedInputs:
-        """Inputs with the sampling rows that go with them; a graph takes as many in any case."""
-        sampled = batch.sampled if self.draws_in_step(batch) else []
-        if sampled or padded_seqs:
-            inputs = replace(inputs, sampling_rows=sampling_rows(sampled, padded_seqs))
-        return inputs.pack(pin_memory=self.device.type == "cuda")
-
     def _measure_graphs(self) -> int:
         """A bound on the memory of all graphs, of prefills and of decodes: captures the two largest
-        on a cache of one block, and takes what the second adds to their pool for every further
-        one."""
+        on a cache of one block, and takes what the second adds to their pool for every further one,
+        or as much as its logits, which may have found room in the pool."""
         num_bytes = 0
-        for is_prefill in (True, False):
-            sizes = [size for size in self._graph_sizes() if size.is_prefill == is_prefill]
-            free = [_free_bytes()]
-            for size in sizes[-2:][::-1]:
-                self.capture_cudagraph([size])
-                free.append(_free_bytes())
-            steps = [before - after for before, after in pairwise(free)]
-            num_bytes += sum(steps[:1]) + sum(steps[-1:]) * (len(sizes) - 1)
+        with small_cublas_workspace():  # for all of it: the other one's memory would count as well
+            for is_prefill in (True, False):
+                sizes = [size for size in self._graph_sizes() if size.is_prefill == is_prefill]
+                free = [_free_bytes()]
+                for size in sizes[-2:][::-1]:
+                    self.capture_cudagraph([size])
+                    free.append(_free_bytes())
+                steps = [before - after for before, after in pairwise(free)]
+                logits = [graph.logits.nbytes for graph in self.graphs.graphs.values()]
+                num_bytes += sum(steps[:1]) + max([0, *steps[-1:], *logits]) * max(
+                    len(sizes) - 1, 0
+                )
         self.graphs = self._new_graphs()
         return num_bytes
 
     def _new_graphs(self) -> StepGraphs:
-        return StepGraphs(lambda x: self.run_model(x)[1], self._prepare_padded, self.device)
+        return StepGraphs(lambda x: self.run_model(x)[1], self.prepare, self.device)
 
     def _build_model(self, checkpoint: Checkpoint) -> DecoderForCausalLM:
         """The model on this rank's device in its dtype, with weights."""

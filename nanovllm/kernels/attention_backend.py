@@ -44,8 +44,9 @@ class AttentionBackend(Protocol):
         scale: float,
     ) -> torch.Tensor:
         """Causal attention of some tokens of each sequence, its last ones (any number, or none),
-        over its context. k and v have all of this step's tokens: ``context.cu_seqlens_k`` where
-        there are no block tables."""
+        over its context, which may be empty. k and v have all of this step's tokens:
+        ``context.cu_seqlens_k`` where there are no block tables. Rows of q after the last
+        sequence's may give anything."""
 
     def plan_decode(
         self, context_lens: np.ndarray, kv_heads: int, head_dim: int, dtype: torch.dtype

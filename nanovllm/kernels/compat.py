@@ -1,5 +1,8 @@
-"""Whether Triton is there. Every kernel file defines its kernels either way; without Triton the
-decorator does nothing, they are never launched, and the PyTorch references serve."""
+"""Whether Triton is there, and where other compilers keep their kernels.
+
+Every kernel file defines its kernels either way; without Triton the decorator does nothing, they
+are never launched, and the PyTorch references serve.
+"""
 
 import os
 from functools import cache

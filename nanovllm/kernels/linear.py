@@ -23,7 +23,8 @@ def small_cublas_workspace() -> Iterator[None]:
     """Within, cuBLAS has 256 KiB to split products in, not 32 MiB: for 16 to 192 rows the kernels
     that it then takes are up to 6% faster. What the environment says already stays.
 
-    For captures: PyTorch parses the setting again in each product, which costs the host 50 us.
+    For captures, one at a time in a process: PyTorch parses the setting again in each product,
+    which costs the host 50 us, and all threads' workspaces are freed here.
     """
     if "CUBLAS_WORKSPACE_CONFIG" in os.environ:
         yield

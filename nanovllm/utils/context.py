@@ -20,14 +20,16 @@ class Context:
             reads no cached keys.
         cu_seqlens_q: int32 [num_seqs + 1], cumulative counts of new tokens (prefill).
         cu_seqlens_k: int32 [num_seqs + 1], cumulative context lengths (prefill).
-        max_seqlen_q: most new tokens of a sequence (prefill).
-        max_seqlen_k: longest context of a sequence.
+        max_seqlen_q: most new tokens of a sequence, or more (prefill).
+        max_seqlen_k: longest context of a sequence, or more.
         context_lens: int32 [num_seqs], tokens to attend to, the new one included (decode).
         decode_work: int32, how the attention backend divides a decode; None if it does not.
-        output_indices: int32, rows of which the last layer's output is needed, of each sequence its
-            last one or none (prefill); None for all.
-        cu_num_outputs: int32 [num_seqs + 1], cumulative counts of these; None if those are.
-        logits_indices: int32, rows of the last layer's output that need logits; None for all.
+        output_indices: int32 [num_seqs], rows of which the last layer's output is needed: of each
+            sequence its last one or none, then any, for nothing (prefill); None for all.
+        cu_num_outputs: int32 [num_seqs + 1], cumulative counts of each sequence's rows in
+            ``output_indices``; None if those are.
+        logits_indices: int32 [num_seqs], rows of the last layer's output that need logits; None for
+            all.
     """
 
     is_prefill: bool = False

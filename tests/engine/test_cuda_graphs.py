@@ -37,23 +37,22 @@ def test_large_models_have_graphs_of_few_tokens_only():
 
 
 class PlainGraphs(StepGraphs):
-    """Steps of the captured shapes without a GPU: the same inputs, run as ever."""
+    """Steps of the captured shapes without a GPU."""
 
     def capture(self, sizes: list[GraphSize]) -> None:
         for size in sizes:
             blank = self.prepare(Batch((), is_prefill=size.is_prefill), size)
-            shapes = {name: tuple(x.shape) for name, x in blank.unpack().tensors().items()}
-            assert blank.shapes == shapes and self.forward(blank.unpack()) is not None
-            self.graphs[size] = blank.shapes
+            self.forward(blank.unpack())
+            self.graphs[size] = blank
         self.num_replays = {True: 0, False: 0}
 
     def replay(self, inputs):
-        num_seqs = inputs.shapes.get("block_tables", (0,))[0]
-        size = GraphSize(inputs.context.is_prefill, inputs.shapes["input_ids"][0], num_seqs)
-        if self.graphs.get(size) != inputs.shapes:
-            return None
-        self.num_replays[size.is_prefill] += 1
-        return self.forward(inputs.unpack())
+        for blank in self.graphs.values():
+            if blank.shapes == inputs.shapes:
+                self.num_replays[inputs.context.is_prefill] += 1
+                # All but the tensors is as it was captured.
+                return self.forward(blank.unpack(inputs.buffer))
+        return None
 
 
 @pytest.fixture
@@ -63,14 +62,14 @@ def padding(monkeypatch):
 
     def new_graphs(runner: ModelRunner) -> StepGraphs:
         forward = lambda inputs: runner.run_model(inputs)[1]  # noqa: E731
-        graphs = PlainGraphs(forward, runner._prepare_padded, runner.device)
+        graphs = PlainGraphs(forward, runner.prepare, runner.device)
         runner.capture = lambda: graphs.capture(runner._graph_sizes())
         return graphs
 
     monkeypatch.setattr(ModelRunner, "_new_graphs", new_graphs)
 
 
-def run(model_path, captures: bool) -> tuple[list[list[int]], dict[bool, int]]:
+def run(model_path, captures: bool) -> tuple[list, list, dict[bool, int]]:
     """Prompts with common prefixes, long ones in chunks, several samples and logprobs, in a cache
     that is too small for all."""
     draw = random.Random(0)
@@ -84,7 +83,7 @@ def run(model_path, captures: bool) -> tuple[list[list[int]], dict[bool, int]]:
                 temperature=0.0 if i % 3 else 0.9,
                 seed=i,
                 n=2 if i % 6 == 0 else 1,
-                max_tokens=draw.randint(1, 12),
+                max_tokens=draw.randint(5, 25),
                 ignore_eos=True,
                 logprobs=2 if i % 4 == 0 else None,
                 prompt_logprobs=1 if i == 5 else None,
@@ -95,8 +94,8 @@ def run(model_path, captures: bool) -> tuple[list[list[int]], dict[bool, int]]:
         max_num_seqs=5,
         max_num_batched_tokens=64,
         kvcache_block_size=4,
-        num_kvcache_blocks=60,
-        max_model_len=160,
+        num_kvcache_blocks=36,
+        max_model_len=140,
     ) as llm:
         graphs = llm.model_runner.graphs
         if captures:
@@ -105,15 +104,26 @@ def run(model_path, captures: bool) -> tuple[list[list[int]], dict[bool, int]]:
             assert {size.is_prefill for size in graphs.graphs} == {True, False}
         outputs = llm.generate(prompts, params, use_tqdm=False)
         llm.scheduler.check_invariants()
+        assert llm.metrics().num_preemptions
         tokens = [x.token_ids for output in outputs for x in output.outputs]
-        return tokens, dict(getattr(graphs, "num_replays", {}))
+        found = [output.prompt_logprobs for output in outputs]
+        found += [x.logprobs for output in outputs for x in output.outputs]
+        positions = [position for row in found if row is not None for position in row]
+        logprobs = [
+            {token: entry.logprob for token, entry in position.items()}
+            for position in positions
+            if position is not None
+        ]
+        return tokens, logprobs, dict(getattr(graphs, "num_replays", {}))
 
 
 def test_padded_steps_give_the_same_tokens(model_path, padding):
-    expected, none = run(model_path, captures=False)
-    assert not none
-    tokens, num_replays = run(model_path, captures=True)
+    expected, expected_logprobs, none = run(model_path, captures=False)
+    assert not none and len(expected_logprobs) > 50
+    tokens, logprobs, num_replays = run(model_path, captures=True)
     assert tokens == expected
+    for found, plain in zip(logprobs, expected_logprobs, strict=True):
+        assert found == pytest.approx(plain, abs=1e-4)
     assert num_replays[True] >= 5 and num_replays[False] >= 20
 
 

@@ -14,7 +14,6 @@ from nanovllm.engine.model_inputs import (
     ModelInputs,
     prepare_block_tables,
     prepare_decode,
-    prepare_padded_prefill,
     prepare_prefill,
 )
 from nanovllm.engine.sampling_inputs import prepare_sample
@@ -104,17 +103,9 @@ def test_prefill_is_what_a_loop_over_tokens_gives(case: Case):
     check(context.slot_mapping, slots)
     check(context.cu_seqlens_q, bounds_q)
     check(context.cu_seqlens_k, bounds_k)
-    if logits:
-        check(context.output_indices, logits)
-        assert context.logits_indices is None
-    else:  # one row for nothing
-        check(context.output_indices, [len(token_ids) - 1])
-        check(context.logits_indices, [])
-    assert context.output_indices is not None
-    counts = [
-        sum(start <= row < end for row in context.output_indices.tolist())
-        for start, end in pairwise(bounds_q)
-    ]
+    assert context.logits_indices is None
+    check(context.output_indices, logits + [0] * (len(case.batch) - len(logits)))
+    counts = [sum(start <= row < end for row in logits) for start, end in pairwise(bounds_q)]
     check(context.cu_num_outputs, np.cumsum([0, *counts]).tolist())
     assert context.max_seqlen_q == max(item.num_tokens for item in case.batch.items)
     assert context.max_seqlen_k == max(item.end for item in case.batch.items)
@@ -217,14 +208,16 @@ def test_last_token_of_a_fully_cached_prompt_is_computed_but_not_stored():
     check(inputs.context.cu_seqlens_k, [0, 8])
 
 
-def test_chunk_that_does_not_end_its_prompt_yields_no_logits():
+def test_chunk_that_does_not_end_its_prompt_yields_no_token():
+    """What it has logits of comes after those that yield one."""
     items = (make_item(9, [2, 3, 4], 4, num_new=6), make_item(3, [5], 4))
     batch = Batch(items, is_prefill=True)
     context = prepare_prefill(batch, 4).context
-    check(context.output_indices, [8])
+    check(context.output_indices, [8, 0])
     check(context.cu_num_outputs, [0, 0, 1])
-    batch = Batch(items[:1], is_prefill=True)
-    check(prepare_prefill(batch, 4).context.logits_indices, [])
+    context = prepare_prefill(Batch(items[:1], is_prefill=True), 4).context
+    check(context.output_indices, [0])
+    check(context.cu_num_outputs, [0, 0])
 
 
 def test_logprobs_of_a_prompt_take_all_outputs():
@@ -232,7 +225,7 @@ def test_logprobs_of_a_prompt_take_all_outputs():
     items[0].seq.wants_prompt_logprobs = True
     context = prepare_prefill(Batch(items, is_prefill=True), 4).context
     assert context.output_indices is context.cu_num_outputs is None
-    check(context.logits_indices, [8])
+    check(context.logits_indices, [8, 0])
 
 
 def test_short_block_tables_are_padded():
@@ -271,7 +264,7 @@ def test_a_padded_prefill_is_a_prefill_and_padding(case: Case, tokens: int, seqs
     plain = prepare_prefill(case.batch, case.block_size)
     num_tokens, num_seqs = case.batch.num_tokens + tokens, len(case.batch) + seqs
     args = case.block_size, num_tokens, num_seqs, width
-    padded = prepare_padded_prefill(case.batch, *args)
+    padded = prepare_prefill(case.batch, *args)
     check(padded.input_ids, plain.input_ids.tolist() + [0] * tokens)
     check(padded.positions, plain.positions.tolist() + [0] * tokens)
     before, after = plain.context, padded.context
@@ -281,14 +274,13 @@ def test_a_padded_prefill_is_a_prefill_and_padding(case: Case, tokens: int, seqs
         after.cu_seqlens_k, before.cu_seqlens_k.tolist() + before.cu_seqlens_k.tolist()[-1:] * seqs
     )
     check(after.block_tables, naive_block_tables(case.batch, width) + [[0] * width] * seqs)
-    rows = before.output_indices.tolist() if before.logits_indices is None else []
-    check(after.output_indices, rows + [0] * (num_seqs - len(rows)))
+    check(after.output_indices, before.output_indices.tolist() + [0] * seqs)
     counts = [int(item.samples) for item in case.batch.items] + [0] * seqs
     check(after.cu_num_outputs, np.cumsum([0, *counts]).tolist())
     assert after.is_prefill and after.logits_indices is None
     assert (after.max_seqlen_q, after.max_seqlen_k) == (num_tokens, width * case.block_size)
     # As graphs are captured with.
-    blank = prepare_padded_prefill(Batch((), is_prefill=True), *args)
+    blank = prepare_prefill(Batch((), is_prefill=True), *args)
     assert list(blank.tensors()) == list(padded.tensors())
     for name, tensor in blank.tensors().items():
         other = padded.tensors()[name]

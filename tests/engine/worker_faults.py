@@ -281,7 +281,7 @@ def an_exception_on_rank_0(folder: Path) -> None:
     expected = expected_tokens(folder)
     llm = make(folder)
     with deadline("errors"):
-        for method in ("prepare_decode", "wait"):
+        for method in ("prepare", "wait"):
             setattr(llm.model_runner, method, lambda *args: 1 / 0)
             fails(lambda: tokens(llm), error=ZeroDivisionError)
             delattr(llm.model_runner, method)

@@ -150,16 +150,25 @@ def test_prefill_of_many_sequences(paged, device, monkeypatch):
     batch.check(TritonAttention(), batch.context(paged=paged), monkeypatch)
 
 
-def test_sequences_and_tokens_that_pad_a_prefill_change_nothing(device, monkeypatch):
-    lens, new = [30, 5, 150], [7, 5, 100]
-    batch = Paged([*lens, 0, 0], [*new, 0, 0], 4, 2, 64, 16, torch.float32, device)
-    context = batch.context()
-    plain = Paged.context(batch)
+def test_sequences_and_tokens_that_pad_a_prefill_change_nothing(device):
+    batch = Paged([30, 5, 150], [7, 5, 100], 4, 2, 64, 16, torch.float32, device)
+    plain = batch.context()
     q = torch.cat([*batch.qs, torch.randn(40, 4, 64, device=device)])
-    args = (q, q[:, :2], q[:, :2], batch.k_cache, batch.v_cache)
-    out = TritonAttention().prefill(*args, context, 1.0)
-    expected = TorchAttention().prefill(q[:112], *args[1:], plain, 1.0)
-    torch.testing.assert_close(out[:112], expected)
+    caches = (q[:, :2], q[:, :2], batch.k_cache, batch.v_cache)
+    expected = TorchAttention().prefill(q[:112], *caches, plain, 1.0)
+    bounds = (plain.cu_seqlens_q, plain.cu_seqlens_k)
+    padded_q, padded_k = (torch.cat([x, x[-1:], x[-1:]]) for x in bounds)
+    padded = replace(
+        plain,
+        cu_seqlens_q=padded_q,
+        cu_seqlens_k=padded_k,
+        block_tables=torch.cat([plain.block_tables, plain.block_tables[:2] * 0]),
+        max_seqlen_q=152,
+        max_seqlen_k=400,
+    )
+    for backend in (TritonAttention(), TorchAttention()):
+        out = backend.prefill(q, *caches, padded, 1.0)
+        torch.testing.assert_close(out[:112], expected)
 
 
 def test_rows_that_pad_a_graph_give_zeros(device):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels import gated_linear as module
-from nanovllm.kernels.gated_linear import MIN_ROWS, gated_linear, is_gated
+from nanovllm.kernels.gated_linear import MIN_ROWS, check_gated_linear, gated_linear, is_gated
 from nanovllm.kernels.linear import norm_linear
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
 from tests.kernels.oracle import assert_as_good_as_eager
@@ -60,6 +60,17 @@ def package(monkeypatch):
     module._product.cache_clear()
     yield
     module._product.cache_clear()
+
+
+@pytest.mark.parametrize("wrong", [lambda w: w.flip(0), lambda w: w.roll(64, 0)])
+def test_a_product_that_is_wrong_is_not_taken(package, monkeypatch, wrong):
+    args = torch.device("cpu"), torch.float32, 64
+    check_gated_linear(*args)
+    monkeypatch.setattr(
+        module, "gated_linear", lambda x, weight: gated_linear(x, wrong(weight).contiguous())
+    )
+    with pytest.raises(AssertionError):
+        check_gated_linear(*args)
 
 
 @pytest.mark.parametrize("width", [64, 4096])
