@@ -291,15 +291,16 @@ def best_of_shard(request):
     return request.param
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "num_shards, shard, vocab_size, dtype",
+    "num_shards, shard, vocab_size",
     [
-        (1, 1024, 924, torch.float32),
-        (2, 512, 1000, torch.float16),
-        (3, 384, 1152, torch.float32),
-        (8, 128, 1024, torch.float16),
-        (4, 512, 900, torch.float32),
-        (4, 11_520, 46_000, torch.float16),
+        (1, 1024, 924),
+        (2, 512, 1000),
+        (3, 384, 1152),
+        (8, 128, 1024),
+        (4, 512, 900),
+        (4, 11_520, 46_000),
     ],
 )
 def test_the_best_of_all_shards_is_the_draw_from_the_whole(
