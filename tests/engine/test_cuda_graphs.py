@@ -61,8 +61,7 @@ def padding(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "PREFILL_TOKENS", [16, 48])
 
     def new_graphs(runner: ModelRunner) -> StepGraphs:
-        forward = lambda inputs: runner.run_model(inputs)[1]  # noqa: E731
-        graphs = PlainGraphs(forward, runner.prepare, runner.device)
+        graphs = PlainGraphs(lambda x: runner.run_model(x)[1], runner.prepare, runner.device)
         runner.capture = lambda: graphs.capture(runner._graph_sizes())
         return graphs
 
