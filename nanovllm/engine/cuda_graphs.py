@@ -91,7 +91,8 @@ class StepGraphs:
 
     def size_for(self, batch: Batch) -> GraphSize | None:
         """The smallest captured size that holds the batch; None if it has to run eagerly."""
-        num_tokens, num_seqs = batch.num_tokens, len(batch)
+        num_seqs = len(batch)
+        num_tokens = batch.num_tokens if batch.is_prefill else num_seqs
         if batch.is_prefill and any(item.seq.wants_prompt_logprobs for item in batch.items):
             return None  # needs what the model gives for every token
         fitting = (

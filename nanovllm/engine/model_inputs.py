@@ -29,8 +29,8 @@ class ModelInputs:
         input_ids: int32 [N]; -1 - row for the token that the last step drew in this row.
         positions: int32 [N].
         context: the metadata.
-        sampling_rows: int32 [num_sampled, ROW_WORDS], how to draw the next tokens, where no more
-            than that is asked for; None for a step that ends with logits.
+        sampling_rows: int32 [num_seqs, ROW_WORDS], how to draw the next tokens, where no more than
+            that is asked for, then rows for nothing; None for a step that ends with logits.
     """
 
     input_ids: torch.Tensor
@@ -191,14 +191,14 @@ def _slots(item: ScheduledSequence, positions: np.ndarray, block_size: int) -> n
 
 
 def _padded(values: Any, size: int, padding: int = 0) -> np.ndarray:
-    """int32 [size]."""
+    """int32 [size], the values and then padding."""
     out = np.full(size, padding, np.int32)
     out[: len(values)] = values
     return out
 
 
 def _joined(parts: list[np.ndarray], size: int, padding: int = 0) -> np.ndarray:
-    """int32 [size], the parts end to end."""
+    """int32 [size], the parts end to end and then padding."""
     return _padded(np.concatenate(parts) if parts else (), size, padding)
 
 

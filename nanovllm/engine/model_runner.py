@@ -252,7 +252,7 @@ class ModelRunner:
         return self.model.lm_head.gather(logits)
 
     def run_model(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the model gives, and this rank's logits [num_sampled, its part of the vocabulary];
+        """What the model gives, and this rank's logits [num_seqs, its part of the vocabulary];
         and where the inputs say how, the next tokens are drawn. Fills in
         ``inputs.input_ids``."""
         if not inputs.context.is_prefill:

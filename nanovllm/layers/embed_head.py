@@ -52,14 +52,14 @@ class ParallelLMHead(VocabParallelEmbedding):
         self.weight = nn.Parameter(pack_weight(self.weight.data), requires_grad=False)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[N, embedding_dim] -> [num_sampled, num_embeddings_per_rank]."""
+        """[N, embedding_dim] -> [num_seqs, num_embeddings_per_rank]."""
         indices = get_context().logits_indices
         if indices is not None:
             hidden_states = hidden_states[indices]
         return linear(hidden_states, self.weight, None)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Every rank's logits -> [num_sampled, vocabulary] on rank 0, None elsewhere."""
+        """Every rank's logits -> [num_rows, vocabulary] on rank 0, None elsewhere."""
         if self.tp.size == 1:
             return logits
         parts = self.tp.gather(logits)

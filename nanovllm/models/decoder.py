@@ -166,7 +166,7 @@ class DecoderForCausalLM(nn.Module):
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What ``forward`` gives -> [num_sampled, vocab_size], of several ranks this one's part."""
+        """What ``forward`` gives -> [num_seqs, vocab_size], of several ranks this one's part."""
         return self.lm_head(hidden_states)
 
     def is_redundant_weight(self, name: str) -> bool:
