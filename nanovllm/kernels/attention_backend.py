@@ -32,6 +32,9 @@ class AttentionBackend(Protocol):
     capturable: bool
     # Whether decode rotates and stores new keys, and takes them as the projection gives them.
     rotates: bool
+    # Of each prompt's first values, how many ``prefill`` needs to be finite where there are no
+    # block tables, lest they spoil other sequences (``rotate_and_store`` makes them so).
+    num_finite: int
 
     def prefill(
         self,

@@ -19,6 +19,7 @@ class FlashAttention:
     name = "flash_attn"
     capturable = True
     rotates = False
+    num_finite = 0
 
     def __init__(self) -> None:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.attention_triton import TritonAttention
-from nanovllm.kernels.compat import chained, keep_compiled_kernels, tl, triton
+from nanovllm.kernels.compat import keep_compiled_kernels
 from nanovllm.utils.context import Context
 
 MAX_SEQS = 256  # for more, which must be short, it would compile another kernel amid a run
@@ -15,14 +15,15 @@ MAX_TILE = 128  # most keys that it loads at once
 class FlashAttention4(TritonAttention):
     """flash-attn-4's varlen function for prefill, in fp16 or bf16; our own kernels for decode.
 
-    In a prefill of whole prompts, values that are not finite may count as the largest that are.
-
     Raises:
         ImportError: the package is not installed.
         ValueError: not a GPU that its paged kernels are for.
     """
 
     name = "flash_attn_4"
+    # A sequence's last tile goes on into the next ones, whose values get weight 0: NaN if they are
+    # not finite. The largest number instead spoils their own sequence only.
+    num_finite = MAX_TILE - 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,10 +53,6 @@ class FlashAttention4(TritonAttention):
             return super().prefill(q, k, v, k_cache, v_cache, context, scale)
         tables = context.block_tables
         if tables is None:
-            # A sequence's last tile goes on into the next ones, whose values get weight 0: NaN if
-            # they are not finite. The largest number instead spoils their own sequence only.
-            if len(bounds_k) > 2:
-                make_finite(v, bounds_k, MAX_TILE - 1)
             keys = {"k": k, "v": v, "cu_seqlens_k": bounds_k}
         elif k_cache.size(1) > MAX_TILE:
             # Of blocks that are no tile each, it reads only the slots that hold keys.
@@ -66,56 +63,3 @@ class FlashAttention4(TritonAttention):
         # No max_seqlen_q, a hint for which short prompts would get a kernel of their own.
         out, _ = self.varlen(q, **keys, cu_seqlens_q=bounds_q, softmax_scale=scale, causal=True)
         return out
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _make_finite_kernel(
-    v_ptr,
-    bounds_ptr,
-    stride,
-    num_tokens,
-    NUM_TOKENS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    offset = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None]
-    token = tl.load(bounds_ptr + 1 + tl.program_id(0)) + offset
-    column = tl.arange(0, BLOCK)[None, :]
-    address = v_ptr + token.to(tl.int64) * stride + column
-    mask = (offset < NUM_TOKENS) & (token < num_tokens) & (column < WIDTH)
-    v = tl.load(address, mask=mask, other=0.0).to(tl.float32)
-    is_wrong = ~(tl.abs(v) <= LARGEST)  # or NaN
-    largest = tl.where(v < 0, -LARGEST, LARGEST).to(v_ptr.dtype.element_ty)
-    tl.store(address, largest, mask=mask & is_wrong)
-
-
-def make_finite(v: torch.Tensor, bounds: torch.Tensor, num_tokens: int) -> None:
-    """Puts the largest finite number of its type in place of NaN and inf, the smallest for -inf, in
-    the tokens that follow a sequence's last one. Writes nothing else.
-
-    Args:
-        v: [N, kv_heads, head_dim], whose tokens may be strided.
-        bounds: int32 [num_seqs + 1], where sequences begin and end.
-        num_tokens: how many follow.
-    """
-    width, tokens, num_seqs = v.size(1) * v.size(2), 4, len(bounds) - 1
-    assert v.stride()[1:] == (v.size(2), 1)
-    _make_finite_kernel[(num_seqs - 1, triton.cdiv(num_tokens, tokens))](
-        v,
-        bounds,
-        v.stride(0),
-        len(v),
-        NUM_TOKENS=num_tokens,
-        LARGEST=torch.finfo(v.dtype).max,
-        WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
-        TOKENS=tokens,
-        num_warps=4,
-        **chained(v),
-    )

@@ -14,6 +14,7 @@ class TorchAttention:
     name = "torch"
     capturable = False
     rotates = False
+    num_finite = 0
 
     def prefill(
         self,

@@ -16,6 +16,7 @@ class TritonAttention:
     name = "triton"
     capturable = True
     rotates = True
+    num_finite = 0
 
     def __init__(self) -> None:
         # Programs of each sequence that have ended; one step's, so one backend's.

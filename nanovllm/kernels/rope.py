@@ -63,6 +63,7 @@ def rotate_and_store_reference(
     k: torch.Tensor,
     v: torch.Tensor,
     slots: CacheSlots | None,
+    num_finite: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if rotation.q_weight is not None and rotation.k_weight is not None:
         q = rms_norm_reference(q, rotation.q_weight, rotation.eps)
@@ -71,6 +72,8 @@ def rotate_and_store_reference(
     q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
     if slots is not None:
         store_kvcache_reference(k, v, *slots)
+    first, largest = rotation.positions < num_finite, torch.finfo(v.dtype).max
+    v[first] = v[first].nan_to_num(nan=largest, posinf=largest, neginf=-largest)
     return q, k
 
 
@@ -99,6 +102,8 @@ def _rotate_and_store_kernel(
     BLOCK_HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
     STORES: tl.constexpr,
+    NUM_FINITE: tl.constexpr,
+    LARGEST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -141,7 +146,8 @@ def _rotate_and_store_kernel(
         # Rounded where the separate norm would round.
         x1 = ((x1 * scale).to(raw1.dtype) * w1).to(tl.float32)
         x2 = ((x2 * scale).to(raw2.dtype) * w2).to(tl.float32)
-    cos_sin = cos_sin_ptr + tl.load(positions_ptr + token) * (HALF * 2) + column
+    position = tl.load(positions_ptr + token)
+    cos_sin = cos_sin_ptr + position * (HALF * 2) + column
     cos = tl.load(cos_sin, mask=in_head, other=0.0)
     sin = tl.load(cos_sin + HALF, mask=in_head, other=0.0)
     out1 = (x1 * cos - x2 * sin).to(raw1.dtype)
@@ -158,6 +164,13 @@ def _rotate_and_store_kernel(
             tl.store(k_cache_ptr + start + offset + HALF, out2, mask=mask)
             tl.store(v_cache_ptr + start + offset, v1, mask=mask)
             tl.store(v_cache_ptr + start + offset + HALF, v2, mask=mask)
+    if is_key & (position < NUM_FINITE):
+        for i in tl.static_range(2):
+            place = v_ptr + token * v_stride + offset + i * HALF
+            v = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+            is_wrong = ~(tl.abs(v) <= LARGEST)  # or NaN
+            largest = tl.where(v < 0, -LARGEST, LARGEST).to(v_ptr.dtype.element_ty)
+            tl.store(place, largest, mask=mask & is_wrong)
 
 
 def rotate_and_store_triton(
@@ -166,6 +179,7 @@ def rotate_and_store_triton(
     k: torch.Tensor,
     v: torch.Tensor,
     slots: CacheSlots | None,
+    num_finite: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's heads must be contiguous; tokens may be strided. Results are contiguous."""
     num_tokens, q_heads, head_dim = q.shape
@@ -204,6 +218,8 @@ def rotate_and_store_triton(
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         HAS_NORM=has_norm,
         STORES=slots is not None,
+        NUM_FINITE=num_finite,
+        LARGEST=torch.finfo(v.dtype).max,
         num_warps=2,
         **chained(q),
     )
@@ -216,15 +232,18 @@ def rotate_and_store(
     k: torch.Tensor,
     v: torch.Tensor,
     slots: CacheSlots | None,
+    num_finite: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotates queries and keys, and stores the keys and values: one kernel.
 
     Args:
         q, k, v: [N, heads, D], [N, kv_heads, D] twice.
         slots: where to; None stores nothing.
+        num_finite: in the values at positions below it, NaN and inf become the largest finite
+            number of their type, and -inf the smallest; in ``v``, not in the cache.
 
     Returns:
         q and k.
     """
     rotate = rotate_and_store_triton if use_triton(q) else rotate_and_store_reference
-    return rotate(rotation, q, k, v, slots)
+    return rotate(rotation, q, k, v, slots, num_finite)

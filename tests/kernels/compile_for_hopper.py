@@ -118,12 +118,12 @@ def launch_all(dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int) -
             block_tables=tables,
         )
         attention.prefill(q, k, k, cache, cache, prefill, 1.0)
-    attention_flash4.make_finite(v, bounds, attention_flash4.MAX_TILE - 1)
     kv_store.store_kvcache_triton(k, k, cache, cache, ints(64))
     slots = rope.CacheSlots(cache, cache, ints(64))
     for norms in ((None, None), (weight, weight)):
         rotation = rope.Rotation(ints(64), angles, *norms, 1e-6)
-        rope.rotate_and_store_triton(rotation, q, k, k, slots)
+        for num_finite in (0, attention_flash4.FlashAttention4.num_finite):
+            rope.rotate_and_store_triton(rotation, q, k, k, slots, num_finite)
     for residual in (None, make(8, 1024)):
         rms_norm.rms_norm_triton(make(8, 1024), make(1024), 1e-6, residual)
     silu_and_mul.silu_and_mul_triton(make(8, 6144))

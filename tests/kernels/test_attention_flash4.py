@@ -13,6 +13,9 @@ from nanovllm.config import ATTENTION_BACKENDS
 from nanovllm.kernels import attention_backend, attention_flash4
 from nanovllm.kernels.attention_backend import select_attention_backend
 from nanovllm.kernels.attention_flash4 import FlashAttention4
+from nanovllm.kernels.rope import Rotation
+from nanovllm.layers.attention import Attention
+from nanovllm.utils.context import step_context
 from tests.kernels.test_attention import Paged
 
 TILE = 128
@@ -189,13 +192,16 @@ def test_what_is_not_finite_stays_in_its_own_sequence(backend, bad, spoilt, devi
     """Guards 0 x NaN in the tile that a sequence shares with the next; and hides nothing."""
     lens = [40, 3, 150, 7]
     paged = Paged(lens, lens, 4, 2, 64, 256, torch.bfloat16, device)
-    outs = []
+    layer, outs = Attention(4, 64, 0.125, 2), []
+    layer.backend = backend
+    positions = torch.cat([torch.arange(n, dtype=torch.int32) for n in lens]).to(device)
+    as_it_is = torch.eye(2, device=device)[0].repeat_interleave(32).repeat(150, 1)
     for value in (1.0, bad):
         for name in spoilt:
             getattr(paged, f"{name}s")[2][100] = value
         qkv = [torch.cat(x) for x in (paged.qs, paged.ks, paged.vs)]
-        context = paged.context(paged=False)
-        out = backend.prefill(*qkv, paged.k_cache, paged.v_cache, context, 0.125)
+        with step_context(paged.context(paged=False)):
+            out = layer(*qkv, Rotation(positions, as_it_is))
         outs.append(out.split(lens))
     for i, (clean, got) in enumerate(zip(*outs, strict=True)):
         if i != 2:
@@ -289,18 +295,3 @@ class TestChoice:
 
     def test_every_backend_can_be_asked_for(self):
         assert set(ATTENTION_BACKENDS) == {"auto", *attention_backend.BACKENDS}
-
-
-@DTYPES
-def test_only_what_is_not_finite_after_a_sequence_is_replaced(dtype, device):
-    qkv = torch.randn(20, 5, 48, dtype=dtype)
-    qkv[1, 3, 5], qkv[3, 4, 0], qkv[8, 4, 47], qkv[4, 2, 1] = torch.nan, torch.inf, -torch.inf, -9
-    qkv[0, 0, 0] = qkv[4, 0, 0] = torch.nan  # no value
-    qkv[9, 3, 0] = qkv[16, 3, 0] = qkv[19, 4, 1] = torch.nan
-    expected, largest = qkv.clone(), torch.finfo(dtype).max
-    for follow in (slice(3, 9), slice(14, 20)):
-        values = expected[follow, 3:]
-        expected[follow, 3:] = values.nan_to_num(nan=largest, posinf=largest, neginf=-largest)
-    found, bounds = qkv.to(device), torch.tensor([0, 3, 14, 20], dtype=torch.int32, device=device)
-    attention_flash4.make_finite(found[:, 3:], bounds, 6)
-    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
