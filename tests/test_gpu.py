@@ -1,6 +1,7 @@
 """The engine on a real GPU: whole-model accuracy, graphs, memory."""
 
 import gc
+import json
 import random
 from pathlib import Path
 
@@ -220,8 +221,8 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_the_figures(small_mo
 def test_close_gives_all_memory_back(small_model, backend):
     params = SamplingParams(temperature=0, max_tokens=8)
     texts = []
-    with LLM(small_model, attention_backend=backend, max_num_seqs=16):
-        pass  # libraries allocate their workspaces once
+    with LLM(small_model, attention_backend=backend, max_num_seqs=16) as llm:
+        llm.generate(PROMPTS, params, False)  # libraries allocate their workspaces once
     gc.collect()
     torch.cuda.empty_cache()
     allocated, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
@@ -253,30 +254,28 @@ def test_what_was_in_freed_blocks_does_not_matter(small_model, backend):
         assert [out["token_ids"] for out in llm.generate(PROMPTS, params, False)] == expected
 
 
-def poison(llm: LLM, token_id: int) -> None:
-    """Prompts with this token have logits of NaN from now on. Decode graphs, which read the
-    embedding where it was, know it as it was."""
-    embedding = llm.model_runner.model.model.embed_tokens
-    weight = embedding.weight.clone()
-    weight[token_id] = torch.nan
-    embedding.weight = torch.nn.Parameter(weight, requires_grad=False)
-
-
-def test_a_long_job_survives_nan_and_a_full_gpu(caplog):
+def test_a_long_job_survives_nan_and_a_full_gpu(caplog, tmp_path):
     """50,000 prompts on Qwen3-0.6B's shapes: one in a hundred has logits of NaN, and in the middle
     somebody takes all of the GPU's memory for a while."""
     rng, poisoned_id = random.Random(3), 151_000
-    shape = Path(__file__).parents[1] / "benchmarks" / "shapes" / "qwen3-0.6b"
+    shapes = Path(__file__).parents[1] / "benchmarks" / "shapes"
+    shape = json.loads((shapes / "qwen3-0.6b" / "config.json").read_text())
+    shape["tie_word_embeddings"] = False
+    (tmp_path / "config.json").write_text(json.dumps(shape))
     settings = {"max_model_len": 256, "gpu_memory_utilization": 0.5}
-    with LLM(shape, load_format="dummy", **settings) as llm:
-        poison(llm, poisoned_id)
+    with LLM(tmp_path, load_format="dummy", **settings) as llm:
+        model = llm.model_runner.model
+        model.model.embed_tokens.weight.data[poisoned_id] = torch.nan
+        model.lm_head.weight.data[poisoned_id] = 0  # at this temperature it is never drawn
         starts = [[rng.randrange(1000) for _ in range(300)] for _ in range(10)]
         bad, lengths = set(), {}
         for i in range(50_000):
             prompt = [*rng.choice(starts)[: rng.randint(4, 40)], i]
             if i % 100 == 7:
                 prompt.insert(rng.randrange(len(prompt)), poisoned_id)
-            sampling = SamplingParams(seed=i, max_tokens=1 + i % 16, ignore_eos=True)
+            sampling = SamplingParams(
+                temperature=0.1, seed=i, max_tokens=1 + i % 16, ignore_eos=True
+            )
             request_id = llm.add_request(prompt, sampling)
             lengths[request_id] = 1 + i % 16
             if i % 100 == 7:
@@ -309,8 +308,10 @@ def test_a_long_job_survives_nan_and_a_full_gpu(caplog):
 
 def test_a_step_that_never_fits_is_an_error_and_the_engine_goes_on(small_model):
     params = SamplingParams(temperature=0, max_tokens=8)
-    # In fp32, since prompts that find their beginning cached are rounded otherwise.
+    # In fp32, since prompts that find their beginning cached are rounded otherwise; and eagerly,
+    # since a captured step has its memory already.
     settings = {"dtype": "float32", "gpu_memory_utilization": 0.3, "max_num_seqs": 16}
+    settings["enforce_eager"] = True
     with LLM(small_model, **settings) as llm:
         expected = [out["token_ids"] for out in llm.generate(PROMPTS[:8], params, False)]
         torch.cuda.empty_cache()
