@@ -29,6 +29,7 @@ from nanovllm.outputs import EngineMetrics, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger("nanovllm")
+PORTION = 32  # prompts that are tokenised together
 # A request to add: its text (None if it came as token ids), its token ids, its parameters.
 Checked: TypeAlias = tuple[str | None, list[int], SamplingParams]
 
@@ -102,7 +103,7 @@ class LLMEngine:
         """
         self._check_open()
         self._check_no_stream()
-        (checked,) = raise_errors(self._validate([prompt], sampling_params), "prompts")
+        (checked,) = raise_errors([*self._validate([prompt], sampling_params)], "prompts")
         with self._reset_on_error():
             return self._add(*checked).request_id
 
@@ -159,7 +160,7 @@ class LLMEngine:
 
         Raises:
             TypeError, ValueError: a bad argument; of several prompts the message names all bad
-                ones by index. Nothing has run then.
+                ones by index. None has a result then.
         """
         return self._generate(as_prompt_list(prompts), sampling_params, use_tqdm, on_error)
 
@@ -177,7 +178,7 @@ class LLMEngine:
         Raises:
             TypeError, ValueError: as ``generate``, when the first output is asked for.
         """
-        checked = raise_errors(self._start(as_prompt_list(prompts), sampling_params), "prompts")
+        checked = raise_errors([*self._start(as_prompt_list(prompts), sampling_params)], "prompts")
         with self._reset_on_error():
             requests = [self._add(*args, streams=True) for args in checked]
         own = {request.request_id: request for request in requests}
@@ -265,30 +266,36 @@ class LLMEngine:
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
         checked = self._start(prompts, sampling_params)
-        if on_error == "raise":
-            raise_errors(checked, what)
         bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
-        progress = bar(total=len(checked), desc="Generating")
+        progress = bar(total=len(prompts), desc="Generating")
+
+        def advance() -> None:
+            _, finished = self._step()
+            if finished:
+                prefill, decode = (f"{rate:.0f} tok/s" for rate in self.throughput.rates())
+                progress.set_postfix(prefill=prefill, decode=decode, refresh=False)
+                progress.update(len(finished))
+
+        requests: list[Any] = []  # or what is wrong
         with self._reset_on_error(), closing(progress):
-            requests: list[Request | Exception] = []
-            num_tokens = 0
+            num_tokens, is_refused = 0, False
             for item in checked:
-                if isinstance(item, Exception):
+                is_refused |= isinstance(item, Exception) and on_error == "raise"
+                if isinstance(item, Exception) or is_refused:
                     requests.append(item)
                     continue
                 requests.append(request := self._add(*item))
-                if self._launched is None:
-                    num_tokens += self.scheduler.count_new_tokens(request.seqs[0])
-                    if num_tokens >= self.config.max_num_batched_tokens:
-                        self._step()  # the others are added while it runs
+                num_tokens += self.scheduler.count_new_tokens(request.seqs[0])
+                if num_tokens >= self.config.max_num_batched_tokens:
+                    num_tokens = 0
+                    advance()  # the others are looked at while it runs
+            for request_id in [*self._requests] if is_refused else []:
+                self.abort_request(request_id)
             progress.update(sum(isinstance(request, Exception) for request in requests))
             while not self.is_finished():
-                _, finished = self._step()
-                if finished:
-                    rates = (f"{rate:.0f} tok/s" for rate in self.throughput.rates())
-                    prefill, decode = rates
-                    progress.set_postfix(prefill=prefill, decode=decode, refresh=False)
-                    progress.update(len(finished))
+                advance()
+        if is_refused:
+            raise_errors(requests, what)
         outputs = map_good(lambda good: make_outputs(good, self.prompt_encoder), requests)
         return [
             refused(prompt, output) if isinstance(output, Exception) else output
@@ -299,7 +306,7 @@ class LLMEngine:
         self,
         prompts: Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
-    ) -> list[Checked | Exception]:
+    ) -> Iterator[Checked | Exception]:
         """What to add for a run that has the engine to itself."""
         self._check_open()
         if not self.is_finished():
@@ -456,36 +463,40 @@ class LLMEngine:
         self,
         prompts: Seq[Any],
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
-    ) -> list[Checked | Exception]:
-        """For each prompt what to add, or what is wrong with it."""
+    ) -> Iterator[Checked | Exception]:
+        """For each prompt what to add, or what is wrong with it; looked at some at a time, as they
+        are asked for."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        each: Seq[Any]
         if isinstance(sampling_params, (list, tuple)):
-            each = sampling_params
-        else:
-            self._check_params(sampling_params)
-            each = [sampling_params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(
-                f"{len(prompts)} prompts but {len(each)} sampling_params: give one for all or "
-                f"one each"
-            )
-        checked: list[Checked | Exception] = []
+            if len(sampling_params) != len(prompts):
+                raise ValueError(
+                    f"{len(prompts)} prompts but {len(sampling_params)} sampling_params: give one "
+                    f"for all or one each"
+                )
+            return self._validate_each(prompts, sampling_params)
+        self._check_params(sampling_params)
+        return self._validate_each(prompts, [sampling_params] * len(prompts))
+
+    def _validate_each(
+        self, prompts: Seq[Any], params_of_each: Seq[Any]
+    ) -> Iterator[Checked | Exception]:
         good: set[int] = set()  # each object is checked once
-        encoded = self.prompt_encoder.encode(prompts)
-        for item, params in zip(encoded, each, strict=True):
-            try:
-                if id(params) not in good:
-                    self._check_params(params)
-                    good.add(id(params))
-                if isinstance(item, Exception):
-                    raise item
-                self.scheduler.check_prompt_len(len(item[1]))
-                checked.append((*item, params))
-            except (TypeError, ValueError) as error:
-                checked.append(error)
-        return checked
+        for start in range(0, len(prompts), PORTION):
+            portion = slice(start, start + PORTION)
+            encoded = self.prompt_encoder.encode(prompts[portion])
+            for item, params in zip(encoded, params_of_each[portion], strict=True):
+                try:
+                    if id(params) not in good:
+                        self._check_params(params)
+                        good.add(id(params))
+                    if isinstance(item, Exception):
+                        raise item
+                    self.scheduler.check_prompt_len(len(item[1]))
+                except (TypeError, ValueError) as error:
+                    yield error
+                else:
+                    yield (*item, params)
 
     def _check_params(self, params: Any) -> None:
         """Raises TypeError or ValueError for what this model cannot follow."""
