@@ -454,7 +454,8 @@ class LLMEngine:
             seqs.append(seq)
         seqs[0].wants_prompt_logprobs = params.prompt_logprobs is not None
         seqs[0].siblings = seqs[1:]
-        request = Request(request_id, text, params, seqs, RequestMetrics(arrival_time=time()))
+        metrics = RequestMetrics(arrival_time=time())
+        request = Request(request_id, text, token_ids, params, seqs, metrics)
         self.scheduler.add(seqs[0])
         self._requests[request_id] = request
         return request

@@ -18,6 +18,7 @@ class Request:
     Attributes:
         request_id: the engine's name for it.
         prompt: its text; None if it came as token ids.
+        prompt_token_ids: its token ids, for results only.
         params: how to complete it.
         seqs: a sequence for each completion, by index.
         metrics: when things happened.
@@ -25,6 +26,7 @@ class Request:
 
     request_id: str
     prompt: str | None
+    prompt_token_ids: list[int]
     params: SamplingParams
     seqs: list[Sequence]
     metrics: RequestMetrics
@@ -62,7 +64,7 @@ def make_outputs(requests: list[Request], encoder: PromptEncoder) -> list[Reques
             RequestOutput(
                 request_id=request.request_id,
                 prompt=request.prompt,
-                prompt_token_ids=first.prompt_token_ids,
+                prompt_token_ids=request.prompt_token_ids,
                 outputs=completions,
                 finished=request.is_finished,
                 prompt_logprobs=prompt_logprobs,
