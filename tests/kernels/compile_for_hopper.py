@@ -134,11 +134,13 @@ def launch_all(dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int) -
         (3072, 1024, True, False),
         (12288, 4096, True, False),
         (4096, 12288, False, False),
+        (17408, 5120, True, False),
+        (5120, 5120, False, False),
     ]
     for out, width, silu, has_bias in products if dtype is torch.bfloat16 else products[:3]:
         weight, bias = make(out * (1 + silu), width), make(out * (1 + silu)) if has_bias else None
         for rows in (1, 8, skinny_linear.MAX_ROWS):
-            if rows <= skinny_linear.MAX_ROWS_WIDE or width < skinny_linear.WIDE:
+            if rows <= skinny_linear.MAX_ROWS_LARGE or width < skinny_linear.WIDE:
                 skinny_linear.skinny_linear(make(rows, width), weight, bias, silu)
         x = make(1, width)
         skinny_linear.skinny_norm_linear(x, weight, bias, silu, make(width), 1e-6, x)

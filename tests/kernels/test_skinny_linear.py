@@ -64,6 +64,7 @@ def test_what_they_are_for(monkeypatch):
     assert serves(1, 64, 64) and serves(16, 64, 4095) and serves(8, 24576, 12288)
     assert not serves(17, 64, 64) and not serves(9, 64, 4096) and not serves(0, 64, 64)
     assert not serves(1, 151_936, 1024)
+    assert serves(16, 3072, 3072) and serves(8, 6144, 2560) and not serves(16, 6144, 2560)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -90,7 +91,11 @@ def test_norm_and_residual_before_it(dtype, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 8, MAX_ROWS])
-@pytest.mark.parametrize("model", [(1024, 2048, 1024, 3072), (4096, 4096, 1024, 12288)], ids=str)
+@pytest.mark.parametrize(
+    "model",
+    [(1024, 2048, 1024, 3072), (4096, 4096, 1024, 12288), (2560, 4096, 1024, 9728)],
+    ids=str,
+)
 def test_a_chain_of_layers_in_a_cuda_graph(model, num_rows):
     """Guards kernels that start before their input is there, with shapes of real models."""
     hidden, q_size, kv_size, inner = model
