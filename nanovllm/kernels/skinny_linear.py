@@ -301,7 +301,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> tuple[int, int]
 
 def vector_config(out_features: int, width: int, silu: bool) -> tuple[int, int]:
     """BLOCK_N and BLOCK_K, for 4 warps. Tuned on an H200 for the matrices of models from 0.5B to
-    32B: of 45, this takes 1.06 times as long as the best of 25 for each."""
+    32B: of these 45, a product takes 5% longer on average than with its own best of 25 tiles."""
     if silu:
         block_n, block_k = (4, 1024) if width < 2048 else (1, 1024) if width <= 4096 else (1, 2048)
     elif out_features <= 1024 and width > 2048:
