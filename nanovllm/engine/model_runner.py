@@ -322,18 +322,19 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warmup_model(self) -> None:
-        """A prefill of the largest batch: as many tokens as a step takes, and as many sampled
-        sequences. All of it goes to one block."""
-        num_tokens, num_seqs = self.config.max_num_batched_tokens, self.max_num_seqs
-        lens = [num_tokens // num_seqs + (i < num_tokens % num_seqs) for i in range(num_seqs)]
-        items = []
+        """Prefills of as many tokens as a step takes, of the most sequences, which all sample, and
+        of the longest, for which a backend may have another kernel. All of it goes to one block."""
+        num_tokens, most = self.config.max_num_batched_tokens, self.max_num_seqs
         sampling = SamplingState(SamplingParams(), 0, [], self.model_config.vocab_size)
-        for length in lens:
-            seq = Sequence([0] * min(length, self.max_model_len))
-            seq.sampling = sampling
-            seq.block_table = [0] * cdiv(len(seq), self.config.kvcache_block_size)
-            items.append(ScheduledSequence(seq, 0, len(seq), samples=True))
-        self.run_step(self.prepare(Batch(tuple(items), is_prefill=True), None))
+        for num_seqs in {most, min(most, cdiv(num_tokens, self.max_model_len))}:
+            items = []
+            for i in range(num_seqs):
+                length = num_tokens // num_seqs + (i < num_tokens % num_seqs)
+                seq = Sequence([0] * min(length, self.max_model_len))
+                seq.sampling = sampling
+                seq.block_table = [0] * cdiv(len(seq), self.config.kvcache_block_size)
+                items.append(ScheduledSequence(seq, 0, len(seq), samples=True))
+            self.run_step(self.prepare(Batch(tuple(items), is_prefill=True), None))
         self.hidden_states = self.logits = None
 
     def measure_kv_cache(self) -> int:

@@ -49,6 +49,7 @@ class TritonAttention:
         scale: float,
         new: NewTokens | None = None,
     ) -> torch.Tensor:
+        assert new is not None
         if self._arrived is None:
             size = num_counters(k_cache.size(2))
             self._arrived = torch.zeros(size, dtype=torch.int32, device=q.device)

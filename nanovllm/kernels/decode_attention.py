@@ -10,8 +10,6 @@ programmatic dependent launch, the first keys of few contexts are requested whil
 still running: they have been cached by steps before.
 """
 
-from typing import Any
-
 import torch
 
 from nanovllm.kernels.attention_tiles import LOG2_E, add_scores, attend, precision, tile_pointers
@@ -107,7 +105,6 @@ def _decode_kernel(
     new_k_stride,
     new_v_stride,
     table_stride,
-    ROTATES: tl.constexpr,
     HAS_NORM: tl.constexpr,
     PREFETCHES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -144,7 +141,7 @@ def _decode_kernel(
     part = tl.load(work_ptr + 4)
     first_slot = tl.load(work_ptr + 5)
     has_new = (part == num_parts - 1) & (end > begin)
-    cached_end = end - has_new.to(tl.int32) if ROTATES else end
+    cached_end = end - has_new.to(tl.int32)
     pages_ptr = block_tables_ptr + seq * table_stride
     dim = tl.arange(0, BLOCK_D)
     in_head = dim < HEAD_DIM
@@ -165,24 +162,23 @@ def _decode_kernel(
     head = kv_head * GROUP + row
     q_mask = (row < GROUP)[:, None] & in_head[None, :]
     q_tile = q_ptr + seq.to(tl.int64) * q_stride + head[:, None] * HEAD_DIM
-    if ROTATES:
-        # All tiles have one shape, and with it one layout: a key's rows are all the same.
-        HALF: tl.constexpr = HEAD_DIM // 2
-        this = (row * 0)[:, None] + dim[None, :]
-        other = tl.where(this < HALF, this + HALF, this - HALF)
-        angle = cos_sin_ptr + tl.load(positions_ptr + seq) * HEAD_DIM + this % HALF
-        cos = tl.load(angle, mask=this < HEAD_DIM, other=0.0)
-        sin = tl.load(angle + HALF, mask=this < HEAD_DIM, other=0.0)
-        sin = tl.where(this < HALF, -sin, sin)
-        q_weight = cos
-        other_q_weight = cos
-        k_weight = cos
-        other_k_weight = cos
-        if HAS_NORM:
-            q_weight = tl.load(q_weight_ptr + this, mask=this < HEAD_DIM, other=0.0)
-            other_q_weight = tl.load(q_weight_ptr + other, mask=this < HEAD_DIM, other=0.0)
-            k_weight = tl.load(k_weight_ptr + this, mask=this < HEAD_DIM, other=0.0)
-            other_k_weight = tl.load(k_weight_ptr + other, mask=this < HEAD_DIM, other=0.0)
+    # All tiles have one shape, and with it one layout: a key's rows are all the same.
+    HALF: tl.constexpr = HEAD_DIM // 2
+    this = (row * 0)[:, None] + dim[None, :]
+    other = tl.where(this < HALF, this + HALF, this - HALF)
+    angle = cos_sin_ptr + tl.load(positions_ptr + seq) * HEAD_DIM + this % HALF
+    cos = tl.load(angle, mask=this < HEAD_DIM, other=0.0)
+    sin = tl.load(angle + HALF, mask=this < HEAD_DIM, other=0.0)
+    sin = tl.where(this < HALF, -sin, sin)
+    q_weight = cos
+    other_q_weight = cos
+    k_weight = cos
+    other_k_weight = cos
+    if HAS_NORM:
+        q_weight = tl.load(q_weight_ptr + this, mask=this < HEAD_DIM, other=0.0)
+        other_q_weight = tl.load(q_weight_ptr + other, mask=this < HEAD_DIM, other=0.0)
+        k_weight = tl.load(k_weight_ptr + this, mask=this < HEAD_DIM, other=0.0)
+        other_k_weight = tl.load(k_weight_ptr + other, mask=this < HEAD_DIM, other=0.0)
     # All so far was there before the step.
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -190,29 +186,26 @@ def _decode_kernel(
     best = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if ROTATES:
-        q = _rotated(
-            q_tile + this, q_tile + other, q_mask, q_weight, other_q_weight, cos, sin, eps,
+    q = _rotated(
+        q_tile + this, q_tile + other, q_mask, q_weight, other_q_weight, cos, sin, eps,
+        HEAD_DIM, HAS_NORM,
+    )  # fmt: skip
+    if has_new:
+        k_row = new_k_ptr + seq.to(tl.int64) * new_k_stride + kv_head * HEAD_DIM
+        v_row = new_v_ptr + seq.to(tl.int64) * new_v_stride + kv_head * HEAD_DIM
+        new_v = tl.load(v_row + this, mask=q_mask, other=0.0)
+        new_k = _rotated(
+            k_row + this, k_row + other, q_mask, k_weight, other_k_weight, cos, sin, eps,
             HEAD_DIM, HAS_NORM,
         )  # fmt: skip
-        if has_new:
-            k_row = new_k_ptr + seq.to(tl.int64) * new_k_stride + kv_head * HEAD_DIM
-            v_row = new_v_ptr + seq.to(tl.int64) * new_v_stride + kv_head * HEAD_DIM
-            new_v = tl.load(v_row + this, mask=q_mask, other=0.0)
-            new_k = _rotated(
-                k_row + this, k_row + other, q_mask, k_weight, other_k_weight, cos, sin, eps,
-                HEAD_DIM, HAS_NORM,
-            )  # fmt: skip
-            best = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1) * scale_log2e
-            total += 1.0
-            acc += new_v.to(tl.float32)
-            new_slot = tl.load(slot_mapping_ptr + seq).to(tl.int64)
-            place = new_slot * KV_STRIDE + kv_head * HEAD_DIM + this
-            if new_slot >= 0:
-                tl.store(k_ptr + place, new_k, mask=(row == 0)[:, None] & in_head[None, :])
-                tl.store(v_ptr + place, new_v, mask=(row == 0)[:, None] & in_head[None, :])
-    else:
-        q = tl.load(q_tile + dim[None, :], mask=q_mask, other=0.0)
+        best = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1) * scale_log2e
+        total += 1.0
+        acc += new_v.to(tl.float32)
+        new_slot = tl.load(slot_mapping_ptr + seq).to(tl.int64)
+        place = new_slot * KV_STRIDE + kv_head * HEAD_DIM + this
+        if new_slot >= 0:
+            tl.store(k_ptr + place, new_k, mask=(row == 0)[:, None] & in_head[None, :])
+            tl.store(v_ptr + place, new_v, mask=(row == 0)[:, None] & in_head[None, :])
     if PREFETCHES:
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores = tl.where(is_cached[None, :], scores, -float("inf"))
@@ -282,7 +275,7 @@ def decode_attention(
     v_cache: torch.Tensor,
     context: Context,
     scale: float,
-    new: NewTokens | None,
+    new: NewTokens,
     arrived: torch.Tensor,
 ) -> torch.Tensor:
     """See ``AttentionBackend.decode``; ``arrived`` is int32 [num_counters], zero between calls."""
@@ -290,8 +283,8 @@ def decode_attention(
     page_size, kv_heads = k_cache.shape[1:3]
     assert q.stride()[1:] == (head_dim, 1)
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
-    assert new is None or new.rotation.cos_sin_cache.is_contiguous()
-    assert new is None or new.k.stride()[1:] == new.v.stride()[1:] == (head_dim, 1)
+    assert new.rotation.cos_sin_cache.is_contiguous()
+    assert new.k.stride()[1:] == new.v.stride()[1:] == (head_dim, 1)
     assert context.decode_work is not None and context.block_tables is not None
     tile, prefetches = decode_tile(num_seqs, kv_heads, head_dim, q.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -309,14 +302,20 @@ def decode_attention(
         arrived,
         context.block_tables,
         context.decode_work,
-        *_rotation_arguments(new, context),
+        new.rotation.positions,
+        new.rotation.cos_sin_cache,
+        new.rotation.q_weight,
+        new.rotation.k_weight,
+        new.k,
+        new.v,
+        context.slot_mapping,
+        new.rotation.eps,
         scale * LOG2_E,
         q.stride(0),
-        0 if new is None else new.k.stride(0),
-        0 if new is None else new.v.stride(0),
+        new.k.stride(0),
+        new.v.stride(0),
         context.block_tables.stride(0),
-        ROTATES=new is not None,
-        HAS_NORM=new is not None and new.rotation.q_weight is not None,
+        HAS_NORM=new.rotation.q_weight is not None,
         PREFETCHES=prefetches,
         PAGE_SIZE=page_size,
         ITEM_WORDS=ITEM_WORDS,
@@ -346,24 +345,9 @@ def decode_tile(
     num_seqs: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> tuple[int, bool]:
     """Keys in a tile of a decode, and whether to have the first one early. By the batch size
-    alone, so that a captured graph stays right as contexts grow."""
+    alone, so that a captured graph stays right as contexts grow. None takes more shared memory than
+    any GPU with bf16 has (72 KiB of 99)."""
     few = num_seqs * kv_heads < NUM_PROGRAMS // 2
     if dtype is torch.float32:
         return 16, few
     return 32 if head_dim > 128 else 64 if few else 128, few
-
-
-def _rotation_arguments(new: NewTokens | None, context: Context) -> tuple[Any, ...]:
-    if new is None:
-        return (*[None] * 7, 0.0)
-    rotation = new.rotation
-    return (
-        rotation.positions,
-        rotation.cos_sin_cache,
-        rotation.q_weight,
-        rotation.k_weight,
-        new.k,
-        new.v,
-        context.slot_mapping,
-        rotation.eps,
-    )

@@ -37,6 +37,7 @@ from nanovllm.kernels import (
 from nanovllm.utils.context import Context
 
 SHARED_MEMORY = 227 << 10
+LEAST_SHARED_MEMORY = 99 << 10  # of a GPU with bf16
 CHAINED = (
     all_reduce,
     attention_flash4,
@@ -102,7 +103,6 @@ def launch_all(dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int) -
         )
         qkv = make(num_seqs, q_heads + 2 * kv_heads, head_dim)
         q, k, v = qkv.split((q_heads, kv_heads, kv_heads), dim=1)
-        attention.decode(q.contiguous(), cache, cache, context, 1.0)
         for weight in (None, make(head_dim)):
             rotation = rope.Rotation(ints(num_seqs), angles, weight, weight, 1e-6)
             attention.decode(q, cache, cache, context, 1.0, rope.NewTokens(rotation, k, v))
@@ -167,6 +167,11 @@ if __name__ == "__main__":
         launch_all(torch.float16, q_heads=9, kv_heads=3, head_dim=64)
         launch_all(torch.float32, q_heads=4, kv_heads=1, head_dim=96)
     done = [(n, k.result() if hasattr(k, "result") else k) for n, k in kernels]
-    too_large = [name for name, kernel in done if kernel.metadata.shared > SHARED_MEMORY]
+    roomy = ("_prefill_kernel", "_tile_kernel")  # on GPUs that have as much
+    too_large = [
+        name
+        for name, kernel in done
+        if kernel.metadata.shared > (SHARED_MEMORY if name in roomy else LEAST_SHARED_MEMORY)
+    ]
     assert not too_large, f"more shared memory than there is: {too_large}"
     print(len(kernels), "launches of", len({name for name, _ in kernels}), "kernels")

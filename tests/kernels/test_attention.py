@@ -79,18 +79,53 @@ class Paged:
         k, v = torch.cat(self.ks), torch.cat(self.vs)  # read where there are no block tables
         triples = list(zip(self.qs, self.ks, self.vs, strict=True))
         exact = torch.cat([naive(*t, scale) for t in triples])
-        eager = TorchAttention()
-        if context.is_prefill:
-            args = (q, k, v, self.k_cache, self.v_cache, context, scale)
-            expected = eager.prefill(*args)
-            poisoned(monkeypatch)
-            out = backend.prefill(*args)
-        else:
-            args = (q, self.k_cache, self.v_cache, context, scale)
-            expected = eager.decode(*args)
-            poisoned(monkeypatch)
-            out = backend.decode(*args)
+        args = (q, k, v, self.k_cache, self.v_cache, context, scale)
+        expected = TorchAttention().prefill(*args)
+        poisoned(monkeypatch)
+        out = backend.prefill(*args)
         assert_as_good_as_eager(out, expected, exact, factor=3.0)
+
+    def draw_new(self, norms):
+        """A decode as the projection gives it, [N, heads + 2 kv_heads, D] in one; and its keys as
+        the reference rotates them, with their slots. The new tokens are not in the cache yet."""
+        q_heads, kv_heads, head_dim = (*self.qs[0].shape[1:2], *self.k_cache.shape[2:])
+        dtype, device, num_seqs = self.k_cache.dtype, self.device, len(self.qs)
+        packed = torch.randn(num_seqs, q_heads + 2 * kv_heads, head_dim, device=device).to(dtype)
+        q, k, v = packed.split((q_heads, kv_heads, kv_heads), dim=1)
+        weights = [1 + 0.1 * torch.randn(head_dim, device=device).to(dtype) for _ in range(2)]
+        positions = torch.tensor(self.contexts, dtype=torch.int32, device=device) - 1
+        angles = torch.rand(int(positions.max()) + 1, head_dim // 2, device=device) * 6
+        cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+        rotation = Rotation(positions, cos_sin, *(weights if norms else (None, None)), 1e-6)
+        turned_q, turned_k = rotate_and_store_reference(rotation, q, k, v, None)
+        block = self.k_cache.size(1)
+        slots = []
+        for i, length in enumerate(self.contexts):
+            self.qs[i] = turned_q[i : i + 1]
+            self.ks[i][-1], self.vs[i][-1] = turned_k[i], v[i]
+            page = self.tables[i, (length - 1) // block]
+            slots.append(int(page) * block + (length - 1) % block)
+            for cache in (self.k_cache, self.v_cache):
+                cache.flatten(0, 1)[slots[-1]] = float("nan")
+        return q, NewTokens(rotation, k, v), turned_k, slots
+
+    def check_decode(self, backend, norms, monkeypatch):
+        """Equal to rotating and storing first."""
+        q, new, turned_k, slots = self.draw_new(norms)
+        slot_mapping = torch.tensor(slots, dtype=torch.int32, device=self.device)
+        context = replace(self.context(decode=True), slot_mapping=slot_mapping)
+        k_cache, v_cache = self.k_cache.clone(), self.v_cache.clone()
+        k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots] = turned_k, new.v
+        scale = q.size(-1) ** -0.5
+        expected = TorchAttention().decode(torch.cat(self.qs), k_cache, v_cache, context, scale)
+        triples = zip(self.qs, self.ks, self.vs, strict=True)
+        exact = torch.cat([naive(*t, scale) for t in triples])
+        poisoned(monkeypatch)
+        out = backend.decode(q, self.k_cache, self.v_cache, context, scale, new)
+        assert_as_good_as_eager(out, expected, exact, factor=3.0)
+        torch.testing.assert_close(self.v_cache, v_cache, rtol=0, atol=0, equal_nan=True)
+        rtol = 2 * torch.finfo(q.dtype).eps
+        torch.testing.assert_close(self.k_cache, k_cache, rtol=rtol, atol=1e-6, equal_nan=True)
 
 
 SHAPES = [  # q_heads, kv_heads, head_dim, block_size
@@ -102,18 +137,23 @@ SHAPES = [  # q_heads, kv_heads, head_dim, block_size
 ]
 
 
+NORMS = pytest.mark.parametrize("norms", [True, False], ids=["norms", "no-norms"])
+
+
+@NORMS
 @pytest.mark.parametrize("shape", SHAPES)
-def test_decode(shape, dtype, device, monkeypatch):
-    lens = [1, 17, 300, 64] if device == "cpu" else [1, 17, 300, 64, 257, 1000, 2049]
+def test_decode(shape, norms, dtype, device, monkeypatch):
+    """From one part of one token to several parts, of which the last may be the new token."""
+    lens = [1, 2, 17, 65, 129, 300] if device == "cpu" else [1, 2, 65, 129, 257, 1000, 2049]
     paged = Paged(lens, [1] * len(lens), *shape, dtype, device)
-    paged.check(TritonAttention(), paged.context(decode=True), monkeypatch)
+    paged.check_decode(TritonAttention(), norms, monkeypatch)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_decode_of_one_sequence_is_split(shape, dtype, device, monkeypatch):
     lens = [130] if device == "cpu" else [5000]
     paged = Paged(lens, [1], *shape, dtype, device)
-    paged.check(TritonAttention(), paged.context(decode=True), monkeypatch)
+    paged.check_decode(TritonAttention(), False, monkeypatch)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -172,86 +212,19 @@ def test_sequences_and_tokens_that_pad_a_prefill_change_nothing(device):
         torch.testing.assert_close(out[:112], expected)
 
 
-def test_rows_that_pad_a_graph_give_zeros(device):
-    q = torch.randn(2, 4, 64, device=device)
-    cache = torch.randn(1, 16, 2, 64, device=device)
+@NORMS
+def test_rows_that_pad_a_graph_give_zeros_and_store_nothing(norms, device):
+    paged = Paged([20, 20], [1, 1], 4, 2, 64, 16, torch.float32, device)
+    q, new, _, _ = paged.draw_new(norms)
     backend = TritonAttention()
     work = backend.plan_decode(np.zeros(2, np.int32), 2, 64, q.dtype)
     context = Context(
+        slot_mapping=torch.full((2,), -1, dtype=torch.int32, device=device),
         block_tables=torch.zeros(2, 4, dtype=torch.int32, device=device),
         context_lens=torch.zeros(2, dtype=torch.int32, device=device),
         decode_work=torch.from_numpy(work).to(device),
     )
-    assert not backend.decode(q, cache, cache, context, 1.0).any()
-
-
-class TestNewTokens:
-    """A decode that rotates its queries and keys itself, and stores the new ones."""
-
-    @pytest.fixture(params=[True, False], ids=["norms", "no-norms"])
-    def norms(self, request, device):
-        return request.param
-
-    def make(self, paged, norms, dtype, device):
-        """The step as the projection gives it, [N, heads + 2 kv_heads, D] in one; and as the
-        reference rotates it. The new tokens are not in the cache yet."""
-        q_heads, kv_heads, head_dim = (*paged.qs[0].shape[1:2], *paged.k_cache.shape[2:])
-        num_seqs = len(paged.qs)
-        packed = torch.randn(num_seqs, q_heads + 2 * kv_heads, head_dim, device=device).to(dtype)
-        q, k, v = packed.split((q_heads, kv_heads, kv_heads), dim=1)
-        weights = [1 + 0.1 * torch.randn(head_dim, device=device).to(dtype) for _ in range(2)]
-        positions = torch.tensor(paged.contexts, dtype=torch.int32, device=device) - 1
-        angles = torch.rand(int(positions.max()) + 1, head_dim // 2, device=device) * 6
-        cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
-        rotation = Rotation(positions, cos_sin, *(weights if norms else (None, None)), 1e-6)
-        turned_q, turned_k = rotate_and_store_reference(rotation, q, k, v, None)
-        block = paged.k_cache.size(1)
-        slots = []
-        for i, length in enumerate(paged.contexts):
-            paged.qs[i] = turned_q[i : i + 1]
-            paged.ks[i][-1], paged.vs[i][-1] = turned_k[i], v[i]
-            page = paged.tables[i, (length - 1) // block]
-            slots.append(int(page) * block + (length - 1) % block)
-            for cache in (paged.k_cache, paged.v_cache):
-                cache.flatten(0, 1)[slots[-1]] = float("nan")
-        return q, NewTokens(rotation, k, v), turned_k, slots
-
-    @pytest.mark.parametrize("shape", [s for s in SHAPES if s.id != "d256-mha"])
-    def test_equals_rotating_and_storing_first(self, shape, norms, dtype, device, monkeypatch):
-        """From one part of one token to several parts, of which the last may be the new token."""
-        lens = [1, 2, 17, 65, 129, 300] if device == "cpu" else [1, 2, 65, 129, 257, 1000, 2049]
-        paged = Paged(lens, [1] * len(lens), *shape, dtype, device)
-        q, new, turned_k, slots = self.make(paged, norms, dtype, device)
-        slot_mapping = torch.tensor(slots, dtype=torch.int32, device=device)
-        context = replace(paged.context(decode=True), slot_mapping=slot_mapping)
-        k_cache, v_cache = paged.k_cache.clone(), paged.v_cache.clone()
-        k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots] = turned_k, new.v
-        scale = q.size(-1) ** -0.5
-        expected = TorchAttention().decode(torch.cat(paged.qs), k_cache, v_cache, context, scale)
-        triples = zip(paged.qs, paged.ks, paged.vs, strict=True)
-        exact = torch.cat([naive(*t, scale) for t in triples])
-        poisoned(monkeypatch)
-        out = TritonAttention().decode(q, paged.k_cache, paged.v_cache, context, scale, new)
-        assert_as_good_as_eager(out, expected, exact, factor=3.0)
-        torch.testing.assert_close(paged.v_cache, v_cache, rtol=0, atol=0, equal_nan=True)
-        torch.testing.assert_close(
-            paged.k_cache, k_cache, rtol=2 * torch.finfo(dtype).eps, atol=1e-6, equal_nan=True
-        )
-
-    def test_padding_stores_nothing(self, norms, device):
-        dtype, shape = torch.float32, (4, 2, 64, 16)
-        paged = Paged([20, 20], [1, 1], *shape, dtype, device)
-        q, new, _, _ = self.make(paged, norms, dtype, device)
-        backend = TritonAttention()
-        work = backend.plan_decode(np.zeros(2, np.int32), 2, 64, dtype)
-        context = Context(
-            slot_mapping=torch.full((2,), -1, dtype=torch.int32, device=device),
-            block_tables=torch.zeros(2, 4, dtype=torch.int32, device=device),
-            context_lens=torch.zeros(2, dtype=torch.int32, device=device),
-            decode_work=torch.from_numpy(work).to(device),
-        )
-        before = paged.k_cache.clone(), paged.v_cache.clone()
-        out = backend.decode(q, paged.k_cache, paged.v_cache, context, 1.0, new)
-        assert not out.any()
-        for cache, old in zip((paged.k_cache, paged.v_cache), before, strict=True):
-            torch.testing.assert_close(cache, old, rtol=0, atol=0, equal_nan=True)
+    before = paged.k_cache.clone(), paged.v_cache.clone()
+    assert not backend.decode(q, paged.k_cache, paged.v_cache, context, 1.0, new).any()
+    for cache, old in zip((paged.k_cache, paged.v_cache), before, strict=True):
+        torch.testing.assert_close(cache, old, rtol=0, atol=0, equal_nan=True)

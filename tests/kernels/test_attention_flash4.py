@@ -173,7 +173,7 @@ def test_prefill_of_last_tokens_only(backend, shape, paged, dtype, device, monke
 def test_decode_is_our_own(backend, device, monkeypatch):
     lens = [3, 300]
     paged = Paged(lens, [1, 1], 2, 1, 64, 256, torch.float16, device)
-    paged.check(backend, paged.context(decode=True), monkeypatch)
+    paged.check_decode(backend, True, monkeypatch)
     assert not backend.calls
 
 
