@@ -101,31 +101,24 @@ class TestBadRequests:
         ]
 
     @pytest.mark.parametrize("name", ["greedy", "sampled"])
-    def test_one_that_comes_after_others_have_run(self, llm, name, monkeypatch):
-        """Prompts are looked at while the first ones run."""
+    def test_others_run_while_the_rest_is_looked_at(self, llm, name, monkeypatch):
         monkeypatch.setattr(llm_engine, "PORTION", 2)
         good = [[100 + i, *prompt] for i, prompt in enumerate(PROMPTS * 4)]
-        prompts = [*good[:18], [], *good[18:], [-1]]
         expected = tokens(run(llm, good, params(name, max_tokens=1)))
         llm.reset_prefix_cache()
-        step, finished = llm._step, []
-
-        def watched() -> Any:
-            sampled, done = step()
-            finished.append(len(done))
-            return sampled, done
-
-        monkeypatch.setattr(llm, "_step", watched)
-        with pytest.raises(ValueError, match=r"2 of 26 .*\n.*\[18\].*empty(.|\n)*\[25\].* -1 "):
-            run(llm, prompts, params(name, max_tokens=1))
-        assert len(finished) > 3 and sum(finished)
-        check_clean(llm)
-        hits = llm.scheduler.num_cached_prompt_tokens
+        encode, step, calls = llm.prompt_encoder.encode, llm._step, []
+        monkeypatch.setattr(llm.prompt_encoder, "encode", lambda x: calls.append("e") or encode(x))
+        monkeypatch.setattr(llm, "_step", lambda: calls.append("s") or step())
+        prompts = [*good[:18], [], *good[18:], [-1]]
         outputs = run(llm, prompts, params(name, max_tokens=1), on_error="return")
-        assert llm.scheduler.num_cached_prompt_tokens > hits, "the prefix cache is still there"
+        assert calls.index("s") < 5 and calls[5:].count("e") > 5
         errors = [i for i, out in enumerate(outputs) if out.outputs[0].error]
         assert errors == [18, 25]
         assert tokens([out for i, out in enumerate(outputs) if i not in errors]) == expected
+        calls.clear()
+        with pytest.raises(ValueError, match="2 of 26"):
+            run(llm, prompts, params(name))
+        assert set(calls) == {"e"}, "nothing runs where the whole call may be refused"
 
     def test_thousands_are_named_by_index_alone(self, llm):
         with pytest.raises(ValueError, match="2000 of 2000") as caught:

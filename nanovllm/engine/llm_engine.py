@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import closing, contextmanager
 from functools import partial
@@ -156,11 +156,12 @@ class LLMEngine:
             use_tqdm: show a bar of finished prompts with the throughput; or what makes the bar,
                 called as ``tqdm`` is.
             on_error: what becomes of prompts that cannot run: "raise" refuses the whole call,
-                "return" gives them results with finish reason "error", and runs the others.
+                "return" gives them results with finish reason "error", and runs the others,
+                starting while later ones are still tokenised.
 
         Raises:
             TypeError, ValueError: a bad argument; of several prompts the message names all bad
-                ones by index. None has a result then.
+                ones by index. Nothing has run then.
         """
         return self._generate(as_prompt_list(prompts), sampling_params, use_tqdm, on_error)
 
@@ -265,7 +266,9 @@ class LLMEngine:
     ) -> list[RequestOutput]:
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
-        checked = self._start(prompts, sampling_params)
+        checked: Iterable[Checked | Exception] = self._start(prompts, sampling_params)
+        if on_error == "raise":
+            checked = raise_errors([*checked], what)
         bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
         progress = bar(total=len(prompts), desc="Generating")
 
@@ -276,26 +279,21 @@ class LLMEngine:
                 progress.set_postfix(prefill=prefill, decode=decode, refresh=False)
                 progress.update(len(finished))
 
-        requests: list[Any] = []  # or what is wrong
+        requests: list[Request | Exception] = []
         with self._reset_on_error(), closing(progress):
-            num_tokens, is_refused = 0, False
+            num_tokens = 0
             for item in checked:
-                is_refused |= isinstance(item, Exception) and on_error == "raise"
-                if isinstance(item, Exception) or is_refused:
+                if isinstance(item, Exception):
                     requests.append(item)
                     continue
                 requests.append(request := self._add(*item))
                 num_tokens += self.scheduler.count_new_tokens(request.seqs[0])
                 if num_tokens >= self.config.max_num_batched_tokens:
                     num_tokens = 0
-                    advance()  # the others are looked at while it runs
-            for request_id in [*self._requests] if is_refused else []:
-                self.abort_request(request_id)
+                    advance()  # the others are added while it runs
             progress.update(sum(isinstance(request, Exception) for request in requests))
             while not self.is_finished():
                 advance()
-        if is_refused:
-            raise_errors(requests, what)
         outputs = map_good(lambda good: make_outputs(good, self.prompt_encoder), requests)
         return [
             refused(prompt, output) if isinstance(output, Exception) else output

@@ -322,8 +322,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warmup_model(self) -> None:
-        """Prefills of as many tokens as a step takes, of the most sequences, which all sample, and
-        of the longest, for which a backend may have another kernel. All of it goes to one block."""
+        """Prefills of as many tokens as a step takes, of the most sequences and of the fewest, for
+        which a backend may have another kernel; all sample. All of it goes to one block."""
         num_tokens, most = self.config.max_num_batched_tokens, self.max_num_seqs
         sampling = SamplingState(SamplingParams(), 0, [], self.model_config.vocab_size)
         for num_seqs in {most, min(most, cdiv(num_tokens, self.max_model_len))}:

@@ -18,7 +18,7 @@ class Request:
     Attributes:
         request_id: the engine's name for it.
         prompt: its text; None if it came as token ids.
-        prompt_token_ids: its token ids, for results only.
+        prompt_token_ids: its token ids, for its last result to keep.
         params: how to complete it.
         seqs: a sequence for each completion, by index.
         metrics: when things happened.
@@ -49,7 +49,7 @@ def make_outputs(requests: list[Request], encoder: PromptEncoder) -> list[Reques
     texts = iter(_texts(pairs, encoder))
     outputs = []
     for request in requests:
-        first = request.seqs[0]
+        first, ids = request.seqs[0], request.prompt_token_ids
         completions = [
             _completion(i, seq, next(texts), request.params, encoder)
             for i, seq in enumerate(request.seqs)
@@ -64,7 +64,7 @@ def make_outputs(requests: list[Request], encoder: PromptEncoder) -> list[Reques
             RequestOutput(
                 request_id=request.request_id,
                 prompt=request.prompt,
-                prompt_token_ids=request.prompt_token_ids,
+                prompt_token_ids=ids if request.is_finished else ids[:],
                 outputs=completions,
                 finished=request.is_finished,
                 prompt_logprobs=prompt_logprobs,

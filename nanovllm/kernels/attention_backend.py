@@ -32,9 +32,6 @@ class AttentionBackend(Protocol):
     capturable: bool
     # Whether decode rotates and stores new keys, and takes them as the projection gives them.
     rotates: bool
-    # Of each prompt's first values, how many ``prefill`` needs to be finite where there are no
-    # block tables, lest they spoil other sequences (``rotate_and_store`` makes them so).
-    num_finite: int
 
     def prefill(
         self,
@@ -50,6 +47,10 @@ class AttentionBackend(Protocol):
         over its context, which may be empty. k and v have all of this step's tokens:
         ``context.cu_seqlens_k`` where there are no block tables. Rows of q after the last
         sequence's may give anything."""
+
+    def num_finite(self, context: Context) -> int:
+        """Of each prompt's first values, how many ``prefill`` needs to be finite, lest they spoil
+        other sequences (``rotate_and_store`` makes them so)."""
 
     def plan_decode(
         self, context_lens: np.ndarray, kv_heads: int, head_dim: int, dtype: torch.dtype

@@ -19,7 +19,6 @@ class FlashAttention:
     name = "flash_attn"
     capturable = True
     rotates = False
-    num_finite = 0
 
     def __init__(self) -> None:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
@@ -50,6 +49,9 @@ class FlashAttention:
             causal=True,
             block_table=context.block_tables,
         )
+
+    def num_finite(self, context: Context) -> int:
+        return 0
 
     def plan_decode(
         self, context_lens: np.ndarray, kv_heads: int, head_dim: int, dtype: torch.dtype

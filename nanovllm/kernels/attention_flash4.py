@@ -15,15 +15,15 @@ MAX_TILE = 128  # most keys that it loads at once
 class FlashAttention4(TritonAttention):
     """flash-attn-4's varlen function for prefill, in fp16 or bf16; our own kernels for decode.
 
+    In a prefill of several whole prompts, values that are not finite may count as the largest that
+    are.
+
     Raises:
         ImportError: the package is not installed.
         ValueError: not a GPU that its paged kernels are for.
     """
 
     name = "flash_attn_4"
-    # A sequence's last tile goes on into the next ones, whose values get weight 0: NaN if they are
-    # not finite. The largest number instead spoils their own sequence only.
-    num_finite = MAX_TILE - 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class FlashAttention4(TritonAttention):
             raise ValueError("it needs fp16 or bf16, and a head_dim that is a multiple of 16")
         bounds_q, bounds_k = context.cu_seqlens_q, context.cu_seqlens_k
         assert bounds_q is not None and bounds_k is not None
-        if len(bounds_q) - 1 > MAX_SEQS:
+        if len(bounds_k) - 1 > MAX_SEQS:
             return super().prefill(q, k, v, k_cache, v_cache, context, scale)
         tables = context.block_tables
         if tables is None:
@@ -63,3 +63,11 @@ class FlashAttention4(TritonAttention):
         # No max_seqlen_q, a hint for which short prompts would get a kernel of their own.
         out, _ = self.varlen(q, **keys, cu_seqlens_q=bounds_q, softmax_scale=scale, causal=True)
         return out
+
+    def num_finite(self, context: Context) -> int:
+        # A sequence's last tile goes on into the next ones, whose values get weight 0: NaN if they
+        # are not finite. The largest number instead spoils their own sequence only.
+        bounds = context.cu_seqlens_k
+        if bounds is None or context.block_tables is not None:
+            return 0
+        return MAX_TILE - 1 if 1 < len(bounds) - 1 <= MAX_SEQS else 0

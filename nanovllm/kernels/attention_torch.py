@@ -14,7 +14,6 @@ class TorchAttention:
     name = "torch"
     capturable = False
     rotates = False
-    num_finite = 0
 
     def prefill(
         self,
@@ -39,6 +38,9 @@ class TorchAttention:
                 keys, values = (_gather(cache, tables[i], len_k) for cache in (k_cache, v_cache))
             out[new] = _attend(q[new], keys, values, scale)
         return out
+
+    def num_finite(self, context: Context) -> int:
+        return 0
 
     def plan_decode(
         self, context_lens: np.ndarray, kv_heads: int, head_dim: int, dtype: torch.dtype

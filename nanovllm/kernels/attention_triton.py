@@ -16,7 +16,6 @@ class TritonAttention:
     name = "triton"
     capturable = True
     rotates = True
-    num_finite = 0
 
     def __init__(self) -> None:
         # Programs of each sequence that have ended; one step's, so one backend's.
@@ -33,6 +32,9 @@ class TritonAttention:
         scale: float,
     ) -> torch.Tensor:
         return prefill_attention(q, k, v, k_cache, v_cache, context, scale)
+
+    def num_finite(self, context: Context) -> int:
+        return 0
 
     def plan_decode(
         self, context_lens: np.ndarray, kv_heads: int, head_dim: int, dtype: torch.dtype

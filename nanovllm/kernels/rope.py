@@ -72,8 +72,9 @@ def rotate_and_store_reference(
     q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
     if slots is not None:
         store_kvcache_reference(k, v, *slots)
-    first, largest = rotation.positions < num_finite, torch.finfo(v.dtype).max
-    v[first] = v[first].nan_to_num(nan=largest, posinf=largest, neginf=-largest)
+    if num_finite:
+        first, largest = rotation.positions < num_finite, torch.finfo(v.dtype).max
+        v[first] = v[first].nan_to_num(nan=largest, posinf=largest, neginf=-largest)
     return q, k
 
 

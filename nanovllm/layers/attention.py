@@ -48,8 +48,7 @@ class Attention(nn.Module):
             assert context.slot_mapping is not None
             slots = CacheSlots(self.k_cache, self.v_cache, context.slot_mapping)
         if rotation is not None:
-            num_finite = 0 if context.block_tables is not None else self.backend.num_finite
-            q, k = rotate_and_store(rotation, q, k, v, slots, num_finite)
+            q, k = rotate_and_store(rotation, q, k, v, slots, self.backend.num_finite(context))
         elif slots is not None:
             store_kvcache(k, v, *slots)
         if only_outputs:

@@ -40,7 +40,6 @@ SHARED_MEMORY = 227 << 10
 LEAST_SHARED_MEMORY = 99 << 10  # of a GPU with bf16
 CHAINED = (
     all_reduce,
-    attention_flash4,
     decode_attention,
     kv_store,
     prefill_attention,
@@ -122,12 +121,12 @@ def launch_all(dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int) -
     slots = rope.CacheSlots(cache, cache, ints(64))
     for norms in ((None, None), (weight, weight)):
         rotation = rope.Rotation(ints(64), angles, *norms, 1e-6)
-        for num_finite in (0, attention_flash4.FlashAttention4.num_finite):
+        for num_finite in (0, attention_flash4.MAX_TILE - 1):
             rope.rotate_and_store_triton(rotation, q, k, k, slots, num_finite)
     for residual in (None, make(8, 1024)):
         rms_norm.rms_norm_triton(make(8, 1024), make(1024), 1e-6, residual)
     silu_and_mul.silu_and_mul_triton(make(8, 6144))
-    # Of models with 0.6B and 8B parameters: output, input, SwiGLU, bias.
+    # Of models with 0.6B, 8B and 14B parameters: output, input, SwiGLU, bias.
     products = [
         (1024, 3072, False, False),
         (4096, 1024, False, True),

@@ -210,6 +210,22 @@ def test_what_is_not_finite_stays_in_its_own_sequence(backend, bad, spoilt, devi
             assert not (got[100:].abs() < 1e3).all()
 
 
+def test_what_is_not_finite_is_left_alone_where_it_can(backend, device, monkeypatch):
+    """Of a lone prompt it has to show; paged keys and our own kernels need no such thing."""
+    monkeypatch.setattr(attention_flash4, "MAX_SEQS", 3)
+    for lens, paged, expected in (
+        ([40], False, 0),
+        ([40, 3], False, TILE - 1),
+        ([40, 3], True, 0),
+        ([1] * 4, False, 0),
+    ):
+        context = Paged(lens, lens, 4, 2, 64, 256, torch.float16, device).context(paged=paged)
+        assert backend.num_finite(context) == expected
+    assert (
+        backend.num_finite(Paged([2], [1], 4, 2, 64, 256, torch.float16, device).context(True)) == 0
+    )
+
+
 def test_compiled_kernels_are_kept_in_the_users_own_folder(monkeypatch, tmp_path):
     install(monkeypatch, stand_in)
     FlashAttention4()
