@@ -300,7 +300,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> tuple[int, int]
 
 
 def vector_config(out_features: int, width: int, silu: bool) -> tuple[int, int, int]:
-    """BLOCK_N, BLOCK_K, num_warps. Tuned on an H200 for the matrices of models from 0.5B to 32B, the
+    """BLOCK_N, BLOCK_K, num_warps. Tuned on an H200 for the matrices of 0.5B to 32B models, the
     smallest in whole steps: alone others are faster for these, but slower there."""
     if silu:
         config = (8, 1024, 4) if width < 2048 else (1, 1024, 4) if width <= 4096 else (1, 2048, 4)
