@@ -111,18 +111,23 @@ def plot(records: list[dict[str, Any]]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    labels = [f"{r['model']}, {r['workload']}, {r['attention_backend']}" for r in records]
+    counts = ["" if r["num_devices"] == 1 else f"{r['num_devices']} GPUs, " for r in records]
+    labels = [
+        f"{count}{r['model']}, {r['workload']}, {r['attention_backend']}"
+        for count, r in zip(counts, records, strict=True)
+    ]
     shares = [100 * r["share_of_floor"] for r in records]
-    figure, axes = plt.subplots(figsize=(8, 0.4 * len(records) + 1.2))
+    figure, axes = plt.subplots(figsize=(8, 0.3 * len(records) + 0.8))
     bars = axes.barh(labels, shares, color="#4477aa")
     axes.bar_label(bars, [f" {headline(r)[0]:,.0f} {headline(r)[1]} tok/s" for r in records])
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
     axes.set_xlabel(f"% of the hardware's floor, {records[0]['device']}, bf16")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     PLOT.parent.mkdir(exist_ok=True)
-    figure.savefig(PLOT, dpi=120)
+    figure.savefig(PLOT, dpi=120, bbox_inches="tight")
 
 
 def main() -> None:
