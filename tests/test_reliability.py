@@ -228,6 +228,27 @@ class TestFailuresOnTheWay:
         assert tokens(outputs) == tokens(expected)
         assert [outputs[i]["text"] for i in (0, 2)] == [expected[i]["text"] for i in (0, 2)]
 
+    @pytest.mark.parametrize("portion", [1, 32])
+    def test_a_tokenizer_that_fails_on_one_prompt_spares_the_others(
+        self, with_words, portion, monkeypatch
+    ):
+        llm, prompts = with_words
+        monkeypatch.setattr(llm_engine, "PORTION", portion)
+        expected = run(llm, prompts, params())
+        tokenize = llm.prompt_encoder.tokenize
+
+        def fails_on_one(texts: list[str], *args: Any) -> list[list[int]]:
+            if prompts[1] in texts:
+                raise OverflowError("int too big to convert")
+            return tokenize(texts, *args)
+
+        monkeypatch.setattr(llm.prompt_encoder, "tokenize", fails_on_one)
+        outputs = run(llm, prompts, params(), on_error="return")
+        assert "OverflowError: int too big" in outputs[1].outputs[0].error
+        assert [outputs[i]["text"] for i in (0, 2)] == [expected[i]["text"] for i in (0, 2)]
+        with pytest.raises(ValueError, match=r"prompts\[1\]: no tokens: OverflowError"):
+            run(llm, prompts, params())
+
     @pytest.mark.parametrize("where", ["compute_bitmask", "try_consume_tokens"])
     def test_a_grammar_that_leads_nowhere_ends_its_request(self, where, model_path):
         choice = params(structured_outputs=StructuredOutputsParams(choice=["abcd"]))

@@ -477,14 +477,12 @@ class LLMEngine:
         self._check_params(sampling_params)
         return self._validate_each(prompts, [sampling_params] * len(prompts))
 
-    def _validate_each(
-        self, prompts: Seq[Any], params_of_each: Seq[Any]
-    ) -> Iterator[Checked | Exception]:
+    def _validate_each(self, prompts: Seq[Any], each: Seq[Any]) -> Iterator[Checked | Exception]:
         good: set[int] = set()  # each object is checked once
         for start in range(0, len(prompts), PORTION):
             portion = slice(start, start + PORTION)
             encoded = self.prompt_encoder.encode(prompts[portion])
-            for item, params in zip(encoded, params_of_each[portion], strict=True):
+            for item, params in zip(encoded, each[portion], strict=True):
                 try:
                     if id(params) not in good:
                         self._check_params(params)

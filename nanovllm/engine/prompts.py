@@ -170,9 +170,15 @@ class PromptEncoder:
 
     def _encode(
         self, read: list[tuple[str | None, list[int] | None]]
-    ) -> list[tuple[str | None, list[int]]]:
-        token_ids = iter(self.tokenize([text or "" for text, ids in read if ids is None]))
-        return [(text, next(token_ids) if ids is None else ids) for text, ids in read]
+    ) -> list[tuple[str | None, list[int]] | Exception]:
+        """One that the tokenizer fails on becomes an error."""
+        try:
+            token_ids = iter(self.tokenize([text or "" for text, ids in read if ids is None]))
+            return [(text, next(token_ids) if ids is None else ids) for text, ids in read]
+        except Exception as error:  # whatever the tokenizer's code runs into
+            if len(read) > 1:
+                return [item for one in read for item in self._encode([one])]
+            return [ValueError(f"no tokens: {type(error).__name__}: {error}")]
 
     def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of texts: one batch for those that need the tokenizer's BOS, one for those
