@@ -41,7 +41,7 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("silu", [False, True], ids=["plain", "silu"])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no-bias", "bias"])
-@pytest.mark.parametrize("num_rows", [1, 2, 9, MAX_ROWS])
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 9, MAX_ROWS])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_equals_a_plain_product(num_rows, has_bias, silu, dtype, device):
     for features, width in SHAPES:
