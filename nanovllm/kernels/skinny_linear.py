@@ -16,8 +16,8 @@ import torch
 from nanovllm.kernels.compat import chained, tl, triton, use_triton
 
 MAX_ROWS = 16
-# Of matrices with as many input features or weights in all: then cuBLAS, which reads inputs less
-# often.
+# Of a matrix of WIDE input features or more, or over LARGE weights: then cuBLAS, which reads inputs
+# less often.
 MAX_ROWS_LARGE = 8
 WIDE = 4096
 LARGE = 13 << 20
