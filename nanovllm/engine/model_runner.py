@@ -311,12 +311,13 @@ class ModelRunner:
     @torch.inference_mode()
     def compile_kernels(self) -> None:
         """Those that steps launch, several at once; else it would be one by one, each when it is
-        launched first. For small batches there are kernels of their own."""
+        launched first. Which ones depends on the batch size, of large ones little."""
         sizes = self._graph_sizes() if self.backend.capturable else []
+        decodes = [size for size in sizes if not size.is_prefill and size.num_tokens % 64 == 0]
         few = [size for size in sizes if size.num_tokens <= 64]
         with compiling_only():
             self.warmup_model()
-            for size in {*few, *sizes[-1:]}:
+            for size in {*few, *decodes, *sizes[-1:]}:
                 blank = self.prepare(Batch((), is_prefill=size.is_prefill), size)
                 self.run_model(blank.to(self.device))
 

@@ -39,8 +39,8 @@ class TritonAttention:
     def plan_decode(
         self, context_lens: np.ndarray, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> np.ndarray:
-        tile, _ = decode_tile(len(context_lens), kv_heads, head_dim, dtype)
-        return divide_decode(context_lens, kv_heads, tile)
+        tile = decode_tile(len(context_lens), kv_heads, head_dim, dtype)
+        return divide_decode(context_lens, kv_heads, tile.num_keys)
 
     def decode(
         self,

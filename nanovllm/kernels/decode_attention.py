@@ -10,6 +10,8 @@ programmatic dependent launch, the first keys of few contexts are requested whil
 still running: they have been cached by steps before.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from nanovllm.kernels.attention_tiles import LOG2_E, add_scores, attend, precision, tile_pointers
@@ -19,6 +21,17 @@ from nanovllm.kernels.rope import NewTokens
 from nanovllm.utils.context import Context
 
 MERGED_ROWS = 32  # partial results that are read at once, of all heads of a group
+# From how many programs on, of full batches, they are of a single warp, and take fewest keys.
+MANY_PROGRAMS, MOST_PROGRAMS = 1024, 1536
+
+
+class DecodeTile(NamedTuple):
+    """How a program of a decode takes its keys: how many at a time, by how many warps, and whether
+    it requests the first ones before it waits for its query."""
+
+    num_keys: int
+    num_warps: int
+    prefetches: bool
 
 
 @triton.jit
@@ -286,7 +299,7 @@ def decode_attention(
     assert new.rotation.cos_sin_cache.is_contiguous()
     assert new.k.stride()[1:] == new.v.stride()[1:] == (head_dim, 1)
     assert context.decode_work is not None and context.block_tables is not None
-    tile, prefetches = decode_tile(num_seqs, kv_heads, head_dim, q.dtype)
+    tile = decode_tile(num_seqs, kv_heads, head_dim, q.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_slots = num_partial_slots(kv_heads)
     partial = out.new_empty(num_slots, q_heads, head_dim, dtype=torch.float32)
@@ -316,7 +329,7 @@ def decode_attention(
         new.v.stride(0),
         context.block_tables.stride(0),
         HAS_NORM=new.rotation.q_weight is not None,
-        PREFETCHES=prefetches,
+        PREFETCHES=tile.prefetches,
         PAGE_SIZE=page_size,
         ITEM_WORDS=ITEM_WORDS,
         Q_HEADS=q_heads,
@@ -324,12 +337,12 @@ def decode_attention(
         HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_M=max(16, group),
-        BLOCK_N=tile,
-        TAIL_N=min(tile, 64),
+        BLOCK_N=tile.num_keys,
+        TAIL_N=min(tile.num_keys, 32 if tile.num_warps == 1 else 64),
         BLOCK_G=group,
         MERGED_ROWS=max(MERGED_ROWS, group),
         PRECISION=precision(q),
-        num_warps=4,
+        num_warps=tile.num_warps,
         num_stages=2,
         **chained(q),
     )
@@ -341,13 +354,19 @@ def num_counters(kv_heads: int) -> int:
     return num_partial_slots(kv_heads) * kv_heads
 
 
-def decode_tile(
-    num_seqs: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> tuple[int, bool]:
-    """Keys in a tile of a decode, and whether to have the first one early. By the batch size
-    alone, so that a captured graph stays right as contexts grow. None takes more shared memory than
-    any GPU with bf16 has (72 KiB of 99)."""
-    few = num_seqs * kv_heads < NUM_PROGRAMS // 2
+def decode_tile(num_seqs: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> DecodeTile:
+    """By the batch size alone, so that a captured graph stays right as contexts grow.
+
+    A program mostly waits for its keys. Few programs ask for many at once; of many, a
+    multiprocessor holds the more the smaller they are, and one's waiting is hidden by the others.
+    None takes more shared memory than any GPU with bf16 has (72 KiB of 99). Tuned on an H200.
+    """
+    num_programs = num_seqs * kv_heads
+    few = num_programs < NUM_PROGRAMS // 2
     if dtype is torch.float32:
-        return 16, few
-    return 32 if head_dim > 128 else 64 if few else 128, few
+        return DecodeTile(16, 4, few)
+    if head_dim > 128:
+        return DecodeTile(32, 4, few)
+    if num_programs < MANY_PROGRAMS:
+        return DecodeTile(64 if few else 128, 4, few)
+    return DecodeTile(64 if num_programs < MOST_PROGRAMS else 32, 1, False)

@@ -91,7 +91,7 @@ def launch_all(dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int) -
     cache = make(4, 256, kv_heads, head_dim)
     attention = attention_triton.TritonAttention()
     angles = torch.zeros(99, head_dim)
-    for num_seqs in (1, 256):
+    for num_seqs in (1, 64, 128, 256) if dtype is torch.bfloat16 else (1, 256):
         work = attention.plan_decode(np.ones(num_seqs, np.int32), kv_heads, head_dim, dtype)
         context = Context(
             slot_mapping=ints(num_seqs),

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.kernels import prefill_attention
+from nanovllm.kernels import attention_triton, decode_attention, prefill_attention
 from nanovllm.kernels.attention_torch import TorchAttention
 from nanovllm.kernels.attention_triton import TritonAttention
+from nanovllm.kernels.decode_attention import DecodeTile, decode_tile
 from nanovllm.kernels.rope import NewTokens, Rotation, rotate_and_store_reference
 from nanovllm.utils.context import Context
 from tests.kernels.oracle import assert_as_good_as_eager, poisoned
@@ -147,6 +148,32 @@ def test_decode(shape, norms, dtype, device, monkeypatch):
     lens = [1, 2, 17, 65, 129, 300] if device == "cpu" else [1, 2, 65, 129, 257, 1000, 2049]
     paged = Paged(lens, [1] * len(lens), *shape, dtype, device)
     paged.check_decode(TritonAttention(), norms, monkeypatch)
+
+
+TILES = {  # sequences of 8 KV heads of 128: what they take
+    16: DecodeTile(64, 4, True),
+    17: DecodeTile(128, 4, False),
+    127: DecodeTile(128, 4, False),
+    128: DecodeTile(64, 1, False),
+    191: DecodeTile(64, 1, False),
+    192: DecodeTile(32, 1, False),
+}
+
+
+def test_tiles_follow_from_the_number_of_programs():
+    assert {n: decode_tile(n, 8, 128, torch.bfloat16) for n in TILES} == TILES
+    assert decode_tile(512, 8, 256, torch.bfloat16) == DecodeTile(32, 4, False)
+    assert decode_tile(512, 8, 128, torch.float32) == DecodeTile(16, 4, False)
+
+
+@pytest.mark.parametrize("tile", sorted(set(TILES.values())), ids=str)
+@pytest.mark.parametrize("shape", [(4, 2, 128, 256), (9, 3, 64, 16)], ids=str)
+def test_decode_in_the_tiles_of_each_batch_size(tile, shape, device, monkeypatch):
+    for module in (attention_triton, decode_attention):
+        monkeypatch.setattr(module, "decode_tile", lambda *_: tile)
+    lens = [1, 2, 33, 64, 65, 129, 162, 300]
+    paged = Paged(lens, [1] * len(lens), *shape, torch.float16, device)
+    paged.check_decode(TritonAttention(), True, monkeypatch)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
