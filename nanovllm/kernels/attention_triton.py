@@ -40,7 +40,7 @@ class TritonAttention:
         self, context_lens: np.ndarray, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> np.ndarray:
         tile = decode_tile(len(context_lens), kv_heads, head_dim, dtype)
-        return divide_decode(context_lens, kv_heads, tile.num_keys)
+        return divide_decode(context_lens, kv_heads, tile.num_keys, tile.num_programs)
 
     def decode(
         self,

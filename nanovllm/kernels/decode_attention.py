@@ -16,33 +16,40 @@ import torch
 
 from nanovllm.kernels.attention_tiles import LOG2_E, add_scores, attend, precision, tile_pointers
 from nanovllm.kernels.compat import chained, tl, triton
-from nanovllm.kernels.decode_work import ITEM_WORDS, NUM_PROGRAMS, num_partial_slots
+from nanovllm.kernels.decode_work import ITEM_WORDS, num_partial_slots
 from nanovllm.kernels.rope import NewTokens
 from nanovllm.utils.context import Context
 
 MERGED_ROWS = 32  # partial results that are read at once, of all heads of a group
-# From how many programs on, of full batches, they are of a single warp, and take fewest keys.
-MANY_PROGRAMS, MOST_PROGRAMS = 1024, 1536
+MULTIPROCESSORS = 132  # of a Hopper GPU
+# What contexts are cut for. More where there are few, as their programs are small.
+PROGRAMS, PROGRAMS_OF_FEW = 2 * MULTIPROCESSORS, 4 * MULTIPROCESSORS
+# From how many sequences times KV heads on programs are of a single warp, and take fewest keys.
+MANY, MOST = 1024, 1536
 
 
 class DecodeTile(NamedTuple):
-    """How a program of a decode takes its keys: how many at a time, by how many warps, and whether
-    it requests the first ones before it waits for its query."""
+    """How a decode is divided.
+
+    Attributes:
+        num_keys: that a program takes at a time.
+        num_warps: of a program.
+        num_programs: that contexts are cut for.
+        prefetches: whether a program requests its first keys before it waits for its query.
+    """
 
     num_keys: int
     num_warps: int
+    num_programs: int
     prefetches: bool
 
 
 @triton.jit
 def _rotated(
-    x_tile, other_tile, mask, weight, other_weight, cos, sin, eps, HEAD_DIM: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    x, other, weight, other_weight, cos, sin, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr
 ):  # fmt: skip
     """Heads, a row each, normalised and rotated as in rope.py: each element with its other, half a
     head away, for which ``sin`` has the sign."""
-    x = tl.load(x_tile, mask=mask, other=0.0)
-    other = tl.load(other_tile, mask=mask, other=0.0)
     x32 = x.to(tl.float32)
     other32 = other.to(tl.float32)
     if HAS_NORM:
@@ -51,6 +58,14 @@ def _rotated(
         x32 = ((x32 * scale).to(x.dtype) * weight).to(tl.float32)
         other32 = ((other32 * scale).to(x.dtype) * other_weight).to(tl.float32)
     return (x32 * cos + other32 * sin).to(x.dtype)
+
+
+@triton.jit
+def _repeated(x, ROWS: tl.constexpr):
+    """The rows of x [N, D] over and over, [ROWS, D]."""
+    N: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.broadcast_to(x[None, :, :], (ROWS // N, N, D)), (ROWS, D))
 
 
 @triton.jit
@@ -145,14 +160,18 @@ def _decode_kernel(
     work_ptr += tl.program_id(1) * ITEM_WORDS
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    num_parts = tl.load(work_ptr + 3)
-    if num_parts == 0:
-        return
+    # A use of what is loaded waits for it, and loads that come later wait too: so what can be asked
+    # for together is, here and below.
     seq = tl.load(work_ptr)
     begin = tl.load(work_ptr + 1)
     end = tl.load(work_ptr + 2)
+    num_parts = tl.load(work_ptr + 3)
     part = tl.load(work_ptr + 4)
     first_slot = tl.load(work_ptr + 5)
+    if num_parts == 0:
+        return
+    position = tl.load(positions_ptr + seq)
+    new_slot = tl.load(slot_mapping_ptr + seq).to(tl.int64)
     has_new = (part == num_parts - 1) & (end > begin)
     cached_end = end - has_new.to(tl.int32)
     pages_ptr = block_tables_ptr + seq * table_stride
@@ -174,12 +193,16 @@ def _decode_kernel(
     row = tl.arange(0, BLOCK_M)
     head = kv_head * GROUP + row
     q_mask = (row < GROUP)[:, None] & in_head[None, :]
-    q_tile = q_ptr + seq.to(tl.int64) * q_stride + head[:, None] * HEAD_DIM
-    # All tiles have one shape, and with it one layout: a key's rows are all the same.
+    member = tl.arange(0, BLOCK_G)
+    g_mask = (member < GROUP)[:, None] & in_head[None, :]
+    q_row = q_ptr + seq.to(tl.int64) * q_stride + (kv_head * GROUP + member)[:, None] * HEAD_DIM
+    k_row = new_k_ptr + seq.to(tl.int64) * new_k_stride + kv_head * HEAD_DIM
+    v_row = new_v_ptr + seq.to(tl.int64) * new_v_stride + kv_head * HEAD_DIM
+    # These tiles have one shape, and with it one layout: a key's rows are all the same.
     HALF: tl.constexpr = HEAD_DIM // 2
-    this = (row * 0)[:, None] + dim[None, :]
+    this = (member * 0)[:, None] + dim[None, :]
     other = tl.where(this < HALF, this + HALF, this - HALF)
-    angle = cos_sin_ptr + tl.load(positions_ptr + seq) * HEAD_DIM + this % HALF
+    angle = cos_sin_ptr + position * HEAD_DIM + this % HALF
     cos = tl.load(angle, mask=this < HEAD_DIM, other=0.0)
     sin = tl.load(angle + HALF, mask=this < HEAD_DIM, other=0.0)
     sin = tl.where(this < HALF, -sin, sin)
@@ -196,60 +219,60 @@ def _decode_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
 
-    best = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    q = tl.load(q_row + this, mask=g_mask, other=0.0)
+    other_q = tl.load(q_row + other, mask=g_mask, other=0.0)
+    new_mask = g_mask & (this < has_new.to(tl.int32) * HEAD_DIM)
+    new_k = tl.load(k_row + this, mask=new_mask, other=0.0)
+    other_new_k = tl.load(k_row + other, mask=new_mask, other=0.0)
+    new_v = tl.load(v_row + this, mask=new_mask, other=0.0)
+    q = _rotated(q, other_q, q_weight, other_q_weight, cos, sin, eps, HEAD_DIM, HAS_NORM)
+    best = tl.full([BLOCK_G], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    q = _rotated(
-        q_tile + this, q_tile + other, q_mask, q_weight, other_q_weight, cos, sin, eps,
-        HEAD_DIM, HAS_NORM,
-    )  # fmt: skip
+    acc = _repeated(new_v, BLOCK_M).to(tl.float32)
     if has_new:
-        k_row = new_k_ptr + seq.to(tl.int64) * new_k_stride + kv_head * HEAD_DIM
-        v_row = new_v_ptr + seq.to(tl.int64) * new_v_stride + kv_head * HEAD_DIM
-        new_v = tl.load(v_row + this, mask=q_mask, other=0.0)
         new_k = _rotated(
-            k_row + this, k_row + other, q_mask, k_weight, other_k_weight, cos, sin, eps,
-            HEAD_DIM, HAS_NORM,
-        )  # fmt: skip
+            new_k, other_new_k, k_weight, other_k_weight, cos, sin, eps, HEAD_DIM, HAS_NORM
+        )
         best = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1) * scale_log2e
         total += 1.0
-        acc += new_v.to(tl.float32)
-        new_slot = tl.load(slot_mapping_ptr + seq).to(tl.int64)
         place = new_slot * KV_STRIDE + kv_head * HEAD_DIM + this
         if new_slot >= 0:
-            tl.store(k_ptr + place, new_k, mask=(row == 0)[:, None] & in_head[None, :])
-            tl.store(v_ptr + place, new_v, mask=(row == 0)[:, None] & in_head[None, :])
+            tl.store(k_ptr + place, new_k, mask=(member == 0)[:, None] & in_head[None, :])
+            tl.store(v_ptr + place, new_v, mask=(member == 0)[:, None] & in_head[None, :])
+    q = _repeated(q, BLOCK_M)
+    best = tl.reshape(_repeated(best[:, None], BLOCK_M), (BLOCK_M,))
     if PREFETCHES:
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores = tl.where(is_cached[None, :], scores, -float("inf"))
         p, alpha, best, total = add_scores(scores, scale_log2e, best, total)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
         begin += BLOCK_N
-    best, total, acc = attend(
-        q,
-        k_ptr,
-        v_ptr,
-        pages_ptr,
-        0,
-        kv_head,
-        begin,
-        begin + tl.maximum(cached_end - begin, 0) // BLOCK_N * BLOCK_N,
-        cached_end,
-        row,
-        best,
-        total,
-        acc,
-        scale_log2e,
-        KV_STRIDE,
-        KV_STRIDE,
-        PAGE_SIZE,
-        False,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_N,
-        TAIL_N,
-        PRECISION,
-    )
+    if begin < cached_end:
+        best, total, acc = attend(
+            q,
+            k_ptr,
+            v_ptr,
+            pages_ptr,
+            0,
+            kv_head,
+            begin,
+            begin + (cached_end - begin) // BLOCK_N * BLOCK_N,
+            cached_end,
+            row,
+            best,
+            total,
+            acc,
+            scale_log2e,
+            KV_STRIDE,
+            KV_STRIDE,
+            PAGE_SIZE,
+            False,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_N,
+            TAIL_N,
+            PRECISION,
+        )
     some = tl.where(total > 0, total, 1.0)
     out = acc / some[:, None]
     out_row = seq.to(tl.int64) * Q_HEADS
@@ -301,7 +324,7 @@ def decode_attention(
     assert context.decode_work is not None and context.block_tables is not None
     tile = decode_tile(num_seqs, kv_heads, head_dim, q.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    num_slots = num_partial_slots(kv_heads)
+    num_slots = num_partial_slots(kv_heads, tile.num_programs)
     partial = out.new_empty(num_slots, q_heads, head_dim, dtype=torch.float32)
     lse = out.new_empty(num_slots, q_heads, dtype=torch.float32)
     group = triton.next_power_of_2(q_heads // kv_heads)
@@ -338,7 +361,7 @@ def decode_attention(
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_M=max(16, group),
         BLOCK_N=tile.num_keys,
-        TAIL_N=min(tile.num_keys, 32 if tile.num_warps == 1 else 64),
+        TAIL_N=min(tile.num_keys, 64 if tile.num_warps == 4 else 32),
         BLOCK_G=group,
         MERGED_ROWS=max(MERGED_ROWS, group),
         PRECISION=precision(q),
@@ -351,22 +374,24 @@ def decode_attention(
 
 def num_counters(kv_heads: int) -> int:
     """Of programs that have ended, of each sequence and KV head."""
-    return num_partial_slots(kv_heads) * kv_heads
+    return num_partial_slots(kv_heads, PROGRAMS_OF_FEW) * kv_heads
 
 
 def decode_tile(num_seqs: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> DecodeTile:
     """By the batch size alone, so that a captured graph stays right as contexts grow.
 
-    A program mostly waits for its keys. Few programs ask for many at once; of many, a
-    multiprocessor holds the more the smaller they are, and one's waiting is hidden by the others.
-    None takes more shared memory than any GPU with bf16 has (72 KiB of 99). Tuned on an H200.
+    A program mostly waits for its keys, and a multiprocessor hides one's waiting behind the others:
+    of many programs it holds the more the smaller they are. None takes more shared memory than any
+    GPU with bf16 has (72 KiB of 99). Tuned on an H200.
     """
-    num_programs = num_seqs * kv_heads
-    few = num_programs < NUM_PROGRAMS // 2
+    uncut = num_seqs * kv_heads
+    few = uncut < MULTIPROCESSORS
     if dtype is torch.float32:
-        return DecodeTile(16, 4, few)
+        return DecodeTile(16, 4, PROGRAMS, few)
     if head_dim > 128:
-        return DecodeTile(32, 4, few)
-    if num_programs < MANY_PROGRAMS:
-        return DecodeTile(64 if few else 128, 4, few)
-    return DecodeTile(64 if num_programs < MOST_PROGRAMS else 32, 1, False)
+        return DecodeTile(32, 4, PROGRAMS, few)
+    if few:
+        return DecodeTile(64, 2, PROGRAMS_OF_FEW, True)
+    if uncut < MANY:
+        return DecodeTile(128, 4, PROGRAMS, False)
+    return DecodeTile(64 if uncut < MOST else 32, 1, PROGRAMS, False)

@@ -150,20 +150,20 @@ def test_decode(shape, norms, dtype, device, monkeypatch):
     paged.check_decode(TritonAttention(), norms, monkeypatch)
 
 
-TILES = {  # sequences of 8 KV heads of 128: what they take
-    16: DecodeTile(64, 4, True),
-    17: DecodeTile(128, 4, False),
-    127: DecodeTile(128, 4, False),
-    128: DecodeTile(64, 1, False),
-    191: DecodeTile(64, 1, False),
-    192: DecodeTile(32, 1, False),
+TILES = {  # by sequences of 8 KV heads of 128
+    16: DecodeTile(64, 2, 528, True),
+    17: DecodeTile(128, 4, 264, False),
+    127: DecodeTile(128, 4, 264, False),
+    128: DecodeTile(64, 1, 264, False),
+    191: DecodeTile(64, 1, 264, False),
+    192: DecodeTile(32, 1, 264, False),
 }
 
 
 def test_tiles_follow_from_the_number_of_programs():
     assert {n: decode_tile(n, 8, 128, torch.bfloat16) for n in TILES} == TILES
-    assert decode_tile(512, 8, 256, torch.bfloat16) == DecodeTile(32, 4, False)
-    assert decode_tile(512, 8, 128, torch.float32) == DecodeTile(16, 4, False)
+    assert decode_tile(512, 8, 256, torch.bfloat16) == DecodeTile(32, 4, 264, False)
+    assert decode_tile(512, 8, 128, torch.float32) == DecodeTile(16, 4, 264, False)
 
 
 @pytest.mark.parametrize("tile", sorted(set(TILES.values())), ids=str)

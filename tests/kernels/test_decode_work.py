@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.kernels.decode_work import (
-    NUM_PROGRAMS,
     WORK_ITEM,
     divide_decode,
     num_partial_slots,
@@ -16,10 +15,11 @@ from nanovllm.kernels.decode_work import (
 )
 
 
-def divide(lens: list[int], kv_heads: int = 8, tile: int = 64) -> np.ndarray:
+def divide(lens: list[int], kv_heads: int, tile: int, num_programs: int) -> np.ndarray:
     """The items that are any."""
-    rows = divide_decode(np.array(lens, np.int32), kv_heads, tile)
-    assert rows.dtype == np.int32 and len(rows) == num_work_items(len(lens), kv_heads)
+    rows = divide_decode(np.array(lens, np.int32), kv_heads, tile, num_programs)
+    assert rows.dtype == np.int32
+    assert len(rows) == num_work_items(len(lens), kv_heads, num_programs)
     items = rows.view(WORK_ITEM)[:, 0]
     used = items[items["num_parts"] > 0]
     assert (items[: len(used)]["num_parts"] > 0).all(), "what is nothing comes last"
@@ -31,9 +31,10 @@ def divide(lens: list[int], kv_heads: int = 8, tile: int = 64) -> np.ndarray:
     st.lists(st.integers(0, 5000) | st.integers(0, 60), min_size=1, max_size=300),
     st.integers(1, 64),
     st.sampled_from([16, 32, 64, 128]),
+    st.sampled_from([264, 528]),
 )
-def test_each_token_is_in_one_part(lens, kv_heads, tile):
-    items = divide(lens, kv_heads, tile)
+def test_each_token_is_in_one_part(lens, kv_heads, tile, num_programs):
+    items = divide(lens, kv_heads, tile, num_programs)
     found: dict[int, list[tuple[int, int]]] = {}
     slots: list[int] = []
     for item in items[np.lexsort((items["part"], items["seq"]))]:
@@ -49,7 +50,8 @@ def test_each_token_is_in_one_part(lens, kv_heads, tile):
         assert all(end == begin for (_, end), (begin, _) in pairwise(parts))
         assert all(begin % tile == 0 for begin, _ in parts)
         assert len(parts) == 1 or all(begin < end for begin, end in parts), "an empty part"
-    assert len(set(slots)) == len(slots) and max(slots, default=0) < num_partial_slots(kv_heads)
+    assert len(set(slots)) == len(slots)
+    assert max(slots, default=0) < num_partial_slots(kv_heads, num_programs)
     sizes = items["end"] - items["begin"]
     assert (sizes[:-1] >= sizes[1:]).all(), "not the longest first"
 
@@ -60,10 +62,10 @@ def test_each_token_is_in_one_part(lens, kv_heads, tile):
 )
 def test_no_part_is_much_longer_than_an_even_share(kv_heads, lens):
     """Guards a program that runs on alone."""
-    items = divide(lens, kv_heads)
-    share = sum(lens) * kv_heads / NUM_PROGRAMS
+    items = divide(lens, kv_heads, 64, 264)
+    share = sum(lens) * kv_heads / 264
     assert (items["end"] - items["begin"]).max() <= share + 2 * 64
 
 
 def test_many_contexts_are_not_cut():
-    assert len(divide([700] * 256)) == 256
+    assert len(divide([700] * 256, 8, 64, 264)) == 256
