@@ -94,13 +94,12 @@ class LLM(LLMEngine):
                 texts.append(render_chat(self.tokenizer, conversation, options))
             except (TypeError, ValueError) as error:
                 texts.append(error)
-        return map_good(self._tokenize_chats, texts)
-
-    def _tokenize_chats(self, texts: list[str]) -> list[TokensPrompt]:
         # The template spells out every special token, the first one too.
-        token_ids = self.prompt_encoder.tokenize(texts, add_special_tokens=False)
-        pairs = zip(texts, token_ids, strict=True)
-        return [{"prompt": text, "prompt_token_ids": ids} for text, ids in pairs]
+        encoded = self.prompt_encoder.encode(texts, add_special_tokens=False)
+        return map_good(
+            lambda pairs: [{"prompt": text, "prompt_token_ids": ids} for text, ids in pairs],
+            encoded,
+        )
 
     def get_tokenizer(self) -> Any:
         """The checkpoint's transformers tokenizer; None if it has none."""

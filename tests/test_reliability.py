@@ -248,6 +248,13 @@ class TestFailuresOnTheWay:
         assert [outputs[i]["text"] for i in (0, 2)] == [expected[i]["text"] for i in (0, 2)]
         with pytest.raises(ValueError, match=r"prompts\[1\]: no tokens: OverflowError"):
             run(llm, prompts, params())
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        options = {"chat_template": "{{ messages[0].content }}", "use_tqdm": False}
+        outputs = llm.chat(chats, params(), on_error="return", **options)
+        assert "OverflowError: int too big" in outputs[1].outputs[0].error
+        assert [outputs[i]["text"] for i in (0, 2)] == [expected[i]["text"] for i in (0, 2)]
+        with pytest.raises(ValueError, match=r"messages\[1\]: no tokens: OverflowError"):
+            llm.chat(chats, params(), **options)
 
     @pytest.mark.parametrize("where", ["compute_bitmask", "try_consume_tokens"])
     def test_a_grammar_that_leads_nowhere_ends_its_request(self, where, model_path):

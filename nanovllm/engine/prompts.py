@@ -63,9 +63,12 @@ class PromptEncoder:
             added = tokenizer.added_tokens_decoder.items()
             self.special_ids = frozenset(i for i, token in added if token.special)
 
-    def encode(self, prompts: Seq[Any]) -> list[tuple[str | None, list[int]] | Exception]:
+    def encode(
+        self, prompts: Seq[Any], add_special_tokens: bool = True
+    ) -> list[tuple[str | None, list[int]] | Exception]:
         """The text (None if it came as token ids) and the token ids of each prompt. A BOS, if the
-        tokenizer has one, comes before texts that do not start with it.
+        tokenizer has one, comes before texts that do not start with it, unless they have all their
+        special tokens already.
 
         A bad prompt gives the TypeError or ValueError that says what is wrong with it; a prompt
         that is an exception already stays one.
@@ -76,7 +79,7 @@ class PromptEncoder:
                 read.append(self._read(prompt))
             except (TypeError, ValueError) as error:
                 read.append(error)
-        return map_good(self._encode, read)
+        return map_good(lambda good: self._encode(good, add_special_tokens), read)
 
     def decode(
         self, completions: list[list[int]], last_prompt_tokens: list[int], params: SamplingParams
@@ -169,18 +172,19 @@ class PromptEncoder:
         return [int(token_id) for token_id in ids]
 
     def _encode(
-        self, read: list[tuple[str | None, list[int] | None]]
+        self, read: list[tuple[str | None, list[int] | None]], add_special_tokens: bool
     ) -> list[tuple[str | None, list[int]] | Exception]:
         """One that the tokenizer fails on becomes an error."""
+        texts = [text or "" for text, ids in read if ids is None]
         try:
-            token_ids = iter(self.tokenize([text or "" for text, ids in read if ids is None]))
+            token_ids = iter(self.tokenize(texts, add_special_tokens))
             return [(text, next(token_ids) if ids is None else ids) for text, ids in read]
         except Exception as error:  # whatever the tokenizer's code runs into
             if len(read) > 1:
-                return [item for one in read for item in self._encode([one])]
+                return [item for one in read for item in self._encode([one], add_special_tokens)]
             return [ValueError(f"no tokens: {type(error).__name__}: {error}")]
 
-    def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+    def tokenize(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of texts: one batch for those that need the tokenizer's BOS, one for those
         (from a chat template) that spell it out already."""
         bos = self.tokenizer.bos_token if texts else None
