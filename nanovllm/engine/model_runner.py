@@ -311,9 +311,10 @@ class ModelRunner:
     @torch.inference_mode()
     def compile_kernels(self) -> None:
         """Those that steps launch, several at once; else it would be one by one, each when it is
-        launched first. Which ones depends on the batch size, of large ones little."""
+        launched first. Kernels differ with the batch size: up to 64 with every one that is
+        captured, from there on with every 32nd at most."""
         sizes = self._graph_sizes() if self.backend.capturable else []
-        decodes = [size for size in sizes if not size.is_prefill and size.num_tokens % 64 == 0]
+        decodes = [size for size in sizes if not size.is_prefill and size.num_tokens % 32 == 0]
         few = [size for size in sizes if size.num_tokens <= 64]
         with compiling_only():
             self.warmup_model()

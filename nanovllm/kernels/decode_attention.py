@@ -48,8 +48,8 @@ class DecodeTile(NamedTuple):
 def _rotated(
     x, other, weight, other_weight, cos, sin, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr
 ):  # fmt: skip
-    """Heads, a row each, normalised and rotated as in rope.py: each element with its other, half a
-    head away, for which ``sin`` has the sign."""
+    """Heads x [N, D], a row each, normalised and rotated as in rope.py: each element with its
+    other, half a head away, for which ``sin`` has the sign. All are of x's shape."""
     x32 = x.to(tl.float32)
     other32 = other.to(tl.float32)
     if HAS_NORM:
@@ -192,7 +192,7 @@ def _decode_kernel(
         v = tl.load(v_tile, mask=mask, other=0.0)
     row = tl.arange(0, BLOCK_M)
     head = kv_head * GROUP + row
-    q_mask = (row < GROUP)[:, None] & in_head[None, :]
+    out_mask = (row < GROUP)[:, None] & in_head[None, :]
     member = tl.arange(0, BLOCK_G)
     g_mask = (member < GROUP)[:, None] & in_head[None, :]
     q_row = q_ptr + seq.to(tl.int64) * q_stride + (kv_head * GROUP + member)[:, None] * HEAD_DIM
@@ -221,6 +221,7 @@ def _decode_kernel(
 
     q = tl.load(q_row + this, mask=g_mask, other=0.0)
     other_q = tl.load(q_row + other, mask=g_mask, other=0.0)
+    # None of it without a new key; the interpreter takes no flag for a mask.
     new_mask = g_mask & (this < has_new.to(tl.int32) * HEAD_DIM)
     new_k = tl.load(k_row + this, mask=new_mask, other=0.0)
     other_new_k = tl.load(k_row + other, mask=new_mask, other=0.0)
@@ -278,11 +279,11 @@ def _decode_kernel(
     out_row = seq.to(tl.int64) * Q_HEADS
     if num_parts == 1:
         place = (out_row + head)[:, None] * HEAD_DIM + dim[None, :]
-        tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=q_mask)
+        tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=out_mask)
         return
     partial_row = (first_slot + part) * Q_HEADS + head
     tl.store(lse_ptr + partial_row, best + tl.log2(some), mask=row < GROUP)
-    tl.store(partial_ptr + partial_row[:, None] * HEAD_DIM + dim[None, :], out, mask=q_mask)
+    tl.store(partial_ptr + partial_row[:, None] * HEAD_DIM + dim[None, :], out, mask=out_mask)
     tl.debug_barrier()
     arrived_ptr += first_slot * KV_HEADS + kv_head
     if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") < num_parts - 1:
@@ -325,6 +326,7 @@ def decode_attention(
     tile = decode_tile(num_seqs, kv_heads, head_dim, q.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_slots = num_partial_slots(kv_heads, tile.num_programs)
+    assert arrived.numel() >= num_slots * kv_heads
     partial = out.new_empty(num_slots, q_heads, head_dim, dtype=torch.float32)
     lse = out.new_empty(num_slots, q_heads, dtype=torch.float32)
     group = triton.next_power_of_2(q_heads // kv_heads)
@@ -361,7 +363,7 @@ def decode_attention(
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_M=max(16, group),
         BLOCK_N=tile.num_keys,
-        TAIL_N=min(tile.num_keys, 64 if tile.num_warps == 4 else 32),
+        TAIL_N=min(tile.num_keys, 64 if tile.num_warps == 4 else 32),  # the faster, measured
         BLOCK_G=group,
         MERGED_ROWS=max(MERGED_ROWS, group),
         PRECISION=precision(q),

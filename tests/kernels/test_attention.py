@@ -160,20 +160,27 @@ TILES = {  # by sequences of 8 KV heads of 128
 }
 
 
-def test_tiles_follow_from_the_number_of_programs():
+def test_tiles_follow_from_sequences_times_heads():
     assert {n: decode_tile(n, 8, 128, torch.bfloat16) for n in TILES} == TILES
-    assert decode_tile(512, 8, 256, torch.bfloat16) == DecodeTile(32, 4, 264, False)
-    assert decode_tile(512, 8, 128, torch.float32) == DecodeTile(16, 4, 264, False)
+    for num_seqs, few in ((16, True), (512, False)):
+        assert decode_tile(num_seqs, 8, 256, torch.bfloat16) == DecodeTile(32, 4, 264, few)
+        assert decode_tile(num_seqs, 8, 128, torch.float32) == DecodeTile(16, 4, 264, few)
 
 
 @pytest.mark.parametrize("tile", sorted(set(TILES.values())), ids=str)
 @pytest.mark.parametrize("shape", [(4, 2, 128, 256), (9, 3, 64, 16)], ids=str)
 def test_decode_in_the_tiles_of_each_batch_size(tile, shape, device, monkeypatch):
-    for module in (attention_triton, decode_attention):
-        monkeypatch.setattr(module, "decode_tile", lambda *_: tile)
+    """In parts of one tile and, for fewer programs, of several; one after the other."""
+    backend = TritonAttention()
     lens = [1, 2, 33, 64, 65, 129, 162, 300]
-    paged = Paged(lens, [1] * len(lens), *shape, torch.float16, device)
-    paged.check_decode(TritonAttention(), True, monkeypatch)
+    for num_programs in (tile.num_programs, 4):
+        cut = tile._replace(num_programs=num_programs)
+        for module in (attention_triton, decode_attention):
+            monkeypatch.setattr(module, "decode_tile", lambda *_, cut=cut: cut)
+        paged = Paged(lens, [1] * len(lens), *shape, torch.float16, device)
+        with monkeypatch.context() as patch:
+            paged.check_decode(backend, True, patch)
+        assert not backend._arrived.any()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
