@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Any
 
 from tqdm.auto import tqdm
 
 from nanovllm.engine.chat import Message, as_conversations, render_chat
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.prompts import TokensPrompt, map_good, raise_errors
+from nanovllm.engine.prompts import TokensPrompt, map_each, map_good, raise_errors
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -88,19 +89,16 @@ class LLM(LLMEngine):
             "tools": tools,
             **(chat_template_kwargs or {}),
         }
-        texts: list[str | Exception] = []
-        for conversation in as_conversations(messages):
-            try:
-                texts.append(render_chat(self.tokenizer, conversation, options))
-            except (TypeError, ValueError) as error:
-                texts.append(error)
+        render = partial(render_chat, self.tokenizer, options=options)
+        texts = map_each(render, as_conversations(messages))
         # The template spells out every special token, the first one too.
         encoded = self.prompt_encoder.encode(texts, add_special_tokens=False)
-        return map_good(
-            lambda pairs: [{"prompt": text, "prompt_token_ids": ids} for text, ids in pairs],
-            encoded,
-        )
+        return map_good(_with_tokens, encoded)
 
     def get_tokenizer(self) -> Any:
         """The checkpoint's transformers tokenizer; None if it has none."""
         return self.tokenizer
+
+
+def _with_tokens(encoded: list[tuple[str, list[int]]]) -> list[TokensPrompt]:
+    return [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in encoded]

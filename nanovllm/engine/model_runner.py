@@ -311,14 +311,12 @@ class ModelRunner:
     @torch.inference_mode()
     def compile_kernels(self) -> None:
         """Those that steps launch, several at once; else it would be one by one, each when it is
-        launched first. Kernels differ with the batch size: up to 64 with every one that is
-        captured, from there on with every 32nd at most."""
+        launched first. Decodes have others from size to size, prefills up to 64 tokens."""
         sizes = self._graph_sizes() if self.backend.capturable else []
-        decodes = [size for size in sizes if not size.is_prefill and size.num_tokens % 32 == 0]
-        few = [size for size in sizes if size.num_tokens <= 64]
+        sizes = [size for size in sizes if not size.is_prefill or size.num_tokens <= 64]
         with compiling_only():
             self.warmup_model()
-            for size in {*few, *decodes, *sizes[-1:]}:
+            for size in sizes:
                 blank = self.prepare(Batch((), is_prefill=size.is_prefill), size)
                 self.run_model(blank.to(self.device))
 

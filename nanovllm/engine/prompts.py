@@ -73,12 +73,7 @@ class PromptEncoder:
         A bad prompt gives the TypeError or ValueError that says what is wrong with it; a prompt
         that is an exception already stays one.
         """
-        read: list[tuple[str | None, list[int] | None] | Exception] = []
-        for prompt in prompts:
-            try:
-                read.append(self._read(prompt))
-            except (TypeError, ValueError) as error:
-                read.append(error)
+        read = map_each(self._read, prompts)
         return map_good(lambda good: self._encode(good, add_special_tokens), read)
 
     def decode(
@@ -188,9 +183,7 @@ class PromptEncoder:
         """Token ids of texts: one batch for those that need the tokenizer's BOS, one for those
         (from a chat template) that spell it out already."""
         bos = self.tokenizer.bos_token if texts else None
-        adds = [
-            add_special_tokens and not (bos is not None and text.startswith(bos)) for text in texts
-        ]
+        adds = [add_special_tokens and not (bos and text.startswith(bos)) for text in texts]
         out: list[list[int]] = [[]] * len(texts)
         for add in (True, False):
             rows = [i for i, flag in enumerate(adds) if flag is add]
@@ -199,6 +192,17 @@ class PromptEncoder:
                 for i, ids in zip(rows, batch["input_ids"], strict=True):
                     out[i] = ids
         return out
+
+
+def map_each(function: Callable[[Any], T], items: Iterable[Any]) -> list[T | Exception]:
+    """``function`` of each item, or the TypeError or ValueError that it raises."""
+    results: list[T | Exception] = []
+    for item in items:
+        try:
+            results.append(function(item))
+        except (TypeError, ValueError) as error:
+            results.append(error)
+    return results
 
 
 def map_good(function: Callable[[list[Any]], Iterable[T]], items: Seq[Any]) -> list[T | Exception]:
