@@ -150,7 +150,7 @@ def _decode_kernel(
     PDL: tl.constexpr,
 ):
     """One KV head and one WORK_ITEM, of which ``work`` has one a row. The rows of the tile are the
-    query heads of the group.
+    query heads of the group, over and over; those after the first time are not stored.
 
     partial is fp32 [slots, Q_HEADS, HEAD_DIM], lse [slots, Q_HEADS], in base 2, and arrived int32
     [slots, KV_HEADS], zero before and after.
@@ -380,11 +380,12 @@ def num_counters(kv_heads: int) -> int:
 
 
 def decode_tile(num_seqs: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> DecodeTile:
-    """By the batch size alone, so that a captured graph stays right as contexts grow.
+    """How to divide a decode: by the batch size alone, so that a captured graph stays right as
+    contexts grow.
 
     A program mostly waits for its keys, and a multiprocessor hides one's waiting behind the others:
-    of many programs it holds the more the smaller they are. None takes more shared memory than any
-    GPU with bf16 has (72 KiB of 99). Tuned on an H200.
+    of many programs it holds the more the smaller they are. With up to 32 query heads a KV head,
+    none takes more shared memory than any GPU with bf16 has (72 KiB of 99). Tuned on an H200.
     """
     uncut = num_seqs * kv_heads
     few = uncut < MULTIPROCESSORS
