@@ -311,12 +311,13 @@ class ModelRunner:
     @torch.inference_mode()
     def compile_kernels(self) -> None:
         """Those that steps launch, several at once; else it would be one by one, each when it is
-        launched first. Decodes have others from size to size, prefills up to 64 tokens."""
+        launched first. They differ among small batches, and little among large decodes."""
         sizes = self._graph_sizes() if self.backend.capturable else []
-        sizes = [size for size in sizes if not size.is_prefill or size.num_tokens <= 64]
+        decodes = [size for size in sizes if not size.is_prefill and size.num_tokens % 64 == 0]
+        few = [size for size in sizes if size.num_tokens <= 64]
         with compiling_only():
             self.warmup_model()
-            for size in sizes:
+            for size in {*few, *decodes, *sizes[-1:]}:
                 blank = self.prepare(Batch((), is_prefill=size.is_prefill), size)
                 self.run_model(blank.to(self.device))
 
