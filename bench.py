@@ -230,7 +230,7 @@ def parse_args() -> argparse.Namespace:
     engine.add_argument("--attention-backend", default="auto")
     engine.add_argument("--enforce-eager", action="store_true")
     engine.add_argument("--dtype", default="auto")
-    engine.add_argument("--max-model-len", type=int, default=4096)
+    engine.add_argument("--max-model-len", type=int, help="default: the model's own")
     engine.add_argument("--max-num-seqs", type=int, default=512)
     args = parser.parse_args()
     words = shlex.join(sys.argv).replace(f" --output {args.output}", "")  # where is not what

@@ -1,9 +1,17 @@
-"""nanovllm: offline-batch LLM inference."""
+"""nanovllm: offline-batch LLM inference.
 
-from nanovllm.engine.prompts import TextPrompt, TokensPrompt
-from nanovllm.llm import LLM
-from nanovllm.outputs import CompletionOutput, EngineMetrics, Logprob, RequestOutput
-from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+The names are imported at their first use, so that ``python -m nanovllm.run_batch`` can start its
+job's process before PyTorch is loaded.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanovllm.compat.llm import LLM
+    from nanovllm.outputs import CompletionOutput, EngineMetrics, Logprob, RequestOutput
+    from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+    from nanovllm.text.prompts import TextPrompt, TokensPrompt
 
 __version__ = "0.1.0"
 __all__ = [
@@ -18,3 +26,31 @@ __all__ = [
     "TokensPrompt",
     "__version__",
 ]
+_MODULES = {
+    "CompletionOutput": "nanovllm.outputs",
+    "EngineMetrics": "nanovllm.outputs",
+    "LLM": "nanovllm.compat.llm",
+    "Logprob": "nanovllm.outputs",
+    "RequestOutput": "nanovllm.outputs",
+    "SamplingParams": "nanovllm.sampling_params",
+    "StructuredOutputsParams": "nanovllm.sampling_params",
+    "TextPrompt": "nanovllm.text.prompts",
+    "TokensPrompt": "nanovllm.text.prompts",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+    try:
+        module = import_module(_MODULES[name])
+    except ModuleNotFoundError as error:  # the engine works without the folder of vLLM's names
+        if error.name not in ("nanovllm.compat", "nanovllm.compat.llm"):
+            raise
+        module = import_module("nanovllm.llm")
+    globals()[name] = value = getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,11 +2,14 @@
 
 import difflib
 import os
+import re
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
-DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 ATTENTION_BACKENDS = ("auto", "flash_attn_4", "flash_attn", "triton", "torch")
 LOAD_FORMATS = ("auto", "dummy")
 MAX_RANKS = 8
@@ -23,20 +26,31 @@ class Config:
         max_num_batched_tokens: most tokens that one step computes; longer prompts are prefilled
             in chunks, others whole, in the step in which there is room.
         max_num_seqs: most sequences resident (holding KV blocks) at once.
-        max_model_len: longest prompt + completion, in tokens; capped by the model's own limit.
+        max_model_len: longest prompt + completion, in tokens, up to the model's own limit, which is
+            the default as far as the KV cache can hold such a sequence.
         gpu_memory_utilization: share of the GPU's memory that the engine may fill.
         tensor_parallel_size: number of ranks that one model is split over.
         enforce_eager: run decode without CUDA graphs.
         kvcache_block_size: tokens per KV-cache block.
         num_kvcache_blocks: size of the KV cache in blocks; -1 fills the memory that is left.
-        device: "cuda", "cpu", or "auto" for CUDA where there is a GPU.
-        dtype: "auto" is the checkpoint's on a GPU and float32 on a CPU.
+        device: "cpu", "cuda", "cuda:1" for the GPU of that index, or "auto" for CUDA where there is
+            a GPU. With several ranks the index is the first rank's; the others take the GPUs after
+            it.
+        dtype: "float32" (or "float"), "bfloat16", "float16" (or "half"), a torch dtype, or "auto"
+            for the checkpoint's on a GPU and float32 on a CPU.
         attention_backend: "flash_attn_4" or "flash_attn" (the packages), "triton" (own kernels),
             "torch", or "auto" for the fastest that works here.
         enable_prefix_caching: share the KV blocks of equal prompt prefixes.
-        load_format: "auto" reads the checkpoint's weights; "dummy" draws random ones and needs
+        load_format: "auto" reads the checkpoint's weights; "dummy" makes random ones and needs
             no more than its config.
         seed: seed of the sampler and of dummy weights.
+        tokenizer: where the tokenizer is, named like a model; None for the model's own.
+        skip_tokenizer_init: load no tokenizer; prompts are token ids then.
+        max_logprobs: most log-probabilities per token that a request may ask for; -1 for no limit,
+            which ``logprobs=-1`` needs.
+        logprobs_mode: "raw_logprobs" of the logits as the model gives them, or
+            "processed_logprobs" of those that tokens are sampled from: after masks, penalties,
+            temperature and truncation. Of a prompt's tokens they are always raw.
 
     Raises:
         TypeError: a value of the wrong type.
@@ -46,7 +60,7 @@ class Config:
     model: str
     max_num_batched_tokens: int = 16384
     max_num_seqs: int = 512
-    max_model_len: int = 4096
+    max_model_len: int | None = None
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
@@ -58,30 +72,45 @@ class Config:
     enable_prefix_caching: bool = True
     load_format: str = "auto"
     seed: int = 0
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
 
     @classmethod
     def create(cls, model: str | os.PathLike[str], **kwargs: Any) -> "Config":
-        """Builds a Config, naming the nearest valid keyword for each unknown one."""
+        """Builds a Config from what users write: None stands for the default, numpy's numbers for
+        Python's, paths and torch dtypes for their names.
+
+        Raises:
+            TypeError: an unknown argument; the message names a known one that is spelled nearly so.
+        """
         known = [field.name for field in fields(cls)]
         for name in kwargs:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
                 raise TypeError(f"unknown argument {name!r}{hint}")
         if not isinstance(model, (str, os.PathLike)):
             raise TypeError(f"model must be a path or a hub id, got {type(model).__name__}")
-        return cls(os.fspath(model), **kwargs)
+        given = {name: _plain(value) for name, value in kwargs.items() if value is not None}
+        if "dtype" in given:
+            dtype = str(given["dtype"]).removeprefix("torch.")
+            given["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
+        return cls(os.fspath(model), **given)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ValueError("model must name a checkpoint directory, a .gguf file or a hub id")
         self._check_int("max_num_batched_tokens", 1, MAX_STEP_TOKENS)
         self._check_int("max_num_seqs", 1, MAX_STEP_SEQS)
-        self._check_int("max_model_len", 2, MAX_INT32)
+        if self.max_model_len is not None:
+            self._check_int("max_model_len", 2, MAX_INT32)
         self._check_int("kvcache_block_size", 1, MAX_INT32)
         self._check_int("tensor_parallel_size", 1, MAX_RANKS)
         self._check_int("num_kvcache_blocks", -1, MAX_INT32)
         self._check_int("seed", 0, 2**63 - 1)
+        self._check_int("max_logprobs", -1, MAX_INT32)
         if self.num_kvcache_blocks == 0:
             raise ValueError("num_kvcache_blocks must be at least 1, or -1 to measure it")
         if self.num_kvcache_blocks * self.kvcache_block_size > MAX_INT32:
@@ -94,13 +123,23 @@ class Config:
             raise TypeError(f"gpu_memory_utilization must be a number, got {share!r}")
         if not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {share}")
-        for name in ("enforce_eager", "enable_prefix_caching"):
+        for name in ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        self._check_choice("device", DEVICES)
+        if not isinstance(self.device, str) or not re.fullmatch(
+            r"auto|cpu|cuda(:\d+)?", self.device, re.ASCII
+        ):
+            raise ValueError(
+                f"device must be one of auto, cpu, cuda, cuda:<index>, got {self.device!r}"
+            )
         self._check_choice("dtype", DTYPES)
         self._check_choice("attention_backend", ATTENTION_BACKENDS)
         self._check_choice("load_format", LOAD_FORMATS)
+        self._check_choice("logprobs_mode", LOGPROBS_MODES)
+        if self.tokenizer is not None and (
+            not isinstance(self.tokenizer, str) or not self.tokenizer
+        ):
+            raise TypeError(f"tokenizer must be a path or a hub id, got {self.tokenizer!r:.80}")
 
     def _check_int(self, name: str, minimum: int, maximum: int) -> None:
         value = getattr(self, name)
@@ -114,3 +153,14 @@ class Config:
         value = getattr(self, name)
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _plain(value: Any) -> Any:
+    """numpy's numbers and paths as Python's own; anything else as it is."""
+    if isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    return os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -2,16 +2,17 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.engine.chat import Message, as_conversations, render_chat
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.prompts import TokensPrompt, map_each, map_good, raise_errors
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.chat import Message, as_conversations
+from nanovllm.text.chat_renderer import ChatRenderer
+from nanovllm.text.prompts import TokensPrompt, map_good, raise_errors
 
 
 class LLM(LLMEngine):
@@ -54,6 +55,10 @@ class LLM(LLMEngine):
     ) -> list[TokensPrompt]:
         """The prompts of conversations, for ``generate`` or ``add_request``.
 
+        Templates run in a process of their own. One that takes over 5 s of CPU time for a
+        conversation or 1 GiB of memory, or makes over 64 MiB of text, is an error of that
+        conversation.
+
         Args:
             messages: one conversation or several.
             template_options: ``chat_template``, a Jinja template instead of the model's own;
@@ -89,16 +94,25 @@ class LLM(LLMEngine):
             "tools": tools,
             **(chat_template_kwargs or {}),
         }
-        render = partial(render_chat, self.tokenizer, options=options)
-        texts = map_each(render, as_conversations(messages))
+        texts = self._chat_renderer.render(self.tokenizer, as_conversations(messages), options)
         # The template spells out every special token, the first one too.
         encoded = self.prompt_encoder.encode(texts, add_special_tokens=False)
-        return map_good(_with_tokens, encoded)
+        return map_good(with_tokens, encoded)
+
+    @cached_property
+    def _chat_renderer(self) -> ChatRenderer:
+        return ChatRenderer()
+
+    def close(self) -> None:
+        super().close()
+        self._chat_renderer.close()
+
+    exit = close  # nano-vLLM's name
 
     def get_tokenizer(self) -> Any:
         """The checkpoint's transformers tokenizer; None if it has none."""
         return self.tokenizer
 
 
-def _with_tokens(encoded: list[tuple[str, list[int]]]) -> list[TokensPrompt]:
+def with_tokens(encoded: list[tuple[str, list[int]]]) -> list[TokensPrompt]:
     return [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in encoded]

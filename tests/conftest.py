@@ -3,6 +3,7 @@ the variable must be set before a kernel is defined, so before nanovllm is impor
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import torch
@@ -15,6 +16,10 @@ import pytest
 from nanovllm import LLM
 from tests.tiny_models import TinyModels
 from tests.tiny_tokenizer import save_tokenizer
+
+# A shell ignores Ctrl-C for what it runs in the background, and so would the tests of it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # One thread suits tiny models best, and does not suffer when the cores are shared.
 torch.set_num_threads(1)

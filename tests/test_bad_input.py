@@ -126,7 +126,7 @@ BAD_PARAMS: dict[str, tuple[Any, type[Exception], str]] = {
     "too-many-logprobs": (
         [GREEDY, SamplingParams(logprobs=VOCAB_SIZE + 1)],
         ValueError,
-        r"prompts\[1\]: sampling_params: logprobs is 513, but the vocabulary has 512",
+        r"prompts\[1\]: sampling_params: logprobs is 513, but at most 20 are allowed",
     ),
     "too-many-prompt-logprobs": (
         [GREEDY, SamplingParams(prompt_logprobs=VOCAB_SIZE + 1)],
@@ -146,7 +146,7 @@ BAD_PARAMS: dict[str, tuple[Any, type[Exception], str]] = {
     "grammar-without-tokenizer": (
         [GREEDY, SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))],
         ValueError,
-        r"prompts\[1\]: sampling_params: .*tokenizer",
+        r"prompts\[1\]: structured_outputs cannot be served: .*tokenizer",
     ),
 }
 BAD_SAMPLING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -180,25 +180,28 @@ BAD_SAMPLING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 # Values that each field of Config refuses, naming itself.
 BAD_CONFIG: dict[str, list[Any]] = {
     "model": ["", None, 5, b"bytes", ["list"]],
-    "max_num_batched_tokens": [0, -1, 1.5, "8", True, None],
-    "max_num_seqs": [0, -1, 1.5, "8", True, None],
-    "max_model_len": [1, 0, -1, 1.5, "8", True, None],
-    "gpu_memory_utilization": [0, -0.5, 1.1, math.nan, math.inf, "0.9", True, None],
-    "tensor_parallel_size": [0, -1, 9, 1.0, "1", True, None],
-    "enforce_eager": [1, 0, "yes", None],
-    "kvcache_block_size": [0, -1, 16.0, "16", True, None],
-    "num_kvcache_blocks": [0, -2, 1.5, "8", True, None],
-    "device": ["tpu", "", None, 0],
-    "dtype": ["float64", "int8", "fp16", "", None, 16],
-    "attention_backend": ["fast", "", None],
-    "enable_prefix_caching": [1, 0, "yes", None],
-    "load_format": ["pt", "", None],
-    "seed": [-1, 2**64, 1.5, "0", True, None],
+    "max_num_batched_tokens": [0, -1, 1.5, "8", True],
+    "max_num_seqs": [0, -1, 1.5, "8", True],
+    "max_model_len": [1, 0, -2, 1.5, "8", True],
+    "gpu_memory_utilization": [0, -0.5, 1.1, math.nan, math.inf, "0.9", True],
+    "tensor_parallel_size": [0, -1, 9, 1.0, "1", True],
+    "enforce_eager": [1, 0, "yes"],
+    "kvcache_block_size": [0, -1, 16.0, "16", True],
+    "num_kvcache_blocks": [0, -2, 1.5, "8", True],
+    "device": ["tpu", "", 0],
+    "dtype": ["float64", "int8", "fp16", "", 16],
+    "attention_backend": ["fast", ""],
+    "enable_prefix_caching": [1, 0, "yes"],
+    "load_format": ["pt", ""],
+    "seed": [-1, 2**64, 1.5, "0", True],
+    "tokenizer": ["", 5, True],
+    "skip_tokenizer_init": [1, "yes"],
+    "max_logprobs": [-2, 1.5, "5", True],
+    "logprobs_mode": ["raw_logits", "", 5],
 }
 UNKNOWN_KEYWORDS = {
     "max_num_seq": "max_num_seqs",
     "tensor_parallel": "tensor_parallel_size",
-    "block_size": "kvcache_block_size",
     "max_len": "max_model_len",
     "enforce_eagerly": "enforce_eager",
 }
@@ -291,6 +294,26 @@ class TestMistakes:
     )
     def test_a_bad_setting_is_refused_by_name(self, field, value):
         refuse_config(field, value)
+
+    def test_none_stands_for_the_default_of_a_setting(self):
+        names = [field.name for field in fields(Config) if field.name != "model"]
+        assert Config.create("m", **dict.fromkeys(names)) == Config("m")
+
+    @pytest.mark.parametrize(
+        ("field", "value", "kept"),
+        [
+            ("seed", np.int64(3), 3),
+            ("max_num_seqs", np.uint8(4), 4),
+            ("gpu_memory_utilization", np.float32(0.5), 0.5),
+            ("dtype", "half", "float16"),
+            ("dtype", "float", "float32"),
+            ("dtype", torch.bfloat16, "bfloat16"),
+            ("tokenizer", Path("a/b"), "a/b"),
+        ],
+    )
+    def test_what_users_write_becomes_pythons_own(self, field, value, kept):
+        read = getattr(Config.create("m", **{field: value}), field)
+        assert read == kept and type(read) is type(kept)
 
     def test_every_setting_has_a_bad_value_here(self):
         assert set(BAD_CONFIG) == {field.name for field in fields(Config)}

@@ -1,11 +1,13 @@
 """The format of batch files, without an engine: lines to requests, results to records, and the
 output file that they are added to."""
 
+import copy
 import errno
 import fcntl
 import json
 import os
 import random
+import re
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
-from nanovllm.outputs import Logprobs
+from nanovllm.outputs import PackedLogprobs
 from nanovllm.run_batch import lines, writer
 from nanovllm.run_batch.lines import Line, read_lines
 from nanovllm.run_batch.records import RequestError, encode_record, error_record, success_record
@@ -298,24 +300,31 @@ def test_a_chat_tells_its_template_what_the_body_says():
     assert read(CHAT_URL, tools=TOOLS, tool_choice="none").template["tools"] is None
 
 
-def test_arguments_of_tool_calls_are_objects_for_the_template():
+def test_messages_are_read_as_those_of_chat_are():
     """Guards templates that would write OpenAI's string as JSON once more."""
 
-    def call(arguments: Any) -> dict[str, Any]:
+    def call(content: Any, arguments: Any) -> dict[str, Any]:
         function = {"name": "f", "arguments": arguments}
         calls = [{"id": "1", "type": "function", "function": function}]
-        return {"role": "assistant", "content": None, "tool_calls": calls}
+        return {"role": "assistant", "content": content, "tool_calls": calls}
 
-    messages = [*MESSAGES, call('{"a": 1}'), call(""), call({"b": 2})]
+    messages = [*MESSAGES, call(None, '{"a": 1}'), call("x", ""), call("", {"b": 2})]
+    before = copy.deepcopy(messages)
     assert read(CHAT_URL, messages=messages).messages == [
         *MESSAGES,
-        call({"a": 1}),
-        call({}),
-        call({"b": 2}),
+        call([], {"a": 1}),
+        call("x", {}),
+        call("", {"b": 2}),
     ]
-    assert refuse(CHAT_URL, messages=[call("{")]).param == "messages"
-    odd = [{"role": "assistant", "tool_calls": ["x", {"function": "y"}, {}]}]
-    assert read(CHAT_URL, messages=odd).messages == odd
+    assert messages == before
+    for bad, message in (
+        (call(None, "{"), "the arguments of a tool call are not JSON"),
+        (call(None, "[1]"), r"must be an object, got \[1\]"),
+        (call([{"type": "image_url"}], "{}"), "only text can be served"),
+    ):
+        error = refuse(CHAT_URL, messages=[bad])
+        assert error.param == "messages"
+        assert re.search(message, str(error))
 
 
 def test_a_model_has_several_names_and_no_others():
@@ -759,10 +768,13 @@ def row(rank: int, *pairs: tuple[int, float]) -> list[int]:
 def make_output(rows: list[list[int]] | None = None, **completion: Any) -> RequestOutput:
     logprobs = None
     if rows is not None:
-        logprobs = Logprobs(np.array(rows, np.int32), "abcdé\ud800".__getitem__)
+        texts = "abcdé\ud800"
+        logprobs = PackedLogprobs(
+            np.array(rows, np.int32), lambda before, token_ids: [texts[i] for i in token_ids]
+        )
     kwargs = {"index": 0, "text": "bcé", "token_ids": [1, 2, 4], "finish_reason": "stop"}
     first = CompletionOutput(**{**kwargs, "logprobs": logprobs, **completion})  # type: ignore[arg-type]
-    return RequestOutput("0", "a", [1, 2, 3, 4, 5], [first], num_cached_tokens=4)
+    return RequestOutput("0", "a", [1, 2, 3, 4, 5], outputs=[first], num_cached_tokens=4)
 
 
 def respond(url: str, outputs: list[RequestOutput], **body: Any) -> dict[str, Any]:
@@ -801,8 +813,8 @@ def test_a_chats_body():
 
 def test_a_completions_body_has_the_choices_of_all_prompts_in_order():
     outputs = [make_output(), make_output(text="2", token_ids=[1], finish_reason="length")]
-    outputs[0].outputs.append(CompletionOutput(1, "1", [], "stop"))
-    outputs[1].outputs.append(CompletionOutput(1, "3", [], "stop", stop_reason=5))
+    outputs[0].outputs.append(CompletionOutput(1, "1", [], finish_reason="stop"))
+    outputs[1].outputs.append(CompletionOutput(1, "3", [], finish_reason="stop", stop_reason=5))
     body = respond(COMPLETIONS_URL, outputs, prompt=["a", "b"], n=2)
     assert body["choices"] == [
         {"index": i, "text": text, "logprobs": None, "finish_reason": reason, "stop_reason": stop}

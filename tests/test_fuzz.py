@@ -172,7 +172,10 @@ def test_settings(field, data):
         check_message(error)
         counts["settings refused"] += 1
     else:
-        assert isinstance(getattr(config, field), (int, float, str))
+        kept = getattr(config, field)
+        # None stands for the default, which two settings have none of.
+        unset = kept is None and value is None and field in ("max_model_len", "tokenizer")
+        assert unset or isinstance(kept, (int, float, str))
         counts["settings accepted"] += 1
 
 

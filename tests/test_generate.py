@@ -31,6 +31,7 @@ SMALL: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
     "device": "cpu",
+    "max_logprobs": -1,
 }
 PROMPTS = ["one", "two words", "a prompt that is longer than a block or two", "xyz" * 25]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

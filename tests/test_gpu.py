@@ -2,22 +2,35 @@
 
 import gc
 import json
+import os
 import random
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import torch.nn.functional as F
+from gguf import GGMLQuantizationType as Quant
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch, ScheduledSequence
-from nanovllm.engine.cuda_graphs import GraphSize, decode_sizes, prefill_sizes
+from nanovllm.engine.cuda_graphs import StepGraphs, borrowed, decode_sizes, prefill_sizes
+from nanovllm.engine.model_inputs import GraphSize, ModelInputs
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.linear import small_cublas_workspace
+from tests.checkpoints.test_gguf import write_gguf
 from tests.test_parity import PROMPTS
 from tests.tiny_models import BASE, CONFIGS, TinyModels
+from tests.tiny_tokenizer import save_tokenizer
 
 pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parents[1]
 # By the module that it needs: packages other than flash-attn 2 are below flash_attn too.
 BACKENDS = {
     "flash_attn_4": "flash_attn.cute",
@@ -51,7 +64,7 @@ def prefill_logits(llm: LLM, prompt: list[int]) -> torch.Tensor:
     """Logits after the prompt, through the engine's own prefill."""
     params = SamplingParams(temperature=0)
     seq = Sequence(prompt, params, llm.config.kvcache_block_size)
-    (seq.sampling,) = llm.sampling_states.make(params, prompt)
+    (seq.sampling,) = llm.sampling_states.make(llm.sampling_states.prepare(params), prompt)
     llm.scheduler.block_manager.allocate(seq)
     batch = Batch((ScheduledSequence(seq, 0, len(seq), True),), is_prefill=True)
     with torch.inference_mode():
@@ -101,6 +114,13 @@ def decode_batch(llm: LLM, num_seqs: int) -> Batch:
     return llm.scheduler.schedule()
 
 
+def widened(inputs: ModelInputs, runner: ModelRunner) -> ModelInputs:
+    """With block tables as wide as a graph's: flash-attn chooses its KV splits by that."""
+    tables = inputs.context.block_tables
+    tables = F.pad(tables, (0, runner.graphs.table_width - tables.size(1)))
+    return replace(inputs, context=replace(inputs.context, block_tables=tables))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_graphs_replay_exactly_what_eager_computes(small_model, backend, dtype):
     """Bit for bit, at every captured size; and with padding rows, up to rounding."""
@@ -119,7 +139,7 @@ def test_graphs_replay_exactly_what_eager_computes(small_model, backend, dtype):
             with torch.inference_mode(), small_cublas_workspace():
                 replayed = runner.graphs.replay(inputs).clone()
                 runner.last_tokens.copy_(drawn)
-                _, eager = runner.run_model(inputs.to(runner.device))
+                _, eager = runner.run_model(widened(inputs.to(runner.device), runner))
                 runner.last_tokens.copy_(drawn)
                 _, unpadded = runner.run_model(as_is.to(runner.device))
             assert torch.equal(replayed[:num_seqs], eager[:num_seqs])
@@ -327,3 +347,303 @@ def test_a_step_that_never_fits_is_an_error_and_the_engine_goes_on(small_model):
         hogs.clear()
         torch.cuda.empty_cache()
         assert [out["token_ids"] for out in llm.generate(PROMPTS[:8], params, False)] == expected
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+FEW = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def tokens_of(llm: LLM, params: SamplingParams = FEW) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS[:12], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture
+def current_gpu():
+    """The first one, before the test and after it."""
+    torch.cuda.set_device(0)
+    yield
+    torch.cuda.set_device(0)
+
+
+@two_gpus
+def test_the_programs_current_gpu_does_not_matter(small_model, current_gpu):
+    """After torch.cuda.set_device in the program, steps launched kernels on another GPU than the
+    weights are on. Graphs, eager steps and sampling with penalties, amid a run too."""
+    penalised = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, presence_penalty=0.5)
+    for enforce_eager in (False, True):
+        settings = {"max_num_seqs": 16, "dtype": "float32", "enforce_eager": enforce_eager}
+        with LLM(small_model, **settings) as llm:
+            assert llm.model_runner.device == torch.device("cuda", 0)
+            expected = [tokens_of(llm, params) for params in (FEW, penalised)]
+            torch.cuda.set_device(1)
+            assert [tokens_of(llm, params) for params in (FEW, penalised)] == expected
+            for prompt in PROMPTS[:12]:
+                llm.add_request(prompt, FEW)
+            done, index = {}, 0
+            while not llm.is_finished():
+                torch.cuda.set_device(index := 1 - index)
+                done |= {out.request_id: out.outputs[0].token_ids for out in llm.step()}
+                assert torch.cuda.current_device() == index
+            assert [list(done[i]) for i in sorted(done, key=int)] == expected[0]
+            torch.cuda.set_device(1)
+            llm.close()
+            assert torch.cuda.current_device() == 1
+            torch.cuda.set_device(0)
+
+
+@two_gpus
+def test_engines_on_two_gpus_side_by_side(small_model, current_gpu):
+    """The second one's graphs were captured on a stream of the first one's GPU."""
+    with LLM(small_model, device="cuda:0", max_num_seqs=16, dtype="float32") as first:
+        expected = tokens_of(first)
+        before = torch.cuda.memory_allocated(0)
+        with LLM(small_model, device="cuda:1", max_num_seqs=16, dtype="float32") as second:
+            assert torch.cuda.memory_allocated(0) <= before + (1 << 20)
+            assert torch.cuda.memory_allocated(1) > 1 << 30
+            assert second.model_runner.device == torch.device("cuda", 1)
+            assert second.model_runner.graphs.graphs
+            assert {param.device.index for param in second.model_runner.model.parameters()} == {1}
+            for _ in range(2):
+                assert tokens_of(second) == expected
+                assert tokens_of(first) == expected
+            assert torch.cuda.current_device() == 0
+
+
+def test_a_gpu_that_is_not_there_is_refused(small_model):
+    with pytest.raises(ValueError, match="PyTorch finds only"):
+        LLM(small_model, device="cuda:64")
+
+
+def test_another_thread_uses_the_gpu_during_captures(small_model):
+    """Captures were in the global mode: another thread's allocation broke them, and failed."""
+    stop, errors, num_rounds = threading.Event(), [], 0
+
+    def use_gpu() -> None:
+        nonlocal num_rounds
+        try:
+            stream = torch.cuda.Stream()
+            while not stop.is_set():
+                with torch.cuda.stream(stream):
+                    # In sizes that the allocator asks the driver for, since captures empty it.
+                    tensors = [torch.ones(3 << 20, device="cuda") for _ in range(8)]
+                    assert sum(tensor[-1] for tensor in tensors).item() == 8
+                num_rounds += 1
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=use_gpu)
+    thread.start()
+    try:
+        with LLM(small_model, max_num_seqs=64, num_kvcache_blocks=200) as llm:
+            assert llm.model_runner.graphs.graphs
+            assert all(len(token_ids) == 12 for token_ids in tokens_of(llm))
+    finally:
+        stop.set()
+        thread.join()
+    assert not errors and num_rounds > 10
+
+
+def test_six_hundred_sequences_replay_a_graph(small_model):
+    """Decodes of more than 512 ran eagerly."""
+    prompts = [[i % 4000, i % 7, 5] for i in range(600)]
+    results = []
+    for enforce_eager in (False, True):
+        settings = {"max_num_seqs": 600, "dtype": "float32", "enforce_eager": enforce_eager}
+        with LLM(small_model, num_kvcache_blocks=1300, **settings) as llm:
+            graphs, replayed = llm.model_runner.graphs, []
+            replay = graphs.replay
+
+            def noting(inputs, replay=replay, replayed=replayed):
+                logits = replay(inputs)
+                replayed.append((inputs.graph_size, logits is not None))
+                return logits
+
+            graphs.replay = noting
+            outputs = llm.generate(prompts, FEW, use_tqdm=False)
+            results.append([output.outputs[0].token_ids for output in outputs])
+            graph_size = (GraphSize(False, 600, 600), True)
+            assert replayed.count(graph_size) == (0 if enforce_eager else 11)
+    assert results[0] == results[1]
+
+
+def test_contexts_of_many_blocks_in_graphs(small_model):
+    """Guards block tables that lie wider than they travel; in prefills that read the cache, too."""
+    shared = [i % 4000 for i in range(200)]
+    lengths = [1, 15, 16, 17, 100, 255, 700, 1500]
+    prompts = [shared + [(i + j) % 4001 for j in range(n)] for i, n in enumerate(lengths)]
+    prompts += [[(i * j) % 4001 for j in range(n)] for i, n in enumerate(lengths, 3)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    results = []
+    for enforce_eager in (False, True):
+        settings = {"kvcache_block_size": 16, "dtype": "float32", "enforce_eager": enforce_eager}
+        with LLM(small_model, max_num_seqs=16, **settings) as llm:
+            llm.generate([shared], SamplingParams(max_tokens=1), use_tqdm=False)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            results.append([output.outputs[0].token_ids for output in outputs])
+    assert results[0] == results[1]
+
+
+def test_logits_of_graphs_share_memory(small_model):
+    """Each of them kept its own."""
+    with LLM(small_model, max_num_seqs=256, num_kvcache_blocks=300) as llm:
+        runner = llm.model_runner
+        runner.graphs = runner._new_graphs()
+        before = torch.cuda.memory_allocated()
+        runner.capture_cudagraph(decode_sizes(256))
+        kept = torch.cuda.memory_allocated() - before
+        inputs = runner.graphs.buffer.nbytes + runner.graphs.tables.nbytes
+        logits = sum(graph.logits.nbytes for graph in runner.graphs.graphs.values())
+        assert kept - inputs < logits / 4
+        assert all(len(token_ids) == 12 for token_ids in tokens_of(llm))
+
+
+def test_borrowed_memory_is_not_kept():
+    x = torch.randn(300, 700, device="cuda").to(torch.bfloat16)
+    before = torch.cuda.memory_allocated()
+    y = borrowed(x)
+    assert y.data_ptr() == x.data_ptr() and y.device == x.device
+    assert torch.equal(y, x)
+    del x
+    assert torch.cuda.memory_allocated() <= before - y.nbytes
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float16"])
+def test_gguf_files_run_in_bf16_unless_another_dtype_is_asked_for(dtype, tiny_models, tmp_path):
+    """They ran in fp16, in which models that were trained in bf16 overflow."""
+    path = write_gguf(tmp_path / "m.gguf", tiny_models.load("llama"), "llama", Quant.Q8_0)
+    settings = {"max_num_seqs": 2, "num_kvcache_blocks": 20, "enforce_eager": True}
+    with LLM(path, dtype=dtype, **settings) as llm:
+        expected = torch.bfloat16 if dtype == "auto" else torch.float16
+        assert llm.model_runner.dtype is expected
+        assert {param.dtype for param in llm.model_runner.model.parameters()} == {expected}
+        (output,) = llm.generate([[1, 2, 3]], FEW, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 12
+
+
+def does_not_fit(monkeypatch) -> dict:
+    return {"num_kvcache_blocks": 10**6}
+
+
+def fails_to_capture(monkeypatch) -> dict:
+    capture = StepGraphs.capture
+
+    def failing(self: StepGraphs, sizes: list) -> None:
+        capture(self, sizes[-3:])
+        if len(sizes) > 1:  # not while memory is measured
+            raise RuntimeError("a capture fails")
+
+    monkeypatch.setattr(StepGraphs, "capture", failing)
+    return {"num_kvcache_blocks": 2000}
+
+
+@pytest.mark.parametrize("fault", [does_not_fit, fails_to_capture])
+def test_a_failed_start_frees_the_gpu(fault, small_model, monkeypatch):
+    """As long as the exception lived, so did the weights: a start after it found less memory."""
+    with LLM(small_model, max_num_seqs=4, num_kvcache_blocks=20) as llm:
+        expected = tokens_of(llm)  # libraries allocate their workspaces once
+    gc.collect()
+    torch.cuda.empty_cache()
+    allocated, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    with monkeypatch.context() as patch, pytest.raises((ValueError, RuntimeError)) as caught:
+        LLM(small_model, max_num_seqs=4, **fault(patch))
+    assert torch.cuda.memory_allocated() <= allocated + (1 << 20)
+    assert torch.cuda.mem_get_info()[0] >= free - (64 << 20)
+    with LLM(small_model, max_num_seqs=4, num_kvcache_blocks=20) as llm:
+        assert tokens_of(llm) == expected
+    assert caught.value.__traceback__ is not None
+
+
+TWO_RANKS = """
+import json, logging, sys
+logging.basicConfig(level=logging.INFO)
+from nanovllm import LLM, SamplingParams
+from tests.test_parity import PROMPTS
+params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+settings = {"dtype": "float32", "max_num_seqs": 16, "num_kvcache_blocks": 100}
+with LLM(sys.argv[1], tensor_parallel_size=2, **settings) as llm:
+    num_one_shots = len(llm.model_runner.tp.one_shots)
+    outputs = llm.generate(PROMPTS[:12], params, use_tqdm=False)
+print(json.dumps([num_one_shots, [list(out.outputs[0].token_ids) for out in outputs]]))
+"""
+
+
+@two_gpus
+@pytest.mark.parametrize("expandable", [False, True])
+def test_two_ranks_with_and_without_memory_that_they_can_share(expandable, small_model):
+    """With expandable segments the start failed; there NCCL does all of the all-reduce."""
+    with LLM(small_model, dtype="float32", max_num_seqs=16, num_kvcache_blocks=100) as llm:
+        expected = tokens_of(llm)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    if expandable:
+        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    result = subprocess.run(
+        [sys.executable, "-c", TWO_RANKS, str(small_model)],
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    num_one_shots, token_ids = json.loads(result.stdout.splitlines()[-1])
+    assert token_ids == expected
+    if expandable:
+        assert num_one_shots == 0 and "all-reduce by NCCL alone" in result.stderr
+    else:
+        print(f"{num_one_shots} one-shot all-reduces")  # 2 over NVLink
+
+
+FORKS = """
+import os, sys
+from nanovllm import LLM, SamplingParams
+params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+with LLM(sys.argv[1], max_num_seqs=4, num_kvcache_blocks=20) as llm:
+    expected = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids
+    stream = llm.generate_stream([[1, 2, 3]], params)
+    next(stream)
+    child = os.fork()
+    if child == 0:
+        try:
+            next(stream)
+        except ValueError as error:
+            sys.exit(0 if "forked child" in str(error) else 3)
+        sys.exit(4)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, status
+    *_, last = stream
+    assert last.outputs[0].token_ids == expected
+"""
+
+
+def test_a_forked_child_leaves_the_gpu_alone(small_model):
+    """With a step in flight, and through all of the interpreter's end."""
+    result = subprocess.run(
+        [sys.executable, "-c", FORKS, str(small_model)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+
+
+def test_tokens_without_an_embedding_harm_no_other_prompt(small_model, tmp_path):
+    """On a GPU a row that is not there would end all of the process's use of it."""
+    folder = tmp_path / "model"
+    shutil.copytree(small_model, folder)
+    save_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"<extra{i}>" for i in range(4096)])
+    tokenizer.save_pretrained(folder)
+    params = SamplingParams(temperature=0, max_tokens=8)
+    with LLM(folder, max_model_len=64) as llm:
+        alone = llm.generate(["abc", "xyz"], params, use_tqdm=False)
+        prompts = ["abc", "a <extra4095> b", "xyz"]
+        outputs = llm.generate(prompts, params, use_tqdm=False, on_error="return")
+        assert "the model's ids are 0 to 4095" in outputs[1].outputs[0].error
+        assert [outputs[i]["token_ids"] for i in (0, 2)] == [out["token_ids"] for out in alone]
+        again = llm.generate(["abc", "xyz"], params, use_tqdm=False)
+        assert [out["token_ids"] for out in again] == [out["token_ids"] for out in alone]

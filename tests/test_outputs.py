@@ -1,25 +1,27 @@
-"""Results: lazy log-probabilities against the plain lists that they stand for, and the two styles
-in which a result can be read."""
+"""Results: packed log-probabilities against plain lists of dicts, and the two styles in which a
+result can be read."""
 
+import json
 import pickle
 import random
-from dataclasses import FrozenInstanceError
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from nanovllm.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
+from nanovllm.outputs import (
+    CompletionOutput,
+    Logprob,
+    PackedLogprobs,
+    RequestMetrics,
+    RequestOutput,
+)
 
 
 def text_of(token_id: int) -> str:
     return f"<{token_id}>"
-
-
-def no_text(token_id: int) -> None:
-    return None
 
 
 def pack(positions: list[tuple[int, list[tuple[int, float]]]]) -> np.ndarray:
@@ -50,119 +52,96 @@ def random_case(num_positions: int, k: int) -> tuple[np.ndarray, list[dict[int, 
 SIZES = pytest.mark.parametrize("k", [0, 1, 5, 20])
 
 
+def texts_of(before: Sequence[int], token_ids: Sequence[int]) -> list[str]:
+    return [text_of(token_id) for token_id in token_ids]
+
+
 class TestLogprobs:
     @SIZES
     @pytest.mark.parametrize("num_positions", [1, 2, 30])
     def test_each_position_is_a_dict_led_by_its_own_token(self, num_positions: int, k: int):
         rows, expected = random_case(num_positions, k)
-        read = list(Logprobs(rows, text_of))
+        read = PackedLogprobs(rows, texts_of).to_list()
         assert read == expected
         assert [list(position) for position in read] == [list(position) for position in expected]
 
-    @SIZES
-    @given(
-        st.booleans(),
-        st.integers(-40, 40),
-        st.slices(35),
-    )
-    def test_it_is_indexed_as_the_list_it_stands_for(self, k, starts_with_none, i, cut):
-        rows, expected = random_case(30, k)
-        logprobs = Logprobs(rows, text_of, starts_with_none)
-        plain: list[Any] = [None] * starts_with_none + expected
-        assert len(logprobs) == len(plain)
-        assert logprobs[cut] == plain[cut]
-        if -len(plain) <= i < len(plain):
-            assert logprobs[i] == plain[i]
-        else:
-            with pytest.raises(IndexError, match=rf"{i} of {len(plain)}"):
-                logprobs[i]
-
     def test_a_prompts_first_token_has_none(self):
         rows, expected = random_case(2, 1)
-        logprobs = Logprobs(rows, text_of, starts_with_none=True)
-        assert list(logprobs) == [None, *expected]
-        assert list(Logprobs(rows[:0], text_of, starts_with_none=True)) == [None]
-        assert list(Logprobs(rows[:0], text_of)) == []
+        packed = PackedLogprobs(rows, texts_of, starts_with_none=True)
+        assert packed.to_list() == [None, *expected]
+        assert PackedLogprobs(rows[:0], texts_of, starts_with_none=True).to_list() == [None]
+        assert PackedLogprobs(rows[:0], texts_of).to_list() == []
 
-    def test_it_reads_as_a_sequence(self):
-        rows, expected = random_case(4, 2)
-        logprobs = Logprobs(rows, text_of)
-        assert list(reversed(logprobs)) == expected[::-1]
-        assert expected[2] in logprobs and {} not in logprobs
-        assert logprobs.index(expected[3]) == 3
-        with pytest.raises(TypeError):
-            logprobs["0"]
+    def test_texts_are_made_with_the_tokens_before_them(self):
+        seen = []
 
-    def test_nothing_is_decoded_until_it_is_looked_at(self):
-        """Guards a dict and a text for each of a million tokens."""
-        decoded = []
+        def decode(before: Sequence[int], token_ids: Sequence[int]) -> list[str]:
+            seen.append((list(before), list(token_ids)))
+            return texts_of(before, token_ids)
 
-        def decode(token_id: int) -> str:
-            decoded.append(token_id)
-            return text_of(token_id)
-
-        rows, expected = random_case(1000, 3)
-        logprobs = Logprobs(rows, decode)
-        assert len(logprobs) == 1000 and repr(logprobs)
-        assert logprobs.token_logprobs().sum() < 0
-        assert decoded == []
-        assert logprobs[17] == expected[17]
-        assert decoded == list(expected[17])
+        rows, _ = random_case(7, 2)
+        PackedLogprobs(rows, decode).to_list()
+        own = rows[:, 1].tolist()
+        assert seen == [(own[max(0, i - 4) : i], rows[i, 1::2].tolist()) for i in range(7)]
 
     def test_logprobs_of_the_tokens_need_no_dicts(self):
         rows, expected = random_case(50, 4)
-        totals = Logprobs(rows, text_of).token_logprobs()
+        totals = PackedLogprobs(rows, texts_of).token_logprobs()
         assert totals.dtype == np.float32
         assert totals.tolist() == [next(iter(position.values())).logprob for position in expected]
 
     def test_extreme_values_are_read_bit_for_bit(self):
         values = [-np.inf, -0.0, -1e-30, -3.4e38]
         rows = pack([(7, [(3, value)]) for value in values])
-        read = [position[3].logprob for position in Logprobs(rows, text_of)]
+        read = [position[3].logprob for position in PackedLogprobs(rows, texts_of).to_list()]
         assert np.array_equal(np.float32(read).view(np.int32), np.float32(values).view(np.int32))
         assert all(type(value) is float for value in read)
 
-    def test_the_text_is_none_without_a_tokenizer(self):
-        (position,) = Logprobs(pack([(1, [(5, -0.5)])]), no_text)
+    def test_the_text_is_none_without_a_decoder(self):
+        (position,) = PackedLogprobs(pack([(1, [(5, -0.5)])])).to_list()
         assert position == {5: Logprob(-0.5, 1, None)}
 
-    def test_it_equals_lists_and_its_like_by_content(self):
-        rows, expected = random_case(3, 2)
-        logprobs = Logprobs(rows, text_of)
-        assert logprobs == expected and expected == logprobs
-        assert logprobs == Logprobs(rows.copy(), text_of)
-        assert logprobs != expected[:2] and logprobs != Logprobs(rows[1:], text_of)
-        assert logprobs != Logprobs(rows, no_text)
-        assert logprobs != Logprobs(rows, text_of, starts_with_none=True)
-        assert logprobs != 3 and logprobs is not None
-        with pytest.raises(TypeError, match="unhashable"):
-            hash(logprobs)
+    def test_a_logprob_needs_no_rank_or_text(self):
+        assert Logprob(-0.1) == Logprob(-0.1, rank=None, decoded_token=None)
+
+    def test_lists_are_made_once_when_they_are_first_read(self):
+        """Guards a dict and a text for each of a million tokens that nobody looks at."""
+        decoded = []
+
+        def decode(before: Sequence[int], token_ids: Sequence[int]) -> list[str]:
+            decoded.extend(token_ids)
+            return texts_of(before, token_ids)
+
+        rows, expected = random_case(10, 3)
+        completion = CompletionOutput(0, "", [], logprobs=PackedLogprobs(rows, decode))
+        assert repr(completion) and decoded == []
+        assert completion.logprobs == expected
+        assert type(completion.logprobs) is list and completion.logprobs is completion.logprobs
+        assert len(decoded) == 40
 
     def test_a_pickle_holds_a_plain_list(self):
         """Guards a tokenizer, with its lock or its file handles, in each result that is sent."""
 
-        def unpicklable(token_id: int) -> str:
-            return text_of(token_id)
+        def unpicklable(before: Sequence[int], token_ids: Sequence[int]) -> list[str]:
+            return texts_of(before, token_ids)
 
         rows, expected = random_case(3, 2)
-        copy = pickle.loads(pickle.dumps(Logprobs(rows, unpicklable, starts_with_none=True)))
-        assert type(copy) is list
-        assert copy == [None, *expected]
-
-    def test_the_repr_is_short(self):
-        assert repr(Logprobs(random_case(1000, 5)[0], text_of)) == "<1000 positions of logprobs>"
+        packed = PackedLogprobs(rows, unpicklable, starts_with_none=True)
+        copy = pickle.loads(pickle.dumps(RequestOutput("0", None, [1], packed)))
+        assert type(copy.prompt_logprobs) is list
+        assert copy.prompt_logprobs == [None, *expected]
 
 
 def make_output(**changes: Any) -> RequestOutput:
     rows, _ = random_case(3, 1)
-    logprobs = Logprobs(rows, text_of)
+    logprobs = PackedLogprobs(rows, texts_of)
     completions = [
-        CompletionOutput(0, "one", [4, 5, 2], "stop", None, -3.5, logprobs),
-        CompletionOutput(1, "two", [7], "length"),
+        CompletionOutput(0, "one", [4, 5, 2], -3.5, logprobs, finish_reason="stop"),
+        CompletionOutput(1, "two", [7], finish_reason="length"),
     ]
     metrics = RequestMetrics(10.0, 11.0, 12.0)
     values = {"prompt_logprobs": logprobs, "num_cached_tokens": 16, "metrics": metrics, **changes}
-    return RequestOutput("7", "hello", [1, 3], completions, **values)
+    return RequestOutput("7", "hello", [1, 3], outputs=completions, **values)
 
 
 class TestRequestOutput:
@@ -182,25 +161,35 @@ class TestRequestOutput:
 
     def test_reprs_are_short_and_tell_the_text(self):
         """Guards a log line with a prompt of thousands of ids, or with their logprobs."""
-        out = RequestOutput("7", None, list(range(5000)), make_output().outputs)
+        out = RequestOutput("7", None, list(range(5000)), outputs=make_output().outputs)
         assert len(repr(out)) < 500
         for part in ("request_id='7'", "text='one'", "token_ids=[7]", "finish_reason='stop'"):
             assert part in repr(out)
-        assert "positions of" not in repr(make_output())
+        assert "logprobs=" not in repr(make_output())
 
     def test_what_was_not_asked_for_is_none(self):
         completion = CompletionOutput(0, "", [])
         assert completion.logprobs is completion.cumulative_logprob is None
         assert completion.finish_reason is completion.stop_reason is None
-        out = RequestOutput("0", None, [1], [completion])
+        out = RequestOutput("0", None, [1], outputs=[completion])
         assert out.prompt_logprobs is out.metrics is None
-        assert (out.finished, out.num_cached_tokens) == (True, 0)
+        assert (out.finished, out.num_cached_tokens) == (True, None)
 
-    def test_results_cannot_be_changed_by_mistake(self):
+    def test_attributes_can_be_set(self):
         out = make_output()
-        for target, name in ((out, "finished"), (out.outputs[0], "text")):
-            with pytest.raises(FrozenInstanceError):
-                setattr(target, name, None)
+        out.outputs[0].text, out.finished, out.outputs[0].logprobs = "cut", False, None
+        assert (out["text"], out.finished, out.outputs[0].logprobs) == ("cut", False, None)
+
+    def test_a_completion_becomes_json(self):
+        """Harnesses write ``json.dumps(asdict(...))``."""
+        read = json.loads(json.dumps(asdict(make_output().outputs[0])))
+        assert read["text"] == "one" and len(read["logprobs"]) == 3
+
+    def test_vllms_attributes_are_there(self):
+        out = make_output()
+        assert out.lora_request is out.encoder_prompt is out.encoder_prompt_token_ids is None
+        assert out.kv_transfer_params is None
+        assert out.outputs[0].lora_request is None
 
     def test_results_survive_the_trip_to_another_process(self):
         out = make_output()

@@ -2,14 +2,18 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanovllm.engine import llm_engine, throughput
+from nanovllm.text.prompts import PromptEncoder
 from tests.tiny_models import VOCAB_SIZE, TinyModels
 
 SMALL: dict[str, Any] = {
@@ -187,6 +191,118 @@ class TestNaN:
         llm.model_runner.kv_cache.fill_(torch.nan)
         assert tokens(run(llm)) == expected
 
+    def test_prompt_logprobs_are_not_doubled_where_it_is_computed_again(self, llm, monkeypatch):
+        """Guards a list that the first try and the second shared: 39 rows for 20 tokens."""
+        prompt = list(range(60, 80))
+        sampling = params("logprobs", prompt_logprobs=1)
+        (expected,) = run(llm, [prompt], sampling)
+        llm.reset_prefix_cache()
+        wait, failed = llm.model_runner.wait, []
+
+        def passing_nan(step: Any) -> Any:
+            output = wait(step)
+            if not failed and step.batch.sampled:
+                failed.append(step)
+                output.token_ids[0] = -1
+            return output
+
+        monkeypatch.setattr(llm.model_runner, "wait", passing_nan)
+        (out,) = run(llm, [prompt], sampling)
+        assert failed and out["token_ids"] == expected["token_ids"]
+        assert len(out.prompt_logprobs) == len(prompt)
+        assert len(out.outputs[0].logprobs) == len(out["token_ids"])
+        assert np.allclose(
+            token_logprobs(out.prompt_logprobs), token_logprobs(expected.prompt_logprobs)
+        )
+
+
+class TestNoTokenAllowed:
+    def test_it_is_an_error_at_once(self, llm, monkeypatch):
+        """What parameters forbid they forbid again: computing it twice is for nothing."""
+        computed = []
+        schedule = llm.scheduler.schedule
+
+        def counted() -> Any:
+            batch = schedule()
+            computed.extend(batch.items)
+            return batch
+
+        monkeypatch.setattr(llm.scheduler, "schedule", counted)
+        bad = params(
+            allowed_token_ids=[5, 6], stop_token_ids=[5, 6], min_tokens=4, prompt_logprobs=0
+        )
+        (out,) = run(llm, [PROMPTS[3]], bad)
+        assert out.outputs[0].finish_reason == "error"
+        assert len(out.prompt_logprobs) == len(PROMPTS[3])
+        assert sum(item.num_tokens for item in computed if item.start == 0) == 64
+        assert sum(item.samples and item.end == len(PROMPTS[3]) for item in computed) == 1
+
+
+class TestAddRequest:
+    def test_one_that_fails_disturbs_no_other(self, llm, monkeypatch):
+        """Guards an engine that dropped every request in flight for a bad seed of one."""
+        expected = tokens(run(llm, PROMPTS[:2]))
+        ids = [llm.add_request(prompt, params()) for prompt in PROMPTS[:2]]
+        finished = {out.request_id: out for out in llm.step()}
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.sampling_states, "make", lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                llm.add_request(PROMPTS[2], params())
+        while not llm.is_finished():
+            finished |= {out.request_id: out for out in llm.step()}
+        assert tokens([finished[i] for i in ids]) == expected
+
+    def test_a_seed_of_numpys_is_a_seed(self, llm):
+        sampling = params("sampled", seed=np.int64(7))
+        request_id = llm.add_request(PROMPTS[0], sampling)
+        finished = {}
+        while not llm.is_finished():
+            finished |= {out.request_id: out for out in llm.step()}
+        assert tokens([finished[request_id]]) == tokens(
+            run(llm, PROMPTS[:1], params("sampled", seed=7))
+        )
+
+
+class TestSamplingParamsOfACall:
+    def test_they_are_copied_once_for_each_object(self, llm, monkeypatch):
+        clone, cloned = SamplingParams.clone, []
+        monkeypatch.setattr(SamplingParams, "clone", lambda p: cloned.append(p) or clone(p))
+        one, other = params(max_tokens=1), params(max_tokens=2)
+        run(llm, PROMPTS * 4, one)
+        assert cloned == [one]
+        run(llm, PROMPTS[:4], [one, other, one, other])
+        assert cloned == [one, one, other]
+
+    def test_what_becomes_of_them_later_does_not_matter(self, llm):
+        sampling = params()
+        expected = tokens(run(llm, PROMPTS[:1], sampling))
+        request_id = llm.add_request(PROMPTS[0], sampling)
+        sampling.max_tokens, sampling.temperature = 1, 1.0
+        finished = {}
+        while not llm.is_finished():
+            finished |= {out.request_id: out for out in llm.step()}
+        assert tokens([finished[request_id]]) == expected
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [("logit_bias", {-1: 5.0}), ("allowed_token_ids", [5, -1]), ("stop", ["a", ""])],
+    )
+    def test_what_is_changed_in_place_is_checked_when_they_are_used(self, llm, field, value):
+        """Guards a negative token id that reached the kernels, or lost every request in flight."""
+        sampling = params(logit_bias={7: 1.0}, allowed_token_ids=[5], detokenize=True)
+        kept = getattr(sampling, field)
+        kept.clear()
+        kept.update(value) if field == "logit_bias" else kept.extend(value)
+        with pytest.raises(ValueError, match=field):
+            llm.add_request(PROMPTS[0], sampling)
+        assert llm.is_finished()
+
+    def test_a_contradiction_made_later_is_refused_when_they_are_used(self, llm):
+        sampling = params()
+        sampling.n = 2
+        with pytest.raises(ValueError, match="n=2 greedy"):
+            run(llm, PROMPTS[:1], sampling)
+
 
 class TestFailuresOnTheWay:
     def test_a_detokenizer_that_raises_ends_its_request(self, with_words):
@@ -227,6 +343,70 @@ class TestFailuresOnTheWay:
         assert "IndexError" in outputs[1].outputs[0].error
         assert tokens(outputs) == tokens(expected)
         assert [outputs[i]["text"] for i in (0, 2)] == [expected[i]["text"] for i in (0, 2)]
+
+    def test_a_tokenizer_that_panics_on_one_prompt_spares_the_others(self, with_words):
+        """Its regular expression gives up, which is no Exception."""
+        llm, prompts = with_words
+        expected = tokens(run(llm, prompts, params()))
+        backend = llm.tokenizer.backend_tokenizer
+        before = backend.pre_tokenizer
+        hostile = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
+        try:
+            backend.pre_tokenizer = pre_tokenizers.Sequence([hostile, before])
+            mixed = [prompts[0], "x" * 45, *prompts[1:]]
+            with pytest.raises(ValueError, match=r"prompts\[1\].*PanicException"):
+                llm.generate(mixed, params(), use_tqdm=False)
+            with pytest.raises(ValueError, match="PanicException"):
+                llm.add_request(mixed[1], params())
+            outputs = llm.generate(mixed, params(), use_tqdm=False, on_error="return")
+        finally:
+            backend.pre_tokenizer = before
+        bad = outputs.pop(1).outputs[0]
+        assert bad.finish_reason == "error" and "retry-limit" in bad.error
+        assert tokens(outputs) == expected
+        check_clean(llm)
+
+    def test_a_grammar_that_panics_ends_its_request(self, model_path):
+        class PanicException(BaseException):
+            """As PyO3's."""
+
+        def panic(*args: Any) -> None:
+            raise PanicException("index out of bounds")
+
+        bound = params(structured_outputs=StructuredOutputsParams(regex="[a-z]+"))
+        with LLM(model_path, **SMALL) as llm:
+            expected = tokens(run(llm, PROMPTS, params()))
+            ids = [llm.add_request(prompt, params()) for prompt in PROMPTS]
+            bad = llm.add_request(PROMPTS[0], bound)
+            llm._requests[bad].seqs[0].sampling.grammar._matcher = SimpleNamespace(
+                compute_bitmask=panic, is_stopped=lambda: False, is_accepting=lambda: False
+            )
+            results = {}
+            while not llm.is_finished():
+                results |= {out.request_id: out for out in llm.step()}
+            assert results[bad].outputs[0].finish_reason == "error"
+            assert "index out of bounds" in results[bad].outputs[0].error
+            assert tokens([results[i] for i in ids]) == expected
+            check_clean(llm)
+
+    def test_tokens_that_the_model_has_no_embedding_for_cost_their_prompt_alone(self, tiny_models):
+        with LLM(tiny_models.path("qwen3"), **SMALL) as llm:
+            words = {f"w{i}": i for i in range(VOCAB_SIZE + 2)}
+            backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
+            backend.pre_tokenizer = pre_tokenizers.Whitespace()
+            llm.tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+            llm.prompt_encoder = PromptEncoder(llm.tokenizer, VOCAB_SIZE)
+            texts = ["w1 w2", f"w1 w{VOCAB_SIZE}", f"w{VOCAB_SIZE - 1}"]
+            with pytest.raises(ValueError, match=rf"token id {VOCAB_SIZE} .*0 to {VOCAB_SIZE - 1}"):
+                llm.add_request(texts[1], params())
+            outputs = llm.generate(texts, params(), use_tqdm=False, on_error="return")
+            assert [out.outputs[0].finish_reason for out in outputs] == [
+                "length",
+                "error",
+                "length",
+            ]
+            assert [out.prompt_token_ids for out in outputs] == [[1, 2], [], [VOCAB_SIZE - 1]]
+            check_clean(llm)
 
     @pytest.mark.parametrize("portion", [1, 32])
     def test_a_tokenizer_that_fails_on_one_prompt_spares_the_others(
@@ -303,7 +483,7 @@ def with_words(tiny_models: TinyModels, llm: LLM, monkeypatch: pytest.MonkeyPatc
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from nanovllm.engine.prompts import PromptEncoder
+    from nanovllm.text.prompts import PromptEncoder
 
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -337,7 +517,28 @@ FITS: dict[str, Callable[[Any], bool]] = {
 }
 
 
+def token_logprobs(positions: list[Any]) -> np.ndarray:
+    """The log-probability of the token at each position."""
+    return np.array([next(iter(position.values())).logprob for position in positions if position])
+
+
 class TestOutOfMemory:
+    def test_an_engine_that_ran_out_of_memory_is_as_fast_as_before(self, llm, monkeypatch):
+        """Guards limits that stayed at one sequence a step: 526 steps where 8 had been enough."""
+        num_steps = []
+        schedule = llm.scheduler.schedule
+        monkeypatch.setattr(llm.scheduler, "schedule", lambda: num_steps.append(1) or schedule())
+        run(llm)
+        before = len(num_steps)
+        with monkeypatch.context() as patch:
+            Memory(llm, patch, "run", lambda batch: False)
+            with pytest.raises(RuntimeError, match="smallest step"):
+                run(llm)
+        llm.reset_prefix_cache()
+        num_steps.clear()
+        run(llm)
+        assert len(num_steps) <= before
+
     @pytest.mark.parametrize("part", ["run", "sample"])
     @pytest.mark.parametrize("name", ["greedy", "sampled", "penalised", "logprobs"])
     @pytest.mark.parametrize("fits", FITS)
@@ -351,7 +552,7 @@ class TestOutOfMemory:
         assert tokens(outputs) == tokens(expected)
         for out, reference in zip(outputs, expected, strict=True):
             if name == "logprobs":
-                found, known = (x.prompt_logprobs.token_logprobs() for x in (out, reference))
+                found, known = (token_logprobs(x.prompt_logprobs) for x in (out, reference))
                 assert np.allclose(found, known, atol=1e-4)
         assert memory.num_failures > 0
         assert "out of memory in a step of" in caplog.text

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM
+from nanovllm.llm import LLM as Engine
 from nanovllm.run_batch.cli import main
 from nanovllm.run_batch.request import BatchRequest
 from nanovllm.run_batch.runner import EngineLostError
@@ -40,6 +41,7 @@ os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # as the command line has
 ray = pytest.importorskip("ray", reason="needs Ray (the extra ray)")
 feed_module = pytest.importorskip("nanovllm.run_batch.feed")
 replicas = pytest.importorskip("nanovllm.run_batch.replicas")
+Replica = pytest.importorskip("nanovllm.run_batch.replica").Replica
 
 ROOT = Path(__file__).parents[1]
 TWO = ("--replicas=2", "--no-progress")
@@ -210,6 +212,35 @@ def test_one_engine_needs_no_ray():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+@pytest.mark.slow
+def test_a_request_that_ends_replicas_fails_alone(
+    cluster, model_path: Path, one_engine, tmp_path: Path, monkeypatch
+):
+    calm = write_input(tmp_path / "calm", long_lines(30))
+    items = long_lines(30)
+    items[11]["body"]["prompt"] = "poison"
+    in_, out = write_input(tmp_path / "in", items), tmp_path / "out"
+
+    class Poisoned(Replica):
+        def __init__(self, *args: Any) -> None:
+            def step(llm: LLM) -> Any:
+                if any("poison" in str(request.prompt) for request in llm._requests.values()):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return ordinary(llm)
+
+            ordinary = Engine.step
+            Engine.step = step
+            super().__init__(*args)
+
+    monkeypatch.setattr(replicas, "Replica", Poisoned)
+    assert main(arguments(model_path, in_, out, "--served-model-name=model", *TWO)) == SOME_FAILED
+    records = by_id(read_output(out))
+    assert records.pop("batch_req_12")["error"]["code"] == "process_died"
+    expected = one_engine(calm)
+    del expected["batch_req_12"]
+    assert records == expected
+
+
 # The driver, with replicas that have no engine. What Ray runs is local, so that it goes by value.
 
 
@@ -259,7 +290,7 @@ def test_a_first_stage_that_dies_loses_and_repeats_nothing(
     monkeypatch.setattr(replicas, "PATIENCE_SECONDS", 0.5)
     found = run_with(make_echo(lambda row: time.sleep(3), lambda: None), 200, monkeypatch)
     assert death.exists()
-    assert caplog.text.count("handing out again") == 1
+    assert caplog.text.count("handing out again") <= 1  # none where all had come already
     assert sorted(found, key=int) == [str(i) for i in range(200)]
 
 

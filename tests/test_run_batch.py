@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
+from importlib import import_module
 from itertools import count
 from math import inf
 from pathlib import Path
@@ -28,12 +30,13 @@ from example import fetch_smollm2
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.workers import WorkerError
-from nanovllm.run_batch import cli, job
+from nanovllm.run_batch import cli, job, writer
 from nanovllm.run_batch.cli import main, make_parser
 from nanovllm.run_batch.job import Job
 from nanovllm.run_batch.request import BatchRequest
 from nanovllm.run_batch.runner import EngineLostError, Runner
 from nanovllm.run_batch.stop import StopOnSignal
+from nanovllm.run_batch.supervisor import supervise
 from nanovllm.run_batch.writer import Writer
 from tests.conftest import check_idle
 from tests.test_batch_format import FULL, check_record
@@ -49,7 +52,7 @@ SMALL: dict[str, Any] = {
 }
 WINDOW = 8  # twice max_num_seqs
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-ALL_DONE, SOME_FAILED, CANNOT_START, INTERRUPTED = 0, 1, 2, 75
+ALL_DONE, SOME_FAILED, CANNOT_START, FAULT, INTERRUPTED = 0, 1, 2, 70, 75
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +289,8 @@ def test_lines_that_cannot_run_have_an_error_and_cost_no_other(llm: LLM, tmp_pat
         "only text": request(
             "l", CHAT, messages=[{"role": "user", "content": [{"type": "image"}]}]
         ),
-        "chat template fails": request("m", CHAT, chat_template="{% for"),
+        "--trust-request-chat-template": request("m", CHAT, chat_template="{{ 1 }}"),
+        "does not trust": request("q", CHAT, chat_template_kwargs={"chat_template": "{{ 1 }}"}),
         "no valid Unicode": request("n", prompt="\ud800"),
         "prompt must": request("o", prompt=["fine", ""]),
         "the prompt has 152 tokens": request("p", prompt=["fine", "x" * 151, "fine"]),
@@ -301,6 +305,25 @@ def test_lines_that_cannot_run_have_an_error_and_cost_no_other(llm: LLM, tmp_pat
         record = found[f"batch_req_{number}"]
         assert message in record["error"]["message"]
         assert record["response"]["status_code"] == (404 if "exist" in message else 400)
+
+
+def test_templates_of_requests_run_where_they_are_trusted(llm: LLM, tmp_path: Path):
+    template = "{{ messages[0].content }}"
+    lines = [
+        request("a", CHAT, temperature=0, chat_template=template),
+        request("b", CHAT, chat_template="{% for"),
+        request("c", CHAT, temperature=0, chat_template_kwargs={"chat_template": template}),
+    ]
+    in_ = write_input(tmp_path / "in", lines)
+    with Job(in_, tmp_path / "out", trusts_templates=True) as work:
+        work.write(Runner(lambda: llm, ["model"]).run(work.requests()), show_progress=False)
+    found = by_id(read_output(tmp_path / "out"))
+    conversation = lines[0]["body"]["messages"]
+    params = SamplingParams(temperature=0, max_tokens=200)
+    (expected,) = llm.chat(conversation, params, False, chat_template=template)
+    for number in (1, 3):
+        assert texts(found[f"batch_req_{number}"]) == [expected["text"]]
+    assert "chat template fails" in found["batch_req_2"]["error"]["message"]
 
 
 def test_absurd_numbers_are_refused_or_served(llm: LLM, tmp_path: Path):
@@ -323,7 +346,7 @@ def test_absurd_numbers_are_refused_or_served(llm: LLM, tmp_path: Path):
                 {"frequency_penalty": 2, "presence_penalty": -2, "repetition_penalty": 1e4},
                 {"n": 60, "max_tokens": 2},
                 {"prompt": ["a"] * 50, "max_tokens": 1},
-                {"stop": ["a" * 10**6], "bad_words": ["b" * 1000]},
+                {"stop": ["a" * 10**5], "bad_words": ["b" * 1000]},
             ]
         )
     ]
@@ -845,7 +868,7 @@ def test_the_help_describes_every_option(capsys):
     assert info.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "number of ranks that one model is split over (default: 1)" in text
-    assert "75 interrupted: the same command goes on" in text
+    assert "75 interrupted. After 70 and 75 the same command goes on." in text
     for action in make_parser()._actions:
         assert action.help and action.help.strip() != "(default: None)", action.option_strings
 
@@ -939,11 +962,67 @@ def test_what_ends_a_job_on_its_way_can_be_mended(model_path, tmp_path, monkeypa
     assert "No space left on device; when that is mended, the same" in capfd.readouterr().err
     assert len(read_output(out)) == 3
     calls = count()
-    assert main(arguments(model_path, in_, out)) == INTERRUPTED
+    assert main(arguments(model_path, in_, out)) == FAULT
     assert "KeyError: 'a fault'" in capfd.readouterr().err
     assert len(read_output(out)) == 6
     assert main(arguments(model_path, in_, out)) == ALL_DONE
     assert len(by_id(read_output(out))) == 12
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_an_output_that_is_removed_or_replaced_ends_the_job(
+    model_path, tmp_path, monkeypatch, capfd, is_replaced
+):
+    in_, out = write_input(tmp_path / "in", simple_lines(12)), tmp_path / "out"
+    real, calls = Writer.write, count()
+
+    def write(self: Writer, record: Any) -> None:
+        if next(calls) == 3:
+            out.unlink()
+            if is_replaced:
+                out.write_text("mine\n")
+        real(self, record)
+
+    monkeypatch.setattr(Writer, "write", write)
+    assert main(arguments(model_path, in_, out)) == INTERRUPTED
+    assert "has been removed or replaced" in capfd.readouterr().err
+    if is_replaced:
+        assert out.read_text() == "mine\n"
+    else:
+        assert not out.exists()
+        assert main(arguments(model_path, in_, out)) == ALL_DONE
+        assert len(read_output(out)) == 12
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        pytest.param(b'{"id": "batch_req_67f0", "custom_id": "a", "response": {}}', id="openai's"),
+        pytest.param(b'{"id": "batch_req_1", "custom_id": "a", "response": {}}', id="similar"),
+        pytest.param(b'{"id": "batch_req_1"}', id="brief"),
+        pytest.param(bytes(100), id="NULs"),
+    ],
+)
+def test_a_last_line_of_somebody_elses_is_kept(tail, model_path, tmp_path, capfd):
+    in_, out = write_input(tmp_path / "in", simple_lines(2)), tmp_path / "out"
+    out.write_bytes(tail)
+    assert main(arguments(model_path, in_, out)) == CANNOT_START
+    assert "not what a job writes" in capfd.readouterr().err
+    assert out.read_bytes() == tail
+
+
+@pytest.mark.parametrize("stderr", ["/dev/full", None])
+def test_messages_that_cannot_be_written_harm_no_job(stderr, model_path, tmp_path):
+    in_, out = write_input(tmp_path / "in", simple_lines(3)), tmp_path / "out"
+    command = [sys.executable, "-m", "nanovllm.run_batch", *arguments(model_path, in_, out)]
+    read, write = os.pipe()
+    os.close(read)
+    target = os.open(stderr, os.O_WRONLY) if stderr else write
+    done = subprocess.run(command, cwd=ROOT, stderr=target, check=False)
+    for descriptor in {target, write}:
+        os.close(descriptor)
+    assert done.returncode == ALL_DONE
+    assert len(read_output(out)) == 3
 
 
 def test_progress_goes_to_the_log_where_there_is_no_terminal(llm, tmp_path, monkeypatch, caplog):
@@ -965,7 +1044,8 @@ def test_signals_before_the_run_interrupt_and_then_ask():
         with StopOnSignal(100) as stop:
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(number)
-            assert not stop.requested
+            assert stop.requested  # where that exception came to nothing
+        with StopOnSignal(100) as stop:
             stop.is_running = True
             signal.raise_signal(number)
             assert stop.requested
@@ -1009,16 +1089,16 @@ class Jobs:
     def __init__(self, server: subprocess.Popen) -> None:
         self.server = server
 
-    def start(self, args: list[str], log: Path) -> int:
-        """Its process id."""
-        return self._ask({"args": args, "log": str(log)}, 60)
+    def start(self, args: list[str], log: Path, sabotage: str = "") -> int:
+        """Its process id. It calls a function, as "module:name", before it begins."""
+        return self._ask({"args": args, "log": str(log), "sabotage": sabotage}, 60)
 
     def wait(self, pid: int, seconds: float = 60) -> int:
         """Its exit status; minus the signal that ended it."""
         return os.waitstatus_to_exitcode(self._ask({"wait": pid}, seconds))
 
-    def run(self, args: list[str], log: Path) -> int:
-        return self.wait(self.start(args, log))
+    def run(self, args: list[str], log: Path, sabotage: str = "") -> int:
+        return self.wait(self.start(args, log, sabotage))
 
     def _ask(self, question: dict[str, Any], seconds: float) -> int:
         assert self.server.stdin is not None and self.server.stdout is not None
@@ -1042,7 +1122,10 @@ def serve() -> None:
             log = os.open(question["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             for fd in (1, 2):
                 os.dup2(log, fd)
-            os._exit(main(question["args"]))
+            if question["sabotage"]:
+                module, _, name = question["sabotage"].partition(":")
+                getattr(import_module(module), name)()
+            os._exit(supervise(partial(main, question["args"]), question["args"]))
         print(pid, flush=True)
 
 
@@ -1107,9 +1190,9 @@ def test_jobs_that_are_killed_again_and_again_lose_and_repeat_nothing(
 
 
 @contextmanager
-def running(jobs: Jobs, args: list[str], out: Path, log: Path) -> Iterator[int]:
+def running(jobs: Jobs, args: list[str], out: Path, log: Path, sabotage: str = "") -> Iterator[int]:
     """A job that has written its first record; it ends with the block."""
-    pid = jobs.start(args, log)
+    pid = jobs.start(args, log, sabotage)
     try:
         wait_until(lambda: out.exists() and out.stat().st_size)
         yield pid
@@ -1175,8 +1258,9 @@ def test_a_second_interrupt_ends_a_job_at_once(jobs: Jobs, model_path: Path, tmp
 
 
 def test_a_second_job_on_the_same_output_is_refused(
-    jobs: Jobs, model_path: Path, tmp_path: Path, capfd
+    jobs: Jobs, model_path: Path, tmp_path: Path, capfd, monkeypatch
 ):
+    monkeypatch.setattr(writer, "LOCK_SECONDS", 0.0)
     in_, out, log = write_input(tmp_path / "in", long_lines()), tmp_path / "out", tmp_path / "log"
     args = arguments(model_path, in_, out)
     with running(jobs, args, out, log) as pid:

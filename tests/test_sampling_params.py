@@ -1,15 +1,18 @@
-"""Every sampling parameter: its default, which is vLLM's, and what it refuses, by its name."""
+"""Every sampling parameter: its default, which is vLLM's, what it becomes when it is set, and what
+it refuses, by its name."""
 
 import math
 import pickle
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import HINTS, NEUTRAL_VALUES, READERS, RequestOutputKind
 
 VLLM_DEFAULTS: dict[str, Any] = {
     "n": 1,
@@ -21,8 +24,8 @@ VLLM_DEFAULTS: dict[str, Any] = {
     "top_k": 0,
     "min_p": 0.0,
     "seed": None,
-    "stop": None,
-    "stop_token_ids": None,
+    "stop": [],
+    "stop_token_ids": [],
     "ignore_eos": False,
     "max_tokens": 16,
     "min_tokens": 0,
@@ -32,7 +35,7 @@ VLLM_DEFAULTS: dict[str, Any] = {
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
     "include_stop_str_in_output": False,
-    "bad_words": None,
+    "bad_words": [],
     "allowed_token_ids": None,
     "logit_bias": None,
     "structured_outputs": None,
@@ -52,26 +55,26 @@ VALUES: dict[str, tuple[list[Any], list[Any], list[Any]]] = {
     "top_p": ([1e-6, 0.5, 1, 1.0], NO_NUMBER, [0, 0.0, -0.1, 1.0001, NAN, INF]),
     "top_k": ([-1, 0, 1, 10**9], [*NO_INT, None], [-2, -100]),
     "min_p": ([0, 0.0, 0.5, 1], NO_NUMBER, [-0.1, 1.1, NAN, INF]),
-    "seed": ([None, 0, -1, -(2**63), 2**64 - 1], NO_INT, [2**64, -(2**63) - 1]),
+    "seed": ([None, 0, -2, -(2**63), 2**64 - 1], NO_INT, [2**64, -(2**63) - 1]),
     "stop": (
-        [None, "x", "two words", [], ["a", "b"], ("a",)],
-        [5, [1], {"a"}, b"a"],
+        [[], ["a", "b"]],
+        [5, 0, [1], {"a": 1}, b"a"],
         ["", ["", "a"]],
     ),
-    "stop_token_ids": ([None, [], [0, 7], (7,)], ["7", 7, [0.5], [True], [None]], [[-1], [3, -7]]),
+    "stop_token_ids": ([[], [0, 7]], ["7", 7, [0.5], [True], [None]], [[-1], [3, -7]]),
     "ignore_eos": ([True, False], NO_BOOL, []),
     "max_tokens": ([None, 1, 10**9], NO_INT, [0, -1]),
     "min_tokens": ([0, 1, 16], [*NO_INT, None], [-1, -16]),
-    "logprobs": ([None, -1, 0, 5], NO_INT, [-2]),
-    "prompt_logprobs": ([None, -1, 0, 5], NO_INT, [-2]),
+    "logprobs": ([None, -1, 0, 5], [1.0, "1", [1]], [-2]),
+    "prompt_logprobs": ([None, -1, 0, 5], [1.0, "1", [1]], [-2]),
     "detokenize": ([True, False], NO_BOOL, []),
     "skip_special_tokens": ([True, False], NO_BOOL, []),
     "spaces_between_special_tokens": ([True, False], NO_BOOL, []),
     "include_stop_str_in_output": ([True, False], NO_BOOL, []),
-    "bad_words": ([None, [], ["a", "two words"]], ["word", 5, [1], [None]], [[""], ["a", ""]]),
+    "bad_words": ([[], ["a", "two words"]], ["word", 5, [1], [None]], [[""], ["a", ""]]),
     "allowed_token_ids": ([None, [0], [5, 3]], ["5", 5, [0.5], [False]], [[], [-1]]),
     "logit_bias": (
-        [None, {}, {5: 1.5, 7: -100}],
+        [None, {}, {5: 1.5, 7: -100.0}],
         [5, [5], "x", {"5": 1.0}, {5: "1"}, {5: True}, {5: None}, {5.0: 1.0}],
         [{-1: 0.5}, {5: NAN}, {5: INF}, {5: -INF}],
     ),
@@ -90,17 +93,57 @@ def cases(kind: int) -> list[Any]:
 
 def test_defaults_are_those_of_vllm():
     params = SamplingParams()
-    assert {f.name: getattr(params, f.name) for f in fields(SamplingParams)} == VLLM_DEFAULTS
+    own = {f.name for f in fields(SamplingParams)} - NEUTRAL_VALUES.keys() - set(HINTS)
+    assert {name: getattr(params, name) for name in own} == VLLM_DEFAULTS
 
 
 def test_every_field_has_its_values_here():
     assert set(VALUES) == set(VLLM_DEFAULTS)
+    assert set(READERS) == {f.name for f in fields(SamplingParams)}
 
 
 @pytest.mark.parametrize(("name", "value"), cases(0))
-def test_a_good_value_is_kept_as_it_is(name: str, value: Any):
+def test_a_good_value_is_kept(name: str, value: Any):
     kept = getattr(SamplingParams(**{name: value}), name)
-    assert kept == value and type(kept) is type(value)
+    assert kept == value
+    assert kept is None or type(kept) is type(VLLM_DEFAULTS[name]) or VLLM_DEFAULTS[name] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kept"),
+    [
+        ("seed", np.int64(7), 7),
+        ("seed", -1, None),
+        ("n", np.uint8(3), 3),
+        ("max_tokens", np.int32(5), 5),
+        ("top_p", np.float32(0.5), 0.5),
+        ("temperature", np.float64(0.25), 0.25),
+        ("temperature", 1, 1.0),
+        ("stop", "ab", ["ab"]),
+        ("stop", None, []),
+        ("stop", ("a", "b", "a"), ["a", "b", "a"]),
+        ("stop_token_ids", {3}, [3]),
+        ("stop_token_ids", (np.int64(7), 7), [7]),
+        ("stop_token_ids", None, []),
+        ("allowed_token_ids", (5, np.int16(3)), [5, 3]),
+        ("bad_words", None, []),
+        ("bad_words", ("a", "a"), ["a"]),
+        ("logprobs", True, 1),
+        ("logprobs", False, None),
+        ("prompt_logprobs", True, 1),
+        ("logit_bias", {np.int64(5): np.float32(1)}, {5: 1.0}),
+    ],
+    ids=repr,
+)
+def test_a_value_becomes_pythons_own_when_it_is_set(name: str, value: Any, kept: Any):
+    """Guards numpy's numbers: a seed of theirs overflowed, and all requests were lost."""
+    assigned = SamplingParams()
+    setattr(assigned, name, value)
+    for params in (SamplingParams(**{name: value}), assigned):
+        read = getattr(params, name)
+        assert read == kept and type(read) is type(kept)
+        inside = list(read) if isinstance(read, (list, dict)) else []
+        assert all(type(item) in (int, str) for item in inside)
 
 
 @pytest.mark.parametrize(("name", "value"), cases(1))
@@ -116,11 +159,69 @@ def test_a_value_out_of_range_is_a_value_error_that_names_the_field(name: str, v
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_nothing_can_be_changed_afterwards(name: str):
-    """One object serves many requests: a change would reach those that have begun."""
+def test_fields_are_checked_when_they_are_assigned(name: str):
+    """Scripts take the default parameters and change one."""
+    good, mistyped, out_of_range = VALUES[name]
     params = SamplingParams()
-    with pytest.raises(FrozenInstanceError):
-        setattr(params, name, getattr(params, name))
+    for value in good:
+        setattr(params, name, value)
+        assert getattr(params, name) == value
+    for value in mistyped:
+        with pytest.raises(TypeError, match=rf"\b{name}\b"):
+            setattr(params, name, value)
+    for value in out_of_range:
+        with pytest.raises(ValueError, match=rf"\b{name}\b"):
+            setattr(params, name, value)
+    assert getattr(params, name) == good[-1]
+
+
+def test_an_unknown_field_cannot_be_assigned():
+    with pytest.raises(AttributeError, match="max_new_tokens"):
+        SamplingParams().max_new_tokens = 5
+
+
+def test_what_contradicts_after_an_assignment_is_refused_when_it_is_checked():
+    params = SamplingParams(stop="x")
+    params.detokenize = False
+    with pytest.raises(ValueError, match="detokenize"):
+        params.check()
+
+
+def test_a_clone_shares_nothing_that_can_change():
+    params = SamplingParams(stop=["a"], logit_bias={1: 2.0}, structured_outputs=JSON_OBJECT)
+    copy = params.clone()
+    assert copy == params
+    copy.stop.append("b")
+    copy.logit_bias[2] = 1.0
+    copy.structured_outputs.json_object = None
+    assert (params.stop, params.logit_bias) == (["a"], {1: 2.0})
+    assert params.structured_outputs.json_object is True
+
+
+def test_what_a_caller_does_to_a_list_later_changes_nothing():
+    stop, ids = ["a"], [3]
+    params = SamplingParams(stop=stop, stop_token_ids=ids)
+    stop.append("b"), ids.append(4)
+    assert (params.stop, params.stop_token_ids) == (["a"], [3])
+
+
+def test_from_optional_takes_none_for_the_defaults_of_numbers():
+    made = SamplingParams.from_optional(
+        n=None, temperature=None, top_p=None, presence_penalty=None, logit_bias={"5": 150, 7: -1}
+    )
+    assert made == SamplingParams(logit_bias={5: 100.0, 7: -1.0})
+    assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
+    with pytest.raises(ValueError, match="logit_bias"):
+        SamplingParams.from_optional(logit_bias={"five": 1})
+
+
+def test_vllms_other_fields_are_accepted_where_they_ask_for_nothing():
+    for name, neutral in NEUTRAL_VALUES.items():
+        for value in neutral:
+            assert getattr(SamplingParams(**{name: value}), name) == value
+        with pytest.raises(ValueError, match=name):
+            SamplingParams(**{name: RequestOutputKind.DELTA})
+    SamplingParams(extra_args={"x": 1}, skip_clone=True, skip_reading_prefix_cache=True)
 
 
 def test_unknown_names_and_positions_are_refused():
@@ -163,15 +264,6 @@ def test_a_contradiction_is_refused_with_both_names(values: dict[str, Any], name
 )
 def test_what_only_looks_like_a_contradiction_is_served(values: dict[str, Any]):
     SamplingParams(**values)
-
-
-@pytest.mark.parametrize(
-    ("stop", "strings"),
-    [(None, ()), ("ab", ("ab",)), ([], ()), (["a", "b"], ("a", "b")), (("c",), ("c",))],
-)
-def test_stop_strings_are_a_tuple_however_they_are_given(stop: Any, strings: tuple[str, ...]):
-    """Guards a lone string taken for a list of letters."""
-    assert SamplingParams(stop=stop).stop_strings == strings
 
 
 @given(
@@ -233,9 +325,17 @@ class TestStructuredOutputsParams:
     )
     def test_one_kind_is_kept_and_the_others_are_none(self, name: str, value: Any):
         params = StructuredOutputsParams(**{name: value})
-        others = [f.name for f in fields(StructuredOutputsParams) if f.name != name]
-        assert getattr(params, name) == value
+        assert getattr(params, name) == (list(value) if name == "choice" else value)
+        others = {"json", "regex", "choice", "grammar", "json_object"} - {name}
         assert [getattr(params, other) for other in others] == [None] * 4
+
+    def test_vllms_whitespace_pattern_and_tags_are_refused_by_name(self):
+        for name in ("whitespace_pattern", "structural_tag"):
+            with pytest.raises(ValueError, match=name):
+                StructuredOutputsParams(json_object=True, **{name: "x"})
+
+    def test_the_schema_may_come_by_position(self):
+        assert StructuredOutputsParams({"type": "object"}).json == {"type": "object"}
 
     @pytest.mark.parametrize(
         ("values", "match"),
@@ -274,3 +374,45 @@ class TestStructuredOutputsParams:
     def test_no_choice_is_refused(self):
         with pytest.raises(ValueError, match="choice"):
             StructuredOutputsParams(choice=[])
+
+
+def test_a_subclass_may_have_more_attributes():
+    class Mine(SamplingParams):
+        pass
+
+    params = Mine(max_tokens=3)
+    params.tag = "x"
+    copy = params.clone()
+    assert type(copy) is Mine and (copy.tag, copy.max_tokens) == ("x", 3)
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_strings_that_each_token_is_compared_with_have_a_limit(name):
+    assert len(getattr(SamplingParams(**{name: [f"{i}" for i in range(4096)]}), name)) == 4096
+    with pytest.raises(ValueError, match=f"{name} has 1000000 strings, but may have 4096"):
+        SamplingParams(**{name: ["x"] * 1_000_000})
+
+
+def test_choices_have_a_limit():
+    with pytest.raises(ValueError, match="choice has 100001 strings"):
+        StructuredOutputsParams(choice=["x"] * 100_001)
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_strings_that_each_token_is_compared_with_are_short(name):
+    with pytest.raises(ValueError, match=f"{name} has 100001 characters, but may have 100000"):
+        SamplingParams(**{name: ["x" * 100_001]})
+
+
+def test_a_bias_of_any_size_is_compared():
+    with pytest.raises(ValueError, match=r"logit_bias\[5\] must be within"):
+        SamplingParams(logit_bias={5: 10**400})
+
+
+def test_a_copy_of_what_is_nested_too_deeply_is_refused():
+    schema: dict[str, Any] = {}
+    for _ in range(2000):
+        schema = {"anyOf": [schema]}
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
+    with pytest.raises(ValueError, match="nested too deeply"):
+        params.clone()

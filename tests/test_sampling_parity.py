@@ -83,6 +83,56 @@ def test_logprobs_are_those_of_transformers(tiny_models, model, changes, cached)
         assert completion.cumulative_logprob == pytest.approx(total, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.7},
+        {"temperature": 0, "logit_bias": {7: 3.0}},
+        {"temperature": 1.3, "top_k": 20},
+        {"temperature": 0.8, "top_p": 0.8},
+        {"temperature": 0.5, "min_p": 0.05, "allowed_token_ids": list(range(100))},
+        {"temperature": 1.0, "repetition_penalty": 1.5, "top_k": 9, "top_p": 0.9},
+    ],
+    ids="-".join,
+)
+def test_processed_logprobs_are_of_what_is_sampled_from(tiny_models, model, fields):
+    """After masks, biases, penalties, temperature and truncation, renormalised; a prompt's stay
+    raw."""
+    params = SamplingParams(
+        seed=1, max_tokens=10, ignore_eos=True, logprobs=4, prompt_logprobs=2, **fields
+    )
+    given = prompts(4)
+    with make_llm(tiny_models, logprobs_mode="processed_logprobs") as llm:
+        outputs = llm.generate(given, params, use_tqdm=False)
+    penalise = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
+    for prompt, output in zip(given, outputs, strict=True):
+        completion = output.outputs[0]
+        token_ids = prompt + completion.token_ids
+        exact = exact_logits(model, token_ids)
+        raw = exact.log_softmax(-1)
+        check_logprobs(output.prompt_logprobs[1:], prompt[1:], raw[: len(prompt) - 1], 2)
+        for i, entry in enumerate(completion.logprobs):
+            logits = exact[len(prompt) - 1 + i].clone()
+            if params.allowed_token_ids:
+                logits[len(params.allowed_token_ids) :] = -torch.inf
+            for token_id, bias in (params.logit_bias or {}).items():
+                logits[token_id] += bias
+            before = torch.tensor([token_ids[: len(prompt) + i]])
+            logits = penalise(before, logits.unsqueeze(0))[0] / (params.temperature or 1)
+            logits[logits < logits.max() + torch.tensor(params.min_p).log()] = -torch.inf
+            if params.top_k > 0:
+                logits[logits < logits.topk(params.top_k).values[-1]] = -torch.inf
+            best = logits.softmax(-1).sort(descending=True)
+            enough = best.values.cumsum(-1) - best.values >= params.top_p
+            logits[best.indices[enough]] = -torch.inf
+            expected = logits.log_softmax(-1)
+            token_id = completion.token_ids[i]
+            assert next(iter(entry)) == token_id and len(entry) <= 5
+            assert entry[token_id].logprob == pytest.approx(expected[token_id].item(), abs=2e-4)
+            for other, item in entry.items():
+                assert item.logprob == pytest.approx(expected[other].item(), abs=2e-4)
+
+
 def test_prompt_logprobs_survive_preemption(tiny_models, model):
     """A cache so tight that sequences are recomputed: each prompt position is there once."""
     given = prompts(6)
@@ -100,7 +150,7 @@ def test_prompt_logprobs_survive_preemption(tiny_models, model):
 
 
 def test_all_logprobs(tiny_models, model):
-    with make_llm(tiny_models) as llm:
+    with make_llm(tiny_models, max_logprobs=-1) as llm:
         params = SamplingParams(max_tokens=2, logprobs=-1, prompt_logprobs=-1, ignore_eos=True)
         output = llm.generate(prompts(3)[2], params, use_tqdm=False)[0]
     entry = output.outputs[0].logprobs[1]

@@ -25,7 +25,8 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _all_cores():
-    torch.set_num_threads(os.cpu_count() or 1)
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # or threads of several processes wait in turns
+        torch.set_num_threads(os.cpu_count() or 1)
     yield
     torch.set_num_threads(1)
 
@@ -72,10 +73,12 @@ def test_it_knows_the_capital_of_france(path):
     "settings",
     [
         pytest.param({}, id="default"),
-        pytest.param({"kvcache_block_size": 16}, id="block16"),
-        pytest.param({"enable_prefix_caching": False}, id="no-prefix-cache"),
+        pytest.param({"kvcache_block_size": 16}, id="block16", marks=pytest.mark.slow),
+        pytest.param(
+            {"enable_prefix_caching": False}, id="no-prefix-cache", marks=pytest.mark.slow
+        ),
         pytest.param({"max_num_batched_tokens": 64}, id="chunked"),
-        pytest.param({"max_num_seqs": 1}, id="one-at-a-time"),
+        pytest.param({"max_num_seqs": 1}, id="one-at-a-time", marks=pytest.mark.slow),
         pytest.param({"kvcache_block_size": 16, "num_kvcache_blocks": 17}, id="preempted"),
     ],
 )

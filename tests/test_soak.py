@@ -1,4 +1,4 @@
-"""A night's work in minutes: twenty thousand requests of all kinds through one engine with far too
+"""A night's work in minutes: thousands of requests of all kinds through one engine with far too
 little cache, with aborts and failed steps in between."""
 
 import gc
@@ -17,7 +17,7 @@ from nanovllm import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from tests.tiny_models import BASE, VOCAB_SIZE, TinyModels
 from tests.tiny_tokenizer import LETTERS, save_tokenizer
 
-NUM_REQUESTS = 20_000
+NUM_REQUESTS = 5_000
 MAX_OUTSTANDING = 64
 ROOMY: dict[str, Any] = {
     "kvcache_block_size": 8,
@@ -157,7 +157,7 @@ def test_every_request_finishes_once_with_what_it_has_without_pressure(path, mon
         f"of {memory[1] / 2**20:.0f}"
     )
     assert growth < MEMORY_SLACK
-    assert len(broken) > 100 and metrics.num_preemptions > 300
+    assert len(broken) > 25 and metrics.num_preemptions > 75
     assert metrics.prefix_cache_hit_rate > 0.2
 
     again = make_requests(seed=5)

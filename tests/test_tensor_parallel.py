@@ -142,7 +142,9 @@ def test_all_outputs_equal_those_of_one_rank(name: str, path_of: Callable):
     results = []
     for tensor_parallel_size in (1, 2):
         events: Counter[str] = Counter()
-        settings = {**TIGHT, "tensor_parallel_size": tensor_parallel_size}
+        settings = {**TIGHT, "tensor_parallel_size": tensor_parallel_size, "max_logprobs": -1}
+        if name in UNEVEN:
+            settings["logprobs_mode"] = "processed_logprobs"
         with LLM(path_of(name), **settings) as llm, count_events(llm, events):
             results.append([generate(llm), generate(llm, MIXED)])
         assert min(events.values()) > 0

@@ -11,7 +11,9 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from nanovllm.checkpoints.files import check_regular, check_side_file
 from nanovllm.checkpoints.gguf import GGUFCheckpoint, refusing
+from nanovllm.checkpoints.tokenizer_growth import check_growth, parts_of
 from nanovllm.models.model_config import ModelConfig, check_sizes
 from nanovllm.models.registry import get_model_class
 
@@ -30,7 +32,11 @@ CONFIG_FIELDS = (
     "use_sliding_window tie_word_embeddings dtype torch_dtype eos_token_id quantization_config "
     "tokenizer_class"
 )
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja"]
+# With these, all that transformers' tokenizers may open.
+SIDE_PATTERNS = [*TOKENIZER_PATTERNS, "*.spm", "*.codes", "*.tokenizer"]
+SIDE_PATTERNS += ["additional_chat_templates/*.jinja"]
+HUB_PATTERNS = [*TOKENIZER_PATTERNS, "*.safetensors"]
 
 
 class Checkpoint(Protocol):
@@ -60,13 +66,13 @@ def open_checkpoint(model: str) -> Checkpoint:
         ValueError: nothing there, or not a checkpoint that is served.
     """
     path = Path(os.path.expanduser(model))
-    if path.is_file():
+    if path.is_dir():
+        return SafetensorsCheckpoint(path)
+    if path.exists():
         if path.suffix != ".gguf":
             raise ValueError(f"{path} is a file, but no .gguf: name the checkpoint's directory")
         return GGUFCheckpoint(path)
-    if path.is_dir():
-        return SafetensorsCheckpoint(path)
-    return SafetensorsCheckpoint(_download(model))
+    return SafetensorsCheckpoint(_download(model, HUB_PATTERNS))
 
 
 class SafetensorsCheckpoint:
@@ -74,8 +80,8 @@ class SafetensorsCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        files = [file for file in path.glob("*.safetensors") if file.is_file()]
-        self._files = {file.name: file for file in files}
+        self._files = {file.name: file for file in path.glob("*.safetensors") if file.exists()}
+        num_bytes = sum(check_regular(file) for file in self._files.values())
         raw = _read_json(path / "config.json")
         if raw is None:
             raise ValueError(f"{path} has no config.json: it is not a model checkpoint")
@@ -91,25 +97,14 @@ class SafetensorsCheckpoint:
             biases = [bool(hf.get(name)) for name in ("attention_bias", "mlp_bias")]
             flags = model_class.config_flags(*biases)
             self.config = ModelConfig.from_hf(architecture, hf, flags)
-            if files:  # none are needed for dummy weights
-                self.config.check_bytes(sum(file.stat().st_size for file in files))
+            if self._files:  # none are needed for dummy weights
+                self.config.check_bytes(num_bytes)
         generation = _read_json(path / "generation_config.json") or {}
         self.eos_token_ids = _ids(hf.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
-        self.recommended_sampling = {
-            ours: generation[theirs]
-            for theirs, ours in GENERATION_FIELDS.items()
-            if generation.get(theirs) is not None
-        }
+        self.recommended_sampling = sampling_fields(generation)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        if not any((self.path / name).exists() for name in TOKENIZER_FILES):
-            return None
-        if "gguf_file" in (_read_json(self.path / "tokenizer_config.json") or {}):
-            raise ValueError(f"{self.path}: tokenizer_config.json must not name a gguf_file")
-        with refusing(f"the tokenizer in {self.path} cannot be read (remove it to use token ids)"):
-            return AutoTokenizer.from_pretrained(
-                self.path, config=self._hf_config, trust_remote_code=False
-            )
+        return _read_tokenizer(self.path, self._hf_config)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for path in self._weight_files():
@@ -139,12 +134,48 @@ class SafetensorsCheckpoint:
         return [self._files[name] for name in sorted(set(names))]
 
 
-def _download(model: str) -> Path:
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a local directory, which need hold nothing else, in a ``.gguf`` file, or in
+    the hub repository of that id.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = Path(os.path.expanduser(name))
+    if path.exists() and not path.is_dir():
+        tokenizer = open_checkpoint(name).load_tokenizer()
+    else:
+        tokenizer = _read_tokenizer(path if path.is_dir() else _download(name, TOKENIZER_PATTERNS))
+    if tokenizer is None:
+        raise ValueError(f"{name} has no tokenizer")
+    return tokenizer
+
+
+def _read_tokenizer(path: Path, hf_config: Any = None) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in a directory; None if it has none."""
+    if not any((path / name).exists() for name in TOKENIZER_FILES):
+        return None
+    for pattern in SIDE_PATTERNS:
+        for file in path.glob(pattern):
+            if file.exists():  # a link may lead nowhere
+                check_side_file(file)
+    for name in ("gguf_file", "fast_tokenizer_files"):  # they lead to files that are not checked
+        if name in (_read_json(path / "tokenizer_config.json") or {}):
+            raise ValueError(f"{path}: tokenizer_config.json must not name a {name}")
+    with refusing(f"the tokenizer in {path} cannot be read (remove it to use token ids)"):
+        check_growth(_read_json(path / "tokenizer.json") or {})
+        tokenizer = AutoTokenizer.from_pretrained(path, config=hf_config, trust_remote_code=False)
+        # What was made of a tokenizer.model, which has replacements, too.
+        check_growth(parts_of(getattr(tokenizer, "backend_tokenizer", None)))
+        return tokenizer
+
+
+def _download(model: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=HUB_PATTERNS))
+        return Path(snapshot_download(model, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
             f"{model!r} is neither a local directory, nor a .gguf file, nor a model that can be "
@@ -156,11 +187,21 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object, or None if there is no such file."""
     if not path.exists():
         return None
+    check_side_file(path)
     with refusing(f"{path} cannot be read"):
         value = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object")
     return value
+
+
+def sampling_fields(generation: dict[str, Any]) -> dict[str, Any]:
+    """What a generation_config.json says of SamplingParams' fields, by their names."""
+    return {
+        ours: generation[theirs]
+        for theirs, ours in GENERATION_FIELDS.items()
+        if generation.get(theirs) is not None
+    }
 
 
 def _ids(value: Any) -> frozenset[int]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from nanovllm.checkpoints.gguf_file import GGUFFile
 from nanovllm.models.model_config import MAX_SIZES, ModelConfig
 from nanovllm.models.registry import get_model_class
+from nanovllm.utils.panics import is_failure
 
 # llama.cpp's "llama" is Llama's and Mistral's common graph.
 ARCHITECTURES = {
@@ -34,8 +35,7 @@ def refusing(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        is_panic = type(error).__name__ == "PanicException"  # Rust's are no Exceptions
-        if not (is_panic or isinstance(error, Exception)):
+        if not is_failure(error):
             raise
         raise ValueError(f"{what}: {error}") from error
 
@@ -116,7 +116,9 @@ class GGUFCheckpoint:
             "tie_word_embeddings": "output.weight" not in tensors,
             "sliding_window": fact("attention.sliding_window", int, None),
             "rope_parameters": self._read_rope(fact, head_dim),
-            "dtype": "float16",  # where a GPU has to choose: quantisation scales are fp16
+            # Quantised weights are of no dtype to compute in; most models were trained in bf16, and
+            # some overflow in fp16.
+            "dtype": "bfloat16",
         }
         flags = get_model_class(architecture).config_flags(
             "blk.0.attn_q.bias" in tensors, "blk.0.ffn_up.bias" in tensors

@@ -15,6 +15,8 @@ from typing import Any
 import gguf
 import numpy as np
 
+from nanovllm.checkpoints.files import check_regular
+
 STRING, ARRAY = 8, 9  # types of values; the others are numbers, in struct's and numpy's letters:
 NUMBERS = {**dict(enumerate("BbHhIif?")), **dict(enumerate("Qqd", start=10))}
 MAX_HEADER_BYTES = 2**26  # several times what the largest vocabularies take
@@ -37,6 +39,7 @@ class GGUFFile:
         self.tensors: dict[str, tuple[gguf.GGMLQuantizationType, np.ndarray]] = {}
         self._raw_fields: dict[str, memoryview] = {}
         self._at = 0
+        check_regular(path)
         try:
             with path.open("rb") as file:
                 self._bytes = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -1,36 +1,32 @@
 """Steps captured as CUDA graphs: one launch goes from the last tokens to the next."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import torch
 
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.model_inputs import ModelInputs, PackedInputs
+from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs
+from nanovllm.kernels.block_tables import spread_block_tables
 
-MAX_DECODE_SEQS = 512
+MAX_DECODE_SEQS = 2048
 MAX_PREFILL_SEQS = 64
 PREFILL_TOKENS = [16, 32, 64, 128, 192, 256, 384, 512]
 PREFILL_TOKENS += [768, 1024, 1280, 1536, 2048, 2560, 3072, 4096]
 # Tokens times parameters of a prefill that keeps a device busy for about as long as the host needs
 # to launch its kernels, 20 ms. A larger one is only delayed by padding.
 MAX_PREFILL_WORK = 6e12
-
-
-class GraphSize(NamedTuple):
-    """What a captured step holds: as many new tokens, of as many sequences, or fewer."""
-
-    is_prefill: bool
-    num_tokens: int
-    num_seqs: int
+GRAPH_BYTES = 8 << 20  # or more that the driver keeps for each; it takes memory for several at once
 
 
 def decode_sizes(max_num_seqs: int) -> list[GraphSize]:
     """Decodes to capture, ascending: dense where padding costs most; the last is the largest
-    batch, up to 512."""
+    batch, up to 2,048."""
     largest = min(max_num_seqs, MAX_DECODE_SEQS)
-    sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, MAX_DECODE_SEQS, 32)]
+    sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32)]
+    sizes += [*range(576, 1025, 64), *range(1152, MAX_DECODE_SEQS, 128)]
     sizes = [size for size in sizes if size < largest] + [largest]
     return [GraphSize(False, size, size) for size in sizes]
 
@@ -44,23 +40,43 @@ def prefill_sizes(max_num_tokens: int, max_num_seqs: int, num_params: int) -> li
     return [GraphSize(True, size, min(size, most_seqs)) for size in sizes]
 
 
+def graph_bytes(added: list[int], num_graphs: int) -> int:
+    """A bound on the memory of graphs in one pool.
+
+    Args:
+        added: by the largest, and by the second largest after it, if there are so many.
+        num_graphs: how many there will be.
+    """
+    return sum(added[:1]) + max([GRAPH_BYTES, *added[1:]]) * max(num_graphs - 1, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """A captured step: what shapes its inputs have, the device buffer that it reads them from, and
-    its logits."""
+    """A captured step.
+
+    Attributes:
+        graph: all that it launches.
+        buffer: on the device, where it reads its inputs.
+        tables: on the device, where it puts block tables.
+        logits: what it gives, until the next replay of any.
+    """
 
     graph: torch.cuda.CUDAGraph
-    shapes: dict[str, tuple[int, ...]]
     buffer: torch.Tensor
+    tables: torch.Tensor
     logits: torch.Tensor
 
 
 class StepGraphs:
     """Graphs of ``forward`` for steps of fixed sizes, in one memory pool.
 
+    Only one step runs at a time, so all graphs share one buffer of inputs, one of block tables, and
+    the memory of activations and logits.
+
     Args:
         forward: ModelInputs -> logits, of this rank; must not read back from the device.
         prepare: inputs of a batch, padded to a size.
+        table_width: most columns of block tables.
     """
 
     def __init__(
@@ -68,26 +84,68 @@ class StepGraphs:
         forward: Callable[[ModelInputs], torch.Tensor],
         prepare: Callable[[Batch, GraphSize], PackedInputs],
         device: torch.device,
+        table_width: int,
     ) -> None:
         self.forward = forward
         self.prepare = prepare
         self.device = device
+        self.table_width = table_width
+        self.buffer = torch.empty(0, dtype=torch.int32, device=device)
+        self.tables = torch.empty(0, table_width, dtype=torch.int32, device=device)
         self.pool: Any = None
         self.graphs: dict[GraphSize, StepGraph] = {}
 
     def capture(self, sizes: list[GraphSize]) -> None:
-        """From the largest size down, so that the smaller ones reuse its activations' memory;
-        each keeps logits of its own."""
+        """From the largest size down, so that the smaller ones reuse its memory."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
-        for size in sorted(sizes, reverse=True):
-            blank = self.prepare(Batch((), is_prefill=size.is_prefill), size)
-            buffer = blank.buffer.to(self.device)
-            inputs = blank.unpack(buffer)
-            self.forward(inputs)  # compiles kernels and picks algorithms, outside the capture
+        for size, step in self.make_steps(sizes):
+            step()  # compiles kernels and picks algorithms, outside the capture
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
-                logits = self.forward(inputs)
-            self.graphs[size] = StepGraph(graph, blank.shapes, buffer, logits)
+            with torch.cuda.graph(
+                graph,
+                pool=self.pool,
+                stream=capture_stream(self.device),
+                capture_error_mode="thread_local",
+            ):
+                logits = step()
+            self.graphs[size] = StepGraph(graph, self.buffer, self.tables, borrowed(logits))
+            del logits
+
+    def make_steps(
+        self, sizes: list[GraphSize]
+    ) -> Iterator[tuple[GraphSize, Callable[[], torch.Tensor]]]:
+        """Steps that take their inputs from the buffer, from the largest size down. Padding alone
+        is there for each as it comes."""
+        blanks = {
+            size: self.prepare(Batch((), is_prefill=size.is_prefill), size)
+            for size in sorted(sizes, reverse=True)
+        }
+        places = [(blank.tables_start, size.num_seqs) for size, blank in blanks.items()]
+        num_rows = max((rows for _, rows in places), default=0)
+        num_words = max((start + rows * self.table_width for start, rows in places), default=0)
+        if num_words > len(self.buffer) or num_rows > len(self.tables):
+            self.buffer = torch.empty(num_words, dtype=torch.int32, device=self.device)
+            # A kernel may load entries that it does not use: they have to name some block.
+            shape = num_rows, self.table_width
+            self.tables = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        for size, blank in blanks.items():
+            blank.copy_to(self.buffer)
+            yield size, self._make_step(blank)
+
+    def _make_step(self, blank: PackedInputs) -> Callable[[], torch.Tensor]:
+        inputs = blank.unpack(self.buffer)
+        packed, width = self.buffer[blank.tables_start :], inputs.table_width
+        assert inputs.context.block_tables is not None and width is not None
+        tables = self.tables[: len(inputs.context.block_tables)]
+        inputs = replace(inputs, context=replace(inputs.context, block_tables=tables))
+
+        def step() -> torch.Tensor:
+            # Attention may load block tables before the kernel ahead of it has ended, so they are
+            # spread here, with kernels between that wait for all before them.
+            spread_block_tables(packed, width, tables)
+            return self.forward(inputs)
+
+        return step
 
     def size_for(self, batch: Batch) -> GraphSize | None:
         """The smallest captured size that holds the batch; None if it has to run eagerly."""
@@ -105,10 +163,32 @@ class StepGraphs:
         return min(fitting, default=None)
 
     def replay(self, inputs: PackedInputs) -> torch.Tensor | None:
-        """Logits of a step padded to a captured size; None for any other."""
-        for step in self.graphs.values():
-            if step.shapes == inputs.shapes:
-                inputs.copy_to(step.buffer)
-                step.graph.replay()
-                return step.logits
-        return None
+        """Logits of a step padded to a captured size, until the next replay; None for any other
+        step."""
+        size = inputs.graph_size
+        step = None if size is None else self.graphs.get(size)
+        if step is None:
+            return None
+        inputs.copy_to(step.buffer)
+        step.graph.replay()
+        return step.logits
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures on a GPU; PyTorch's own is on the GPU of its first capture. With
+    one for each set of graphs every kernel starts 0.3 to 0.7 us later (H200, CUDA 13)."""
+    return torch.cuda.Stream(device)
+
+
+def borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous CUDA tensor's memory once more, without keeping it: when the tensor is gone,
+    other captures of its pool may use it too."""
+    assert tensor.is_contiguous()
+    # As PyTorch's own graph trees do it. A tensor of __cuda_array_interface__ would call Python
+    # when it is freed, which crashes where the interpreter has ended before.
+    storage = torch._C._construct_storage_from_data_pointer(
+        tensor.data_ptr(), tensor.device, tensor.nbytes
+    )
+    same = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return same.set_(storage, 0, tensor.shape, tensor.stride())

@@ -1,7 +1,6 @@
 """How many KV blocks fit."""
 
-import os
-
+from nanovllm.engine.memory import available_bytes
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.math import cdiv, heads_per_rank
 
@@ -17,11 +16,10 @@ def block_bytes(config: ModelConfig, block_size: int, tp_size: int, itemsize: in
 def num_blocks_on_cpu(
     bytes_per_block: int, block_size: int, max_num_seqs: int, max_model_len: int
 ) -> int:
-    """As many blocks as every resident sequence could fill, within 4 GiB and half of the free
+    """As many blocks as every resident sequence could fill, within 4 GiB and half of the available
     memory. Pages are only taken from the system when they are first written."""
     wanted = max_num_seqs * cdiv(max_model_len, block_size)
-    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(wanted, max(1, min(CPU_CACHE_BYTES, free_bytes // 2) // bytes_per_block))
+    return min(wanted, max(1, min(CPU_CACHE_BYTES, available_bytes() // 2) // bytes_per_block))
 
 
 def num_blocks_on_gpu(
@@ -35,6 +33,7 @@ def num_blocks_on_gpu(
     bytes_per_block: int,
     block_size: int,
     max_model_len: int,
+    may_shorten: bool,
 ) -> int:
     """Blocks that fit beside everything else within ``utilization`` of the GPU.
 
@@ -45,16 +44,17 @@ def num_blocks_on_gpu(
         own_bytes: what this engine holds then, weights above all.
         peak_bytes: what it held at most in the warm-up; the difference is the activations.
         graph_bytes: what CUDA graphs will take.
+        may_shorten: whether sequences may be shorter than ``max_model_len``, down to a block.
 
     Raises:
-        ValueError: not even one sequence of ``max_model_len`` fits; the message gives figures.
+        ValueError: not even one sequence fits; the message gives figures.
     """
     activations = peak_bytes - own_bytes
     budget = int(total_bytes * utilization)
     left = min(budget - own_bytes, free_bytes) - activations - graph_bytes
     num_blocks = left // bytes_per_block
     needed = cdiv(max_model_len, block_size)
-    if num_blocks < needed:
+    if num_blocks < (1 if may_shorten else needed):
 
         def gib(num_bytes: int) -> str:
             return f"{num_bytes / 2**30:.2f} GiB"

@@ -2,40 +2,54 @@
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import count
+from threading import Condition, current_thread
 from time import time
 from typing import Any, TypeAlias
 
 import numpy as np
 from tqdm.auto import tqdm
 
-from nanovllm.checkpoints.checkpoint import open_checkpoint
-from nanovllm.config import Config
+from nanovllm.checkpoints.checkpoint import load_tokenizer, open_checkpoint
+from nanovllm.config import MAX_INT32, Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.memory import describe_memory, held_bytes, is_out_of_memory, release_unused
 from nanovllm.engine.model_runner import LaunchedStep, start_ranks
-from nanovllm.engine.prompts import Prompt, PromptEncoder, as_prompt_list, map_good, raise_errors
-from nanovllm.engine.request import Request, make_outputs, refused
-from nanovllm.engine.sampling_state import SamplingStateFactory
+from nanovllm.engine.request import PreparedRequest, Request, grammar_of, make_outputs, refused
+from nanovllm.engine.sampling_state import PreparedParams, SamplingStateFactory
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.throughput import Throughput
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.outputs import EngineMetrics, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.prompts import Prompt, PromptEncoder, as_prompt_list, map_good, raise_errors
+from nanovllm.utils.forks import leave_to_parent
+from nanovllm.utils.panics import is_failure
 
 logger = logging.getLogger("nanovllm")
 PORTION = 32  # prompts that are tokenised together
-# A request to add: its text (None if it came as token ids), its token ids, its parameters.
-Checked: TypeAlias = tuple[str | None, list[int], SamplingParams]
+Checked: TypeAlias = PreparedRequest | Exception  # what is wrong with a request
+NOT_ALONE = (
+    "{} needs the engine to itself: finish the other requests with step, drop them with "
+    "abort_request, or close the stream that they belong to"
+)
+STREAM_OPEN = "generate_stream is not at its end: exhaust, close or abort it first"
+CLOSED = "this engine is closed: make a new one"
+CLOSED_MEANWHILE = "this engine was closed, by another call, before this one had finished"
 
 
 class LLMEngine:
     """Owns the requests from prompt to result.
+
+    Any thread may call it. One call runs at a time: a call waits while another thread is in
+    ``generate``, or has unfinished requests that would be in its way. Requests are checked,
+    tokenised and their grammars compiled before their call waits.
 
     Args:
         model: a local checkpoint directory, a ``.gguf`` file, or a hub id.
@@ -51,13 +65,21 @@ class LLMEngine:
 
     def __init__(self, model: str | os.PathLike[str], **kwargs: Any) -> None:
         self._closed = True  # until there is something to close
+        leave_to_parent(self)
         config = self.config = Config.create(model, **kwargs)
         checkpoint = open_checkpoint(config.model)
         max_model_len = limit_model_len(config.max_model_len, checkpoint.config)
-        self.tokenizer = checkpoint.load_tokenizer()
-        self.prompt_encoder = PromptEncoder(self.tokenizer, checkpoint.config.vocab_size)
+        self.tokenizer = None
+        if not config.skip_tokenizer_init:
+            other = config.tokenizer
+            self.tokenizer = load_tokenizer(other) if other else checkpoint.load_tokenizer()
+        self.prompt_encoder = PromptEncoder(
+            self.tokenizer, checkpoint.config.vocab_size, max_model_len
+        )
         checkpoint.config.check_split(config.tensor_parallel_size)
         self.model_runner = start_ranks(config, checkpoint, max_model_len)
+        # When the engine is collected, and at the latest before the interpreter ends.
+        self._close_runner = weakref.finalize(self, self.model_runner.close)
         eos_token_ids = set(checkpoint.eos_token_ids)
         eos_token_id = min(eos_token_ids) if len(eos_token_ids) == 1 else None
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
@@ -76,49 +98,93 @@ class LLMEngine:
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self.sampling_states = SamplingStateFactory(
-            self.tokenizer, checkpoint.config.vocab_size, eos_token_ids, config.seed
+            self.tokenizer,
+            checkpoint.config.vocab_size,
+            eos_token_ids,
+            config.seed,
+            config.max_logprobs,
+            config.logprobs_mode,
         )
+        self.grammars = self.sampling_states.grammars
         self.recommended_sampling = checkpoint.recommended_sampling
         self.throughput = Throughput()
         self._requests: dict[str, Request] = {}
         self._launched: LaunchedStep | None = None  # whose tokens have not been fetched
+        self._device = self.model_runner.device
         self._request_ids = count()
-        self._stream_ids: frozenset[str] = frozenset()  # of the last generate_stream
+        self._turn = Condition()  # its lock is held by the call that runs
         self._closed = False
         logger.info(
-            "%s on %s in %s: %d KV blocks of %d tokens",
+            "%s on %s in %s: %d KV blocks of %d tokens, sequences of up to %d tokens (%s)",
             checkpoint.config.architecture,
             self.model_runner.device,
             str(self.model_runner.dtype).removeprefix("torch."),
             self.model_runner.num_kvcache_blocks,
             config.kvcache_block_size,
+            self.scheduler.max_len,
+            "as many as the KV cache holds"
+            if self.scheduler.max_len < max_model_len
+            else "max_model_len"
+            if max_model_len == config.max_model_len
+            else "the model's limit",
         )
 
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
-        """Queues one prompt and returns its request id.
+    def prepare(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> PreparedRequest:
+        """Checks and tokenises one prompt and compiles its grammar, for ``add_request``.
+
+        Any thread may call this: it waits for no other call, and holds up none. So a program can
+        prepare requests, whose grammars may take seconds, while another thread steps.
 
         Raises:
             TypeError: not a prompt, or not SamplingParams.
             ValueError: a prompt that can never run, or parameters that the model cannot follow.
         """
-        self._check_open()
-        self._check_no_stream()
-        (checked,) = raise_errors([*self._validate([prompt], sampling_params)], "prompts")
-        with self._reset_on_error():
-            return self._add(*checked).request_id
+        with self._closed_meanwhile():
+            if sampling_params is None:
+                sampling_params = self.get_default_sampling_params()
+            checked = self._validate_each([prompt], [sampling_params])
+            (prepared,) = raise_errors([*checked], "prompts")
+            self.grammars.check(prepared.sampling.grammar)
+            self._check_open()
+            return prepared
+
+    def add_request(
+        self, prompt: Prompt | PreparedRequest, sampling_params: SamplingParams | None = None
+    ) -> str:
+        """Queues one prompt and returns its request id.
+
+        Args:
+            prompt: as in ``generate``, or what ``prepare`` has made of one.
+            sampling_params: how to complete it; None for the model's own defaults. A prepared
+                request has its own.
+
+        Raises:
+            TypeError: not a prompt, or not SamplingParams.
+            ValueError: a prompt that can never run, or parameters that the model cannot follow; or
+                a request that another engine has prepared.
+        """
+        if not isinstance(prompt, PreparedRequest):
+            prompt = self.prepare(prompt, sampling_params)
+        elif sampling_params is not None:
+            raise ValueError("a prepared request has its sampling_params: give none with it")
+        elif prompt.engine() is not self:
+            raise ValueError("this request was prepared by another engine: prepare it again")
+        with self._running(STREAM_OPEN, alone=False):
+            return self._add(prompt).request_id
 
     def step(self) -> list[RequestOutput]:
         """Launches the next step, and returns the requests that the one before it finished.
 
         If it raises, every unfinished request is dropped and the engine is ready for new ones.
         """
-        self._check_open()
-        self._check_no_stream()
-        if self.is_finished():
-            return []
-        with self._reset_on_error():
-            _, finished = self._step()
-            return make_outputs(finished, self.prompt_encoder)
+        with self._running(STREAM_OPEN, alone=False):
+            if self.is_finished():
+                return []
+            with self._reset_on_error():
+                _, finished = self._step()
+                return make_outputs(finished, self.prompt_encoder)
 
     def is_finished(self) -> bool:
         self._check_open()
@@ -126,14 +192,16 @@ class LLMEngine:
 
     def abort_request(self, request_id: str) -> None:
         """Drops an unfinished request. Raises ValueError if there is none of that id."""
-        if request_id not in self._requests:
-            raise ValueError(f"no unfinished request has the id {request_id!r}")
-        with self._reset_on_error():
-            for seq in self._requests.pop(request_id).seqs:
-                if not seq.is_finished:
-                    self.scheduler.abort(seq)
-        if not self._requests:
-            self._launched = None  # nobody waits for it
+        with self._turn:
+            if request_id not in self._requests:
+                raise ValueError(f"no unfinished request has the id {request_id!r}")
+            with self._reset_on_error():
+                for seq in self._requests.pop(request_id).seqs:
+                    if not seq.is_finished:
+                        self.scheduler.abort(seq)
+            if not self._requests:
+                self._launched = None  # nobody waits for it
+            self._turn.notify_all()
 
     def generate(
         self,
@@ -157,7 +225,7 @@ class LLMEngine:
                 called as ``tqdm`` is.
             on_error: what becomes of prompts that cannot run: "raise" refuses the whole call,
                 "return" gives them results with finish reason "error", and runs the others,
-                starting while later ones are still tokenised.
+                starting while later ones are still tokenised and grammars compiled.
 
         Raises:
             TypeError, ValueError: a bad argument; of several prompts the message names all bad
@@ -179,23 +247,26 @@ class LLMEngine:
         Raises:
             TypeError, ValueError: as ``generate``, when the first output is asked for.
         """
-        checked = raise_errors([*self._start(as_prompt_list(prompts), sampling_params)], "prompts")
-        with self._reset_on_error():
-            requests = [self._add(*args, streams=True) for args in checked]
+        with self._closed_meanwhile():
+            good = self._prepare_all(as_prompt_list(prompts), sampling_params, "prompts")
+        with self._running(NOT_ALONE.format("generate_stream")), self._reset_on_error():
+            requests = [self._add(item, streams=True) for item in good]
         own = {request.request_id: request for request in requests}
-        self._stream_ids = frozenset(own)
         try:
             while not own.keys().isdisjoint(self._requests):
-                with self._reset_on_error():
+                with self._turn, self._reset_on_error():
                     sampled, _ = self._step()
-                advanced = dict.fromkeys(seq.request_id for seq in sampled)
-                grown = [own[request_id] for request_id in advanced if request_id in own]
-                yield from make_outputs(grown, self.prompt_encoder)
-                self._check_open()
+                    advanced = dict.fromkeys(seq.request_id for seq in sampled)
+                    grown = [own[request_id] for request_id in advanced if request_id in own]
+                    outputs = make_outputs(grown, self.prompt_encoder)
+                yield from outputs
+            if not all(request.is_finished for request in requests):
+                self._check_open(CLOSED_MEANWHILE)
         finally:
-            with self._reset_on_error():
+            with self._turn, self._reset_on_error():
                 for request_id in own.keys() & self._requests.keys():
                     self.abort_request(request_id)
+                self._turn.notify_all()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends, else vLLM's defaults.
@@ -208,12 +279,13 @@ class LLMEngine:
         except (TypeError, ValueError) as error:
             raise ValueError(f"the checkpoint's generation_config.json: {error}") from error
 
-    def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes. Raises ValueError while requests are unfinished."""
-        self._check_open()
-        if not self.is_finished():
-            raise ValueError("the prefix cache is in use: finish or abort the requests first")
-        self.scheduler.reset()
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes, and returns True. Raises ValueError while requests of this
+        thread are unfinished."""
+        in_use = "the prefix cache is in use: finish or abort the requests first"
+        with self._running(in_use):
+            self.scheduler.reset()
+        return True
 
     def metrics(self) -> EngineMetrics:
         """What the engine is doing."""
@@ -231,18 +303,25 @@ class LLMEngine:
             num_preemptions=scheduler.num_preemptions,
             prompt_tokens_per_second=prompt_rate,
             generated_tokens_per_second=generated_rate,
-            gpu_memory_bytes=held_bytes(self.model_runner.device),
+            gpu_memory_bytes=held_bytes(self._device),
         )
 
     def close(self) -> None:
-        """Frees the model and the KV cache; the engine cannot be used again."""
-        if self._closed:
-            return
-        self._closed = True
-        self._requests.clear()
-        self._launched = None
-        self.model_runner.close()
-        del self.model_runner, self.scheduler
+        """Frees the model and the KV cache; the engine cannot be used again.
+
+        Any thread may close it. A call that is running in another thread ends at its next step,
+        and drops its requests; calls that wait for their turn, and streams that are not at their
+        end, end too. All of them raise ValueError. When ``close`` returns, the memory is free.
+        """
+        self._closed = True  # which ends the calls of other threads
+        with self._turn:
+            self._requests.clear()
+            self._launched = None
+            self.scheduler.reset()
+            vars(self).pop("model_runner", None)
+            self._close_runner()
+            self._turn.notify_all()
+        self.grammars.close()
 
     exit = close  # nano-vLLM's name
 
@@ -251,10 +330,6 @@ class LLMEngine:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
-            self.close()
 
     def _generate(
         self,
@@ -266,11 +341,29 @@ class LLMEngine:
     ) -> list[RequestOutput]:
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
-        checked: Iterable[Checked | Exception] = self._start(prompts, sampling_params)
-        if on_error == "raise":
-            checked = raise_errors([*checked], what)
+        checked: Iterable[Checked]
+        with self._closed_meanwhile():
+            if on_error == "raise":
+                checked = self._prepare_all(prompts, sampling_params, what)
+            else:
+                checked = self._validate(prompts, sampling_params)
+            with self._running(NOT_ALONE.format("generate")):
+                results = self._run(checked, len(prompts), use_tqdm)
+                outputs = map_good(lambda good: make_outputs(good, self.prompt_encoder), results)
+        return [
+            refused(prompt, output) if isinstance(output, Exception) else output
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
+
+    def _run(
+        self,
+        checked: Iterable[Checked],
+        num_prompts: int,
+        use_tqdm: bool | Callable[..., tqdm],
+    ) -> list[Request | Exception]:
+        """Runs requests to their end; what cannot run stays the exception that says why."""
         bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
-        progress = bar(total=len(prompts), desc="Generating")
+        progress = bar(total=num_prompts, desc="Generating")
 
         def advance() -> None:
             _, finished = self._step()
@@ -279,45 +372,65 @@ class LLMEngine:
                 progress.set_postfix(prefill=prefill, decode=decode, refresh=False)
                 progress.update(len(finished))
 
-        requests: list[Request | Exception] = []
-        with self._reset_on_error(), closing(progress):
+        def meanwhile() -> bool:
+            self._check_open()
+            if is_busy := bool(self._requests):
+                advance()
+            return is_busy
+
+        requests: dict[int, Request | Exception] = {}
+        with (
+            self._reset_on_error(),
+            closing(progress),
+            closing(self.grammars.when_compiled(checked, grammar_of, meanwhile)) as ready,
+        ):
             num_tokens = 0
-            for item in checked:
+            for index, item in ready:
                 if isinstance(item, Exception):
-                    requests.append(item)
+                    requests[index] = item
                     continue
-                requests.append(request := self._add(*item))
+                requests[index] = request = self._add(item)
                 num_tokens += self.scheduler.count_new_tokens(request.seqs[0])
                 if num_tokens >= self.config.max_num_batched_tokens:
                     num_tokens = 0
                     advance()  # the others are added while it runs
-            progress.update(sum(isinstance(request, Exception) for request in requests))
-            while not self.is_finished():
+            progress.update(sum(isinstance(item, Exception) for item in requests.values()))
+            while self._requests:
                 advance()
-        outputs = map_good(lambda good: make_outputs(good, self.prompt_encoder), requests)
-        return [
-            refused(prompt, output) if isinstance(output, Exception) else output
-            for prompt, output in zip(prompts, outputs, strict=True)
-        ]
+        return [requests[index] for index in range(num_prompts)]
 
-    def _start(
-        self,
-        prompts: Seq[Prompt],
-        sampling_params: SamplingParams | Seq[SamplingParams] | None,
-    ) -> Iterator[Checked | Exception]:
-        """What to add for a run that has the engine to itself."""
+    @contextmanager
+    def _running(self, conflict: str, alone: bool = True) -> Iterator[None]:
+        """Holds the engine for one call, after requests of other threads that are in its way: all,
+        or if it need not be ``alone``, those of a stream.
+
+        Raises:
+            ValueError: the requests in its way are this thread's own, so that waiting would never
+                end; with the message ``conflict``.
+        """
         self._check_open()
-        if not self.is_finished():
-            raise ValueError(
-                "generate needs the engine to itself: finish the other requests with step, drop "
-                "them with abort_request, or close the stream that they belong to"
-            )
-        return self._validate(prompts, sampling_params)
+        with self._turn:
+            while not self._closed and (
+                threads := {
+                    request.thread
+                    for request in self._requests.values()
+                    if alone or request.is_stream
+                }
+            ):
+                if current_thread() in threads or not any(t.is_alive() for t in threads):
+                    raise ValueError(conflict)
+                self._turn.wait(1.0)  # a thread that dies notifies nobody
+            self._check_open(CLOSED_MEANWHILE)
+            try:
+                yield
+            finally:
+                self._turn.notify_all()
 
     def _step(self) -> tuple[list[Sequence], list[Request]]:
         """Launches the next step, and while it runs, books the one before it: the device never
         waits for the host. Returns the sequences that have a new token, and the requests that it
         finished."""
+        self._check_open(CLOSED_MEANWHILE)
         batch = self.scheduler.schedule()
         runs = bool(batch.items) and self._fits(self.model_runner.run, batch)
         launched, self._launched = self._launched, None
@@ -367,7 +480,7 @@ class LLMEngine:
         for seq in [seq for seq in reversed(finished) if seq.error]:
             if (grammar := seq.sampling.grammar) is not None and grammar.error:
                 seq.error = grammar.error
-            elif not seq.is_isolated:
+            elif not seq.is_isolated and not seq.sampling.allows_none(seq.token_ids):
                 self._isolate(seq)
                 finished.remove(seq)
                 rows = [row for row in rows if batch.sampled[row].seq is not seq]
@@ -383,7 +496,9 @@ class LLMEngine:
             if seq.is_watched:
                 try:
                     self._watch(seq, token_id)
-                except Exception as error:  # of its tokenizer or its grammar
+                except BaseException as error:  # of its tokenizer or its grammar
+                    if not is_failure(error):
+                        raise
                     self.scheduler.finish(seq, None, f"{type(error).__name__}: {error}")
                 if seq.is_finished:
                     finished.append(seq)
@@ -430,41 +545,55 @@ class LLMEngine:
         if stop is not None:
             self.scheduler.finish(seq, stop)
 
-    def _add(
-        self,
-        text: str | None,
-        token_ids: list[int],
-        params: SamplingParams,
-        streams: bool = False,
-    ) -> Request:
-        if not self._requests:
-            self.throughput.restart()
+    def _add(self, prepared: PreparedRequest, streams: bool = False) -> Request:
+        """Queues a request; if anything raises, nothing has changed."""
         request_id = str(next(self._request_ids))
-        states = self.sampling_states.make(params, token_ids)
+        params, token_ids = prepared.sampling.params, prepared.prompt_token_ids
+        states = self.sampling_states.make(prepared.sampling, token_ids)
         seqs = []
         for state in states:
             seq = Sequence(token_ids, params, self.config.kvcache_block_size)
             seq.request_id = request_id
             seq.sampling = state
-            if params.detokenize and self.tokenizer and (streams or params.stop_strings):
+            if params.detokenize and self.tokenizer and (streams or params.stop):
                 seq.detokenizer = self.prompt_encoder.detokenizer(token_ids[-1], params)
             seq.is_watched = seq.detokenizer is not None or state.follows_tokens
             seqs.append(seq)
         seqs[0].wants_prompt_logprobs = params.prompt_logprobs is not None
         seqs[0].siblings = seqs[1:]
         metrics = RequestMetrics(arrival_time=time())
-        request = Request(request_id, text, token_ids, params, seqs, metrics)
-        self.scheduler.add(seqs[0])
-        self._requests[request_id] = request
+        request = Request(
+            request_id, prepared.prompt, token_ids[:], params, seqs, metrics, is_stream=streams
+        )
+        if not self._requests:
+            self.throughput.restart()
+        try:
+            self._requests[request_id] = request
+            self.scheduler.add(seqs[0])
+        except BaseException:
+            self._requests.pop(request_id, None)
+            self.scheduler.abort(seqs[0])
+            raise
         return request
+
+    def _prepare_all(
+        self,
+        prompts: Seq[Any],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None,
+        what: str,
+    ) -> list[PreparedRequest]:
+        """What to add; raises one exception that names all that cannot run."""
+        checked = self._validate(prompts, sampling_params)
+        ready = dict(self.grammars.when_compiled(checked, grammar_of, self._check_open))
+        return raise_errors([ready[i] for i in range(len(prompts))], what)
 
     def _validate(
         self,
         prompts: Seq[Any],
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
-    ) -> Iterator[Checked | Exception]:
-        """For each prompt what to add, or what is wrong with it; looked at some at a time, as they
-        are asked for."""
+    ) -> Iterator[Checked]:
+        """For each prompt what to add, its grammar not compiled yet, or what is wrong with it;
+        looked at some at a time, as they are asked for."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, (list, tuple)):
@@ -474,35 +603,28 @@ class LLMEngine:
                     f"for all or one each"
                 )
             return self._validate_each(prompts, sampling_params)
-        self._check_params(sampling_params)
-        return self._validate_each(prompts, [sampling_params] * len(prompts))
+        prepared = self.sampling_states.prepare(sampling_params)  # type: ignore[arg-type]
+        self.grammars.check(prepared.grammar)
+        return self._validate_each(prompts, [prepared] * len(prompts))
 
-    def _validate_each(self, prompts: Seq[Any], each: Seq[Any]) -> Iterator[Checked | Exception]:
-        good: set[int] = set()  # each object is checked once
+    def _validate_each(self, prompts: Seq[Any], each: Seq[Any]) -> Iterator[Checked]:
+        copies: dict[int, PreparedParams] = {}  # by id: each object is copied and checked once
+        engine = weakref.ref(self)
         for start in range(0, len(prompts), PORTION):
+            self._check_open()
             portion = slice(start, start + PORTION)
             encoded = self.prompt_encoder.encode(prompts[portion])
             for item, params in zip(encoded, each[portion], strict=True):
                 try:
-                    if id(params) not in good:
-                        self._check_params(params)
-                        good.add(id(params))
+                    if not isinstance(params, PreparedParams) and id(params) not in copies:
+                        copies[id(params)] = self.sampling_states.prepare(params)
                     if isinstance(item, Exception):
                         raise item
                     self.scheduler.check_prompt_len(len(item[1]))
                 except (TypeError, ValueError) as error:
                     yield error
                 else:
-                    yield (*item, params)
-
-    def _check_params(self, params: Any) -> None:
-        """Raises TypeError or ValueError for what this model cannot follow."""
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-        try:
-            self.sampling_states.check(params)
-        except ValueError as error:
-            raise ValueError(f"sampling_params: {error}") from None
+                    yield PreparedRequest(*item, copies.get(id(params), params), engine)
 
     def _log_metrics(self) -> None:
         now = self.metrics()
@@ -524,20 +646,26 @@ class LLMEngine:
         try:
             yield
         except BaseException:
-            if not self._closed:
+            if not self._closed:  # or close does the same, and more
                 self._requests.clear()
                 self._launched = None
                 self.scheduler.reset()
             raise
 
-    def _check_no_stream(self) -> None:
-        """A stream's steps would take the results of other requests, and theirs its own."""
-        if not self._stream_ids.isdisjoint(self._requests):
-            raise ValueError("generate_stream is not at its end: exhaust, close or abort it first")
+    @contextmanager
+    def _closed_meanwhile(self) -> Iterator[None]:
+        """Says so where ``close`` is to blame for an error."""
+        self._check_open()
+        try:
+            yield
+        except Exception:
+            if self._closed:
+                raise ValueError(CLOSED_MEANWHILE) from None
+            raise
 
-    def _check_open(self) -> None:
+    def _check_open(self, message: str = CLOSED) -> None:
         if self._closed:
-            raise ValueError("this engine is closed: make a new one")
+            raise ValueError(message)
 
 
 def collect_logprobs(sampled: list[Sequence], token_ids: list[int], logprobs: np.ndarray) -> None:
@@ -549,16 +677,23 @@ def collect_logprobs(sampled: list[Sequence], token_ids: list[int], logprobs: np
             seq.logprobs.append(row if len(row) == 3 + 2 * k else row[: 3 + 2 * k].copy())
 
 
-def limit_model_len(max_model_len: int, model: ModelConfig) -> int:
-    """``max_model_len`` capped by the model's positions.
+def limit_model_len(max_model_len: int | None, model: ModelConfig) -> int:
+    """``max_model_len``; None for all of the model's positions, or those of a sliding window.
 
     Raises:
-        ValueError: longer than a sliding window, which attention here does not apply.
+        ValueError: longer than the model's positions, or than a sliding window, which attention
+            here does not apply.
     """
-    length = min(max_model_len, model.max_position_embeddings)
-    if model.sliding_window is not None and length > model.sliding_window:
+    if max_model_len is None:
+        return min(model.max_position_embeddings, model.sliding_window or MAX_INT32, MAX_INT32)
+    if max_model_len > model.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len={max_model_len} is more than the model's "
+            f"{model.max_position_embeddings} positions: lower it, or leave it out"
+        )
+    if model.sliding_window is not None and max_model_len > model.sliding_window:
         raise ValueError(
             f"{model.architecture} attends within a sliding window of {model.sliding_window} "
             f"tokens, which is not served: set max_model_len to at most {model.sliding_window}"
         )
-    return length
+    return max_model_len

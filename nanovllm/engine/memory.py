@@ -1,5 +1,9 @@
-"""Out of memory: told from other errors, and put into figures."""
+"""Memory: how much a process can have, and running out of it told from other errors."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
 import torch
 
 # What libraries say, where it is no exception of PyTorch's own kind.
@@ -31,3 +35,45 @@ def describe_memory(device: torch.device) -> str:
     used, held = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     figures = [f"{num_bytes / 2**30:.2f} GiB" for num_bytes in (total, free, used, held)]
     return "{}, {} free; of this process {} in use, {} held by PyTorch".format(*figures)
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """What this process can still have of the machine's memory without swapping, or of what its
+    container may use; the page cache, which gives way, is not counted as used."""
+    return min([psutil.virtual_memory().available, *_left_in_cgroups(root)])
+
+
+def _left_in_cgroups(root: Path) -> Iterator[int]:
+    """For each limit on this process's control groups, of version 1 or 2, what is left of it."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not on Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup/memory"
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+        else:
+            continue
+        # Limits of the groups above count too. In a container the path may be the host's, which is
+        # not there; the container's own group is at the top.
+        group = top / path.lstrip("/")
+        for place in (group, *group.parents):
+            left = _left_in_cgroup(place, *names) if place.is_relative_to(top) else None
+            if left is not None:
+                yield left
+
+
+def _left_in_cgroup(group: Path, limit: str, usage: str, prefix: str) -> int | None:
+    """None without a limit."""
+    try:
+        most, used = (int((group / name).read_text()) for name in (limit, usage))
+        lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+        stat = {name: int(value) for name, value in lines}
+    except (OSError, ValueError):  # no such group, or "max"
+        return None
+    cache = stat.get(f"{prefix}active_file", 0) + stat.get(f"{prefix}inactive_file", 0)
+    return max(0, most - used + cache)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,17 @@ from nanovllm.utils.context import Context
 from nanovllm.utils.math import cdiv
 
 ALIGNMENT = 4  # in int32: kernels are compiled for pointers at multiples of 16 bytes
-OWN_TENSORS = ("input_ids", "positions", "sampling_rows")  # of ModelInputs, beside the context's
+# Of ModelInputs, beside the context's.
+OWN_TENSORS = ("input_ids", "positions", "sampling_rows", "table_width")
+LAST = "block_tables"  # in the buffer, so that the place of all others is fixed in a captured step
+
+
+class GraphSize(NamedTuple):
+    """What a captured step holds: as many new tokens, of as many sequences, or fewer."""
+
+    is_prefill: bool
+    num_tokens: int
+    num_seqs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +41,21 @@ class ModelInputs:
         context: the metadata.
         sampling_rows: int32 [num_seqs, ROW_WORDS], how to draw the next tokens, where no more than
             that is asked for, then rows for nothing; None for a step that ends with logits.
+        table_width: int32 [1], columns of the block tables, for a captured step; None for any
+            other.
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     context: Context
     sampling_rows: torch.Tensor | None = None
+    table_width: torch.Tensor | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors by field name."""
+        """All tensors by field name, in the buffer's order."""
         values = {field.name: getattr(self.context, field.name) for field in fields(Context)}
         values |= {name: getattr(self, name) for name in OWN_TENSORS}
+        values[LAST] = values.pop(LAST)
         return {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
 
     def pack(self, pin_memory: bool = False) -> "PackedInputs":
@@ -70,6 +84,19 @@ class PackedInputs:
     context: Context
     buffer: torch.Tensor
 
+    @property
+    def graph_size(self) -> GraphSize | None:
+        """What the inputs are padded to; None if they are not."""
+        if "table_width" not in self.shapes:
+            return None
+        num_tokens, num_seqs = self.shapes["input_ids"][0], self.shapes[LAST][0]
+        return GraphSize(self.context.is_prefill, num_tokens, num_seqs)
+
+    @property
+    def tables_start(self) -> int:
+        """Where the block tables begin in the buffer."""
+        return sum(_space(shape) for name, shape in self.shapes.items() if name != LAST)
+
     def unpack(self, buffer: torch.Tensor | None = None) -> ModelInputs:
         """The inputs as views of the buffer, or of a copy of it."""
         views = _views(self.buffer if buffer is None else buffer, self.shapes)
@@ -82,11 +109,12 @@ class PackedInputs:
         return self.unpack(self.copy_to(torch.empty_like(self.buffer, device=device)))
 
     def copy_to(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Starts the copy into a buffer on the device, and returns that."""
+        """Starts the copy to the front of a buffer on the device, and returns that."""
         pinned = self.buffer
         if buffer.is_cuda and not pinned.is_pinned():  # as it came to another rank
             pinned = pinned.pin_memory()
-        return buffer.copy_(pinned, non_blocking=True)
+        buffer[: len(pinned)].copy_(pinned, non_blocking=True)
+        return buffer
 
     def __reduce__(self) -> tuple[Any, ...]:
         # An array, which pickle can pass by without a copy.
@@ -94,7 +122,7 @@ class PackedInputs:
 
 
 def prepare_prefill(
-    batch: Batch, block_size: int, num_tokens: int = 0, num_seqs: int = 0, table_width: int = 0
+    batch: Batch, block_size: int, num_tokens: int = 0, num_seqs: int = 0, max_context: int = 0
 ) -> ModelInputs:
     """All new tokens of all sequences end to end, with the bounds of each sequence's part.
 
@@ -102,9 +130,10 @@ def prepare_prefill(
     there are sequences: those that sample, then row 0 for nothing. Of the last layer's output no
     others are asked for, unless a sequence wants logprobs of its prompt.
 
-    With a ``table_width`` all shapes follow from the other arguments alone: block tables are given
-    in any case, padding tokens, up to ``num_tokens``, belong to no sequence and store nothing (slot
-    -1), and padding sequences, up to ``num_seqs``, have no tokens.
+    For a captured step, with contexts of up to ``max_context`` tokens, all shapes but the block
+    tables' width follow from the other arguments alone: block tables are given in any case, padding
+    tokens, up to ``num_tokens``, belong to no sequence and store nothing (slot -1), and padding
+    sequences, up to ``num_seqs``, have no tokens.
     """
     items = batch.items
     positions = [np.arange(item.start, item.end, dtype=np.int32) for item in items]
@@ -118,20 +147,23 @@ def prepare_prefill(
     outputs = {"output_indices": rows, "cu_num_outputs": _cumulated(samples, num_seqs)}
     if any(item.seq.wants_prompt_logprobs for item in items):
         outputs = {"logits_indices": rows}
-    has_tables = table_width or any(item.start for item in items)
+    tables = None
+    if max_context or any(item.start for item in items):
+        tables = prepare_block_tables(batch, num_seqs)
     return ModelInputs(
         input_ids=torch.from_numpy(_joined(tokens, num_tokens)),
         positions=torch.from_numpy(_joined(positions, num_tokens)),
         context=Context(
             is_prefill=True,
             slot_mapping=torch.from_numpy(_joined(slots, num_tokens, -1)),
-            block_tables=prepare_block_tables(batch, num_seqs, table_width) if has_tables else None,
+            block_tables=tables,
             cu_seqlens_q=torch.from_numpy(bounds_q),
             cu_seqlens_k=torch.from_numpy(_cumulated(lens_k, num_seqs)),
-            max_seqlen_q=num_tokens if table_width else max(lens_q),
-            max_seqlen_k=table_width * block_size or max(lens_k),
+            max_seqlen_q=num_tokens if max_context else max(lens_q),
+            max_seqlen_k=max_context or max(lens_k),
             **{name: torch.from_numpy(indices) for name, indices in outputs.items()},
         ),
+        table_width=_width(tables) if max_context else None,
     )
 
 
@@ -139,14 +171,12 @@ def prepare_decode(
     batch: Batch,
     block_size: int,
     padded_size: int = 0,
-    table_width: int = 0,
     plan: Callable[[np.ndarray], np.ndarray | None] | None = None,
 ) -> ModelInputs:
     """Each sequence's last token.
 
-    Padding rows, up to ``padded_size``, store nothing (slot -1) and attend to nothing (context
-    length 0); block tables are padded to ``table_width``. ``plan`` divides contexts of given
-    lengths.
+    For a captured step, padding rows, up to ``padded_size``, store nothing (slot -1) and attend to
+    nothing (context length 0). ``plan`` divides contexts of given lengths.
     """
     seqs = [item.seq for item in batch.items]
     num_seqs = len(seqs)
@@ -159,24 +189,26 @@ def prepare_decode(
     last_blocks = np.array([seq.block_table[-1] for seq in seqs], dtype=np.int32)
     slot_mapping[:num_seqs] = last_blocks * block_size + positions[:num_seqs] % block_size
     work = None if plan is None else plan(context_lens)
+    tables = prepare_block_tables(batch, size)
     return ModelInputs(
         input_ids=torch.from_numpy(input_ids),
         positions=torch.from_numpy(positions),
         context=Context(
             slot_mapping=torch.from_numpy(slot_mapping),
-            block_tables=prepare_block_tables(batch, size, table_width),
+            block_tables=tables,
             max_seqlen_k=int(context_lens.max()),
             context_lens=torch.from_numpy(context_lens),
             decode_work=None if work is None else torch.from_numpy(work),
         ),
+        table_width=_width(tables) if padded_size else None,
     )
 
 
-def prepare_block_tables(batch: Batch, num_rows: int = 0, width: int = 0) -> torch.Tensor:
-    """int32 [sequences, longest table] or wider, padded with block 0, which is never read."""
+def prepare_block_tables(batch: Batch, num_rows: int = 0) -> torch.Tensor:
+    """int32 [sequences or more, longest table], padded with block 0, which is never read."""
     tables = [item.seq.block_table for item in batch.items]
     lens = np.array([len(table) for table in tables], np.int32)
-    out = np.zeros((max(len(tables), num_rows), lens.max(initial=width)), dtype=np.int32)
+    out = np.zeros((max(len(tables), num_rows), lens.max(initial=1)), dtype=np.int32)
     is_block = np.arange(out.shape[1]) < lens[:, None]
     out[: len(tables)][is_block] = list(chain.from_iterable(tables))
     return torch.from_numpy(out)
@@ -188,6 +220,11 @@ def _slots(item: ScheduledSequence, positions: np.ndarray, block_size: int) -> n
     slots = blocks[positions // block_size] * block_size + positions % block_size
     slots[positions < item.seq.num_cached_tokens] = -1
     return slots.astype(np.int32)
+
+
+def _width(tables: torch.Tensor | None) -> torch.Tensor:
+    assert tables is not None
+    return torch.from_numpy(np.full(1, tables.size(1), np.int32))
 
 
 def _padded(values: Any, size: int, padding: int = 0) -> np.ndarray:

@@ -1,10 +1,15 @@
 """Runs scheduled batches on one rank's device. Never decides who runs."""
 
 import gc
+import os
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from itertools import pairwise
 from time import perf_counter
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -13,14 +18,19 @@ from nanovllm.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.config import Config
 from nanovllm.engine import model_inputs
 from nanovllm.engine.batch import Batch, ScheduledSequence, StepOutput
-from nanovllm.engine.cuda_graphs import GraphSize, StepGraphs, decode_sizes, prefill_sizes
-from nanovllm.engine.kv_cache import block_bytes, num_blocks_on_cpu, num_blocks_on_gpu
-from nanovllm.engine.model_inputs import ModelInputs, PackedInputs
+from nanovllm.engine.cuda_graphs import StepGraphs, decode_sizes, graph_bytes, prefill_sizes
+from nanovllm.engine.kv_cache import (
+    CPU_CACHE_BYTES,
+    block_bytes,
+    num_blocks_on_cpu,
+    num_blocks_on_gpu,
+)
+from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs
 from nanovllm.engine.sampling_inputs import prepare_sample, sampling_rows
 from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.workers import Worker, Workers, interrupts_delayed
-from nanovllm.kernels.all_reduce import MAX_ROWS, OneShotAllReduce, can_one_shot
+from nanovllm.kernels.all_reduce import make_one_shots
 from nanovllm.kernels.attention_backend import select_attention_backend
 from nanovllm.kernels.compat import HAS_TRITON
 from nanovllm.kernels.compile_ahead import compiling_only
@@ -35,7 +45,8 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import get_model_class
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.context import step_context
-from nanovllm.utils.distributed import TPGroup, connect_store, make_tp_group, use_tp_group
+from nanovllm.utils.distributed import TPGroup, make_tp_group, use_tp_group
+from nanovllm.utils.forks import leave_to_parent
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.math import cdiv, heads_per_rank
 
@@ -43,6 +54,8 @@ from nanovllm.utils.math import cdiv, heads_per_rank
 CONTEXT_BYTES = 600 << 20
 # Prompt positions whose logits exist at once where prompt_logprobs are asked for.
 PROMPT_LOGITS_ROWS = 256
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(slots=True)
@@ -62,12 +75,40 @@ class LaunchedStep:
         return StepOutput(self.token_ids.tolist(), logprobs, self.prompt_logprobs)
 
 
+def on_device(
+    method: Callable[Concatenate["ModelRunner", P], R],
+) -> Callable[Concatenate["ModelRunner", P], R]:
+    """Makes the runner's GPU PyTorch's current device during a call, whatever the user's program,
+    another thread or another engine has chosen. In a forked child the call is a ValueError."""
+
+    @wraps(method)
+    def call(self: "ModelRunner", *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.is_forked:
+            raise ValueError(
+                f"this engine belongs to process {self._pid}, of which this one is a forked child: "
+                f"make another engine here, or start the process with spawn instead of fork"
+            )
+        if self.device.type == "cpu":
+            return method(self, *args, **kwargs)
+        with torch.cuda.device(self.device):
+            return method(self, *args, **kwargs)
+
+    return call
+
+
 class ModelRunner:
     """One rank: the model's shard, its part of the KV cache, and the steps run on them.
 
     Attributes:
+        device: where it runs; a GPU has an index.
         num_kvcache_blocks: blocks that the cache has.
         startup_seconds: how long each part of start-up took.
+
+    Raises:
+        ValueError: the device or the attention backend is not there, or the KV cache does not fit.
+        WorkerError: another rank has failed.
+        Exception: any other, of loading and capturing. Of all of them, the memory that start-up had
+            taken is free again, whoever keeps the exception.
     """
 
     def __init__(
@@ -90,14 +131,31 @@ class ModelRunner:
         self.sampling: SamplingInputs | None = None
         self.startup_seconds: dict[str, float] = {}
         self._last_part = perf_counter()
-        rank, size = worker.rank if worker else 0, config.tensor_parallel_size
-        self.device = select_device(config.device, rank, size)
+        self.tp = TPGroup()
+        self._pid = os.getpid()
+        leave_to_parent(self)
+        rank = worker.rank if worker else 0
+        self.device = select_device(config.device, rank, config.tensor_parallel_size)
+        try:
+            self._start(checkpoint, rank, config.tensor_parallel_size)
+        except BaseException as error:
+            try:
+                if workers is not None:
+                    workers.fail(error)
+            finally:
+                if worker is None:  # a worker's process ends
+                    self._abandon(error)
+            raise
+
+    @on_device
+    def _start(self, checkpoint: Checkpoint, rank: int, size: int) -> None:
+        config = self.config
         self.dtype = select_dtype(config.dtype, self.device, checkpoint.config.dtype)
         self._bytes_before = self._allocated_bytes()
         self._meet_ranks()
-        self.tp = TPGroup()
         self._join_tp_group(rank, size)
         self._timed("device and ranks")
+        self._shorten(self._most_blocks())  # before the rotary embedding's cache is as long
         self.backend = select_attention_backend(
             config.attention_backend,
             num_heads=self.model_config.num_attention_heads // size,
@@ -118,12 +176,18 @@ class ModelRunner:
         self.last_tokens = torch.zeros(self.max_num_seqs, dtype=torch.int64, device=self.device)
         self.graphs = self._new_graphs()
         self.num_kvcache_blocks = self.tp.min(self.measure_kv_cache(), self.device)
+        self._shorten(self.num_kvcache_blocks)
         self.allocate_kv_cache(self.num_kvcache_blocks)
         self._timed("warm-up and KV cache")
         if self.uses_graphs:
             self.capture_cudagraph(self._graph_sizes())
         self._meet_ranks()
         self._timed("CUDA graphs")
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a forked child of the one that made the runner."""
+        return os.getpid() != self._pid
 
     @property
     def uses_graphs(self) -> bool:
@@ -162,6 +226,7 @@ class ModelRunner:
         assert self.worker is not None
         return self.worker.receive()
 
+    @on_device
     def loop(self) -> None:
         """A worker's life: does what rank 0 does, until ``exit``."""
         method = ""
@@ -169,16 +234,19 @@ class ModelRunner:
             method, args = self.read_shm()
             getattr(self, method)(*args)
 
+    @on_device
     @torch.inference_mode()
     def run(self, batch: Batch) -> None:
         """Rank 0: launches a step; what the step before has drawn need not have arrived.
 
         Raises:
+            ValueError: this process is a forked child of the one that made the engine.
             WorkerError: another rank has failed; so does every later call.
         """
         inputs = self.prepare(batch, self.graphs.size_for(batch))
         self.call("run_step", inputs, batch.block_copies)
 
+    @on_device
     @torch.inference_mode()
     def sample(self, batch: Batch) -> LaunchedStep:
         """Rank 0: sees to it that the tokens of the batch just run are drawn, and on their way.
@@ -292,15 +360,15 @@ class ModelRunner:
     def prepare(self, batch: Batch, size: GraphSize | None) -> PackedInputs:
         """Inputs on the host, padded to the size if there is one."""
         block_size = self.config.kvcache_block_size
-        width = cdiv(self.max_model_len, block_size) if size else 0
-        _, num_tokens, num_seqs = size or (None, 0, len(batch))
+        _, num_tokens, num_seqs = size or (None, 0, 0)
         if batch.is_prefill:
-            inputs = model_inputs.prepare_prefill(batch, block_size, num_tokens, num_seqs, width)
+            longest = self.max_model_len if size else 0
+            inputs = model_inputs.prepare_prefill(batch, block_size, num_tokens, num_seqs, longest)
         else:
-            inputs = model_inputs.prepare_decode(batch, block_size, num_seqs, width, self._plan)
+            inputs = model_inputs.prepare_decode(batch, block_size, num_seqs, self._plan)
         draws = self.draws_in_step(batch)
         if draws or size:  # a graph draws in any case
-            rows = sampling_rows(batch.sampled if draws else [], num_seqs)
+            rows = sampling_rows(batch.sampled if draws else [], num_seqs or len(batch))
             inputs = replace(inputs, sampling_rows=rows)
         return inputs.pack(pin_memory=self.device.type == "cuda")
 
@@ -317,9 +385,8 @@ class ModelRunner:
         few = [size for size in sizes if size.num_tokens <= 64]
         with compiling_only():
             self.warmup_model()
-            for size in {*few, *decodes, *sizes[-1:]}:
-                blank = self.prepare(Batch((), is_prefill=size.is_prefill), size)
-                self.run_model(blank.to(self.device))
+            for _, step in self._new_graphs().make_steps([*{*few, *decodes, *sizes[-1:]}]):
+                step()
 
     @torch.inference_mode()
     def warmup_model(self) -> None:
@@ -340,9 +407,8 @@ class ModelRunner:
 
     def measure_kv_cache(self) -> int:
         """How many KV blocks to have."""
-        config = self.config
-        block_size, itemsize = config.kvcache_block_size, self.dtype.itemsize
-        num_bytes = block_bytes(self.model_config, block_size, self.tp.size, itemsize)
+        config, num_bytes = self.config, self._block_bytes()
+        block_size = config.kvcache_block_size
         if self.device.type == "cpu":
             if config.num_kvcache_blocks != -1:
                 return config.num_kvcache_blocks
@@ -350,15 +416,15 @@ class ModelRunner:
         self.allocate_kv_cache(1)
         if HAS_TRITON:
             self.compile_kernels()
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_memory_stats(self.device)
         self.warmup_model()
-        peak = torch.cuda.max_memory_allocated() - self._bytes_before
+        peak = torch.cuda.max_memory_allocated(self.device) - self._bytes_before
         graph_bytes = self._measure_graphs() if self.uses_graphs else 0
         if config.num_kvcache_blocks != -1:
             return config.num_kvcache_blocks
         own = self._allocated_bytes() - self._bytes_before
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
+        free, total = torch.cuda.mem_get_info(self.device)
         return num_blocks_on_gpu(
             total_bytes=total,
             free_bytes=free,
@@ -369,7 +435,28 @@ class ModelRunner:
             bytes_per_block=num_bytes,
             block_size=block_size,
             max_model_len=self.max_model_len,
+            may_shorten=config.max_model_len is None,
         )
+
+    def _most_blocks(self) -> int:
+        """No KV cache that is measured has more blocks than these."""
+        config, num_bytes = self.config, CPU_CACHE_BYTES
+        if config.num_kvcache_blocks != -1:
+            return config.num_kvcache_blocks
+        if self.device.type == "cuda":
+            total_bytes = torch.cuda.mem_get_info(self.device)[1]
+            num_bytes = int(total_bytes * config.gpu_memory_utilization)
+        return max(1, num_bytes // self._block_bytes())
+
+    def _block_bytes(self) -> int:
+        block_size, itemsize = self.config.kvcache_block_size, self.dtype.itemsize
+        return block_bytes(self.model_config, block_size, self.tp.size, itemsize)
+
+    def _shorten(self, num_blocks: int) -> None:
+        """Limits sequences to what so many blocks hold, unless the limit is the user's."""
+        if self.config.max_model_len is None:
+            num_tokens = num_blocks * self.config.kvcache_block_size
+            self.max_model_len = min(self.max_model_len, num_tokens)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Gives each attention layer its view of one [2, layers, blocks, block_size, kv_heads,
@@ -393,22 +480,38 @@ class ModelRunner:
         with small_cublas_workspace():
             self.graphs.capture(sizes)
 
+    @on_device
     def exit(self) -> None:
-        """Frees graphs, cache and weights."""
-        del self.graphs, self.kv_cache, self.model, self.attention_layers, self.sampler
-        del self.hidden_states, self.logits, self.last_tokens
+        """Frees graphs, cache and weights, as far as there are any."""
+        held = "graphs kv_cache model attention_layers backend sampler sampling last_tokens"
+        for name in (*held.split(), "hidden_states", "logits"):
+            vars(self).pop(name, None)
         gc.collect()  # parameters and their weight loaders refer to each other
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
         self.tp.close()  # frees its buffers, and does not wait for peers as its destructor might
         self.tp = TPGroup()
 
     def close(self) -> None:
-        """Rank 0: ends itself, then the workers."""
+        """Rank 0: ends itself, then the workers; does nothing in a forked child."""
+        if self.is_forked:
+            return
         self.exit()
         if self.workers is not None:
             self.workers.close()
+
+    def _abandon(self, error: BaseException) -> None:
+        """Frees what a start that failed has made. The frames in its traceback would keep that for
+        as long as somebody keeps the exception, as notebooks do."""
+        self._abort()  # no kernel waits for a peer any longer
+        chain = [error]
+        for cause in chain:
+            traceback.clear_frames(cause.__traceback__)
+            causes = (cause.__cause__, cause.__context__)
+            chain += [other for other in causes if other is not None and other not in chain]
+        with suppress(RuntimeError):  # a GPU that has failed fails again
+            self.exit()
 
     def _meet_ranks(self) -> None:
         """Rank 0 goes on once all workers have come as far, and hears at once of one that has
@@ -427,13 +530,13 @@ class ModelRunner:
             return
         if self.workers is not None:
             self.workers.on_failure(self._abort)
-        store = connect_store(link.port, size)
-        self.tp = make_tp_group(rank, size, store, self.device)
-        if self.device.type == "cuda" and can_one_shot(size):
-            sums = OneShotAllReduce(rank, size, store, self.dtype, self.device)
-            largest = OneShotAllReduce(rank, size, store, torch.int64, self.device, MAX_ROWS)
-            self.tp = replace(self.tp, one_shots=(sums, largest))
-            self.tp.min(0, self.device)  # no flag may be raised before it has been zeroed
+        with link.open_store() as store:
+            self.tp = make_tp_group(rank, size, store, self.device)
+            self.tp.min(0, self.device)  # the first collective, in which NCCL uses the store
+            if self.device.type == "cuda":
+                devices = [select_device(self.config.device, rank, size) for rank in range(size)]
+                one_shots = make_one_shots(self.tp, store, self.dtype, devices)
+                self.tp = replace(self.tp, one_shots=one_shots)
 
     def _graph_sizes(self) -> list[GraphSize]:
         """Steps to capture, ascending within prefills, then within decodes."""
@@ -450,26 +553,23 @@ class ModelRunner:
 
     def _measure_graphs(self) -> int:
         """A bound on the memory of all graphs, of prefills and of decodes: captures the two largest
-        on a cache of one block, and takes what the second adds to their pool for every further one,
-        or as much as its logits, which may have found room in the pool."""
+        of each on a cache of one block."""
         num_bytes = 0
         with small_cublas_workspace():  # for all of it: the other one's memory would count as well
             for is_prefill in (True, False):
                 sizes = [size for size in self._graph_sizes() if size.is_prefill == is_prefill]
-                free = [_free_bytes()]
+                free = [self._free_bytes()]
                 for size in sizes[-2:][::-1]:
                     self.capture_cudagraph([size])
-                    free.append(_free_bytes())
-                steps = [before - after for before, after in pairwise(free)]
-                logits = [graph.logits.nbytes for graph in self.graphs.graphs.values()]
-                num_bytes += sum(steps[:1]) + max([0, *steps[-1:], *logits]) * max(
-                    len(sizes) - 1, 0
-                )
+                    free.append(self._free_bytes())
+                added = [before - after for before, after in pairwise(free)]
+                num_bytes += graph_bytes(added, len(sizes))
         self.graphs = self._new_graphs()
         return num_bytes
 
     def _new_graphs(self) -> StepGraphs:
-        return StepGraphs(lambda x: self.run_model(x)[1], self.prepare, self.device)
+        width = cdiv(self.max_model_len, self.config.kvcache_block_size)
+        return StepGraphs(lambda x: self.run_model(x)[1], self.prepare, self.device, width)
 
     def _build_model(self, checkpoint: Checkpoint) -> DecoderForCausalLM:
         """The model on this rank's device in its dtype, with weights."""
@@ -492,7 +592,12 @@ class ModelRunner:
         return model.eval()
 
     def _allocated_bytes(self) -> int:
-        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def _free_bytes(self) -> int:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
 
     def _timed(self, part: str) -> None:
         """Books the time since the last part."""
@@ -513,11 +618,8 @@ def start_ranks(config: Config, checkpoint: Checkpoint, max_model_len: int) -> M
     workers = Workers(config.tensor_parallel_size, run_worker, config, max_model_len)
     try:
         return ModelRunner(config, checkpoint, max_model_len, workers)
-    except BaseException as error:
-        try:
-            workers.fail(error)
-        finally:
-            workers.close()
+    except BaseException:
+        workers.close()
         raise
 
 
@@ -528,24 +630,37 @@ def run_worker(worker: Worker, config: Config, max_model_len: int) -> None:
 
 
 def select_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
-    """Raises ValueError for "cuda" without a GPU, or with fewer than ranks."""
+    """The device of a rank: "cuda:2" is rank 0's, and the other ranks take the GPUs after it.
+    Without an index, a single rank takes PyTorch's current GPU, and several start with GPU 0.
+
+    Raises:
+        ValueError: there is no such GPU, or there are fewer than ranks.
+    """
     available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise ValueError("device='cuda', but PyTorch finds no CUDA GPU: use device='cpu'")
+    if name.startswith("cuda") and not available:
+        raise ValueError(f"device={name!r}, but PyTorch finds no CUDA GPU: use device='cpu'")
     if not available or name == "cpu":
         return torch.device("cpu")
-    if torch.cuda.device_count() < num_ranks:
+    num_gpus, (_, _, index) = torch.cuda.device_count(), name.partition(":")
+    first = int(index) if index else torch.cuda.current_device() if num_ranks == 1 else 0
+    if index and first >= num_gpus:
+        raise ValueError(f"device={name!r}, but PyTorch finds only {num_gpus} GPUs")
+    if first + num_ranks > num_gpus:
         raise ValueError(
-            f"tensor_parallel_size={num_ranks}, but PyTorch finds {torch.cuda.device_count()} "
-            f"GPUs: lower it, or use device='cpu'"
+            f"tensor_parallel_size={num_ranks}, but PyTorch finds {num_gpus - first} GPUs"
+            f"{f' from {name} on' if first else ''}: lower it, or use device='cpu'"
         )
-    return torch.device("cuda", rank) if num_ranks > 1 else torch.device("cuda")
+    return torch.device("cuda", first + rank)
 
 
 def select_dtype(name: str, device: torch.device, checkpoint: torch.dtype) -> torch.dtype:
+    """By default the checkpoint's on a GPU; fp16 in place of bf16 on a GPU without that."""
     if name != "auto":
         return getattr(torch, name)
-    return torch.float32 if device.type == "cpu" else checkpoint
+    if device.type == "cpu":
+        return torch.float32
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.float16 if checkpoint is torch.bfloat16 and not has_bf16 else checkpoint
 
 
 def fill_with_dummy_weights(model: torch.nn.Module, seed: int) -> None:
@@ -557,9 +672,3 @@ def fill_with_dummy_weights(model: torch.nn.Module, seed: int) -> None:
             param.normal_(0, 0.02, generator=generator)
         elif name.endswith("bias"):
             param.zero_()
-
-
-def _free_bytes() -> int:
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]

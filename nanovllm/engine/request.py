@@ -1,14 +1,37 @@
 """A prompt with its completions, from arrival to result."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from threading import Thread, current_thread
 from typing import Any
+from weakref import ReferenceType
 
 import numpy as np
 
-from nanovllm.engine.prompts import PromptEncoder
+from nanovllm.engine.sampling_state import PreparedParams
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
+from nanovllm.outputs import CompletionOutput, PackedLogprobs, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.prompts import PromptEncoder
+from nanovllm.text.structured import Once
+from nanovllm.utils.panics import is_failure
+
+
+@dataclass(slots=True)
+class PreparedRequest:
+    """A request that ``LLMEngine.prepare`` has checked and tokenised: ``add_request`` takes it in
+    place of a prompt, any number of times.
+
+    Attributes:
+        prompt: its text; None if it came as token ids.
+        prompt_token_ids: its token ids.
+        sampling: how to complete it.
+        engine: the engine that prepared it, the only one that takes it.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    sampling: PreparedParams
+    engine: ReferenceType[Any] = field(repr=False)
 
 
 @dataclass(slots=True)
@@ -22,6 +45,8 @@ class Request:
         params: how to complete it.
         seqs: a sequence for each completion, by index.
         metrics: when things happened.
+        thread: that asked for it.
+        is_stream: whether ``generate_stream`` made it.
     """
 
     request_id: str
@@ -30,17 +55,24 @@ class Request:
     params: SamplingParams
     seqs: list[Sequence]
     metrics: RequestMetrics
+    thread: Thread = field(default_factory=current_thread)
+    is_stream: bool = False
 
     @property
     def is_finished(self) -> bool:
         return all(seq.is_finished for seq in self.seqs)
 
 
+def grammar_of(item: PreparedRequest | Exception) -> Once | None:
+    """What the request's text has to match, if anything."""
+    return None if isinstance(item, Exception) else item.sampling.grammar
+
+
 def refused(prompt: Any, error: Exception) -> RequestOutput:
     """The result of a prompt that could not run."""
     text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-    completion = CompletionOutput(0, "", [], "error", error=str(error))
-    return RequestOutput("", text if isinstance(text, str) else None, [], [completion])
+    completion = CompletionOutput(0, "", [], finish_reason="error", error=str(error))
+    return RequestOutput("", text if isinstance(text, str) else None, [], outputs=[completion])
 
 
 def make_outputs(requests: list[Request], encoder: PromptEncoder) -> list[RequestOutput]:
@@ -57,9 +89,8 @@ def make_outputs(requests: list[Request], encoder: PromptEncoder) -> list[Reques
         prompt_logprobs = None
         if request.params.prompt_logprobs is not None:
             rows = first.prompt_logprobs or [np.empty((0, 3), np.int32)]
-            prompt_logprobs = Logprobs(
-                np.concatenate(rows), encoder.decode_token, starts_with_none=True
-            )
+            decode = encoder.decode_logprob_tokens if request.params.detokenize else None
+            prompt_logprobs = PackedLogprobs(np.concatenate(rows), decode, starts_with_none=True)
         outputs.append(
             RequestOutput(
                 request_id=request.request_id,
@@ -81,7 +112,8 @@ def _completion(
     logprobs = total = None
     if params.logprobs is not None:
         rows = np.array(seq.logprobs) if seq.logprobs else np.empty((0, 3), np.int32)
-        logprobs = Logprobs(rows, encoder.decode_token)
+        decode = encoder.decode_logprob_tokens if params.detokenize else None
+        logprobs = PackedLogprobs(rows, decode)
         total = float(logprobs.token_logprobs().sum(dtype=np.float64))
     return CompletionOutput(
         index=index,
@@ -118,7 +150,9 @@ def _decode(pairs: list[tuple[Sequence, SamplingParams]], encoder: PromptEncoder
     last_prompt_tokens = [seq.token_ids[seq.num_prompt_tokens - 1] for seq, _ in pairs]
     try:
         return encoder.decode(completions, last_prompt_tokens, pairs[0][1])
-    except Exception as error:  # whatever the tokenizer's code runs into
+    except BaseException as error:  # whatever the tokenizer's code runs into
+        if not is_failure(error):
+            raise
         if len(pairs) > 1:
             return [text for pair in pairs for text in _decode([pair], encoder)]
         seq = pairs[0][0]

@@ -35,6 +35,7 @@ def prepare_sample(batch: Batch) -> SamplingInputs:
         truncates=any(kind.truncates for kind in kinds),
         edits={edit: tuple(map(torch.from_numpy, arrays)) for edit, arrays in edits.items()},
         num_logprobs=max(counts, default=None),
+        processed_logprobs=any(kind.processed_logprobs for kind in kinds),
     )
 
 

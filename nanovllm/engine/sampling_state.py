@@ -1,4 +1,4 @@
-"""What one sequence keeps for the drawing of its tokens. Lives on rank 0."""
+"""What one sequence keeps for sampling its tokens. Lives on rank 0."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from nanovllm.engine.structured import Grammar, GrammarCompiler
 from nanovllm.kernels.logit_edits import bit_mask
 from nanovllm.kernels.sampling import SAMPLING_ROW
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.structured import Effort, Grammar, GrammarCompiler, Once
 from nanovllm.utils.math import cdiv
+from nanovllm.utils.panics import is_failure
 
 
 class SamplingKind(NamedTuple):
@@ -22,11 +23,13 @@ class SamplingKind(NamedTuple):
         truncates: top_k, top_p or min_p.
         edits: logits may have to be changed before a token is drawn from them.
         num_logprobs: of how many most likely tokens to report them; None for none.
+        processed_logprobs: report those of the logits that tokens are sampled from.
     """
 
     truncates: bool
     edits: bool
     num_logprobs: int | None
+    processed_logprobs: bool = False
 
 
 class SamplingState:
@@ -40,6 +43,7 @@ class SamplingState:
         eos_token_ids: the model's.
         bad_words: each as the token ids that may not be generated in a row.
         grammar: what the text has to match.
+        processed_logprobs: report log-probabilities of the logits that tokens are sampled from.
 
     Attributes:
         row: a SAMPLING_ROW as bytes; steps fill in the position.
@@ -56,6 +60,7 @@ class SamplingState:
         eos_token_ids: Iterable[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
         grammar: Grammar | None = None,
+        processed_logprobs: bool = False,
     ) -> None:
         row = np.zeros((), SAMPLING_ROW)
         row["temperature"] = 0.0 if params.is_greedy else params.temperature
@@ -72,7 +77,7 @@ class SamplingState:
             params.presence_penalty,
         )
         self.grammar = grammar
-        self.mask_words = cdiv(vocab_size, 32)
+        self.vocab_size, self.mask_words = vocab_size, cdiv(vocab_size, 32)
         self.allowed_mask = None
         if params.allowed_token_ids is not None:
             self.allowed_mask = bit_mask(params.allowed_token_ids, vocab_size)
@@ -89,6 +94,7 @@ class SamplingState:
             truncates=params.truncates,
             edits=self.has_mask or self.has_bias or params.penalises,
             num_logprobs=vocab_size if params.logprobs == -1 else params.logprobs,
+            processed_logprobs=processed_logprobs and params.logprobs is not None,
         )
 
     @property
@@ -116,6 +122,16 @@ class SamplingState:
         else:
             mask[:] = self.allowed_mask
 
+    def allows_none(self, token_ids: Sequence[int]) -> bool:
+        """Whether the parameters forbid every token after these, whatever the logits are."""
+        mask = np.full(self.mask_words, -1, np.int32)
+        if self.has_mask:
+            self.fill_mask(mask)
+        tokens, values = self.biases(token_ids)
+        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.vocab_size]
+        allowed[tokens[np.isneginf(values)]] = 0
+        return not allowed.any()
+
     def biases(self, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Single logits to change for the token after these, the prompt's and the generated:
         int32 token ids, and fp32 what to add."""
@@ -135,6 +151,20 @@ class SamplingState:
         )
 
 
+class PreparedParams(NamedTuple):
+    """Checked sampling parameters, the caller's no more, with what only a tokenizer knows of them.
+
+    Attributes:
+        params: a copy of the caller's.
+        bad_words: each as the token ids that may not be generated in a row.
+        grammar: what the text has to match, compiled or still to be; None for any text.
+    """
+
+    params: SamplingParams
+    bad_words: list[list[int]]
+    grammar: Once | None
+
+
 class SamplingStateFactory:
     """Makes the states of one engine's sequences.
 
@@ -143,19 +173,51 @@ class SamplingStateFactory:
         vocab_size: the model's.
         eos_token_ids: the model's.
         seed: where the seeds of requests without one come from.
+        max_logprobs, logprobs_mode: Config's.
     """
 
     def __init__(
-        self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int], seed: int
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        seed: int,
+        max_logprobs: int = -1,
+        logprobs_mode: str = "raw_logprobs",
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
+        self.max_logprobs = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
+        self.processed_logprobs = logprobs_mode == "processed_logprobs"
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.random = Random(seed)
+        # Two sources of seeds, as requests with grammars may start later than those after them.
+        self.random, self.grammar_random = Random(seed), Random(f"{seed}/grammars")
         self.grammars = GrammarCompiler(tokenizer, vocab_size, self.eos_token_ids)
 
-    def check(self, params: SamplingParams) -> None:
-        """Raises ValueError for parameters that this model cannot follow."""
+    def prepare(self, params: SamplingParams) -> PreparedParams:
+        """Copies and checks what a caller gave, who may change it later. Any thread may call this.
+        A grammar is not compiled yet.
+
+        Raises:
+            TypeError: not SamplingParams.
+            ValueError: fields that contradict each other, or that this model cannot follow.
+        """
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        try:
+            params = params.clone()
+            params.check()
+            self._check(params)
+            bad_words = [ids for word in params.bad_words or () for ids in self._spellings(word)]
+            structured = params.structured_outputs
+            grammar = None if structured is None else self.grammars.find(structured)
+        except BaseException as error:  # tokenizers and grammar compilers raise what they like
+            if not is_failure(error):
+                raise
+            raise ValueError(f"sampling_params: {error}") from error
+        return PreparedParams(params, bad_words, grammar)
+
+    def _check(self, params: SamplingParams) -> None:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(params, name) or ():
                 if token_id >= self.vocab_size:
@@ -165,21 +227,27 @@ class SamplingStateFactory:
                     )
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
-            if count is not None and count > self.vocab_size:
-                raise ValueError(f"{name} is {count}, but the vocabulary has {self.vocab_size}")
-        if self.tokenizer is None and (params.stop_strings or params.bad_words):
-            name = "stop strings" if params.stop_strings else "bad_words"
+            if (
+                count is not None
+                and (self.vocab_size if count == -1 else count) > self.max_logprobs
+            ):
+                raise ValueError(
+                    f"{name} is {count}, but at most {self.max_logprobs} are allowed: the limit is "
+                    f"max_logprobs and the vocabulary's size, {self.vocab_size}"
+                )
+        if self.tokenizer is None and (params.stop or params.bad_words):
+            name = "stop strings" if params.stop else "bad_words"
             raise ValueError(f"this model has no tokenizer, which {name} need: give token ids")
-        if params.structured_outputs is not None:
-            self.grammars.compile(params.structured_outputs)
 
-    def make(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> list[SamplingState]:
+    def make(
+        self, prepared: PreparedParams, prompt_token_ids: Sequence[int]
+    ) -> list[SamplingState]:
         """A state for each of the request's ``n`` completions."""
+        params, bad_words, grammar = prepared
+        effort = Effort()
         seed = params.seed
-        if seed is None or seed == -1:
-            seed = self.random.getrandbits(64)
-        bad_words = [ids for word in params.bad_words or () for ids in self._spellings(word)]
-        structured = params.structured_outputs
+        if seed is None:
+            seed = (self.random if grammar is None else self.grammar_random).getrandbits(64)
         return [
             SamplingState(
                 params,
@@ -189,7 +257,8 @@ class SamplingStateFactory:
                 self.vocab_size,
                 self.eos_token_ids,
                 bad_words,
-                None if structured is None else self.grammars.compile(structured),
+                None if grammar is None else self.grammars.start(grammar, effort),
+                self.processed_logprobs,
             )
             for i in range(params.n)
         ]

@@ -51,6 +51,8 @@ class Scheduler:
     ) -> None:
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
+        # Lower than the limits above for a while after a step did not fit into memory.
+        self._max_tokens_now, self._max_seqs_now = max_num_batched_tokens, self.max_num_seqs
         self.max_model_len = max_model_len
         # A sequence that has the cache to itself must fit, or it could never finish.
         self.max_len = min(max_model_len, num_blocks * block_size)
@@ -62,8 +64,6 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # of prompts started so far
         self.num_cached_prompt_tokens = 0  # of these, already in the cache
-        # Lower than the limits above for a while after a step did not fit into memory.
-        self._max_tokens_now, self._max_seqs_now = max_num_batched_tokens, self.max_num_seqs
         self._num_steps = 0
         self._block_copies: list[tuple[int, int]] = []
         self._unbooked: Batch | None = None  # the last step, until its progress is booked
@@ -223,6 +223,8 @@ class Scheduler:
         self.running = []
         self._block_copies = []
         self._unbooked = None
+        self._max_tokens_now, self._max_seqs_now = self.max_num_batched_tokens, self.max_num_seqs
+        self._num_steps = 0
 
     def check_invariants(self) -> None:
         """Asserts what holds between any two steps."""

@@ -11,8 +11,8 @@ from nanovllm.utils.math import cdiv
 if TYPE_CHECKING:
     import numpy as np
 
-    from nanovllm.engine.detokenizer import IncrementalDetokenizer
     from nanovllm.engine.sampling_state import SamplingState
+    from nanovllm.text.detokenizer import IncrementalDetokenizer
 
 
 class SequenceStatus(Enum):
@@ -169,12 +169,15 @@ class Sequence:
         self.num_tokens = len(self.token_ids)
 
     def isolated(self) -> "Sequence":
-        """The same as a new sequence that waits to be computed once more, from the start."""
+        """A copy that waits to be computed once more, from the start, prompt log-probabilities
+        included."""
         new = object.__new__(Sequence)
         vars(new).update(vars(self))
         new.status, new.is_isolated = SequenceStatus.WAITING, True
         new.finish_reason = new.error = None
         new.block_table, new.block_hashes, new.num_cached_tokens = [], [], 0
+        new.prompt_logprobs, new.num_prompt_logprobs = [], 0
+        new.logprobs = list(self.logprobs)
         new.last_token, new.num_tokens = self.token_ids[-1], len(self.token_ids)
         return new
 

@@ -1,25 +1,35 @@
 """Worker processes of tensor parallelism: started, called, watched and ended by rank 0.
 
-A call travels as a message through a shared-memory segment: rank 0 writes a chunk and wakes each
-worker by its semaphore; the workers copy it out and acknowledge it; the next chunk waits for all
-acknowledgements. The segment has no name any more once all have opened it, so a killed run leaves
-none behind. What goes wrong on a worker comes back through a pipe; a thread of rank 0 waits for
-that and for deaths, and cuts short what would wait for a dead rank.
+A call travels as a message through shared memory: rank 0 writes a chunk and wakes each worker by
+its semaphore; the workers copy it out and acknowledge it; the next chunk waits for all
+acknowledgements. What goes wrong on a worker comes back through a pipe; a thread of rank 0 waits
+for that and for deaths, and cuts short what would wait for a dead rank.
+
+Memory, semaphores and pipes have no names: workers inherit their descriptors. No other user can
+open them, and a killed run leaves none behind.
+
+Workers belong to the process that started them: a forked child of it neither calls nor ends them.
 """
 
+import mmap
 import multiprocessing as mp
 import os
 import pickle
+import secrets
+import select
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import process as mp_process
+from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
-from multiprocessing.shared_memory import SharedMemory
 from time import monotonic, sleep
 from types import ModuleType
 from typing import Any
@@ -28,7 +38,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanovllm.utils.distributed import make_store
+from nanovllm.utils.distributed import close_store, open_store
+from nanovllm.utils.forks import leave_to_parent
 
 CHUNK_BYTES = 1 << 20
 SPIN_SECONDS = 0.002  # a decode step on a GPU takes no longer; then the worker sleeps
@@ -58,25 +69,29 @@ class WorkerError(RuntimeError):
 
 
 class Channel:
-    """One way, from rank 0 to every worker: whole messages of any size. Another process that it
-    is sent to opens the same segment.
+    """One way, from rank 0 to every worker: whole messages of any size. A process that is spawned
+    with it shares its memory.
 
     Args:
         num_workers: how many read.
-        name: of an existing segment; None makes one.
+        fd: the memory of another Channel, which this one closes; None makes new memory.
     """
 
-    def __init__(self, num_workers: int, name: str | None = None) -> None:
+    def __init__(self, num_workers: int, fd: int | None = None) -> None:
         words = 3 + num_workers
-        self.shm = SharedMemory(name, create=name is None, size=8 * words + CHUNK_BYTES)
-        assert self.shm.buf is not None
-        numbers = np.frombuffer(self.shm.buf, np.int64, words)
+        size = 8 * words + CHUNK_BYTES
+        if fd is None:
+            fd = os.memfd_create("nanovllm-calls")
+            os.fchmod(fd, 0o600)
+            os.ftruncate(fd, size)
+        self.fd, self.memory = fd, mmap.mmap(fd, size)
+        numbers = np.frombuffer(self.memory, np.int64, words)
         # Number of the chunk, its size, the message's bytes after it; last chunk of each worker.
         self.header, self.acknowledged = numbers[:3], numbers[3:]
-        self.data = self.shm.buf[8 * words : 8 * words + CHUNK_BYTES]
+        self.data = memoryview(self.memory)[8 * words :]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Channel, (len(self.acknowledged), self.shm.name)
+        return _inherited_channel, (len(self.acknowledged), reduction.DupFd(self.fd))
 
     def send(
         self, message: bytes | bytearray, wake: Callable[[], None], check: Callable[[], None]
@@ -108,7 +123,42 @@ class Channel:
     def close(self) -> None:
         del self.header, self.acknowledged
         self.data.release()
-        self.shm.close()
+        self.memory.close()
+        os.close(self.fd)
+
+
+def _inherited_channel(num_workers: int, handle: Any) -> Channel:
+    return Channel(num_workers, handle.detach())
+
+
+class Semaphore:
+    """Wakes one worker, as often as it is released. Unlike multiprocessing's, it has no name."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC) if fd is None else fd
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _inherited_semaphore, (reduction.DupFd(self.fd),)
+
+    def release(self) -> None:
+        os.eventfd_write(self.fd, 1)
+
+    def acquire(self, spin_seconds: float = 0.0) -> None:
+        """Waits for a release: at first awake, which is faster, then asleep."""
+        if spin_seconds:
+            poll, end = select.poll(), monotonic() + spin_seconds
+            poll.register(self.fd, select.POLLIN)
+            while not poll.poll(0) and monotonic() < end:
+                pass
+        os.read(self.fd, 8)
+
+    def close(self) -> None:
+        os.close(self.fd)
+        self.fd = -1  # the number may be another file's by now
+
+
+def _inherited_semaphore(handle: Any) -> Semaphore:
+    return Semaphore(handle.detach())
 
 
 def encode(method: str, args: tuple[Any, ...]) -> bytearray:
@@ -141,17 +191,19 @@ class Workers:
         target: what a worker runs: ``target(worker, *args)``, a function of some module.
         args: further arguments, sent to the processes by pickle.
 
-    Attributes:
-        port: of the store where the ranks' process groups meet.
+    Raises:
+        ValueError: this is not Linux.
     """
 
     def __init__(self, size: int, target: Callable[..., None], *args: Any) -> None:
+        if sys.platform != "linux":
+            raise ValueError("tensor_parallel_size > 1 needs Linux: leave it at 1")
+        # Its name is random, and it is made only when the ranks are ready to use it.
+        self._folder = os.path.join(tempfile.gettempdir(), f"nanovllm-{secrets.token_hex(16)}")
         self.channel = Channel(size - 1)
-        store = make_store(size)
-        self.port = store.port
-        self._semaphores = [_context.Semaphore(0) for _ in range(size - 1)]
+        self._semaphores = [Semaphore() for _ in range(size - 1)]
         pipes = [_context.Pipe(duplex=False) for _ in range(size - 1)]
-        own, processes = (self.port, torch.get_num_threads(), self.channel), []
+        own, processes = (self._folder, torch.get_num_threads(), self.channel), []
         for rank, (semaphore, pipe) in enumerate(zip(self._semaphores, pipes, strict=True), 1):
             worker = Worker(rank, size, *own, semaphore, pipe[1])
             name = f"nanovllm-rank{rank}"
@@ -159,13 +211,16 @@ class Workers:
             processes.append(
                 _context.Process(target=_worker_main, args=all_args, name=name, daemon=True)
             )
-        self._state = _State(processes, store)
+        self._state = _State(processes, self._folder)
         self._times_awaited = 0
+        leave_to_parent(self)
         # Also at the end of the interpreter, and when the engine is collected.
         self.close = weakref.finalize(self, _end, self._state, self.channel, self._semaphores)
         with _main_hidden(), _interrupts_blocked():
             for process in processes:
                 process.start()
+        # multiprocessing would end them at the exit of a forked child too.
+        mp_process._children.difference_update(processes)  # type: ignore[attr-defined]
         for _, theirs in pipes:
             theirs.close()
         ours = [pipe[0] for pipe in pipes]
@@ -181,8 +236,24 @@ class Workers:
             while min(state.times_ready) < self._times_awaited and not state.failure:
                 state.changed.wait(1.0)  # in slices, so that Ctrl-C gets through
         self.check()
-        with suppress(FileNotFoundError):
-            self.channel.shm.unlink()  # all have opened it: only its name goes
+
+    @contextmanager
+    def open_store(self) -> Iterator[dist.Store]:
+        """Where ranks leave word for each other while they make their process groups; all enter
+        this at once. No rank needs it any more when rank 0 leaves: then it is gone.
+
+        Raises:
+            WorkerError: a worker has failed. One that fails later ends waiting for the store.
+        """
+        state = self._state
+        os.mkdir(self._folder, 0o700)  # for this user alone; never one that is there already
+        try:
+            state.store = open_store(self._folder)
+            self.check()
+            yield state.store
+        finally:
+            state.end_store()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def send(self, method: str, args: tuple[Any, ...]) -> None:
         """Makes every worker call a method of its runner."""
@@ -220,41 +291,48 @@ class Worker:
 
     Attributes:
         rank, size: of this worker, and of all.
-        port: of the store where the ranks' process groups meet.
+        store_folder: where rank 0 puts the store, once all are ready.
         num_threads: for PyTorch, as many as rank 0 has.
     """
 
     rank: int
     size: int
-    port: int
+    store_folder: str
     num_threads: int
     channel: Channel
-    semaphore: Any
+    semaphore: Semaphore
     pipe: Connection
 
     def report_ready(self) -> None:
         self.pipe.send(None)
+
+    @contextmanager
+    def open_store(self) -> Iterator[dist.Store]:
+        """As rank 0's."""
+        while not os.path.exists(self.store_folder):
+            sleep(0.001)
+        # Kept, since its destructor would look for a file that rank 0 is about to remove.
+        self._store = open_store(self.store_folder)
+        yield self._store
+        close_store(self._store)
 
     def receive(self) -> tuple[str, tuple[Any, ...]]:
         """The next call: a method and its arguments."""
         return decode(self.channel.receive(self.rank - 1, self._sleep_until_woken))
 
     def _sleep_until_woken(self) -> None:
-        if torch.cuda.is_initialized():  # the next step is near, and a core can be spared
-            end = monotonic() + SPIN_SECONDS
-            while monotonic() < end:
-                if self.semaphore.acquire(block=False):
-                    return
-        self.semaphore.acquire()
+        # With a GPU the next step is near, and a core can be spared.
+        self.semaphore.acquire(SPIN_SECONDS if torch.cuda.is_initialized() else 0.0)
 
 
 class _State:
     """What the watching thread and rank 0's other threads share."""
 
-    def __init__(self, processes: list[Any], store: dist.Store) -> None:
+    def __init__(self, processes: list[Any], store_folder: str) -> None:
+        self.pid = os.getpid()
         self.processes = processes
-        # The only reference: without it the port is closed, and waiting for the store ends.
-        self.store: dist.Store | None = store
+        self.store_folder = store_folder
+        self.store: dist.Store | None = None
         self.changed = threading.Condition()
         self.times_ready = [0] * len(processes)
         self.failure = ""
@@ -269,12 +347,20 @@ class _State:
 
     def fail(self, failure: str) -> None:
         """Ends all workers, for good; the first reason counts."""
+        if os.getpid() != self.pid:
+            return
         with self.changed:
             self.failure = self.failure or failure
             self.changed.notify_all()
         for process in self.processes:
             process.kill()
-        self.store = None
+        self.end_store()
+
+    def end_store(self) -> None:
+        """Removes the store, if it is there. Waiting for it ends within two seconds."""
+        if self.store is not None:
+            close_store(self.store)
+            shutil.rmtree(self.store_folder, ignore_errors=True)
 
 
 def _watch(state: _State, pipes: list[Connection]) -> None:
@@ -304,6 +390,8 @@ def _cause(processes: list[Any], rank: int, error: str) -> str:
     if not error:
         processes[rank - 1].join(GRACE_SECONDS)
     for dead, process in enumerate(processes, start=1):
+        if wait([process.sentinel], 0):  # its files are closed, so its exit code is near
+            process.join(GRACE_SECONDS)
         if (process.exitcode or 0) < 0:
             reason = signal.strsignal(-process.exitcode) or f"signal {-process.exitcode}"
             return f"rank {dead} failed: its process was ended from outside: {reason}"
@@ -311,8 +399,11 @@ def _cause(processes: list[Any], rank: int, error: str) -> str:
     return f"rank {rank} failed: {error or f'its process ended with exit code {code}'}"
 
 
-def _end(state: _State, channel: Channel, semaphores: list[Any]) -> None:
-    """Ends the workers, by themselves if they can, and frees what they shared with rank 0."""
+def _end(state: _State, channel: Channel, semaphores: list[Semaphore]) -> None:
+    """Ends the workers, by themselves if they can, and frees what they shared with rank 0; does
+    nothing in a forked child."""
+    if os.getpid() != state.pid:
+        return
     state.closing = True
     end = monotonic() + (0.0 if state.failure else GRACE_SECONDS)
 
@@ -334,10 +425,10 @@ def _end(state: _State, channel: Channel, semaphores: list[Any]) -> None:
                 process.join()
         if state.watcher not in (None, threading.current_thread()):
             state.watcher.join(GRACE_SECONDS)  # it holds the pipes, which have just ended
-        with suppress(FileNotFoundError):
-            channel.shm.unlink()
+        state.end_store()
         channel.close()
-        state.store = None
+        for semaphore in semaphores:
+            semaphore.close()
 
 
 @contextmanager

@@ -34,6 +34,7 @@ __all__ = [
     "HAS_TRITON",
     "chained",
     "keep_compiled_kernels",
+    "num_multiprocessors",
     "shared_memory",
     "tl",
     "triton",
@@ -76,6 +77,14 @@ def shared_memory(device: torch.device) -> int:
         return 0
     properties: Any = torch.cuda.get_device_properties(device)
     return properties.shared_memory_per_block_optin
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA GPU; 1 elsewhere."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache

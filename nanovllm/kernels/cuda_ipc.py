@@ -1,4 +1,5 @@
-"""GPU memory of another process on this host, through the CUDA driver's IPC handles.
+"""GPU memory of another process on this host, through the CUDA driver's IPC handles, and what GPUs
+can do with each other's.
 
 PyTorch's symmetric memory meets under a number that it counts per process, so a process cannot
 meet a second group of fresh ones; and its shared tensors leave files under /dev/shm. The handles
@@ -14,6 +15,11 @@ import torch
 
 HANDLE_BYTES = 64
 LAZY_ENABLE_PEER_ACCESS = 1
+NATIVE_ATOMIC_SUPPORTED = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+
+
+class DriverError(RuntimeError):
+    """The CUDA driver refuses."""
 
 
 class _Handle(ctypes.Structure):
@@ -42,11 +48,26 @@ def close_memory(base: int) -> None:
     _call("cuIpcCloseMemHandle", ctypes.c_uint64(base))
 
 
+def has_native_atomics(device: int, peer: int) -> bool:
+    """Whether a GPU can do atomic operations on another one's memory, as over NVLink but not over
+    PCIe. Devices are PyTorch's indices."""
+    value, handles = ctypes.c_int(), []
+    _call("cuInit", 0)
+    for index in (device, peer):
+        handles.append(ctypes.c_int())
+        _call("cuDeviceGet", ctypes.byref(handles[-1]), index)
+    _call("cuDeviceGetP2PAttribute", ctypes.byref(value), NATIVE_ATOMIC_SUPPORTED, *handles)
+    return bool(value.value)
+
+
 def _call(name: str, *args: Any) -> None:
     if error := getattr(_driver(), name)(*args):
-        raise RuntimeError(f"{name} failed with CUDA error {error}")
+        raise DriverError(f"{name} failed with CUDA error {error}")
 
 
 @cache
 def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise DriverError(str(error)) from error

@@ -7,6 +7,7 @@ from torch import nn
 
 from nanovllm.kernels.logit_edits import LogitEdits, edit_logits
 from nanovllm.kernels.logprobs import pack_logprobs
+from nanovllm.kernels.processed_logits import processed_logits
 from nanovllm.kernels.sampling import best_of_shard, sample, winning_token
 from nanovllm.layers.embed_head import ParallelLMHead
 
@@ -19,13 +20,16 @@ class SamplingInputs:
         rows: int32 [N, 8], a SAMPLING_ROW each.
         truncates: whether any row has top_k, top_p or min_p set.
         edits: how to change the logits before a draw.
-        num_logprobs: how many most likely tokens to report besides the one drawn.
+        num_logprobs: how many most likely tokens to report besides the one sampled.
+        processed_logprobs: report log-probabilities of the logits that tokens are sampled from,
+            instead of the model's own.
     """
 
     rows: torch.Tensor
     truncates: bool = False
     edits: LogitEdits = field(default_factory=dict)
     num_logprobs: int | None = None
+    processed_logprobs: bool = False
 
     def to(self, device: torch.device) -> "SamplingInputs":
         if device.type == "cpu":
@@ -55,8 +59,8 @@ class Sampler(nn.Module):
         self, logits: torch.Tensor, inputs: SamplingInputs | None, each_rank: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This rank's logits [N, its part of the vocabulary] -> int64 [N] token ids, -1 where no
-        token is allowed; and, if asked for, their logprobs (see ``pack_logprobs``) by the logits
-        as they came. Unless ``each_rank`` draws, ``inputs`` is rank 0's alone."""
+        token is allowed; and, if asked for, their logprobs (see ``pack_logprobs``).
+        Unless ``each_rank`` samples, ``inputs`` is rank 0's alone."""
         if each_rank and self.tp.size > 1:
             assert inputs is not None
             best = best_of_shard(logits, inputs.rows, self.num_own_tokens, self.vocab_start)
@@ -75,4 +79,7 @@ def draw(logits: torch.Tensor, inputs: SamplingInputs) -> tuple[torch.Tensor, to
     token_ids = sample(edited, inputs.rows, inputs.truncates)
     if inputs.num_logprobs is None:
         return token_ids, None
-    return token_ids, pack_logprobs(logits, token_ids.clamp(min=0), inputs.num_logprobs)
+    known = token_ids.clamp(min=0)
+    if inputs.processed_logprobs:
+        logits = processed_logits(edited, inputs.rows, known, inputs.truncates)
+    return token_ids, pack_logprobs(logits, known, inputs.num_logprobs)

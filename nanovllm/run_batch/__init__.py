@@ -2,5 +2,7 @@
 
     input file -> Line -> BatchRequest -> Runner (one engine) -> record -> Writer -> output file
 
+A supervisor process runs all of this in a child process, and starts that again if it dies.
+
 ``Line``, ``BatchRequest`` and records are plain values, so that the middle can be elsewhere.
 """

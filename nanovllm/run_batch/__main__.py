@@ -1,8 +1,26 @@
 """``python -m nanovllm.run_batch``."""
 
+import os
 import sys
+from contextlib import suppress
 
-from nanovllm.run_batch.cli import main
+from nanovllm.run_batch.supervisor import open_standard_files, supervise
+
+
+def run_job() -> int:
+    """In a process of its own; returns the exit status."""
+    from nanovllm.run_batch.cli import main  # with PyTorch
+
+    return main()
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    open_standard_files()
+    try:
+        sys.exit(supervise(run_job, sys.argv[1:]))
+    finally:
+        try:
+            sys.stderr.flush()
+        except (OSError, ValueError):  # Python would try again, and end with a status of its own
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

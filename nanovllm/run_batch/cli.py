@@ -20,14 +20,15 @@ from nanovllm.llm import LLM
 from nanovllm.run_batch.job import Job
 from nanovllm.run_batch.runner import EngineLostError, Runner
 from nanovllm.run_batch.stop import StopOnSignal
+from nanovllm.run_batch.supervisor import DEFAULT_GRACE, FAULT, GO_ON, INTERRUPTED, say
+from nanovllm.utils.panics import is_failure
 
 if TYPE_CHECKING:
     from nanovllm.run_batch.replicas import Replicas
 
 logger = logging.getLogger("nanovllm.run_batch")
 
-ALL_DONE, SOME_FAILED, CANNOT_START, INTERRUPTED = 0, 1, 2, 75
-GO_ON = "the same command goes on from here"
+ALL_DONE, SOME_FAILED, CANNOT_START = 0, 1, 2
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME"}
 DESCRIPTION = """\
 Runs the requests of a file in OpenAI's batch format (chat completions and completions, one JSON
@@ -35,7 +36,8 @@ object a line) and writes a record of each to another file as it finishes. Start
 on where it was ended, by whatever."""
 EPILOG = """\
 exit status: 0 every line has a response; 1 every line has a record, but some are errors; 2 wrong
-usage, or no start; 75 interrupted: the same command goes on."""
+usage, or no start; 70 a fault of the program; 75 interrupted. After 70 and 75 the same command
+goes on."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -59,9 +61,15 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--grace",
         type=float,
-        default=30.0,
+        default=DEFAULT_GRACE,
         metavar="SECONDS",
-        help="time that running requests have to finish after SIGTERM or Ctrl-C (default: 30)",
+        help="time that running requests have to finish after SIGTERM or Ctrl-C "
+        "(default: %(default).0f)",
+    )
+    add(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="let requests bring a chat_template, which is a program",
     )
     add("--no-progress", action="store_true", help="show no progress")
     add(
@@ -84,6 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(args, stop)
         except KeyboardInterrupt:
             return _end(INTERRUPTED, f"interrupted; {GO_ON}")
+        except BaseException as error:
+            if not is_failure(error) and not isinstance(error, SystemExit):
+                raise
+            logger.exception("this is a fault of the program")
+            return _end(FAULT, f"ended by an error; {GO_ON}")
 
 
 def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
@@ -94,7 +107,8 @@ def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
         if args.replicas is not None and args.replicas < 1:
             raise ValueError(f"--replicas must be at least 1, got {args.replicas}")
         Config(**options)
-        job = Job(args.input_file, args.output_file)
+        trusts_templates = args.trust_request_chat_template
+        job = Job(args.input_file, args.output_file, trusts_templates=trusts_templates)
     except (OSError, TypeError, ValueError) as error:
         return _end(CANNOT_START, f"error: {error}")
     try:
@@ -102,9 +116,6 @@ def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
             status = _run_job(job, options, args, stop)
     except (OSError, EngineLostError) as error:
         return _end(INTERRUPTED, f"error: {error}; when that is mended, {GO_ON}")
-    except Exception:
-        logger.exception("this is a fault of the program")
-        return _end(INTERRUPTED, f"ended by an error; {GO_ON}")
     return status
 
 
@@ -123,7 +134,7 @@ def _run_job(
             stop.is_running = True
             job.write(runner.run(job.requests(), stop), show_progress=not args.no_progress)
             stop.is_running = False
-    print(f"run_batch: {job.summary()}", file=sys.stderr)
+    say(job.summary())
     if not job.is_done:
         return _end(INTERRUPTED, f"interrupted; {GO_ON}")
     return SOME_FAILED if job.writer.num_failed else ALL_DONE
@@ -134,7 +145,7 @@ def _make_runner(
 ) -> "Runner | Replicas":
     names = [*args.served_model_name, args.model]
     if args.replicas is None:
-        return Runner(lambda: LLM(**options), names)
+        return Runner(lambda: LLM(**options), names, job.journal)
     # Read when Ray is imported. A thread of Ray Data's that outlives the job would start Ray again.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
@@ -175,5 +186,5 @@ def _describe_fields(described: type) -> dict[str, str]:
 
 
 def _end(status: int, message: str) -> int:
-    print(f"run_batch: {message}", file=sys.stderr)
+    say(message)
     return status

@@ -39,6 +39,7 @@ class Feed:
         self._num_batches = self._num_taken = 0
         self._status = Status()
         self._replicas: dict[str, Any] = {}  # handles, by actor id
+        self._folders: dict[str, str] = {}  # the same
         self._deadline: float | None = None  # of the stop
         self._changed = asyncio.Condition()
 
@@ -76,12 +77,13 @@ class Feed:
     async def status(self) -> Status:
         return self._status
 
-    async def note_start(self, actor_id: str, replica: Any) -> bool:
-        """Takes a replica's handle; returns whether it has started before."""
+    async def note_start(self, actor_id: str, replica: Any, folder: str = "") -> str | None:
+        """Takes a replica's handle and the folder of its notes; returns the folder that it had when
+        it last started, None at its first start."""
         self._status.num_starts += 1
-        is_again = actor_id in self._replicas
-        self._replicas[actor_id] = replica
-        return is_again
+        before = self._folders.get(actor_id)
+        self._replicas[actor_id], self._folders[actor_id] = replica, folder
+        return before
 
     async def replicas(self) -> list[Any]:
         """The handles of all that have ever started."""

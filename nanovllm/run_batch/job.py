@@ -10,9 +10,11 @@ from time import monotonic
 
 from tqdm import tqdm
 
+from nanovllm.run_batch.journal import Journal
 from nanovllm.run_batch.lines import read_lines
-from nanovllm.run_batch.records import DUPLICATE, Record, RequestError, error_record
-from nanovllm.run_batch.request import BatchRequest, parse_line
+from nanovllm.run_batch.records import DUPLICATE, Record, RequestError, error_record, key_of
+from nanovllm.run_batch.request import BatchRequest, check_template, parse_line
+from nanovllm.run_batch.supervisor import journal_path
 from nanovllm.run_batch.writer import Writer
 
 logger = logging.getLogger("nanovllm.run_batch")
@@ -26,11 +28,13 @@ class Job:
     Args:
         input_path: requests, one a line.
         output_path: records; those of earlier runs stay, and are not made again.
+        trusts_templates: whether requests may bring chat templates.
 
     Attributes:
         num_lines: lines of the input that are not blank: as many as there will be records.
         num_skipped: how many of them had their record at the start.
         writer: of the output file.
+        journal: what is under way; None if every line has its record.
 
     Raises:
         OSError: a file cannot be opened.
@@ -38,12 +42,15 @@ class Job:
             that has a record of another request with the custom_id of one here.
     """
 
-    def __init__(self, input_path: Path, output_path: Path) -> None:
+    def __init__(
+        self, input_path: Path, output_path: Path, *, trusts_templates: bool = False
+    ) -> None:
         if not stat.S_ISREG(input_path.stat().st_mode):
             raise ValueError(f"{input_path} is no regular file")
         if output_path.exists() and os.path.samefile(input_path, output_path):
             raise ValueError("the output file is the input file: name another")
         self.input_path = input_path
+        self.trusts_templates = trusts_templates
         self.writer = Writer(output_path)
         try:
             has_records = bool(self.writer.done or self.writer.done_lines)
@@ -52,11 +59,15 @@ class Job:
             for line in lines:
                 self.num_lines += 1
                 self.num_skipped += line is None
+            self._num_before = self.writer.num_records
+            self._num_failed_before = self.writer.num_failed
+            path = journal_path(output_path)
+            if path.exists() and os.path.samefile(input_path, path):
+                raise ValueError(f"the job's notes would be in the input file, {path}: rename that")
+            self.journal = None if self.is_done else Journal(path, self.writer.num_records)
         except BaseException:
             self.writer.close()
             raise
-        self._num_before = self.writer.num_records
-        self._num_failed_before = self.writer.num_failed
 
     @property
     def is_done(self) -> bool:
@@ -65,7 +76,16 @@ class Job:
 
     def requests(self) -> Iterator[BatchRequest | Record]:
         """The requests on lines that have no record yet; records of those that are no requests."""
-        return (found for found in self._lines() if found is not None)
+        return (self._check(found) for found in self._lines() if found is not None)
+
+    def _check(self, found: BatchRequest | Record) -> BatchRequest | Record:
+        """The same, or the record of a request that this job does not serve."""
+        if isinstance(found, BatchRequest) and not self.trusts_templates:
+            try:
+                check_template(found)
+            except RequestError as error:
+                return error_record(found, found.custom_id, error)
+        return found
 
     def _lines(self) -> Iterator[BatchRequest | Record | None]:
         """The same, and None for each line that has its record. Raises ValueError where that is of
@@ -78,17 +98,18 @@ class Job:
                 continue
             found = parse_line(line)
             custom_id = found["custom_id"] if isinstance(found, dict) else found.custom_id
-            if custom_id in seen:
+            key = None if custom_id is None else key_of(custom_id)
+            if key in seen:
                 error = RequestError(
                     f"an earlier line has the custom_id {custom_id!r:.80} already", code=DUPLICATE
                 )
                 yield error_record(line, custom_id, error)
                 continue
-            if custom_id is not None:
-                seen.add(custom_id)
-            if custom_id not in done:
+            if key is not None:
+                seen.add(key)
+            if key not in done:
                 yield found
-            elif done[custom_id] == line.digest:
+            elif done[key] == line.digest:
                 yield None
             else:
                 raise ValueError(
@@ -115,7 +136,11 @@ class Job:
 
     def close(self) -> None:
         """Raises OSError if the records may not be on the disk."""
-        self.writer.close()
+        try:
+            if self.journal is not None:
+                self.journal.close(self.is_done)
+        finally:
+            self.writer.close()
 
     def __enter__(self) -> "Job":
         return self

@@ -1,6 +1,7 @@
 """Lines of the output file: what became of a request."""
 
 import json
+from hashlib import blake2b
 from typing import Any, Protocol, TypeAlias
 
 Record: TypeAlias = dict[str, Any]
@@ -53,6 +54,13 @@ def error_record(origin: Origin, custom_id: str | None, error: RequestError) -> 
     body = {"message": message, "type": kind, "param": error.param, "code": error.code}
     brief = {"code": error.code, "message": message}
     return _record(origin, custom_id, error.status, {"error": body}, brief)
+
+
+def key_of(custom_id: str) -> str:
+    """A name of at most 64 characters for a custom_id, which may have megabytes."""
+    if len(custom_id) <= 64:
+        return custom_id
+    return blake2b(custom_id.encode(errors="surrogatepass"), digest_size=32).hexdigest()
 
 
 def encode_record(record: Record) -> bytes:

@@ -4,12 +4,15 @@ import atexit
 import logging
 import os
 import pickle
+import shutil
+import tempfile
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from math import inf
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
 from time import monotonic, sleep
@@ -18,6 +21,7 @@ from typing import Any
 import ray
 
 from nanovllm.llm import LLM
+from nanovllm.run_batch.journal import Journal, note_death
 from nanovllm.run_batch.records import ID_PREFIX, Record
 from nanovllm.run_batch.request import BatchRequest
 from nanovllm.run_batch.runner import Runner, describe
@@ -103,12 +107,15 @@ class Replica:
 
     def _make_runner(self) -> Runner | None:
         context = ray.get_runtime_context()
-        start = self._feed.note_start.remote(context.get_actor_id(), context.current_actor)
-        is_again = ray.get(start)
-        num_attempts = RESTART_ATTEMPTS if is_again else 1  # the dead may hold their GPUs a while
+        folder = tempfile.mkdtemp(prefix="nanovllm-")
+        start = (context.get_actor_id(), context.current_actor, folder)
+        before = ray.get(self._feed.note_start.remote(*start))
+        self._journal = _inherit_journal(before, folder)
+        # The dead may hold their GPUs a while.
+        num_attempts = 1 if before is None else RESTART_ATTEMPTS
         while True:
             try:
-                runner = Runner(lambda: LLM(**self._options), self._model_names)
+                runner = Runner(lambda: LLM(**self._options), self._model_names, self._journal)
                 break
             except Exception as error:
                 num_attempts -= 1
@@ -147,8 +154,23 @@ class Replica:
                 deliver(runner.add(request))
             deliver(runner.step())
         deliver(runner.run([], self._stop))
+        self._journal.close(is_done=True)
+        shutil.rmtree(self._journal.path.parent, ignore_errors=True)
         for batch in [*chain(*running.values()), *(batch for _, batch in waiting)]:
             batch.is_over.set()
+
+
+def _inherit_journal(before: str | None, folder: str) -> Journal:
+    """A journal in a new folder, with the deaths that this replica's earlier processes have noted,
+    and the last one's, if that was on this machine."""
+    path = Path(folder, "journal")
+    if before and Path(before).is_dir():
+        earlier = Path(before, path.name)
+        note_death(earlier)
+        if earlier.exists():
+            os.replace(earlier, path)
+        shutil.rmtree(before, ignore_errors=True)
+    return Journal(path, 0)
 
 
 def explain(error: Exception) -> str:

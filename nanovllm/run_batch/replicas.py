@@ -31,7 +31,7 @@ CALLS = 64  # batches that a replica has at once
 CALLS_WAITING = 8  # and for each replica those on their way
 BATCHES_EACH = 8  # of a small job, for each replica
 BATCH_BYTES = 1 << 20
-MAX_DEATHS = 3  # for each replica, while nothing is finished
+MAX_DEATHS = 10  # for each replica, while nothing is finished; a request may cause three
 POLL_SECONDS = 0.5
 LOG_SECONDS = 60.0
 START_SECONDS = 60.0  # that the first replica waits for the others
@@ -284,6 +284,8 @@ def _find_place(options: dict[str, Any], num_replicas: int) -> _Place:
     """Raises ValueError if the cluster has no place for a replica."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     size, device = options["tensor_parallel_size"], options["device"]
+    if device.startswith("cuda:"):
+        raise ValueError(f"replicas get their GPUs from Ray: use device='cuda', not {device!r}")
     num_gpus = [int(node.get("GPU", 0)) for node in nodes]
     num_cpus = [int(node.get("CPU", 0)) for node in nodes]
     if device == "cuda" or (device == "auto" and any(num_gpus)):

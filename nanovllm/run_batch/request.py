@@ -12,10 +12,12 @@ import xxhash
 from nanovllm.run_batch.lines import MAX_LINE_BYTES, Line
 from nanovllm.run_batch.records import Record, RequestError, error_record
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.text.chat import read_message
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
 MAX_CHOICES = 4096  # of one request: its prompts times n
+MAX_BRACKETS = 4_000_000  # of a line: a list or an object takes 100 bytes of memory
 MAX_LOGPROBS = 20  # for each token, as OpenAI's and vLLM's limit
 DEFAULT_MAX_TOKENS = 16  # of completions; a chat goes on as far as the model's length allows
 
@@ -93,7 +95,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
 }
-WHERE = re.compile(r"^(prompts\[0\]|messages\[0\]|sampling_params): ")
+WHERE = re.compile(r"^((prompts\[0\]|messages\[0\]|sampling_params): )+")
 ADDS_SPECIAL_TOKENS = {CHAT_URL: False, COMPLETIONS_URL: True}
 
 
@@ -165,6 +167,29 @@ def parse_line(line: Line) -> BatchRequest | Record:
         return error_record(line, custom_id, error)
 
 
+def has_template(request: BatchRequest) -> bool:
+    """Whether a request brings a chat template of its own."""
+    options = request.body.get("chat_template_kwargs")
+    inner = options.get("chat_template") if isinstance(options, dict) else None
+    return request.body.get("chat_template") is not None or inner is not None
+
+
+def has_grammar(request: BatchRequest) -> bool:
+    """Whether a request's output has to follow a grammar."""
+    fields = ("response_format", "structured_outputs")
+    return any(request.body.get(name) is not None for name in fields)
+
+
+def check_template(request: BatchRequest) -> None:
+    """Raises RequestError for a request that brings a chat template of its own, a program."""
+    if has_template(request):
+        raise RequestError(
+            "a request's own chat_template is a program that this job does not trust: "
+            "--trust-request-chat-template allows it",
+            param="chat_template",
+        )
+
+
 def read_body(
     request: BatchRequest, defaults: SamplingParams, model_names: Sequence[str]
 ) -> Generation:
@@ -221,6 +246,8 @@ def bad_request(error: Exception) -> RequestError:
 def _parse_object(text: bytes | None) -> dict[str, Any]:
     if text is None:
         raise RequestError(f"the line has {MAX_LINE_BYTES} bytes or more", code="line_too_long")
+    if text.count(b"[") + text.count(b"{") > MAX_BRACKETS:
+        raise RequestError(f"the line has over {MAX_BRACKETS} brackets", code="line_too_long")
     try:
         value = json.loads(text.decode("utf-8").lstrip("\ufeff"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
@@ -332,7 +359,10 @@ def _read_structured_outputs(given: dict[str, Any]) -> StructuredOutputsParams |
             code="unsupported_parameter",
             param="structured_outputs",
         )
-    return StructuredOutputsParams(**{name: extra[name] for name in names if name in extra})
+    try:
+        return StructuredOutputsParams(**{name: extra[name] for name in names if name in extra})
+    except (TypeError, ValueError) as error:
+        raise RequestError(str(error), param="structured_outputs") from None
 
 
 def _read_response_format(response_format: Any) -> StructuredOutputsParams | None:
@@ -376,26 +406,12 @@ def _is_token_ids(value: Any) -> bool:
 
 
 def _read_message(message: Any) -> dict[str, Any]:
-    """A message as chat templates expect it: arguments of tool calls as objects, not as JSON."""
     if not isinstance(message, dict):
         raise _wrong("messages", "a list of messages", message)
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    return message | {"tool_calls": [_read_tool_call(call) for call in calls]}
-
-
-def _read_tool_call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
     try:
-        arguments = json.loads(function["arguments"] or "{}")
+        return read_message(message)
     except ValueError as error:
-        raise RequestError(
-            f"messages: the arguments of a tool call are not JSON: {error}", param="messages"
-        ) from None
-    return call | {"function": function | {"arguments": arguments}}
+        raise RequestError(f"messages: {error}", param="messages") from None
 
 
 def _read_template(given: dict[str, Any]) -> dict[str, Any]:

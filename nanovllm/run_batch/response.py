@@ -43,7 +43,7 @@ def make_body(
             "completion_tokens": num_completion_tokens,
             "total_tokens": num_prompt_tokens + num_completion_tokens,
             "prompt_tokens_details": {
-                "cached_tokens": sum(output.num_cached_tokens for output in outputs)
+                "cached_tokens": sum(output.num_cached_tokens or 0 for output in outputs)
             },
         },
     }
@@ -70,7 +70,7 @@ def _chat_logprobs(position: dict[int, Logprob], num_best: int) -> dict[str, Any
     drawn, *others = position.values()
     best = others
     if len(others) < num_best:
-        best = sorted(position.values(), key=lambda entry: entry.rank)
+        best = sorted(position.values(), key=lambda entry: entry.rank or 0)
     return _entry(drawn) | {"top_logprobs": [_entry(entry) for entry in best]}
 
 

@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import isqrt
@@ -12,13 +13,23 @@ from typing import Any, Protocol
 from nanovllm.engine.workers import WorkerError
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
+from nanovllm.run_batch.journal import Journal
 from nanovllm.run_batch.records import Record, RequestError, error_record, success_record
-from nanovllm.run_batch.request import BatchRequest, Generation, bad_request, read_body
+from nanovllm.run_batch.request import (
+    BatchRequest,
+    Generation,
+    bad_request,
+    has_grammar,
+    has_template,
+    read_body,
+)
 from nanovllm.run_batch.response import make_body
 
 logger = logging.getLogger("nanovllm.run_batch")
 
 MAX_ATTEMPTS = 3
+NUM_THREADS = 4  # that prepare requests
+WAIT_SECONDS = 0.1  # for these, before a wish to end is looked for
 
 
 class EngineLostError(RuntimeError):
@@ -47,13 +58,17 @@ class _Job:
         request: the request.
         generation: what it asks for.
         prompts: for the engine.
+        place: its place in the journal, while it is being prepared or the engine has prompts of it.
+        num_running: how many prompts the engine has.
         outputs: the results that there are, by index of the prompt.
         is_over: it has its record, or is dropped.
     """
 
     request: BatchRequest
-    generation: Generation
-    prompts: Sequence[Any]
+    generation: Generation = None  # type: ignore[assignment]  # until it is prepared
+    prompts: Sequence[Any] = ()
+    place: int | None = None
+    num_running: int = 0
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
     is_over: bool = False
 
@@ -76,7 +91,11 @@ class Runner:
 
     Where the engine fails, it runs again what was under way: first in small groups, then each
     prompt alone, so that one that brings down the engine each time takes no other with it. It
-    makes a new engine if the old one is broken.
+    makes a new engine if the old one is broken. Requests that were under way when an earlier
+    process died run last, in the same way.
+
+    Requests with grammars or chat templates of their own, which may take long to prepare, are
+    prepared in threads, while the engine runs others.
 
     Requests without a seed draw random numbers that depend on the engine's seed and on their line,
     not on what ran before them: a job gives the same results however often it is resumed.
@@ -85,6 +104,7 @@ class Runner:
         make_llm: makes an engine.
         model_names: names of the model that requests may give; answers to those that give none
             have the first.
+        journal: where to note what is under way, and with what earlier processes have died.
 
     Attributes:
         llm: the engine; None from when it broke until it is needed.
@@ -93,19 +113,30 @@ class Runner:
         num_in_flight: completions that the engine has been given, and has not finished.
     """
 
-    def __init__(self, make_llm: Callable[[], LLM], model_names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        make_llm: Callable[[], LLM],
+        model_names: Sequence[str],
+        journal: Journal | None = None,
+    ) -> None:
         self.llm: LLM | None = make_llm()
         self.window = 2 * self.llm.config.max_num_seqs
         self.num_in_flight = 0
         self._make_llm = make_llm
         self._model_names = model_names
+        self._journal = journal
         seed = self.llm.config.seed
         self._defaults = replace(self.llm.get_default_sampling_params(), seed=seed)
         # By the number of their failures: prompts to run, and how many completions at once.
         self._queues: list[deque[_Prompt]] = [deque() for _ in range(MAX_ATTEMPTS)]
         self._windows = (self.window, isqrt(self.window), 1)
+        # By the number of deaths: requests with which a process has died.
+        self._suspects: list[deque[BatchRequest]] = [deque() for _ in range(MAX_ATTEMPTS)]
+        self._is_trial = False  # what the engine has are suspects, and nothing may join them
         self._in_flight: dict[str, _Prompt] = {}  # by request id, oldest first; all of one queue
         self._num_failures = 0  # since the engine has last finished anything
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "nanovllm-requests")
+        self._preparing: dict[Future[RequestError | None], tuple[_Job, LLM]] = {}
         self._records: list[Record] = []  # to hand out
 
     def run(
@@ -139,19 +170,21 @@ class Runner:
             while self._in_flight and monotonic() < stop.deadline:
                 yield from self.step()
         finally:
-            for queue in self._queues:
-                queue.clear()
+            self._clear_queues()
             self._take_all_back()
 
     @property
     def has_room(self) -> bool:
         """Whether another request should be added before the next step."""
-        return not any(self._queues) and self.num_in_flight < self.window
+        if any(self._queues) or (self._is_trial and (self._in_flight or self._preparing)):
+            return False
+        return self.num_in_flight + len(self._preparing) < self.window
 
     @property
     def is_idle(self) -> bool:
         """Whether every request has its record."""
-        return not (self._in_flight or any(self._queues))
+        is_running = self._in_flight or self._preparing or any(self._queues)
+        return not is_running and not any(self._suspects)
 
     def add(self, request: BatchRequest) -> list[Record]:
         """Takes a request; returns records of requests that turn out not to run, if there are any.
@@ -159,18 +192,20 @@ class Runner:
         Raises:
             EngineLostError: the engine broke, and no new one could be made.
         """
-        llm = self._engine()
-        try:
-            generation = read_body(request, self._defaults, self._model_names)
-            prompts = _make_prompts(llm, generation)
-        except RequestError as error:
+        num_deaths = self._journal.num_deaths(request.digest) if self._journal else 0
+        if self._journal and num_deaths >= MAX_ATTEMPTS:
+            self._journal.forget(request.digest)
+            error = RequestError(
+                f"the process died {MAX_ATTEMPTS} times with this request under way, the last time "
+                f"with nothing else to do",
+                status=500,
+                code="process_died",
+            )
             self._records.append(error_record(request, request.custom_id, error))
-        except Exception as error:  # whatever that is, it must not end the run
-            self._records.append(error_record(request, request.custom_id, _internal(error)))
+        elif num_deaths:
+            self._suspects[num_deaths].append(request)
         else:
-            job = _Job(request, generation, prompts)
-            self._queues[0].extend(_Prompt(job, i) for i in range(len(prompts)))
-            self._fill()
+            self._prepare(request)
         return self._take_records()
 
     def step(self) -> list[Record]:
@@ -179,6 +214,9 @@ class Runner:
         Raises:
             EngineLostError: the engine broke, and no new one could be made.
         """
+        self._take_prepared()
+        if not (self._in_flight or self._preparing or any(self._queues)):
+            self._try_suspects()
         self._fill()
         if self._in_flight:
             llm = self._engine()
@@ -212,6 +250,70 @@ class Runner:
                 ) from error
         return self.llm
 
+    def _prepare(self, request: BatchRequest) -> None:
+        """Begins with a request."""
+        llm = self._engine()
+        job = _Job(request)
+        self._note_begin(job)
+        if has_grammar(request) or has_template(request):
+            self._preparing[self._threads.submit(self._read, llm, job)] = job, llm
+        else:
+            self._queue(job, self._read(llm, job))
+
+    def _read(self, llm: LLM, job: _Job) -> RequestError | None:
+        """What a job's request asks for; returns what is wrong with it. Any thread may do this."""
+        try:
+            job.generation = read_body(job.request, self._defaults, self._model_names)
+            job.prompts = _make_prompts(llm, job.generation)
+            if has_grammar(job.request):
+                _compile_grammar(llm, job)
+        except RequestError as error:
+            return error
+        except Exception as error:  # whatever that is, it must not end the run
+            return _internal(error)
+        return None
+
+    def _queue(self, job: _Job, error: RequestError | None) -> None:
+        """Hands the engine the prompts of a job that has been read, as far as there is room."""
+        if error:
+            self._refuse(job, error)
+        else:
+            job.request = replace(job.request, body={})  # which may be large
+            self._queues[0].extend(_Prompt(job, i) for i in range(len(job.prompts)))
+            self._fill()
+        if not job.num_running:
+            self._note_end(job)
+
+    def _take_prepared(self) -> None:
+        """Goes on with jobs that threads have read; waits for one if there is nothing else."""
+        if self._preparing and not self._in_flight and not any(self._queues):
+            wait(self._preparing, WAIT_SECONDS, FIRST_COMPLETED)
+        for future in [future for future in self._preparing if future.done()]:
+            job, llm = self._preparing.pop(future)
+            if llm is self.llm:
+                self._queue(job, future.result())
+            else:  # that engine is gone, perhaps before the job had been read
+                self._note_end(job)
+                self._prepare(job.request)
+
+    def _try_suspects(self) -> None:
+        """Begins with some of the requests with which a process has died: those with which that
+        happened most often."""
+        level = max((i for i, queue in enumerate(self._suspects) if queue), default=0)
+        suspects = self._suspects[level]
+        for _ in range(min(len(suspects), self._windows[level])):
+            self._prepare(suspects.popleft())
+        self._is_trial = level > 0
+
+    def _note_begin(self, job: _Job) -> None:
+        if self._journal and job.place is None:
+            job.place = self._journal.begin(job.request.digest)
+
+    def _note_end(self, job: _Job) -> None:
+        if self._journal and job.place is not None:
+            self._journal.end(job.place)
+            job.place = None
+
     def _take_records(self) -> list[Record]:
         records, self._records = self._records, []
         return records
@@ -233,11 +335,15 @@ class Runner:
         """Hands a prompt to the engine; False if the engine failed."""
         params = prompt.job.generation.params_of(prompt.index)
         llm = self._engine()
+        self._note_begin(prompt.job)
+        prompt.job.num_running += 1
         try:
             request_id = llm.add_request(prompt.job.prompts[prompt.index], params)
         except (TypeError, ValueError) as error:
+            self._release(prompt)
             self._refuse(prompt.job, bad_request(error))
         except Exception as error:
+            self._release(prompt)
             self._fail(error, [*self._in_flight.values(), prompt])
             return False
         else:
@@ -249,7 +355,14 @@ class Runner:
         """Takes a prompt off the list of those that the engine has."""
         prompt = self._in_flight.pop(request_id)
         self.num_in_flight -= prompt.weight
+        self._release(prompt)
         return prompt
+
+    def _release(self, prompt: _Prompt) -> None:
+        """Notes that the engine does not have a prompt any more."""
+        prompt.job.num_running -= 1
+        if not prompt.job.num_running:
+            self._note_end(prompt.job)
 
     def _finish(self, prompt: _Prompt, output: RequestOutput) -> None:
         self._num_failures = 0
@@ -304,7 +417,7 @@ class Runner:
     def _drop_waiting(self) -> None:
         """Drops what the engine has not started, and the jobs that cannot finish without it."""
         num_running = self.llm.metrics().num_running if self.llm and self._in_flight else 0
-        waiting = [prompt for queue in self._queues for prompt in queue]
+        waiting = self._clear_queues()
         for prompt in self._in_flight.values():  # the engine starts them in this order
             if num_running <= 0:
                 waiting.append(prompt)
@@ -312,6 +425,18 @@ class Runner:
         for prompt in waiting:
             prompt.job.is_over = True
         self._abort_what_is_over()
+
+    def _clear_queues(self) -> list[_Prompt]:
+        """Forgets what the engine does not have; returns the prompts among it."""
+        for future, (job, _) in self._preparing.items():
+            future.cancel()
+            self._note_end(job)
+        self._preparing.clear()
+        prompts = [prompt for queue in self._queues for prompt in queue]
+        for queue, suspects in zip(self._queues, self._suspects, strict=True):
+            queue.clear()
+            suspects.clear()
+        return prompts
 
     def _abort_what_is_over(self) -> None:
         for request_id, prompt in list(self._in_flight.items()):
@@ -328,8 +453,16 @@ class Runner:
                     self.llm.abort_request(request_id)
         except Exception:
             self.close()
-        self._in_flight.clear()
-        self.num_in_flight = 0
+        for request_id in list(self._in_flight):
+            self._leave(request_id)
+
+
+def _compile_grammar(llm: LLM, job: _Job) -> None:
+    """So that the engine need not when it takes the job's prompts. Raises RequestError."""
+    try:
+        llm.prepare(job.prompts[0], job.generation.params)
+    except (TypeError, ValueError) as error:
+        raise bad_request(error) from error
 
 
 def _make_prompts(llm: LLM, generation: Generation) -> Sequence[Any]:

@@ -43,8 +43,9 @@ class StopOnSignal:
             signal.signal(number, before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self.is_running or (self.requested and number == signal.SIGINT):
-            raise KeyboardInterrupt
+        raises = not self.is_running or (self.requested and number == signal.SIGINT)
         if not self.requested:
             self.requested = True
             self.deadline = monotonic() + self.grace
+        if raises:  # which may come to nothing, in a destructor
+            raise KeyboardInterrupt

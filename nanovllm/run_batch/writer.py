@@ -6,10 +6,12 @@ import os
 import re
 import stat
 from pathlib import Path
+from time import monotonic, sleep
 from typing import BinaryIO
 
-from nanovllm.run_batch.records import DUPLICATE, ID_PREFIX, Record, encode_record
+from nanovllm.run_batch.records import DUPLICATE, ID_PREFIX, Record, encode_record, key_of
 
+LOCK_SECONDS = 5.0  # that the process of a job which was killed may take to end
 START_OF_RECORD = f'{{"id": "{ID_PREFIX}'.encode()
 
 
@@ -22,7 +24,8 @@ class Writer:
         path: the file; made if there is none.
 
     Attributes:
-        done: the digest of the line of each record that it had at the start, by custom_id.
+        done: the digest of the line of each record that it had at the start, by ``key_of`` the
+            custom_id.
         done_lines: the same of lines without a custom_id of their own, by their number.
         num_records: records that it has.
         num_failed: those of them that are errors.
@@ -50,16 +53,29 @@ class Writer:
             raise
 
     def write(self, record: Record) -> None:
-        """Adds a record, whole, or raises OSError."""
+        """Adds a record, whole. Raises OSError if it cannot, or if the file is no longer the one at
+        its path."""
+        self._check_path()
         data = memoryview(encode_record(record))
         size = os.fstat(self._file).st_size
         try:
             while data:
                 data = data[os.write(self._file, data) :]
-        except OSError:
+        except OSError as error:
             os.ftruncate(self._file, size)
-            raise
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
         self._count(record)
+
+    def _check_path(self) -> None:
+        try:
+            is_there = os.path.samestat(os.stat(self.path), os.fstat(self._file))
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            raise OSError(
+                f"{self.path} has been removed or replaced since this job opened it, so its "
+                f"records are lost"
+            )
 
     def close(self) -> None:
         """Makes sure that the records are on the disk, and lets others write the file."""
@@ -75,18 +91,22 @@ class Writer:
         self.close()
 
     def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another job is writing {self.path}") from None
+        end = monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if monotonic() > end:
+                    raise ValueError(f"another job is writing {self.path}") from None
+                sleep(0.1)
 
     def _read(self, file: BinaryIO) -> int:
         """Notes the records in the file; returns where the last whole one ends."""
         end = 0
         for i, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
-                cut = line.rstrip(b"\0")  # which a machine that lost its power may leave
-                if not (cut.startswith(START_OF_RECORD) or START_OF_RECORD.startswith(cut)):
+                if not self._is_torn(line, is_first=i == 1):
                     raise ValueError(self._foreign(i))
                 break
             try:
@@ -96,17 +116,33 @@ class Writer:
             end += len(line)
         return end
 
+    def _is_torn(self, line: bytes, is_first: bool) -> bool:
+        """Whether a last line without an end is a record that was cut off."""
+        cut = line.rstrip(b"\0")  # which a machine that lost its power may leave
+        if not cut:
+            return not is_first
+        if not cut.startswith(START_OF_RECORD):
+            return START_OF_RECORD.startswith(cut)
+        try:
+            record = json.loads(cut)
+        except (ValueError, RecursionError):
+            return True
+        try:
+            return _is_record(record)
+        except (TypeError, KeyError):
+            return False
+
     def _note(self, record: Record) -> None:
         """Raises ValueError, TypeError or KeyError for what is no record, or a second one."""
-        number = re.fullmatch(rf"{ID_PREFIX}([0-9]+)", record["id"])
-        digest, custom_id = record["response"]["request_id"], record["custom_id"]
-        if number is None or not isinstance(digest, str):
+        if not _is_record(record):
             raise ValueError("no record")
+        number = int(record["id"].removeprefix(ID_PREFIX))
+        digest, custom_id = record["response"]["request_id"], record["custom_id"]
         self._count(record)
         if custom_id is None or (record["error"] or {}).get("code") == DUPLICATE:
-            self.done_lines[int(number[1])] = digest
-        elif custom_id not in self.done:
-            self.done[str(custom_id)] = digest
+            self.done_lines[number] = digest
+        elif (key := key_of(custom_id)) not in self.done:
+            self.done[key] = digest
         else:
             raise ValueError("a second record")
 
@@ -119,3 +155,9 @@ class Writer:
             f"line {i} of {self.path} is not what a job writes, or there twice: name another "
             f"output file, or remove it"
         )
+
+
+def _is_record(record: Record) -> bool:
+    """Whether a job wrote this. Raises TypeError or KeyError if it has another shape."""
+    is_numbered = re.fullmatch(rf"{ID_PREFIX}[0-9]+", record["id"]) is not None
+    return is_numbered and isinstance(record["response"]["request_id"], str)

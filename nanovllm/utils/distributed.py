@@ -1,6 +1,6 @@
 """The ranks that one model is split over, and the collectives between them."""
 
-import socket
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -82,30 +82,26 @@ def _wait(work: Any) -> None:
         work.wait()
 
 
-def make_store(size: int) -> dist.TCPStore:
-    """Where ranks leave word for each other: on a free port of this host, closed to others."""
-    listener = socket.create_server((LOOPBACK, 0))
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        LOOPBACK,
-        port,
-        size,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+def open_store(folder: str) -> dist.Store:
+    """Where ranks leave word for each other. The folder must be there: PyTorch would wait for it,
+    and stop all of Python's threads meanwhile."""
+    store = dist.FileStore(os.path.join(folder, "store"))
+    store.set_timeout(MEETING_TIMEOUT)
+    return store
 
 
-def connect_store(port: int, size: int) -> dist.Store:
-    """Rank 0's store, as each rank uses it."""
-    return dist.TCPStore(LOOPBACK, port, size, is_master=False, timeout=MEETING_TIMEOUT)
+def close_store(store: dist.Store) -> None:
+    """Makes what still asks the store fail, in a second or so, once its folder is removed."""
+    store.set_timeout(timedelta(milliseconds=1))
 
 
 def make_tp_group(rank: int, size: int, store: dist.Store, device: torch.device) -> TPGroup:
-    """Meets the other ranks. Blocks until all are there."""
+    """Waits for the other ranks. The store is needed until the first collective is over. A GPU must
+    be PyTorch's current device."""
     backend: Any
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        # Otherwise NCCL's monitor asks the store every second, for as long as the group lives.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         backend = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
     else:
         gloo: Any = dist.ProcessGroupGloo

@@ -280,8 +280,14 @@ class TestConfig:
     def test_a_sliding_window_shorter_than_the_length_is_refused(self, copy):
         folder = copy("mistral")
         edit_json(folder / "config.json", sliding_window=128)
-        refuse(folder, "sliding window of 128.*set max_model_len to at most 128")
+        refuse(folder, "sliding window of 128.*set max_model_len to at most 128", max_model_len=129)
         LLM(folder, **SMALL, max_model_len=128)
+
+    def test_a_sliding_window_is_the_default_length(self, copy):
+        folder = copy("mistral")
+        edit_json(folder / "config.json", sliding_window=128)
+        with LLM(folder, **SMALL) as llm:
+            assert llm.scheduler.max_len == 128
 
     def test_a_window_that_is_not_used_is_ignored(self, copy):
         folder = copy("qwen2")

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.checkpoint import open_checkpoint
+from nanovllm.engine.model_runner import select_dtype
 from tests.tiny_models import LLAMA3_ROPE, VOCAB_SIZE, TinyModels
 
 SMALL: dict[str, Any] = {"num_kvcache_blocks": 64, "kvcache_block_size": 16, "max_num_seqs": 4}
@@ -187,9 +189,9 @@ def check_tokens(path: Path, model: PreTrainedModel) -> None:
     assert [out["token_ids"] for out in outputs] == expected
 
 
-def refuse(path: Path, match: str) -> None:
+def refuse(path: Path, match: str, **settings: Any) -> None:
     with pytest.raises(ValueError, match=match):
-        LLM(path, **SMALL)
+        LLM(path, **SMALL, **settings)
 
 
 @pytest.mark.parametrize("quant", [Quant.F32, Quant.Q8_0], ids=lambda quant: quant.name)
@@ -224,6 +226,18 @@ def test_config_equals_the_safetensors_one(name, tiny_models, tmp_path):
         assert found.rope.freq_divisors == pytest.approx(llama3_divisors(16).tolist())
     else:
         assert (found.rope.kind, found.rope.factor) == (original.rope.kind, original.rope.factor)
+
+
+@pytest.mark.parametrize("quant", [Quant.F16, Quant.BF16, Quant.Q8_0], ids=lambda q: q.name)
+def test_a_gpu_computes_in_bf16_where_it_can(quant, tiny_models, tmp_path, monkeypatch):
+    """It computed in fp16, in which models that were trained in bf16 overflow."""
+    path = write_gguf(tmp_path / "m.gguf", tiny_models.load("llama"), "llama", quant)
+    found, gpu = open_checkpoint(str(path)).config.dtype, torch.device("cuda", 0)
+    for has_bf16, expected in ((True, torch.bfloat16), (False, torch.float16)):
+        answer = Mock(return_value=has_bf16)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", answer)
+        assert select_dtype("auto", gpu, found) is expected
+        assert select_dtype("float16", gpu, found) is torch.float16, "what is asked for"
 
 
 def test_weights_are_those_written_bit_for_bit(tiny_models, tmp_path):
@@ -312,10 +326,12 @@ def test_the_files_tokenizer_reads_and_writes_text(
         assert llm.prompt_encoder.decode([[bos, *ids, end]], [bos], SamplingParams()) == ["cab!"]
 
 
-def test_the_models_limit_caps_the_length(tiny_models, tmp_path):
+def test_the_models_limit_is_the_default_length_and_the_largest(tiny_models, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", tiny_models.load("qwen3"), "qwen3")
-    with LLM(path, **SMALL, max_model_len=100_000) as llm:
-        assert llm.model_runner.max_model_len == 2048
+    with pytest.raises(ValueError, match="more than the model's 2048 positions"):
+        LLM(path, **SMALL, max_model_len=2049)
+    with LLM(path, **{**SMALL, "num_kvcache_blocks": 200}) as llm:
+        assert llm.scheduler.max_len == 2048
 
 
 @pytest.fixture(scope="module")
@@ -444,4 +460,4 @@ class TestRefusals:
             "llama",
             fields=lambda writer: writer.add_sliding_window(128),
         )
-        refuse(path, "sliding window of 128")
+        refuse(path, "sliding window of 128", max_model_len=129)

@@ -8,6 +8,7 @@ import pickle
 import random
 import struct
 import time
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,8 +29,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoints.checkpoint import open_checkpoint
+from nanovllm.checkpoints.checkpoint import load_tokenizer, open_checkpoint
+from nanovllm.checkpoints.files import CONFIGS, MAX_CONFIG_BYTES, MAX_SIDE_BYTES
 from nanovllm.checkpoints.gguf_file import GGUFFile
+from nanovllm.checkpoints.tokenizer_growth import _growth
 
 SMALL: dict[str, Any] = {"num_kvcache_blocks": 16, "kvcache_block_size": 16, "max_num_seqs": 4}
 NUM_CASES = int(os.environ.get("FUZZ_CASES", "1000"))  # of each sweep
@@ -697,6 +700,60 @@ class TestValues:
         refuse(tmp_path / "bad.gguf", r"bad\.gguf.*positive number")
 
 
+READ_WHOLE = ["config.json", "generation_config.json", "model.safetensors.index.json"]
+READ_BY_TRANSFORMERS = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+READ_BY_TRANSFORMERS += ["added_tokens.json", "chat_template.jinja", "tokenizer.model"]
+READ_BY_TRANSFORMERS += ["vocab.json", "merges.txt", "additional_chat_templates/x.jinja"]
+
+
+def sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 + (MAX_CONFIG_BYTES if path.name in CONFIGS else MAX_SIDE_BYTES))
+
+
+FILES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "large": (sparse, "at most"),
+    "pipe": (os.mkfifo, "no regular file"),
+    "endless": (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
+    "folder": (Path.mkdir, "no regular file"),
+}
+
+
+class TestFiles:
+    """Guards an open that never returns, and memory for whatever a file's length is."""
+
+    @pytest.mark.parametrize("kind", FILES)
+    @pytest.mark.parametrize("name", [*READ_WHOLE, *READ_BY_TRANSFORMERS])
+    def test_a_file_that_is_none_or_too_large_is_refused(self, name, kind, spoil):
+        make, match = FILES[kind]
+        folder = spoil({name: None})
+        (folder / name).parent.mkdir(exist_ok=True)
+        make(folder / name)
+        refuse(folder, rf"{name}.*{match}")
+        if name in READ_BY_TRANSFORMERS:
+            with little_memory(), pytest.raises(ValueError, match=rf"{name}.*{match}"):
+                load_tokenizer(str(folder))
+
+    @pytest.mark.parametrize("kind", ["pipe", "endless", "folder"])
+    def test_weights_that_are_no_file_are_refused(self, kind, spoil, tmp_path):
+        make, match = FILES[kind]
+        folder = spoil({SHARD: None})
+        make(folder / SHARD)
+        refuse(folder, f"{SHARD}.*{match}")
+        if kind != "folder":  # the name of a folder is that of a checkpoint
+            make(tmp_path / "m.gguf")
+            refuse(tmp_path / "m.gguf", f"gguf.*{match}")
+
+    def test_links_to_files_are_read(self, directory, tmp_path):
+        """As the hub's cache has them. A link to nothing is no file."""
+        blobs, folder = lay_out(tmp_path / "blobs", directory), tmp_path / "m"
+        folder.mkdir()
+        for name in directory:
+            (folder / name).symlink_to(blobs / name)
+        (folder / "added_tokens.json").symlink_to(blobs / "nothing")
+        read(folder)
+
+
 def header_of(data: bytes) -> dict[str, Any]:
     (size,) = struct.unpack_from("<Q", data)
     return json.loads(data[8 : 8 + size])
@@ -838,6 +895,20 @@ class Evil:
         return os.mkdir, ("ran",)
 
 
+REPLACE = {"type": "Replace", "pattern": {"String": "a"}}
+SPELL_OUT = {**REPLACE, "content": "\ufdfa"}  # which NFKC makes 18 characters of
+INSERT = {"type": "Replace", "pattern": {"Regex": ""}, "content": "a"}
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+
+
+def charsmap(replacement: str) -> dict[str, str]:
+    """A step that makes this of an "a", by a trie of its root, a node for "a" and its leaf."""
+    units, a = [0] * 256, ord("a")
+    units[0], units[1 ^ a], units[1 ^ a ^ 2] = 1 << 10, 2 << 10 | 1 << 8 | a, 1 << 31
+    table = struct.pack("<257I", 4 * 256, *units) + replacement.encode() + b"\0"
+    return {"type": "Precompiled", "precompiled_charsmap": b64encode(table).decode()}
+
+
 class TestNothingRuns:
     @pytest.mark.parametrize("config_type", ["llama", "evil"])
     @pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "C"])
@@ -898,6 +969,13 @@ class TestNothingRuns:
         changes = {"tokenizer_config.json": {"gguf_file": "m.gguf"}, "tokenizer.json": None}
         refuse(spoil({**changes, "m.gguf": gguf_bytes}), "must not name a gguf_file")
 
+    def test_a_tokenizer_config_cannot_name_another_tokenizer_json(self, directory, spoil):
+        """Guards one whose growth nobody has checked."""
+        name = "tokenizer.4.0.0.json"
+        changes = {"tokenizer_config.json": {"fast_tokenizer_files": [name]}}
+        folder = spoil({**changes, name: directory["tokenizer.json"]})
+        refuse(folder, "must not name a fast_tokenizer_files")
+
     @pytest.mark.parametrize("name", ["tokenizer_file", "vocab_file", "name_or_path"])
     def test_a_tokenizer_config_cannot_lead_to_other_files(self, name, directory, spoil, tmp_path):
         other = tmp_path / "other.json"
@@ -905,6 +983,88 @@ class TestNothingRuns:
         folder = spoil({"tokenizer_config.json": {name: str(other)}})
         tokenizer = open_checkpoint(str(folder)).load_tokenizer()
         assert tokenizer is not None and "zz" not in tokenizer.get_vocab()
+
+    @pytest.mark.parametrize("part", ["normalizer", "decoder"])
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_a_tokenizer_that_multiplies_texts_is_refused(self, part, nested, directory, spoil):
+        tokenizer = json.loads(directory["tokenizer.json"])
+        replace = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
+        steps = f"{part}s"
+        bomb = {"type": "Sequence", steps: [replace] * 5}
+        tokenizer[part] = {"type": "Sequence", steps: [bomb]} if nested else bomb
+        refuse(spoil({"tokenizer.json": json.dumps(tokenizer).encode()}), "times as long")
+
+    @pytest.mark.parametrize(
+        ("part", "steps", "match"),
+        [
+            ("normalizer", [{"type": "Prepend", "prepend": "x" * 1000}], "times as long"),
+            ("normalizer", [{"type": "Prepend", "prepend": "x" * 20}] * 60, "times as long"),
+            ("normalizer", [{"type": "Prepend", "prepend": "x"}] * 101, "102 steps"),
+            ("normalizer", [{"type": "ByteLevel"}] * 5, "times as long"),
+            ("normalizer", [{"type": "NFKC"}, SPELL_OUT] * 3, "times as long"),
+            ("normalizer", [charsmap("y" * 1001)], "times as long"),
+            ("normalizer", [{**REPLACE, "type": "x", "content": "a" * 1001}], "times as long"),
+            ("normalizer", [["y" * 1001]], "no type"),
+            ("normalizer", [{"prepend": "y" * 1001}], "no type"),
+            ("normalizer", [INSERT] * 9, "times as long"),
+            ("pre_tokenizer", [BYTE_LEVEL] * 5, "times as long"),
+            ("pre_tokenizer", [{"type": "Digits", "individual_digits": True}] * 100, "101 steps"),
+            ("decoder", [INSERT] * 9, "times as long"),
+            ("decoder", [{"type": "BPEDecoder", "suffix": ""}] * 10, "times as long"),
+        ],
+        ids=range(14),
+    )
+    def test_a_tokenizer_that_lengthens_texts_in_another_way_is_refused(
+        self, part, steps, match, directory, spoil
+    ):
+        tokenizer = json.loads(directory["tokenizer.json"])
+        name = "pretokenizers" if part == "pre_tokenizer" else f"{part}s"
+        tokenizer[part] = {"type": "Sequence", name: steps}
+        refuse(spoil({"tokenizer.json": json.dumps(tokenizer).encode()}), match)
+
+    @pytest.mark.parametrize(
+        ("step", "text"),
+        [
+            ({"type": "NFKC"}, "\ufdfa"),
+            ({"type": "NFC"}, "\ufb2c"),
+            ({"type": "NFD"}, "\u1f82"),
+            ({"type": "ByteLevel"}, "\U0001f600"),
+            (INSERT, "a"),
+            (charsmap("xy"), "a"),
+        ],
+        ids=range(6),
+    )
+    def test_no_step_makes_more_of_a_character_than_is_counted(self, step, text, directory):
+        tokenizer = json.loads(directory["tokenizer.json"])
+        normalizer = Tokenizer.from_str(json.dumps({**tokenizer, "normalizer": step})).normalizer
+        factor, added = _growth(step)
+        assert 1 < len(normalizer.normalize_str(text)) <= factor + added
+
+    def test_a_tokenizer_model_that_lengthens_texts_is_refused(self, directory, spoil, monkeypatch):
+        """What transformers makes of it is checked: here, of a tokenizer.json that passed."""
+        tokenizer = json.loads(directory["tokenizer.json"])
+        tokenizer["normalizer"] = {"type": "Prepend", "prepend": "x" * 1000}
+        folder = spoil({"tokenizer.json": json.dumps(tokenizer).encode()})
+        monkeypatch.setattr(
+            "nanovllm.checkpoints.checkpoint._read_json",
+            lambda path: {} if path.name == "tokenizer.json" else json.loads(path.read_text()),
+        )
+        refuse(folder, "times as long")
+
+    def test_a_tokenizer_that_replaces_texts_is_read(self, directory, spoil):
+        tokenizer = json.loads(directory["tokenizer.json"])
+        tokenizer["normalizer"] = {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "NFKC"},
+                charsmap("x" * 18),  # SentencePiece's own tables have no longer ones
+                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+                {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
+                {"type": "Prepend", "prepend": "▁"},
+            ],
+        }
+        folder = spoil({"tokenizer.json": json.dumps(tokenizer).encode()})
+        assert open_checkpoint(str(folder)).load_tokenizer() is not None
 
     def test_a_panic_of_the_tokenizers_library_is_a_refusal(self, directory, spoil):
         """Guards errors that are no Exception: merges shorter than a prefix to be cut off."""

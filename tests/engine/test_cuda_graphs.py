@@ -1,6 +1,9 @@
 """What is captured, and that steps padded to it give what they give as they are."""
 
 import random
+import weakref
+from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,16 +11,22 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import cuda_graphs
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.cuda_graphs import GraphSize, StepGraphs, decode_sizes, prefill_sizes
+from nanovllm.engine.cuda_graphs import StepGraphs, decode_sizes, graph_bytes, prefill_sizes
+from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs, prepare_decode
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.utils.math import cdiv
 from tests.tiny_models import VOCAB_SIZE
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 100, 257, 512, 600])
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 100, 257, 512, 600, 1024, 2048, 9999])
 def test_no_batch_size_lacks_a_graph(max_num_seqs):
+    """Decodes of more than 512 sequences had none, and ran eagerly."""
     captured = decode_sizes(max_num_seqs)
     assert captured == sorted(set(captured))
-    assert captured[-1] == (False, min(max_num_seqs, 512), min(max_num_seqs, 512))
+    assert captured[-1] == (False, min(max_num_seqs, 2048), min(max_num_seqs, 2048))
+    sizes = [size.num_seqs for size in captured]
+    assert all(b - a <= max(16, a // 8) for a, b in pairwise(sizes)), "padding is an eighth at most"
+    assert len(captured) <= 44
 
 
 @pytest.mark.parametrize("max_num_tokens", [1, 16, 1000, 16384])
@@ -36,23 +45,67 @@ def test_large_models_have_graphs_of_few_tokens_only():
     assert prefill_sizes(16384, 64, 10**12) == []
 
 
+def test_the_memory_of_graphs_is_counted_for_all_of_them():
+    """Each graph kept logits of its own, which counted as often as there are graphs; what the
+    driver keeps for a graph does count."""
+    assert graph_bytes([], 0) == 0
+    assert graph_bytes([10 << 30], 1) == 10 << 30
+    assert graph_bytes([1 << 30, 0], 28) == (1 << 30) + 27 * (8 << 20)
+    assert graph_bytes([1 << 30, 20 << 20], 3) == (1 << 30) + 2 * (20 << 20)
+
+
+def test_captures_leave_other_threads_alone_and_keep_no_logits(monkeypatch):
+    """In the global capture mode another thread's allocation broke the capture; and each graph kept
+    its logits, 1.5 GiB for 28 decodes with a vocabulary of 152,000."""
+    captures, logits = [], []
+
+    @contextmanager
+    def capture(graph, **settings):
+        captures.append(settings)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"a stream of {device}")
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(cuda_graphs, "borrowed", lambda tensor: tensor.shape)
+
+    def forward(inputs: ModelInputs) -> torch.Tensor:
+        out = torch.zeros(len(inputs.input_ids), 100)
+        logits.append(weakref.ref(out))
+        return out
+
+    def prepare(batch: Batch, size: GraphSize) -> PackedInputs:
+        return prepare_decode(batch, 16, size.num_seqs).pack()
+
+    graphs = StepGraphs(forward, prepare, torch.device("cpu"), 4)
+    graphs.capture(decode_sizes(8))
+    shapes = [graph.logits for graph in graphs.graphs.values()]
+    assert shapes == [(8, 100), (4, 100), (2, 100), (1, 100)]
+    assert len(logits) == 8 and not any(ref() is not None for ref in logits)
+    assert {settings["capture_error_mode"] for settings in captures} == {"thread_local"}
+    assert {settings["stream"] for settings in captures} == {"a stream of cpu"}
+    assert len({settings["pool"] for settings in captures}) == 1
+    assert len({graph.buffer.data_ptr() for graph in graphs.graphs.values()}) == 1
+
+
 class PlainGraphs(StepGraphs):
     """Steps of the captured shapes without a GPU."""
 
     def capture(self, sizes: list[GraphSize]) -> None:
-        for size in sizes:
-            blank = self.prepare(Batch((), is_prefill=size.is_prefill), size)
-            self.forward(blank.unpack())
-            self.graphs[size] = blank
+        for size, step in self.make_steps(sizes):
+            step()
+            self.graphs[size] = step
         self.num_replays = {True: 0, False: 0}
 
     def replay(self, inputs):
-        for blank in self.graphs.values():
-            if blank.shapes == inputs.shapes:
-                self.num_replays[inputs.context.is_prefill] += 1
-                # All but the tensors is as it was captured.
-                return self.forward(blank.unpack(inputs.buffer))
-        return None
+        step = self.graphs.get(inputs.graph_size)
+        if step is None:
+            return None
+        self.num_replays[inputs.context.is_prefill] += 1
+        self.buffer.fill_(-1)
+        inputs.copy_to(self.buffer)
+        return step()
 
 
 @pytest.fixture
@@ -61,7 +114,8 @@ def padding(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "PREFILL_TOKENS", [16, 48])
 
     def new_graphs(runner: ModelRunner) -> StepGraphs:
-        graphs = PlainGraphs(lambda x: runner.run_model(x)[1], runner.prepare, runner.device)
+        width = cdiv(runner.max_model_len, runner.config.kvcache_block_size)
+        graphs = PlainGraphs(lambda x: runner.run_model(x)[1], runner.prepare, runner.device, width)
         runner.capture = lambda: graphs.capture(runner._graph_sizes())
         return graphs
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,8 +71,8 @@ def check(tensor: torch.Tensor | None, expected: list, dtype: torch.dtype = torc
     assert tensor.is_contiguous()
 
 
-def naive_block_tables(batch: Batch, width: int = 0) -> list[list[int]]:
-    width = max(width, *(len(item.seq.block_table) for item in batch.items))
+def naive_block_tables(batch: Batch) -> list[list[int]]:
+    width = max(len(item.seq.block_table) for item in batch.items)
     return [
         item.seq.block_table + [0] * (width - len(item.seq.block_table)) for item in batch.items
     ]
@@ -117,10 +118,10 @@ def test_prefill_is_what_a_loop_over_tokens_gives(case: Case):
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(cases(is_prefill=False), st.integers(0, 8), st.integers(0, 8))
-def test_decode_is_what_a_loop_over_sequences_gives(case: Case, padded_size: int, width: int):
+@given(cases(is_prefill=False), st.integers(0, 8))
+def test_decode_is_what_a_loop_over_sequences_gives(case: Case, padded_size: int):
     token_ids, positions, slots, lens = [], [], [], []
-    tables = naive_block_tables(case.batch, width)
+    tables = naive_block_tables(case.batch)
     for item in case.batch.items:
         tokens = item.seq.token_ids
         token_ids.append(tokens[-1])
@@ -134,8 +135,12 @@ def test_decode_is_what_a_loop_over_sequences_gives(case: Case, padded_size: int
         slots.append(-1)
         lens.append(0)
         tables.append([0] * len(tables[0]))
-    inputs = prepare_decode(case.batch, case.block_size, padded_size, width)
+    inputs = prepare_decode(case.batch, case.block_size, padded_size)
     context = inputs.context
+    if padded_size:
+        check(inputs.table_width, [len(tables[0])])
+    else:
+        assert inputs.table_width is None
     check(inputs.input_ids, token_ids)
     check(inputs.positions, positions)
     assert not context.is_prefill
@@ -260,10 +265,10 @@ def test_inputs_survive_the_trip_in_one_buffer(case: Case):
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(cases(is_prefill=True), st.integers(0, 9), st.integers(0, 3), st.integers(30, 33))
-def test_a_padded_prefill_is_a_prefill_and_padding(case: Case, tokens: int, seqs: int, width: int):
+def test_a_padded_prefill_is_a_prefill_and_padding(case: Case, tokens: int, seqs: int, most: int):
     plain = prepare_prefill(case.batch, case.block_size)
     num_tokens, num_seqs = case.batch.num_tokens + tokens, len(case.batch) + seqs
-    args = case.block_size, num_tokens, num_seqs, width
+    args = case.block_size, num_tokens, num_seqs, most
     padded = prepare_prefill(case.batch, *args)
     check(padded.input_ids, plain.input_ids.tolist() + [0] * tokens)
     check(padded.positions, plain.positions.tolist() + [0] * tokens)
@@ -273,31 +278,51 @@ def test_a_padded_prefill_is_a_prefill_and_padding(case: Case, tokens: int, seqs
     check(
         after.cu_seqlens_k, before.cu_seqlens_k.tolist() + before.cu_seqlens_k.tolist()[-1:] * seqs
     )
-    check(after.block_tables, naive_block_tables(case.batch, width) + [[0] * width] * seqs)
+    tables = naive_block_tables(case.batch)
+    check(after.block_tables, tables + [[0] * len(tables[0])] * seqs)
+    check(padded.table_width, [len(tables[0])])
     check(after.output_indices, before.output_indices.tolist() + [0] * seqs)
     counts = [int(item.samples) for item in case.batch.items] + [0] * seqs
     check(after.cu_num_outputs, np.cumsum([0, *counts]).tolist())
     assert after.is_prefill and after.logits_indices is None
-    assert (after.max_seqlen_q, after.max_seqlen_k) == (num_tokens, width * case.block_size)
+    assert (after.max_seqlen_q, after.max_seqlen_k) == (num_tokens, most)
     # As graphs are captured with.
     blank = prepare_prefill(Batch((), is_prefill=True), *args)
     assert list(blank.tensors()) == list(padded.tensors())
     for name, tensor in blank.tensors().items():
         other = padded.tensors()[name]
-        assert (tensor.shape, tensor.dtype) == (other.shape, other.dtype), name
+        shape = other.shape if name != "block_tables" else (num_seqs, 1)
+        assert (tensor.shape, tensor.dtype) == (shape, other.dtype), name
+    assert blank.pack().graph_size == padded.pack().graph_size == (True, num_tokens, num_seqs)
+    assert plain.pack().graph_size is None
     check(blank.context.slot_mapping, [-1] * num_tokens)
 
 
 def test_a_decode_can_be_padding_alone():
     """As graphs are captured with."""
     batch = Batch((make_item(3, [1], 4, cached=2),), is_prefill=False)
-    padded = prepare_decode(batch, 4, 8, 5).tensors()
-    blank = prepare_decode(Batch((), is_prefill=False), 4, 8, 5).tensors()
-    assert list(padded) == list(blank)
-    for name, tensor in blank.items():
-        assert (tensor.shape, tensor.dtype) == (padded[name].shape, padded[name].dtype), name
-        assert torch.equal(tensor[1:], padded[name][1:]), name
-    check(blank["slot_mapping"], [-1] * 8)
+    padded, blank = (prepare_decode(x, 4, 8) for x in (batch, Batch((), is_prefill=False)))
+    assert list(padded.tensors()) == list(blank.tensors())
+    for name, tensor in blank.tensors().items():
+        other = padded.tensors()[name]
+        assert (tensor.shape, tensor.dtype) == (other.shape, other.dtype), name
+        assert torch.equal(tensor[1:], other[1:]), name
+    check(blank.context.slot_mapping, [-1] * 8)
+    assert blank.pack().graph_size == padded.pack().graph_size == (False, 8, 8)
+
+
+@pytest.mark.parametrize("is_prefill", [False, True])
+def test_inputs_of_a_captured_step_are_no_larger_for_longer_limits(is_prefill: bool):
+    """Block tables as wide as max_model_len were built, copied and sent to all ranks each step:
+    16 MiB for 512 sequences of a model of 131,072 tokens, in blocks of 16."""
+    batch = Batch((make_item(40, [3, 1, 2], 16, cached=17),), is_prefill)
+    if is_prefill:
+        packed = prepare_prefill(batch, 16, 64, 8, 131_072).pack()
+    else:
+        packed = prepare_decode(batch, 16, 8).pack()
+    assert packed.shapes["block_tables"] == (8, 3)
+    assert packed.tables_start + 8 * 3 == len(packed.buffer), "they come last"
+    assert len(packed.buffer) < 400
 
 
 VOCAB_SIZE = 70  # three words of a mask, the last one short

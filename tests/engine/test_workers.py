@@ -22,7 +22,14 @@ from hypothesis import strategies as st
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_inputs import PackedInputs, prepare_decode
-from nanovllm.engine.workers import CHUNK_BYTES, Channel, decode, encode, interrupts_delayed
+from nanovllm.engine.workers import (
+    CHUNK_BYTES,
+    Channel,
+    Semaphore,
+    decode,
+    encode,
+    interrupts_delayed,
+)
 from tests.engine.worker_faults import SCENARIOS, processes_of
 from tests.tiny_models import TinyModels
 
@@ -44,7 +51,7 @@ class Readers:
             thread.start()
 
     def read(self, worker: int, num_messages: int, delay: float) -> None:
-        own = Channel(len(self.received), self.channel.shm.name)
+        own = Channel(len(self.received), os.dup(self.channel.fd))
 
         def sleep_until_woken() -> None:
             assert self.semaphores[worker].acquire(timeout=30)
@@ -65,7 +72,6 @@ class Readers:
         for thread in self.threads:
             thread.join(30)
         self.channel.close()
-        self.channel.shm.unlink()
 
 
 SIZES = st.sampled_from(
@@ -91,18 +97,45 @@ def test_readers_get_every_message_whole_and_in_order(sizes: list[int], delays: 
     assert readers.received == [messages] * len(delays)
 
 
-def test_the_segment_is_open_to_this_user_alone():
+def test_the_memory_of_calls_is_open_to_this_user_alone():
     """What workers read from it they unpickle."""
     before = os.umask(0)
     try:
         channel = Channel(1)
     finally:
         os.umask(before)
-    segment = Path("/dev/shm") / channel.shm.name
-    assert stat.S_IMODE(segment.stat().st_mode) == 0o600
-    assert segment.stat().st_uid == os.getuid()
-    channel.shm.unlink()
+    path = f"/proc/{os.getpid()}/fd/{channel.fd}"
+    status = os.stat(path)
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_uid == os.getuid()
+    assert status.st_nlink == 0, "it has no name"
+    command, number = ["cat", path], 65534
+    if os.getuid() == 0:
+        other = subprocess.run(command, user=number, check=False, capture_output=True, text=True)
+        assert other.returncode == 1
+        assert "Permission denied" in other.stderr
     channel.close()
+
+
+@pytest.mark.parametrize("spin_seconds", [0.0, 0.01])
+def test_a_semaphore_lets_through_as_often_as_it_was_released(spin_seconds: float):
+    semaphore, passed = Semaphore(), threading.Semaphore(0)
+
+    def run() -> None:
+        for _ in range(4):
+            semaphore.acquire(spin_seconds)
+            passed.release()
+
+    thread = threading.Thread(target=run, daemon=True)
+    for _ in range(3):
+        semaphore.release()
+    thread.start()
+    assert all(passed.acquire(timeout=30) for _ in range(3))
+    assert not passed.acquire(timeout=0.1)
+    semaphore.release()
+    assert passed.acquire(timeout=30)
+    thread.join(30)
+    semaphore.close()
 
 
 def test_waiting_for_a_reader_can_be_cut_short():
@@ -120,7 +153,6 @@ def test_waiting_for_a_reader_can_be_cut_short():
             channel.send(b"second", lambda: None, check)
     finally:
         channel.close()
-        channel.shm.unlink()
 
 
 DTYPES = [np.bool_, np.int8, np.int16, np.int32, np.int64, np.float32, np.float64]
@@ -154,7 +186,7 @@ def test_an_array_travels_beside_the_pickle():
 
 
 def test_packed_inputs_survive_the_trip():
-    packed = prepare_decode(Batch((), is_prefill=False), 4, 5, 3).pack()
+    packed = prepare_decode(Batch((), is_prefill=False), 4, 5).pack()
     _, (found,) = decode(encode("run_step", (packed,)))
     assert isinstance(found, PackedInputs)
     assert (found.shapes, found.context) == (packed.shapes, packed.context)
@@ -223,16 +255,15 @@ class Run:
         for pid in (*left, *spared):
             os.kill(pid, signal.SIGKILL)
         left += self._wait_until_gone(set(), tracker=True)
-        names = self._read("segments").split()
-        segments = [name for name in names if Path(name).exists()]
+        files = list((self.folder / "tmp").iterdir())
         log = self._read("log")
         print(
-            f"{log}\nleft at the end: {len(left)} processes; {len(segments)} of {len(names)} "
-            f"segments; the last process ended after {seconds_to_end:.2f} s"
+            f"{log}\nleft at the end: {len(left)} processes; {len(files)} files; "
+            f"the last process ended after {seconds_to_end:.2f} s"
         )
         assert not is_stuck, f"stuck\n{log}"
         assert not left, log
-        assert not segments, log
+        assert not files, log
         return os.waitstatus_to_exitcode(status), log
 
     def _answer(self, seconds: float) -> int | None:
@@ -275,7 +306,12 @@ def server() -> Iterator[subprocess.Popen]:
 
 
 MANY = "many_one_after_the_other"
-ENDS_BY_SIGNAL = {"killed": signal.SIGKILL, "terminated": signal.SIGTERM}
+ENDS_BY_SIGNAL = {
+    "killed": signal.SIGKILL,
+    "terminated": signal.SIGTERM,
+    "all_killed": signal.SIGKILL,
+    "all_killed_while_starting": signal.SIGKILL,
+}
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +337,7 @@ def test_a_fault_is_an_error_within_seconds_and_leaves_nothing(
 def test_many_engines_one_after_the_other_leave_nothing(many: Run):
     code, log = many.finish(240)
     assert code == 0, log
-    assert log.count("left: 0 processes, 0 segments, 0 ports") == 20
+    assert log.count("left: 0 processes, 0 files, 0 ports") == 20
 
 
 def test_a_script_without_a_main_guard(models: Path, tmp_path: Path):

@@ -9,8 +9,11 @@ import atexit
 import faulthandler
 import gc
 import os
+import secrets
 import signal
+import stat
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -20,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import model_runner
@@ -60,11 +64,22 @@ def processes_of(session: int, zombies: bool = False, tracker: bool = False) -> 
     return found
 
 
-def segments_of(pid: int) -> set[Path]:
-    """Shared memory that a process has mapped, under the names it has or had."""
-    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    names = {line.split()[5] for line in lines if "/dev/shm/" in line}
-    return {Path(name) for name in names}
+def named_memory_of(session: int) -> set[str]:
+    """Shared memory and semaphores that a killed process would leave behind by their names; of this
+    process and all others of its session."""
+    found = set()
+    for pid in (os.getpid(), *processes_of(session, tracker=True)):
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        except OSError:
+            continue
+        found |= {line.split()[5] for line in lines if "/dev/shm/" in line and "(del" not in line}
+    return found
+
+
+def temporary_files() -> list[str]:
+    """In this scenario's own folder for them."""
+    return os.listdir(tempfile.gettempdir())
 
 
 def listening_ports_of(pid: int) -> list[str]:
@@ -83,25 +98,32 @@ def listening_ports_of(pid: int) -> list[str]:
     return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
 
 
-segments: set[Path] = set()
-
-
-class NotedWorkers(Workers):
-    """Notes the shared memory of workers that do not come up, too."""
+class WatchedWorkers(Workers):
+    """Looks at what the ranks share while they start."""
 
     def wait_ready(self) -> None:
-        segments.update(segments_of(os.getpid()))
         super().wait_ready()
+        assert not named_memory_of(os.getsid(0))
+        assert not temporary_files()
+
+    @contextmanager
+    def open_store(self) -> Iterator[dist.Store]:
+        with super().open_store() as store:
+            yield store
+            (name,) = temporary_files()
+            status = os.stat(os.path.join(tempfile.gettempdir(), name))
+            assert stat.S_IMODE(status.st_mode) == 0o700
+            assert status.st_uid == os.getuid()
 
 
-def make(folder: Path, size: int = 2, model: str = "qwen3", **kwargs: Any) -> LLM:
-    model_runner.Workers = NotedWorkers  # type: ignore[misc]
-    try:
-        llm = LLM(folder.parent / model, tensor_parallel_size=size, **{**SMALL, **kwargs})
-    finally:
-        assert segments
-        (folder / "segments").write_text("\n".join(map(str, segments)))
+def make(
+    folder: Path, size: int = 2, model: str = "qwen3", workers: Any = WatchedWorkers, **kwargs: Any
+) -> LLM:
+    model_runner.Workers = workers  # type: ignore[misc]
+    llm = LLM(folder.parent / model, tensor_parallel_size=size, **{**SMALL, **kwargs})
     assert len(processes_of(os.getsid(0))) >= size - 1
+    assert not named_memory_of(os.getsid(0))
+    assert not temporary_files()
     ports = listening_ports_of(os.getpid())
     assert all(port.startswith("0100007F:") for port in ports), f"open to other hosts: {ports}"
     return llm
@@ -114,11 +136,11 @@ def check_nothing_left() -> None:
         gc.collect()
         left = {
             "processes": processes_of(os.getsid(0), zombies=True),
-            "segments": [name for name in segments if name.exists()],
+            "files": temporary_files(),
             "ports": listening_ports_of(os.getpid()),
         }
         if not any(left.values()):
-            print("left: 0 processes, 0 segments, 0 ports")
+            print("left: 0 processes, 0 files, 0 ports")
             return
         assert time.monotonic() < end, left
         time.sleep(0.02)
@@ -355,6 +377,79 @@ def terminated(folder: Path) -> None:
     killed(folder, signal.SIGTERM)
 
 
+def all_killed(folder: Path) -> None:
+    """Rank 0, workers and the standard library's resource tracker: nobody is left to tidy up."""
+    llm = make(folder)
+    tokens(llm)
+    assert len(listening_ports_of(os.getpid())) == 1, "gloo's own; the store has none"
+    os.killpg(0, signal.SIGKILL)
+
+
+class KilledWorkers(WatchedWorkers):
+    def wait_ready(self) -> None:
+        os.killpg(0, signal.SIGKILL)
+
+
+def all_killed_while_starting(folder: Path) -> None:
+    make(folder, workers=KilledWorkers)
+
+
+def names_that_others_have_taken(folder: Path) -> None:
+    """A folder that is there already is neither used nor removed, whoever foresaw its name."""
+    taken = Path(tempfile.gettempdir(), "nanovllm-foreseen")
+    taken.mkdir()
+    (taken / "store").write_text("not a store")
+    token_hex = secrets.token_hex
+    secrets.token_hex = lambda *args: "foreseen"
+    fails(lambda: make(folder, workers=Workers), str(taken), error=FileExistsError)
+    secrets.token_hex = token_hex
+    assert (taken / "store").read_text() == "not a store"
+    (taken / "store").unlink()
+    taken.rmdir()
+    check_nothing_left()
+
+
+# Scenarios: the program forks.
+
+
+def forked_children(folder: Path) -> None:
+    """A forked child that ended took its parent's workers along, and hung. Here children end, or
+    close or drop their copy of the engine first; one forks amid a stream."""
+    expected = expected_tokens(folder)
+    llm = make(folder)
+    workers = llm.model_runner.workers._state.processes
+    stream = llm.generate_stream(PROMPTS, GREEDY)
+    next(stream)
+
+    def generates() -> None:
+        stream.close()
+        fails(lambda: tokens(llm), "forked child", error=ValueError)
+
+    def closes() -> None:
+        llm.close()
+
+    def deletes() -> None:
+        nonlocal llm, stream
+        del llm, stream
+        gc.collect()
+
+    for action in (generates, closes, deletes):
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(DEADLINE_S - 3)
+            action()
+            sys.exit(0)
+        with deadline(action.__name__):
+            _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert all(worker.exitcode is None for worker in workers)
+    last = {output.request_id: output.outputs[0].token_ids for output in stream}
+    assert sorted(last.values()) == sorted(expected)
+    assert tokens(llm) == expected
+    llm.close()
+    check_nothing_left()
+
+
 # Scenarios: engines come and go.
 
 
@@ -443,6 +538,10 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
         interrupts,
         killed,
         terminated,
+        all_killed,
+        all_killed_while_starting,
+        names_that_others_have_taken,
+        forked_children,
         two_engines_at_once,
         deleted,
         never_closed,
@@ -459,9 +558,12 @@ def serve() -> None:
         pid = os.fork()
         if pid == 0:
             os.setsid()
+            os.umask(0)
             log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT)
             for fd in (1, 2):
                 os.dup2(log, fd)
+            tempfile.tempdir = os.environ["TMPDIR"] = f"{folder}/tmp"
+            os.mkdir(tempfile.tempdir)
             SCENARIOS[name](Path(folder))
             print("done", flush=True)
             return

@@ -21,6 +21,7 @@ from nanovllm.kernels import (
     all_reduce,
     attention_flash4,
     attention_triton,
+    block_tables,
     compat,
     decode_attention,
     drawn_tokens,
@@ -118,6 +119,7 @@ def launch_all(dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int) -
         )
         attention.prefill(q, k, k, cache, cache, prefill, 1.0)
     kv_store.store_kvcache_triton(k, k, cache, cache, ints(64))
+    block_tables.spread_block_tables_triton(ints(9), ints(1), ints(8, 16))
     slots = rope.CacheSlots(cache, cache, ints(64))
     for norms in ((None, None), (weight, weight)):
         rotation = rope.Rotation(ints(64), angles, *norms, 1e-6)

@@ -289,13 +289,16 @@ def test_a_sliding_window_shorter_than_the_length_asked_for_is_refused(changes, 
 def test_a_window_that_is_not_used_is_ignored(changes, read):
     config = read(changes)
     assert config.sliding_window is None
-    assert limit_model_len(4096, config) == 2048
+    assert limit_model_len(2048, config) == 2048
 
 
 @pytest.mark.parametrize("reader", ["dict"])
-def test_max_model_len_is_capped_by_the_models_positions(read):
+def test_max_model_len_is_within_the_models_positions(read):
+    """Guards a length that was cut without a word."""
     config = read({"max_position_embeddings": 100})
-    assert limit_model_len(4096, config) == 100
+    with pytest.raises(ValueError, match="max_model_len=101 is more than the model's 100"):
+        limit_model_len(101, config)
+    assert limit_model_len(100, config) == limit_model_len(None, config) == 100
     assert limit_model_len(50, config) == 50
 
 

@@ -1,12 +1,16 @@
 """The two ends of the engine where text and tokens meet, with a tokenizer of SentencePiece's kind:
 words begin with a space that is lost at the start of a text, and rare characters come in bytes."""
 
+import copy
+
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams
-from nanovllm.engine.prompts import PromptEncoder
+from nanovllm.text.prompts import PromptEncoder
 
 PIECES = ["<unk>", "<s>", "</s>", "▁", *"theinm", *(f"<0x{byte:02X}>" for byte in range(256))]
 
@@ -83,7 +87,7 @@ def test_the_work_for_a_token_is_bounded(encoder, piece, monkeypatch):
     ("prompt", "message"),
     [
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, r"multi_modal_data"),
-        ({"prompt_token_ids": [1], "cache_salt": "x"}, r"cache_salt"),
+        ({"prompt_token_ids": [1], "mm_processor_kwargs": "x"}, r"mm_processor_kwargs"),
         ({"prompt_token_ids": [1], "prompt": 7}, r"must be a string"),
         ("a\ud83d", r"no valid Unicode"),
     ],
@@ -98,3 +102,52 @@ def test_what_would_be_dropped_silently_is_refused(encoder, prompt, message):
 
 def test_keys_of_a_dict_prompt_may_be_none(encoder):
     assert encoder.encode([{"prompt": None, "prompt_token_ids": [4, 5]}]) == [(None, [4, 5])]
+
+
+def test_a_cache_salt_changes_nothing():
+    """vLLM's way to keep prompts from sharing cached prefixes."""
+    encoder = PromptEncoder(None, 10)
+    assert encoder.encode([{"prompt_token_ids": [1], "cache_salt": "x"}]) == [(None, [1])]
+
+
+LONG_PIECES = ["a", " ", "b", "\u4e16", "a" * 60, " " * 100, "ab" * 8]
+
+
+@pytest.fixture(scope="module")
+def limited() -> PromptEncoder:
+    """Of sequences of up to 50 tokens; some tokens are long."""
+    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), *((x, -1.0) for x in LONG_PIECES)], 0))
+    return PromptEncoder(PreTrainedTokenizerFast(tokenizer_object=tokenizer), 8, max_len=50)
+
+
+@given(st.lists(st.sampled_from(LONG_PIECES), min_size=1, max_size=120))
+@example(["a", *[" " * 100] * 8])  # the cut leaves 99 spaces, each a token
+def test_a_text_that_fits_is_never_refused_for_its_length(limited, pieces):
+    text = "".join(pieces)
+    expected = limited.tokenizer(text)["input_ids"]
+    (item,) = limited.encode([text])
+    if isinstance(item, ValueError):
+        assert len(expected) > limited.max_len
+        assert "over 50 tokens" in str(item)
+    else:
+        assert item == (text, expected)
+
+
+def test_a_text_that_is_far_too_long_is_not_tokenised(limited):
+    lengths = []
+    real = limited.tokenizer
+
+    class Counting:
+        bos_token = None
+        get_vocab = real.get_vocab
+
+        def __call__(self, texts, **options):
+            lengths.extend(map(len, [texts] if isinstance(texts, str) else texts))
+            return real(texts, **options)
+
+    encoder = copy.copy(limited)
+    encoder.tokenizer = Counting()
+    good, bad = encoder.encode(["ab", "ab " * 1_000_000])
+    assert good == ("ab", real("ab")["input_ids"])
+    assert "3000000 characters has over 50 tokens" in str(bad)
+    assert sum(lengths) < 3000

@@ -4,13 +4,17 @@ from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
+from functools import cached_property, partial
 from operator import countOf
 from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 
-from nanovllm.engine.detokenizer import INCOMPLETE, IncrementalDetokenizer
+from nanovllm.config import MAX_INT32
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.detokenizer import INCOMPLETE, IncrementalDetokenizer
+from nanovllm.text.token_text import TokenTexts
+from nanovllm.utils.panics import is_failure
 
 
 class TextPrompt(TypedDict):
@@ -27,7 +31,10 @@ class TokensPrompt(TypedDict):
 
 
 T = TypeVar("T")
+CHARS_PER_TOKEN = 16  # more than any language's text has
 NAMED_ERRORS = 10  # with their messages, in one exception
+# vLLM's cache_salt keeps prompts from sharing cached prefixes; it changes no result.
+PROMPT_KEYS = frozenset(("prompt", "prompt_token_ids", "cache_salt"))
 Prompt: TypeAlias = str | Seq[int] | TextPrompt | TokensPrompt
 
 
@@ -48,20 +55,25 @@ class PromptEncoder:
     Args:
         tokenizer: a transformers tokenizer; None allows token ids only.
         vocab_size: token ids are in [0, vocab_size).
+        max_len: most tokens of a sequence; longer texts may be refused before they are tokenised.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int, max_len: int = MAX_INT32) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
-        self.text_needs_context = False
+        self.max_len = max_len
+        self.text_needs_context = self.has_foreign_ids = False
         self.special_ids: frozenset[int] = frozenset()
         if tokenizer is not None:
             # SentencePiece's: the space before a word is lost where a text begins with it.
             ids = tokenizer(" a", add_special_tokens=False)["input_ids"]
             once, twice = tokenizer.decode(ids), tokenizer.decode(ids + ids)
             self.text_needs_context = once + once != twice
+            self._token_texts = TokenTexts(tokenizer, ids[-1:] if self.text_needs_context else ())
             added = tokenizer.added_tokens_decoder.items()
             self.special_ids = frozenset(i for i, token in added if token.special)
+            # Some tokenizers have tokens that the model has no embedding for.
+            self.has_foreign_ids = max(tokenizer.get_vocab().values(), default=0) >= vocab_size
 
     def encode(
         self, prompts: Seq[Any], add_special_tokens: bool = True
@@ -115,9 +127,14 @@ class PromptEncoder:
         detokenizer.finish()
         return detokenizer.text
 
-    def decode_token(self, token_id: int) -> str | None:
-        """Text of one token; None where there is no tokenizer."""
-        return None if self.tokenizer is None else self.tokenizer.decode([token_id])
+    def decode_logprob_tokens(
+        self, context_token_ids: Seq[int], token_ids: Seq[int]
+    ) -> list[str] | list[None]:
+        """Texts of the candidates for one position, as in ``TokenTexts.decode``; None for each
+        where there is no tokenizer."""
+        if self.tokenizer is None:
+            return [None] * len(token_ids)
+        return self._token_texts.decode(context_token_ids, token_ids)
 
     def _read(self, prompt: Any) -> tuple[str | None, list[int] | None]:
         """The text, if there is one, and the token ids, if they need no tokenising."""
@@ -125,7 +142,7 @@ class PromptEncoder:
             raise prompt
         if isinstance(prompt, dict):
             given = {key: value for key, value in prompt.items() if value is not None}
-            if unknown := given.keys() - {"prompt", "prompt_token_ids"}:
+            if unknown := given.keys() - PROMPT_KEYS:
                 raise ValueError(
                     f"a dict prompt has 'prompt' or 'prompt_token_ids', not {min(unknown)!r}"
                 )
@@ -170,14 +187,56 @@ class PromptEncoder:
         self, read: list[tuple[str | None, list[int] | None]], add_special_tokens: bool
     ) -> list[tuple[str | None, list[int]] | Exception]:
         """One that the tokenizer fails on becomes an error."""
-        texts = [text or "" for text, ids in read if ids is None]
         try:
-            token_ids = iter(self.tokenize(texts, add_special_tokens))
-            return [(text, next(token_ids) if ids is None else ids) for text, ids in read]
-        except Exception as error:  # whatever the tokenizer's code runs into
+            if any(text and len(text) > CHARS_PER_TOKEN * self.max_len for text, _ in read):
+                checked = map_each(self._check_length, read)
+                return map_good(partial(self._tokenize_read, add=add_special_tokens), checked)
+            return self._tokenize_read(read, add_special_tokens)
+        except BaseException as error:  # whatever the tokenizer's code runs into
+            if not is_failure(error):
+                raise
             if len(read) > 1:
                 return [item for one in read for item in self._encode([one], add_special_tokens)]
             return [ValueError(f"no tokens: {type(error).__name__}: {error}")]
+
+    def _tokenize_read(
+        self, read: list[tuple[str | None, list[int] | None]], add: bool
+    ) -> list[tuple[str | None, list[int]] | Exception]:
+        token_ids = iter(self.tokenize([text or "" for text, ids in read if ids is None], add))
+        encoded = ((text, next(token_ids) if ids is None else ids) for text, ids in read)
+        return map_each(self._check_rows, encoded) if self.has_foreign_ids else [*encoded]
+
+    def _check_length(
+        self, read: tuple[str | None, list[int] | None]
+    ) -> tuple[str | None, list[int] | None]:
+        """Raises ValueError for a text that begins with more tokens than a sequence may have: a
+        part of it shows that, where all of it would take seconds and gigabytes. Many more, as the
+        cut may lie within a long token, and make others of those before it."""
+        text, ids = read
+        size = CHARS_PER_TOKEN * self.max_len
+        while ids is None and text is not None and size < len(text):
+            begin = self.tokenizer(text[:size], add_special_tokens=False)["input_ids"]
+            if len(begin) > 2 * self.max_len + self._longest_token:
+                raise ValueError(
+                    f"the prompt of {len(text)} characters has over {self.max_len} tokens, the "
+                    f"most of any sequence: shorten it or raise max_model_len"
+                )
+            size *= 2
+        return read
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token, or more."""
+        return max(map(len, self.tokenizer.get_vocab()), default=0)
+
+    def _check_rows(self, encoded: tuple[str | None, list[int]]) -> tuple[str | None, list[int]]:
+        """Raises ValueError for a text with a token that the model has no embedding for."""
+        if (largest := max(encoded[1], default=0)) >= self.vocab_size:
+            raise ValueError(
+                f"the tokenizer makes token id {largest} of this text, but the model's ids are 0 "
+                f"to {self.vocab_size - 1}"
+            )
+        return encoded
 
     def tokenize(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of texts: one batch for those that need the tokenizer's BOS, one for those

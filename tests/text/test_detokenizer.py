@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from example import fetch_smollm2
 from nanovllm.checkpoints.checkpoint import open_checkpoint
-from nanovllm.engine.detokenizer import INCOMPLETE, IncrementalDetokenizer, find_stop
+from nanovllm.text.detokenizer import INCOMPLETE, IncrementalDetokenizer, find_stop
 
 PROFILE = settings(max_examples=200, deadline=None, derandomize=True)
 END = "<end>"

@@ -6,7 +6,9 @@ import json
 import random
 import re
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
@@ -20,9 +22,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from example import fetch_smollm2
-from nanovllm.engine import structured
-from nanovllm.engine.structured import Grammar, GrammarCompiler
 from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.text import structured
+from nanovllm.text.structured import Grammar, GrammarCompiler
 
 SPECIAL = [b"<pad>", b"<eos>", b"<stop>"]
 VOCAB = [
@@ -40,12 +42,22 @@ SCHEMA = {
 }
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+# How some releases of transformers decode the byte-level tokenizers of GGUF files.
+GGUF_DECODER = (
+    decoders.ByteFallback(),
+    decoders.Fuse(),
+    decoders.Replace("▁", " "),
+    decoders.ByteLevel(),
+)
+
+
+def make_tokenizer(*decoder: Any, more: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer of VOCAB, in which printable Latin-1 stands for itself."""
     ids = {token.decode("latin-1").replace(" ", "Ġ"): i for i, token in enumerate(VOCAB)}
+    ids |= {token: i for i, token in enumerate(more, len(VOCAB))}
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.Sequence([*decoder]) if decoder else decoders.ByteLevel()
     tokenizer.add_special_tokens([token.decode() for token in SPECIAL])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
@@ -249,6 +261,38 @@ def test_the_same_params_compile_once(monkeypatch):
     assert len(compiled) == 2
 
 
+def test_threads_that_need_the_same_grammar_compile_it_once(monkeypatch):
+    both, compiled, make = threading.Barrier(4), [], structured._make_matcher
+
+    def make_slowly(*args: Any) -> Any:
+        compiled.append(args)
+        return make(*args)
+
+    monkeypatch.setattr(structured, "_make_matcher", make_slowly)
+    compiler = GrammarCompiler(make_tokenizer(), len(VOCAB), EOS)
+
+    def compile_and_feed(i: int) -> set[int]:
+        both.wait(60)
+        grammar = start(compiler, regex="ab|12")
+        assert feed(grammar, b"a" if i % 2 else b"1")
+        return allowed_ids(grammar)
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(compile_and_feed, range(4)))
+    assert len(compiled) == 1
+    assert results == [{VOCAB.index(b"2")}, {VOCAB.index(b"b")}] * 2
+
+
+def test_a_refusal_is_remembered_and_a_long_text_is_refused_at_once(compiler, monkeypatch):
+    for _ in range(2):
+        with pytest.raises(ValueError, match="unclosed group"):
+            start(compiler, regex="(ab")
+        monkeypatch.setattr(structured, "_make_matcher", None)
+    values = [f"value {i}" for i in range(200_000)]
+    with pytest.raises(ValueError, match=r"the json has \d+ characters, but may have 1000000"):
+        start(compiler, json={"enum": values})
+
+
 def test_where_no_token_can_follow_none_is_allowed_and_the_error_says_so():
     """The tokenizer has no z."""
     compiler = GrammarCompiler(make_tokenizer(), len(VOCAB), EOS)
@@ -312,7 +356,7 @@ def test_what_cannot_be_served_is_refused(compiler, name):
             EOS,
             "cannot use this tokenizer",
         ),
-        ([], EOS, "cannot use this tokenizer: Only fast tokenizers"),
+        ([], EOS, "cannot use this tokenizer: a list is not a fast tokenizer"),
     ],
     ids=["no-tokenizer", "no-eos", "eos-beyond-vocabulary", "words", "slow"],
 )
@@ -320,6 +364,47 @@ def test_a_model_that_cannot_be_constrained_says_so(tokenizer, eos, message):
     compiler = GrammarCompiler(tokenizer, len(VOCAB), eos)  # asks nothing of the tokenizer yet
     with pytest.raises(ValueError, match=message):
         start(compiler, regex="a")
+
+
+@pytest.mark.parametrize("name", ["regex-unicode", "enum", "object", "choice"])
+def test_a_byte_level_tokenizer_may_be_decoded_in_several_steps(name):
+    """Guards bytes that were taken for the characters which stand for them in the vocabulary: so
+    line breaks and other control characters came into JSON strings."""
+    kwargs, language = CASES[name]
+    compiler = GrammarCompiler(make_tokenizer(*GGUF_DECODER), len(VOCAB), EOS)
+    check_all_masks(start(compiler, **kwargs), language)
+
+
+SWAPPED = (decoders.Replace("©", "¨"), decoders.ByteLevel())  # the second byte of é
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "message"),
+    [
+        (make_tokenizer(*GGUF_DECODER, more=("<0x0A>",)), r"decodes to '\\n', not to b'<0x0A>'"),
+        (make_tokenizer(decoders.Replace("a", "b"), decoders.ByteLevel()), "decodes to 'b'"),
+        (make_tokenizer(*SWAPPED), "decodes to 'è', not to b'.xc3.xa9'"),
+        (make_tokenizer(decoders.ByteFallback(), decoders.Strip("(", 1, 0)), "decodes to ''"),
+    ],
+    ids=["byte-fallback", "letter", "character", "stripped"],
+)
+def test_a_tokenizer_that_decodes_to_other_bytes_is_refused(tokenizer, message):
+    """Guards against text that does not match, whatever the tokenizer's next surprise is."""
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), EOS)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"cannot use this tokenizer: token .* {message}"):
+            start(compiler, regex="a")
+
+
+def test_parts_of_characters_are_checked_where_they_join():
+    """Each alone decodes to the same replacement character."""
+    tokens = [token for token in VOCAB if token not in ("é".encode(), "aé".encode())]
+    ids = {token.decode("latin-1").replace(" ", "Ġ"): i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    tokenizer.decoder = decoders.Sequence([*SWAPPED])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    with pytest.raises(ValueError, match="bytes join into other characters"):
+        start(GrammarCompiler(wrapped, len(tokens), EOS), regex="a")
 
 
 def test_a_missing_package_is_named(monkeypatch):
@@ -385,8 +470,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
-@pytest.fixture(scope="module")
-def write(tokenizer) -> Callable[..., str]:
+@pytest.fixture(scope="module", params=["ByteLevel", "Sequence"])
+def write(tokenizer, request) -> Callable[..., str]:
+    """Draws a text at random; the tokenizer is decoded in one step or in several."""
+    tokenizer = copy.deepcopy(tokenizer)
+    steps = GGUF_DECODER[-1:] if request.param == "ByteLevel" else GGUF_DECODER
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([*steps])
     vocab_size = len(tokenizer) + PADDING
     eos_ids = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|endoftext|>")}
     special_ids = set(tokenizer.all_special_ids)
@@ -457,3 +546,16 @@ def test_grammars_of_sums_evaluate(write, grammar):
         text = write(seed, grammar=grammar)
         assert re.fullmatch(r"[-+()0-9]+", text)
         assert isinstance(eval(text), int)
+
+
+def test_a_grammar_that_takes_long_to_follow_ends(compiler, monkeypatch):
+    monkeypatch.setattr(structured, "FREE_SECONDS", 0.05)
+    monkeypatch.setattr(structured, "STEP_SECONDS", 0.0)
+    grammar = start(compiler, grammar="start: start start | start start start | /[ab]/")
+    letter = VOCAB.index(b"a")
+    for _ in range(500):
+        if not allowed_ids(grammar):
+            break
+        assert grammar.accept(letter)
+    assert "its grammar takes too long to follow" in grammar.error
+    assert not allowed_ids(start(compiler, choice=["ab"])) - {letter, VOCAB.index(b"ab")}

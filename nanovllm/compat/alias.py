@@ -1,0 +1,172 @@
+"""Makes ``import vllm`` find nanovllm, in this process and in those that it starts.
+
+Child processes load this file by itself when they start (``startup/sitecustomize.py``), so it
+imports nothing but the standard library. nanovllm is imported when a program looks a name up.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+STARTUP = str(HERE / "startup")
+
+_NAMES = "nanovllm.compat.names"
+_TOKENIZER = {_NAMES: "get_tokenizer TokenizerLike"}
+_DISTRIBUTED = {
+    _NAMES: "cleanup_dist_env_and_memory destroy_distributed_environment destroy_model_parallel"
+}
+_LOGPROBS = {
+    "nanovllm.outputs": "Logprob",
+    _NAMES: "LogprobsOnePosition PromptLogprobs SampleLogprobs",
+}
+_ENGINE = {"nanovllm.compat.engine": "LLMEngine"}
+_ENGINE_ARGS = {"nanovllm.compat.engine_args": "EngineArgs"}
+_ARGUMENT_PARSER = {"nanovllm.compat.engine_args": "FlexibleArgumentParser"}
+
+# vLLM's modules: where the names in each are defined.
+MODULES: dict[str, dict[str, str]] = {
+    "vllm": {
+        "nanovllm": "CompletionOutput LLM RequestOutput SamplingParams TextPrompt TokensPrompt",
+        _NAMES: "PromptType __version__ __version_tuple__",
+        **_ENGINE,
+        **_ENGINE_ARGS,
+    },
+    "vllm.distributed": _DISTRIBUTED,
+    "vllm.distributed.parallel_state": _DISTRIBUTED,
+    "vllm.engine": {},
+    "vllm.engine.arg_utils": _ENGINE_ARGS,
+    "vllm.engine.llm_engine": _ENGINE,
+    "vllm.entrypoints": {},
+    "vllm.entrypoints.llm": {"nanovllm": "LLM"},
+    "vllm.inputs": {"nanovllm": "TextPrompt TokensPrompt", _NAMES: "PromptType"},
+    "vllm.logger": {_NAMES: "init_logger"},
+    "vllm.logprobs": _LOGPROBS,
+    "vllm.lora": {},
+    "vllm.lora.request": {_NAMES: "LoRARequest"},
+    "vllm.outputs": {"nanovllm": "CompletionOutput RequestOutput"},
+    "vllm.platforms": {_NAMES: "Platform current_platform"},
+    "vllm.pooling_params": {_NAMES: "PoolingParams"},
+    "vllm.renderers": {},
+    "vllm.renderers.hf": {_NAMES: "resolve_chat_template"},
+    "vllm.sampling_params": {
+        "nanovllm.sampling_params": "RequestOutputKind SamplingParams StructuredOutputsParams",
+        _NAMES: "BeamSearchParams",
+    },
+    "vllm.sequence": _LOGPROBS,
+    "vllm.tokenizers": _TOKENIZER,
+    "vllm.transformers_utils": {},
+    "vllm.transformers_utils.tokenizer": _TOKENIZER,
+    "vllm.usage": {},
+    "vllm.usage.usage_lib": {_NAMES: "UsageContext"},
+    "vllm.utils": {**_ARGUMENT_PARSER, _NAMES: "random_uuid"},
+    "vllm.utils.argparse_utils": _ARGUMENT_PARSER,
+    "vllm.v1": {},
+    "vllm.v1.engine": {},
+    "vllm.v1.engine.llm_engine": _ENGINE,
+    "vllm.version": {_NAMES: "__version__ __version_tuple__"},
+}
+
+
+def register_as_vllm() -> None:
+    """Makes ``import vllm`` find nanovllm, here and in child processes started from now on.
+
+    ``importlib.util.find_spec("vllm")`` and ``importlib.metadata.version("vllm")`` answer too. A
+    second call changes nothing. An installed vLLM is hidden, not changed.
+
+    Raises:
+        RuntimeError: this process has imported the real vLLM.
+    """
+    if AliasFinder in sys.meta_path:
+        return
+    if "vllm" in sys.modules:
+        raise RuntimeError(
+            "vllm is imported already: call nanovllm.compat.register_as_vllm() before anything "
+            "imports it"
+        )
+    sys.meta_path.insert(0, AliasFinder)
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if STARTUP not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *paths])
+
+
+def vllm_version() -> str:
+    """The version of vLLM whose API this is."""
+    return json.loads((HERE / "vllm_arguments.json").read_text("utf-8"))["vllm"]
+
+
+class AliasModule(ModuleType):
+    """One of vLLM's modules; its names are looked up when they are asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        for source, names in MODULES[self.__name__].items():
+            if name in names.split():
+                value = getattr(import_module(source), name)
+                setattr(self, name, value)
+                return value
+        if f"{self.__name__}.{name}" in MODULES:
+            return import_module(f"{self.__name__}.{name}")
+        raise AttributeError(_missing(f"{self.__name__}.{name}"))
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_names(self.__name__)})
+
+
+class AliasFinder:
+    """Finds vLLM's modules, and its distribution for ``importlib.metadata``."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name.partition(".")[0] != "vllm":
+            return None
+        if name not in MODULES:
+            # With name=name, `from vllm import X` would drop this message for a general one.
+            raise ModuleNotFoundError(_missing(name))
+        spec = ModuleSpec(name, AliasLoader(), origin=__file__, is_package=True)
+        spec.has_location = True  # sets __file__, which some programs print
+        return spec
+
+    @staticmethod
+    def find_distributions(context: Any) -> Iterator[Any]:
+        # A search in given folders is not for what import finds.
+        if context.name in (None, "vllm") and "path" not in vars(context):
+            yield _make_distribution()
+
+
+class AliasLoader(Loader):
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return AliasModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__all__"] = _names(module.__name__)
+
+
+def _names(module: str) -> list[str]:
+    return " ".join(MODULES[module].values()).split()
+
+
+def _missing(name: str) -> str:
+    return f"nanovllm's vllm alias has no {name}"
+
+
+def _make_distribution() -> Any:
+    from importlib.metadata import Distribution  # slow to import; few processes need it
+
+    class AliasDistribution(Distribution):
+        def read_text(self, filename: str) -> str | None:
+            metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm_version()}\n"
+            return {"METADATA": metadata, "top_level.txt": "vllm\n"}.get(filename)
+
+        def locate_file(self, path: Any) -> Path:
+            return HERE / path
+
+    return AliasDistribution()

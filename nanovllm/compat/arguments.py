@@ -1,0 +1,70 @@
+"""vLLM's argument names, by the recorded table ``vllm_arguments.json``.
+
+An argument is honoured (perhaps under another name here), or a hint, which changes no result, or
+neutral: accepted only at values that ask for nothing.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("nanovllm")
+TABLE = Path(__file__).with_name("vllm_arguments.json")
+_logged_hints: set[str] = set()
+
+
+@cache
+def load_table() -> dict[str, dict[str, dict[str, Any]]]:
+    """For each function its arguments: name -> entry. ``tests/vllm_answers/record_arguments.py``
+    describes the entries."""
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    del table["vllm"]  # the version
+    return table
+
+
+def translate(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Turns vLLM's arguments into ours. Names that vLLM does not have are passed on.
+
+    Args:
+        function: "LLM", "generate" or "chat".
+        given: keyword arguments; None always means the default.
+
+    Raises:
+        ValueError: an argument that is not served has another value than a neutral one.
+        TypeError: an argument is given under vLLM's name and under ours.
+    """
+    entries = load_table()[function]
+    translated = {name: value for name, value in given.items() if name not in entries}
+    for name, value in given.items():
+        entry = entries.get(name)
+        if entry is None or value is None:
+            continue
+        if entry["class"] == "honoured":
+            ours = entry.get("as", name)
+            if ours in translated:
+                raise TypeError(f"{name} and {ours} are the same argument: give one of them")
+            values = entry.get("values", {})
+            translated[ours] = values.get(value, value) if isinstance(value, str) else value
+        elif _equals(value, entry["default"]):
+            continue
+        elif entry["class"] == "hint":
+            _log_hint(name)
+        elif not any(_equals(value, neutral) for neutral in entry["neutral"]):
+            raise ValueError(f"vLLM's `{name}` is not served here: {entry['why']}")
+    return translated
+
+
+def _equals(value: Any, recorded: Any) -> bool:
+    """Whether an argument has a value of the table, where sets and tuples are lists."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        value = [item for item in value if item is not None]  # one None for each prompt: nothing
+    return bool(value == recorded)
+
+
+def _log_hint(name: str) -> None:
+    if name not in _logged_hints:
+        _logged_hints.add(name)
+        logger.info("vLLM's `%s` has no effect here", name)

@@ -1,0 +1,107 @@
+"""vLLM's engine arguments as an object and on a command line."""
+
+import re
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import field, fields, make_dataclass
+from functools import partial
+from json import JSONDecodeError, loads
+from typing import Any
+
+from nanovllm.compat.arguments import load_table
+
+SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+SUFFIXES |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class FlexibleArgumentParser(ArgumentParser):
+    """An ArgumentParser that takes ``--max_tokens`` for ``--max-tokens``."""
+
+    def __init__(self, *args: Any, add_json_tip: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Namespace | None = None
+    ) -> tuple[Namespace, list[str]]:
+        given = sys.argv[1:] if args is None else args
+        return super().parse_known_args([self._spell(arg) for arg in given], namespace)
+
+    def _spell(self, arg: str) -> str:
+        name, equals, value = arg.partition("=")
+        if not name.startswith("--") or name in self._option_string_actions:
+            return arg
+        return name.replace("_", "-") + equals + value
+
+
+def _engine_arguments() -> dict[str, dict[str, Any]]:
+    return {name: entry for name, entry in load_table()["LLM"].items() if "former" not in entry}
+
+
+def _add_flags(
+    parser: ArgumentParser, flags: list[str], type: str, choices: Any = None, **options: Any
+) -> None:
+    if type == "bool":
+        positive = [flag for flag in flags if not flag.startswith("--no-")]
+        action = "store_true" if positive == flags else BooleanOptionalAction
+        parser.add_argument(*positive, action=action, **options)
+        return
+    optional = options["default"] is None or None in (choices or ())
+    options["type"] = partial(_read, READERS[type], optional)
+    parser.add_argument(*flags, choices=choices, **options)
+
+
+def _read(reader: Callable[[str], Any], optional: bool, text: str) -> Any:
+    return None if optional and text in ("", "None") else reader(text)
+
+
+def _read_int(text: str) -> int:
+    """An int, also with a suffix: 1k is 1000, 1K is 1024."""
+    match = re.fullmatch(r"(\d+)([kKmMgGtT])", text)
+    try:
+        return int(match[1]) * SUFFIXES[match[2]] if match else int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"not an int: {text!r}") from None
+
+
+def _read_json(text: str) -> Any:
+    try:
+        return loads(text)
+    except JSONDecodeError:
+        return text
+
+
+READERS: dict[str, Callable[[str], Any]] = {
+    "int": _read_int,
+    "float": float,
+    "str": str,
+    "json": _read_json,
+}
+
+_Fields = make_dataclass(
+    "_Fields",
+    [
+        (name, Any, field(default_factory=partial(deepcopy, entry["default"])))
+        for name, entry in _engine_arguments().items()
+    ],
+)
+
+
+class EngineArgs(_Fields):  # type: ignore[valid-type, misc]
+    """vLLM's engine arguments with vLLM's defaults, for ``LLM(**vars(args))``."""
+
+    @staticmethod
+    def add_cli_args(parser: ArgumentParser) -> ArgumentParser:
+        """Adds vLLM's flags, and returns the parser."""
+        for name, entry in _engine_arguments().items():
+            if "cli" in entry:
+                default = deepcopy(entry["default"])
+                _add_flags(parser, dest=name, default=default, **entry["cli"])
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: Namespace) -> "EngineArgs":
+        """The values of a parsed command line, which may have others besides."""
+        names = [f.name for f in fields(cls)]
+        return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})

@@ -1,0 +1,198 @@
+"""``nanovllm.LLM``: the engine's face, with vLLM's arguments and attributes."""
+
+import os
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tqdm.auto import tqdm
+
+from nanovllm import llm
+from nanovllm.checkpoints.checkpoint import sampling_fields
+from nanovllm.compat.arguments import translate
+from nanovllm.compat.engine import LLMEngine, ModelConfig
+from nanovllm.engine.llm_engine import STREAM_OPEN
+from nanovllm.engine.request import make_outputs
+from nanovllm.llm import with_tokens
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import RequestOutputKind, SamplingParams
+from nanovllm.text.chat import Message
+from nanovllm.text.prompts import Prompt, as_prompt_list, map_good
+
+
+class LLM(llm.LLM):
+    __doc__ = f"""{llm.LLM.__doc__}
+    vLLM's arguments are accepted as well: those with a meaning here under vLLM's name, hints that
+    change no result at any value, and the others at values that ask for nothing.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        chat_template: str | os.PathLike[str] | None = None,
+        generation_config: str | None = None,
+        override_generation_config: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            model: a local checkpoint directory, a ``.gguf`` file, or a hub id.
+            chat_template: what ``chat`` uses unless it is given another: a Jinja template, or the
+                path of a file that holds one.
+            generation_config: "auto" takes default sampling parameters from the checkpoint's
+                generation_config.json, "vllm" takes vLLM's.
+            override_generation_config: fields to put in place of that file's, by its names.
+            kwargs: the fields of ``nanovllm.config.Config``, and vLLM's further arguments.
+        """
+        if generation_config not in (None, "auto", "vllm"):
+            raise ValueError(
+                f"vLLM's `generation_config` is served as 'auto' and 'vllm', "
+                f"got {generation_config!r:.80}"
+            )
+        if kwargs.get("max_model_len") in (-1, "auto"):
+            del kwargs["max_model_len"]  # as long as the model and the KV cache allow
+        self._request_names: dict[str, str] = {}  # the engine's request id -> that of llm_engine
+        self.default_chat_template = _read_template(chat_template)
+        super().__init__(model, **translate("LLM", kwargs))
+        if generation_config == "vllm":
+            self.recommended_sampling = {}
+        self.recommended_sampling |= sampling_fields(override_generation_config or {})
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> "LLM":
+        """An LLM with the arguments that an ``EngineArgs`` holds."""
+        return cls(**vars(engine_args))
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The same engine, with the methods of vLLM's ``LLMEngine``."""
+        self._check_open()
+        return LLMEngine(self)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """Facts about the model, under vLLM's names."""
+        return self.llm_engine.model_config
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        return len(self._requests)
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Number of ranks."""
+        return self.config.tensor_parallel_size
+
+    def _refuse_pooling(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises ValueError: only generation is served."""
+        raise ValueError("embed, encode, classify, score and reward are not served: use vLLM")
+
+    embed = encode = classify = score = reward = _refuse_pooling
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        *,
+        on_error: str = "raise",
+        **kwargs: Any,
+    ) -> list[RequestOutput]:
+        adds_special_tokens = True
+        if (kwargs.get("tokenization_kwargs") or {}).keys() == {"add_special_tokens"}:
+            adds_special_tokens = kwargs.pop("tokenization_kwargs")["add_special_tokens"]
+        options = translate("generate", kwargs)
+        if not adds_special_tokens:
+            encoded = self.prompt_encoder.encode(as_prompt_list(prompts), add_special_tokens=False)
+            ready: Any = map_good(with_tokens, encoded)
+            return self._generate(ready, sampling_params, use_tqdm, on_error)
+        return super().generate(prompts, sampling_params, use_tqdm, on_error=on_error, **options)
+
+    def chat(  # type: ignore[override]  # the parent's options have names here
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        lora_request: Any = None,
+        priority: Any = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+        *,
+        on_error: str = "raise",
+    ) -> list[RequestOutput]:
+        translate(
+            "chat",
+            {
+                "lora_request": lora_request,
+                "priority": priority,
+                "chat_template_content_format": chat_template_content_format,
+                "tokenization_kwargs": tokenization_kwargs,
+                "mm_processor_kwargs": mm_processor_kwargs,
+            },
+        )
+        return super().chat(
+            messages,
+            sampling_params,
+            use_tqdm,
+            on_error=on_error,
+            chat_template=chat_template or self.default_chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+
+    def _add_named(self, name: str, prompt: Prompt, params: SamplingParams | None) -> None:
+        """Queues one prompt for ``_step_named``."""
+        params = params or self.get_default_sampling_params()
+        prepared = self.prepare(prompt, params)
+        with self._running(STREAM_OPEN, alone=False):
+            growing = params.output_kind is not RequestOutputKind.FINAL_ONLY
+            request = self._add(prepared, streams=growing)
+            request.is_stream = False  # any step may serve it
+            self._request_names[request.request_id] = name
+
+    def _step_named(self) -> list[RequestOutput]:
+        """Takes one step; returns the requests that it finished, and those that have grown."""
+        with self._running(STREAM_OPEN, alone=False):
+            if self.is_finished():
+                self._request_names.clear()
+                return []
+            with self._reset_on_error():
+                sampled, finished = self._step()
+                requests = {seq.request_id: self._requests.get(seq.request_id) for seq in sampled}
+                grown = [
+                    request
+                    for request in requests.values()
+                    if request and request.params.output_kind is not RequestOutputKind.FINAL_ONLY
+                ]
+                outputs = make_outputs([*finished, *grown], self.prompt_encoder)
+            for output in outputs:
+                names = self._request_names
+                take = names.pop if output.finished else names.get
+                output.request_id = take(output.request_id, output.request_id)
+            return outputs
+
+    def _abort_named(self, names: set[str]) -> None:
+        for request_id, name in [*self._request_names.items()]:
+            if name in names:
+                del self._request_names[request_id]
+                if request_id in self._requests:
+                    self.abort_request(request_id)
+
+
+def _read_template(template: str | os.PathLike[str] | None) -> str | None:
+    """A chat template given as text, or as the path of a file."""
+    if template is None or (isinstance(template, str) and set(template) & set("{}\n")):
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"chat_template is no template and no readable file: {error}") from error

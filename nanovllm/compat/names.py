@@ -1,0 +1,156 @@
+"""What vLLM's modules hold that nanovllm does not need itself."""
+
+import gc
+import logging
+import os
+import uuid
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from nanovllm.checkpoints.checkpoint import load_tokenizer
+from nanovllm.compat.alias import vllm_version
+from nanovllm.outputs import Logprob
+from nanovllm.text.prompts import Prompt
+
+__version__ = vllm_version()
+__version_tuple__ = tuple(int(part) for part in __version__.split("."))
+
+PromptType: TypeAlias = Prompt
+TokenizerLike: TypeAlias = PreTrainedTokenizerBase
+LogprobsOnePosition: TypeAlias = dict[int, Logprob]
+PromptLogprobs: TypeAlias = list[LogprobsOnePosition | None]
+SampleLogprobs: TypeAlias = list[LogprobsOnePosition]
+
+
+@dataclass
+class LoRARequest:
+    """A LoRA adapter. Programs import the class; ``generate`` and ``chat`` refuse its objects."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+    base_model_name: str | None = None
+    load_inplace: bool = False
+
+
+class _NotServed:
+    """A class of vLLM's that programs import, and whose objects nothing here takes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(f"vLLM's {type(self).__name__} is not served here")
+
+
+class BeamSearchParams(_NotServed):
+    """Settings of a beam search."""
+
+
+class PoolingParams(_NotServed):
+    """Settings of embeddings and scores."""
+
+
+class Platform:
+    """What kind of device engines run on by default."""
+
+    @property
+    def device_type(self) -> str:
+        return "cuda" if self.is_cuda() else "cpu"
+
+    @property
+    def device_name(self) -> str:
+        return self.device_type
+
+    def is_cuda(self) -> bool:
+        return torch.cuda.is_available()
+
+    is_cuda_alike = is_cuda
+
+    def is_cpu(self) -> bool:
+        return not self.is_cuda()
+
+    def is_rocm(self) -> bool:
+        return False
+
+    is_tpu = is_xpu = is_rocm
+
+
+current_platform = Platform()
+
+
+class UsageContext(StrEnum):
+    """Where an engine was started from; it changes nothing."""
+
+    UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
+    LLM_CLASS = "LLM_CLASS"
+    API_SERVER = "API_SERVER"
+    OPENAI_API_SERVER = "OPENAI_API_SERVER"
+    OPENAI_BATCH_RUNNER = "OPENAI_BATCH_RUNNER"
+    ENGINE_CONTEXT = "ENGINE_CONTEXT"
+
+
+def get_tokenizer(
+    tokenizer_name: str | os.PathLike[str], *, trust_remote_code: bool = False, **kwargs: Any
+) -> Any:
+    """The tokenizer of a checkpoint.
+
+    Args:
+        tokenizer_name: a checkpoint directory, a ``.gguf`` file or a hub id.
+        trust_remote_code: ignored; no remote code is run.
+        kwargs: refused, other than ``tokenizer_mode``, ``revision`` and ``download_dir`` at values
+            that ask for nothing.
+
+    Raises:
+        ValueError: no tokenizer there, or an option that is not served.
+    """
+    neutral = {"tokenizer_mode": ("auto", "hf", "slow"), "revision": (None, "main")}
+    kwargs.pop("download_dir", None)
+    for name, value in kwargs.items():
+        if value not in neutral.get(name, ()):
+            raise ValueError(f"get_tokenizer: vLLM's {name}={value!r} is not served here")
+    tokenizer = load_tokenizer(os.fspath(tokenizer_name))
+    if tokenizer is None:
+        raise ValueError(f"{tokenizer_name} has no tokenizer")
+    return tokenizer
+
+
+def resolve_chat_template(
+    tokenizer: Any,
+    chat_template: str | None,
+    tools: list[dict[str, Any]] | None,
+    *,
+    model_config: Any,
+) -> str | None:
+    """The given chat template, or the tokenizer's; None if there is none."""
+    if chat_template is None and not tokenizer.chat_template:
+        return None
+    return tokenizer.get_chat_template(chat_template, tools=tools)
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Frees memory that deleted engines held. Their processes have ended already."""
+    if shutdown_ray:
+        import ray
+
+        ray.shutdown()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def destroy_model_parallel() -> None:
+    """Does nothing: ``LLM.close()``, or deleting the object, ends an engine's process group."""
+
+
+destroy_distributed_environment = destroy_model_parallel
+
+
+def init_logger(name: str) -> logging.Logger:
+    return logging.getLogger(name)
+
+
+def random_uuid() -> str:
+    """16 hexadecimal digits."""
+    return uuid.uuid4().hex[:16]

@@ -1,0 +1,44 @@
+"""The logits that tokens are sampled from, for ``logprobs_mode="processed_logprobs"``.
+
+Sampling itself never builds them: it needs one token, not the distribution (sampling.py).
+"""
+
+import math
+
+import torch
+
+
+def processed_logits(
+    logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, truncates: bool
+) -> torch.Tensor:
+    """Logits after temperature, min-p, top-k and top-p, in this order; -inf for what these cut off.
+
+    Tokens tied with the last one kept are kept too, and so is the sampled token, which rounding
+    could put on the other side of a border. Rows with temperature 0 are not scaled.
+
+    Args:
+        logits: [N, vocab_size], masks, biases and penalties included.
+        rows: int32 [N, 8], a SAMPLING_ROW each.
+        token_ids: int64 [N], the sampled tokens.
+        truncates: whether any row has min-p, top-k or top-p.
+
+    Returns:
+        fp32 [N, vocab_size].
+    """
+    settings = rows.view(torch.float32)
+    temperature, top_k, top_p, min_p = settings[:, 0], rows[:, 1], settings[:, 2], settings[:, 3]
+    scale = torch.where(temperature > 0, temperature, 1.0)
+    scaled = logits.float() / scale.unsqueeze(1)
+    if not truncates:
+        return scaled
+    best = scaled.sort(dim=-1, descending=True).values
+    vocab_size = best.size(1)
+    last = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size).long() - 1
+    kept = best >= best.gather(1, last.unsqueeze(1))
+    kept &= best >= best[:, :1] + min_p.log().unsqueeze(1)
+    probs = best.masked_fill(~kept, -math.inf).softmax(-1)
+    mass_before = probs.cumsum(-1) - probs
+    kept &= (mass_before < top_p.unsqueeze(1)) | (top_p >= 1).unsqueeze(1)
+    lowest = best.masked_fill(~kept, math.inf).amin(1, keepdim=True)
+    lowest = torch.minimum(lowest, scaled.gather(1, token_ids.unsqueeze(1)))
+    return scaled.masked_fill(scaled < lowest, -math.inf)

@@ -1,0 +1,164 @@
+"""vLLM's arguments, by the recorded table: what is honoured, what is a hint, what is refused."""
+
+import inspect
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.compat import arguments
+from nanovllm.compat.arguments import load_table, translate
+from nanovllm.compat.engine_args import EngineArgs
+
+CALLS = ("LLM", "generate", "chat")
+ENTRIES = [(call, name, entry) for call in CALLS for name, entry in load_table()[call].items()]
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+
+
+def of_class(kind):
+    return [(call, name, entry) for call, name, entry in ENTRIES if entry["class"] == kind]
+
+
+class TestTheTable:
+    def test_generate_and_chat_have_vllms_parameters_in_vllms_order(self):
+        for call in ("generate", "chat"):
+            vllms = [name for name, e in load_table()[call].items() if "former" not in e]
+            ours = list(inspect.signature(getattr(LLM, call)).parameters)[1:]
+            positional = vllms[:3] if call == "generate" else vllms  # the others are keywords there
+            assert ours[: len(positional)] == positional
+
+
+class TestTranslate:
+    def test_every_argument_is_accepted_at_its_default_and_at_none(self):
+        for call, name, entry in ENTRIES:
+            translate(call, {name: entry["default"]})
+            assert translate(call, {name: None}) == {}
+
+    def test_every_neutral_value_is_accepted_and_any_other_refused_by_name(self):
+        for call, name, entry in of_class("neutral"):
+            for value in entry["neutral"]:
+                assert translate(call, {name: value}) == {}
+            with pytest.raises(ValueError, match=f"vLLM's `{name}` is not served here: "):
+                translate(call, {name: "something else"})
+
+    def test_every_hint_is_accepted_at_any_value(self):
+        for call, name, _ in of_class("hint"):
+            assert translate(call, {name: object()}) == {}
+
+    def test_a_hint_is_logged_once_and_not_at_its_default(self, caplog, monkeypatch):
+        monkeypatch.setattr(arguments, "_logged_hints", set())
+        caplog.set_level(logging.INFO, logger="nanovllm")
+        translate("LLM", {"swap_space": load_table()["LLM"]["swap_space"]["default"]})
+        assert not caplog.records
+        for size in (8, 16):
+            translate("LLM", {"swap_space": size, "trust_remote_code": True})
+        assert [record.getMessage() for record in caplog.records] == [
+            "vLLM's `swap_space` has no effect here",
+            "vLLM's `trust_remote_code` has no effect here",
+        ]
+
+    def test_honoured_arguments_get_our_names_and_values(self):
+        given = {"block_size": 32, "load_format": "safetensors", "dtype": torch.float16, "seed": 1}
+        assert translate("LLM", given) == {
+            "kvcache_block_size": 32,
+            "load_format": "auto",
+            "dtype": torch.float16,
+            "seed": 1,
+        }
+
+    def test_names_that_vllm_does_not_have_are_passed_on(self):
+        assert translate("LLM", {"kvcache_block_size": 8, "nonsense": 1}) == {
+            "kvcache_block_size": 8,
+            "nonsense": 1,
+        }
+
+    def test_one_argument_under_two_names_is_refused(self):
+        with pytest.raises(TypeError, match="block_size and kvcache_block_size are the same"):
+            translate("LLM", {"block_size": 8, "kvcache_block_size": 8})
+
+    @pytest.mark.parametrize("value", [[], [None, None], (None,)], ids=str)
+    def test_a_list_of_nothing_asks_for_nothing(self, value):
+        assert translate("generate", {"lora_request": value}) == {}
+
+    def test_numpy_values_equal_pythons(self):
+        assert translate("LLM", {"pipeline_parallel_size": np.int64(1)}) == {}
+
+
+class TestLLM:
+    def test_a_call_as_people_write_it(self, model_path):
+        """vLLM's names were refused: of 31 calls found in public repositories about 3 started."""
+        with LLM(
+            model=str(model_path),
+            tokenizer=str(model_path),
+            tokenizer_mode="auto",
+            trust_remote_code=True,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            dtype=torch.float32,
+            max_model_len=np.int64(128),
+            max_num_seqs=None,
+            block_size=16,
+            swap_space=4,
+            download_dir="/nowhere",
+            disable_log_stats=True,
+            enable_chunked_prefill=True,
+            quantization=None,
+            seed=np.int32(3),
+        ) as llm:
+            assert llm.config.kvcache_block_size == 16
+            assert llm.scheduler.max_len == 128
+            (output,) = llm.generate("ab", GREEDY, use_tqdm=False, lora_request=None, priority=[0])
+        assert len(output.outputs[0].token_ids) == 4
+
+    def test_vllms_defaults_start(self, model_path):
+        args = EngineArgs(model=str(model_path), max_model_len=64)
+        for make in (LLM.from_engine_args, lambda args: LLM(**vars(args))):
+            with make(args) as llm:
+                assert llm.config.max_logprobs == 20
+                assert llm.config.gpu_memory_utilization == 0.92
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("pipeline_parallel_size", 2),
+            ("quantization", "awq"),
+            ("speculative_config", {"method": "ngram"}),
+            ("enable_lora", True),
+        ],
+    )
+    def test_what_is_not_served_is_refused_by_name(self, name, value, model_path):
+        with pytest.raises(ValueError, match=f"vLLM's `{name}` is not served here"):
+            LLM(model_path, **{name: value})
+
+    def test_unknown_names_are_type_errors(self, model_path):
+        with pytest.raises(TypeError, match="did you mean 'max_model_len'"):
+            LLM(model_path, max_model_length=8)
+        with pytest.raises(TypeError, match="unknown argument 'nonsense'; known"):
+            LLM(model_path, nonsense=8)
+
+    def test_generate_and_chat_refuse_by_name(self, llm):
+        chat = [{"role": "user", "content": "hi"}]
+        for call, prompt in ((llm.generate, "ab"), (llm.chat, chat)):
+            with pytest.raises(ValueError, match="vLLM's `lora_request` is not served here: LoRA"):
+                call(prompt, GREEDY, lora_request=object())
+            with pytest.raises(ValueError, match="vLLM's `tokenization_kwargs` is not served here"):
+                call(prompt, GREEDY, tokenization_kwargs={"truncate_prompt_tokens": 2})
+            with pytest.raises(TypeError, match="nonsense"):
+                call(prompt, GREEDY, nonsense=1)
+
+    def test_chat_takes_vllms_positional_order(self, llm):
+        chat = [{"role": "user", "content": "hi"}]
+        options = {"chat_template": "{{ messages[0].content }}", "add_generation_prompt": False}
+        (expected,) = llm.chat(chat, GREEDY, False, **options)
+        template = options["chat_template"]
+        (output,) = llm.chat(chat, GREEDY, False, None, None, template, "string", False, False)
+        assert output.prompt == expected.prompt == "hi"
+        assert output["token_ids"] == expected["token_ids"]
+
+
+@pytest.fixture(scope="module")
+def llm(model_path):
+    with LLM(model_path, max_model_len=64, device="cpu") as llm:
+        yield llm
