@@ -647,3 +647,48 @@ def test_tokens_without_an_embedding_harm_no_other_prompt(small_model, tmp_path)
         assert [outputs[i]["token_ids"] for i in (0, 2)] == [out["token_ids"] for out in alone]
         again = llm.generate(["abc", "xyz"], params, use_tqdm=False)
         assert [out["token_ids"] for out in again] == [out["token_ids"] for out in alone]
+
+
+PROCESSED = """
+import json, sys
+from nanovllm import LLM, SamplingParams
+from tests.test_parity import PROMPTS
+params = SamplingParams(temperature=0.8, top_k=4, seed=3, max_tokens=12, logprobs=3)
+settings = {"dtype": "float32", "max_num_seqs": 16, "num_kvcache_blocks": 100}
+settings["logprobs_mode"] = "processed_logprobs"
+with LLM(sys.argv[1], tensor_parallel_size=int(sys.argv[2]), **settings) as llm:
+    outputs = llm.generate(PROMPTS[:12], params, use_tqdm=False)
+print(json.dumps([
+    [[token, {k: v.logprob for k, v in row.items()}] for token, row in zip(o.token_ids, o.logprobs)]
+    for o in (out.outputs[0] for out in outputs)
+]))
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=two_gpus)])
+def test_processed_logprobs_are_of_what_is_sampled_from(num_ranks, small_model):
+    """After temperature and top_k, as transformers' logits give them; never the raw ones."""
+    result = subprocess.run(
+        [sys.executable, "-c", PROCESSED, str(small_model), str(num_ranks)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    exact = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32).cuda().eval()
+    completions = json.loads(result.stdout.splitlines()[-1])
+    for prompt, completion in zip(PROMPTS[:12], completions, strict=True):
+        ids = torch.tensor([prompt + [token for token, _ in completion]], device="cuda")
+        with torch.inference_mode():
+            logits = exact(ids).logits[0, len(prompt) - 1 : -1].double() / 0.8
+        for row, (token, logprobs) in zip(logits, completion, strict=True):
+            kept = row.topk(4)
+            expected = dict(
+                zip(kept.indices.tolist(), kept.values.log_softmax(-1).tolist(), strict=True)
+            )
+            assert str(token) in logprobs
+            for other, logprob in logprobs.items():
+                assert logprob == pytest.approx(expected[int(other)], abs=2e-3)
