@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
@@ -163,4 +165,6 @@ def _plain(value: Any) -> Any:
         return int(value)
     if isinstance(value, Real):
         return float(value)
+    if isinstance(value, np.bool_):
+        return bool(value)
     return os.fspath(value) if isinstance(value, os.PathLike) else value

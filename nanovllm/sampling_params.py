@@ -8,6 +8,8 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
+
 LARGEST = 1e30  # well within fp32
 MAX_COMPLETIONS = 2**14  # of one prompt
 MAX_STRINGS = 4096  # stop strings or bad words: each is looked for at every token
@@ -302,9 +304,9 @@ def _number(low: float, high: float, above: bool = False) -> Callable[[str, Any]
 
 
 def _read_bool(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
+    if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False, got {value!r:.80}")
-    return value
+    return bool(value)
 
 
 def _read_seed(name: str, value: Any) -> int | None:
@@ -313,7 +315,7 @@ def _read_seed(name: str, value: Any) -> int | None:
 
 
 def _read_num_logprobs(name: str, value: Any) -> int | None:
-    if isinstance(value, bool):
+    if isinstance(value, (bool, np.bool_)):
         return 1 if value else None
     return _int(-1, optional=True)(name, value)
 

@@ -309,6 +309,7 @@ class TestMistakes:
             ("dtype", "float", "float32"),
             ("dtype", torch.bfloat16, "bfloat16"),
             ("tokenizer", Path("a/b"), "a/b"),
+            ("enforce_eager", np.bool_(True), True),
         ],
     )
     def test_what_users_write_becomes_pythons_own(self, field, value, kept):

@@ -128,6 +128,8 @@ def test_a_good_value_is_kept(name: str, value: Any):
         ("allowed_token_ids", (5, np.int16(3)), [5, 3]),
         ("bad_words", None, []),
         ("bad_words", ("a", "a"), ["a"]),
+        ("ignore_eos", np.bool_(True), True),
+        ("logprobs", np.bool_(True), 1),
         ("logprobs", True, 1),
         ("logprobs", False, None),
         ("prompt_logprobs", True, 1),

@@ -6,6 +6,7 @@ from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, N
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import field, fields, make_dataclass
+from decimal import Decimal
 from functools import partial
 from json import JSONDecodeError, loads
 from typing import Any
@@ -57,10 +58,13 @@ def _read(reader: Callable[[str], Any], optional: bool, text: str) -> Any:
 
 
 def _read_int(text: str) -> int:
-    """An int, also with a suffix: 1k is 1000, 1K is 1024."""
-    match = re.fullmatch(r"(\d+)([kKmMgGtT])", text)
+    """An int, also with a suffix: 1k is 1000, 25.6k is 25600, 1K is 1024."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])|(\d+)([KMGT])", text)
     try:
-        return int(match[1]) * SUFFIXES[match[2]] if match else int(text)
+        if match is None:
+            return int(text)
+        number, suffix = match[1] or match[3], match[2] or match[4]
+        return int(Decimal(number) * SUFFIXES[suffix])
     except ValueError:
         raise ArgumentTypeError(f"not an int: {text!r}") from None
 

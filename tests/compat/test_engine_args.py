@@ -53,11 +53,17 @@ def test_every_flag_sets_its_argument():
 def test_spellings_that_vllm_takes():
     args = parse("--max_model_len", "2k", "--max-num-batched-tokens=1K", "--tokenizer", "None")
     assert (args.max_model_len, args.max_num_batched_tokens, args.tokenizer) == (2000, 1024, None)
+    assert parse("--max-model-len", "25.6k").max_model_len == 25_600
     assert parse("--hf_overrides", '{"a": [1]}').hf_overrides == {"a": [1]}
 
 
 def test_mistakes_on_the_command_line_end_it(capsys):
-    for args in (["--max-model-len", "many"], ["--nonsense"], ["--dtype", "int3"]):
+    for args in (
+        ["--max-model-len", "2.5K"],
+        ["--max-model-len", "many"],
+        ["--nonsense"],
+        ["--dtype", "int3"],
+    ):
         with pytest.raises(SystemExit):
             parse(*args)
     assert "not an int: 'many'" in capsys.readouterr().err
