@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from safetensors import safe_open
 
-from nanovllm.checkpoints.files import check_regular, check_side_file, refusing
+from nanovllm.checkpoints.files import CPU, check_regular, check_side_file, refusing
+from nanovllm.checkpoints.tensor_reader import read_tensors
 from nanovllm.checkpoints.tokenizer_growth import check_growth, parts_of
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import get_model_class
@@ -56,8 +57,8 @@ class Checkpoint(Protocol):
     def load_tokenizer(self) -> "PreTrainedTokenizerBase | None":
         """The tokenizer, or None where the checkpoint has none."""
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Streams the weights as (transformers' name, CPU tensor)."""
+    def tensors(self, device: torch.device = CPU) -> Iterator[tuple[str, torch.Tensor]]:
+        """Streams the weights as (transformers' name, tensor on ``device`` or a CPU)."""
 
 
 def open_checkpoint(model: str) -> Checkpoint:
@@ -107,7 +108,10 @@ class SafetensorsCheckpoint:
     def load_tokenizer(self) -> "PreTrainedTokenizerBase | None":
         return _read_tokenizer(self.path, self._known)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, device: torch.device = CPU) -> Iterator[tuple[str, torch.Tensor]]:
+        if device.type != "cpu":
+            yield from read_tensors(self._weight_files(), device)
+            return
         for path in self._weight_files():
             with refusing(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (not a dict)

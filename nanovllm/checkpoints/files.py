@@ -5,7 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from nanovllm.utils.panics import is_failure
+
+CPU = torch.device("cpu")
 
 MAX_SIDE_BYTES = 2**26  # twice the largest tokenizer.json; JSON takes up to 25 times as much memory
 MAX_CONFIG_BYTES = 2**23  # several times the largest; transformers makes copies of what they hold

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import torch
 
-from nanovllm.checkpoints.files import refusing
+from nanovllm.checkpoints.files import CPU, refusing
 from nanovllm.checkpoints.gguf_file import GGUFFile
 from nanovllm.models.model_config import MAX_SIZES, ModelConfig
 from nanovllm.models.registry import get_model_class
@@ -67,7 +67,7 @@ class GGUFCheckpoint:
         tokenizer.name_or_path = str(self.path)
         return tokenizer
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, device: torch.device = CPU) -> Iterator[tuple[str, torch.Tensor]]:
         name_map = self._hf_names()
         for name in self.file.tensors:
             if name != ROPE_DIVISORS:

@@ -20,6 +20,7 @@ Qwen3Model = DecoderModel
 class Qwen3ForCausalLM(DecoderForCausalLM):
     config_defaults: ClassVar = {
         "head_dim": 128,
+        "num_key_value_heads": 32,
         "max_position_embeddings": 32768,
         "use_sliding_window": False,
     }

@@ -11,10 +11,10 @@ from nanovllm.models.registry import MODELS, get_model_class
 
 FULL = {
     "vocab_size": 512,
-    "hidden_size": 64,
+    "hidden_size": 128,
     "intermediate_size": 128,
     "num_hidden_layers": 3,
-    "num_attention_heads": 32,
+    "num_attention_heads": 64,
     "num_key_value_heads": 4,
     "head_dim": 16,
     "max_position_embeddings": 4096,
