@@ -78,6 +78,7 @@ class LLMEngine:
             self._close_runner = weakref.finalize(self, self.model_runner.close)
             try:
                 self.prompt_encoder = encoder.result()
+                self.model_runner.timed("tokenizer, after all else")
             except BaseException:
                 self._close_runner()
                 raise

@@ -154,7 +154,7 @@ class ModelRunner:
         self._bytes_before = self._allocated_bytes()
         self._meet_ranks()
         self._join_tp_group(rank, size)
-        self._timed("device and ranks")
+        self.timed("device and ranks")
         self._shorten(self._most_blocks())  # before the rotary embedding's cache is as long
         self.backend = select_attention_backend(
             config.attention_backend,
@@ -165,24 +165,24 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
         )
-        self._timed("attention backend")
+        self.timed("attention backend")
         self.model = self._build_model(checkpoint)
         self.attention_layers = [m for m in self.model.modules() if isinstance(m, Attention)]
         for layer in self.attention_layers:
             layer.backend = self.backend
         self._meet_ranks()
-        self._timed("weights")
+        self.timed("weights")
         self.sampler = Sampler(self.model.lm_head)
         self.last_tokens = torch.zeros(self.max_num_seqs, dtype=torch.int64, device=self.device)
         self.graphs = self._new_graphs()
         self.num_kvcache_blocks = self.tp.min(self.measure_kv_cache(), self.device)
         self._shorten(self.num_kvcache_blocks)
         self.allocate_kv_cache(self.num_kvcache_blocks)
-        self._timed("warm-up and KV cache")
+        self.timed("KV cache")
         if self.uses_graphs:
             self.capture_cudagraph(self._graph_sizes())
         self._meet_ranks()
-        self._timed("CUDA graphs")
+        self.timed("CUDA graphs")
 
     @property
     def is_forked(self) -> bool:
@@ -383,7 +383,7 @@ class ModelRunner:
         sizes = self._graph_sizes() if self.backend.capturable else []
         decodes = [size for size in sizes if not size.is_prefill and size.num_tokens % 64 == 0]
         few = [size for size in sizes if size.num_tokens <= 64]
-        with compiling_only():
+        with compiling_only(), self.model.model.few_layers():
             self.warmup_model()
             for _, step in self._new_graphs().make_steps([*{*few, *decodes, *sizes[-1:]}]):
                 step()
@@ -416,10 +416,13 @@ class ModelRunner:
         self.allocate_kv_cache(1)
         if HAS_TRITON:
             self.compile_kernels()
+            self.timed("kernels")
         torch.cuda.reset_peak_memory_stats(self.device)
         self.warmup_model()
         peak = torch.cuda.max_memory_allocated(self.device) - self._bytes_before
+        self.timed("warm-up")
         graph_bytes = self._measure_graphs() if self.uses_graphs else 0
+        self.timed("memory of CUDA graphs")
         if config.num_kvcache_blocks != -1:
             return config.num_kvcache_blocks
         own = self._allocated_bytes() - self._bytes_before
@@ -569,7 +572,8 @@ class ModelRunner:
 
     def _new_graphs(self) -> StepGraphs:
         width = cdiv(self.max_model_len, self.config.kvcache_block_size)
-        return StepGraphs(lambda x: self.run_model(x)[1], self.prepare, self.device, width)
+        step, few_layers = lambda x: self.run_model(x)[1], self.model.model.few_layers
+        return StepGraphs(step, self.prepare, self.device, width, few_layers)
 
     def _build_model(self, checkpoint: Checkpoint) -> DecoderForCausalLM:
         """The model on this rank's device in its dtype, with weights."""
@@ -581,6 +585,7 @@ class ModelRunner:
                 model = model_class(self.model_config, self.max_model_len)
         finally:
             torch.set_default_dtype(default_dtype)
+        self.timed("model without weights")
         with torch.inference_mode():
             if self.config.load_format == "dummy":
                 fill_with_dummy_weights(model, self.config.seed)
@@ -599,8 +604,10 @@ class ModelRunner:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)[0]
 
-    def _timed(self, part: str) -> None:
-        """Books the time since the last part."""
+    def timed(self, part: str) -> None:
+        """Books the time since the last part, with what the GPU still has to do of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         now = perf_counter()
         self.startup_seconds[part] = round(now - self._last_part, 3)
         self._last_part = now

@@ -5,6 +5,8 @@ matrix products (qkv, o, gate-up, down), split over the tensor-parallel ranks by
 MLP columns. N is the step's number of new tokens, of all sequences end to end.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
@@ -119,6 +121,16 @@ class DecoderModel(nn.Module):
             DecoderLayer(config, rotary_emb) for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    @contextmanager
+    def few_layers(self) -> Iterator[None]:
+        """Runs only the first two layers and the last one within: all kernels that there are."""
+        layers = self.layers
+        self.layers = layers[:2] + layers[2:][-1:]
+        try:
+            yield
+        finally:
+            self.layers = layers
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden_states = self.embed_tokens(input_ids)
