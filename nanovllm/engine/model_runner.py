@@ -590,7 +590,7 @@ class ModelRunner:
             if self.config.load_format == "dummy":
                 fill_with_dummy_weights(model, self.config.seed)
             else:
-                load_model(model, checkpoint.tensors(self.device), shows_bar=self.worker is None)
+                load_model(model, checkpoint.tensors(self.device), self.worker is None)
             for module in model.modules():
                 if isinstance(module, (LinearBase, ParallelLMHead)):
                     module.pack()
