@@ -120,22 +120,22 @@ class DecoderModel(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(config, rotary_emb) for _ in range(config.num_hidden_layers)
         )
+        self._layers_run = [*self.layers]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     @contextmanager
     def few_layers(self) -> Iterator[None]:
-        """Runs only the first two layers and the last one within: all kernels that there are."""
-        layers = self.layers
-        self.layers = layers[:2] + layers[2:][-1:]
+        """Within, a step runs the first two layers and the last one: all kernels that there are."""
+        self._layers_run = [*self.layers[:2], *self.layers[2:][-1:]]
         try:
             yield
         finally:
-            self.layers = layers
+            self._layers_run = [*self.layers]
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden_states = self.embed_tokens(input_ids)
         residual = None
-        *layers, last = self.layers
+        *layers, last = self._layers_run
         for layer in layers:
             hidden_states, residual = layer(positions, hidden_states, residual)
         outputs = get_context().output_indices  # nobody attends to what the last layer gives
