@@ -5,6 +5,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import count
@@ -15,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from tqdm.auto import tqdm
 
-from nanovllm.checkpoints.checkpoint import load_tokenizer, open_checkpoint
+from nanovllm.checkpoints.checkpoint import Checkpoint, load_tokenizer, open_checkpoint
 from nanovllm.config import MAX_INT32, Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.memory import describe_memory, held_bytes, is_out_of_memory, release_unused
@@ -69,17 +70,19 @@ class LLMEngine:
         config = self.config = Config.create(model, **kwargs)
         checkpoint = open_checkpoint(config.model)
         max_model_len = limit_model_len(config.max_model_len, checkpoint.config)
-        self.tokenizer = None
-        if not config.skip_tokenizer_init:
-            other = config.tokenizer
-            self.tokenizer = load_tokenizer(other) if other else checkpoint.load_tokenizer()
-        self.prompt_encoder = PromptEncoder(
-            self.tokenizer, checkpoint.config.vocab_size, max_model_len
-        )
         checkpoint.config.check_split(config.tensor_parallel_size)
-        self.model_runner = start_ranks(config, checkpoint, max_model_len)
-        # When the engine is collected, and at the latest before the interpreter ends.
-        self._close_runner = weakref.finalize(self, self.model_runner.close)
+        with ThreadPoolExecutor(1) as executor:  # the tokenizer's library takes long to import
+            encoder = executor.submit(load_encoder, config, checkpoint, max_model_len)
+            self.model_runner = start_ranks(config, checkpoint, max_model_len)
+            # When the engine is collected, and at the latest before the interpreter ends.
+            self._close_runner = weakref.finalize(self, self.model_runner.close)
+            try:
+                self.prompt_encoder = encoder.result()
+                self.model_runner.timed("tokenizer, after all else")
+            except BaseException:
+                self._close_runner()
+                raise
+        self.tokenizer = self.prompt_encoder.tokenizer
         eos_token_ids = set(checkpoint.eos_token_ids)
         eos_token_id = min(eos_token_ids) if len(eos_token_ids) == 1 else None
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
@@ -666,6 +669,14 @@ class LLMEngine:
     def _check_open(self, message: str = CLOSED) -> None:
         if self._closed:
             raise ValueError(message)
+
+
+def load_encoder(config: Config, checkpoint: Checkpoint, max_model_len: int) -> PromptEncoder:
+    """Loads the tokenizer, if there is to be one."""
+    tokenizer, other = None, config.tokenizer
+    if not config.skip_tokenizer_init:
+        tokenizer = load_tokenizer(other) if other else checkpoint.load_tokenizer()
+    return PromptEncoder(tokenizer, checkpoint.config.vocab_size, max_model_len)
 
 
 def collect_logprobs(sampled: list[Sequence], token_ids: list[int], logprobs: np.ndarray) -> None:

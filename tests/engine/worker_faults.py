@@ -282,7 +282,7 @@ def _fails_to_start(folder: Path, target: Any, *parts: str) -> None:
 
 
 def a_load_that_fails(folder: Path) -> None:
-    parts = ("OSError: no such shard", "Traceback", "in _build_model")
+    parts = ("OSError: no such shard", "Traceback", "in _load_weights")
     _fails_to_start(folder, raises_in_loading, *parts)
 
 
