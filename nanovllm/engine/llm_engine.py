@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
-from itertools import count
+from itertools import count, cycle
 from threading import Condition, current_thread
 from time import time
 from typing import Any, TypeAlias
@@ -29,12 +29,13 @@ from nanovllm.engine.throughput import Throughput
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.outputs import EngineMetrics, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import Prompt, PromptEncoder, as_prompt_list, map_good, raise_errors
+from nanovllm.text.prompts import Prompt, PromptEncoder, as_prompt_list, raise_errors
 from nanovllm.utils.forks import leave_to_parent
 from nanovllm.utils.panics import is_failure
 
 logger = logging.getLogger("nanovllm")
 PORTION = 32  # prompts that are tokenised together
+TEXT_STEPS = 32  # in as many steps each sequence's new tokens become text
 Checked: TypeAlias = PreparedRequest | Exception  # what is wrong with a request
 NOT_ALONE = (
     "{} needs the engine to itself: finish the other requests with step, drop them with "
@@ -115,6 +116,7 @@ class LLMEngine:
         self._launched: LaunchedStep | None = None  # whose tokens have not been fetched
         self._device = self.model_runner.device
         self._request_ids = count()
+        self._text_turns = cycle(range(TEXT_STEPS))
         self._turn = Condition()  # its lock is held by the call that runs
         self._closed = False
         logger.info(
@@ -351,8 +353,7 @@ class LLMEngine:
             else:
                 checked = self._validate(prompts, sampling_params)
             with self._running(NOT_ALONE.format("generate")):
-                results = self._run(checked, len(prompts), use_tqdm)
-                outputs = map_good(lambda good: make_outputs(good, self.prompt_encoder), results)
+                outputs = self._run(checked, len(prompts), use_tqdm)
         return [
             refused(prompt, output) if isinstance(output, Exception) else output
             for prompt, output in zip(prompts, outputs, strict=True)
@@ -363,13 +364,16 @@ class LLMEngine:
         checked: Iterable[Checked],
         num_prompts: int,
         use_tqdm: bool | Callable[..., tqdm],
-    ) -> list[Request | Exception]:
-        """Runs requests to their end; what cannot run stays the exception that says why."""
+    ) -> list[RequestOutput | Exception]:
+        """Runs requests to their end, and makes the results of those that finish while the others
+        run; what cannot run stays the exception that says why."""
         bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
         progress = bar(total=num_prompts, desc="Generating")
 
         def advance() -> None:
             _, finished = self._step()
+            for output in make_outputs(finished, self.prompt_encoder):
+                outputs[indices[output.request_id]] = output
             if finished:
                 prefill, decode = (f"{rate:.0f} tok/s" for rate in self.throughput.rates())
                 progress.set_postfix(prefill=prefill, decode=decode, refresh=False)
@@ -381,7 +385,8 @@ class LLMEngine:
                 advance()
             return is_busy
 
-        requests: dict[int, Request | Exception] = {}
+        indices: dict[str, int] = {}  # by request id
+        outputs: dict[int, RequestOutput | Exception] = {}
         with (
             self._reset_on_error(),
             closing(progress),
@@ -390,17 +395,18 @@ class LLMEngine:
             num_tokens = 0
             for index, item in ready:
                 if isinstance(item, Exception):
-                    requests[index] = item
+                    outputs[index] = item
                     continue
-                requests[index] = request = self._add(item)
+                request = self._add(item)
+                indices[request.request_id] = index
                 num_tokens += self.scheduler.count_new_tokens(request.seqs[0])
                 if num_tokens >= self.config.max_num_batched_tokens:
                     num_tokens = 0
                     advance()  # the others are added while it runs
-            progress.update(sum(isinstance(item, Exception) for item in requests.values()))
+            progress.update(sum(isinstance(item, Exception) for item in outputs.values()))
             while self._requests:
                 advance()
-        return [requests[index] for index in range(num_prompts)]
+        return [outputs[index] for index in range(num_prompts)]
 
     @contextmanager
     def _running(self, conflict: str, alone: bool = True) -> Iterator[None]:
@@ -495,16 +501,21 @@ class LLMEngine:
         token_ids = [output.token_ids[row] for row in rows]
         if output.logprobs is not None:
             collect_logprobs(sampled, token_ids, output.logprobs[rows])
-        for seq, token_id in zip(sampled, token_ids, strict=True):
-            if seq.is_watched:
-                try:
+        # What is not watched becomes text many tokens at a time, while steps run.
+        due = {*sampled[next(self._text_turns) :: TEXT_STEPS], *finished}
+        work = [(seq, t) for seq, t in zip(sampled, token_ids, strict=True) if seq.is_watched]
+        for seq, token_id in work + [(seq, None) for seq in due if not seq.is_watched]:
+            try:
+                if token_id is None:
+                    self._read(seq)
+                else:
                     self._watch(seq, token_id)
-                except BaseException as error:  # of its tokenizer or its grammar
-                    if not is_failure(error):
-                        raise
-                    self.scheduler.finish(seq, None, f"{type(error).__name__}: {error}")
-                if seq.is_finished:
-                    finished.append(seq)
+            except BaseException as error:  # of its tokenizer or its grammar
+                if not is_failure(error):
+                    raise
+                self.scheduler.finish(seq, None, f"{type(error).__name__}: {error}")
+            if seq.is_finished:
+                finished.append(seq)
         if self.throughput.add(batch.num_tokens if batch.is_prefill else 0, len(sampled)):
             self._log_metrics()
         now = time()
@@ -548,6 +559,15 @@ class LLMEngine:
         if stop is not None:
             self.scheduler.finish(seq, stop)
 
+    def _read(self, seq: Sequence) -> None:
+        """Brings the text of a sequence, whose tokens nobody watches, up to its last token."""
+        if (text := seq.detokenizer) is None:
+            return
+        end = len(seq.token_ids) - (seq.ends_with_stop_token and not text.keep_stop)
+        text.extend(seq.token_ids[seq.num_prompt_tokens + text.num_tokens : end])
+        if seq.is_finished:
+            text.finish()
+
     def _add(self, prepared: PreparedRequest, streams: bool = False) -> Request:
         """Queues a request; if anything raises, nothing has changed."""
         request_id = str(next(self._request_ids))
@@ -558,9 +578,9 @@ class LLMEngine:
             seq = Sequence(token_ids, params, self.config.kvcache_block_size)
             seq.request_id = request_id
             seq.sampling = state
-            if params.detokenize and self.tokenizer and (streams or params.stop):
-                seq.detokenizer = self.prompt_encoder.detokenizer(token_ids[-1], params)
-            seq.is_watched = seq.detokenizer is not None or state.follows_tokens
+            seq.detokenizer = self.prompt_encoder.detokenizer(token_ids[-1], params)
+            grows = seq.detokenizer is not None and (streams or bool(params.stop))
+            seq.is_watched = grows or state.follows_tokens
             seqs.append(seq)
         seqs[0].wants_prompt_logprobs = params.prompt_logprobs is not None
         seqs[0].siblings = seqs[1:]

@@ -58,7 +58,7 @@ class Sequence:
         wants_prompt_logprobs: each prompt token has to be computed, to have its logits.
         prompt_logprobs, logprobs: packed rows, collected from the steps.
         sampling: what drawing its tokens takes; set by the engine, on rank 0 only.
-        detokenizer: its text so far; None if nobody has to know that before it has finished.
+        detokenizer: its text so far; None if it is to have none.
         is_watched: whether a new token means more to the engine than its place in the sequence.
     """
 
