@@ -34,6 +34,24 @@ CONFIG_FIELDS = (
     "use_sliding_window tie_word_embeddings dtype torch_dtype eos_token_id quantization_config "
     "tokenizer_class"
 )
+# transformers' values of fields that a config.json leaves out, by its model type; ModelConfig has
+# those that all types share.
+QWEN_DEFAULTS = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+}
+CONFIG_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048, "eos_token_id": 2},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "eos_token_id": 2,
+    },
+    "qwen2": QWEN_DEFAULTS,
+    "qwen3": {"head_dim": 128, **QWEN_DEFAULTS},
+}
 TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja"]
 # With these, all that transformers' tokenizers may open.
 SIDE_PATTERNS = [*TOKENIZER_PATTERNS, "*.spm", "*.codes", "*.tokenizer"]
@@ -93,8 +111,9 @@ class SafetensorsCheckpoint:
         architecture = str(named[0] if isinstance(named, list) and named else named)
         model_class = get_model_class(architecture)
         known = {name: raw[name] for name in CONFIG_FIELDS.split() if name in raw}
-        self._known = {"model_type": architecture.removesuffix("ForCausalLM").lower(), **known}
-        hf = {**model_class.config_defaults, **known}
+        model_type = architecture.removesuffix("ForCausalLM").lower()
+        self._known = {"model_type": model_type, **known}
+        hf = {**CONFIG_DEFAULTS[model_type], **known}
         with refusing(f"{path / 'config.json'} cannot be served"):
             biases = [bool(hf.get(name)) for name in ("attention_bias", "mlp_bias")]
             flags = model_class.config_flags(*biases)

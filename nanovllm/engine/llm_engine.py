@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -533,7 +534,8 @@ class LLMEngine:
     def _isolate(self, seq: Sequence) -> None:
         """Runs a sequence once more that could draw no token: the NaN may have come with a prefix
         that another one computed."""
-        logger.warning("request %s: %s; computing it once more, alone", seq.request_id, seq.error)
+        message = "request %s: %s; computing it once more, alone"
+        log(logging.WARNING, message, seq.request_id, seq.error)
         seqs = self._requests[seq.request_id].seqs
         new = seqs[seqs.index(seq)] = seq.isolated()
         self.scheduler.waiting.appendleft(new)
@@ -651,7 +653,8 @@ class LLMEngine:
 
     def _log_metrics(self) -> None:
         now = self.metrics()
-        logger.info(
+        log(
+            logging.INFO,
             "running %d, waiting %d, KV cache %.0f%%, prefix hits %.0f%%, preemptions %d, "
             "prefill %.0f tok/s, decode %.0f tok/s",
             now.num_running,
@@ -697,6 +700,12 @@ def load_encoder(config: Config, checkpoint: Checkpoint, max_model_len: int) -> 
     if not config.skip_tokenizer_init:
         tokenizer = load_tokenizer(other) if other else checkpoint.load_tokenizer()
     return PromptEncoder(tokenizer, checkpoint.config.vocab_size, max_model_len)
+
+
+def log(level: int, message: str, *args: Any) -> None:
+    """Logs a line between progress bars, which are drawn anew below it."""
+    with tqdm.external_write_mode(sys.stderr):
+        logger.log(level, message, *args)
 
 
 def collect_logprobs(sampled: list[Sequence], token_ids: list[int], logprobs: np.ndarray) -> None:

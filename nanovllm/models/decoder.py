@@ -153,8 +153,6 @@ class DecoderForCausalLM(nn.Module):
         max_position: positions to serve; the rotary cache covers [0, max_position).
     """
 
-    # transformers' values of fields that a config.json leaves out.
-    config_defaults: ClassVar[dict[str, int]] = {}
     packed_modules_mapping: ClassVar[dict[str, tuple[str, str | int]]] = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),

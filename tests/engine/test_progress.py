@@ -1,0 +1,63 @@
+"""Progress bars, and log lines beside them."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from nanovllm.engine import llm_engine
+from nanovllm.utils import loader
+
+
+def test_a_log_line_does_not_cut_through_a_bar(capsys):
+    handler = logging.StreamHandler(sys.stderr)
+    llm_engine.logger.addHandler(handler)
+    try:
+        with tqdm(total=10, desc="Generating", mininterval=0) as bar:
+            bar.update(3)
+            llm_engine.log(logging.WARNING, "%d of %d", 1, 2)
+            bar.update(3)
+    finally:
+        llm_engine.logger.removeHandler(handler)
+    text = capsys.readouterr().err
+    (line,) = [line for line in text.split("\n") if "1 of 2" in line]
+    assert line.rpartition("\r")[2] == "1 of 2", "the bar's text is before it"
+    assert text.count("3/10") == 2, "the bar is drawn anew"
+
+
+class Model(nn.Module):
+    packed_modules_mapping: ClassVar = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.zeros(100)) for _ in range(2))
+
+    def is_redundant_weight(self, name: str) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    "large_bytes, shows_bar, is_shown", [(799, True, True), (800, True, False), (0, False, False)]
+)
+def test_large_weights_have_a_bar(large_bytes, shows_bar, is_shown, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(loader, "LARGE_BYTES", large_bytes)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from (("a", torch.ones(100)), ("b", torch.ones(100)))
+
+    model = Model()
+    loader.load_model(model, tensors(), shows_bar)
+    assert ("Loading weights: 100%" in capsys.readouterr().err) == is_shown
+    assert all(bool((param == 1).all()) for param in model.parameters())
+
+
+def test_no_bar_is_drawn_into_a_file(monkeypatch, capsys):
+    monkeypatch.setattr(loader, "LARGE_BYTES", 0)
+    loader.load_model(Model(), iter([("a", torch.ones(100)), ("b", torch.ones(100))]), True)
+    assert capsys.readouterr().err == ""
