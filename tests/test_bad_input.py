@@ -494,6 +494,7 @@ class TestPromptForms:
         assert prompts == PROMPTS
 
 
+@pytest.mark.smoke
 class TestResults:
     def test_order_is_the_prompts_whatever_finishes_first(self, llm, expected):
         lengths = [20, 1, 7, 3]
@@ -981,6 +982,7 @@ CHAT_TEMPLATE = (
 )
 
 
+@pytest.mark.smoke
 class TestTokenizer:
     @pytest.fixture(scope="class")
     @staticmethod

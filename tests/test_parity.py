@@ -139,6 +139,7 @@ def test_tokens_equal_one_prompt_at_a_time(name, engine, tiny_models, expected):
         assert_same_tokens(ours, expected(name)[:12])
 
 
+@pytest.mark.smoke
 @EVERY_MODEL
 def test_tokens_survive_prefix_cache_hits(name, engine, tiny_models, expected):
     """The second call finds every full block of the first one's prompts in the cache."""

@@ -57,6 +57,7 @@ def expected(path: Path, prompts: list[list[int]]) -> list[list[int]]:
     return [transformers_greedy(model, prompt, NUM_NEW_TOKENS) for prompt in prompts]
 
 
+@pytest.mark.smoke
 def test_it_knows_the_capital_of_france(path):
     with LLM(path, dtype="float32") as llm:
         chat = llm.tokenizer.apply_chat_template(

@@ -17,7 +17,7 @@ def test_every_entry_is_tried_and_those_that_fail_are_named(tmp_path):
             with pytest.raises(ValueError):
                 pass
 
-    with pytest.raises(BaseExceptionGroup, match="2 of 4 entries fail: .*'b'.*'d'") as error:
+    with pytest.raises(BaseExceptionGroup, match=r"2 of 4 entries fail: .*'b'.*'d'") as error:
         check(folder=tmp_path)
     assert seen == [(tmp_path, 1, "a"), (tmp_path, 2, "b"), (tmp_path, 3, "c"), (tmp_path, 4, "d")]
     assert isinstance(error.value.exceptions[0], KeyError)

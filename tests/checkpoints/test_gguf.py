@@ -18,6 +18,8 @@ from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.engine.model_runner import select_dtype
 from tests.tiny_models import LLAMA3_ROPE, VOCAB_SIZE, TinyModels
 
+pytestmark = pytest.mark.smoke
+
 SMALL: dict[str, Any] = {"num_kvcache_blocks": 64, "kvcache_block_size": 16, "max_num_seqs": 4}
 MODELS = {
     "llama": "llama",

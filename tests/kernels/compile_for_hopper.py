@@ -158,7 +158,7 @@ def launch_all(
         x = make(1, width)
         skinny_linear.skinny_norm_linear(x, weight, bias, silu, make(width), 1e-6, x)
     if dtype is not torch.float32:
-        for out, width in ((4096, 1024), (1024, 2048)) if all_sizes else ((4096, 1024),):
+        for out, width in ((4096, 1024), (1024, 2048)) if all_sizes else ((1024, 2048),):
             for num_rows in (32, 64) if all_sizes else (32,):
                 for bias in (None, make(out)):
                     tile_linear.tile_linear(make(num_rows, width), make(out, width), bias)

@@ -256,12 +256,12 @@ def check_frequencies(sampler, logits: torch.Tensor, n: int, device: str, **trun
 @pytest.mark.parametrize(
     "truncation",
     [
-        {"temperature": 0.7},
+        pytest.param({"temperature": 0.7}, marks=slow),
         {},
-        {"temperature": 2.0},
-        {"top_k": 6},
+        pytest.param({"temperature": 2.0}, marks=slow),
+        pytest.param({"top_k": 6}, marks=slow),
         {"top_p": 0.8},
-        {"min_p": 0.15},
+        pytest.param({"min_p": 0.15}, marks=slow),
         {"top_k": 8, "top_p": 0.7, "temperature": 1.5},
     ],
     ids=str,
@@ -280,7 +280,12 @@ def test_frequencies_follow_the_distribution(truncation, places, fast_sampler, d
 
 @pytest.mark.parametrize(
     "truncation",
-    [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 2, "top_p": 0.99, "min_p": 0.1}],
+    [
+        {"top_k": 2},
+        pytest.param({"top_p": 0.5}, marks=slow),
+        pytest.param({"min_p": 0.3}, marks=slow),
+        {"top_k": 2, "top_p": 0.99, "min_p": 0.1},
+    ],
     ids=str,
 )
 def test_a_redraw_knows_nothing_of_the_draw_that_was_rejected(truncation, fast_sampler, device):
