@@ -527,6 +527,9 @@ def token_logprobs(positions: list[Any]) -> np.ndarray:
     return np.array([next(iter(position.values())).logprob for position in positions if position])
 
 
+slow = pytest.mark.slow
+
+
 class TestOutOfMemory:
     def test_an_engine_that_ran_out_of_memory_is_as_fast_as_before(self, llm, monkeypatch):
         """Guards limits that stayed at one sequence a step: 526 steps where 8 had been enough."""
@@ -544,8 +547,18 @@ class TestOutOfMemory:
         run(llm)
         assert len(num_steps) <= before
 
-    @pytest.mark.parametrize("part", ["run", "sample"])
-    @pytest.mark.parametrize("name", ["greedy", "sampled", "penalised", "logprobs"])
+    @pytest.mark.parametrize(
+        ("name", "part"),
+        [
+            pytest.param(
+                name,
+                part,
+                marks=[] if (name, part) in (("sampled", "sample"), ("logprobs", "run")) else slow,
+            )
+            for name in ("greedy", "sampled", "penalised", "logprobs")
+            for part in ("run", "sample")
+        ],
+    )
     @pytest.mark.parametrize("fits", FITS)
     def test_smaller_steps_give_the_same_tokens(self, fits, name, part, llm, monkeypatch, caplog):
         prompts = [*PROMPTS, PROMPTS[1], PROMPTS[3], [*PROMPTS[3], 5]]  # also shared blocks
@@ -568,9 +581,12 @@ class TestOutOfMemory:
         run(llm)
         limits = llm.scheduler._max_tokens_now, llm.scheduler._max_seqs_now
         assert limits != (64, 8)
-        for _ in range(30):
+        num_runs = 0
+        while limits != (64, 8):
+            num_runs += 1
+            assert num_runs <= 30
             run(llm)
-        assert (llm.scheduler._max_tokens_now, llm.scheduler._max_seqs_now) == (64, 8)
+            limits = llm.scheduler._max_tokens_now, llm.scheduler._max_seqs_now
 
     def test_where_nothing_fits_it_says_what_is_in_use_and_goes_on_after(self, llm, monkeypatch):
         expected = tokens(run(llm))

@@ -506,10 +506,18 @@ def never_closed(folder: Path) -> None:
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
 
 
+def few_one_after_the_other(folder: Path) -> None:
+    one_after_the_other(folder, 3)
+
+
 def many_one_after_the_other(folder: Path) -> None:
+    one_after_the_other(folder, 20)
+
+
+def one_after_the_other(folder: Path, num_engines: int) -> None:
     """Guards what outlives an engine: files, threads, state that the next one trips over."""
     expected, open_after = None, []
-    for _ in range(20):
+    for _ in range(num_engines):
         start = time.monotonic()
         with make(folder) as llm:
             ready = time.monotonic()
@@ -545,6 +553,7 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
         two_engines_at_once,
         deleted,
         never_closed,
+        few_one_after_the_other,
         many_one_after_the_other,
     )
 }
