@@ -1,8 +1,9 @@
-"""Draws README.md's table and plot from benchmarks/results/*.jsonl: ``python -m
-benchmarks.report``.
+"""Draws the tables and charts of README.md and docs/benchmarks.md: ``python -m benchmarks.report``.
 
-Of several runs of the same thing, the last counts. Shares of the floor are by ``floor.py`` as it is
-now, with the ceilings of each record.
+README.md compares engines, from ``benchmarks/results/peers.jsonl``. docs/benchmarks.md shows that
+file in full, and the runs of ``bench.py`` in the other files beside it. Of several runs of the same
+thing, the last counts. Fractions of the roofline are computed by ``floor.py`` as it is now, with
+the bandwidth and matmul rate measured by each run.
 """
 
 import json
@@ -16,29 +17,45 @@ from nanovllm.checkpoints.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PLOT = ROOT / "docs" / "throughput.png"
-BEGIN, END = "<!-- results: python -m benchmarks.report -->", "<!-- end of results -->"
+PEERS = RESULTS / "peers.jsonl"
+COMPARISON = ROOT / "docs" / "comparison.png"
+ROOFLINES = ROOT / "docs" / "throughput.png"
+README = ROOT / "README.md"
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
+README_WORKLOADS = ("mixed256", "decode256", "prefill", "batch8", "single")
+ENGINES = ("nano-vLLM", "vLLM", "nanovllm")  # a record's engine is one of these and a version
+COLORS = ("#bbbbbb", "#ddaa33", "#4477aa")
+
+Record = dict[str, Any]
 
 
-def load_records() -> list[dict[str, Any]]:
-    """The last record of each device, model, workload, backend and sampling."""
+def load_records() -> list[Record]:
+    """The last ``bench.py`` record of each device, model, workload, backend and sampling."""
     latest = {}
-    for path in sorted(RESULTS.glob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
+    for path in sorted(set(RESULTS.glob("*.jsonl")) - {PEERS}):
+        for record in read_lines(path):
             keys = ("device", "num_devices", "model", "workload", "attention_backend")
             sampling = json.dumps(record.get("sampling") or {}, sort_keys=True)
             latest[(*(record[key] for key in keys), sampling)] = record
-    for record in latest.values():
-        if "copy_tb_per_s" in record:
-            record["share_of_floor"] = share_of_floor(record)
+    records = [record for record in latest.values() if "copy_tb_per_s" in record]
+    for record in records:
+        record["share_of_floor"] = share_of_floor(record)
     return sorted(
-        latest.values(),
+        records,
         key=lambda r: (r["device"], r["num_devices"], r["model"], r["workload"]),
     )
 
 
-def share_of_floor(record: dict[str, Any]) -> float:
+def load_peers() -> list[Record]:
+    """The records of all engines on one host, in the file's order."""
+    return read_lines(PEERS)
+
+
+def read_lines(path: Path) -> list[Record]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def share_of_floor(record: Record) -> float:
     model = open_checkpoint(str(ROOT / "benchmarks" / "shapes" / record["model"])).config
     bandwidth, rate = record["copy_tb_per_s"] * 1e12, record["matmul_tflop_per_s"] * 1e12
     count = record["num_devices"]
@@ -51,16 +68,43 @@ def _workload(name: str) -> Workload:
     return random_workload(name)
 
 
-def headline(record: dict[str, Any]) -> tuple[float, str]:
-    """What the workload is about: input tokens/s of a prefill, else output tokens/s."""
+def headline(record: Record) -> tuple[float, str]:
+    """The rate that the workload is about, in tokens/s: of a prefill "input", else "output"."""
     if record["workload"] == "prefill":
         return record["input_tokens_per_second"], "input"
     return record["output_tokens_per_second"], "output"
 
 
-def table(records: list[dict[str, Any]]) -> str:
+def engines_in(peers: list[Record]) -> list[str]:
+    """Names with versions, in the order of ENGINES."""
+    found = {record["engine"] for record in peers}
+    return sorted(found, key=lambda engine: ENGINES.index(engine.split()[0]))
+
+
+def comparison_table(peers: list[Record], workloads: tuple[str, ...] | None = None) -> str:
+    """A row for each workload (all by default), a column for each engine. A cell is empty where
+    nothing was measured."""
+    engines = engines_in(peers)
+    cells = {(r["workload"], r["engine"]): headline(r) for r in peers if "workload" in r}
     rows = [
-        "| GPU | model | workload | attention | tokens/s | of the floor | on |",
+        f"| tokens/s | {' | '.join(engines)} |",
+        f"|---|{'--:|' * len(engines)}",
+    ]
+    for workload in workloads or dict.fromkeys(name for name, _ in cells):
+        found = [cells.get((workload, engine)) for engine in engines]
+        kind = next(rate[1] for rate in found if rate)
+        rates = [f"{rate[0]:,.0f}" if rate else "" for rate in found]
+        rows.append(f"| `{workload}`, {kind} | {' | '.join(rates)} |")
+    if workloads is None:
+        starts = {r["engine"]: r["start_seconds"] for r in peers if "start_seconds" in r}
+        seconds = [f"{starts[engine]:.0f}" if engine in starts else "" for engine in engines]
+        rows.append(f"| start-up, seconds | {' | '.join(seconds)} |")
+    return "\n".join(rows)
+
+
+def table(records: list[Record]) -> str:
+    rows = [
+        "| GPU | model | workload | attention | tokens/s | of the roofline | measured on |",
         "|---|---|---|---|--:|--:|---|",
     ]
     for r in records:
@@ -74,9 +118,9 @@ def table(records: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
-def sampling_table(records: list[dict[str, Any]]) -> str:
+def sampling_table(records: list[Record]) -> str:
     rows = [
-        "| GPU | model | workload | sampling | tokens/s | over plain temperature | on |",
+        "| GPU | model | workload | sampling | tokens/s | over plain temperature | measured on |",
         "|---|---|---|---|--:|--:|---|",
     ]
     for r in records:
@@ -89,14 +133,28 @@ def sampling_table(records: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
-def updated_readme(text: str, records: list[dict[str, Any]]) -> str:
-    plain, sampling = split(records)
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table(plain)}\n\n{sampling_table(sampling)}\n{END}{after}"
+def updated_readme(text: str) -> str:
+    return _replaced(text, "comparison", comparison_table(load_peers(), README_WORKLOADS))
 
 
-def split(records: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def updated_benchmarks(text: str) -> str:
+    plain, sampling = split(load_records())
+    text = _replaced(text, "comparison", comparison_table(load_peers()))
+    text = _replaced(text, "results", table(plain))
+    return _replaced(text, "sampling", sampling_table(sampling))
+
+
+def _replaced(text: str, name: str, content: str) -> str:
+    """The text with new content between two HTML comments of that name."""
+    begin, end = f"<!-- {name}: python -m benchmarks.report -->", f"<!-- end of {name} -->"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"the page has no {begin} ... {end}")
+    return f"{before}{begin}\n{content}\n{end}{after}"
+
+
+def split(records: list[Record]) -> tuple[list[Record], list[Record]]:
     """Plain ones, and those with further sampling parameters."""
     return (
         [r for r in records if not r.get("sampling")],
@@ -104,13 +162,34 @@ def split(records: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dic
     )
 
 
-def plot(records: list[dict[str, Any]]) -> None:
-    """Share of the floor reached, a bar for each record."""
-    import matplotlib
+def draw_comparison(peers: list[Record]) -> None:
+    """Throughput relative to vLLM's, a bar for each engine and workload."""
+    plt = _pyplot()
+    rates = {(r["workload"], r["engine"]): headline(r)[0] for r in peers if "workload" in r}
+    engines = engines_in(peers)
+    base = next(engine for engine in engines if engine.startswith("vLLM"))
+    figure, axes = plt.subplots(figsize=(9, 3.2))
+    width = 0.8 / len(engines)
+    for i, (engine, color) in enumerate(zip(engines, COLORS, strict=True)):
+        known = [(x, w) for x, w in enumerate(README_WORKLOADS) if (w, engine) in rates]
+        heights = [rates[w, engine] / rates[w, base] for _, w in known]
+        places = [x + (i - (len(engines) - 1) / 2) * width for x, _ in known]
+        bars = axes.bar(places, heights, width, label=engine, color=color)
+        axes.bar_label(bars, [f"{rates[w, engine]:,.0f}" for _, w in known], fontsize=6, padding=2)
+    kinds = {r["workload"]: headline(r)[1] for r in peers if "workload" in r}
+    axes.set_xticks(
+        range(len(README_WORKLOADS)), [f"{w}\n({kinds[w]} tokens/s)" for w in README_WORKLOADS]
+    )
+    axes.set_ylabel(f"throughput / {base}'s")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper left")
+    figure.tight_layout()
+    figure.savefig(COMPARISON, dpi=120, bbox_inches="tight")
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
 
+def draw_rooflines(records: list[Record]) -> None:
+    """Fraction of the roofline reached, a bar for each record."""
+    plt = _pyplot()
     counts = ["" if r["num_devices"] == 1 else f"{r['num_devices']} GPUs, " for r in records]
     labels = [
         f"{count}{r['model']}, {r['workload']}, {r['attention_backend']}"
@@ -118,25 +197,31 @@ def plot(records: list[dict[str, Any]]) -> None:
     ]
     shares = [100 * r["share_of_floor"] for r in records]
     figure, axes = plt.subplots(figsize=(8, 0.3 * len(records) + 0.8))
-    bars = axes.barh(labels, shares, color="#4477aa")
+    bars = axes.barh(labels, shares, color=COLORS[-1])
     axes.bar_label(bars, [f" {headline(r)[0]:,.0f} {headline(r)[1]} tok/s" for r in records])
     axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
-    axes.set_xlabel(f"% of the hardware's floor, {records[0]['device']}, bf16")
+    axes.set_xlabel(f"% of the roofline, {records[0]['device']}, bf16")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    PLOT.parent.mkdir(exist_ok=True)
-    figure.savefig(PLOT, dpi=120, bbox_inches="tight")
+    figure.savefig(ROOFLINES, dpi=120, bbox_inches="tight")
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def main() -> None:
-    records = [r for r in load_records() if "share_of_floor" in r]
-    readme = ROOT / "README.md"
-    readme.write_text(updated_readme(readme.read_text(encoding="utf-8"), records), "utf-8")
-    plain, sampling = split(records)
-    plot(plain)
-    print(table(plain), sampling_table(sampling), sep="\n\n")
+    for path, update in ((README, updated_readme), (BENCHMARKS, updated_benchmarks)):
+        path.write_text(update(path.read_text(encoding="utf-8")), encoding="utf-8")
+    draw_comparison(load_peers())
+    draw_rooflines(split(load_records())[0])
 
 
 if __name__ == "__main__":
