@@ -7,12 +7,13 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.llm_engine import PORTION, LLMEngine
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat import Message, as_conversations
 from nanovllm.text.chat_renderer import ChatRenderer
 from nanovllm.text.prompts import TokensPrompt, map_good, raise_errors
+from nanovllm.utils.progress import bar_maker, portions
 
 
 class LLM(LLMEngine):
@@ -47,7 +48,7 @@ class LLM(LLMEngine):
         Raises:
             TypeError, ValueError: a bad argument; the message names the conversation.
         """
-        prompts = self._render_chat(messages, **template_options)
+        prompts = self._render_chat(messages, bar_maker(use_tqdm), **template_options)
         return self._generate(prompts, sampling_params, use_tqdm, on_error, "messages")
 
     def render_chat(
@@ -76,6 +77,7 @@ class LLM(LLMEngine):
     def _render_chat(
         self,
         messages: Seq[Message] | Seq[Seq[Message]],
+        make_bar: Callable[..., tqdm] | None = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -94,10 +96,14 @@ class LLM(LLMEngine):
             "tools": tools,
             **(chat_template_kwargs or {}),
         }
-        texts = self._chat_renderer.render(self.tokenizer, as_conversations(messages), options)
-        # The template spells out every special token, the first one too.
-        encoded = self.prompt_encoder.encode(texts, add_special_tokens=False)
-        return map_good(with_tokens, encoded)
+        conversations = as_conversations(messages)
+        prompts: list[TokensPrompt | Exception] = []
+        for portion in portions(len(conversations), PORTION, make_bar, "Tokenizing"):
+            texts = self._chat_renderer.render(self.tokenizer, conversations[portion], options)
+            # The template spells out every special token, the first one too.
+            encoded = self.prompt_encoder.encode(texts, add_special_tokens=False)
+            prompts += map_good(with_tokens, encoded)
+        return prompts
 
     @cached_property
     def _chat_renderer(self) -> ChatRenderer:

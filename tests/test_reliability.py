@@ -337,7 +337,7 @@ class TestFailuresOnTheWay:
                 made[1].extend = fail
             return made[-1]
 
-        def fail(token_ids: list[int]) -> None:
+        def fail(*args: Any) -> None:
             raise IndexError("piece id is out of range")
 
         monkeypatch.setattr(llm.prompt_encoder, "detokenizer", fails_on_one)

@@ -4,11 +4,11 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from functools import partial
 from itertools import count, cycle
 from threading import Condition, current_thread
 from time import time
@@ -33,10 +33,12 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, PromptEncoder, as_prompt_list, raise_errors
 from nanovllm.utils.forks import leave_to_parent
 from nanovllm.utils.panics import is_failure
+from nanovllm.utils.progress import bar_maker, portions, shown
 
 logger = logging.getLogger("nanovllm")
-PORTION = 32  # prompts that are tokenised together
+PORTION = 256  # prompts that are tokenised together
 TEXT_STEPS = 32  # in as many steps each sequence's new tokens become text
+EVERY_TOKEN: Mapping[int, bool] = defaultdict(lambda: True)
 Checked: TypeAlias = PreparedRequest | Exception  # what is wrong with a request
 NOT_ALONE = (
     "{} needs the engine to itself: finish the other requests with step, drop them with "
@@ -227,8 +229,8 @@ class LLMEngine:
                 ``{"prompt": ...}`` or ``{"prompt_token_ids": [...]}``.
             sampling_params: one for all prompts, or one each; None for the model's own defaults
                 (``get_default_sampling_params``).
-            use_tqdm: show a bar of finished prompts with the throughput; or what makes the bar,
-                called as ``tqdm`` is.
+            use_tqdm: show a bar of finished prompts with the throughput, after one of tokenised
+                prompts if that takes over a second; or what makes the bars, called as ``tqdm`` is.
             on_error: what becomes of prompts that cannot run: "raise" refuses the whole call,
                 "return" gives them results with finish reason "error", and runs the others,
                 starting while later ones are still tokenised and grammars compiled.
@@ -350,7 +352,7 @@ class LLMEngine:
         checked: Iterable[Checked]
         with self._closed_meanwhile():
             if on_error == "raise":
-                checked = self._prepare_all(prompts, sampling_params, what)
+                checked = self._prepare_all(prompts, sampling_params, what, bar_maker(use_tqdm))
             else:
                 checked = self._validate(prompts, sampling_params)
             with self._running(NOT_ALONE.format("generate")):
@@ -368,8 +370,7 @@ class LLMEngine:
     ) -> list[RequestOutput | Exception]:
         """Runs requests to their end, and makes the results of those that finish while the others
         run; what cannot run stays the exception that says why."""
-        bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
-        progress = bar(total=num_prompts, desc="Generating")
+        progress = bar_maker(use_tqdm)(total=num_prompts, desc="Generating")
 
         def advance() -> None:
             _, finished = self._step()
@@ -390,7 +391,7 @@ class LLMEngine:
         outputs: dict[int, RequestOutput | Exception] = {}
         with (
             self._reset_on_error(),
-            closing(progress),
+            shown(progress),
             closing(self.grammars.when_compiled(checked, grammar_of, meanwhile)) as ready,
         ):
             num_tokens = 0
@@ -502,15 +503,14 @@ class LLMEngine:
         token_ids = [output.token_ids[row] for row in rows]
         if output.logprobs is not None:
             collect_logprobs(sampled, token_ids, output.logprobs[rows])
-        # What is not watched becomes text many tokens at a time, while steps run.
-        due = {*sampled[next(self._text_turns) :: TEXT_STEPS], *finished}
-        work = [(seq, t) for seq, t in zip(sampled, token_ids, strict=True) if seq.is_watched]
-        for seq, token_id in work + [(seq, None) for seq in due if not seq.is_watched]:
+        # A 32nd of the texts grows, and what has finished; -1 is for nothing but that.
+        work = dict.fromkeys((*sampled[next(self._text_turns) :: TEXT_STEPS], *finished), -1)
+        for seq, token_id in zip(sampled, token_ids, strict=True):
+            if (watched := seq.watched_tokens) is not None and watched[token_id]:
+                work[seq] = token_id
+        for seq, token_id in work.items():
             try:
-                if token_id is None:
-                    self._read(seq)
-                else:
-                    self._watch(seq, token_id)
+                self._watch(seq, token_id)
             except BaseException as error:  # of its tokenizer or its grammar
                 if not is_failure(error):
                     raise
@@ -541,34 +541,24 @@ class LLMEngine:
         self.scheduler.waiting.appendleft(new)
 
     def _watch(self, seq: Sequence, token_id: int) -> None:
-        """Books what a new token (-1 for none) means besides its place in the sequence."""
+        """Books what a new token (-1 for none) means besides its place in the sequence, and brings
+        the text up to it."""
         state, text = seq.sampling, seq.detokenizer
-        if token_id < 0:
-            if text is not None:
-                text.finish(may_stop=False)
-            return
-        state.append_token(token_id)
-        if state.grammar is not None and state.grammar.is_finished and not seq.is_finished:
-            self.scheduler.finish(seq, None)
+        if token_id >= 0 and state.follows_tokens:
+            state.append_token(token_id)
+            if state.grammar is not None and state.grammar.is_finished and not seq.is_finished:
+                self.scheduler.finish(seq, None)
         if text is None:
             return
-        may_stop = seq.num_completion_tokens > seq.sampling_params.min_tokens
-        stop = None
-        if text.keep_stop or not seq.ends_with_stop_token:
-            stop = text.append(token_id, may_stop)
+        may_stop = not seq.error and seq.num_completion_tokens > seq.sampling_params.min_tokens
+        end = len(seq.token_ids) - (seq.ends_with_stop_token and not text.keep_stop)
+        stop = text.extend(seq.token_ids[seq.num_prompt_tokens + text.num_tokens : end], may_stop)
         if stop is None and seq.is_finished:
             stop = text.finish(may_stop)
         if stop is not None:
             self.scheduler.finish(seq, stop)
-
-    def _read(self, seq: Sequence) -> None:
-        """Brings the text of a sequence, whose tokens nobody watches, up to its last token."""
-        if (text := seq.detokenizer) is None:
-            return
-        end = len(seq.token_ids) - (seq.ends_with_stop_token and not text.keep_stop)
-        text.extend(seq.token_ids[seq.num_prompt_tokens + text.num_tokens : end])
-        if seq.is_finished:
-            text.finish()
+        if seq.watched_tokens is not EVERY_TOKEN:
+            seq.watched_tokens = text.ending_tokens
 
     def _add(self, prepared: PreparedRequest, streams: bool = False) -> Request:
         """Queues a request; if anything raises, nothing has changed."""
@@ -581,8 +571,10 @@ class LLMEngine:
             seq.request_id = request_id
             seq.sampling = state
             seq.detokenizer = self.prompt_encoder.detokenizer(token_ids[-1], params)
-            grows = seq.detokenizer is not None and (streams or bool(params.stop))
-            seq.is_watched = grows or state.follows_tokens
+            if streams or state.follows_tokens:
+                seq.watched_tokens = EVERY_TOKEN
+            elif seq.detokenizer is not None:
+                seq.watched_tokens = seq.detokenizer.ending_tokens
             seqs.append(seq)
         seqs[0].wants_prompt_logprobs = params.prompt_logprobs is not None
         seqs[0].siblings = seqs[1:]
@@ -606,9 +598,10 @@ class LLMEngine:
         prompts: Seq[Any],
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
         what: str,
+        make_bar: Callable[..., tqdm] | None = None,
     ) -> list[PreparedRequest]:
         """What to add; raises one exception that names all that cannot run."""
-        checked = self._validate(prompts, sampling_params)
+        checked = self._validate(prompts, sampling_params, make_bar)
         ready = dict(self.grammars.when_compiled(checked, grammar_of, self._check_open))
         return raise_errors([ready[i] for i in range(len(prompts))], what)
 
@@ -616,6 +609,7 @@ class LLMEngine:
         self,
         prompts: Seq[Any],
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
+        make_bar: Callable[..., tqdm] | None = None,
     ) -> Iterator[Checked]:
         """For each prompt what to add, its grammar not compiled yet, or what is wrong with it;
         looked at some at a time, as they are asked for."""
@@ -627,17 +621,21 @@ class LLMEngine:
                     f"{len(prompts)} prompts but {len(sampling_params)} sampling_params: give one "
                     f"for all or one each"
                 )
-            return self._validate_each(prompts, sampling_params)
+            return self._validate_each(prompts, sampling_params, make_bar)
         prepared = self.sampling_states.prepare(sampling_params)  # type: ignore[arg-type]
         self.grammars.check(prepared.grammar)
-        return self._validate_each(prompts, [prepared] * len(prompts))
+        return self._validate_each(prompts, [prepared] * len(prompts), make_bar)
 
-    def _validate_each(self, prompts: Seq[Any], each: Seq[Any]) -> Iterator[Checked]:
+    def _validate_each(
+        self,
+        prompts: Seq[Any],
+        each: Seq[Any],
+        make_bar: Callable[..., tqdm] | None = None,
+    ) -> Iterator[Checked]:
         copies: dict[int, PreparedParams] = {}  # by id: each object is copied and checked once
         engine = weakref.ref(self)
-        for start in range(0, len(prompts), PORTION):
+        for portion in portions(len(prompts), PORTION, make_bar, "Tokenizing"):
             self._check_open()
-            portion = slice(start, start + PORTION)
             encoded = self.prompt_encoder.encode(prompts[portion])
             for item, params in zip(encoded, each[portion], strict=True):
                 try:

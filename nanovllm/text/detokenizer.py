@@ -1,10 +1,12 @@
 """Text of a completion as it grows: whole characters only, and stop strings."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from nanovllm.text.token_text import INCOMPLETE, MAX_CHARACTER_TOKENS, TokenTexts
 
 MAX_PENDING_TOKENS = 16
+ANY_TOKEN: Mapping[int, bool] = defaultdict(lambda: True)
 
 
 class IncrementalDetokenizer:
@@ -21,7 +23,7 @@ class IncrementalDetokenizer:
         keep_stop: leave the one found in the text.
 
     Attributes:
-        num_tokens: how many tokens it has got through ``extend``.
+        num_tokens: how many tokens it has got.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class IncrementalDetokenizer:
         self.num_tokens = 0
         self._texts = texts
         self._last_characters = frozenset(string[-1] for string in stop)
+        self._ending_tokens = texts.ends_with(self._last_characters) if stop else None
         self._longest_start = max(map(len, stop), default=1) - 1
         self._known = [""]  # the text in pieces
         # Tokens to decode before the pending ones; None for any whole ones.
@@ -51,22 +54,34 @@ class IncrementalDetokenizer:
             self._known = ["".join(self._known)]
         return self._known[0]
 
+    @property
+    def ending_tokens(self) -> Mapping[int, bool] | None:
+        """Whether the next token, by its id, may complete a stop string, so that it has to be the
+        last that ``extend`` gets; None if there is nothing to look for."""
+        return self._ending_tokens if self._is_whole or not self.stop else ANY_TOKEN
+
     def append(self, token_id: int, may_stop: bool = True) -> str | None:
         """Adds a token. Returns the stop string that it completes, having cut the text there."""
+        self.num_tokens += 1
         if not self._is_whole or INCOMPLETE in (new := self._texts[token_id]):
             new = self._append_part(token_id)
         return self._add(new, may_stop)
 
-    def extend(self, token_ids: list[int]) -> None:
-        """Adds tokens without looking for stop strings."""
-        self.num_tokens += len(token_ids)
+    def extend(self, token_ids: list[int], may_stop: bool = True) -> str | None:
+        """Adds tokens of which only the last may complete a stop string, and returns that, having
+        cut the text there."""
+        if not token_ids:
+            return None
+        *others, last = token_ids
         if self._is_whole:
-            new = "".join(map(self._texts.__getitem__, token_ids))
+            new = "".join(map(self._texts.__getitem__, others))
             if INCOMPLETE not in new:
                 self._known.append(new)
-                return
-        for token_id in token_ids:
+                self.num_tokens += len(others)
+                others = []
+        for token_id in others:
             self.append(token_id, may_stop=False)
+        return self.append(last, may_stop)
 
     def finish(self, may_stop: bool = True) -> str | None:
         """Adds what is left but for an incomplete character; no token may follow."""

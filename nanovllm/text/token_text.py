@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
+
+from nanovllm.utils.panics import is_failure
 
 INCOMPLETE = "\ufffd"  # what a tokenizer makes of bytes that are no whole character
 MAX_CHARACTER_TOKENS = 3  # what may still become a character: it has at most 4 bytes
@@ -13,6 +15,7 @@ START_DECODERS = {"Metaspace", "Strip", "WordPiece"}
 TOKEN_DECODERS = START_DECODERS | {"ByteFallback", "Replace"}
 JOINING_DECODERS = {"ByteLevel", "Fuse"}
 NUM_CHARACTERS = 1 << 14  # of several tokens, whose texts are remembered
+NUM_STOPS = 64  # sets of stop strings, of which it is remembered what tokens complete them
 
 
 class TokenTexts(dict[int, str]):
@@ -32,6 +35,7 @@ class TokenTexts(dict[int, str]):
         skipped: special tokens that have no text.
         decode: the text of token ids that stand at the start of a text.
         decode_within: the text of a tuple of token ids that follow whole characters.
+        ends_with: the EndingTokens of a set of characters.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class TokenTexts(dict[int, str]):
         self._anchor_length = len(self.decode(self._anchor))
         self.add_up = _adds_up(steps) and (not self.needs_context or self._anchor_length > 0)
         self.decode_within = lru_cache(NUM_CHARACTERS)(self._decode_within)
+        self.ends_with = lru_cache(NUM_STOPS)(partial(EndingTokens, self))
 
     def __missing__(self, token_id: int) -> str:
         text = self[token_id] = self._decode_within((token_id,))
@@ -87,6 +92,26 @@ class TokenTexts(dict[int, str]):
             token_ids = (previous, *token_ids)
             text = self.decode_within(token_ids)
         return "" if text.endswith(INCOMPLETE) else text
+
+
+class EndingTokens(dict[int, bool]):
+    """Whether a token after whole characters, by its id, may complete a string that ends with one
+    of some characters, or is a part of a character."""
+
+    def __init__(self, texts: TokenTexts, last_characters: frozenset[str]) -> None:
+        super().__init__({-1: False})  # no token
+        self._texts = texts
+        self._last_characters = last_characters | {INCOMPLETE}
+
+    def __missing__(self, token_id: int) -> bool:
+        try:
+            may = not self._last_characters.isdisjoint(self._texts[token_id])
+        except BaseException as error:  # whatever the tokenizer's code runs into
+            if not is_failure(error):
+                raise
+            return True  # whoever looks will run into it
+        self[token_id] = may
+        return may
 
 
 def _open(

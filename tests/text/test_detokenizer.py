@@ -521,6 +521,40 @@ class TestStopStrings:
         found = first_stop(text, stops, after=min_tokens)
         assert (run.text, run.stop) == ((text[: found[0]], found[1]) if found else (text, None))
 
+    @pytest.mark.parametrize("name", DECODERS)
+    @settings(PROFILE, max_examples=100)
+    @given(data=st.data())
+    def test_only_tokens_that_may_complete_one_need_be_looked_at(self, decoded, name, data):
+        """Others may wait and come many at once: the stop string, the text and the token that ends
+        it are the same."""
+        tokenizer = decoded(name)
+        ids = st.integers(0, len(tokenizer) - 1)
+        token_ids = data.draw(st.lists(ids, min_size=1, max_size=30))
+        text = tokenizer.decode(token_ids) or "x"
+        stops = data.draw(some_stops(text).map(lambda stops: [s for s in stops if s] or ["a"]))
+        first = data.draw(st.integers(0, 30))  # that may stop
+        run = grow(tokenizer, token_ids, stops, may_stop=lambda n: n >= first)
+        lazy, found, num_tokens = IncrementalDetokenizer(TokenTexts(tokenizer), (), stops), None, 0
+        for num_tokens, token_id in enumerate(token_ids, 1):
+            if lazy.ending_tokens[token_id] or num_tokens % 7 == 0:
+                new = token_ids[lazy.num_tokens : num_tokens]
+                if (found := lazy.extend(new, num_tokens >= first)) is not None:
+                    break
+        else:
+            lazy.extend(token_ids[lazy.num_tokens :], num_tokens >= first)
+            found = lazy.finish(num_tokens >= first)
+        assert (lazy.text, found, num_tokens) == (run.text, run.stop, run.num_tokens)
+
+    def test_most_tokens_are_not_looked_at(self, smollm2):
+        texts = TokenTexts(smollm2)
+        ending = IncrementalDetokenizer(texts, stop=["\nUser:", "\n\n"]).ending_tokens
+        looked_at = [texts[i] for i in range(300, 49152) if ending[i]]
+        assert {text for text in looked_at if INCOMPLETE not in text} == {
+            text for text in map(smollm2.decode, range(300, 49152)) if set(text) & set(":\n")
+        }
+        assert len(looked_at) < 1500
+        assert IncrementalDetokenizer(texts).ending_tokens is None
+
     @settings(PROFILE, max_examples=400)
     @given(AB, st.lists(st.text("ab", min_size=1, max_size=5), max_size=4), st.integers(0, 14))
     def test_find_stop_is_a_search_one_character_at_a_time(self, text, stops, start):
