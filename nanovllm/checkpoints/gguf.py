@@ -59,10 +59,11 @@ class GGUFCheckpoint:
             # transformers trusts a file, and takes up others beside it: it gets what was checked.
             names = ["general.architecture", *self._tokenizer_fields()]
             self.file.write_fields(names, Path(tmp, "m.gguf"))
-            # Where the file does not say, llama.cpp goes by the kind of its pre-tokenizer.
-            unsaid = "tokenizer.ggml.add_bos_token" not in names
-            has_bos = self._field("tokenizer.ggml.pre", str, None) in PRE_TOKENIZERS_WITH_BOS
-            bos = {"add_bos_token": True} if unsaid and has_bos else {}
+            # Where the file does not say, llama.cpp goes by the kind of its pre-tokenizer. What it
+            # says is repeated: transformers' first releases of version 5 ignore it.
+            is_usual = self._field("tokenizer.ggml.pre", str, None) in PRE_TOKENIZERS_WITH_BOS
+            adds_bos = self._field("tokenizer.ggml.add_bos_token", bool, is_usual)
+            bos = {"add_bos_token": True} if adds_bos else {}
             tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp, gguf_file="m.gguf", **bos)
         tokenizer.name_or_path = str(self.path)
         return tokenizer

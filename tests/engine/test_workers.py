@@ -318,7 +318,7 @@ ENDS_BY_SIGNAL = {
 def test_a_fault_is_an_error_within_seconds_and_leaves_nothing(
     name: str, server: subprocess.Popen, models: Path
 ):
-    code, log = Run(server, name, models / name).finish(60)
+    code, log = Run(server, name, models / name).finish(180)
     assert code == -ENDS_BY_SIGNAL.get(name, 0), log
     if name not in ENDS_BY_SIGNAL:
         assert "done\n" in log
@@ -358,6 +358,6 @@ def test_a_script_without_a_main_guard(models: Path, tmp_path: Path):
         capture_output=True,
         check=False,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, "runs\nends\n", "")
