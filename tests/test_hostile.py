@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -468,26 +468,30 @@ def computed_seconds() -> float:
     return seconds
 
 
-def check_calls(llm: LLM, cases: Sequence[Case], run: Callable[..., list[Any]]) -> None:
+def check_calls(llm: LLM, cases: Sequence[Case]) -> None:
+    """Among good ones, in both ways to ask for them."""
+    seconds = SECONDS * slowness() * max(1, len(cases) / 10)
+    start, before = computed_seconds(), _peak(os.getpid())
     calls = all_calls(llm, cases)
+    assert computed_seconds() - start < seconds
     between = [call for _, *call in calls]
     expected = [what_is_said(output) for output in through_generate(llm, GOOD_CALLS)]
-    start, before = computed_seconds(), _peak(os.getpid())
-    outputs = run(llm, [*GOOD_CALLS, *between, *GOOD_CALLS])
-    assert computed_seconds() - start < SECONDS * slowness() * max(1, len(cases) / 10)
+    for run in (through_generate, through_add_request):
+        start = computed_seconds()
+        outputs = run(llm, [*GOOD_CALLS, *between, *GOOD_CALLS])
+        assert computed_seconds() - start < seconds
+        num_good = len(GOOD_CALLS)
+        for good in (outputs[:num_good], outputs[-num_good:]):
+            assert [what_is_said(output) for output in good] == expected
+        for (case, *_), output in zip(calls, outputs[num_good:-num_good], strict=True):
+            if case.expected == RESULT:
+                assert output is not None and not is_error(output), case.name
+        check_idle(llm)
     assert _peak(os.getpid()) - before < MEGABYTES
-    num_good = len(GOOD_CALLS)
-    for good in (outputs[:num_good], outputs[-num_good:]):
-        assert [what_is_said(output) for output in good] == expected
-    for (case, *_), output in zip(calls, outputs[num_good:-num_good], strict=True):
-        if case.expected == RESULT:
-            assert output is not None and not is_error(output), case.name
-    check_idle(llm)
 
 
-@pytest.mark.parametrize("run", [through_generate, through_add_request])
-def test_hostile_calls_change_no_other(run, tiny):
-    check_calls(tiny.llm, LIGHT[SEED % 8 :: 8], run)
+def test_hostile_calls_change_no_other(tiny):
+    check_calls(tiny.llm, LIGHT[SEED % 8 :: 8])
 
 
 def test_hostile_conversations_change_no_other(tiny):
@@ -504,15 +508,13 @@ def test_hostile_conversations_change_no_other(tiny):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("run", [through_generate, through_add_request])
 @pytest.mark.parametrize("part", PARTS)
-def test_every_hostile_call(part, run, tiny):
-    llm, cases = tiny.llm, of_part(part)
-    for some in [
-        [case for case in cases if not case.is_heavy],
-        *([c] for c in cases if c.is_heavy),
-    ]:
-        check_calls(llm, some, run)
+def test_every_hostile_call(part, tiny):
+    cases = of_part(part)
+    light = [case for case in cases if not case.is_heavy]
+    heavy = [[case] for case in cases if case.is_heavy]
+    for some in filter(None, [light, *heavy]):
+        check_calls(tiny.llm, some)
 
 
 # Files of a checkpoint.
