@@ -545,6 +545,18 @@ class TestStopStrings:
             found = lazy.finish(num_tokens >= first)
         assert (lazy.text, found, num_tokens) == (run.text, run.stop, run.num_tokens)
 
+    def test_a_part_of_a_character_is_looked_at(self):
+        """Its own text holds no character of the stop string that it may belong to."""
+        letter = "é".encode()
+        tokenizer, token_ids = ByteLevel().tokenize([b"a", letter[:1], letter[1:]])
+        text = IncrementalDetokenizer(TokenTexts(tokenizer), stop=["é"])
+        looked_at = []
+        for num_tokens, token_id in enumerate(token_ids, 1):
+            looked_at.append(text.ending_tokens[token_id])
+            if looked_at[-1]:
+                found = text.extend(token_ids[text.num_tokens : num_tokens])
+        assert (looked_at, found, text.text) == ([False, True, True], "é", "a")
+
     def test_most_tokens_are_not_looked_at(self, smollm2):
         texts = TokenTexts(smollm2)
         ending = IncrementalDetokenizer(texts, stop=["\nUser:", "\n\n"]).ending_tokens
