@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from tqdm.auto import tqdm
 
-from nanovllm.checkpoints.checkpoint import Checkpoint, load_tokenizer, open_checkpoint
+from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.config import MAX_INT32, Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.memory import describe_memory, held_bytes, is_out_of_memory, release_unused
@@ -30,7 +29,7 @@ from nanovllm.engine.throughput import Throughput
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.outputs import EngineMetrics, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import Prompt, PromptEncoder, as_prompt_list, raise_errors
+from nanovllm.text.prompts import Prompt, as_prompt_list, load_encoder, raise_errors
 from nanovllm.utils.forks import leave_to_parent
 from nanovllm.utils.panics import is_failure
 from nanovllm.utils.progress import bar_maker, portions, shown
@@ -534,8 +533,7 @@ class LLMEngine:
     def _isolate(self, seq: Sequence) -> None:
         """Runs a sequence once more that could draw no token: the NaN may have come with a prefix
         that another one computed."""
-        message = "request %s: %s; computing it once more, alone"
-        log(logging.WARNING, message, seq.request_id, seq.error)
+        logger.warning("request %s: %s; computing it once more, alone", seq.request_id, seq.error)
         seqs = self._requests[seq.request_id].seqs
         new = seqs[seqs.index(seq)] = seq.isolated()
         self.scheduler.waiting.appendleft(new)
@@ -651,8 +649,7 @@ class LLMEngine:
 
     def _log_metrics(self) -> None:
         now = self.metrics()
-        log(
-            logging.INFO,
+        logger.info(
             "running %d, waiting %d, KV cache %.0f%%, prefix hits %.0f%%, preemptions %d, "
             "prefill %.0f tok/s, decode %.0f tok/s",
             now.num_running,
@@ -690,20 +687,6 @@ class LLMEngine:
     def _check_open(self, message: str = CLOSED) -> None:
         if self._closed:
             raise ValueError(message)
-
-
-def load_encoder(config: Config, checkpoint: Checkpoint, max_model_len: int) -> PromptEncoder:
-    """Loads the tokenizer, if there is to be one."""
-    tokenizer, other = None, config.tokenizer
-    if not config.skip_tokenizer_init:
-        tokenizer = load_tokenizer(other) if other else checkpoint.load_tokenizer()
-    return PromptEncoder(tokenizer, checkpoint.config.vocab_size, max_model_len)
-
-
-def log(level: int, message: str, *args: Any) -> None:
-    """Logs a line between progress bars, which are drawn anew below it."""
-    with tqdm.external_write_mode(sys.stderr):
-        logger.log(level, message, *args)
 
 
 def collect_logprobs(sampled: list[Sequence], token_ids: list[int], logprobs: np.ndarray) -> None:

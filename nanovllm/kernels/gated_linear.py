@@ -67,8 +67,8 @@ def _works(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     except Exception as error:  # whatever a package or a compiler raises is the reason
         if not (isinstance(error, ImportError) and error.name == "quack"):
             logger.warning(
-                "prefill takes about 5%% longer, without SwiGLU in quack-kernels' product (try other "
-                "versions of quack-kernels and nvidia-cutlass-dsl): %s: %s",
+                "prefill takes about 5%% longer: quack-kernels' matmul with SwiGLU does not work "
+                "(try other versions of quack-kernels and nvidia-cutlass-dsl): %s: %s",
                 type(error).__name__,
                 error,
             )

@@ -10,7 +10,8 @@ from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 
-from nanovllm.config import MAX_INT32
+from nanovllm.checkpoints.checkpoint import Checkpoint, load_tokenizer
+from nanovllm.config import MAX_INT32, Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import IncrementalDetokenizer
 from nanovllm.text.token_text import TokenTexts
@@ -225,6 +226,14 @@ class PromptEncoder:
                 for i, ids in zip(rows, batch["input_ids"], strict=True):
                     out[i] = ids
         return out
+
+
+def load_encoder(config: Config, checkpoint: Checkpoint, max_model_len: int) -> PromptEncoder:
+    """Loads the tokenizer that a model is to have, if any."""
+    tokenizer, other = None, config.tokenizer
+    if not config.skip_tokenizer_init:
+        tokenizer = load_tokenizer(other) if other else checkpoint.load_tokenizer()
+    return PromptEncoder(tokenizer, checkpoint.config.vocab_size, max_model_len)
 
 
 def map_each(function: Callable[[Any], T], items: Iterable[Any]) -> list[T | Exception]:

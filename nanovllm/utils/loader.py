@@ -1,7 +1,7 @@
 """Moves checkpoint tensors into a model's parameters, and accounts for every one of them."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -68,10 +68,8 @@ def load_model(
                 expected.pop(name, None)
                 expected[name.replace(f".{target}.", f".{source}.")] = param, (shard_id,)
     missing, leftover = set(expected), []
-    is_large = sum(param.nbytes for _, param in model.named_parameters()) > LARGE_BYTES
-    if shows_bar and is_large:
-        bar: Any = {"desc": "Loading weights", "unit": " tensors", "total": len(expected)}
-        tensors = tqdm(tensors, disable=None, **bar)
+    if shows_bar and sum(param.nbytes for _, param in model.named_parameters()) > LARGE_BYTES:
+        tensors = tqdm(tensors, "Loading weights", len(expected), unit=" tensors", disable=None)
     for name, tensor in tensors:
         if name not in expected:
             if not model.is_redundant_weight(name):

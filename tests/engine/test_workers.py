@@ -20,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.engine import workers
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_inputs import PackedInputs, prepare_decode
 from nanovllm.engine.workers import (
@@ -361,3 +362,22 @@ def test_a_script_without_a_main_guard(models: Path, tmp_path: Path):
         timeout=180,
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, "runs\nends\n", "")
+
+
+def test_ctrl_c_waits_for_the_start_of_workers_also_beside_another_thread():
+    """The signal is blocked in one thread only; the kernel gives it to another one, and Python
+    raised it in the middle of starting a worker, which printed a traceback of its own."""
+    done, reached = threading.Event(), False
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt), workers._interrupts_blocked():
+            os.kill(os.getpid(), signal.SIGINT)
+            end = time.monotonic() + 0.2
+            while time.monotonic() < end:
+                pass
+            reached = True
+    finally:
+        done.set()
+        thread.join()
+    assert reached

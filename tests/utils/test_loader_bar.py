@@ -1,6 +1,5 @@
-"""Progress bars, and log lines beside them."""
+"""The progress bar of loading weights."""
 
-import logging
 import sys
 from collections.abc import Iterator
 from typing import ClassVar
@@ -8,26 +7,8 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
-from nanovllm.engine import llm_engine
 from nanovllm.utils import loader
-
-
-def test_a_log_line_does_not_cut_through_a_bar(capsys):
-    handler = logging.StreamHandler(sys.stderr)
-    llm_engine.logger.addHandler(handler)
-    try:
-        with tqdm(total=10, desc="Generating", mininterval=0) as bar:
-            bar.update(3)
-            llm_engine.log(logging.WARNING, "%d of %d", 1, 2)
-            bar.update(3)
-    finally:
-        llm_engine.logger.removeHandler(handler)
-    text = capsys.readouterr().err
-    (line,) = [line for line in text.split("\n") if "1 of 2" in line]
-    assert line.rpartition("\r")[2] == "1 of 2", "the bar's text is before it"
-    assert text.count("3/10") == 2, "the bar is drawn anew"
 
 
 class Model(nn.Module):
