@@ -1,4 +1,4 @@
-"""What bench.py runs: prompts of random tokens with fixed output lengths, and real chats."""
+"""What bench.py and compare.py run: random tokens with fixed output lengths, and real chats."""
 
 import random
 from dataclasses import dataclass

@@ -1,0 +1,105 @@
+"""The same workloads through vLLM, nano-vLLM or this project, whichever is installed:
+``python benchmarks/compare.py --engine ENGINE --model PATH``.
+
+Prints one JSON line for each workload. Uses only what the three have in common: ``LLM``,
+``SamplingParams`` and ``generate``. Imports nothing of this repository's package: nano-vLLM has the
+same package name.
+"""
+
+import argparse
+import json
+import random
+from importlib.metadata import version
+from time import perf_counter
+from typing import Any
+
+from workloads import SHAPES, Workload, random_workload
+
+# Their packages and distributions; nano-vLLM's and this project's differ in the distribution alone.
+ENGINES = {
+    "nanovllm": ("nanovllm", "nanovllm"),
+    "vllm": ("vllm", "vllm"),
+    "nano-vllm": ("nanovllm", "nano-vllm"),
+}
+PREFIX, WORKLOADS = "prefix", ["mixed256", "single", "batch8", "decode256", "prefill"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=ENGINES, required=True)
+    parser.add_argument("--model", required=True, help="a checkpoint directory with a tokenizer")
+    parser.add_argument(
+        "--workload", choices=[*SHAPES, PREFIX], nargs="+", default=[*WORKLOADS, PREFIX]
+    )
+    parser.add_argument("--num-prompts", type=int, help="another number of prompts")
+    parser.add_argument("--repeat", type=int, default=2, help="runs; the fastest counts")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    args = parser.parse_args()
+    package, distribution = ENGINES[args.engine]
+    found = version(distribution)
+    start = perf_counter()
+    engine: Any = __import__(package)
+    llm = engine.LLM(args.model, tensor_parallel_size=args.tp, max_model_len=args.max_model_len)
+    start_seconds = perf_counter() - start
+    run(engine, llm, random_workload("single", output_len=(4, 4)))  # costs of first calls
+    for name in args.workload:
+        seconds = []
+        for seed in range(args.repeat):  # other prompts each time: none is in the prefix cache
+            workload = make_workload(name, args.num_prompts, seed)
+            seconds.append(run(engine, llm, workload))
+        fastest = min(seconds)
+        print(
+            json.dumps(
+                {
+                    "engine": f"{distribution} {found}",
+                    "model": args.model,
+                    "num_gpus": args.tp,
+                    "workload": workload.name,
+                    "start_seconds": round(start_seconds, 2),
+                    "seconds": [round(s, 3) for s in seconds],
+                    "output_tokens_per_second": round(workload.num_output_tokens / fastest, 1),
+                    "input_tokens_per_second": round(workload.num_input_tokens / fastest, 1),
+                }
+            ),
+            flush=True,
+        )
+
+
+def make_workload(name: str, num_prompts: int | None, seed: int) -> Workload:
+    """One of SHAPES, or 512 prompts of 128 tokens after a common prefix of 2,048, with 64 tokens to
+    generate. Another seed gives other prompts of the same lengths."""
+    draw = random.Random(seed)
+    if name == PREFIX:
+        prefix = [draw.randint(0, 10000) for _ in range(2048)]
+        count = num_prompts or 512
+        prompts = [prefix + [draw.randint(0, 10000) for _ in range(128)] for _ in range(count)]
+        return Workload(name if count == 512 else f"{name} x {count}", prompts, [64] * count)
+    workload = random_workload(name, num_prompts)
+    prompts = [[draw.randint(0, 10000) for _ in prompt] for prompt in workload.prompts]
+    return Workload(workload.name, prompts, workload.output_lens)
+
+
+def run(engine: Any, llm: Any, workload: Workload) -> float:
+    """Seconds for the whole workload, with its text."""
+    params = [
+        engine.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=num_tokens)
+        for num_tokens in workload.output_lens
+    ]
+    prompts: list[Any] = workload.prompts
+    if engine.__name__ == "vllm":
+        prompts = [{"prompt_token_ids": token_ids} for token_ids in prompts]
+    start = perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = perf_counter() - start
+    produced = [
+        len(out["token_ids"] if isinstance(out, dict) else out.outputs[0].token_ids)
+        for out in outputs
+    ]
+    if produced != workload.output_lens:
+        raise RuntimeError("the engine did not generate the tokens that the workload asks for")
+    return seconds
+
+
+if __name__ == "__main__":
+    main()
