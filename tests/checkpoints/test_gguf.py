@@ -325,7 +325,9 @@ def test_the_files_tokenizer_reads_and_writes_text(
         plain, spelled_out = llm.generate(["cab!", "<s>cab!"], GREEDY, use_tqdm=False)
         assert plain.prompt_token_ids == [bos] * has_bos + ids
         assert spelled_out.prompt_token_ids == [bos, *ids]
-        assert llm.prompt_encoder.decode([[bos, *ids, end]], [bos], SamplingParams()) == ["cab!"]
+        detokenizer = llm.prompt_encoder.detokenizer(bos, SamplingParams())
+        detokenizer.extend([bos, *ids, end])
+        assert detokenizer.text == "cab!"
 
 
 def test_the_models_limit_is_the_default_length_and_the_largest(tiny_models, tmp_path):

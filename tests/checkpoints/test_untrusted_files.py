@@ -520,7 +520,8 @@ class TestGGUFTokenizer:
             open_checkpoint(str(tmp_path / "m.gguf")).load_tokenizer()
         names = [name for name in FIELDS if name.startswith("tokenizer.")]
         counts = ["GGUF.version", "GGUF.tensor_count", "GGUF.kv_count"]
-        assert seen == [[*counts, "general.architecture", *names], [], ["m.gguf"], {}]
+        own = {"add_bos_token": True}  # the file says so
+        assert seen == [[*counts, "general.architecture", *names], [], ["m.gguf"], own]
 
     def test_files_beside_it_are_no_part_of_it(self, gguf_bytes, directory, tmp_path):
         """Guards another model's tokenizer in the same folder, which transformers would take."""
