@@ -311,7 +311,7 @@ def make_bench(model: Path, folder: Path, layout: Layout) -> Iterator[Bench]:
 
 @pytest.fixture(scope="module")
 def tiny(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    layout = Layout(num_hostile=1, num_good=2, more={"max_tokens": 4})
+    layout = Layout(num_hostile=1, num_good=1, more={"max_tokens": 4})
     yield from make_bench(model_path, tmp_path_factory.mktemp("tiny"), layout)
 
 
