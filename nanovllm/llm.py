@@ -1,18 +1,26 @@
 """The public face of the engine."""
 
+import os
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import fields
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
+from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat import Message, as_conversations
 from nanovllm.text.chat_renderer import ChatRenderer
 from nanovllm.text.prompts import TokensPrompt, map_good, raise_errors
+
+if TYPE_CHECKING:
+    import torch
+
+SETTINGS = frozenset(field.name for field in fields(Config))
 
 
 class LLM(LLMEngine):
@@ -22,9 +30,41 @@ class LLM(LLMEngine):
     ...     outputs = llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=32))
     ...     print(outputs[0].outputs[0].text)  # or outputs[0]["text"]
 
-    Arguments are the fields of ``nanovllm.config.Config``. ``close()``, leaving the ``with``
-    block or deleting the object frees its memory; any number can live side by side.
+    Arguments are the fields of ``nanovllm.config.Config``, which describes them; None stands for
+    an argument's default. ``close()``, leaving the ``with`` block or deleting the object frees its
+    memory; any number can live side by side.
+
+    Raises:
+        TypeError: an unknown argument, or one of the wrong type.
+        ValueError: a setting or a checkpoint that cannot work.
     """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        max_num_batched_tokens: int = 16384,
+        max_num_seqs: int = 512,
+        max_model_len: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        tensor_parallel_size: int = 1,
+        enforce_eager: bool = False,
+        kvcache_block_size: int = 256,
+        num_kvcache_blocks: int = -1,
+        device: str = "auto",
+        dtype: "str | torch.dtype" = "auto",
+        attention_backend: str = "auto",
+        enable_prefix_caching: bool = True,
+        load_format: str = "auto",
+        seed: int = 0,
+        tokenizer: str | os.PathLike[str] | None = None,
+        skip_tokenizer_init: bool = False,
+        max_logprobs: int = 20,
+        logprobs_mode: str = "raw_logprobs",
+        **unknown: Any,
+    ) -> None:
+        settings = {name: value for name, value in locals().items() if name in SETTINGS}
+        super().__init__(**settings, **unknown)
 
     def chat(
         self,
