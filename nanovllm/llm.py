@@ -26,9 +26,10 @@ SETTINGS = frozenset(field.name for field in fields(Config))
 class LLM(LLMEngine):
     """A model and everything needed to run it over a pile of prompts.
 
-    >>> with LLM("path/to/model") as llm:
-    ...     outputs = llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=32))
-    ...     print(outputs[0].outputs[0].text)  # or outputs[0]["text"]
+    Examples:
+        >>> with LLM("path/to/model") as llm:
+        ...     outputs = llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=32))
+        ...     print(outputs[0].outputs[0].text)  # or outputs[0]["text"]
 
     Arguments are the fields of ``nanovllm.config.Config``, which describes them; None stands for
     an argument's default. ``close()``, leaving the ``with`` block or deleting the object frees its
