@@ -2,6 +2,8 @@
 
 Prints a JSON line, and appends it to ``--output``. A model is a checkpoint, or the
 name of a shape under benchmarks/shapes/, which runs on random weights with nothing downloaded.
+It has a tokenizer with a text for each token, and text is made, as for a user; ``--tokenizer``
+gives another one.
 ``--sampling`` gives sampling parameters, and runs the workload without them in turn with it.
 ``--profile`` adds what a step's time is made of, and writes a trace.
 ``--compare transformers`` runs 32 chats through transformers' batched ``generate`` too, on the
@@ -20,6 +22,7 @@ import platform
 import shlex
 import statistics
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,7 +32,7 @@ import torch
 
 from benchmarks.floor import floor_seconds, measure_ceilings
 from benchmarks.profile import profile_steps
-from benchmarks.workloads import SHAPES, Workload, chat_workload, random_workload
+from benchmarks.workloads import CHATS, SHAPES, Workload, chat_workload, random_workload
 from nanovllm import LLM, SamplingParams, __version__
 
 OPTIONAL_PACKAGES = ["flash-attn", "flash-attn-4", "quack-kernels"]
@@ -41,8 +44,8 @@ def main() -> None:
     imported = perf_counter()
     with LLM(args.model, **args.engine) as llm:
         loaded = perf_counter()
-        if args.compare:
-            workload = chat_workload(llm.tokenizer)
+        if args.workload in CHATS:
+            workload = chat_workload(args.workload, llm.tokenizer, args.num_prompts)
         else:
             workload = random_workload(
                 args.workload, args.num_prompts, args.input_len, args.output_len
@@ -63,9 +66,10 @@ def main() -> None:
         plain_seconds, seconds = [], []
         for _ in range(args.repeat):
             if args.sampling:
-                plain_seconds.append(run(llm, workload, args.temperature, {}))
-            seconds.append(run(llm, workload, args.temperature, args.sampling))
-        record |= rates(workload, seconds)
+                plain_seconds.append(run(llm, workload, args.temperature, {})[0])
+            run_seconds, done = run(llm, workload, args.temperature, args.sampling)
+            seconds.append(run_seconds)
+        record |= rates(done, seconds)
         record["num_preemptions"] = llm.metrics().num_preemptions  # of all runs together
         if args.profile:
             try:
@@ -77,12 +81,17 @@ def main() -> None:
             record |= {
                 "plain_seconds": round(plain, 3),
                 "all_plain_seconds": [round(s, 3) for s in plain_seconds],
-                "cost_over_plain": round(record["seconds"] / plain - 1, 4),
+                # For each token: stop strings may have left fewer of them.
+                "cost_over_plain": round(
+                    record["seconds"] / done.num_output_tokens * workload.num_output_tokens / plain
+                    - 1,
+                    4,
+                ),
             }
         if llm.model_runner.device.type == "cuda":
             bandwidth, rate = measure_ceilings(llm.model_runner.device)
             bound = floor_seconds(
-                llm.model_runner.model_config, workload, bandwidth * args.tp, rate * args.tp
+                llm.model_runner.model_config, done, bandwidth * args.tp, rate * args.tp
             )
             record |= {
                 "copy_tb_per_s": round(bandwidth / 1e12, 2),
@@ -100,8 +109,11 @@ def main() -> None:
         file.write(line + "\n")
 
 
-def run(llm: LLM, workload: Workload, temperature: float, sampling: dict[str, Any]) -> float:
-    """Seconds for the whole workload; a fresh prefix cache each time."""
+def run(
+    llm: LLM, workload: Workload, temperature: float, sampling: dict[str, Any]
+) -> tuple[float, Workload]:
+    """Seconds for the whole workload, with a fresh prefix cache each time; and the workload with
+    the tokens that were generated, which stop strings may have cut short."""
     plain = {"temperature": temperature, "ignore_eos": True}
     params = [
         SamplingParams(**{**plain, **sampling, "max_tokens": n}) for n in workload.output_lens
@@ -111,17 +123,18 @@ def run(llm: LLM, workload: Workload, temperature: float, sampling: dict[str, An
     outputs = llm.generate(workload.prompts, params, use_tqdm=sys.stderr.isatty())
     seconds = perf_counter() - start
     produced = [len(output["token_ids"]) for output in outputs]
-    if produced != workload.output_lens:
+    if produced != workload.output_lens and not sampling.get("stop"):
         raise RuntimeError("the engine did not generate the tokens that the workload asks for")
-    return seconds
+    return seconds, replace(workload, output_lens=produced)
 
 
 def rates(workload: Workload, seconds: list[float]) -> dict[str, Any]:
-    """The median run's time and throughput."""
+    """The median run's time, and the throughput in it of a run like the last."""
     median = statistics.median(seconds)
     return {
         "seconds": round(median, 3),
         "all_seconds": [round(s, 3) for s in seconds],
+        "num_output_tokens": workload.num_output_tokens,
         "output_tokens_per_second": round(workload.num_output_tokens / median, 1),
         "input_tokens_per_second": round(workload.num_input_tokens / median, 1),
     }
@@ -185,6 +198,8 @@ def describe(args: argparse.Namespace, llm: LLM, workload: Workload) -> dict[str
         "enforce_eager": llm.config.enforce_eager,
         "workload": workload.name,
         "sampling": args.sampling,
+        "tokenizer": args.tokenizer_name if llm.tokenizer is not None else None,
+        "detokenize": llm.tokenizer is not None and args.sampling.get("detokenize", True),
         "num_prompts": len(workload.prompts),
         "num_input_tokens": workload.num_input_tokens,
         "num_output_tokens": workload.num_output_tokens,
@@ -197,9 +212,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--model",
         help=f"checkpoint, or one of {', '.join(shapes)}; default qwen3-0.6b on a GPU, "
-        f"SmolLM2-135M-Instruct on a CPU or with --compare",
+        f"SmolLM2-135M-Instruct on a CPU, for chats and with --compare",
     )
-    parser.add_argument("--workload", choices=SHAPES, default="mixed256")
+    parser.add_argument("--workload", choices=[*SHAPES, *CHATS], default="mixed256")
     parser.add_argument("--num-prompts", type=int, help="another number of prompts")
     parser.add_argument("--input-len", type=_bounds, metavar="MIN[:MAX]")
     parser.add_argument("--output-len", type=_bounds, metavar="MIN[:MAX]")
@@ -226,6 +241,7 @@ def parse_args() -> argparse.Namespace:
         help="file that the JSON line is appended to; default bench.jsonl",
     )
     engine = parser.add_argument_group("engine")
+    engine.add_argument("--tokenizer", help="folder of another tokenizer than the model's own")
     engine.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     engine.add_argument("--attention-backend", default="auto")
     engine.add_argument("--enforce-eager", action="store_true")
@@ -235,13 +251,17 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     words = shlex.join(sys.argv).replace(f" --output {args.output}", "")  # where is not what
     args.command = f"python {words}"
+    if args.compare:
+        args.workload = "chat32"
     if args.model is None:
-        on_gpu = torch.cuda.is_available() and not args.compare
+        on_gpu = torch.cuda.is_available() and args.workload not in CHATS
         args.model = "qwen3-0.6b" if on_gpu else _smollm2()
     args.model_name = Path(args.model).name
     if args.temperature is None:
         args.temperature = 0.0 if args.compare else 0.6
+    args.tokenizer_name = Path(args.tokenizer or args.model).name
     args.engine = {
+        "tokenizer": args.tokenizer,
         "tensor_parallel_size": args.tp,
         "attention_backend": args.attention_backend,
         "enforce_eager": args.enforce_eager,
@@ -252,6 +272,12 @@ def parse_args() -> argparse.Namespace:
     if args.model in shapes and not os.path.exists(args.model):
         args.model = str(SHAPE_FOLDER / args.model)
         args.engine["load_format"] = "dummy"
+        if args.tokenizer is None:
+            from benchmarks.stand_in_tokenizer import stand_in_tokenizer
+
+            config = json.loads(Path(args.model, "config.json").read_text())
+            folder = stand_in_tokenizer(config["vocab_size"])
+            args.engine["tokenizer"], args.tokenizer_name = str(folder), folder.name
     if args.compare:
         args.engine |= {"dtype": "float32", "device": "cpu"}
     return args

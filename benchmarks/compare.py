@@ -1,15 +1,13 @@
-"""Throughput of one engine on the workloads of docs/benchmarks.md, a JSON line each:
-``python benchmarks/compare.py --engine nanovllm|vllm|nano-vllm --model PATH``.
+"""The same workloads through vLLM, nano-vLLM or this project, whichever is installed:
+``python benchmarks/compare.py --engine ENGINE --model PATH``.
 
-It uses nothing of an engine but ``LLM``, ``SamplingParams`` and ``generate``, so it runs in an
-environment that has one of the three. nano-vLLM's package has this project's name, ``nanovllm``.
-So run this file by its path, not with ``-m`` from the root of a clone, where this project's
-package would be imported.
+Prints one JSON line for each workload. Uses only what the three have in common: ``LLM``,
+``SamplingParams`` and ``generate``. Run it by its path, not with ``-m`` from the root of a clone:
+there this project's package is found first, and nano-vLLM's has the same name.
 """
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
@@ -19,115 +17,80 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-if __name__ == "__main__":  # run by its path: this folder's profile.py would hide Python's own
-    sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != HERE]
+from workloads import SHAPES, Workload, random_workload
 
-# Engine -> its package, and what a record calls it.
+HERE = Path(__file__).resolve().parent
+# It has a profile.py, which would hide Python's own from the engines.
+sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != HERE]
+
+# Their packages and distributions; nano-vLLM's and this project's differ in the distribution alone.
 ENGINES = {
     "nanovllm": ("nanovllm", "nanovllm"),
-    "vllm": ("vllm", "vLLM"),
-    "nano-vllm": ("nanovllm", "nano-vLLM"),
+    "vllm": ("vllm", "vllm"),
+    "nano-vllm": ("nanovllm", "nano-vllm"),
 }
-# Name -> prompts, tokens of a common prefix, (shortest, longest) rest, (shortest, longest) output.
-WORKLOADS = {
-    "mixed256": (256, 0, (100, 1024), (100, 1024)),
-    "single": (1, 0, (128, 128), (512, 512)),
-    "batch8": (8, 0, (128, 128), (512, 512)),
-    "decode256": (256, 0, (64, 64), (512, 512)),
-    "prefill": (128, 0, (3900, 3900), (1, 1)),
-    "prefix": (512, 2048, (128, 128), (64, 64)),
-}
-MAX_TOKEN_ID = 10_000
-TEMPERATURE = 0.6
+PREFIX, WORKLOADS = "prefix", ["mixed256", "single", "batch8", "decode256", "prefill"]
 
 
 def main() -> None:
-    args = parse_args()
-    llm, sampling_params, name = start(args)
-    run(llm, sampling_params, args.engine, [[1] * 8], [4])  # first-call costs
-    for workload in args.workloads:
-        prompts, output_lens = make_workload(workload)
-        seconds = [
-            run(llm, sampling_params, args.engine, fresh(prompts, i), output_lens)
-            for i in range(args.repeat)
-        ]
-        record = {
-            "engine": name,
-            "gpu": gpu_name(),
-            "num_gpus": args.tp,
-            "model": Path(args.model).name,
-            "workload": workload,
-            "detokenize": True,
-            "seconds": [round(s, 3) for s in seconds],
-            "output_tokens_per_second": round(sum(output_lens) / min(seconds), 1),
-            "input_tokens_per_second": round(sum(map(len, prompts)) / min(seconds), 1),
-        }
-        print(json.dumps(record), flush=True)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=ENGINES, required=True)
+    parser.add_argument("--model", required=True, help="a checkpoint directory with a tokenizer")
+    parser.add_argument(
+        "--workload", choices=[*SHAPES, PREFIX], nargs="+", default=[*WORKLOADS, PREFIX]
+    )
+    parser.add_argument("--num-prompts", type=int, help="another number of prompts")
+    parser.add_argument("--repeat", type=int, default=2, help="runs; the fastest counts")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    args = parser.parse_args()
+    start = perf_counter()
+    engine, name_and_version = find_engine(args.engine)
+    llm = engine.LLM(args.model, tensor_parallel_size=args.tp, max_model_len=args.max_model_len)
+    start_seconds = perf_counter() - start
+    run(engine, llm, random_workload("single", output_len=(4, 4)))  # costs of first calls
+    for name in args.workload:
+        seconds = []
+        for seed in range(args.repeat):  # other prompts each time: none is in the prefix cache
+            workload = make_workload(name, args.num_prompts, seed)
+            seconds.append(run(engine, llm, workload))
+        fastest = min(seconds)
+        print(
+            json.dumps(
+                {
+                    "engine": name_and_version,
+                    "gpu": gpu_name(),
+                    "model": Path(args.model).name,
+                    "num_gpus": args.tp,
+                    "workload": workload.name,
+                    "detokenize": True,
+                    "start_seconds": round(start_seconds, 2),
+                    "seconds": [round(s, 3) for s in seconds],
+                    "output_tokens_per_second": round(workload.num_output_tokens / fastest, 1),
+                    "input_tokens_per_second": round(workload.num_input_tokens / fastest, 1),
+                }
+            ),
+            flush=True,
+        )
 
 
-def start(args: argparse.Namespace) -> tuple[Any, Any, str]:
-    """The engine, its class of sampling parameters, and its name with its version."""
-    package, title = ENGINES[args.engine]
+def find_engine(name: str) -> tuple[Any, str]:
+    """The engine's package, and its name with its version, or its commit in a clone."""
+    package, distribution = ENGINES[name]
     try:
-        name = version(args.engine)
-        module = import_module(package)
+        found = version(distribution)
+        engine = import_module(package)
     except ImportError as error:
-        sys.exit(f"{args.engine} is not installed here ({error})")
-    is_ours = hasattr(module, "__version__")
-    if package == "nanovllm" and is_ours != (args.engine == "nanovllm"):
-        found = "this project" if is_ours else "nano-vLLM"
-        sys.exit(f"the package nanovllm is {found} here ({module.__file__}), not {args.engine}")
-    settings = {"max_model_len": args.max_model_len, "tensor_parallel_size": args.tp}
-    clone = Path(module.__file__).parents[1]
-    if (clone / ".git").exists():  # an editable install: its commit says more
+        sys.exit(f"{name} is not installed here: {error}")
+    is_ours = package == "nanovllm" and hasattr(engine, "__version__")
+    if is_ours != (name == "nanovllm"):
+        sys.exit(f"the package {package} found here is not that of {name}: {engine.__file__}")
+    clone = Path(engine.__file__).parents[1]
+    if (clone / ".git").exists():
         command = ["git", "-C", str(clone), "rev-parse", "--short", "HEAD"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        name = done.stdout.strip() or name
-    return module.LLM(args.model, **settings), module.SamplingParams, f"{title} {name}"
-
-
-def run(
-    llm: Any, make_params: Any, engine: str, prompts: list[list[int]], output_lens: list[int]
-) -> float:
-    """Seconds to complete all prompts, texts included."""
-    params = [
-        make_params(temperature=TEMPERATURE, ignore_eos=True, max_tokens=n) for n in output_lens
-    ]
-    given: list[Any] = prompts
-    if engine == "vllm":  # which takes no bare lists of token ids in every version
-        given = [{"prompt_token_ids": prompt} for prompt in prompts]
-    begin = perf_counter()
-    outputs = llm.generate(given, params, use_tqdm=False)
-    seconds = perf_counter() - begin
-    produced = [
-        output["token_ids"] if engine == "nano-vllm" else output.outputs[0].token_ids
-        for output in outputs
-    ]
-    if [len(token_ids) for token_ids in produced] != output_lens:
-        raise RuntimeError("the engine did not generate the tokens that the workload asks for")
-    return seconds
-
-
-def make_workload(name: str) -> tuple[list[list[int]], list[int]]:
-    """Prompts of random token ids, and how many tokens to generate after each.
-
-    Those without a common prefix are the workloads of ``workloads.py``, token for token.
-    """
-    count, prefix_len, inputs, outputs = WORKLOADS[name]
-    rng = random.Random(0)
-
-    def tokens(length: int) -> list[int]:
-        return [rng.randint(0, MAX_TOKEN_ID) for _ in range(length)]
-
-    prefix = tokens(prefix_len)
-    prompts = [prefix + tokens(rng.randint(*inputs)) for _ in range(count)]
-    return prompts, [rng.randint(*outputs) for _ in range(count)]
-
-
-def fresh(prompts: list[list[int]], number: int) -> list[list[int]]:
-    """The prompts of one repetition: another first token, so that no prefix cache has them."""
-    return [[(prompt[0] + number) % MAX_TOKEN_ID, *prompt[1:]] for prompt in prompts]
+        found = done.stdout.strip() or found
+    return engine, f"{distribution} {found}"
 
 
 def gpu_name() -> str | None:
@@ -137,18 +100,39 @@ def gpu_name() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", choices=ENGINES, required=True)
-    parser.add_argument("--model", required=True, help="a checkpoint with a tokenizer")
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--repeat", type=int, default=2, help="runs; the fastest counts")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--max-model-len", type=int, default=4096)
-    args = parser.parse_args()
-    if os.path.isdir(args.model):
-        args.model = os.path.abspath(args.model)
-    return args
+def make_workload(name: str, num_prompts: int | None, seed: int) -> Workload:
+    """One of SHAPES, or 512 prompts of 128 tokens after a common prefix of 2,048, with 64 tokens to
+    generate. Another seed gives other prompts of the same lengths."""
+    draw = random.Random(seed)
+    if name == PREFIX:
+        prefix = [draw.randint(0, 10000) for _ in range(2048)]
+        count = num_prompts or 512
+        prompts = [prefix + [draw.randint(0, 10000) for _ in range(128)] for _ in range(count)]
+        return Workload(name if count == 512 else f"{name} x {count}", prompts, [64] * count)
+    workload = random_workload(name, num_prompts)
+    prompts = [[draw.randint(0, 10000) for _ in prompt] for prompt in workload.prompts]
+    return Workload(workload.name, prompts, workload.output_lens)
+
+
+def run(engine: Any, llm: Any, workload: Workload) -> float:
+    """Seconds for the whole workload, with its text."""
+    params = [
+        engine.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=num_tokens)
+        for num_tokens in workload.output_lens
+    ]
+    prompts: list[Any] = workload.prompts
+    if engine.__name__ == "vllm":
+        prompts = [{"prompt_token_ids": token_ids} for token_ids in prompts]
+    start = perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = perf_counter() - start
+    produced = [
+        len(out["token_ids"] if isinstance(out, dict) else out.outputs[0].token_ids)
+        for out in outputs
+    ]
+    if produced != workload.output_lens:
+        raise RuntimeError("the engine did not generate the tokens that the workload asks for")
+    return seconds
 
 
 if __name__ == "__main__":

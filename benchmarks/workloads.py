@@ -1,7 +1,9 @@
-"""What bench.py runs: prompts of random tokens with fixed output lengths, and real chats."""
+"""What bench.py and compare.py run: random tokens with fixed output lengths, and real chats."""
 
 import random
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -60,16 +62,33 @@ QUESTIONS = [
 ]
 
 
-def chat_workload(tokenizer: object, shortest: int = 16, longest: int = 256) -> Workload:
-    """32 chats through the model's template, output limits ragged between two bounds."""
-    draw = random.Random(0)
+LENGTHS = ["", *(f" Use {n} sentences." for n in ("two", "three", "five", "six", "ten"))]
+LENGTHS += [" Be brief.", " Take your time."]
+# Name -> prompts, (shortest, longest) output.
+CHATS = {"chat32": (32, (16, 256)), "chats": (2000, (64, 256))}
+
+
+def chat_workload(name: str, tokenizer: Any, num_prompts: int | None = None) -> Workload:
+    """Chats through the model's template, output limits ragged between two bounds. Another number
+    of them is the workload's name.
+
+    Raises:
+        ValueError: the model has no chat template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(f"the workload {name} needs a model with a chat template: give --model")
+    count, bounds = CHATS[name]
+    if num_prompts not in (None, count):
+        count = num_prompts
+        name = f"{count} chats ({bounds[0]}:{bounds[1]})"
+    pairs = [f"{a} or {b}" for a in TOPICS for b in TOPICS if a != b]
+    questions = product(LENGTHS, [*TOPICS, *pairs], QUESTIONS)
+    texts = [question.format(topic) + length for length, topic, question in questions]
     prompts = [
-        tokenizer.apply_chat_template(  # type: ignore[attr-defined]
-            [{"role": "user", "content": question.format(topic)}],
-            add_generation_prompt=True,
-            return_dict=False,
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
         )
-        for topic in TOPICS
-        for question in QUESTIONS
+        for text in (texts * (1 + count // len(texts)))[:count]
     ]
-    return Workload("chat32", prompts, [draw.randint(shortest, longest) for _ in prompts])
+    draw = random.Random(0)
+    return Workload(name, prompts, [draw.randint(*bounds) for _ in prompts])

@@ -1,26 +1,19 @@
 """The public face of the engine."""
 
-import os
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.config import Config
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.llm_engine import PORTION, LLMEngine
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat import Message, as_conversations
 from nanovllm.text.chat_renderer import ChatRenderer
 from nanovllm.text.prompts import TokensPrompt, map_good, raise_errors
-
-if TYPE_CHECKING:
-    import torch
-
-SETTINGS = frozenset(field.name for field in fields(Config))
+from nanovllm.utils.progress import bar_maker, portions
 
 
 class LLM(LLMEngine):
@@ -31,41 +24,9 @@ class LLM(LLMEngine):
         ...     outputs = llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=32))
         ...     print(outputs[0].outputs[0].text)  # or outputs[0]["text"]
 
-    Arguments are the fields of ``nanovllm.config.Config``, which describes them; None stands for
-    an argument's default. ``close()``, leaving the ``with`` block or deleting the object frees its
-    memory; any number can live side by side.
-
-    Raises:
-        TypeError: an unknown argument, or one of the wrong type.
-        ValueError: a setting or a checkpoint that cannot work.
+    Arguments are the fields of ``nanovllm.config.Config``. ``close()``, leaving the ``with``
+    block or deleting the object frees its memory; any number can live side by side.
     """
-
-    def __init__(
-        self,
-        model: str | os.PathLike[str],
-        *,
-        max_num_batched_tokens: int = 16384,
-        max_num_seqs: int = 512,
-        max_model_len: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        tensor_parallel_size: int = 1,
-        enforce_eager: bool = False,
-        kvcache_block_size: int = 256,
-        num_kvcache_blocks: int = -1,
-        device: str = "auto",
-        dtype: "str | torch.dtype" = "auto",
-        attention_backend: str = "auto",
-        enable_prefix_caching: bool = True,
-        load_format: str = "auto",
-        seed: int = 0,
-        tokenizer: str | os.PathLike[str] | None = None,
-        skip_tokenizer_init: bool = False,
-        max_logprobs: int = 20,
-        logprobs_mode: str = "raw_logprobs",
-        **unknown: Any,
-    ) -> None:
-        settings = {name: value for name, value in locals().items() if name in SETTINGS}
-        super().__init__(**settings, **unknown)
 
     def chat(
         self,
@@ -88,7 +49,7 @@ class LLM(LLMEngine):
         Raises:
             TypeError, ValueError: a bad argument; the message names the conversation.
         """
-        prompts = self._render_chat(messages, **template_options)
+        prompts = self._render_chat(messages, bar_maker(use_tqdm), **template_options)
         return self._generate(prompts, sampling_params, use_tqdm, on_error, "messages")
 
     def render_chat(
@@ -117,6 +78,7 @@ class LLM(LLMEngine):
     def _render_chat(
         self,
         messages: Seq[Message] | Seq[Seq[Message]],
+        make_bar: Callable[..., tqdm] | None = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -135,10 +97,14 @@ class LLM(LLMEngine):
             "tools": tools,
             **(chat_template_kwargs or {}),
         }
-        texts = self._chat_renderer.render(self.tokenizer, as_conversations(messages), options)
-        # The template spells out every special token, the first one too.
-        encoded = self.prompt_encoder.encode(texts, add_special_tokens=False)
-        return map_good(with_tokens, encoded)
+        conversations = as_conversations(messages)
+        prompts: list[TokensPrompt | Exception] = []
+        for portion in portions(len(conversations), PORTION, make_bar, "Tokenizing"):
+            texts = self._chat_renderer.render(self.tokenizer, conversations[portion], options)
+            # The template spells out every special token, the first one too.
+            encoded = self.prompt_encoder.encode(texts, add_special_tokens=False)
+            prompts += map_good(with_tokens, encoded)
+        return prompts
 
     @cached_property
     def _chat_renderer(self) -> ChatRenderer:

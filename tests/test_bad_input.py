@@ -29,6 +29,7 @@ from nanovllm import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, StepOutput
 from nanovllm.utils.context import Context, get_context
+from tests.tables import each
 from tests.tiny_models import VOCAB_SIZE, TinyModels
 
 MAX_MODEL_LEN = 100
@@ -271,27 +272,25 @@ def nothing_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class TestMistakes:
-    @pytest.mark.parametrize("mistake", BAD_PROMPTS)
+    @each("mistake", BAD_PROMPTS)
     def test_a_bad_prompt_is_refused_with_its_index(self, llm, nothing_runs, mistake):
         """Guards nano-vLLM's asserts and IndexErrors, which take the whole batch with them."""
         prompts, exception, match = BAD_PROMPTS[mistake]
         refused(lambda: generate(llm, prompts), exception, match)
 
-    @pytest.mark.parametrize("mistake", BAD_PARAMS)
+    @each("mistake", BAD_PARAMS)
     def test_bad_sampling_params_are_refused(self, llm, nothing_runs, mistake):
         """Guards mismatched lists that zip cuts to the shorter one."""
         params, exception, match = BAD_PARAMS[mistake]
         refused(lambda: generate(llm, [GOOD, GOOD], params), exception, match)
 
-    @pytest.mark.parametrize("mistake", BAD_SAMPLING)
+    @each("mistake", BAD_SAMPLING)
     def test_a_bad_sampling_value_is_refused(self, mistake):
         """Guards max_tokens=0, which never stopped."""
         values, exception, match = BAD_SAMPLING[mistake]
         refused(lambda: SamplingParams(**values), exception, match)
 
-    @pytest.mark.parametrize(
-        ("field", "value"), [(field, value) for field in BAD_CONFIG for value in BAD_CONFIG[field]]
-    )
+    @each("field, value", [(field, value) for field in BAD_CONFIG for value in BAD_CONFIG[field]])
     def test_a_bad_setting_is_refused_by_name(self, field, value):
         refuse_config(field, value)
 
@@ -299,8 +298,8 @@ class TestMistakes:
         names = [field.name for field in fields(Config) if field.name != "model"]
         assert Config.create("m", **dict.fromkeys(names)) == Config("m")
 
-    @pytest.mark.parametrize(
-        ("field", "value", "kept"),
+    @each(
+        "field, value, kept",
         [
             ("seed", np.int64(3), 3),
             ("max_num_seqs", np.uint8(4), 4),
@@ -319,7 +318,7 @@ class TestMistakes:
     def test_every_setting_has_a_bad_value_here(self):
         assert set(BAD_CONFIG) == {field.name for field in fields(Config)}
 
-    @pytest.mark.parametrize("name", UNKNOWN_KEYWORDS)
+    @each("name", UNKNOWN_KEYWORDS)
     def test_an_unknown_setting_is_refused_with_the_nearest(self, name):
         """Guards nano-vLLM, which drops unknown keywords without a word."""
         match = f"unknown argument '{name}'; did you mean '{UNKNOWN_KEYWORDS[name]}'"
@@ -328,7 +327,7 @@ class TestMistakes:
     def test_an_unknown_setting_like_no_other_is_refused_with_all(self):
         refused(lambda: LLM(NO_SUCH_MODEL, zzz=1), TypeError, "'zzz'.*max_num_seqs.*seed")
 
-    @pytest.mark.parametrize("mistake", ["empty-ids", "negative-id", "too-long", "text", "bool-id"])
+    @each("mistake", ["empty-ids", "negative-id", "too-long", "text", "bool-id"])
     def test_add_request_refuses_the_same(self, llm, nothing_runs, mistake):
         prompts, exception, match = BAD_PROMPTS[mistake]
         prompt = prompts if isinstance(prompts, str) else prompts[-1]
@@ -354,17 +353,16 @@ class TestMistakes:
         for request_id in ("no-such-id", "", 7, None):
             refused(lambda r=request_id: llm.abort_request(r), ValueError, "no unfinished request")
 
-    @pytest.mark.parametrize(
+    @each(
         "call",
         [generate, lambda llm: next(llm.generate_stream(PROMPTS)), LLM.reset_prefix_cache],
-        ids=["generate", "generate_stream", "reset_prefix_cache"],
     )
     def test_some_calls_need_the_engine_to_themselves(self, llm, nothing_runs, call):
         request_id = llm.add_request(GOOD, GREEDY)
         refused(lambda: call(llm), ValueError, "(?i)finish .*the (other )?requests|finish or abort")
         llm.abort_request(request_id)
 
-    @pytest.mark.parametrize("mistake", [*BAD_PROMPTS, *BAD_PARAMS])
+    @each("mistake", [*BAD_PROMPTS, *BAD_PARAMS])
     def test_a_stream_refuses_the_same(self, llm, nothing_runs, mistake):
         prompts, params = [GOOD, GOOD], GREEDY
         if mistake in BAD_PROMPTS:
@@ -373,7 +371,7 @@ class TestMistakes:
             params, exception, match = BAD_PARAMS[mistake]
         refused(lambda: next(llm.generate_stream(prompts, params)), exception, match)
 
-    @pytest.mark.parametrize(
+    @each(
         "call",
         [
             lambda llm: llm.generate(PROMPTS, use_tqdm=False),
@@ -384,17 +382,8 @@ class TestMistakes:
             lambda llm: llm.is_finished(),
             lambda llm: llm.reset_prefix_cache(),
         ],
-        ids=[
-            "generate",
-            "generate-nothing",
-            "generate_stream",
-            "add_request",
-            "step",
-            "is_finished",
-            "reset_prefix_cache",
-        ],
     )
-    @pytest.mark.parametrize("close", [LLM.close, LLM.exit], ids=["close", "exit"])
+    @each("close", [LLM.close, LLM.exit])
     def test_a_closed_engine_says_so(self, tiny_models, call, close):
         llm = LLM(tiny_models.path("qwen3"), **SMALL)
         close(llm)
@@ -460,7 +449,7 @@ def test_mistakes_are_refused_under_python_O(tiny_models):
 
 
 class TestPromptForms:
-    @pytest.mark.parametrize(
+    @each(
         "form",
         [
             lambda ids: ids,
@@ -472,17 +461,6 @@ class TestPromptForms:
             lambda ids: {"prompt_token_ids": ids},
             lambda ids: [{"prompt_token_ids": ids}],
             lambda ids: {"prompt_token_ids": tuple(ids)},
-        ],
-        ids=[
-            "lone",
-            "lone-tuple",
-            "list",
-            "list-of-tuple",
-            "tuple-of-list",
-            "numpy-ints",
-            "dict",
-            "list-of-dict",
-            "dict-of-tuple",
         ],
     )
     def test_every_form_gives_the_same_tokens(self, llm, expected, form):
@@ -517,6 +495,7 @@ class TestPromptForms:
         assert prompts == PROMPTS
 
 
+@pytest.mark.smoke
 class TestResults:
     def test_order_is_the_prompts_whatever_finishes_first(self, llm, expected):
         lengths = [20, 1, 7, 3]
@@ -596,7 +575,7 @@ class TestResults:
                 draws.append(generate(llm, PROMPTS, params))
         assert draws[0] == draws[1] != draws[2]
 
-    @pytest.mark.parametrize("temperature", [1e-20, 1e-38, 1e-45])
+    @each("temperature", [1e-20, 1e-38, 1e-45])
     def test_a_tiny_temperature_is_greedy(self, llm, expected, temperature):
         """Guards logits / temperature that overflow to inf, whose softmax is NaN and whose
         argmax is token 0."""
@@ -647,6 +626,13 @@ class TestStepLoop:
         assert llm.step() == []  # launched; its token comes with the next
         assert [out.request_id for out in llm.step()] == [request_id]
         refused(lambda: llm.abort_request(request_id), ValueError, "no unfinished request")
+
+
+# At which lines of a call an interrupt is tried: one in so many.
+FEW_LINES = {"add_request": 11, "abort_request": 3, "step": 29, "generate": 307, "stream": 311}
+FEW_LINES["close"] = 3
+MANY_LINES = {"add_request": 2, "step": 4, "generate": 41, "stream": 43}
+MANY_LINES |= {"abort_request": 1, "close": 1}
 
 
 class Stop(Exception):
@@ -725,8 +711,10 @@ class TestInterruption:
         patch.setattr(llm.model_runner, "run", failing)
 
     @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-    @pytest.mark.parametrize("step", [0, 1, 2, 9])
-    @pytest.mark.parametrize("error", [KeyboardInterrupt, Stop, MemoryError])
+    @pytest.mark.parametrize(
+        ("error", "step"),
+        [*((KeyboardInterrupt, step) for step in (0, 1, 2, 9)), (Stop, 1), (MemoryError, 2)],
+    )
     def test_generate_leaves_a_clean_engine(
         self, llm, expected, fresh, monkeypatch, error, step, after
     ):
@@ -779,10 +767,15 @@ class TestInterruption:
             hook.remove()
 
     @pytest.mark.parametrize(
-        "call", ["add_request", "abort_request", "step", "generate", "stream", "close"]
+        ("call", "stride"),
+        [
+            *FEW_LINES.items(),
+            *(pytest.param(*item, marks=pytest.mark.slow) for item in MANY_LINES.items()),
+        ],
     )
-    def test_ctrl_c_at_any_line(self, llm, expected, call):
-        """Afterwards the engine may have dropped the requests or not, but works, and has lost no
+    def test_ctrl_c_at_any_line(self, llm, expected, call, stride):
+        """At every line or, where a call has many, at one line in ``stride``.
+        Afterwards the engine may have dropped the requests or not, but works, and has lost no
         block."""
         num_blocks = llm.model_runner.num_kvcache_blocks
         params = replace(GREEDY, max_tokens=6)
@@ -803,8 +796,7 @@ class TestInterruption:
                 stream.close()
 
         num_tried = 0
-        strides = {"generate": 41, "stream": 43, "step": 4, "add_request": 2}
-        for line in count(1, strides.get(call, 1)):
+        for line in count(1, stride):
             ids = []
             if call in ("abort_request", "step"):
                 ids = [llm.add_request(prompt, params) for prompt in PROMPTS[:2]]
@@ -824,6 +816,7 @@ class TestInterruption:
             assert tokens(outputs) == expected
             llm.reset_prefix_cache()
             assert len(llm.scheduler.block_manager.free_block_ids) == num_blocks
+        print(num_tried)
         assert num_tried > 5
         while not llm.is_finished():
             llm.step()
@@ -880,7 +873,7 @@ class TestInterruption:
                 generate(llm, [fresh[3], *fresh])
         assert len(runs) == 1 and llm.is_finished()
 
-    @pytest.mark.parametrize("use_tqdm", [False, True])
+    @pytest.mark.parametrize("use_tqdm", [pytest.param(False, marks=pytest.mark.slow), True])
     def test_ctrl_c_at_any_moment(self, llm, expected, reference, use_tqdm):
         """A real SIGINT from another thread, after 10 delays of 1 to 60 ms."""
         handler = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -990,6 +983,7 @@ CHAT_TEMPLATE = (
 )
 
 
+@pytest.mark.smoke
 class TestTokenizer:
     @pytest.fixture(scope="class")
     @staticmethod

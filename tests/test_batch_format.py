@@ -37,6 +37,7 @@ from nanovllm.run_batch.request import (
 )
 from nanovllm.run_batch.response import make_body
 from nanovllm.run_batch.writer import Writer
+from tests.tables import each
 
 DEFAULTS = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, max_tokens=99, seed=5)
 NAMES = ("model", "alias")
@@ -151,7 +152,7 @@ NO_REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("name", NO_REQUESTS)
+@each("name", NO_REQUESTS)
 def test_a_line_that_is_no_request_gives_a_record(name: str):
     content, custom_id, code, message = NO_REQUESTS[name]
     record = parse_line(make_line(content))
@@ -189,7 +190,7 @@ SAMPLING = {
 
 
 @URLS
-@pytest.mark.parametrize("name", SAMPLING)
+@each("name", SAMPLING)
 def test_a_field_of_sampling_params_is_taken_over(url: str, name: str):
     params = read(url, **{name: SAMPLING[name]}).params
     assert getattr(params, name) == SAMPLING[name]
@@ -336,14 +337,14 @@ def test_a_model_has_several_names_and_no_others():
 
 
 @URLS
-@pytest.mark.parametrize("name", sorted(IGNORED_FIELDS))
+@each("name", sorted(IGNORED_FIELDS))
 def test_fields_that_change_nothing_may_have_any_value(url: str, name: str):
     for value in ("x", True, {"a": [1]}):
         assert read(url, **{name: value}) == read(url)
 
 
 @URLS
-@pytest.mark.parametrize("name", sorted(NEUTRAL_VALUES))
+@each("name", sorted(NEUTRAL_VALUES))
 def test_fields_that_are_not_served_may_ask_for_nothing(url: str, name: str):
     for value in NEUTRAL_VALUES[name]:
         assert read(url, **{name: value}) == read(url)
@@ -370,7 +371,7 @@ NOT_SERVED = {
 
 
 @URLS
-@pytest.mark.parametrize("name", NOT_SERVED)
+@each("name", NOT_SERVED)
 def test_what_is_not_served_is_refused_by_name(url: str, name: str):
     error = refuse(url, **{name: NOT_SERVED[name]})
     assert (error.status, error.code, error.param) == (400, "unsupported_parameter", name)
@@ -422,7 +423,7 @@ WRONG: dict[str, list[Any]] = {
 
 
 @URLS
-@pytest.mark.parametrize("name", WRONG)
+@each("name", WRONG)
 def test_a_wrong_value_is_refused_with_the_fields_name(url: str, name: str):
     for value in WRONG[name]:
         error = refuse(url, **{name: value})
@@ -448,8 +449,8 @@ WRONG_COMPLETION: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("url", "name"),
+@each(
+    "url, name",
     [(CHAT_URL, name) for name in WRONG_CHAT] + [(COMPLETIONS_URL, n) for n in WRONG_COMPLETION],
 )
 def test_a_wrong_value_of_one_url_is_refused_with_the_fields_name(url: str, name: str):
@@ -994,7 +995,8 @@ def test_a_record_that_is_there_twice_is_noticed(tmp_path: Path):
         Writer(path)
 
 
-def test_a_file_has_one_writer_at_a_time(tmp_path: Path):
+def test_a_file_has_one_writer_at_a_time(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(writer, "LOCK_SECONDS", 0.1)
     path = tmp_path / "out"
     with Writer(path), pytest.raises(ValueError, match="another job is writing"):
         Writer(path)

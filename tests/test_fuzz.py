@@ -26,7 +26,8 @@ SMALL: dict[str, Any] = {
 }
 GOOD = [1, 2, 3, 4]
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-NUM_CASES = 800  # of each kind
+FEW, MANY = 150, pytest.param(800, marks=pytest.mark.slow)  # examples of each kind
+sizes = pytest.mark.parametrize("num_examples", [FEW, MANY])
 counts: Counter[str] = Counter()
 
 ODD: list[Any] = [
@@ -86,12 +87,15 @@ def mostly(draw: Any, usual: st.SearchStrategy) -> Any:
 
 
 names = [field.name for field in fields(SamplingParams)]
-fuzz = settings(
-    max_examples=NUM_CASES,
-    deadline=10_000,  # ms: none hangs
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)
+
+
+def fuzz(num_examples: int) -> settings:
+    return settings(
+        max_examples=num_examples,
+        deadline=10_000,  # ms: none hangs
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 def check_message(error: Exception) -> None:
@@ -124,104 +128,138 @@ def check_served_beside(llm: LLM, expected: list[int], prompt: Any, params: Any)
     return "refused" if errors else "served"
 
 
-@fuzz
-@given(prompt=prompts)
-def test_prompts(llm, expected, prompt):
-    counts["prompts " + check_served_beside(llm, expected, prompt, GREEDY)] += 1
+@sizes
+def test_prompts(num_examples, llm, expected):
+    @fuzz(num_examples)
+    @given(prompt=prompts)
+    def check(prompt):
+        counts["prompts " + check_served_beside(llm, expected, prompt, GREEDY)] += 1
+
+    check()
 
 
-@fuzz
-@given(data=st.data())
-def test_sampling_params(llm, expected, data):
-    chosen = data.draw(st.lists(st.sampled_from(names), max_size=4, unique=True))
-    options = {name: data.draw(mostly(sensible.get(name, st.booleans())), name) for name in chosen}
-    try:
-        params = SamplingParams(**options)
-    except Exception as error:
-        check_message(error)
-        counts["sampling params refused"] += 1
-        return
-    if params.n > 8 or (params.max_tokens or 999) > 8:
-        options |= {"n": min(params.n, 8), "max_tokens": max(4, min(params.min_tokens, 90))}
-        params = SamplingParams(**options)
-    try:
-        become = check_served_beside(llm, expected, GOOD[:3], params)
-    except Exception as error:  # what cannot be served is no result but refused as a whole
-        check_message(error)
-        become = "refused by the model"
-    counts["sampling params " + become] += 1
+@sizes
+def test_sampling_params(num_examples, llm, expected):
+    @fuzz(num_examples)
+    @given(data=st.data())
+    def check(data):
+        chosen = data.draw(st.lists(st.sampled_from(names), max_size=4, unique=True))
+        options = {
+            name: data.draw(mostly(sensible.get(name, st.booleans())), name) for name in chosen
+        }
+        try:
+            params = SamplingParams(**options)
+        except Exception as error:
+            check_message(error)
+            counts["sampling params refused"] += 1
+            return
+        if params.n > 8 or (params.max_tokens or 999) > 8:
+            options |= {"n": min(params.n, 8), "max_tokens": max(4, min(params.min_tokens, 90))}
+            params = SamplingParams(**options)
+        try:
+            become = check_served_beside(llm, expected, GOOD[:3], params)
+        except Exception as error:  # what cannot be served is no result but refused as a whole
+            check_message(error)
+            become = "refused by the model"
+        counts["sampling params " + become] += 1
+
+    check()
 
 
-@fuzz
-@given(value=odd)
-def test_what_is_no_sampling_params(llm, expected, value):
-    if value is not None and not isinstance(value, (list, tuple)):
-        with pytest.raises(TypeError, match="must be SamplingParams"):
-            llm.generate([GOOD], value, use_tqdm=False)
-    counts["no sampling params " + check_served_beside(llm, expected, GOOD, value)] += 1
+@sizes
+def test_what_is_no_sampling_params(num_examples, llm, expected):
+    @fuzz(num_examples)
+    @given(value=odd)
+    def check(value):
+        if value is not None and not isinstance(value, (list, tuple)):
+            with pytest.raises(TypeError, match="must be SamplingParams"):
+                llm.generate([GOOD], value, use_tqdm=False)
+        counts["no sampling params " + check_served_beside(llm, expected, GOOD, value)] += 1
+
+    check()
 
 
-@fuzz
-@given(field=st.sampled_from([field.name for field in fields(Config)]), data=st.data())
-def test_settings(field, data):
+@sizes
+def test_settings(num_examples):
     """Before anything is looked for on the disk; what passes there is a setting that can be."""
-    value = data.draw(odd | sensible_settings.get(field, st.integers(1, 8)), "value")
-    try:
-        config = Config.create(**{"model": "x", field: value})
-    except Exception as error:
-        check_message(error)
-        counts["settings refused"] += 1
-    else:
-        kept = getattr(config, field)
-        # None stands for the default, which two settings have none of.
-        unset = kept is None and value is None and field in ("max_model_len", "tokenizer")
-        assert unset or isinstance(kept, (int, float, str))
-        counts["settings accepted"] += 1
+
+    @fuzz(num_examples)
+    @given(field=st.sampled_from([field.name for field in fields(Config)]), data=st.data())
+    def check(field, data):
+        value = data.draw(odd | sensible_settings.get(field, st.integers(1, 8)), "value")
+        try:
+            config = Config.create(**{"model": "x", field: value})
+        except Exception as error:
+            check_message(error)
+            counts["settings refused"] += 1
+        else:
+            kept = getattr(config, field)
+            # None stands for the default, which two settings have none of.
+            unset = kept is None and value is None and field in ("max_model_len", "tokenizer")
+            assert unset or isinstance(kept, (int, float, str))
+            counts["settings accepted"] += 1
+
+    check()
 
 
-@settings(fuzz, max_examples=40)
-@given(
-    field=st.sampled_from(["max_num_seqs", "max_num_batched_tokens", "kvcache_block_size"]),
-    value=st.sampled_from([1, 2, 3, 100, 1000, 2**16, 2**20, 2**24, 2**31 - 1]),
-)
-def test_engines_of_extreme_settings_run_or_are_refused(model_path, expected, field, value):
-    try:
-        with LLM(model_path, **{**SMALL, "num_kvcache_blocks": -1, field: value}) as llm:
-            assert llm.generate([GOOD], GREEDY, use_tqdm=False)[0]["token_ids"] == expected
-            counts["engines run"] += 1
-    except ValueError as error:
-        check_message(error)
-        counts["engines refused"] += 1
+@pytest.mark.parametrize("num_examples", [8, pytest.param(40, marks=pytest.mark.slow)])
+def test_engines_of_extreme_settings_run_or_are_refused(num_examples, model_path, expected):
+    @fuzz(num_examples)
+    @given(
+        field=st.sampled_from(["max_num_seqs", "max_num_batched_tokens", "kvcache_block_size"]),
+        value=st.sampled_from([1, 2, 3, 100, 1000, 2**16, 2**20, 2**24, 2**31 - 1]),
+    )
+    def check(field, value):
+        try:
+            with LLM(model_path, **{**SMALL, "num_kvcache_blocks": -1, field: value}) as llm:
+                assert llm.generate([GOOD], GREEDY, use_tqdm=False)[0]["token_ids"] == expected
+                counts["engines run"] += 1
+        except ValueError as error:
+            check_message(error)
+            counts["engines refused"] += 1
+
+    check()
 
 
-@fuzz
-@given(
-    prompts=st.lists(prompts, max_size=3) | prompts, on_error=st.sampled_from(["raise", "return"])
-)
-def test_calls(llm, prompts, on_error):
-    try:
-        outputs = llm.generate(prompts, GREEDY, use_tqdm=False, on_error=on_error)
-    except Exception as error:
-        check_message(error)
-        counts["calls refused"] += 1
-    else:
-        assert all(out.finished for out in outputs)
-        counts["calls served"] += 1
-    assert llm.is_finished()
+@sizes
+def test_calls(num_examples, llm):
+    @fuzz(num_examples)
+    @given(
+        prompts=st.lists(prompts, max_size=3) | prompts,
+        on_error=st.sampled_from(["raise", "return"]),
+    )
+    def check(prompts, on_error):
+        try:
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False, on_error=on_error)
+        except Exception as error:
+            check_message(error)
+            counts["calls refused"] += 1
+        else:
+            assert all(out.finished for out in outputs)
+            counts["calls served"] += 1
+        assert llm.is_finished()
+
+    check()
 
 
 texts = st.text(max_size=20)
 messages = st.fixed_dictionaries({"role": mostly(texts), "content": mostly(texts)})
 
 
-@fuzz
-@given(conversations=mostly(st.lists(mostly(st.lists(mostly(messages), max_size=3)), max_size=3)))
-def test_chats(llm, conversations):
-    try:
-        llm.chat(conversations, GREEDY, use_tqdm=False)
-    except Exception as error:
-        check_message(error)
-        counts["chats refused"] += 1
-    else:
-        counts["chats served"] += 1
-    assert llm.is_finished()
+@sizes
+def test_chats(num_examples, llm):
+    @fuzz(num_examples)
+    @given(
+        conversations=mostly(st.lists(mostly(st.lists(mostly(messages), max_size=3)), max_size=3))
+    )
+    def check(conversations):
+        try:
+            llm.chat(conversations, GREEDY, use_tqdm=False)
+        except Exception as error:
+            check_message(error)
+            counts["chats refused"] += 1
+        else:
+            counts["chats served"] += 1
+        assert llm.is_finished()
+
+    check()

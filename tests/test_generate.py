@@ -439,6 +439,7 @@ CONVERSATIONS = [
 ]
 
 
+@pytest.mark.smoke
 class TestChat:
     @staticmethod
     def chat(llm: LLM, messages: Any, params: Any = GREEDY, **options: Any) -> list[RequestOutput]:

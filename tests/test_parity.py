@@ -35,7 +35,22 @@ def ragged_prompts() -> list[list[int]]:
     return prompts
 
 
-PROMPTS = ragged_prompts()
+PROMPTS = ragged_prompts()[:20]
+slow = pytest.mark.slow
+# Two families run in every configuration; the others in the default one, and in all with the slow
+# tests.
+THOROUGH = ("qwen3", "llama")
+EVERY_MODEL = pytest.mark.parametrize(
+    "name", [name if name in THOROUGH else pytest.param(name, marks=slow) for name in MODELS]
+)
+CONFIGURATIONS = {
+    "default": {},
+    "block16": {"kvcache_block_size": 16},
+    "block1": {"kvcache_block_size": 1},
+    "no-prefix-cache": {"enable_prefix_caching": False},
+    "chunked": {"max_num_batched_tokens": 64},
+    "chunked-block16": {"max_num_batched_tokens": 64, "kvcache_block_size": 16},
+}
 
 
 @torch.inference_mode()
@@ -91,26 +106,24 @@ def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [out["token_ids"] for out in llm.generate(prompts, GREEDY, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    "settings",
+    ("name", "configuration"),
     [
-        pytest.param({}, id="default"),
-        pytest.param({"kvcache_block_size": 16}, id="block16"),
-        pytest.param({"kvcache_block_size": 1}, id="block1"),
-        pytest.param({"enable_prefix_caching": False}, id="no-prefix-cache"),
-        pytest.param({"max_num_batched_tokens": 64}, id="chunked"),
         pytest.param(
-            {"max_num_batched_tokens": 64, "kvcache_block_size": 16}, id="chunked-block16"
-        ),
+            name,
+            configuration,
+            marks=[] if name in THOROUGH or configuration == "default" else slow,
+        )
+        for name in MODELS
+        for configuration in CONFIGURATIONS
     ],
 )
-def test_tokens_equal_transformers(name, settings, engine, tiny_models, expected):
-    with LLM(tiny_models.path(name), **engine, **settings) as llm:
+def test_tokens_equal_transformers(name, configuration, engine, tiny_models, expected):
+    with LLM(tiny_models.path(name), **engine, **CONFIGURATIONS[configuration]) as llm:
         assert_same_tokens(generate(llm, PROMPTS), expected(name))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@EVERY_MODEL
 def test_tokens_survive_preemption(name, engine, tiny_models, expected):
     """42 blocks hold one long sequence; everything else waits its turn or is preempted."""
     with LLM(tiny_models.path(name), **engine, kvcache_block_size=16, num_kvcache_blocks=42) as llm:
@@ -119,14 +132,15 @@ def test_tokens_survive_preemption(name, engine, tiny_models, expected):
         llm.scheduler.check_invariants()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@EVERY_MODEL
 def test_tokens_equal_one_prompt_at_a_time(name, engine, tiny_models, expected):
     with LLM(tiny_models.path(name), **engine, enable_prefix_caching=False) as llm:
         ours = [generate(llm, [prompt])[0] for prompt in PROMPTS[:12]]
         assert_same_tokens(ours, expected(name)[:12])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.smoke
+@EVERY_MODEL
 def test_tokens_survive_prefix_cache_hits(name, engine, tiny_models, expected):
     """The second call finds every full block of the first one's prompts in the cache."""
     with LLM(tiny_models.path(name), **engine, kvcache_block_size=16) as llm:
@@ -138,12 +152,15 @@ def test_tokens_survive_prefix_cache_hits(name, engine, tiny_models, expected):
 
 
 @pytest.mark.skipif(ON_GPU, reason="the tests above run the kernels")
-def test_the_kernels_of_attention_in_an_engine(expected, tiny_models, monkeypatch):
-    """In Triton's interpreter: what the host plans for a decode is what the kernel reads."""
+@pytest.mark.parametrize(
+    "chosen", [[1, 4], pytest.param([1, 4, 7], marks=slow)], ids=["short", "long"]
+)
+def test_the_kernels_of_attention_in_an_engine(chosen, expected, tiny_models, monkeypatch):
+    """In Triton's interpreter: what the host plans for a decode is what the kernel reads.
+    The prompts have 2, 17 and, with the slow tests, 257 tokens."""
     monkeypatch.setattr(
         model_runner, "select_attention_backend", lambda *_, **__: TritonAttention()
     )
-    chosen = [1, 4, 7]  # of 2, 17 and 257 tokens
     oracle = [expected("qwen3")[i][:3] for i in chosen]
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     settings = {"kvcache_block_size": 16, "num_kvcache_blocks": 40, "max_num_batched_tokens": 200}

@@ -329,19 +329,24 @@ class TestFailuresOnTheWay:
     ):
         llm, prompts = with_words
         expected = run(llm, prompts, params())
-        bad = tuple(expected[1]["token_ids"])
-        decode = llm.prompt_encoder.decode
+        detokenizer, made = llm.prompt_encoder.detokenizer, []
 
-        def fails_on_one(batch: list[list[int]], *args: Any) -> list[str]:
-            if any(tuple(ids) == bad for ids in batch):
-                raise IndexError("piece id is out of range")
-            return decode(batch, *args)
+        def fails_on_one(*args: Any) -> Any:
+            made.append(detokenizer(*args))
+            if len(made) == 2:
+                made[1].extend = fail
+            return made[-1]
 
-        monkeypatch.setattr(llm.prompt_encoder, "decode", fails_on_one)
+        def fail(*args: Any) -> None:
+            raise IndexError("piece id is out of range")
+
+        monkeypatch.setattr(llm.prompt_encoder, "detokenizer", fails_on_one)
         outputs = run(llm, prompts, params())
         assert outputs[1].outputs[0].finish_reason == "error"
-        assert "IndexError" in outputs[1].outputs[0].error
-        assert tokens(outputs) == tokens(expected)
+        assert "IndexError: piece id" in outputs[1].outputs[0].error
+        assert [outputs[i]["token_ids"] for i in (0, 2)] == [
+            expected[i]["token_ids"] for i in (0, 2)
+        ]
         assert [outputs[i]["text"] for i in (0, 2)] == [expected[i]["text"] for i in (0, 2)]
 
     def test_a_tokenizer_that_panics_on_one_prompt_spares_the_others(self, with_words):
@@ -522,6 +527,9 @@ def token_logprobs(positions: list[Any]) -> np.ndarray:
     return np.array([next(iter(position.values())).logprob for position in positions if position])
 
 
+slow = pytest.mark.slow
+
+
 class TestOutOfMemory:
     def test_an_engine_that_ran_out_of_memory_is_as_fast_as_before(self, llm, monkeypatch):
         """Guards limits that stayed at one sequence a step: 526 steps where 8 had been enough."""
@@ -539,8 +547,18 @@ class TestOutOfMemory:
         run(llm)
         assert len(num_steps) <= before
 
-    @pytest.mark.parametrize("part", ["run", "sample"])
-    @pytest.mark.parametrize("name", ["greedy", "sampled", "penalised", "logprobs"])
+    @pytest.mark.parametrize(
+        ("name", "part"),
+        [
+            pytest.param(
+                name,
+                part,
+                marks=[] if (name, part) in (("sampled", "sample"), ("logprobs", "run")) else slow,
+            )
+            for name in ("greedy", "sampled", "penalised", "logprobs")
+            for part in ("run", "sample")
+        ],
+    )
     @pytest.mark.parametrize("fits", FITS)
     def test_smaller_steps_give_the_same_tokens(self, fits, name, part, llm, monkeypatch, caplog):
         prompts = [*PROMPTS, PROMPTS[1], PROMPTS[3], [*PROMPTS[3], 5]]  # also shared blocks
@@ -563,9 +581,12 @@ class TestOutOfMemory:
         run(llm)
         limits = llm.scheduler._max_tokens_now, llm.scheduler._max_seqs_now
         assert limits != (64, 8)
-        for _ in range(30):
+        num_runs = 0
+        while limits != (64, 8):
+            num_runs += 1
+            assert num_runs <= 30
             run(llm)
-        assert (llm.scheduler._max_tokens_now, llm.scheduler._max_seqs_now) == (64, 8)
+            limits = llm.scheduler._max_tokens_now, llm.scheduler._max_seqs_now
 
     def test_where_nothing_fits_it_says_what_is_in_use_and_goes_on_after(self, llm, monkeypatch):
         expected = tokens(run(llm))

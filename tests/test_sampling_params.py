@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from nanovllm import SamplingParams, StructuredOutputsParams
 from nanovllm.sampling_params import HINTS, NEUTRAL_VALUES, READERS, RequestOutputKind
+from tests.tables import each
 
 VLLM_DEFAULTS: dict[str, Any] = {
     "n": 1,
@@ -82,13 +83,9 @@ VALUES: dict[str, tuple[list[Any], list[Any], list[Any]]] = {
 }
 
 
-def cases(kind: int) -> list[Any]:
+def cases(kind: int) -> list[tuple[str, Any]]:
     """Field and value of every good (0), mistyped (1) or out-of-range (2) value."""
-    return [
-        pytest.param(name, value, id=f"{name}-{value!r:.20}")
-        for name, values in VALUES.items()
-        for value in values[kind]
-    ]
+    return [(name, value) for name, values in VALUES.items() for value in values[kind]]
 
 
 def test_defaults_are_those_of_vllm():
@@ -102,15 +99,15 @@ def test_every_field_has_its_values_here():
     assert set(READERS) == {f.name for f in fields(SamplingParams)}
 
 
-@pytest.mark.parametrize(("name", "value"), cases(0))
+@each("name, value", cases(0))
 def test_a_good_value_is_kept(name: str, value: Any):
     kept = getattr(SamplingParams(**{name: value}), name)
     assert kept == value
     assert kept is None or type(kept) is type(VLLM_DEFAULTS[name]) or VLLM_DEFAULTS[name] is None
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "kept"),
+@each(
+    "name, value, kept",
     [
         ("seed", np.int64(7), 7),
         ("seed", -1, None),
@@ -135,7 +132,6 @@ def test_a_good_value_is_kept(name: str, value: Any):
         ("prompt_logprobs", True, 1),
         ("logit_bias", {np.int64(5): np.float32(1)}, {5: 1.0}),
     ],
-    ids=repr,
 )
 def test_a_value_becomes_pythons_own_when_it_is_set(name: str, value: Any, kept: Any):
     """Guards numpy's numbers: a seed of theirs overflowed, and all requests were lost."""
@@ -148,19 +144,19 @@ def test_a_value_becomes_pythons_own_when_it_is_set(name: str, value: Any, kept:
         assert all(type(item) in (int, str) for item in inside)
 
 
-@pytest.mark.parametrize(("name", "value"), cases(1))
+@each("name, value", cases(1))
 def test_a_wrong_type_is_a_type_error_that_names_the_field(name: str, value: Any):
     with pytest.raises(TypeError, match=rf"\b{name}\b"):
         SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize(("name", "value"), cases(2))
+@each("name, value", cases(2))
 def test_a_value_out_of_range_is_a_value_error_that_names_the_field(name: str, value: Any):
     with pytest.raises(ValueError, match=rf"\b{name}\b"):
         SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize("name", VALUES)
+@each("name", VALUES)
 def test_fields_are_checked_when_they_are_assigned(name: str):
     """Scripts take the default parameters and change one."""
     good, mistyped, out_of_range = VALUES[name]
@@ -233,8 +229,8 @@ def test_unknown_names_and_positions_are_refused():
         SamplingParams(1)
 
 
-@pytest.mark.parametrize(
-    ("values", "names"),
+@each(
+    "values, names",
     [
         ({"min_tokens": 17}, ("min_tokens", "max_tokens")),
         ({"min_tokens": 5, "max_tokens": 4}, ("min_tokens", "max_tokens")),
@@ -243,7 +239,6 @@ def test_unknown_names_and_positions_are_refused():
         ({"n": 2, "temperature": 0}, ("n=2", "temperature")),
         ({"n": 2, "temperature": 1e-9}, ("n=2", "temperature")),
     ],
-    ids=str,
 )
 def test_a_contradiction_is_refused_with_both_names(values: dict[str, Any], names: tuple[str, ...]):
     with pytest.raises(ValueError) as error:
@@ -251,7 +246,7 @@ def test_a_contradiction_is_refused_with_both_names(values: dict[str, Any], name
     assert all(name in str(error.value) for name in names)
 
 
-@pytest.mark.parametrize(
+@each(
     "values",
     [
         {"min_tokens": 16},
@@ -262,7 +257,6 @@ def test_a_contradiction_is_refused_with_both_names(values: dict[str, Any], name
         {"n": 2, "temperature": 0.01},
         {"n": 2, "top_k": 1},
     ],
-    ids=str,
 )
 def test_what_only_looks_like_a_contradiction_is_served(values: dict[str, Any]):
     SamplingParams(**values)
@@ -282,8 +276,8 @@ def test_truncation_counts_only_where_something_is_drawn(temperature, top_p, top
     )
 
 
-@pytest.mark.parametrize(
-    ("values", "penalises"),
+@each(
+    "values, penalises",
     [
         ({}, False),
         ({"repetition_penalty": 1}, False),
@@ -292,7 +286,6 @@ def test_truncation_counts_only_where_something_is_drawn(temperature, top_p, top
         ({"frequency_penalty": -0.1}, True),
         ({"repetition_penalty": 0.9}, True),
     ],
-    ids=str,
 )
 def test_only_a_penalty_that_does_something_counts(values: dict[str, Any], penalises: bool):
     assert SamplingParams(**values).penalises == penalises

@@ -301,20 +301,25 @@ NUMBER: /[0-9]{1,3}/
     and not os.path.exists(os.path.expanduser("~/.cache/nanovllm/SmolLM2-135M-Instruct.Q4_1.gguf")),
     reason="the model is not on this machine, which cannot fetch it",
 )
-def test_structured_outputs_of_a_real_model_are_all_valid():
-    """200 completions at temperature 1.5, of four kinds."""
+@pytest.mark.smoke
+@pytest.mark.parametrize("num_rounds", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_structured_outputs_of_a_real_model_are_all_valid(num_rounds):
+    """20 completions a round at temperature 1.5, of four kinds."""
     kinds = {
         "json": StructuredOutputsParams(json=SCHEMA),
         "regex": StructuredOutputsParams(regex=REGEX),
         "choice": StructuredOutputsParams(choice=CHOICES),
         "grammar": StructuredOutputsParams(grammar=GRAMMAR),
     }
-    order = [*["json"] * 8, *["regex"] * 8, "choice", "choice", "grammar", "grammar"] * 10
+    order = [*["json"] * 8, *["regex"] * 8, "choice", "choice", "grammar", "grammar"]
+    order *= num_rounds
     params = [
         SamplingParams(temperature=1.5, max_tokens=200, structured_outputs=kinds[kind], seed=i)
         for i, kind in enumerate(order)
     ]
-    messages = [[{"role": "user", "content": f"Describe person number {i}."}] for i in range(200)]
+    messages = [
+        [{"role": "user", "content": f"Describe person number {i}."}] for i in range(len(order))
+    ]
     with LLM(fetch_smollm2(), max_model_len=512, max_num_seqs=64) as llm:
         outputs = llm.chat(messages, params, use_tqdm=False)
     texts: dict[str, list[str]] = {kind: [] for kind in kinds}
@@ -327,7 +332,7 @@ def test_structured_outputs_of_a_real_model_are_all_valid():
     assert set(texts["choice"]) <= set(CHOICES)
     number = r"([0-9]{1,3}|\([0-9]{1,3}\*[0-9]{1,3}\))"
     assert all(re.fullmatch(rf"{number}([+-]{number}){{0,3}}", text) for text in texts["grammar"])
-    assert len(set(texts["json"])) > 70, "at this temperature they differ"
+    assert len(set(texts["json"])) > 7 * num_rounds, "at this temperature they differ"
 
 
 @pytest.mark.parametrize("top_p", [1e-60, 1e-38, 1e-6])

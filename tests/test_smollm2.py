@@ -12,7 +12,7 @@ from example import PROMPTS, fetch_smollm2
 from nanovllm import LLM, SamplingParams
 from tests.test_parity import assert_same_tokens, transformers_greedy
 
-NUM_NEW_TOKENS = 48
+NUM_NEW_TOKENS = 32
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
 QUESTIONS = [
     *PROMPTS,
@@ -57,6 +57,7 @@ def expected(path: Path, prompts: list[list[int]]) -> list[list[int]]:
     return [transformers_greedy(model, prompt, NUM_NEW_TOKENS) for prompt in prompts]
 
 
+@pytest.mark.smoke
 def test_it_knows_the_capital_of_france(path):
     with LLM(path, dtype="float32") as llm:
         chat = llm.tokenizer.apply_chat_template(
@@ -77,7 +78,7 @@ def test_it_knows_the_capital_of_france(path):
         pytest.param(
             {"enable_prefix_caching": False}, id="no-prefix-cache", marks=pytest.mark.slow
         ),
-        pytest.param({"max_num_batched_tokens": 64}, id="chunked"),
+        pytest.param({"max_num_batched_tokens": 64}, id="chunked", marks=pytest.mark.slow),
         pytest.param({"max_num_seqs": 1}, id="one-at-a-time", marks=pytest.mark.slow),
         pytest.param({"kvcache_block_size": 16, "num_kvcache_blocks": 17}, id="preempted"),
     ],

@@ -17,7 +17,6 @@ from nanovllm import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from tests.tiny_models import BASE, VOCAB_SIZE, TinyModels
 from tests.tiny_tokenizer import LETTERS, save_tokenizer
 
-NUM_REQUESTS = 5_000
 MAX_OUTSTANDING = 64
 ROOMY: dict[str, Any] = {
     "kvcache_block_size": 8,
@@ -34,7 +33,6 @@ TIGHT: dict[str, Any] = {
     "max_num_batched_tokens": 40,
     "num_kvcache_blocks": 36,
 }
-MEMORY_SLACK = 8 << 20  # the test's own notes take half of it
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +108,11 @@ def break_steps(llm: LLM, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -
     return broken
 
 
-@pytest.mark.timeout(900)
-def test_every_request_finishes_once_with_what_it_has_without_pressure(path, monkeypatch):
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_requests", [3_000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_every_request_finishes_once_with_what_it_has_without_pressure(
+    num_requests, path, monkeypatch
+):
     # Not in oneDNN's layout, which keeps code for hundreds of batch shapes: that is no leak.
     for part in ("linear", "embed_head"):
         monkeypatch.setattr(f"nanovllm.layers.{part}.pack_weight", lambda weight: weight)
@@ -123,14 +124,14 @@ def test_every_request_finishes_once_with_what_it_has_without_pressure(path, mon
     memory: list[int] = []
     with LLM(path, **TIGHT) as llm:
         broken = break_steps(llm, rng, monkeypatch)
-        while num_added < NUM_REQUESTS or number_of:
+        while num_added < num_requests or number_of:
             # Bursts, and now and then an empty engine.
-            room = min(MAX_OUTSTANDING - len(number_of), NUM_REQUESTS - num_added)
+            room = min(MAX_OUTSTANDING - len(number_of), num_requests - num_added)
             if room > 0 and rng.random() < 0.3:
                 for _ in range(rng.randint(1, room)):
                     number_of[llm.add_request(*next(requests))] = num_added
                     num_added += 1
-                    if num_added % (NUM_REQUESTS // 20) == 0:
+                    if num_added % (num_requests // 20) == 0:
                         memory.append(resident_bytes())
             for output in llm.step():
                 number = number_of.pop(output.request_id)  # once, and never after an abort
@@ -148,7 +149,7 @@ def test_every_request_finishes_once_with_what_it_has_without_pressure(path, mon
         assert llm.is_finished() and not manager.used_block_ids
         assert len(manager.free_block_ids) == TIGHT["num_kvcache_blocks"]
         metrics = llm.metrics()
-    assert len(results) + num_aborted == NUM_REQUESTS
+    assert len(results) + num_aborted == num_requests
     growth = max(memory[2:]) - memory[1]
     print(
         f"{len(results)} requests finished, {num_aborted} aborted, {num_steps} steps, "
@@ -156,15 +157,15 @@ def test_every_request_finishes_once_with_what_it_has_without_pressure(path, mon
         f"{metrics.prefix_cache_hit_rate:.0%} prefix hits, memory +{growth / 2**20:.1f} MiB "
         f"of {memory[1] / 2**20:.0f}"
     )
-    assert growth < MEMORY_SLACK
-    assert len(broken) > 25 and metrics.num_preemptions > 75
+    assert growth < (4 << 20) + num_requests * 800  # bytes that the test's own notes take
+    assert len(broken) > num_requests / 200 and metrics.num_preemptions > num_requests / 70
     assert metrics.prefix_cache_hit_rate > 0.2
 
     again = make_requests(seed=5)
     num_near_ties = 0
     with LLM(path, **ROOMY) as llm:
-        for first in range(0, NUM_REQUESTS, 500):
-            chunk = [next(again) for _ in range(min(500, NUM_REQUESTS - first))]
+        for first in range(0, num_requests, 500):
+            chunk = [next(again) for _ in range(min(500, num_requests - first))]
             outputs = llm.generate(*map(list, zip(*chunk, strict=True)), use_tqdm=False)
             for number, output in enumerate(outputs, first):
                 if number in results and results[number] != digest(output):
@@ -172,7 +173,7 @@ def test_every_request_finishes_once_with_what_it_has_without_pressure(path, mon
                     assert both <= by_rounding(llm, *chunk[number - first], monkeypatch)
                     num_near_ties += 1
     print(f"{num_near_ties} requests had a near tie")
-    assert num_near_ties <= 5
+    assert num_near_ties <= num_requests / 1000
 
 
 def by_rounding(

@@ -5,17 +5,19 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from nanovllm.checkpoints.files import check_regular, check_side_file
-from nanovllm.checkpoints.gguf import GGUFCheckpoint, refusing
+from nanovllm.checkpoints.files import CPU, check_regular, check_side_file, refusing
+from nanovllm.checkpoints.tensor_reader import read_tensors
 from nanovllm.checkpoints.tokenizer_growth import check_growth, parts_of
-from nanovllm.models.model_config import ModelConfig, check_sizes
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import get_model_class
+
+if TYPE_CHECKING:  # it takes a second to import, which runs of token ids need not wait for
+    from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 # generation_config.json's names, and SamplingParams'.
@@ -23,8 +25,8 @@ GENERATION_FIELDS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
 }
-# All that transformers is given of a config.json, for its defaults and its reading of old
-# spellings: no code to run, no other file to read, nothing to build.
+# All that is read of a config.json, and all that transformers is given of it, to choose a tokenizer
+# by: no code to run, no other file to read, nothing to build.
 CONFIG_FIELDS = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads head_dim "
     "num_key_value_heads max_position_embeddings rms_norm_eps hidden_act attention_bias mlp_bias "
@@ -32,6 +34,24 @@ CONFIG_FIELDS = (
     "use_sliding_window tie_word_embeddings dtype torch_dtype eos_token_id quantization_config "
     "tokenizer_class"
 )
+# transformers' values of fields that a config.json leaves out, by its model type; ModelConfig has
+# those that all types share.
+QWEN_DEFAULTS = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+}
+CONFIG_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048, "eos_token_id": 2},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "eos_token_id": 2,
+    },
+    "qwen2": QWEN_DEFAULTS,
+    "qwen3": {"head_dim": 128, **QWEN_DEFAULTS},
+}
 TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja"]
 # With these, all that transformers' tokenizers may open.
 SIDE_PATTERNS = [*TOKENIZER_PATTERNS, "*.spm", "*.codes", "*.tokenizer"]
@@ -52,11 +72,11 @@ class Checkpoint(Protocol):
     eos_token_ids: frozenset[int]
     recommended_sampling: dict[str, Any]
 
-    def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
+    def load_tokenizer(self) -> "PreTrainedTokenizerBase | None":
         """The tokenizer, or None where the checkpoint has none."""
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Streams the weights as (transformers' name, CPU tensor)."""
+    def tensors(self, device: torch.device = CPU) -> Iterator[tuple[str, torch.Tensor]]:
+        """Streams the weights as (transformers' name, tensor on ``device`` or a CPU)."""
 
 
 def open_checkpoint(model: str) -> Checkpoint:
@@ -71,6 +91,8 @@ def open_checkpoint(model: str) -> Checkpoint:
     if path.exists():
         if path.suffix != ".gguf":
             raise ValueError(f"{path} is a file, but no .gguf: name the checkpoint's directory")
+        from nanovllm.checkpoints.gguf import GGUFCheckpoint
+
         return GGUFCheckpoint(path)
     return SafetensorsCheckpoint(_download(model, HUB_PATTERNS))
 
@@ -90,10 +112,9 @@ class SafetensorsCheckpoint:
         model_class = get_model_class(architecture)
         known = {name: raw[name] for name in CONFIG_FIELDS.split() if name in raw}
         model_type = architecture.removesuffix("ForCausalLM").lower()
+        self._known = {"model_type": model_type, **known}
+        hf = {**CONFIG_DEFAULTS[model_type], **known}
         with refusing(f"{path / 'config.json'} cannot be served"):
-            check_sizes(raw)
-            self._hf_config = AutoConfig.for_model(model_type, **known)
-            hf = self._hf_config.to_dict()
             biases = [bool(hf.get(name)) for name in ("attention_bias", "mlp_bias")]
             flags = model_class.config_flags(*biases)
             self.config = ModelConfig.from_hf(architecture, hf, flags)
@@ -103,10 +124,13 @@ class SafetensorsCheckpoint:
         self.eos_token_ids = _ids(hf.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
         self.recommended_sampling = sampling_fields(generation)
 
-    def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        return _read_tokenizer(self.path, self._hf_config)
+    def load_tokenizer(self) -> "PreTrainedTokenizerBase | None":
+        return _read_tokenizer(self.path, self._known)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, device: torch.device = CPU) -> Iterator[tuple[str, torch.Tensor]]:
+        if device.type != "cpu":
+            yield from read_tensors(self._weight_files(), device)
+            return
         for path in self._weight_files():
             with refusing(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (not a dict)
@@ -134,7 +158,7 @@ class SafetensorsCheckpoint:
         return [self._files[name] for name in sorted(set(names))]
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     """The tokenizer in a local directory, which need hold nothing else, in a ``.gguf`` file, or in
     the hub repository of that id.
 
@@ -151,8 +175,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _read_tokenizer(path: Path, hf_config: Any = None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a directory; None if it has none."""
+def _read_tokenizer(
+    path: Path, config: dict[str, Any] | None = None
+) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer in a directory; None if it has none. ``config`` has the fields of a config.json
+    that transformers may choose its class by."""
     if not any((path / name).exists() for name in TOKENIZER_FILES):
         return None
     for pattern in SIDE_PATTERNS:
@@ -164,6 +191,9 @@ def _read_tokenizer(path: Path, hf_config: Any = None) -> PreTrainedTokenizerBas
             raise ValueError(f"{path}: tokenizer_config.json must not name a {name}")
     with refusing(f"the tokenizer in {path} cannot be read (remove it to use token ids)"):
         check_growth(_read_json(path / "tokenizer.json") or {})
+        from transformers import AutoConfig, AutoTokenizer
+
+        hf_config = AutoConfig.for_model(**config) if config else None
         tokenizer = AutoTokenizer.from_pretrained(path, config=hf_config, trust_remote_code=False)
         # What was made of a tokenizer.model, which has replacements, too.
         check_growth(parts_of(getattr(tokenizer, "backend_tokenizer", None)))

@@ -1,20 +1,21 @@
 """Checkpoints in GGUF, llama.cpp's single-file format: config, tokenizer and weights."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from nanovllm.checkpoints.files import CPU, refusing
 from nanovllm.checkpoints.gguf_file import GGUFFile
 from nanovllm.models.model_config import MAX_SIZES, ModelConfig
 from nanovllm.models.registry import get_model_class
-from nanovllm.utils.panics import is_failure
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # llama.cpp's "llama" is Llama's and Mistral's common graph.
 ARCHITECTURES = {
@@ -27,17 +28,6 @@ TOKENS = "tokenizer.ggml.tokens"
 MAX_TOKENS = 2**20  # with the merges; the largest vocabularies have three quarters of that
 MAX_TOKEN_LENGTH = 1024
 ROPE_DIVISORS = "rope_freqs.weight"
-
-
-@contextmanager
-def refusing(what: str) -> Iterator[None]:
-    """Turns whatever a file makes other libraries raise into ValueError."""
-    try:
-        yield
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        raise ValueError(f"{what}: {error}") from error
 
 
 class GGUFCheckpoint:
@@ -60,22 +50,25 @@ class GGUFCheckpoint:
         self.eos_token_ids = frozenset(token_id for token_id in eos if token_id is not None)
         self.recommended_sampling: dict[str, Any] = {}
 
-    def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
+    def load_tokenizer(self) -> "PreTrainedTokenizerBase | None":
         if "tokenizer.ggml.model" not in self.file.fields:
             return None
+        from transformers import PreTrainedTokenizerFast
+
         with refusing(f"the tokenizer in {self.path} cannot be read"), TemporaryDirectory() as tmp:
             # transformers trusts a file, and takes up others beside it: it gets what was checked.
             names = ["general.architecture", *self._tokenizer_fields()]
             self.file.write_fields(names, Path(tmp, "m.gguf"))
-            # Where the file does not say, llama.cpp goes by the kind of its pre-tokenizer.
-            unsaid = "tokenizer.ggml.add_bos_token" not in names
-            has_bos = self._field("tokenizer.ggml.pre", str, None) in PRE_TOKENIZERS_WITH_BOS
-            bos = {"add_bos_token": True} if unsaid and has_bos else {}
+            # Where the file does not say, llama.cpp goes by the kind of its pre-tokenizer. What it
+            # says is repeated: transformers' first releases of version 5 ignore it.
+            is_usual = self._field("tokenizer.ggml.pre", str, None) in PRE_TOKENIZERS_WITH_BOS
+            adds_bos = self._field("tokenizer.ggml.add_bos_token", bool, is_usual)
+            bos = {"add_bos_token": True} if adds_bos else {}
             tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp, gguf_file="m.gguf", **bos)
         tokenizer.name_or_path = str(self.path)
         return tokenizer
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, device: torch.device = CPU) -> Iterator[tuple[str, torch.Tensor]]:
         name_map = self._hf_names()
         for name in self.file.tensors:
             if name != ROPE_DIVISORS:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig
 
 from nanovllm.compat.arguments import translate
 from nanovllm.outputs import RequestOutput
@@ -50,6 +49,8 @@ class ModelConfig:
     @property
     def hf_config(self) -> Any:
         """The checkpoint's config, as transformers reads it."""
+        from transformers import AutoConfig
+
         if os.path.isfile(self.model):
             folder, file = os.path.split(self.model)
             return AutoConfig.from_pretrained(folder, gguf_file=file)

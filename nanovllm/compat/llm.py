@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,9 +13,10 @@ from nanovllm import llm
 from nanovllm.checkpoints.checkpoint import sampling_fields
 from nanovllm.compat.arguments import translate
 from nanovllm.compat.engine import LLMEngine, ModelConfig
+from nanovllm.config import Config
 from nanovllm.engine.llm_engine import STREAM_OPEN
 from nanovllm.engine.request import make_outputs
-from nanovllm.llm import SETTINGS, with_tokens
+from nanovllm.llm import with_tokens
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.text.chat import Message
@@ -22,6 +24,8 @@ from nanovllm.text.prompts import Prompt, as_prompt_list, map_good
 
 if TYPE_CHECKING:
     import torch
+
+ENGINE_ARGUMENTS = {field.name for field in fields(Config)} - {"model"}
 
 
 class LLM(llm.LLM):
@@ -86,7 +90,7 @@ class LLM(llm.LLM):
         given = {  # an argument at its default may stand under its other name
             name: value
             for name, value in locals().items()
-            if name in SETTINGS & defaults.keys() and value is not defaults[name]
+            if name in ENGINE_ARGUMENTS and value is not defaults[name]
         }
         if generation_config not in (None, "auto", "vllm"):
             raise ValueError(

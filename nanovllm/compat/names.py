@@ -9,7 +9,6 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from nanovllm.checkpoints.checkpoint import load_tokenizer
 from nanovllm.compat.alias import vllm_version
@@ -20,10 +19,17 @@ __version__ = vllm_version()
 __version_tuple__ = tuple(int(part) for part in __version__.split("."))
 
 PromptType: TypeAlias = Prompt
-TokenizerLike: TypeAlias = PreTrainedTokenizerBase
 LogprobsOnePosition: TypeAlias = dict[int, Logprob]
 PromptLogprobs: TypeAlias = list[LogprobsOnePosition | None]
 SampleLogprobs: TypeAlias = list[LogprobsOnePosition]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TokenizerLike":
+        from transformers import PreTrainedTokenizerBase
+
+        return PreTrainedTokenizerBase
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @dataclass

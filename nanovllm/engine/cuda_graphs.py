@@ -1,6 +1,7 @@
 """Steps captured as CUDA graphs: one launch goes from the last tokens to the next."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -77,6 +78,7 @@ class StepGraphs:
         forward: ModelInputs -> logits, of this rank; must not read back from the device.
         prepare: inputs of a batch, padded to a size.
         table_width: most columns of block tables.
+        warming_up: around a step that is run for its kernels only, once before its capture.
     """
 
     def __init__(
@@ -85,11 +87,13 @@ class StepGraphs:
         prepare: Callable[[Batch, GraphSize], PackedInputs],
         device: torch.device,
         table_width: int,
+        warming_up: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.forward = forward
         self.prepare = prepare
         self.device = device
         self.table_width = table_width
+        self.warming_up = warming_up
         self.buffer = torch.empty(0, dtype=torch.int32, device=device)
         self.tables = torch.empty(0, table_width, dtype=torch.int32, device=device)
         self.pool: Any = None
@@ -98,16 +102,17 @@ class StepGraphs:
     def capture(self, sizes: list[GraphSize]) -> None:
         """From the largest size down, so that the smaller ones reuse its memory."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()  # torch.cuda.graph would before each capture, and synchronize
         for size, step in self.make_steps(sizes):
-            step()  # compiles kernels and picks algorithms, outside the capture
+            with self.warming_up():
+                step()  # compiles kernels and picks algorithms, outside the capture
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(
-                graph,
-                pool=self.pool,
-                stream=capture_stream(self.device),
-                capture_error_mode="thread_local",
-            ):
-                logits = step()
+            with torch.cuda.stream(capture_stream(self.device)):
+                graph.capture_begin(self.pool, capture_error_mode="thread_local")
+                try:
+                    logits = step()
+                finally:
+                    graph.capture_end()
             self.graphs[size] = StepGraph(graph, self.buffer, self.tables, borrowed(logits))
             del logits
 

@@ -3,11 +3,12 @@
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from functools import partial
-from itertools import count
+from itertools import count, cycle
 from threading import Condition, current_thread
 from time import time
 from typing import Any, TypeAlias
@@ -15,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from tqdm.auto import tqdm
 
-from nanovllm.checkpoints.checkpoint import load_tokenizer, open_checkpoint
+from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.config import MAX_INT32, Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.memory import describe_memory, held_bytes, is_out_of_memory, release_unused
@@ -28,12 +29,15 @@ from nanovllm.engine.throughput import Throughput
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.outputs import EngineMetrics, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import Prompt, PromptEncoder, as_prompt_list, map_good, raise_errors
+from nanovllm.text.prompts import Prompt, as_prompt_list, load_encoder, raise_errors
 from nanovllm.utils.forks import leave_to_parent
 from nanovllm.utils.panics import is_failure
+from nanovllm.utils.progress import bar_maker, portions, shown
 
 logger = logging.getLogger("nanovllm")
-PORTION = 32  # prompts that are tokenised together
+PORTION = 256  # prompts that are tokenised together
+TEXT_STEPS = 32  # in as many steps each sequence's new tokens become text
+EVERY_TOKEN: Mapping[int, bool] = defaultdict(lambda: True)
 Checked: TypeAlias = PreparedRequest | Exception  # what is wrong with a request
 NOT_ALONE = (
     "{} needs the engine to itself: finish the other requests with step, drop them with "
@@ -69,17 +73,19 @@ class LLMEngine:
         config = self.config = Config.create(model, **kwargs)
         checkpoint = open_checkpoint(config.model)
         max_model_len = limit_model_len(config.max_model_len, checkpoint.config)
-        self.tokenizer = None
-        if not config.skip_tokenizer_init:
-            other = config.tokenizer
-            self.tokenizer = load_tokenizer(other) if other else checkpoint.load_tokenizer()
-        self.prompt_encoder = PromptEncoder(
-            self.tokenizer, checkpoint.config.vocab_size, max_model_len
-        )
         checkpoint.config.check_split(config.tensor_parallel_size)
-        self.model_runner = start_ranks(config, checkpoint, max_model_len)
-        # When the engine is collected, and at the latest before the interpreter ends.
-        self._close_runner = weakref.finalize(self, self.model_runner.close)
+        with ThreadPoolExecutor(1) as executor:  # the tokenizer's library takes long to import
+            encoder = executor.submit(load_encoder, config, checkpoint, max_model_len)
+            self.model_runner = start_ranks(config, checkpoint, max_model_len)
+            # When the engine is collected, and at the latest before the interpreter ends.
+            self._close_runner = weakref.finalize(self, self.model_runner.close)
+            try:
+                self.prompt_encoder = encoder.result()
+                self.model_runner.timed("tokenizer, after all else")
+            except BaseException:
+                self._close_runner()
+                raise
+        self.tokenizer = self.prompt_encoder.tokenizer
         eos_token_ids = set(checkpoint.eos_token_ids)
         eos_token_id = min(eos_token_ids) if len(eos_token_ids) == 1 else None
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
@@ -112,6 +118,7 @@ class LLMEngine:
         self._launched: LaunchedStep | None = None  # whose tokens have not been fetched
         self._device = self.model_runner.device
         self._request_ids = count()
+        self._text_turns = cycle(range(TEXT_STEPS))
         self._turn = Condition()  # its lock is held by the call that runs
         self._closed = False
         logger.info(
@@ -221,8 +228,8 @@ class LLMEngine:
                 ``{"prompt": ...}`` or ``{"prompt_token_ids": [...]}``.
             sampling_params: one for all prompts, or one each; None for the model's own defaults
                 (``get_default_sampling_params``).
-            use_tqdm: show a bar of finished prompts with the throughput; or what makes the bar,
-                called as ``tqdm`` is.
+            use_tqdm: show a bar of finished prompts with the throughput, after one of tokenised
+                prompts if that takes over a second; or what makes the bars, called as ``tqdm`` is.
             on_error: what becomes of prompts that cannot run: "raise" refuses the whole call,
                 "return" gives them results with finish reason "error", and runs the others,
                 starting while later ones are still tokenised and grammars compiled.
@@ -344,12 +351,11 @@ class LLMEngine:
         checked: Iterable[Checked]
         with self._closed_meanwhile():
             if on_error == "raise":
-                checked = self._prepare_all(prompts, sampling_params, what)
+                checked = self._prepare_all(prompts, sampling_params, what, bar_maker(use_tqdm))
             else:
                 checked = self._validate(prompts, sampling_params)
             with self._running(NOT_ALONE.format("generate")):
-                results = self._run(checked, len(prompts), use_tqdm)
-                outputs = map_good(lambda good: make_outputs(good, self.prompt_encoder), results)
+                outputs = self._run(checked, len(prompts), use_tqdm)
         return [
             refused(prompt, output) if isinstance(output, Exception) else output
             for prompt, output in zip(prompts, outputs, strict=True)
@@ -360,13 +366,15 @@ class LLMEngine:
         checked: Iterable[Checked],
         num_prompts: int,
         use_tqdm: bool | Callable[..., tqdm],
-    ) -> list[Request | Exception]:
-        """Runs requests to their end; what cannot run stays the exception that says why."""
-        bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
-        progress = bar(total=num_prompts, desc="Generating")
+    ) -> list[RequestOutput | Exception]:
+        """Runs requests to their end, and makes the results of those that finish while the others
+        run; what cannot run stays the exception that says why."""
+        progress = bar_maker(use_tqdm)(total=num_prompts, desc="Generating")
 
         def advance() -> None:
             _, finished = self._step()
+            for output in make_outputs(finished, self.prompt_encoder):
+                outputs[indices[output.request_id]] = output
             if finished:
                 prefill, decode = (f"{rate:.0f} tok/s" for rate in self.throughput.rates())
                 progress.set_postfix(prefill=prefill, decode=decode, refresh=False)
@@ -378,26 +386,28 @@ class LLMEngine:
                 advance()
             return is_busy
 
-        requests: dict[int, Request | Exception] = {}
+        indices: dict[str, int] = {}  # by request id
+        outputs: dict[int, RequestOutput | Exception] = {}
         with (
             self._reset_on_error(),
-            closing(progress),
+            shown(progress),
             closing(self.grammars.when_compiled(checked, grammar_of, meanwhile)) as ready,
         ):
             num_tokens = 0
             for index, item in ready:
                 if isinstance(item, Exception):
-                    requests[index] = item
+                    outputs[index] = item
                     continue
-                requests[index] = request = self._add(item)
+                request = self._add(item)
+                indices[request.request_id] = index
                 num_tokens += self.scheduler.count_new_tokens(request.seqs[0])
                 if num_tokens >= self.config.max_num_batched_tokens:
                     num_tokens = 0
                     advance()  # the others are added while it runs
-            progress.update(sum(isinstance(item, Exception) for item in requests.values()))
+            progress.update(sum(isinstance(item, Exception) for item in outputs.values()))
             while self._requests:
                 advance()
-        return [requests[index] for index in range(num_prompts)]
+        return [outputs[index] for index in range(num_prompts)]
 
     @contextmanager
     def _running(self, conflict: str, alone: bool = True) -> Iterator[None]:
@@ -492,16 +502,20 @@ class LLMEngine:
         token_ids = [output.token_ids[row] for row in rows]
         if output.logprobs is not None:
             collect_logprobs(sampled, token_ids, output.logprobs[rows])
+        # A 32nd of the texts grows, and what has finished; -1 is for nothing but that.
+        work = dict.fromkeys((*sampled[next(self._text_turns) :: TEXT_STEPS], *finished), -1)
         for seq, token_id in zip(sampled, token_ids, strict=True):
-            if seq.is_watched:
-                try:
-                    self._watch(seq, token_id)
-                except BaseException as error:  # of its tokenizer or its grammar
-                    if not is_failure(error):
-                        raise
-                    self.scheduler.finish(seq, None, f"{type(error).__name__}: {error}")
-                if seq.is_finished:
-                    finished.append(seq)
+            if (watched := seq.watched_tokens) is not None and watched[token_id]:
+                work[seq] = token_id
+        for seq, token_id in work.items():
+            try:
+                self._watch(seq, token_id)
+            except BaseException as error:  # of its tokenizer or its grammar
+                if not is_failure(error):
+                    raise
+                self.scheduler.finish(seq, None, f"{type(error).__name__}: {error}")
+            if seq.is_finished:
+                finished.append(seq)
         if self.throughput.add(batch.num_tokens if batch.is_prefill else 0, len(sampled)):
             self._log_metrics()
         now = time()
@@ -525,25 +539,24 @@ class LLMEngine:
         self.scheduler.waiting.appendleft(new)
 
     def _watch(self, seq: Sequence, token_id: int) -> None:
-        """Books what a new token (-1 for none) means besides its place in the sequence."""
+        """Books what a new token (-1 for none) means besides its place in the sequence, and brings
+        the text up to it."""
         state, text = seq.sampling, seq.detokenizer
-        if token_id < 0:
-            if text is not None:
-                text.finish(may_stop=False)
-            return
-        state.append_token(token_id)
-        if state.grammar is not None and state.grammar.is_finished and not seq.is_finished:
-            self.scheduler.finish(seq, None)
+        if token_id >= 0 and state.follows_tokens:
+            state.append_token(token_id)
+            if state.grammar is not None and state.grammar.is_finished and not seq.is_finished:
+                self.scheduler.finish(seq, None)
         if text is None:
             return
-        may_stop = seq.num_completion_tokens > seq.sampling_params.min_tokens
-        stop = None
-        if text.keep_stop or not seq.ends_with_stop_token:
-            stop = text.append(token_id, may_stop)
+        may_stop = not seq.error and seq.num_completion_tokens > seq.sampling_params.min_tokens
+        end = len(seq.token_ids) - (seq.ends_with_stop_token and not text.keep_stop)
+        stop = text.extend(seq.token_ids[seq.num_prompt_tokens + text.num_tokens : end], may_stop)
         if stop is None and seq.is_finished:
             stop = text.finish(may_stop)
         if stop is not None:
             self.scheduler.finish(seq, stop)
+        if seq.watched_tokens is not EVERY_TOKEN:
+            seq.watched_tokens = text.ending_tokens
 
     def _add(self, prepared: PreparedRequest, streams: bool = False) -> Request:
         """Queues a request; if anything raises, nothing has changed."""
@@ -555,9 +568,11 @@ class LLMEngine:
             seq = Sequence(token_ids, params, self.config.kvcache_block_size)
             seq.request_id = request_id
             seq.sampling = state
-            if params.detokenize and self.tokenizer and (streams or params.stop):
-                seq.detokenizer = self.prompt_encoder.detokenizer(token_ids[-1], params)
-            seq.is_watched = seq.detokenizer is not None or state.follows_tokens
+            seq.detokenizer = self.prompt_encoder.detokenizer(token_ids[-1], params)
+            if streams or state.follows_tokens:
+                seq.watched_tokens = EVERY_TOKEN
+            elif seq.detokenizer is not None:
+                seq.watched_tokens = seq.detokenizer.ending_tokens
             seqs.append(seq)
         seqs[0].wants_prompt_logprobs = params.prompt_logprobs is not None
         seqs[0].siblings = seqs[1:]
@@ -581,9 +596,10 @@ class LLMEngine:
         prompts: Seq[Any],
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
         what: str,
+        make_bar: Callable[..., tqdm] | None = None,
     ) -> list[PreparedRequest]:
         """What to add; raises one exception that names all that cannot run."""
-        checked = self._validate(prompts, sampling_params)
+        checked = self._validate(prompts, sampling_params, make_bar)
         ready = dict(self.grammars.when_compiled(checked, grammar_of, self._check_open))
         return raise_errors([ready[i] for i in range(len(prompts))], what)
 
@@ -591,6 +607,7 @@ class LLMEngine:
         self,
         prompts: Seq[Any],
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
+        make_bar: Callable[..., tqdm] | None = None,
     ) -> Iterator[Checked]:
         """For each prompt what to add, its grammar not compiled yet, or what is wrong with it;
         looked at some at a time, as they are asked for."""
@@ -602,17 +619,21 @@ class LLMEngine:
                     f"{len(prompts)} prompts but {len(sampling_params)} sampling_params: give one "
                     f"for all or one each"
                 )
-            return self._validate_each(prompts, sampling_params)
+            return self._validate_each(prompts, sampling_params, make_bar)
         prepared = self.sampling_states.prepare(sampling_params)  # type: ignore[arg-type]
         self.grammars.check(prepared.grammar)
-        return self._validate_each(prompts, [prepared] * len(prompts))
+        return self._validate_each(prompts, [prepared] * len(prompts), make_bar)
 
-    def _validate_each(self, prompts: Seq[Any], each: Seq[Any]) -> Iterator[Checked]:
+    def _validate_each(
+        self,
+        prompts: Seq[Any],
+        each: Seq[Any],
+        make_bar: Callable[..., tqdm] | None = None,
+    ) -> Iterator[Checked]:
         copies: dict[int, PreparedParams] = {}  # by id: each object is copied and checked once
         engine = weakref.ref(self)
-        for start in range(0, len(prompts), PORTION):
+        for portion in portions(len(prompts), PORTION, make_bar, "Tokenizing"):
             self._check_open()
-            portion = slice(start, start + PORTION)
             encoded = self.prompt_encoder.encode(prompts[portion])
             for item, params in zip(encoded, each[portion], strict=True):
                 try:

@@ -4,6 +4,7 @@ import gc
 import os
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -152,10 +153,7 @@ class ModelRunner:
         config = self.config
         self.dtype = select_dtype(config.dtype, self.device, checkpoint.config.dtype)
         self._bytes_before = self._allocated_bytes()
-        self._meet_ranks()
-        self._join_tp_group(rank, size)
-        self._timed("device and ranks")
-        self._shorten(self._most_blocks())  # before the rotary embedding's cache is as long
+        self.timed("device")
         self.backend = select_attention_backend(
             config.attention_backend,
             num_heads=self.model_config.num_attention_heads // size,
@@ -165,24 +163,34 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
         )
-        self._timed("attention backend")
-        self.model = self._build_model(checkpoint)
+        self.timed("attention backend")
+        self._meet_ranks()  # workers import, and try out their backends, while rank 0 does
+        self._join_tp_group(rank, size)
+        self.timed("ranks")
+        self._shorten(self._most_blocks())  # before the rotary embedding's cache is as long
+        self.model = self._build_model()
         self.attention_layers = [m for m in self.model.modules() if isinstance(m, Attention)]
         for layer in self.attention_layers:
             layer.backend = self.backend
-        self._meet_ranks()
-        self._timed("weights")
         self.sampler = Sampler(self.model.lm_head)
         self.last_tokens = torch.zeros(self.max_num_seqs, dtype=torch.int64, device=self.device)
         self.graphs = self._new_graphs()
+        self.timed("model without weights")
+        with ThreadPoolExecutor(1) as executor:
+            compiling = executor.submit(self.compile_kernels)
+            self._load_weights(checkpoint)
+            self.timed("weights")
+            compiling.result()
+        self._meet_ranks()
+        self.timed("kernels, after weights")
         self.num_kvcache_blocks = self.tp.min(self.measure_kv_cache(), self.device)
         self._shorten(self.num_kvcache_blocks)
         self.allocate_kv_cache(self.num_kvcache_blocks)
-        self._timed("warm-up and KV cache")
+        self.timed("KV cache")
         if self.uses_graphs:
             self.capture_cudagraph(self._graph_sizes())
         self._meet_ranks()
-        self._timed("CUDA graphs")
+        self.timed("CUDA graphs")
 
     @property
     def is_forked(self) -> bool:
@@ -376,14 +384,19 @@ class ModelRunner:
         """How to draw the next tokens, on the device."""
         return prepare_sample(batch).to(self.device)
 
+    @on_device
     @torch.inference_mode()
     def compile_kernels(self) -> None:
         """Those that steps launch, several at once; else it would be one by one, each when it is
-        launched first. They differ among small batches, and little among large decodes."""
+        launched first. They differ among small batches, and little among large decodes. Needs no
+        weights, only their places."""
+        if self.device.type == "cpu" or not HAS_TRITON:
+            return
+        self.allocate_kv_cache(1)
         sizes = self._graph_sizes() if self.backend.capturable else []
         decodes = [size for size in sizes if not size.is_prefill and size.num_tokens % 64 == 0]
         few = [size for size in sizes if size.num_tokens <= 64]
-        with compiling_only():
+        with compiling_only(), self.model.model.few_layers():
             self.warmup_model()
             for _, step in self._new_graphs().make_steps([*{*few, *decodes, *sizes[-1:]}]):
                 step()
@@ -414,12 +427,12 @@ class ModelRunner:
                 return config.num_kvcache_blocks
             return num_blocks_on_cpu(num_bytes, block_size, config.max_num_seqs, self.max_model_len)
         self.allocate_kv_cache(1)
-        if HAS_TRITON:
-            self.compile_kernels()
         torch.cuda.reset_peak_memory_stats(self.device)
         self.warmup_model()
         peak = torch.cuda.max_memory_allocated(self.device) - self._bytes_before
+        self.timed("warm-up")
         graph_bytes = self._measure_graphs() if self.uses_graphs else 0
+        self.timed("memory of CUDA graphs")
         if config.num_kvcache_blocks != -1:
             return config.num_kvcache_blocks
         own = self._allocated_bytes() - self._bytes_before
@@ -569,27 +582,29 @@ class ModelRunner:
 
     def _new_graphs(self) -> StepGraphs:
         width = cdiv(self.max_model_len, self.config.kvcache_block_size)
-        return StepGraphs(lambda x: self.run_model(x)[1], self.prepare, self.device, width)
+        step, few_layers = lambda x: self.run_model(x)[1], self.model.model.few_layers
+        return StepGraphs(step, self.prepare, self.device, width, few_layers)
 
-    def _build_model(self, checkpoint: Checkpoint) -> DecoderForCausalLM:
-        """The model on this rank's device in its dtype, with weights."""
+    def _build_model(self) -> DecoderForCausalLM:
+        """The model on this rank's device in its dtype, without weights."""
         model_class = get_model_class(self.model_config.architecture)
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
             with torch.device(self.device), use_tp_group(self.tp):
-                model = model_class(self.model_config, self.max_model_len)
+                return model_class(self.model_config, self.max_model_len).eval()
         finally:
             torch.set_default_dtype(default_dtype)
-        with torch.inference_mode():
-            if self.config.load_format == "dummy":
-                fill_with_dummy_weights(model, self.config.seed)
-            else:
-                load_model(model, checkpoint.tensors())
-            for module in model.modules():
-                if isinstance(module, (LinearBase, ParallelLMHead)):
-                    module.pack()
-        return model.eval()
+
+    @torch.inference_mode()
+    def _load_weights(self, checkpoint: Checkpoint) -> None:
+        if self.config.load_format == "dummy":
+            fill_with_dummy_weights(self.model, self.config.seed)
+        else:
+            load_model(self.model, checkpoint.tensors(self.device), self.worker is None)
+        for module in self.model.modules():
+            if isinstance(module, (LinearBase, ParallelLMHead)):
+                module.pack()
 
     def _allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
@@ -599,8 +614,10 @@ class ModelRunner:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)[0]
 
-    def _timed(self, part: str) -> None:
-        """Books the time since the last part."""
+    def timed(self, part: str) -> None:
+        """Books the time since the last part, with what the GPU still has to do of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         now = perf_counter()
         self.startup_seconds[part] = round(now - self._last_part, 3)
         self._last_part = now

@@ -13,7 +13,6 @@ from nanovllm.outputs import CompletionOutput, PackedLogprobs, RequestMetrics, R
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import PromptEncoder
 from nanovllm.text.structured import Once
-from nanovllm.utils.panics import is_failure
 
 
 @dataclass(slots=True)
@@ -76,15 +75,12 @@ def refused(prompt: Any, error: Exception) -> RequestOutput:
 
 
 def make_outputs(requests: list[Request], encoder: PromptEncoder) -> list[RequestOutput]:
-    """Results of requests, finished or not, all texts decoded together."""
-    pairs = [(seq, request.params) for request in requests for seq in request.seqs]
-    texts = iter(_texts(pairs, encoder))
+    """Results of requests, finished or not."""
     outputs = []
     for request in requests:
         first, ids = request.seqs[0], request.prompt_token_ids
         completions = [
-            _completion(i, seq, next(texts), request.params, encoder)
-            for i, seq in enumerate(request.seqs)
+            _completion(i, seq, request.params, encoder) for i, seq in enumerate(request.seqs)
         ]
         prompt_logprobs = None
         if request.params.prompt_logprobs is not None:
@@ -107,8 +103,11 @@ def make_outputs(requests: list[Request], encoder: PromptEncoder) -> list[Reques
 
 
 def _completion(
-    index: int, seq: Sequence, text: str, params: SamplingParams, encoder: PromptEncoder
+    index: int, seq: Sequence, params: SamplingParams, encoder: PromptEncoder
 ) -> CompletionOutput:
+    text = ""
+    if seq.detokenizer is not None:
+        text = seq.detokenizer.text if seq.is_finished else seq.detokenizer.stable_text()
     logprobs = total = None
     if params.logprobs is not None:
         rows = np.array(seq.logprobs) if seq.logprobs else np.empty((0, 3), np.int32)
@@ -125,43 +124,3 @@ def _completion(
         logprobs=logprobs,
         error=seq.error,
     )
-
-
-def _texts(pairs: list[tuple[Sequence, SamplingParams]], encoder: PromptEncoder) -> list[str]:
-    """A text for each sequence: what its detokenizer has, or else all of it decoded now."""
-    texts = [""] * len(pairs)
-    whole: dict[tuple[bool, bool], list[int]] = {}
-    for i, (seq, params) in enumerate(pairs):
-        if seq.detokenizer is not None:
-            known = seq.detokenizer
-            texts[i] = known.text if seq.is_finished else known.stable_text()
-        elif params.detokenize:
-            options = params.skip_special_tokens, params.spaces_between_special_tokens
-            whole.setdefault(options, []).append(i)
-    for places in whole.values():
-        for i, text in zip(places, _decode([pairs[i] for i in places], encoder), strict=True):
-            texts[i] = text
-    return texts
-
-
-def _decode(pairs: list[tuple[Sequence, SamplingParams]], encoder: PromptEncoder) -> list[str]:
-    """Texts of completions with equal options. One that the tokenizer fails on becomes an error."""
-    completions = [_text_token_ids(*pair) for pair in pairs]
-    last_prompt_tokens = [seq.token_ids[seq.num_prompt_tokens - 1] for seq, _ in pairs]
-    try:
-        return encoder.decode(completions, last_prompt_tokens, pairs[0][1])
-    except BaseException as error:  # whatever the tokenizer's code runs into
-        if not is_failure(error):
-            raise
-        if len(pairs) > 1:
-            return [text for pair in pairs for text in _decode([pair], encoder)]
-        seq = pairs[0][0]
-        seq.finish_reason, seq.error = "error", f"no text: {type(error).__name__}: {error}"
-        return [""]
-
-
-def _text_token_ids(seq: Sequence, params: SamplingParams) -> list[int]:
-    token_ids = seq.completion_token_ids
-    if seq.ends_with_stop_token and not params.include_stop_str_in_output:
-        return token_ids[:-1]
-    return token_ids

@@ -1,5 +1,6 @@
 """One request's state. Knows nothing of tensors or of other requests."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from enum import Enum, auto
 from itertools import count
@@ -58,8 +59,9 @@ class Sequence:
         wants_prompt_logprobs: each prompt token has to be computed, to have its logits.
         prompt_logprobs, logprobs: packed rows, collected from the steps.
         sampling: what drawing its tokens takes; set by the engine, on rank 0 only.
-        detokenizer: its text so far; None if nobody has to know that before it has finished.
-        is_watched: whether a new token means more to the engine than its place in the sequence.
+        detokenizer: its text so far; None if it is to have none.
+        watched_tokens: whether a token, by its id, means more to the engine than its place in the
+            sequence; None if none does.
     """
 
     counter = count()
@@ -96,7 +98,7 @@ class Sequence:
         self.prompt_logprobs: list[np.ndarray] = []
         self.logprobs: list[np.ndarray] = []
         self.detokenizer: IncrementalDetokenizer | None = None
-        self.is_watched = False
+        self.watched_tokens: Mapping[int, bool] | None = None
 
     def __len__(self) -> int:
         return self.num_tokens

@@ -447,11 +447,12 @@ def _main_hidden() -> Iterator[None]:
 def _interrupts_blocked() -> Iterator[None]:
     """Ctrl-C arrives at the end, and never at the processes started within: a terminal sends it
     to all, but rank 0 decides what it means."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with interrupts_delayed():  # the mask is this thread's alone, and others may get the signal
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _worker_main(worker: Worker, target: Callable[..., None], args: tuple[Any, ...]) -> None:

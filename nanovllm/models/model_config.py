@@ -15,6 +15,7 @@ MAX_SIZES = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 2**20),
     **dict.fromkeys(("max_position_embeddings", "sliding_window"), 2**40),
 }
+SWITCHES = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -81,6 +82,9 @@ class ModelConfig:
         """
         hf = {name: value for name, value in hf.items() if value is not None}
         check_sizes(hf)
+        for name in SWITCHES:
+            if not isinstance(hf.get(name, False), bool):
+                raise ValueError(f"{name} must be true or false, got {hf[name]!r:.80}")
         try:
             heads = hf["num_attention_heads"]
             hf = {"num_key_value_heads": heads, "head_dim": hf["hidden_size"] // heads, **hf}
@@ -96,7 +100,7 @@ class ModelConfig:
         if head_dim % 2 or not head_dim:
             raise ValueError(f"a head_dim of {head_dim} in the config cannot be rotated in halves")
         if hf.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"hidden_act {hf['hidden_act']!r} is not served, only 'silu'")
+            raise ValueError(f"hidden_act {hf['hidden_act']!r:.80} is not served, only 'silu'")
         if quantisation := hf.get("quantization_config"):
             method = dict(quantisation).get("quant_method", "unknown")
             raise ValueError(
@@ -108,7 +112,7 @@ class ModelConfig:
             **sizes,
             rms_norm_eps=_positive("rms_norm_eps", hf.get("rms_norm_eps") or 1e-6),
             rope=_read_rope(hf, head_dim),
-            tie_word_embeddings=bool(hf.get("tie_word_embeddings")),
+            tie_word_embeddings=hf.get("tie_word_embeddings", False),
             dtype=_read_dtype(hf.get("dtype") or hf.get("torch_dtype") or "float32"),
             sliding_window=hf.get("sliding_window") if uses_window else None,
             **flags,
@@ -139,7 +143,9 @@ def _read_dtype(dtype: Any) -> torch.dtype:
 def _read_rope(hf: dict[str, Any], head_dim: int) -> RopeConfig:
     # Release 5 keeps all in rope_parameters; release 4 in rope_theta and rope_scaling, whose
     # kind was once spelled "type".
-    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"the config's rope parameters must be an object, got {rope!r:.80}")
     theta = _positive("rope_theta", rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     partial = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
@@ -157,6 +163,7 @@ def _read_rope(hf: dict[str, Any], head_dim: int) -> RopeConfig:
     factor = _positive("rope's factor", rope.get("factor"))
     if kind == "linear":
         return RopeConfig(theta, kind, factor, freq_divisors=divisors)
+    rope = {"original_max_position_embeddings": hf["max_position_embeddings"], **rope}
     ramp = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     low, high, length = (_positive(f"rope's {name}", rope.get(name)) for name in ramp)
     if low >= high:

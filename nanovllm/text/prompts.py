@@ -10,9 +10,10 @@ from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 
-from nanovllm.config import MAX_INT32
+from nanovllm.checkpoints.checkpoint import Checkpoint, load_tokenizer
+from nanovllm.config import MAX_INT32, Config
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.detokenizer import INCOMPLETE, IncrementalDetokenizer
+from nanovllm.text.detokenizer import IncrementalDetokenizer
 from nanovllm.text.token_text import TokenTexts
 from nanovllm.utils.panics import is_failure
 
@@ -50,7 +51,7 @@ def as_prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
 
 
 class PromptEncoder:
-    """Checks and tokenises prompts, and detokenises completions.
+    """Checks and tokenises prompts, and makes the detokenizers of completions.
 
     Args:
         tokenizer: a transformers tokenizer; None allows token ids only.
@@ -62,16 +63,9 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_len = max_len
-        self.text_needs_context = self.has_foreign_ids = False
-        self.special_ids: frozenset[int] = frozenset()
+        self._texts: dict[tuple[bool, bool], TokenTexts] = {}  # by the options of ``decode``
+        self.has_foreign_ids = False
         if tokenizer is not None:
-            # SentencePiece's: the space before a word is lost where a text begins with it.
-            ids = tokenizer(" a", add_special_tokens=False)["input_ids"]
-            once, twice = tokenizer.decode(ids), tokenizer.decode(ids + ids)
-            self.text_needs_context = once + once != twice
-            self._token_texts = TokenTexts(tokenizer, ids[-1:] if self.text_needs_context else ())
-            added = tokenizer.added_tokens_decoder.items()
-            self.special_ids = frozenset(i for i, token in added if token.special)
             # Some tokenizers have tokens that the model has no embedding for.
             self.has_foreign_ids = max(tokenizer.get_vocab().values(), default=0) >= vocab_size
 
@@ -88,53 +82,34 @@ class PromptEncoder:
         read = map_each(self._read, prompts)
         return map_good(lambda good: self._encode(good, add_special_tokens), read)
 
-    def decode(
-        self, completions: list[list[int]], last_prompt_tokens: list[int], params: SamplingParams
-    ) -> list[str]:
-        """Texts of completions, each after its prompt's last token; empty strings where there is
-        no tokenizer."""
-        if self.tokenizer is None or not completions:
-            return [""] * len(completions)
-        pairs = zip(completions, last_prompt_tokens, strict=True)
-        if self.text_needs_context:
-            return [self._decode_one(*pair, params) for pair in pairs]
-        texts = self.tokenizer.batch_decode(
-            completions, clean_up_tokenization_spaces=False, **_decode_options(params)
-        )
-        return [
-            self._decode_one(*pair, params) if INCOMPLETE in text else text
-            for pair, text in zip(pairs, texts, strict=True)
-        ]
-
     def detokenizer(
-        self, last_prompt_token: int, params: SamplingParams, looks_for_stops: bool = True
-    ) -> IncrementalDetokenizer:
-        """For a completion of which somebody has to know the text as it grows."""
+        self, last_prompt_token: int, params: SamplingParams
+    ) -> IncrementalDetokenizer | None:
+        """For a completion's text; None if there is none."""
+        if self.tokenizer is None or not params.detokenize:
+            return None
+        texts = self._texts_of(params.skip_special_tokens, params.spaces_between_special_tokens)
         return IncrementalDetokenizer(
-            self.tokenizer,
-            [last_prompt_token] if self.text_needs_context else [],
-            self.special_ids if params.skip_special_tokens else frozenset(),
-            params.stop_strings if looks_for_stops else (),
+            texts,
+            [last_prompt_token] if texts.needs_context else [],
+            params.stop_strings,
             params.include_stop_str_in_output,
-            **_decode_options(params),
         )
-
-    def _decode_one(self, token_ids: list[int], last_prompt_token: int, params: Any) -> str:
-        """The text that a stream of the tokens would give."""
-        detokenizer = self.detokenizer(last_prompt_token, params, looks_for_stops=False)
-        for token_id in token_ids:
-            detokenizer.append(token_id)
-        detokenizer.finish()
-        return detokenizer.text
 
     def decode_logprob_tokens(
         self, context_token_ids: Seq[int], token_ids: Seq[int]
     ) -> list[str] | list[None]:
-        """Texts of the candidates for one position, as in ``TokenTexts.decode``; None for each
-        where there is no tokenizer."""
+        """Texts of the candidates for one position, as in ``TokenTexts.decode_candidates``; None
+        for each where there is no tokenizer."""
         if self.tokenizer is None:
             return [None] * len(token_ids)
-        return self._token_texts.decode(context_token_ids, token_ids)
+        return self._texts_of(False, True).decode_candidates(context_token_ids, token_ids)
+
+    def _texts_of(self, skips_special: bool, spaces_special: bool) -> TokenTexts:
+        options = skips_special, spaces_special
+        if options not in self._texts:
+            self._texts[options] = TokenTexts(self.tokenizer, *options)
+        return self._texts[options]
 
     def _read(self, prompt: Any) -> tuple[str | None, list[int] | None]:
         """The text, if there is one, and the token ids, if they need no tokenising."""
@@ -253,6 +228,14 @@ class PromptEncoder:
         return out
 
 
+def load_encoder(config: Config, checkpoint: Checkpoint, max_model_len: int) -> PromptEncoder:
+    """Loads the tokenizer that a model is to have, if any."""
+    tokenizer, other = None, config.tokenizer
+    if not config.skip_tokenizer_init:
+        tokenizer = load_tokenizer(other) if other else checkpoint.load_tokenizer()
+    return PromptEncoder(tokenizer, checkpoint.config.vocab_size, max_model_len)
+
+
 def map_each(function: Callable[[Any], T], items: Iterable[Any]) -> list[T | Exception]:
     """``function`` of each item, or the TypeError or ValueError that it raises."""
     results: list[T | Exception] = []
@@ -283,13 +266,6 @@ def raise_errors(items: Seq[T | Exception], what: str) -> list[T]:
     if more := list(errors)[NAMED_ERRORS:]:
         lines.append(f"and {what} {', '.join(map(str, more))}")
     raise kind("\n".join(lines)) from next(iter(errors.values()))
-
-
-def _decode_options(params: SamplingParams) -> dict[str, Any]:
-    return {
-        "skip_special_tokens": params.skip_special_tokens,
-        "spaces_between_special_tokens": params.spaces_between_special_tokens,
-    }
 
 
 def _is_int(value: Any) -> bool:

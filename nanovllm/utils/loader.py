@@ -5,6 +5,9 @@ from typing import ClassVar, Protocol
 
 import torch
 from torch import nn
+from tqdm.auto import tqdm
+
+LARGE_BYTES = 10**9
 
 
 def default_weight_loader(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
@@ -41,8 +44,11 @@ class LoadableModel(Protocol):
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
 
 
-def load_model(model: LoadableModel, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Streams (name, tensor) pairs into the model.
+def load_model(
+    model: LoadableModel, tensors: Iterable[tuple[str, torch.Tensor]], shows_bar: bool = False
+) -> None:
+    """Streams (name, tensor) pairs into the model. ``shows_bar`` shows a progress bar for over 1 GB
+    of parameters, in a terminal.
 
     A parameter's own ``weight_loader(param, tensor[, shard_id])`` places what it is given.
     ``model.packed_modules_mapping`` sends a checkpoint module to a shard of a packed one:
@@ -62,6 +68,8 @@ def load_model(model: LoadableModel, tensors: Iterable[tuple[str, torch.Tensor]]
                 expected.pop(name, None)
                 expected[name.replace(f".{target}.", f".{source}.")] = param, (shard_id,)
     missing, leftover = set(expected), []
+    if shows_bar and sum(param.nbytes for _, param in model.named_parameters()) > LARGE_BYTES:
+        tensors = tqdm(tensors, "Loading weights", len(expected), unit=" tensors", disable=None)
     for name, tensor in tensors:
         if name not in expected:
             if not model.is_redundant_weight(name):

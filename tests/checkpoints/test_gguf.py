@@ -18,6 +18,8 @@ from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.engine.model_runner import select_dtype
 from tests.tiny_models import LLAMA3_ROPE, VOCAB_SIZE, TinyModels
 
+pytestmark = pytest.mark.smoke
+
 SMALL: dict[str, Any] = {"num_kvcache_blocks": 64, "kvcache_block_size": 16, "max_num_seqs": 4}
 MODELS = {
     "llama": "llama",
@@ -302,7 +304,7 @@ def test_the_files_tokenizer_reads_and_writes_text(
     with BOS; where it does not, Llama 3's pre-tokenizer ("llama-bpe") implies it, as llama.cpp
     has it."""
     characters = [chr(ord("!") + i) for i in range(90)]
-    words = [*characters, "ab", "<s>", "</s>"]
+    words = [*characters, "ab", "xy", "<s>", "</s>"]
     words += [f"<unused{i}>" for i in range(VOCAB_SIZE - len(words))]
     bos, end = words.index("<s>"), words.index("</s>")
 
@@ -311,7 +313,7 @@ def test_the_files_tokenizer_reads_and_writes_text(
         writer.add_tokenizer_pre(pre)
         writer.add_token_list(words)
         writer.add_token_types([3 if i in (bos, end) else 1 for i in range(VOCAB_SIZE)])
-        writer.add_token_merges(["a b"])
+        writer.add_token_merges(["a b", "x y"])  # transformers 5.0 fails on a lone one
         writer.add_eos_token_id(end)
         writer.add_bos_token_id(bos)
         if add_bos is not None:
@@ -323,7 +325,9 @@ def test_the_files_tokenizer_reads_and_writes_text(
         plain, spelled_out = llm.generate(["cab!", "<s>cab!"], GREEDY, use_tqdm=False)
         assert plain.prompt_token_ids == [bos] * has_bos + ids
         assert spelled_out.prompt_token_ids == [bos, *ids]
-        assert llm.prompt_encoder.decode([[bos, *ids, end]], [bos], SamplingParams()) == ["cab!"]
+        detokenizer = llm.prompt_encoder.detokenizer(bos, SamplingParams())
+        detokenizer.extend([bos, *ids, end])
+        assert detokenizer.text == "cab!"
 
 
 def test_the_models_limit_is_the_default_length_and_the_largest(tiny_models, tmp_path):

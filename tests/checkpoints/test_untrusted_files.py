@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,10 @@ from nanovllm.checkpoints.checkpoint import load_tokenizer, open_checkpoint
 from nanovllm.checkpoints.files import CONFIGS, MAX_CONFIG_BYTES, MAX_SIDE_BYTES
 from nanovllm.checkpoints.gguf_file import GGUFFile
 from nanovllm.checkpoints.tokenizer_growth import _growth
+from tests.tables import each
 
 SMALL: dict[str, Any] = {"num_kvcache_blocks": 16, "kvcache_block_size": 16, "max_num_seqs": 4}
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "1000"))  # of each sweep
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "1000"))  # of each sweep, with the slow tests
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 SECONDS = 10.0  # for one case, on a machine shared with others
 MEGABYTES = 150.0  # the files have kilobytes
@@ -196,14 +198,16 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Files:
 def spoil(directory: Files, tmp_path: Path) -> Callable[..., Path]:
     """Lays out the directory with files changed; None drops one, a dict edits keys of JSON."""
 
-    def spoil(changes: dict[str, Any], name: str = "m") -> Path:
+    number = count()
+
+    def spoil(changes: dict[str, Any]) -> Path:
         files = dict(directory)
         for file, change in changes.items():
             is_edit = isinstance(change, dict)
             values = {**json.loads(directory[file]), **change} if is_edit else None
             files[file] = json.dumps(values).encode() if is_edit else change
         kept = {file: data for file, data in files.items() if data is not None}
-        return lay_out(tmp_path / name, kept)
+        return lay_out(tmp_path / f"m{next(number)}", kept)
 
     return spoil
 
@@ -381,7 +385,7 @@ CONTAINERS = {
 
 
 class TestGGUFContainer:
-    @pytest.mark.parametrize("name", CONTAINERS)
+    @each("name", CONTAINERS)
     def test_whatever_is_out_of_order_is_named(self, name, tmp_path):
         path = tmp_path / "bad.gguf"
         data, match = CONTAINERS[name]
@@ -461,8 +465,8 @@ IDS, NAMES = (Kind.UINT32, Kind.INT32), ("bos", "eos", "unknown", "padding")
 
 
 class TestGGUFTokenizer:
-    @pytest.mark.parametrize(
-        ("changes", "match"),
+    @each(
+        "changes, match",
         [
             *(({f"{n}_token_id": (96, k)}, f"{n}_token_id is 96") for n in NAMES for k in IDS),
             ({"bos_token_id": (-1, Kind.INT32)}, "bos_token_id is -1"),
@@ -484,7 +488,6 @@ class TestGGUFTokenizer:
             ({"pre": (["qwen2"], Kind.ARRAY)}, "cannot be read"),
             ({"merges": (None, Kind.ARRAY), "scores": (None, Kind.ARRAY)}, "scores"),
         ],
-        ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
     )
     def test_impossible_fields_are_named(self, changes, match, tmp_path):
         changes = {f"tokenizer.ggml.{name}": change for name, change in changes.items()}
@@ -517,7 +520,8 @@ class TestGGUFTokenizer:
             open_checkpoint(str(tmp_path / "m.gguf")).load_tokenizer()
         names = [name for name in FIELDS if name.startswith("tokenizer.")]
         counts = ["GGUF.version", "GGUF.tensor_count", "GGUF.kv_count"]
-        assert seen == [[*counts, "general.architecture", *names], [], ["m.gguf"], {}]
+        own = {"add_bos_token": True}  # the file says so
+        assert seen == [[*counts, "general.architecture", *names], [], ["m.gguf"], own]
 
     def test_files_beside_it_are_no_part_of_it(self, gguf_bytes, directory, tmp_path):
         """Guards another model's tokenizer in the same folder, which transformers would take."""
@@ -559,29 +563,27 @@ def is_possible(name: str, value: Any, kind: Kind | None = None) -> bool:
 
 
 class TestValues:
-    @pytest.mark.parametrize(
-        ("name", "value"),
+    @each(
+        "name, value",
         [(n, value) for n in SIZES for value in ABSURD_SIZES if not is_possible(n, value)],
-        ids=lambda value: f"{value!s:.24}",
     )
     def test_absurd_sizes_of_a_config_are_refused(self, name, value, spoil):
         refuse(spoil({"config.json": {name: value}}), rf"config\.json.*{name}")
 
-    @pytest.mark.parametrize(
-        ("name", "value"),
+    @each(
+        "name, value",
         [
             (name, value)
             for name in ("rms_norm_eps", "rope_theta", *list(ROPE)[1:])
             for value in ABSURD_NUMBERS
             if not is_possible(name, value)
         ],
-        ids=lambda value: f"{value!s:.24}",
     )
     def test_absurd_numbers_of_a_config_are_refused(self, name, value, spoil):
         change = {"rope_scaling": {**ROPE, name: value}} if name in ROPE else {name: value}
         refuse(spoil({"config.json": change}), r"config\.json")
 
-    @pytest.mark.parametrize(
+    @each(
         "change",
         [
             {"rope_scaling": "linear"},
@@ -604,12 +606,11 @@ class TestValues:
             {"sliding_window": -1},
             {"sliding_window": "all"},
         ],
-        ids=str,
     )
     def test_values_of_wrong_types_are_refused(self, change, spoil):
         refuse(spoil({"config.json": change}))
 
-    @pytest.mark.parametrize(
+    @each(
         "change",
         [
             {"hidden_size": 2**16, "intermediate_size": 2**20},
@@ -617,9 +618,8 @@ class TestValues:
             {"num_hidden_layers": 1024, "intermediate_size": 2**20},
             {"num_attention_heads": 1024, "head_dim": 1024, "hidden_size": 2**18},
         ],
-        ids=str,
     )
-    @pytest.mark.parametrize("kind", ["directory", "gguf"])
+    @each("kind", ["directory", "gguf"])
     def test_more_weights_than_the_files_can_hold_are_refused(self, kind, change, spoil, tmp_path):
         """Guards what is allocated before the first tensor is found to be of another shape."""
         if kind == "directory":
@@ -642,7 +642,7 @@ class TestValues:
         change = {"rope_scaling": {**ROPE, "low_freq_factor": 4.0}}
         refuse(spoil({"config.json": change}), r"config\.json.*low_freq_factor 4\.0")
 
-    @pytest.mark.parametrize(("hidden", "head_dim"), [(32, 7), (2, None)])
+    @each("hidden, head_dim", [(32, 7), (2, None)])
     def test_heads_that_cannot_be_rotated_are_refused(self, hidden, head_dim, tmp_path):
         changes = {
             "llama.embedding_length": (hidden, Kind.UINT32),
@@ -658,7 +658,7 @@ class TestValues:
         write_gguf(tmp_path / "bad.gguf", num_divisors=number)
         refuse(tmp_path / "bad.gguf", rf"bad\.gguf.*{match}")
 
-    @pytest.mark.parametrize(
+    @each(
         "name",
         [
             "config.json",
@@ -679,22 +679,21 @@ class TestValues:
         with little_memory():
             read(spoil({"config.json": change}))
 
-    @pytest.mark.parametrize(
-        ("name", "value", "kind"),
+    @each(
+        "name, value, kind",
         [
             (name, value, kind)
             for name in FIELDS
             for value, kind in GGUF_VALUES
             if name.startswith("llama.") and not is_possible(name, value, kind)
         ],
-        ids=lambda value: f"{value!s:.40}",
     )
     def test_absurd_fields_of_a_gguf_file_are_refused(self, name, value, kind, tmp_path):
         write_gguf(tmp_path / "bad.gguf", {name: (value, kind)})
         refuse(tmp_path / "bad.gguf", r"bad\.gguf")
 
-    @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), -float("inf")], ids=str)
-    @pytest.mark.parametrize("name", ["rope.freq_base", "attention.layer_norm_rms_epsilon"])
+    @each("value", [-1.0, float("nan"), float("inf"), -float("inf")])
+    @each("name", ["rope.freq_base", "attention.layer_norm_rms_epsilon"])
     def test_absurd_numbers_of_a_gguf_file_are_refused(self, name, value, tmp_path):
         write_gguf(tmp_path / "bad.gguf", {f"llama.{name}": (value, Kind.FLOAT32)})
         refuse(tmp_path / "bad.gguf", r"bad\.gguf.*positive number")
@@ -722,8 +721,8 @@ FILES: dict[str, tuple[Callable[[Path], None], str]] = {
 class TestFiles:
     """Guards an open that never returns, and memory for whatever a file's length is."""
 
-    @pytest.mark.parametrize("kind", FILES)
-    @pytest.mark.parametrize("name", [*READ_WHOLE, *READ_BY_TRANSFORMERS])
+    @each("kind", FILES)
+    @each("name", [*READ_WHOLE, *READ_BY_TRANSFORMERS])
     def test_a_file_that_is_none_or_too_large_is_refused(self, name, kind, spoil):
         make, match = FILES[kind]
         folder = spoil({name: None})
@@ -734,15 +733,15 @@ class TestFiles:
             with little_memory(), pytest.raises(ValueError, match=rf"{name}.*{match}"):
                 load_tokenizer(str(folder))
 
-    @pytest.mark.parametrize("kind", ["pipe", "endless", "folder"])
+    @each("kind", ["pipe", "endless", "folder"])
     def test_weights_that_are_no_file_are_refused(self, kind, spoil, tmp_path):
         make, match = FILES[kind]
         folder = spoil({SHARD: None})
         make(folder / SHARD)
         refuse(folder, f"{SHARD}.*{match}")
         if kind != "folder":  # the name of a folder is that of a checkpoint
-            make(tmp_path / "m.gguf")
-            refuse(tmp_path / "m.gguf", f"gguf.*{match}")
+            make(tmp_path / f"{kind}.gguf")
+            refuse(tmp_path / f"{kind}.gguf", f"gguf.*{match}")
 
     def test_links_to_files_are_read(self, directory, tmp_path):
         """As the hub's cache has them. A link to nothing is no file."""
@@ -773,12 +772,12 @@ SHARD = "model-2-of-2.safetensors"
 class TestSafetensors:
     """The safetensors library checks headers; these hold it to it."""
 
-    @pytest.mark.parametrize("size", [0, 7, 2**20, 2**40, 2**63, 2**64 - 1])
+    @each("size", [0, 7, 2**20, 2**40, 2**63, 2**64 - 1])
     def test_a_header_of_another_length_is_refused(self, size, directory, spoil):
         data = directory[SHARD]
         refuse(spoil({SHARD: with_header(data, header_of(data), size)}), f"{SHARD} cannot be read")
 
-    @pytest.mark.parametrize(
+    @each(
         "change",
         [
             lambda entry, end: {"data_offsets": [entry[0], entry[1] + 4]},
@@ -801,7 +800,6 @@ class TestSafetensors:
             lambda entry, end: {"dtype": "object"},
             lambda entry, end: {"dtype": 1},
         ],
-        ids=range(19),
     )
     def test_an_entry_that_does_not_fit_its_bytes_is_refused(self, change, directory, spoil):
         data = directory[SHARD]
@@ -821,16 +819,16 @@ class TestSafetensors:
         data = directory[SHARD]
         header = header_of(data)
         first, second, *_ = (name for name in header if name != "__metadata__")
-        for i, (twice, meant) in enumerate([(first, second), (first, first)]):
+        for twice, meant in ((first, second), (first, first)):
             entry = f"{json.dumps(twice)}:{json.dumps(header[meant])}"
             raw = (json.dumps(header)[:-1] + "," + entry + "}").encode()
-            folder = spoil({SHARD: with_header(data, raw)}, f"m{i}")
+            folder = spoil({SHARD: with_header(data, raw)})
             if twice != meant:
                 refuse(folder, f"{SHARD} cannot be read")
             else:
                 assert set(dict(open_checkpoint(str(folder)).tensors())) == set(hf_tensors())
 
-    @pytest.mark.parametrize(
+    @each(
         "header",
         [
             b"{",
@@ -843,16 +841,15 @@ class TestSafetensors:
             b'{"a":[1]}',
             NESTED.encode(),
         ],
-        ids=range(9),
     )
     def test_a_header_that_is_none_is_refused(self, header, directory, spoil):
         refuse(spoil({SHARD: with_header(directory[SHARD], header)}), f"{SHARD} cannot be read")
 
-    @pytest.mark.parametrize("size", [4, 9, 100, -1, -4096])
+    @each("size", [4, 9, 100, -1, -4096])
     def test_a_truncated_file_is_refused(self, size, directory, spoil):
         refuse(spoil({SHARD: directory[SHARD][:size]}), f"{SHARD} cannot be read")
 
-    @pytest.mark.parametrize(
+    @each(
         "name",
         [
             "../other.safetensors",
@@ -870,7 +867,6 @@ class TestSafetensors:
             ["model-1-of-2.safetensors"],
             {},
         ],
-        ids=lambda name: f"{name!r:.20}",
     )
     def test_an_index_names_files_of_its_directory_only(self, name, spoil, tmp_path):
         """Guards weights, or anything else, read from wherever a checkpoint points to."""
@@ -984,8 +980,8 @@ class TestNothingRuns:
         tokenizer = open_checkpoint(str(folder)).load_tokenizer()
         assert tokenizer is not None and "zz" not in tokenizer.get_vocab()
 
-    @pytest.mark.parametrize("part", ["normalizer", "decoder"])
-    @pytest.mark.parametrize("nested", [False, True])
+    @each("part", ["normalizer", "decoder"])
+    @each("nested", [False, True])
     def test_a_tokenizer_that_multiplies_texts_is_refused(self, part, nested, directory, spoil):
         tokenizer = json.loads(directory["tokenizer.json"])
         replace = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
@@ -994,8 +990,8 @@ class TestNothingRuns:
         tokenizer[part] = {"type": "Sequence", steps: [bomb]} if nested else bomb
         refuse(spoil({"tokenizer.json": json.dumps(tokenizer).encode()}), "times as long")
 
-    @pytest.mark.parametrize(
-        ("part", "steps", "match"),
+    @each(
+        "part, steps, match",
         [
             ("normalizer", [{"type": "Prepend", "prepend": "x" * 1000}], "times as long"),
             ("normalizer", [{"type": "Prepend", "prepend": "x" * 20}] * 60, "times as long"),
@@ -1012,7 +1008,6 @@ class TestNothingRuns:
             ("decoder", [INSERT] * 9, "times as long"),
             ("decoder", [{"type": "BPEDecoder", "suffix": ""}] * 10, "times as long"),
         ],
-        ids=range(14),
     )
     def test_a_tokenizer_that_lengthens_texts_in_another_way_is_refused(
         self, part, steps, match, directory, spoil
@@ -1022,8 +1017,8 @@ class TestNothingRuns:
         tokenizer[part] = {"type": "Sequence", name: steps}
         refuse(spoil({"tokenizer.json": json.dumps(tokenizer).encode()}), match)
 
-    @pytest.mark.parametrize(
-        ("step", "text"),
+    @each(
+        "step, text",
         [
             ({"type": "NFKC"}, "\ufdfa"),
             ({"type": "NFC"}, "\ufb2c"),
@@ -1032,7 +1027,6 @@ class TestNothingRuns:
             (INSERT, "a"),
             (charsmap("xy"), "a"),
         ],
-        ids=range(6),
     )
     def test_no_step_makes_more_of_a_character_than_is_counted(self, step, text, directory):
         tokenizer = json.loads(directory["tokenizer.json"])
@@ -1163,13 +1157,16 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=8,
 )
-fuzz_settings = settings(
-    max_examples=max(NUM_CASES // 4, 1),
-    deadline=None,  # ``outcome`` has one
-    derandomize="FUZZ_SEED" not in os.environ,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+
+
+def fuzz(num_cases: int) -> settings:
+    return settings(
+        max_examples=max(num_cases // 4, 1),
+        deadline=None,  # ``outcome`` has one
+        derandomize="FUZZ_SEED" not in os.environ,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -1180,12 +1177,13 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.parametrize("num_cases", [150, pytest.param(NUM_CASES, marks=pytest.mark.slow)])
 class TestSweeps:
-    def test_a_damaged_gguf_header(self, gguf_bytes, tmp_path):
+    def test_a_damaged_gguf_header(self, num_cases, gguf_bytes, tmp_path):
         rng, seen = random.Random(SEED), Counter[str]()
         path, end = tmp_path / "m.gguf", gguf_bytes.index(b"rope_freqs") + 64
         with little_memory():
-            for i in range(NUM_CASES):
+            for i in range(num_cases):
                 whole = i % 8 == 0  # so that data is cut off, too
                 path.write_bytes(
                     damaged(gguf_bytes, rng)
@@ -1194,27 +1192,27 @@ class TestSweeps:
                 )
                 seen[outcome(path)] += 1
         print(f"\n{seen.total()} damaged GGUF files: {dict(seen)}")
-        assert seen["read"] and seen["refused"] > NUM_CASES / 4
+        assert seen["read"] and seen["refused"] > num_cases / 4
 
     @pytest.mark.parametrize("name", EDITS)
-    def test_a_damaged_file_of_a_directory(self, name, directory, tmp_path):
+    def test_a_damaged_file_of_a_directory(self, num_cases, name, directory, tmp_path):
         rng, seen = random.Random(SEED), Counter[str]()
         folder = lay_out(tmp_path / "m", directory)
         with little_memory():
-            for _ in range(NUM_CASES // 2):
+            for _ in range(num_cases // 2):
                 (folder / name).write_bytes(rng.choice(EDITS[name])(directory[name], rng))
                 seen[outcome(folder)] += 1
         print(f"\n{seen.total()} directories with a damaged {name}: {dict(seen)}")
-        assert seen["refused"] > NUM_CASES / 8
+        assert seen["refused"] > num_cases / 8
 
-    def test_words_of_a_gguf_header_that_hypothesis_chooses(self, gguf_bytes, tmp_path):
+    def test_words_of_a_gguf_header_that_hypothesis_chooses(self, num_cases, gguf_bytes, tmp_path):
         seen, path = Counter[str](), tmp_path / "m.gguf"
         end = gguf_bytes.index(b"rope_freqs") + 64
         word = st.tuples(
             st.integers(0, end), st.sampled_from([1, 2, 4, 8]), st.integers(0, 2**64 - 1)
         )
 
-        @fuzz_settings
+        @fuzz(num_cases)
         @given(st.lists(word, min_size=1, max_size=3))
         def run(words: list[tuple[int, int, int]]) -> None:
             changed = bytearray(gguf_bytes)
@@ -1228,11 +1226,11 @@ class TestSweeps:
         assert seen["refused"]
 
     @pytest.mark.parametrize("name", [name for name in EDITS if name.endswith(".json")])
-    def test_json_values_that_hypothesis_chooses(self, name, directory, tmp_path):
+    def test_json_values_that_hypothesis_chooses(self, num_cases, name, directory, tmp_path):
         seen, folder = Counter[str](), lay_out(tmp_path / "m", directory)
         num_places = len(places(json.loads(directory[name])))
 
-        @fuzz_settings
+        @fuzz(num_cases)
         @given(st.integers(0, num_places - 1), json_values)
         def run(place: int, value: Any) -> None:
             edited = json.loads(directory[name])

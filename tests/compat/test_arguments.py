@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm import llm as plain
 from nanovllm.compat import arguments
 from nanovllm.compat.arguments import load_table, translate
 from nanovllm.compat.engine_args import EngineArgs
@@ -172,11 +171,10 @@ def test_llm_and_config_and_the_table_name_the_same_arguments():
     of_vllm = {"chat_template", "generation_config", "override_generation_config"}
     config = {field.name: field.default for field in fields(Config)}
     del config["model"]
-    for cls, further in ((LLM, of_vllm), (plain.LLM, set())):
-        signature = inspect.signature(cls).parameters.values()
-        assert all(p.annotation is not p.empty for p in signature)
-        defaults = {p.name: p.default for p in signature if p.kind is p.KEYWORD_ONLY}
-        assert defaults == config | dict.fromkeys(further)
+    signature = inspect.signature(LLM).parameters.values()
+    assert all(p.annotation is not p.empty for p in signature)
+    defaults = {p.name: p.default for p in signature if p.kind is p.KEYWORD_ONLY}
+    assert defaults == config | dict.fromkeys(of_vllm)
     table = load_table()["LLM"]
     honoured = {e.get("as", name) for name, e in table.items() if e["class"] == "honoured"}
     assert honoured == {"model"} | config.keys() | of_vllm

@@ -146,7 +146,7 @@ def fails_at_the_cache(held: list, monkeypatch) -> None:
 
 
 def fails_in_loading(held: list, monkeypatch) -> None:
-    def fail(model: torch.nn.Module, tensors: Any) -> None:
+    def fail(model: torch.nn.Module, tensors: Any, shows_bar: bool) -> None:
         name, tensor = next(tensors)
         params = [*model.parameters(), tensor]
         held.extend(map(weakref.ref, params))

@@ -389,15 +389,20 @@ SCHEDULERS = st.builds(
 )
 
 
-@settings(max_examples=1600, deadline=None, derandomize=True)
-@given(
-    SCHEDULERS,
-    st.lists(REQUESTS, min_size=2, max_size=12),
-    st.none() | st.integers(0, 40),
-    st.dictionaries(st.integers(0, 24), st.sampled_from(["run", "sample"]), max_size=5),
-    st.booleans(),
-)
-def test_random_schedules(
+@pytest.mark.parametrize("num_examples", [150, pytest.param(1600, marks=pytest.mark.slow)])
+def test_random_schedules(num_examples: int):
+    settings(max_examples=num_examples, deadline=None, derandomize=True)(
+        given(
+            SCHEDULERS,
+            st.lists(REQUESTS, min_size=2, max_size=12),
+            st.none() | st.integers(0, 40),
+            st.dictionaries(st.integers(0, 24), st.sampled_from(["run", "sample"]), max_size=5),
+            st.booleans(),
+        )(check_schedule)
+    )()
+
+
+def check_schedule(
     scheduler: Scheduler,
     requests: list[Request],
     reset_at: int | None,

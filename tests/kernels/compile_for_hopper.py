@@ -1,10 +1,12 @@
 """Compiles every kernel for a Hopper GPU, as launched, without one: run as a program.
+With the argument ``--few`` in bf16 and in few sizes only.
 
 The interpreter takes Python that the compiler refuses. Here a stand-in for the driver names the
 GPU, and every launch stops once its kernel is compiled, down to machine code.
 """
 
 import os
+import sys
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -39,6 +41,7 @@ from nanovllm.utils.context import Context
 
 SHARED_MEMORY = 227 << 10
 LEAST_SHARED_MEMORY = 99 << 10  # of a GPU with bf16
+ALL_SIZES = "--few" not in sys.argv
 CHAINED = (
     all_reduce,
     decode_attention,
@@ -82,7 +85,11 @@ def compile_only() -> list[Any]:
     return compiled
 
 
-def launch_all(dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int) -> None:
+def launch_all(
+    dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int, all_sizes: bool
+) -> None:
+    """Launches each kernel, in the sizes of many models and batches or in a few."""
+
     def ints(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
 
@@ -92,7 +99,8 @@ def launch_all(dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int) -
     cache = make(4, 256, kv_heads, head_dim)
     attention = attention_triton.TritonAttention()
     angles = torch.zeros(99, head_dim)
-    for num_seqs in (1, 64, 128, 256) if dtype is torch.bfloat16 else (1, 256):
+    sizes = (1, 64, 128, 256) if dtype is torch.bfloat16 else (1, 256)
+    for num_seqs in sizes if all_sizes else (64,):
         work = attention.plan_decode(np.ones(num_seqs, np.int32), kv_heads, head_dim, dtype)
         context = Context(
             slot_mapping=ints(num_seqs),
@@ -138,16 +146,20 @@ def launch_all(dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int) -
         (17408, 5120, True, False),
         (5120, 5120, False, False),
     ]
-    for out, width, silu, has_bias in products if dtype is torch.bfloat16 else products[:3]:
+    if not all_sizes:
+        products = products[2:3]
+    elif dtype is not torch.bfloat16:
+        products = products[:3]
+    for out, width, silu, has_bias in products:
         weight, bias = make(out * (1 + silu), width), make(out * (1 + silu)) if has_bias else None
-        for rows in (1, 8, skinny_linear.MAX_ROWS):
+        for rows in (1, 8, skinny_linear.MAX_ROWS) if all_sizes else (8,):
             if rows <= skinny_linear.MAX_ROWS_LARGE or width < skinny_linear.WIDE:
                 skinny_linear.skinny_linear(make(rows, width), weight, bias, silu)
         x = make(1, width)
         skinny_linear.skinny_norm_linear(x, weight, bias, silu, make(width), 1e-6, x)
     if dtype is not torch.float32:
-        for out, width in ((4096, 1024), (1024, 2048)):
-            for num_rows in (32, 64):
+        for out, width in ((4096, 1024), (1024, 2048)) if all_sizes else ((1024, 2048),):
+            for num_rows in (32, 64) if all_sizes else (32,):
                 for bias in (None, make(out)):
                     tile_linear.tile_linear(make(num_rows, width), make(out, width), bias)
     logits, rows = make(8, 151_936), ints(8, sampling.ROW_WORDS)
@@ -164,9 +176,10 @@ if __name__ == "__main__":
     assert compat.HAS_TRITON
     kernels = compile_only()
     with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor):
-        launch_all(torch.bfloat16, q_heads=16, kv_heads=8, head_dim=128)
-        launch_all(torch.float16, q_heads=9, kv_heads=3, head_dim=64)
-        launch_all(torch.float32, q_heads=4, kv_heads=1, head_dim=96)
+        launch_all(torch.bfloat16, 16, 8, 128, ALL_SIZES)
+        if ALL_SIZES:
+            launch_all(torch.float16, 9, 3, 64, ALL_SIZES)
+            launch_all(torch.float32, 4, 1, 96, ALL_SIZES)
     done = [(n, k.result() if hasattr(k, "result") else k) for n, k in kernels]
     roomy = ("_prefill_kernel", "_tile_kernel")  # on GPUs that have as much
     too_large = [

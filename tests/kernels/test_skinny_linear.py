@@ -39,10 +39,24 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("silu", [False, True], ids=["plain", "silu"])
-@pytest.mark.parametrize("has_bias", [False, True], ids=["no-bias", "bias"])
-@pytest.mark.parametrize("num_rows", [1, 2, 8, 9, MAX_ROWS])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# The interpreter takes its time: these run always, all combinations with the slow tests.
+CHOSEN = [  # num_rows, has_bias, silu, dtype
+    (1, False, True, torch.float32),
+    (2, True, False, torch.float16),
+    (8, True, True, torch.float32),
+    (9, False, False, torch.float32),
+    (MAX_ROWS, True, True, torch.float16),
+]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "has_bias", "silu", "dtype"),
+    [
+        pytest.param(*case, marks=[] if case in CHOSEN else pytest.mark.slow)
+        for case in itertools.product((1, 2, 8, 9, MAX_ROWS), (False, True), (False, True), DTYPES)
+    ],
+    ids=str,
+)
 def test_equals_a_plain_product(num_rows, has_bias, silu, dtype, device):
     for features, width in SHAPES:
         out = features * (1 + silu)
@@ -67,10 +81,13 @@ def test_what_they_are_for(monkeypatch):
     assert serves(16, 3072, 3072) and serves(8, 6144, 2560) and not serves(16, 6144, 2560)
 
 
+@pytest.mark.parametrize("all_flags", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norm_and_residual_before_it(dtype, device):
-    flags = itertools.product((False, True), repeat=3)
-    for (features, width), (has_residual, has_bias, silu) in itertools.product(SHAPES, flags):
+def test_norm_and_residual_before_it(dtype, all_flags, device):
+    """With or without a residual, a bias and SwiGLU, each shape in one combination or in all."""
+    flags = list(itertools.product((False, True), repeat=3))
+    cases = itertools.product(SHAPES, flags) if all_flags else zip(SHAPES, flags[1:], strict=True)
+    for (features, width), (has_residual, has_bias, silu) in cases:
         out = features * (1 + silu)
         x, residual = (make(1, width, dtype=dtype, device=device) for _ in range(2))
         weight = make(out, width, dtype=dtype, device=device, scale=width**-0.5)

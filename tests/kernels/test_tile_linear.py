@@ -17,8 +17,9 @@ def make(*shape: int, dtype: torch.dtype, device: str, scale: float = 1.0) -> to
     return (torch.randn(shape) * scale).to(dtype).to(device)
 
 
-@pytest.mark.parametrize("has_bias", [False, True], ids=["no-bias", "bias"])
-@pytest.mark.parametrize("num_rows", [17, 32, 33, 64])
+@pytest.mark.parametrize(
+    ("num_rows", "has_bias"), [(17, True), (32, False), (33, True), (64, False)], ids=str
+)
 def test_equals_a_plain_product(num_rows, has_bias, device):
     for features, width in SHAPES:
         x = make(num_rows, width, dtype=torch.float16, device=device)

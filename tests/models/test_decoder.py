@@ -64,3 +64,22 @@ def test_sums_in_place_change_nothing_else(model, has_output, monkeypatch):
     torch.testing.assert_close(run(model, has_output), expected, rtol=1e-4, atol=1e-4)
     assert len(calls) == 2 * len(model.model.layers)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_few_layers_stand_for_all(tmp_path):
+    """Also while another thread goes through the parameters: they stay."""
+    config = CONFIGS["qwen3"][0](**{**BASE, "num_hidden_layers": 5})
+    TinyModels.build(config).save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(str(tmp_path))
+    model = get_model_class(checkpoint.config.architecture)(checkpoint.config, 64)
+    load_model(model, checkpoint.tensors())
+    ran = []
+    for i, layer in enumerate(model.model.layers):
+        layer.self_attn.attn.backend = TorchAttention()
+        layer.register_forward_hook(lambda *_, i=i: ran.append(i))
+    names = [*dict(model.named_parameters())]
+    with model.model.few_layers():
+        run(model)
+        assert names == [*dict(model.named_parameters())]
+    run(model)
+    assert ran == [0, 1, 4, 0, 1, 2, 3, 4]

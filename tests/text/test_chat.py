@@ -9,6 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from nanovllm.text.chat_renderer import ChatRenderer
 
+pytestmark = pytest.mark.smoke
+
 SHOW = "{% for m in messages %}<{{ m.role }}|{{ m.content }}>{% endfor %}"
 SHOW_CALLS = (
     "{% for m in messages %}<{{ m.content }}{% if m.tool_calls is defined %}"

@@ -1,9 +1,11 @@
 """Text that grows token by token, against the whole decoded at once and against stop strings
-searched for in the whole, with text cut into tokens in every way."""
+searched for in the whole, with text cut into tokens in every way; and texts that are known token by
+token against tokens decoded together."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -15,7 +17,12 @@ from transformers import PreTrainedTokenizerFast
 
 from example import fetch_smollm2
 from nanovllm.checkpoints.checkpoint import open_checkpoint
-from nanovllm.text.detokenizer import INCOMPLETE, IncrementalDetokenizer, find_stop
+from nanovllm.text.detokenizer import (
+    MAX_PENDING_TOKENS,
+    IncrementalDetokenizer,
+    find_stop,
+)
+from nanovllm.text.token_text import INCOMPLETE, TokenTexts
 
 PROFILE = settings(max_examples=200, deadline=None, derandomize=True)
 END = "<end>"
@@ -142,7 +149,7 @@ def grow(
     **options: Any,
 ) -> Run:
     """Feeds tokens until a stop string is found, or to the end."""
-    detokenizer = IncrementalDetokenizer(tokenizer, stop=stop, keep_stop=keep_stop, **options)
+    detokenizer = IncrementalDetokenizer(TokenTexts(tokenizer, **options), (), stop, keep_stop)
     run = Run([], [], None, 0)
 
     def note(found: str | None) -> bool:
@@ -239,22 +246,126 @@ class TestPieces:
         assert run.text.count(END) == (0 if skip else token_ids.count(tokenizer.eos_token_id))
         check_growth(run)
 
-    def test_the_work_for_a_token_does_not_grow_with_the_text(self):
+    @pytest.mark.parametrize("adds_up", [True, False])
+    def test_the_work_for_a_token_does_not_grow_with_the_text(self, adds_up):
         """Guards a text that is decoded anew from its first token on."""
         tokenizer, (token_id,) = ByteLevel().tokenize([b" word"])
-        decoded = []
-
-        class Counting:
-            def decode(self, token_ids: list[int], **options: Any) -> str:
-                decoded.append(len(token_ids))
-                return tokenizer.decode(token_ids, **options)
-
-        grow(Counting(), [token_id] * 1000)
-        assert max(decoded) <= 4
+        texts, lengths = TokenTexts(tokenizer), []
+        decode = texts.decode
+        texts.decode = lambda token_ids: lengths.append(len(token_ids)) or decode(token_ids)
+        texts.add_up = adds_up
+        detokenizer = IncrementalDetokenizer(texts, stop=["zzz"])
+        for _ in range(1000):
+            detokenizer.append(token_id)
+        assert detokenizer.text == " word" * 1000
+        assert len(lengths) == (1 if adds_up else 2000)
+        assert max(lengths) <= 4
 
     def test_no_tokens_are_no_text(self):
         tokenizer, _ = ByteLevel().tokenize([b"a"])
         assert grow(tokenizer, [], ["x"]) == Run([""], [""], None, 0)
+
+
+def metaspace() -> Any:
+    return decoders.Metaspace("▁", "always")
+
+
+def sentencepiece() -> Any:
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+
+
+BYTE_PIECES = [f"<0x{byte:02X}>" for byte in b" az\xe4\xbd\xa0\xf0\x9f\x99\x82\xff\xc3"]
+SPACED = ["a", "▁a", "▁", "▁▁", "bc", "▁.", "你", "a▁b", "\ufffd", *BYTE_PIECES]
+LETTERS = "".join(ALPHABET.values())
+# Vocabulary, the tokenizers library's decoder, and whether the texts of tokens add up.
+DECODERS = {
+    "byte-level": ([*LETTERS, "ab", ALPHABET[0xE4] + ALPHABET[0xBD]], decoders.ByteLevel, True),
+    "sentencepiece": (SPACED, sentencepiece, True),
+    "metaspace": (SPACED, metaspace, True),
+    "metaspace with bytes": (
+        SPACED,
+        lambda: decoders.Sequence([decoders.ByteFallback(), metaspace()]),
+        True,
+    ),
+    "wordpiece": (["a", "##b", ".", "n't", "'", "##.", "你"], decoders.WordPiece, True),
+    "replace in the whole": (
+        SPACED,
+        lambda: decoders.Sequence([decoders.Fuse(), decoders.Replace("▁b", "!")]),
+        False,
+    ),
+    "bpe": (["a</w>", "b", "c</w>"], decoders.BPEDecoder, False),
+    "ctc": (["a", "b", "|", "<pad>"], decoders.CTC, False),
+    "none": (["a", "b"], lambda: None, False),
+}
+
+
+@pytest.fixture(scope="module")
+def decoded() -> Callable[[str], PreTrainedTokenizerFast]:
+    return cache(lambda name: fast_tokenizer(DECODERS[name][0], DECODERS[name][1]()))
+
+
+class TestKnownTexts:
+    @pytest.mark.parametrize("name", DECODERS)
+    def test_where_texts_add_up(self, decoded, name: str):
+        assert TokenTexts(decoded(name)).add_up is DECODERS[name][2]
+
+    def test_a_decoder_that_changes_the_end_has_no_known_texts(self):
+        ends = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)])
+        assert not TokenTexts(fast_tokenizer(["a", " "], ends)).add_up
+
+    def test_a_tokenizer_with_code_of_its_own_is_asked_for_its_texts(self):
+        class Own(PreTrainedTokenizerFast):
+            def _decode(self, *args: Any, **kwargs: Any) -> str:
+                return super()._decode(*args, **kwargs).upper()
+
+        tokenizer, token_ids = ByteLevel().tokenize([b"ab", b"c"])
+        own = Own(tokenizer_object=tokenizer.backend_tokenizer, eos_token=END)
+        assert not TokenTexts(own).add_up
+        assert grow(own, token_ids).text == "ABC"
+
+    @pytest.mark.parametrize("skip", [True, False])
+    @pytest.mark.parametrize("name", DECODERS)
+    @settings(PROFILE, max_examples=100)
+    @given(data=st.data())
+    def test_they_are_those_of_tokens_decoded_together(self, decoded, name, skip, data):
+        """Token for token, after any token of a prompt. Ids may be unknown to the tokenizer."""
+        tokenizer = decoded(name)
+        ids = st.integers(0, len(tokenizer) + 1)
+        context, token_ids = data.draw(st.tuples(ids, st.lists(ids, max_size=MAX_PENDING_TOKENS)))
+        quick, slow = TokenTexts(tokenizer, skip), TokenTexts(tokenizer, skip)
+        slow.add_up = False
+        before = [context] if quick.needs_context else []
+        streams = [IncrementalDetokenizer(texts, before) for texts in (quick, slow)]
+        for token_id in token_ids:
+            for stream in streams:
+                stream.append(token_id)
+            assert streams[0].text == streams[1].text
+        for stream in streams:
+            stream.finish()
+        assert streams[0].text == streams[1].text
+
+    @pytest.mark.parametrize("skip", [True, False])
+    @pytest.mark.parametrize("name", [*DECODERS, "smollm2"])
+    @settings(PROFILE, max_examples=50)
+    @given(data=st.data())
+    def test_many_tokens_at_once_have_the_text_of_a_stream(
+        self, decoded, smollm2, name, skip, data
+    ):
+        tokenizer = smollm2 if name == "smollm2" else decoded(name)
+        ids = st.integers(0, min(len(tokenizer) + 1, 600))
+        portions = data.draw(st.lists(st.lists(ids, max_size=40), max_size=4))
+        texts = TokenTexts(tokenizer, skip)
+        stream, whole = IncrementalDetokenizer(texts, [1]), IncrementalDetokenizer(texts, [1])
+        for portion in portions:
+            for token_id in portion:
+                stream.append(token_id)
+            whole.extend(portion)
+            assert whole.text == stream.text
+        stream.finish()
+        whole.finish()
+        assert whole.text == stream.text
+        assert whole.num_tokens == sum(map(len, portions))
 
 
 class TestRealTokenizer:
@@ -409,6 +520,52 @@ class TestStopStrings:
         run = grow(tokenizer, token_ids, stops, True, lambda n: n > min_tokens)
         found = first_stop(text, stops, after=min_tokens)
         assert (run.text, run.stop) == ((text[: found[0]], found[1]) if found else (text, None))
+
+    @pytest.mark.parametrize("name", DECODERS)
+    @settings(PROFILE, max_examples=100)
+    @given(data=st.data())
+    def test_only_tokens_that_may_complete_one_need_be_looked_at(self, decoded, name, data):
+        """Others may wait and come many at once: the stop string, the text and the token that ends
+        it are the same."""
+        tokenizer = decoded(name)
+        ids = st.integers(0, len(tokenizer) - 1)
+        token_ids = data.draw(st.lists(ids, min_size=1, max_size=30))
+        text = tokenizer.decode(token_ids) or "x"
+        stops = data.draw(some_stops(text).map(lambda stops: [s for s in stops if s] or ["a"]))
+        first = data.draw(st.integers(0, 30))  # that may stop
+        run = grow(tokenizer, token_ids, stops, may_stop=lambda n: n >= first)
+        lazy, found, num_tokens = IncrementalDetokenizer(TokenTexts(tokenizer), (), stops), None, 0
+        for num_tokens, token_id in enumerate(token_ids, 1):
+            if lazy.ending_tokens[token_id] or num_tokens % 7 == 0:
+                new = token_ids[lazy.num_tokens : num_tokens]
+                if (found := lazy.extend(new, num_tokens >= first)) is not None:
+                    break
+        else:
+            lazy.extend(token_ids[lazy.num_tokens :], num_tokens >= first)
+            found = lazy.finish(num_tokens >= first)
+        assert (lazy.text, found, num_tokens) == (run.text, run.stop, run.num_tokens)
+
+    def test_a_part_of_a_character_is_looked_at(self):
+        """Its own text holds no character of the stop string that it may belong to."""
+        letter = "é".encode()
+        tokenizer, token_ids = ByteLevel().tokenize([b"a", letter[:1], letter[1:]])
+        text = IncrementalDetokenizer(TokenTexts(tokenizer), stop=["é"])
+        looked_at = []
+        for num_tokens, token_id in enumerate(token_ids, 1):
+            looked_at.append(text.ending_tokens[token_id])
+            if looked_at[-1]:
+                found = text.extend(token_ids[text.num_tokens : num_tokens])
+        assert (looked_at, found, text.text) == ([False, True, True], "é", "a")
+
+    def test_most_tokens_are_not_looked_at(self, smollm2):
+        texts = TokenTexts(smollm2)
+        ending = IncrementalDetokenizer(texts, stop=["\nUser:", "\n\n"]).ending_tokens
+        looked_at = [texts[i] for i in range(300, 49152) if ending[i]]
+        assert {text for text in looked_at if INCOMPLETE not in text} == {
+            text for text in map(smollm2.decode, range(300, 49152)) if set(text) & set(":\n")
+        }
+        assert len(looked_at) < 1500
+        assert IncrementalDetokenizer(texts).ending_tokens is None
 
     @settings(PROFILE, max_examples=400)
     @given(AB, st.lists(st.text("ab", min_size=1, max_size=5), max_size=4), st.integers(0, 14))

@@ -35,16 +35,17 @@ def encoder() -> PromptEncoder:
 
 
 def complete(encoder: PromptEncoder, prompt: str, token_ids: list[int], **params) -> str:
-    """The text of a completion; a stream of it has to give the same."""
+    """The text of a completion, made at once; a stream of it has to give the same."""
     last = encoder.tokenizer(prompt)["input_ids"][-1]
     given = SamplingParams(**params)
-    (text,) = encoder.decode([token_ids], [last], given)
-    stream = encoder.detokenizer(last, given)
+    whole, stream = encoder.detokenizer(last, given), encoder.detokenizer(last, given)
+    whole.extend(token_ids)
     for token_id in token_ids:
         stream.append(token_id)
+    whole.finish()
     stream.finish()
-    assert stream.text == text
-    return text
+    assert stream.text == whole.text
+    return whole.text
 
 
 def ids(encoder: PromptEncoder, text: str) -> list[int]:
@@ -73,11 +74,10 @@ def test_special_tokens_are_left_out_or_not(encoder):
 def test_the_work_for_a_token_is_bounded(encoder, piece, monkeypatch):
     """Guards a tail that is decoded again and again while nothing whole comes."""
     decoded = []
-    decode = encoder.tokenizer.decode
-    monkeypatch.setattr(
-        encoder.tokenizer, "decode", lambda t, **kw: decoded.append(len(t)) or decode(t, **kw)
-    )
+    encoder = PromptEncoder(encoder.tokenizer, len(PIECES))
     stream = encoder.detokenizer(5, SamplingParams(stop=["zzz"]))
+    decode = stream._texts.decode
+    monkeypatch.setattr(stream._texts, "decode", lambda t: decoded.append(len(t)) or decode(t))
     for _ in range(500):
         stream.append(PIECES.index(piece))
     assert max(decoded, default=0) <= 40

@@ -1,0 +1,64 @@
+"""A config.json is read as transformers reads it, whatever it leaves out."""
+
+import json
+
+import pytest
+from transformers import AutoConfig
+
+from nanovllm.checkpoints.checkpoint import SafetensorsCheckpoint
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.registry import MODELS, get_model_class
+
+FULL = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+    "eos_token_id": [3, 4],
+    "torch_dtype": "bfloat16",
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LEFT_OUT = "num_key_value_heads head_dim max_position_embeddings rms_norm_eps hidden_act "
+LEFT_OUT += "attention_bias mlp_bias tie_word_embeddings eos_token_id"
+ADDED = [
+    {"sliding_window": 128},
+    {"sliding_window": None},
+    {"sliding_window": 128, "use_sliding_window": True},
+    {"sliding_window": 128, "use_sliding_window": False},
+    {"rope_theta": 5e5},
+    {"rope_theta": 5e5, "rope_scaling": None},
+    {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+    {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 256}},
+    {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+    {"rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 4.0}},
+    {
+        "rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 4.0},
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+]
+CONFIGS = [{name: FULL[name] for name in FULL if name != left} for left in LEFT_OUT.split()]
+CONFIGS += [{**FULL, **added} for added in ADDED]
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_it_is_read_as_transformers_reads_it(architecture, config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **config}))
+    ours = SafetensorsCheckpoint(tmp_path)
+    hf = AutoConfig.for_model(architecture.removesuffix("ForCausalLM").lower(), **config).to_dict()
+    flags = get_model_class(architecture).config_flags(
+        *(bool(hf.get(name)) for name in ("attention_bias", "mlp_bias"))
+    )
+    assert ours.config == ModelConfig.from_hf(architecture, hf, flags)
+    eos = hf["eos_token_id"]
+    assert ours.eos_token_ids == set(eos if isinstance(eos, list) else [eos] if eos else [])
