@@ -2,18 +2,26 @@
 ``python benchmarks/compare.py --engine ENGINE --model PATH``.
 
 Prints one JSON line for each workload. Uses only what the three have in common: ``LLM``,
-``SamplingParams`` and ``generate``. Imports nothing of this repository's package: nano-vLLM has the
-same package name.
+``SamplingParams`` and ``generate``. Run it by its path, not with ``-m`` from the root of a clone:
+there this project's package is found first, and nano-vLLM's has the same name.
 """
 
 import argparse
 import json
 import random
+import subprocess
+import sys
+from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from workloads import SHAPES, Workload, random_workload
+
+HERE = Path(__file__).resolve().parent
+# It has a profile.py, which would hide Python's own from the engines.
+sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != HERE]
 
 # Their packages and distributions; nano-vLLM's and this project's differ in the distribution alone.
 ENGINES = {
@@ -36,10 +44,8 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--max-model-len", type=int, default=4096)
     args = parser.parse_args()
-    package, distribution = ENGINES[args.engine]
-    found = version(distribution)
     start = perf_counter()
-    engine: Any = __import__(package)
+    engine, name_and_version = find_engine(args.engine)
     llm = engine.LLM(args.model, tensor_parallel_size=args.tp, max_model_len=args.max_model_len)
     start_seconds = perf_counter() - start
     run(engine, llm, random_workload("single", output_len=(4, 4)))  # costs of first calls
@@ -52,10 +58,12 @@ def main() -> None:
         print(
             json.dumps(
                 {
-                    "engine": f"{distribution} {found}",
-                    "model": args.model,
+                    "engine": name_and_version,
+                    "gpu": gpu_name(),
+                    "model": Path(args.model).name,
                     "num_gpus": args.tp,
                     "workload": workload.name,
+                    "detokenize": True,
                     "start_seconds": round(start_seconds, 2),
                     "seconds": [round(s, 3) for s in seconds],
                     "output_tokens_per_second": round(workload.num_output_tokens / fastest, 1),
@@ -64,6 +72,32 @@ def main() -> None:
             ),
             flush=True,
         )
+
+
+def find_engine(name: str) -> tuple[Any, str]:
+    """The engine's package, and its name with its version, or its commit in a clone."""
+    package, distribution = ENGINES[name]
+    try:
+        found = version(distribution)
+        engine = import_module(package)
+    except ImportError as error:
+        sys.exit(f"{name} is not installed here: {error}")
+    is_ours = package == "nanovllm" and hasattr(engine, "__version__")
+    if is_ours != (name == "nanovllm"):
+        sys.exit(f"the package {package} found here is not that of {name}: {engine.__file__}")
+    clone = Path(engine.__file__).parents[1]
+    if (clone / ".git").exists():
+        command = ["git", "-C", str(clone), "rev-parse", "--short", "HEAD"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        found = done.stdout.strip() or found
+    return engine, f"{distribution} {found}"
+
+
+def gpu_name() -> str | None:
+    """The first GPU; None without one."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def make_workload(name: str, num_prompts: int | None, seed: int) -> Workload:

@@ -30,13 +30,15 @@ Record = dict[str, Any]
 
 
 def load_records() -> list[Record]:
-    """The last ``bench.py`` record of each device, model, workload, backend and sampling."""
+    """The last ``bench.py`` record of each device, model, workload, backend and sampling, with text
+    and without."""
     latest = {}
     for path in sorted(set(RESULTS.glob("*.jsonl")) - {PEERS}):
         for record in read_lines(path):
             keys = ("device", "num_devices", "model", "workload", "attention_backend")
             sampling = json.dumps(record.get("sampling") or {}, sort_keys=True)
-            latest[(*(record[key] for key in keys), sampling)] = record
+            detokenize = record.setdefault("detokenize", False)  # earlier runs had no tokenizer
+            latest[(*(record[key] for key in keys), detokenize, sampling)] = record
     records = [record for record in latest.values() if "copy_tb_per_s" in record]
     for record in records:
         record["share_of_floor"] = share_of_floor(record)
@@ -104,16 +106,17 @@ def comparison_table(peers: list[Record], workloads: tuple[str, ...] | None = No
 
 def table(records: list[Record]) -> str:
     rows = [
-        "| GPU | model | workload | attention | tokens/s | of the roofline | measured on |",
-        "|---|---|---|---|--:|--:|---|",
+        "| GPU | model | workload | attention | text | tokens/s | of the roofline | measured on |",
+        "|---|---|---|---|---|--:|--:|---|",
     ]
     for r in records:
         rate, kind = headline(r)
         count = "" if r["num_devices"] == 1 else f"{r['num_devices']} x "
+        text = "yes" if r["detokenize"] else "no"
         rows.append(
             f"| {count}{r['device']} | {r['model']} | {r['workload']} | "
-            f"{r['attention_backend']} | {rate:,.0f} {kind} | {r['share_of_floor']:.0%} | "
-            f"{r['time'][:10]} |"
+            f"{r['attention_backend']} | {text} | {rate:,.0f} {kind} | "
+            f"{r['share_of_floor']:.0%} | {r['time'][:10]} |"
         )
     return "\n".join(rows)
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from tests.tiny_models import BASE, CONFIGS, TinyModels
+from tests.tiny_tokenizer import save_tokenizer
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "compare.py"
 
@@ -13,6 +14,7 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "compare.py"
 def test_each_workload_has_a_line(tmp_path):
     sizes = {"vocab_size": 10_001, "max_position_embeddings": 4096, "num_hidden_layers": 1}
     TinyModels.build(CONFIGS["qwen3"][0](**{**BASE, **sizes})).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
     names = ["single", "prefix"]
     options = ["--num-prompts", "1", "--repeat", "1"]
     options += ["--workload", *names]
@@ -28,3 +30,17 @@ def test_each_workload_has_a_line(tmp_path):
     for line, num_tokens in ((single, 512), (prefix, 64)):
         (seconds,) = line["seconds"]
         assert abs(line["output_tokens_per_second"] * seconds / num_tokens - 1) < 0.01
+
+
+def test_an_engine_that_is_not_installed_is_named(tmp_path):
+    command = [sys.executable, SCRIPT, "--engine", "nano-vllm", "--model", tmp_path]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "nano-vllm is not installed here" in result.stderr
+
+
+def test_the_benchmarks_hide_no_module_of_python():
+    """The script's folder has a profile.py, on which ``import cProfile`` failed, as PyTorch's
+    compiler does it."""
+    code = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import compare, cProfile"
+    subprocess.run([sys.executable, "-c", code], check=True)

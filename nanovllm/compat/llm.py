@@ -3,8 +3,9 @@
 import os
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm.auto import tqdm
 
@@ -12,6 +13,7 @@ from nanovllm import llm
 from nanovllm.checkpoints.checkpoint import sampling_fields
 from nanovllm.compat.arguments import translate
 from nanovllm.compat.engine import LLMEngine, ModelConfig
+from nanovllm.config import Config
 from nanovllm.engine.llm_engine import STREAM_OPEN
 from nanovllm.engine.request import make_outputs
 from nanovllm.llm import with_tokens
@@ -20,42 +22,84 @@ from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.text.chat import Message
 from nanovllm.text.prompts import Prompt, as_prompt_list, map_good
 
+if TYPE_CHECKING:
+    import torch
+
+ENGINE_ARGUMENTS = {field.name for field in fields(Config)} - {"model"}
+
 
 class LLM(llm.LLM):
-    __doc__ = f"""{llm.LLM.__doc__}
-    vLLM's arguments are accepted as well: those with a meaning here under vLLM's name, hints that
-    change no result at any value, and the others at values that ask for nothing.
+    """A model and everything needed to run it over a pile of prompts.
+
+    Examples:
+        >>> with LLM("path/to/model") as llm:
+        ...     outputs = llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=32))
+        ...     print(outputs[0].outputs[0].text)  # or outputs[0]["text"]
+
+    ``close()``, leaving the ``with`` block or deleting the object frees its memory; any number can
+    live side by side.
+
+    Args:
+        model: a local checkpoint directory, a ``.gguf`` file, or a hub id.
+        chat_template: what ``chat`` uses unless it is given another: a Jinja template, or the path
+            of a file that holds one.
+        generation_config: "auto" takes default sampling parameters from the checkpoint's
+            generation_config.json, "vllm" takes vLLM's.
+        override_generation_config: fields to put in place of that file's, by its names.
+        vllm_arguments: vLLM's other arguments: those with a meaning here under vLLM's name, hints
+            that change no result at any value, and the others at values that ask for nothing.
+
+    The other arguments are the fields of ``nanovllm.config.Config``, which describes them. None
+    stands for an argument's default.
+
+    Raises:
+        TypeError: an unknown argument, or one of the wrong type.
+        ValueError: a setting or a checkpoint that cannot work.
     """
 
     def __init__(
         self,
         model: str | os.PathLike[str],
         *,
+        max_num_batched_tokens: int = 16384,
+        max_num_seqs: int = 512,
+        max_model_len: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        tensor_parallel_size: int = 1,
+        enforce_eager: bool = False,
+        kvcache_block_size: int = 256,
+        num_kvcache_blocks: int = -1,
+        device: str = "auto",
+        dtype: "str | torch.dtype" = "auto",
+        attention_backend: str = "auto",
+        enable_prefix_caching: bool = True,
+        load_format: str = "auto",
+        seed: int = 0,
+        tokenizer: str | os.PathLike[str] | None = None,
+        skip_tokenizer_init: bool = False,
+        max_logprobs: int = 20,
+        logprobs_mode: str = "raw_logprobs",
         chat_template: str | os.PathLike[str] | None = None,
         generation_config: str | None = None,
         override_generation_config: dict[str, Any] | None = None,
-        **kwargs: Any,
+        **vllm_arguments: Any,
     ) -> None:
-        """
-        Args:
-            model: a local checkpoint directory, a ``.gguf`` file, or a hub id.
-            chat_template: what ``chat`` uses unless it is given another: a Jinja template, or the
-                path of a file that holds one.
-            generation_config: "auto" takes default sampling parameters from the checkpoint's
-                generation_config.json, "vllm" takes vLLM's.
-            override_generation_config: fields to put in place of that file's, by its names.
-            kwargs: the fields of ``nanovllm.config.Config``, and vLLM's further arguments.
-        """
+        if max_model_len in (-1, "auto"):
+            max_model_len = None  # as long as the model and the KV cache allow
+        defaults = LLM.__init__.__kwdefaults__ or {}
+        given = {  # an argument at its default may stand under its other name
+            name: value
+            for name, value in locals().items()
+            if name in ENGINE_ARGUMENTS and value is not defaults[name]
+        }
         if generation_config not in (None, "auto", "vllm"):
             raise ValueError(
                 f"vLLM's `generation_config` is served as 'auto' and 'vllm', "
                 f"got {generation_config!r:.80}"
             )
-        if kwargs.get("max_model_len") in (-1, "auto"):
-            del kwargs["max_model_len"]  # as long as the model and the KV cache allow
         self._request_names: dict[str, str] = {}  # the engine's request id -> that of llm_engine
         self.default_chat_template = _read_template(chat_template)
-        super().__init__(model, **translate("LLM", kwargs))
+        super().__init__(model, **translate("LLM", {**given, **vllm_arguments}))
         if generation_config == "vllm":
             self.recommended_sampling = {}
         self.recommended_sampling |= sampling_fields(override_generation_config or {})

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.compat import arguments
 from nanovllm.compat.arguments import load_table, translate
 from nanovllm.compat.engine_args import EngineArgs
+from nanovllm.config import Config
 
 CALLS = ("LLM", "generate", "chat")
 ENTRIES = [(call, name, entry) for call in CALLS for name, entry in load_table()[call].items()]
@@ -162,3 +164,17 @@ class TestLLM:
 def llm(model_path):
     with LLM(model_path, max_model_len=64, device="cpu") as llm:
         yield llm
+
+
+def test_llm_and_config_and_the_table_name_the_same_arguments():
+    """LLM spells its arguments out, so that an editor shows them with types and defaults."""
+    of_vllm = {"chat_template", "generation_config", "override_generation_config"}
+    config = {field.name: field.default for field in fields(Config)}
+    del config["model"]
+    signature = inspect.signature(LLM).parameters.values()
+    assert all(p.annotation is not p.empty for p in signature)
+    defaults = {p.name: p.default for p in signature if p.kind is p.KEYWORD_ONLY}
+    assert defaults == config | dict.fromkeys(of_vllm)
+    table = load_table()["LLM"]
+    honoured = {e.get("as", name) for name, e in table.items() if e["class"] == "honoured"}
+    assert honoured == {"model"} | config.keys() | of_vllm
