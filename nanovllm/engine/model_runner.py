@@ -4,7 +4,6 @@ import gc
 import os
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -176,13 +175,11 @@ class ModelRunner:
         self.last_tokens = torch.zeros(self.max_num_seqs, dtype=torch.int64, device=self.device)
         self.graphs = self._new_graphs()
         self.timed("model without weights")
-        with ThreadPoolExecutor(1) as executor:
-            compiling = executor.submit(self.compile_kernels)
-            self._load_weights(checkpoint)
-            self.timed("weights")
-            compiling.result()
+        self._load_weights(checkpoint)
         self._meet_ranks()
-        self.timed("kernels, after weights")
+        self.timed("weights")
+        self.compile_kernels()  # for packed weights: not while they are loaded
+        self.timed("kernels")
         self.num_kvcache_blocks = self.tp.min(self.measure_kv_cache(), self.device)
         self._shorten(self.num_kvcache_blocks)
         self.allocate_kv_cache(self.num_kvcache_blocks)
@@ -388,8 +385,7 @@ class ModelRunner:
     @torch.inference_mode()
     def compile_kernels(self) -> None:
         """Those that steps launch, several at once; else it would be one by one, each when it is
-        launched first. They differ among small batches, and little among large decodes. Needs no
-        weights, only their places."""
+        launched first. They differ among small batches, and little among large decodes."""
         if self.device.type == "cpu" or not HAS_TRITON:
             return
         self.allocate_kv_cache(1)
