@@ -108,7 +108,7 @@ def test_every_token_is_nearly_the_most_likely_in_fp32(small_model, backend):
 
 def decode_batch(llm: LLM, num_seqs: int) -> Batch:
     """Prefills prompts, and gives the decode step that comes next."""
-    for prompt in PROMPTS[:num_seqs]:
+    for prompt in (PROMPTS * 2)[:num_seqs]:
         llm.add_request(prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     llm.step()
     return llm.scheduler.schedule()
