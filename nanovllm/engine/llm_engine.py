@@ -502,7 +502,7 @@ class LLMEngine:
         token_ids = [output.token_ids[row] for row in rows]
         if output.logprobs is not None:
             collect_logprobs(sampled, token_ids, output.logprobs[rows])
-        # A 32nd of the texts grows, and what has finished; -1 is for nothing but that.
+        # One sequence in TEXT_STEPS, and what finished, gets its text; -1: no token to watch.
         work = dict.fromkeys((*sampled[next(self._text_turns) :: TEXT_STEPS], *finished), -1)
         for seq, token_id in zip(sampled, token_ids, strict=True):
             if (watched := seq.watched_tokens) is not None and watched[token_id]:

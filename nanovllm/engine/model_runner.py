@@ -611,7 +611,7 @@ class ModelRunner:
         return torch.cuda.mem_get_info(self.device)[0]
 
     def timed(self, part: str) -> None:
-        """Books the time since the last part, with what the GPU still has to do of it."""
+        """Records the time since the last part, once the GPU has finished it."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = perf_counter()
