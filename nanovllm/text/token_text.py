@@ -1,9 +1,12 @@
 """Texts of single tokens: what log-probabilities name, and what longer texts are made of."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any
+
+from tokenizers.pre_tokenizers import ByteLevel
 
 from nanovllm.utils.panics import is_failure
 
@@ -14,6 +17,7 @@ MAX_CHARACTER_TOKENS = 3  # what may still become a character: it has at most 4 
 START_DECODERS = {"Metaspace", "Strip", "WordPiece"}
 TOKEN_DECODERS = START_DECODERS | {"ByteFallback", "Replace"}
 JOINING_DECODERS = {"ByteLevel", "Fuse"}
+FALLBACK_BYTE = re.compile("<0x[0-9a-fA-F]{2}>")  # what ByteFallback makes a byte of
 NUM_CHARACTERS = 1 << 14  # of several tokens, whose texts are remembered
 NUM_STOPS = 64  # sets of stop strings, of which it is remembered what tokens complete them
 
@@ -58,7 +62,9 @@ class TokenTexts(dict[int, str]):
         self.needs_context = starts_apart or once + once != twice
         self._anchor = ids[-1:] if self.needs_context else []
         self._anchor_length = len(self.decode(self._anchor))
-        self.add_up = _adds_up(steps) and (not self.needs_context or self._anchor_length > 0)
+        self.add_up = _adds_up(steps, tokenizer) and (
+            not self.needs_context or self._anchor_length > 0
+        )
         self.decode_within = lru_cache(NUM_CHARACTERS)(self._decode_within)
         self.ends_with = lru_cache(NUM_STOPS)(partial(EndingTokens, self))
 
@@ -138,13 +144,34 @@ def _flatten(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield decoder
 
 
-def _adds_up(decoders: list[dict[str, Any]]) -> bool:
+def _adds_up(decoders: list[dict[str, Any]], tokenizer: Any) -> bool:
     """Whether each token after the first has a text that does not depend on the others, unless they
     are parts of one character."""
-    steps = iter(decoders)
-    for step in steps:
-        if step["type"] in JOINING_DECODERS:  # what comes next sees the whole text
-            return all(step["type"] == "Strip" and not step["stop"] for step in steps)
+    for index, step in enumerate(decoders):
+        if step["type"] in JOINING_DECODERS:
+            break
         if step["type"] not in TOKEN_DECODERS:
             return False
-    return bool(decoders)
+    else:
+        return bool(decoders)
+    # What comes next sees the whole text. transformers before 5.23 puts a ByteLevel last for GGUF.
+    joined = [step for step in decoders[index + 1 :] if step["type"] != "Strip" or step["stop"]]
+    types = [decoders[index]["type"], *(step["type"] for step in joined)]
+    return not joined or (
+        types in (["Fuse", "Replace", "ByteLevel"], ["Fuse", "ByteLevel"])
+        and _is_byte_level(tokenizer, joined)
+    )
+
+
+def _is_byte_level(tokenizer: Any, joined: list[dict[str, Any]]) -> bool:
+    """Whether a ByteLevel decoder maps the characters of every token of a vocabulary to a byte each
+    (one that it does not know makes it pass the whole text as it is), and other decoders change
+    none of them."""
+    vocabulary = tokenizer.get_vocab()
+    characters = set().union(*vocabulary)
+    patterns = [step["pattern"].get("String") for step in joined if step["type"] == "Replace"]
+    return (
+        characters <= set(ByteLevel.alphabet())
+        and all(pattern and not characters.issuperset(pattern) for pattern in patterns)
+        and not any(FALLBACK_BYTE.fullmatch(token) for token in vocabulary)
+    )

@@ -275,12 +275,21 @@ def sentencepiece() -> Any:
     return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
 
 
+def byte_level_within() -> Any:
+    """What transformers before 5.23 makes of a GGUF file's byte-level tokenizer."""
+    steps = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " ")]
+    return decoders.Sequence([*steps, decoders.ByteLevel()])
+
+
 BYTE_PIECES = [f"<0x{byte:02X}>" for byte in b" az\xe4\xbd\xa0\xf0\x9f\x99\x82\xff\xc3"]
 SPACED = ["a", "▁a", "▁", "▁▁", "bc", "▁.", "你", "a▁b", "\ufffd", *BYTE_PIECES]
 LETTERS = "".join(ALPHABET.values())
 # Vocabulary, the tokenizers library's decoder, and whether the texts of tokens add up.
 DECODERS = {
     "byte-level": ([*LETTERS, "ab", ALPHABET[0xE4] + ALPHABET[0xBD]], decoders.ByteLevel, True),
+    "byte-level within": ([*LETTERS, "ab"], byte_level_within, True),
+    "byte-level within, a space": ([*LETTERS, "a▁"], byte_level_within, False),
+    "byte-level within, a byte": ([*LETTERS, "<0x61>"], byte_level_within, False),
     "sentencepiece": (SPACED, sentencepiece, True),
     "metaspace": (SPACED, metaspace, True),
     "metaspace with bytes": (
