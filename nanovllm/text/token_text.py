@@ -147,7 +147,8 @@ def _flatten(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _adds_up(decoders: list[dict[str, Any]], tokenizer: Any) -> bool:
     """Whether each token after the first has a text that does not depend on the others, unless they
     are parts of one character."""
-    for index, step in enumerate(decoders):
+    steps = iter(decoders)
+    for step in steps:
         if step["type"] in JOINING_DECODERS:
             break
         if step["type"] not in TOKEN_DECODERS:
@@ -155,21 +156,21 @@ def _adds_up(decoders: list[dict[str, Any]], tokenizer: Any) -> bool:
     else:
         return bool(decoders)
     # What comes next sees the whole text. transformers before 5.23 puts a ByteLevel last for GGUF.
-    joined = [step for step in decoders[index + 1 :] if step["type"] != "Strip" or step["stop"]]
-    types = [decoders[index]["type"], *(step["type"] for step in joined)]
-    return not joined or (
+    after = [other for other in steps if other["type"] != "Strip" or other["stop"]]
+    types = [step["type"], *(other["type"] for other in after)]
+    return not after or (
         types in (["Fuse", "Replace", "ByteLevel"], ["Fuse", "ByteLevel"])
-        and _is_byte_level(tokenizer, joined)
+        and _is_byte_level(tokenizer, after)
     )
 
 
-def _is_byte_level(tokenizer: Any, joined: list[dict[str, Any]]) -> bool:
+def _is_byte_level(tokenizer: Any, after: list[dict[str, Any]]) -> bool:
     """Whether a ByteLevel decoder maps the characters of every token of a vocabulary to a byte each
     (one that it does not know makes it pass the whole text as it is), and other decoders change
     none of them."""
     vocabulary = tokenizer.get_vocab()
     characters = set().union(*vocabulary)
-    patterns = [step["pattern"].get("String") for step in joined if step["type"] == "Replace"]
+    patterns = [step["pattern"].get("String") for step in after if step["type"] == "Replace"]
     return (
         characters <= set(ByteLevel.alphabet())
         and all(pattern and not characters.issuperset(pattern) for pattern in patterns)
