@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import model_runner
-from nanovllm.kernels.attention_triton import TritonAttention
+from nanovllm.kernels.attention.triton_backend import TritonAttention
 from tests.tiny_models import VOCAB_SIZE, TinyModels
 
 ON_GPU = torch.cuda.is_available()

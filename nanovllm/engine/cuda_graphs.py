@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs
-from nanovllm.kernels.block_tables import spread_block_tables
+from nanovllm.kernels.attention.block_tables import spread_block_tables
 
 MAX_DECODE_SEQS = 2048
 MAX_PREFILL_SEQS = 64

@@ -30,13 +30,11 @@ from nanovllm.engine.sampling_inputs import prepare_sample, sampling_rows
 from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.workers import Worker, Workers, interrupts_delayed
-from nanovllm.kernels.all_reduce import make_one_shots
-from nanovllm.kernels.attention_backend import select_attention_backend
-from nanovllm.kernels.compat import HAS_TRITON
-from nanovllm.kernels.compile_ahead import compiling_only
-from nanovllm.kernels.drawn_tokens import fill_in_drawn
-from nanovllm.kernels.linear import small_cublas_workspace
-from nanovllm.kernels.logprobs import pack_logprobs
+from nanovllm.kernels.attention.backend import select_attention_backend
+from nanovllm.kernels.comm.all_reduce import make_one_shots
+from nanovllm.kernels.gemm.linear import small_cublas_workspace
+from nanovllm.kernels.sampling.logprobs import pack_logprobs
+from nanovllm.kernels.sampling.sampled_tokens import fill_in_drawn
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
@@ -44,11 +42,13 @@ from nanovllm.layers.sampler import Sampler, SamplingInputs
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import get_model_class
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.compile_ahead import compiling_only
 from nanovllm.utils.context import step_context
 from nanovllm.utils.distributed import TPGroup, make_tp_group, use_tp_group
 from nanovllm.utils.forks import leave_to_parent
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.math import cdiv, heads_per_rank
+from nanovllm.utils.triton_compat import HAS_TRITON
 
 # The CUDA context and libraries take up to this much outside PyTorch's books (H200, CUDA 13).
 CONTEXT_BYTES = 600 << 20

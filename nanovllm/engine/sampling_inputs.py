@@ -8,8 +8,8 @@ import torch
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Sequence
-from nanovllm.kernels.logit_edits import add_bias, apply_mask, penalise
-from nanovllm.kernels.sampling import ROW_WORDS, SAMPLING_ROW
+from nanovllm.kernels.sampling.logit_edits import add_bias, apply_mask, penalise
+from nanovllm.kernels.sampling.sample import ROW_WORDS, SAMPLING_ROW
 from nanovllm.layers.sampler import SamplingInputs
 
 Row = tuple[int, Sequence, SamplingState]

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from nanovllm.kernels.logit_edits import bit_mask
-from nanovllm.kernels.sampling import SAMPLING_ROW
+from nanovllm.kernels.sampling.logit_edits import bit_mask
+from nanovllm.kernels.sampling.sample import SAMPLING_ROW
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.structured import Effort, Grammar, GrammarCompiler, Once
 from nanovllm.utils.math import cdiv

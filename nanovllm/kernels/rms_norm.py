@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.kernels.compat import chained, tl, triton, use_triton
+from nanovllm.utils.triton_compat import chained, tl, triton, use_triton
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

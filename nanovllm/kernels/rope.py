@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels.compat import chained, tl, triton, use_triton
-from nanovllm.kernels.kv_store import store_kvcache_reference
+from nanovllm.kernels.attention.store_kvcache import store_kvcache_reference
 from nanovllm.kernels.rms_norm import rms_norm_reference
+from nanovllm.utils.triton_compat import chained, tl, triton, use_triton
 
 BLOCK_HEADS = 8  # that a program rotates
 

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.compat import chained, tl, triton, use_triton
+from nanovllm.utils.triton_compat import chained, tl, triton, use_triton
 
 
 def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,8 @@ it."""
 import torch
 from torch import nn
 
-from nanovllm.kernels.attention_backend import AttentionBackend
-from nanovllm.kernels.kv_store import store_kvcache
+from nanovllm.kernels.attention.backend import AttentionBackend
+from nanovllm.kernels.attention.store_kvcache import store_kvcache
 from nanovllm.kernels.rope import CacheSlots, NewTokens, Rotation, rotate_and_store
 from nanovllm.utils.context import get_context
 

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels.linear import linear, pack_weight
-from nanovllm.kernels.philox import GROUP
+from nanovllm.kernels.gemm.linear import linear, pack_weight
+from nanovllm.kernels.sampling.philox import GROUP
 from nanovllm.utils.context import get_context
 from nanovllm.utils.distributed import get_tp_group
 from nanovllm.utils.loader import check_shape, copy_weight

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from nanovllm.kernels.linear import linear, linear_add, norm_linear, pack_weight
+from nanovllm.kernels.gemm.linear import linear, linear_add, norm_linear, pack_weight
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.utils.distributed import get_tp_group

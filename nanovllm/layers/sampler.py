@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from nanovllm.kernels.logit_edits import LogitEdits, edit_logits
-from nanovllm.kernels.logprobs import pack_logprobs
-from nanovllm.kernels.processed_logits import processed_logits
-from nanovllm.kernels.sampling import best_of_shard, sample, winning_token
+from nanovllm.kernels.sampling.logit_edits import LogitEdits, edit_logits
+from nanovllm.kernels.sampling.logprobs import pack_logprobs
+from nanovllm.kernels.sampling.processed_logits import processed_logits
+from nanovllm.kernels.sampling.sample import best_of_shard, sample, winning_token
 from nanovllm.layers.embed_head import ParallelLMHead
 
 

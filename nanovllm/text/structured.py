@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from nanovllm.kernels.logit_edits import bit_mask
+from nanovllm.kernels.sampling.logit_edits import bit_mask
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.text.grammar_check import GrammarChecker
 from nanovllm.text.grammar_tokenizer import make_grammar_tokenizer

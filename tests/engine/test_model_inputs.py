@@ -21,8 +21,8 @@ from nanovllm.engine.sampling_inputs import prepare_sample
 from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.workers import decode, encode
-from nanovllm.kernels.logit_edits import add_bias, apply_mask, penalise
-from nanovllm.kernels.sampling import SAMPLING_ROW
+from nanovllm.kernels.sampling.logit_edits import add_bias, apply_mask, penalise
+from nanovllm.kernels.sampling.sample import SAMPLING_ROW
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.context import Context
 

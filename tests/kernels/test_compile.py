@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm.kernels.compile_ahead import compiling_only
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference, silu_and_mul_triton
+from nanovllm.utils.compile_ahead import compiling_only
 
 PROGRAM = Path(__file__).with_name("compile_for_hopper.py")
 
@@ -37,7 +37,7 @@ import threading
 import torch, triton
 from triton import language as tl
 from nanovllm.kernels import rms_norm, silu_and_mul
-from nanovllm.kernels.compile_ahead import compiling_only
+from nanovllm.utils.compile_ahead import compiling_only
 from tests.kernels.compile_for_hopper import Hopper
 
 def launch(dtype=torch.float32):

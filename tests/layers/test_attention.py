@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from nanovllm.kernels.attention_torch import TorchAttention
+from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import Context, step_context
 

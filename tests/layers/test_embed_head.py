@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.checkpoints.checkpoint import open_checkpoint
-from nanovllm.kernels.attention_torch import TorchAttention
+from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import LinearBase

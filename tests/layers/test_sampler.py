@@ -11,9 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels.logit_edits import LogitEdits, add_bias, apply_mask, edit_logits, penalise
-from nanovllm.kernels.logprobs import pack_logprobs
-from nanovllm.kernels.sampling import SAMPLING_ROW
+from nanovllm.kernels.sampling.logit_edits import (
+    LogitEdits,
+    add_bias,
+    apply_mask,
+    edit_logits,
+    penalise,
+)
+from nanovllm.kernels.sampling.logprobs import pack_logprobs
+from nanovllm.kernels.sampling.sample import SAMPLING_ROW
 from nanovllm.layers.sampler import SamplingInputs, draw
 
 NUM_DRAWS = 5_000

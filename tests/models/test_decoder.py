@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nanovllm.checkpoints.checkpoint import open_checkpoint
-from nanovllm.kernels import linear
-from nanovllm.kernels.attention_torch import TorchAttention
+from nanovllm.kernels.attention.torch_backend import TorchAttention
+from nanovllm.kernels.gemm import linear
 from nanovllm.layers.attention import Attention
 from nanovllm.models.registry import get_model_class
 from nanovllm.utils.context import Context, step_context

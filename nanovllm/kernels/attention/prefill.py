@@ -1,0 +1,169 @@
+"""Attention of a prefill, in Triton: new queries, packed end to end, over their sequences' keys.
+
+The query heads that share a KV head are packed as rows of one tile, so that their keys and values
+are read once.
+"""
+
+import torch
+
+from nanovllm.kernels.attention.tiles import LOG2_E, attend, precision
+from nanovllm.utils.context import Context
+from nanovllm.utils.triton_compat import chained, shared_memory, tl, triton
+
+SCAN = 128  # sequences that a program looks through at once for its own
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_seqs"])
+def _prefill_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    block_tables_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    scale_log2e,
+    q_stride,
+    k_stride,
+    v_stride,
+    table_stride,
+    num_seqs,
+    PAGE_SIZE: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TAIL_N: tl.constexpr,
+    SCAN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Rows of a tile: row r is query token r // GROUP of the tile, head r % GROUP of the group.
+
+    k and v are the paged caches [blocks x PAGE_SIZE, KV_HEADS, HEAD_DIM] or, where that is 0, the
+    step's own [N, KV_HEADS, HEAD_DIM].
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    GROUP: tl.constexpr = Q_HEADS // KV_HEADS
+    TILE: tl.constexpr = BLOCK_M // GROUP
+    kv_head = tl.program_id(1)
+    # The last tiles, which attend to most, start first. Those of sequence s begin at
+    # cu_seqlens_q[s] // TILE + s, so that each has room for as many as it needs.
+    place = tl.num_programs(0) - 1 - tl.program_id(0)
+    seq = -1
+    for first in tl.range(0, num_seqs, SCAN):
+        s = first + tl.arange(0, SCAN)
+        begin = tl.load(cu_seqlens_q_ptr + s, mask=s < num_seqs, other=0) // TILE + s
+        seq += tl.sum(((begin <= place) & (s < num_seqs)).to(tl.int32))
+    q_start = tl.load(cu_seqlens_q_ptr + seq)
+    len_q = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start
+    tile = place - (q_start // TILE + seq)
+    if tile * TILE >= len_q:
+        return
+    k_start = tl.load(cu_seqlens_k_ptr + seq)
+    len_k = tl.load(cu_seqlens_k_ptr + seq + 1) - k_start
+
+    row = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    token = tile * TILE + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    row_mask = (token < len_q) & (row < TILE * GROUP)
+    q_offset = (q_start + token).to(tl.int64) * q_stride + head * HEAD_DIM
+    q_mask = row_mask[:, None] & (dim < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + q_offset[:, None] + dim[None, :], mask=q_mask, other=0.0)
+
+    first_position = len_k - len_q + tile * TILE
+    end = tl.minimum(first_position + TILE, len_k)
+    _, total, acc = attend(
+        q,
+        k_ptr,
+        v_ptr,
+        block_tables_ptr + seq * table_stride if PAGE_SIZE else block_tables_ptr,
+        k_start,
+        kv_head,
+        0,
+        tl.minimum(end, first_position + 1) // BLOCK_N * BLOCK_N,
+        end,
+        len_k - len_q + token,
+        tl.full([BLOCK_M], -float("inf"), tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+        tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+        scale_log2e,
+        k_stride,
+        v_stride,
+        PAGE_SIZE,
+        True,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+        TAIL_N,
+        PRECISION,
+    )
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out_row = (q_start + token).to(tl.int64) * Q_HEADS + head
+    tl.store(
+        out_ptr + out_row[:, None] * HEAD_DIM + dim[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=q_mask,
+    )
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    context: Context,
+    scale: float,
+) -> torch.Tensor:
+    """See ``AttentionBackend.prefill``."""
+    q_heads, head_dim = q.shape[1:]
+    kv_heads = k.size(1)
+    tables = context.block_tables
+    if tables is not None:
+        assert k_cache.is_contiguous() and v_cache.is_contiguous()
+        k, v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
+    assert context.cu_seqlens_q is not None
+    group, wide = q_heads // kv_heads, head_dim > 128
+    # fp32 has no tensor cores: its products unroll into long code, kept short by small tiles.
+    exact = q.dtype is torch.float32
+    roomy = not (wide or exact) and shared_memory(q.device) >= 200 << 10
+    block_m = max(16 if exact else 64 if wide else 128, triton.next_power_of_2(group))
+    block_n = 16 if exact else 32 if wide else 128 if roomy else 64
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    num_seqs = len(context.cu_seqlens_q) - 1
+    _prefill_kernel[(len(q) // (block_m // group) + num_seqs, kv_heads)](
+        q,
+        k,
+        v,
+        out,
+        tables,
+        context.cu_seqlens_q,
+        context.cu_seqlens_k,
+        scale * LOG2_E,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        tables.stride(0) if tables is not None else 0,
+        num_seqs,
+        PAGE_SIZE=k_cache.size(1) if tables is not None else 0,
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        TAIL_N=min(block_n, 64),
+        SCAN=SCAN,
+        PRECISION=precision(q),
+        num_warps=4 if wide or exact else 8,
+        num_stages=3 if roomy else 2,
+        **chained(q),
+    )
+    return out

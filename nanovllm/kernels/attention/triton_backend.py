@@ -1,0 +1,58 @@
+"""Paged attention in Triton, for any GPU that Triton serves."""
+
+import numpy as np
+import torch
+
+from nanovllm.kernels.attention.decode import decode_attention, decode_tile, num_counters
+from nanovllm.kernels.attention.prefill import prefill_attention
+from nanovllm.kernels.attention.split_kv import divide_decode
+from nanovllm.kernels.rope import NewTokens
+from nanovllm.utils.context import Context
+
+
+class TritonAttention:
+    """This project's own kernels: fp16, bf16 and fp32, any block size, head dims up to 256."""
+
+    name = "triton"
+    capturable = True
+    rotates = True
+
+    def __init__(self) -> None:
+        # Programs of each sequence that have ended; one step's, so one backend's.
+        self._arrived: torch.Tensor | None = None
+
+    def prefill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        context: Context,
+        scale: float,
+    ) -> torch.Tensor:
+        return prefill_attention(q, k, v, k_cache, v_cache, context, scale)
+
+    def num_finite(self, context: Context) -> int:
+        return 0
+
+    def plan_decode(
+        self, context_lens: np.ndarray, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> np.ndarray:
+        tile = decode_tile(len(context_lens), kv_heads, head_dim, dtype)
+        return divide_decode(context_lens, kv_heads, tile.num_keys, tile.num_programs)
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        context: Context,
+        scale: float,
+        new: NewTokens | None = None,
+    ) -> torch.Tensor:
+        assert new is not None
+        if self._arrived is None:
+            size = num_counters(k_cache.size(2))
+            self._arrived = torch.zeros(size, dtype=torch.int32, device=q.device)
+        return decode_attention(q, k_cache, v_cache, context, scale, new, self._arrived)

@@ -1,0 +1,1 @@
+"""Communication among the GPUs of a tensor-parallel group."""

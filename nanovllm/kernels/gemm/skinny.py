@@ -1,0 +1,330 @@
+"""Matrix products of few rows (decode steps of small batches), limited by reading the weight once.
+
+cuBLAS is built for large products: at 1 to 16 rows it reaches a tenth to three quarters of the
+memory bandwidth on a model's smaller matrices. Here each program takes a few output features and
+all of their weights, streamed through registers; and what surrounds the product comes along, for
+its cost is launches rather than work: SwiGLU's product after it, and for a single row the residual
+add and RMSNorm before it. The norm's scale is one number, so it is applied to the result, and its
+sum of squares is gathered on the way.
+
+With programmatic dependent launch, a program requests its first weights before it waits for the
+kernel that makes its input.
+"""
+
+import torch
+
+from nanovllm.utils.triton_compat import chained, tl, triton, use_triton
+
+MAX_ROWS = 16
+# Of a matrix of WIDE input features or more, or over LARGE weights: then cuBLAS, which reads inputs
+# less often.
+MAX_ROWS_LARGE = 8
+WIDE = 4096
+LARGE = 13 << 20
+# Larger products (output heads) are long enough for cuBLAS to reach the bandwidth.
+MAX_FEATURES = 1 << 16
+# Given a limit the compiler uses registers up to it; without one it saves some, by loading parts
+# of x only after products that wait for others.
+REGISTERS = {} if torch.version.hip else {"maxnreg": 128}
+
+
+@triton.jit
+def _load_bias(
+    bias_ptr, feature, mask, out_features, HAS_BIAS: tl.constexpr, SILU: tl.constexpr
+):  # fmt: skip
+    """Of the features, and with SwiGLU of the up projection's."""
+    bias = 0.0
+    up_bias = 0.0
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + feature, mask=mask, other=0.0).to(tl.float32)
+        if SILU:
+            up_bias = tl.load(bias_ptr + out_features + feature, mask=mask, other=0.0)
+            up_bias = up_bias.to(tl.float32)
+    return bias, up_bias
+
+
+@triton.jit
+def _finish(
+    y, up, bias, up_bias, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """Bias and SwiGLU, rounded where separate kernels would round."""
+    if HAS_BIAS:
+        y += bias
+        if SILU:
+            up += up_bias
+    if SILU:
+        gate = y.to(DTYPE).to(tl.float32)
+        y = (gate / (1 + tl.exp(-gate))).to(DTYPE).to(tl.float32) * up.to(DTYPE).to(tl.float32)
+    return y.to(DTYPE)
+
+
+@triton.jit
+def _vector_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    residual_ptr,
+    norm_ptr,
+    sum_ptr,
+    eps,
+    out_features,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    SILU: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row, on the CUDA cores: every thread multiplies what it has loaded."""
+    feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_weight = feature < out_features
+    row_ptr = weight_ptr + feature[:, None].to(tl.int64) * K
+    up_ptr = row_ptr + out_features.to(tl.int64) * K
+    column = tl.arange(0, BLOCK_K)
+    mask = in_weight[:, None] & (column < K)[None, :]
+    weight = tl.load(row_ptr + column[None, :], mask=mask, other=0.0)
+    up_weight = weight
+    if SILU:
+        up_weight = tl.load(up_ptr + column[None, :], mask=mask, other=0.0)
+    bias, up_bias = _load_bias(bias_ptr, feature, in_weight, out_features, HAS_BIAS, SILU)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        if start:
+            column = start + tl.arange(0, BLOCK_K)
+            mask = in_weight[:, None] & (column < K)[None, :]
+            weight = tl.load(row_ptr + column[None, :], mask=mask, other=0.0)
+            if SILU:
+                up_weight = tl.load(up_ptr + column[None, :], mask=mask, other=0.0)
+        in_row = column < K
+        x = tl.load(x_ptr + column, mask=in_row, other=0.0)
+        if HAS_RESIDUAL:
+            residual = tl.load(residual_ptr + column, mask=in_row, other=0.0)
+            x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+            is_first = column * 0 + tl.program_id(0) == 0
+            tl.store(sum_ptr + column, x, mask=in_row & is_first)
+        x = x.to(tl.float32)
+        if HAS_NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + column, mask=in_row, other=0.0).to(tl.float32)
+        acc += weight.to(tl.float32) * x[None, :]
+        if SILU:
+            up_acc += up_weight.to(tl.float32) * x[None, :]
+    scale = tl.rsqrt(tl.sum(squares) / K + eps) if HAS_NORM else 1.0
+    y = tl.sum(acc, axis=1) * scale
+    up = tl.sum(up_acc, axis=1) * scale if SILU else y
+    out = _finish(y, up, bias, up_bias, HAS_BIAS, SILU, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + feature, out, mask=in_weight)
+
+
+@triton.jit
+def _load_tile(
+    ptr, first, num_rows, start, K: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """[WARPS, PARTS * ROWS, BLOCK_K // WARPS] of a matrix [PARTS * num_rows, K]: ROWS rows of
+    each part from the ``first`` on, BLOCK_K columns from ``start`` on. Rows past a part's end
+    repeat its last, columns past K are zero.
+
+    A warp loads 8 rows of 32 columns at a time, 8 columns to a thread. The tensor cores want
+    other columns in a thread; but for a sum over columns their order is free, as long as both
+    factors have the same. So the columns are taken by other numbers, and what a thread has loaded
+    is what it multiplies: nothing passes through shared memory.
+    """
+    BLOCKS: tl.constexpr = PARTS * ROWS // 8
+    index = tl.arange(0, PARTS * ROWS * BLOCK_K // 32)
+    warp = index // 8 % WARPS
+    block = index // 8 // WARPS % BLOCKS
+    step = index // 8 // WARPS // BLOCKS
+    row = tl.minimum(first + block * 8 % ROWS + index % 8, num_rows - 1)
+    row += block * 8 // ROWS * num_rows
+    column = (start + (step * WARPS + warp) * 32)[:, None] + tl.arange(0, 32)[None, :]
+    address = ptr + (row.to(tl.int64) * K)[:, None] + column
+    tile = tl.load(address, mask=column < K, other=0.0)
+    # From 4 threads' 4 pairs each to the tensor cores' order: a pair for each thread in turn.
+    tile = tl.reshape(tile, (BLOCK_K // WARPS // 32, BLOCKS, WARPS, 8, 4, 4, 2))
+    tile = tl.permute(tile, (2, 1, 3, 0, 5, 4, 6))
+    return tl.reshape(tile, (WARPS, PARTS * ROWS, BLOCK_K // WARPS))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _matrix_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    out_features,
+    num_rows,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WARPS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Several rows, on the tensor cores, with the weight as the side that fills a tile. Every warp
+    takes a share of the columns, and their results are added up at the end."""
+    PARTS: tl.constexpr = 2 if SILU else 1
+    first = tl.program_id(0) * BLOCK_N
+    weight = _load_tile(weight_ptr, first, out_features, 0, K, BLOCK_N, PARTS, BLOCK_K, WARPS)
+    feature = first + tl.arange(0, BLOCK_N)[:, None]
+    in_weight = feature < out_features
+    bias, up_bias = _load_bias(bias_ptr, feature, in_weight, out_features, HAS_BIAS, SILU)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = _load_tile(x_ptr, 0, num_rows, 0, K, BLOCK_M, 1, BLOCK_K, WARPS)
+    acc = tl.zeros([WARPS, PARTS * BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(BLOCK_K, K, BLOCK_K, loop_unroll_factor=UNROLL):
+        acc = tl.dot(weight, tl.permute(x, (0, 2, 1)), acc, input_precision=PRECISION)
+        weight = _load_tile(
+            weight_ptr, first, out_features, start, K, BLOCK_N, PARTS, BLOCK_K, WARPS
+        )
+        x = _load_tile(x_ptr, 0, num_rows, start, K, BLOCK_M, 1, BLOCK_K, WARPS)
+    acc = tl.dot(weight, tl.permute(x, (0, 2, 1)), acc, input_precision=PRECISION)
+    y = tl.sum(acc, axis=0)
+    up = y
+    if SILU:
+        y, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
+    out = _finish(y, up, bias, up_bias, HAS_BIAS, SILU, out_ptr.dtype.element_ty)
+    row = tl.arange(0, BLOCK_M)[None, :]
+    mask = (row < num_rows) & in_weight
+    tl.store(out_ptr + row * out_features + feature, out, mask=mask)
+
+
+def is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether these kernels multiply x [N, in] by a weight [out, in] fastest."""
+    is_large = weight.size(1) >= WIDE or weight.numel() > LARGE
+    max_rows = MAX_ROWS_LARGE if is_large else MAX_ROWS
+    few = x.dim() == 2 and 0 < len(x) <= max_rows and weight.size(0) <= MAX_FEATURES
+    return few and use_triton(x) and x.is_contiguous()
+
+
+def skinny_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool = False
+) -> torch.Tensor:
+    """x W^T + b in one launch; with ``silu``, W is gate and up one above the other, and the
+    result SwiGLU's product.
+
+    Args:
+        x: [1 to MAX_ROWS, in], contiguous.
+        weight: [out, in] or [2 out, in].
+    """
+    if len(x) == 1:
+        return skinny_norm_linear(x, weight, bias, silu)[0]
+    out_features, width = _check(x, weight, silu)
+    out = x.new_empty(len(x), out_features)
+    block_n, block_k, num_warps = matrix_config(x, out_features, silu)
+    is_half = x.dtype is not torch.float32
+    _matrix_kernel[(triton.cdiv(out_features, block_n),)](
+        x,
+        weight,
+        bias,
+        out,
+        out_features,
+        len(x),
+        K=width,
+        BLOCK_M=8 if len(x) <= 8 else MAX_ROWS,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        WARPS=num_warps,
+        # Unrolled, loads run ahead of the products as far as registers go; fp32 products are too
+        # many instructions for that.
+        UNROLL=max(1, triton.cdiv(width, block_k) - 1) if is_half else 1,
+        HAS_BIAS=bias is not None,
+        SILU=silu,
+        PRECISION="tf32" if is_half else "ieee",
+        num_warps=num_warps,
+        num_stages=1,
+        **REGISTERS,
+        **chained(x),
+    )
+    return out
+
+
+def skinny_norm_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    silu: bool = False,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``skinny_linear`` of the RMSNorm of a single row x [1, in] with its residual; and their
+    sum."""
+    out_features, width = _check(x, weight, silu)
+    assert len(x) == 1 and (residual is None or norm is not None)
+    out = x.new_empty(1, out_features)
+    total = x if residual is None else torch.empty_like(x)
+    block_n, block_k, num_warps = vector_config(out_features, width, silu)
+    _vector_kernel[(triton.cdiv(out_features, block_n),)](
+        x,
+        weight,
+        bias,
+        out,
+        residual,
+        norm,
+        total,
+        eps,
+        out_features,
+        K=width,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        HAS_NORM=norm is not None,
+        SILU=silu,
+        num_warps=num_warps,
+        **chained(x),
+    )
+    return out, total
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> tuple[int, int]:
+    """(Output features, input features)."""
+    assert 0 < len(x) <= MAX_ROWS and x.is_contiguous() and weight.is_contiguous()
+    assert x.shape[1:] == weight.shape[1:]
+    return weight.size(0) // (2 if silu else 1), weight.size(1)
+
+
+def vector_config(out_features: int, width: int, silu: bool) -> tuple[int, int, int]:
+    """BLOCK_N, BLOCK_K, num_warps. Tuned on an H200 for the matrices of 0.5B to 32B models, the
+    smallest in whole steps: alone others are faster for these, but slower there."""
+    if silu:
+        config = (8, 1024, 4) if width < 2048 else (1, 1024, 4) if width <= 4096 else (1, 2048, 4)
+    elif width <= 1024:
+        config = 8, 1024, 8
+    elif out_features <= 1024:
+        config = (4, 2048, 8) if width <= 2048 else (2, 2048, 4)
+    else:
+        config = 4, 2048 if 4096 < width < 8192 else 1024, 4
+    block_n, block_k, num_warps = config
+    return block_n, min(block_k, triton.next_power_of_2(width)), num_warps
+
+
+def matrix_config(x: torch.Tensor, out_features: int, silu: bool) -> tuple[int, int, int]:
+    """BLOCK_N, BLOCK_K (at least 32 columns for each warp), num_warps. Tuned as
+    ``vector_config``."""
+    if x.dtype is torch.float32:
+        return 8 if silu else 16, 256, 8
+    width = x.size(1)
+    whole = triton.next_power_of_2(width)
+    if silu and width > 1024:
+        return 8, 512, 4
+    if out_features <= 1024 < width < 4096:  # all at once, in 64 registers a thread
+        return 8, whole, whole // 512
+    if width >= 12288:
+        return 16, 1024, 4
+    return 8, min(1024, max(512, whole)), 4

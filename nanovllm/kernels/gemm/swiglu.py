@@ -1,0 +1,86 @@
+"""A gated MLP's first product with its SwiGLU in the same kernel, for a prefill on Hopper: by the
+quack-kernels package, which compiles at run time."""
+
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
+from nanovllm.utils.triton_compat import keep_compiled_kernels
+
+logger = logging.getLogger("nanovllm")
+
+MIN_ROWS = 1024  # for fewer, as in a decode, its tiles are too large
+# The fastest of 18 forms on an H200, once its clock had settled, for 15,600 rows of 1,024 columns
+# (0.6B) and of 4,096 (8B). The former are of two warpgroups in turn, one in the product while the
+# other is in its SwiGLU.
+TILES = {"tile_M": 128, "tile_N": 192, "cluster_M": 1, "cluster_N": 2, "pingpong": True}
+TILES_OF_LONG_ROWS = TILES | {"tile_M": 256, "pingpong": False}
+
+
+def is_gated(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether ``gated_linear`` serves this product, and pays."""
+    if bias is not None or not x.is_cuda or len(x) < MIN_ROWS:
+        return False
+    if x.size(1) % 8 or len(weight) % 16:  # rows begin at multiples of 16 bytes
+        return False
+    return _works(x.device, x.dtype, x.size(1))
+
+
+def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """silu(x G^T) * (x U^T), rounded once.
+
+    Args:
+        x: [N, in], fp16 or bf16.
+        weight: [2 I, in], G above U.
+
+    Returns:
+        [N, I].
+    """
+    out = x.new_empty(len(x), len(weight) // 2)
+    tiles = TILES if x.size(1) < 4096 else TILES_OF_LONG_ROWS
+    _product().gemm(x, weight, None, epi_args={"mAuxOut": out}, concat_layout=("B",), **tiles)
+    return out
+
+
+@cache
+def _product() -> Any:
+    """The package's product that ends in SwiGLU, and stores nothing else. It keeps a plan for each
+    number of rows that it has seen, and compiles for none of them."""
+    keep_compiled_kernels()
+    from quack.epilogue.library import linear_act_mod
+
+    nothing_else = dict.fromkeys(("has_c", "has_rowvec", "has_colvec"), False)
+    return linear_act_mod("swiglu", gated=True, **nothing_else)
+
+
+@cache
+def _works(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether the package is there, and multiplies small matrices of so many columns."""
+    if torch.cuda.get_device_capability(device) != (9, 0) or dtype.itemsize != 2:
+        return False
+    try:
+        check_gated_linear(device, dtype, width)
+    except Exception as error:  # whatever a package or a compiler raises is the reason
+        if not (isinstance(error, ImportError) and error.name == "quack"):
+            logger.warning(
+                "prefill takes about 5%% longer: quack-kernels' matmul with SwiGLU does not work "
+                "(try other versions of quack-kernels and nvidia-cutlass-dsl): %s: %s",
+                type(error).__name__,
+                error,
+            )
+        return False
+    logger.info("SwiGLU within large products, by quack-kernels")
+    return True
+
+
+def check_gated_linear(device: torch.device, dtype: torch.dtype, width: int) -> None:
+    """Tries ``gated_linear`` out. Raises what it raises, or AssertionError for a wrong result."""
+    generator = torch.Generator(device).manual_seed(0)
+    both = torch.randn(3 + 128, width, device=device, generator=generator, dtype=torch.float32)
+    x, weight = both[:3].to(dtype), (both[3:] / width**0.5).to(dtype)
+    expected = silu_and_mul_reference(F.linear(x.float(), weight.float()))
+    torch.testing.assert_close(gated_linear(x, weight).float(), expected, rtol=0.02, atol=0.02)

@@ -1,0 +1,112 @@
+"""Changes to logits before sampling, in place. Each touches only the rows, and the tokens, that
+ask for it; none reads anything back from the device."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+import torch
+
+from nanovllm.utils.math import cdiv
+from nanovllm.utils.triton_compat import tl, triton, use_triton
+
+# Functions of this module, in the order to call them, and what each takes after the logits.
+LogitEdits = Mapping[Callable[..., None], tuple[torch.Tensor, ...]]
+
+
+def edit_logits(logits: torch.Tensor, edits: LogitEdits) -> torch.Tensor:
+    """fp32 logits with all edits made, in a copy; without any, the logits as they came."""
+    if not edits:
+        return logits
+    edited = logits.to(torch.float32, copy=True)
+    for edit, tensors in edits.items():
+        edit(edited, *tensors)
+    return edited
+
+
+def penalise(
+    logits: torch.Tensor,
+    penalties: torch.Tensor,
+    rows: torch.Tensor,
+    token_ids: torch.Tensor,
+    generated: torch.Tensor,
+) -> None:
+    """Repetition penalty on every token of the histories; then frequency and presence penalties
+    on the generated ones (as vLLM and the OpenAI API define them).
+
+    Args:
+        logits: fp32 [N, vocab_size].
+        penalties: fp32 [N, 3]: repetition, frequency, presence; 1, 0 and 0 for none.
+        rows: int [total], the row of each token of all histories, in any order.
+        token_ids: int [total].
+        generated: bool [total], false for a prompt's tokens.
+    """
+    index = rows.long() * logits.size(1) + token_ids
+    counts = torch.zeros_like(logits).view(-1)
+    counts.index_add_(0, index, generated.to(counts.dtype))
+    repetition, frequency, presence = penalties[rows.long()].unbind(1)
+    count = counts[index]
+    values = logits.view(-1)[index]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= frequency * count + presence * (count > 0)
+    # A token that occurs often is written often, each time with the same value.
+    logits.view(-1)[index] = values
+
+
+def add_bias(
+    logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Adds fp32 values [total] to single logits; -inf forbids the token."""
+    logits.view(-1).index_add_(0, rows.long() * logits.size(1) + token_ids, values)
+
+
+@triton.jit
+def _mask_kernel(logits_ptr, rows_ptr, mask_ptr, vocab_size, num_words, BLOCK: tl.constexpr):
+    entry = tl.program_id(0)
+    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    bits = tl.load(mask_ptr + entry * num_words + word, mask=word < num_words, other=0)
+    bit = tl.arange(0, 32)[None, :]
+    token = word[:, None] * 32 + bit
+    forbidden = ((bits[:, None] >> bit) & 1) == 0
+    row = tl.load(rows_ptr + entry).to(tl.int64)
+    tl.store(
+        logits_ptr + row * vocab_size + token,
+        -float("inf"),
+        mask=forbidden & (token < vocab_size),
+    )
+
+
+def bit_mask(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
+    """A row of ``apply_mask``'s mask, with the bits of these tokens set."""
+    bits = np.zeros(cdiv(vocab_size, 32) * 32, np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view("<i4")
+
+
+def apply_mask(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> None:
+    """Forbids the tokens whose bits are 0.
+
+    Args:
+        logits: fp32 [N, vocab_size].
+        rows: int32 [M], each at most once.
+        mask: int32 [M, ceil(vocab_size / 32)]; bit i of word w stands for token 32 * w + i.
+    """
+    if use_triton(logits):
+        apply_mask_triton(logits, rows, mask)
+    else:
+        apply_mask_reference(logits, rows, mask)
+
+
+def apply_mask_reference(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> None:
+    bits = mask.unsqueeze(-1) >> torch.arange(32, device=mask.device) & 1
+    forbidden = bits.flatten(1)[:, : logits.size(1)] == 0
+    logits[rows.long()] = logits[rows.long()].masked_fill(forbidden, -torch.inf)
+
+
+def apply_mask_triton(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> None:
+    assert logits.is_contiguous() and mask.is_contiguous() and mask.shape[0] == rows.numel()
+    num_words = triton.cdiv(logits.size(1), 32)
+    assert mask.shape[1] == num_words
+    block = 128
+    _mask_kernel[(rows.numel(), triton.cdiv(num_words, block))](
+        logits, rows, mask, logits.size(1), num_words, BLOCK=block, num_warps=4
+    )

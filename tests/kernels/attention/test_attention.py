@@ -1,0 +1,280 @@
+"""Paged attention against a naive fp64 softmax, on every backend that runs here."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm.kernels.attention import decode, prefill, triton_backend
+from nanovllm.kernels.attention.decode import DecodeTile, decode_tile
+from nanovllm.kernels.attention.torch_backend import TorchAttention
+from nanovllm.kernels.attention.triton_backend import TritonAttention
+from nanovllm.kernels.rope import NewTokens, Rotation, rotate_and_store_reference
+from nanovllm.utils.context import Context
+from tests.kernels.conftest import DEVICE, DTYPES
+from tests.kernels.oracle import assert_as_good_as_eager, poisoned
+
+
+def naive(q, keys, values, scale):
+    """fp64 causal attention; q are the last tokens of keys."""
+    len_q, len_k, group = q.size(0), keys.size(0), q.size(1) // keys.size(1)
+    keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * scale
+    visible = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril(len_k - len_q)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -1e30).softmax(-1), values)
+
+
+class Paged:
+    """Contexts of given lengths scattered over shuffled blocks; every other slot is NaN."""
+
+    def __init__(self, contexts, new_tokens, q_heads, kv_heads, head_dim, block, dtype, device):
+        def randn(*shape):
+            return torch.randn(shape, device=device).to(dtype)
+
+        self.qs = [randn(n, q_heads, head_dim) for n in new_tokens]
+        self.ks = [randn(n, kv_heads, head_dim) for n in contexts]
+        self.vs = [randn(n, kv_heads, head_dim) for n in contexts]
+        counts = [-(-n // block) for n in contexts]
+        free = torch.randperm(sum(counts) + 3).tolist()
+        shape = (sum(counts) + 3, block, kv_heads, head_dim)
+        self.k_cache = torch.full(shape, float("nan"), dtype=dtype, device=device)
+        self.v_cache = self.k_cache.clone()
+        tables = torch.zeros(len(contexts), max(counts), dtype=torch.int32)
+        for i, (k, v) in enumerate(zip(self.ks, self.vs, strict=True)):
+            for j in range(counts[i]):
+                block_id = tables[i, j] = free.pop()
+                part = k[j * block : (j + 1) * block]
+                self.k_cache[block_id, : len(part)] = part
+                self.v_cache[block_id, : len(part)] = v[j * block : (j + 1) * block]
+        self.tables = tables.to(device)
+        self.contexts, self.new_tokens, self.device = contexts, new_tokens, device
+
+    def bounds(self, lens):
+        return torch.tensor([0, *lens], device=self.device).cumsum(0).to(torch.int32)
+
+    def context(self, decode=False, paged=True):
+        if decode:
+            lens = torch.tensor(self.contexts, dtype=torch.int32, device=self.device)
+            kv_heads, head_dim = self.k_cache.shape[2:]
+            work = TritonAttention().plan_decode(
+                np.array(self.contexts, np.int32), kv_heads, head_dim, self.k_cache.dtype
+            )
+            return Context(
+                block_tables=self.tables,
+                context_lens=lens,
+                decode_work=torch.from_numpy(work).to(self.device),
+                max_seqlen_k=max(self.contexts),
+            )
+        return Context(
+            is_prefill=True,
+            block_tables=self.tables if paged else None,
+            cu_seqlens_q=self.bounds(self.new_tokens),
+            cu_seqlens_k=self.bounds(self.contexts),
+            max_seqlen_q=max(self.new_tokens),
+            max_seqlen_k=max(self.contexts),
+        )
+
+    def check(self, backend, context, monkeypatch):
+        q = torch.cat(self.qs)
+        scale = q.size(-1) ** -0.5
+        k, v = torch.cat(self.ks), torch.cat(self.vs)  # read where there are no block tables
+        triples = list(zip(self.qs, self.ks, self.vs, strict=True))
+        exact = torch.cat([naive(*t, scale) for t in triples])
+        args = (q, k, v, self.k_cache, self.v_cache, context, scale)
+        expected = TorchAttention().prefill(*args)
+        poisoned(monkeypatch)
+        out = backend.prefill(*args)
+        assert_as_good_as_eager(out, expected, exact, factor=3.0)
+
+    def draw_new(self, norms):
+        """A decode as the projection gives it, [N, heads + 2 kv_heads, D] in one; and its keys as
+        the reference rotates them, with their slots. The new tokens are not in the cache yet."""
+        q_heads, kv_heads, head_dim = (*self.qs[0].shape[1:2], *self.k_cache.shape[2:])
+        dtype, device, num_seqs = self.k_cache.dtype, self.device, len(self.qs)
+        packed = torch.randn(num_seqs, q_heads + 2 * kv_heads, head_dim, device=device).to(dtype)
+        q, k, v = packed.split((q_heads, kv_heads, kv_heads), dim=1)
+        weights = [1 + 0.1 * torch.randn(head_dim, device=device).to(dtype) for _ in range(2)]
+        positions = torch.tensor(self.contexts, dtype=torch.int32, device=device) - 1
+        angles = torch.rand(int(positions.max()) + 1, head_dim // 2, device=device) * 6
+        cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+        rotation = Rotation(positions, cos_sin, *(weights if norms else (None, None)), 1e-6)
+        turned_q, turned_k = rotate_and_store_reference(rotation, q, k, v, None)
+        block = self.k_cache.size(1)
+        slots = []
+        for i, length in enumerate(self.contexts):
+            self.qs[i] = turned_q[i : i + 1]
+            self.ks[i][-1], self.vs[i][-1] = turned_k[i], v[i]
+            page = self.tables[i, (length - 1) // block]
+            slots.append(int(page) * block + (length - 1) % block)
+            for cache in (self.k_cache, self.v_cache):
+                cache.flatten(0, 1)[slots[-1]] = float("nan")
+        return q, NewTokens(rotation, k, v), turned_k, slots
+
+    def check_decode(self, backend, norms, monkeypatch):
+        """Equal to rotating and storing first."""
+        q, new, turned_k, slots = self.draw_new(norms)
+        slot_mapping = torch.tensor(slots, dtype=torch.int32, device=self.device)
+        context = replace(self.context(decode=True), slot_mapping=slot_mapping)
+        k_cache, v_cache = self.k_cache.clone(), self.v_cache.clone()
+        k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots] = turned_k, new.v
+        scale = q.size(-1) ** -0.5
+        expected = TorchAttention().decode(torch.cat(self.qs), k_cache, v_cache, context, scale)
+        triples = zip(self.qs, self.ks, self.vs, strict=True)
+        exact = torch.cat([naive(*t, scale) for t in triples])
+        poisoned(monkeypatch)
+        out = backend.decode(q, self.k_cache, self.v_cache, context, scale, new)
+        assert_as_good_as_eager(out, expected, exact, factor=3.0)
+        torch.testing.assert_close(self.v_cache, v_cache, rtol=0, atol=0, equal_nan=True)
+        rtol = 2 * torch.finfo(q.dtype).eps
+        torch.testing.assert_close(self.k_cache, k_cache, rtol=rtol, atol=1e-6, equal_nan=True)
+
+
+SHAPES = {  # q_heads, kv_heads, head_dim, block_size
+    "d64-block16": (4, 2, 64, 16),
+    "d96-group3-block8": (3, 1, 96, 8),
+    "d128-block256": (4, 2, 128, 256),
+    "d256-mha": (2, 2, 256, 64),
+    "group3-block7": (9, 3, 64, 7),
+}
+# The interpreter takes its time: each shape in one dtype, and in the other with the slow tests.
+IN_HALF = ("d96-group3-block8", "d256-mha")
+EACH_SHAPE = pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        pytest.param(
+            shape,
+            dtype,
+            id=f"{name}-{dtype}",
+            marks=[]
+            if DEVICE == "cuda" or (dtype is torch.float16) == (name in IN_HALF)
+            else pytest.mark.slow,
+        )
+        for name, shape in SHAPES.items()
+        for dtype in DTYPES
+    ],
+)
+NORMS = pytest.mark.parametrize("norms", [True, False], ids=["norms", "no-norms"])
+
+
+@NORMS
+@EACH_SHAPE
+def test_decode(shape, norms, dtype, device, monkeypatch):
+    """From one part of one token to several parts, of which the last may be the new token."""
+    lens = [1, 2, 17, 65, 130] if device == "cpu" else [1, 2, 65, 129, 257, 1000, 2049]
+    paged = Paged(lens, [1] * len(lens), *shape, dtype, device)
+    paged.check_decode(TritonAttention(), norms, monkeypatch)
+
+
+TILES = {  # by sequences of 8 KV heads of 128
+    16: DecodeTile(64, 2, 528, True),
+    17: DecodeTile(128, 4, 264, False),
+    127: DecodeTile(128, 4, 264, False),
+    128: DecodeTile(64, 1, 264, False),
+    191: DecodeTile(64, 1, 264, False),
+    192: DecodeTile(32, 1, 264, False),
+}
+
+
+def test_tiles_follow_from_sequences_times_heads():
+    assert {n: decode_tile(n, 8, 128, torch.bfloat16) for n in TILES} == TILES
+    for num_seqs, few in ((16, True), (512, False)):
+        assert decode_tile(num_seqs, 8, 256, torch.bfloat16) == DecodeTile(32, 4, 264, few)
+        assert decode_tile(num_seqs, 8, 128, torch.float32) == DecodeTile(16, 4, 264, few)
+
+
+@pytest.mark.parametrize("tile", sorted(set(TILES.values())), ids=str)
+@pytest.mark.parametrize("shape", [(4, 2, 128, 256), (9, 3, 64, 16)], ids=str)
+def test_decode_in_the_tiles_of_each_batch_size(tile, shape, device, monkeypatch):
+    """In parts of one tile and, for fewer programs, of several; one after the other."""
+    backend = TritonAttention()
+    lens = [1, 33, 65, 129, 200] if device == "cpu" else [1, 2, 33, 64, 65, 129, 162, 300]
+    for num_programs in (tile.num_programs, 4):
+        cut = tile._replace(num_programs=num_programs)
+        for module in (triton_backend, decode):
+            monkeypatch.setattr(module, "decode_tile", lambda *_, cut=cut: cut)
+        paged = Paged(lens, [1] * len(lens), *shape, torch.float16, device)
+        with monkeypatch.context() as patch:
+            paged.check_decode(backend, True, patch)
+        assert not backend._arrived.any()
+
+
+@EACH_SHAPE
+def test_decode_of_one_sequence_is_split(shape, dtype, device, monkeypatch):
+    lens = [130] if device == "cpu" else [5000]
+    paged = Paged(lens, [1], *shape, dtype, device)
+    paged.check_decode(TritonAttention(), False, monkeypatch)
+
+
+@EACH_SHAPE
+def test_prefill_of_whole_prompts(shape, dtype, device, monkeypatch):
+    lens = [1, 5, 130] if device == "cpu" else [1, 5, 150, 700, 64]
+    paged = Paged(lens, lens, *shape, dtype, device)
+    paged.check(TritonAttention(), paged.context(paged=False), monkeypatch)
+
+
+@EACH_SHAPE
+def test_prefill_of_chunks_reads_the_cache(shape, dtype, device, monkeypatch):
+    lens, new = [30, 5, 150, 64], [7, 5, 1, 64]
+    if device == "cuda":
+        lens, new = [*lens, 900, 1000], [*new, 300, 129]
+    paged = Paged(lens, new, *shape, dtype, device)
+    paged.check(TritonAttention(), paged.context(), monkeypatch)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@EACH_SHAPE
+def test_prefill_of_last_tokens_only(shape, paged, dtype, device, monkeypatch):
+    """As in the last layer, where a chunk amid a prompt has no output."""
+    lens, new = [1, 40, 150, 64], [1, 1, 1, 0]
+    batch = Paged(lens, new, *shape, dtype, device)
+    batch.check(TritonAttention(), batch.context(paged=paged), monkeypatch)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_prefill_of_many_sequences(paged, device, monkeypatch):
+    """More than a program looks through at once; some without new tokens."""
+    monkeypatch.setattr(prefill, "SCAN", 16)
+    new = [0, 1, 3, 0, 20, 2, 0] * 5
+    lens = [max(1, n + i % 3) if paged else n for i, n in enumerate(new)]
+    batch = Paged(lens, new, 4, 2, 16, 8, torch.float32, device)
+    batch.check(TritonAttention(), batch.context(paged=paged), monkeypatch)
+
+
+def test_sequences_and_tokens_that_pad_a_prefill_change_nothing(device):
+    batch = Paged([30, 5, 150], [7, 5, 100], 4, 2, 64, 16, torch.float32, device)
+    plain = batch.context()
+    q = torch.cat([*batch.qs, torch.randn(40, 4, 64, device=device)])
+    caches = (q[:, :2], q[:, :2], batch.k_cache, batch.v_cache)
+    expected = TorchAttention().prefill(q[:112], *caches, plain, 1.0)
+    bounds = (plain.cu_seqlens_q, plain.cu_seqlens_k)
+    padded_q, padded_k = (torch.cat([x, x[-1:], x[-1:]]) for x in bounds)
+    padded = replace(
+        plain,
+        cu_seqlens_q=padded_q,
+        cu_seqlens_k=padded_k,
+        block_tables=torch.cat([plain.block_tables, plain.block_tables[:2] * 0]),
+        max_seqlen_q=152,
+        max_seqlen_k=400,
+    )
+    for backend in (TritonAttention(), TorchAttention()):
+        out = backend.prefill(q, *caches, padded, 1.0)
+        torch.testing.assert_close(out[:112], expected)
+
+
+@NORMS
+def test_rows_that_pad_a_graph_give_zeros_and_store_nothing(norms, device):
+    paged = Paged([20, 20], [1, 1], 4, 2, 64, 16, torch.float32, device)
+    q, new, _, _ = paged.draw_new(norms)
+    backend = TritonAttention()
+    work = backend.plan_decode(np.zeros(2, np.int32), 2, 64, q.dtype)
+    context = Context(
+        slot_mapping=torch.full((2,), -1, dtype=torch.int32, device=device),
+        block_tables=torch.zeros(2, 4, dtype=torch.int32, device=device),
+        context_lens=torch.zeros(2, dtype=torch.int32, device=device),
+        decode_work=torch.from_numpy(work).to(device),
+    )
+    before = paged.k_cache.clone(), paged.v_cache.clone()
+    assert not backend.decode(q, paged.k_cache, paged.v_cache, context, 1.0, new).any()
+    for cache, old in zip((paged.k_cache, paged.v_cache), before, strict=True):
+        torch.testing.assert_close(cache, old, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,72 @@
+"""How a decode step's attention is divided among programs."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.kernels.attention.split_kv import (
+    WORK_ITEM,
+    divide_decode,
+    num_partial_slots,
+    num_work_items,
+)
+
+
+def divide(lens: list[int], kv_heads: int, tile: int, num_programs: int) -> np.ndarray:
+    """The items that are any."""
+    rows = divide_decode(np.array(lens, np.int32), kv_heads, tile, num_programs)
+    assert rows.dtype == np.int32
+    assert len(rows) == num_work_items(len(lens), kv_heads, num_programs)
+    items = rows.view(WORK_ITEM)[:, 0]
+    used = items[items["num_parts"] > 0]
+    assert (items[: len(used)]["num_parts"] > 0).all(), "what is nothing comes last"
+    return used
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(0, 5000) | st.integers(0, 60), min_size=1, max_size=300),
+    st.integers(1, 64),
+    st.sampled_from([16, 32, 64, 128]),
+    st.sampled_from([264, 528]),
+)
+def test_each_token_is_in_one_part(lens, kv_heads, tile, num_programs):
+    items = divide(lens, kv_heads, tile, num_programs)
+    found: dict[int, list[tuple[int, int]]] = {}
+    slots: list[int] = []
+    for item in items[np.lexsort((items["part"], items["seq"]))]:
+        parts = found.setdefault(int(item["seq"]), [])
+        assert item["part"] == len(parts)
+        parts.append((int(item["begin"]), int(item["end"])))
+        if item["num_parts"] > 1:
+            slots.append(int(item["first_slot"] + item["part"]))
+    assert sorted(found) == list(range(len(lens)))
+    for seq, parts in found.items():
+        assert (items[items["seq"] == seq]["num_parts"] == len(parts)).all()
+        assert parts[0][0] == 0 and parts[-1][1] == lens[seq]
+        assert all(end == begin for (_, end), (begin, _) in pairwise(parts))
+        assert all(begin % tile == 0 for begin, _ in parts)
+        assert len(parts) == 1 or all(begin < end for begin, end in parts), "an empty part"
+    assert len(set(slots)) == len(slots)
+    assert max(slots, default=0) < num_partial_slots(kv_heads, num_programs)
+    sizes = items["end"] - items["begin"]
+    assert (sizes[:-1] >= sizes[1:]).all(), "not the longest first"
+
+
+@pytest.mark.parametrize("num_programs", [264, 528])
+@pytest.mark.parametrize("kv_heads", [1, 4, 8])
+@pytest.mark.parametrize(
+    "lens", [[4000], [8000, 100, 100], [500] * 8, [100, 2000] * 8, list(range(100, 1400, 20))]
+)
+def test_no_part_is_much_longer_than_an_even_share(kv_heads, lens, num_programs):
+    """Guards a program that runs on alone."""
+    items = divide(lens, kv_heads, 64, num_programs)
+    share = sum(lens) * kv_heads / num_programs
+    assert (items["end"] - items["begin"]).max() <= share + 2 * 64
+
+
+def test_many_contexts_are_not_cut():
+    assert len(divide([700] * 256, 8, 64, 264)) == 256

@@ -1,0 +1,147 @@
+"""The kernel that writes new keys and values into the paged cache, against its reference."""
+
+import pytest
+import torch
+
+from nanovllm.kernels.attention.store_kvcache import (
+    store_kvcache,
+    store_kvcache_reference,
+    store_kvcache_triton,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# (kv_heads, head_dim): powers of two, and widths between them.
+HEADS = [(1, 1), (2, 16), (8, 128), (3, 40), (5, 17), (1, 96)]
+NUM_BLOCKS = 6
+STORES = [store_kvcache_triton, store_kvcache_reference, store_kvcache]
+each_store = pytest.mark.parametrize("store", STORES, ids=lambda store: store.__name__)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def draw(num_tokens: int, heads: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(num_tokens, *heads).to(dtype).to(DEVICE)
+
+
+def poisoned(
+    block_size: int, heads: tuple[int, int], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory of NaNs, and the cache in the middle of it: a slot that is out of bounds lands
+    where it shows."""
+    shape = (NUM_BLOCKS + 2, block_size, *heads)
+    memory = torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
+    return memory, memory[1:-1]
+
+
+def check(
+    store,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: list[int],
+    block_size: int,
+) -> None:
+    """After ``store`` each slot holds its token bit for bit, and every other one its poison."""
+    heads, dtype = key.shape[1:], key.dtype
+    (k_memory, k_cache), (v_memory, v_cache) = (
+        poisoned(block_size, heads, dtype) for _ in range(2)
+    )
+    k_expected, v_expected = k_memory.clone(), v_memory.clone()
+    for i, slot in enumerate(slots):
+        if slot >= 0:
+            k_expected[1 + slot // block_size, slot % block_size] = key[i]
+            v_expected[1 + slot // block_size, slot % block_size] = value[i]
+    store(key, value, k_cache, v_cache, torch.tensor(slots, dtype=torch.int64, device=DEVICE))
+    exact = {"rtol": 0, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(k_memory, k_expected, **exact)
+    torch.testing.assert_close(v_memory, v_expected, **exact)
+
+
+@each_store
+@each_dtype
+@pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"{heads[0]}x{heads[1]}")
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+def test_any_width_and_block_size(block_size, heads, dtype, store):
+    """Guards nano-vLLM's kernel, which needed a power-of-two width."""
+    num_tokens = NUM_BLOCKS * block_size - 1
+    slots = torch.randperm(NUM_BLOCKS * block_size)[:num_tokens].tolist()
+    check(store, draw(num_tokens, heads, dtype), draw(num_tokens, heads, dtype), slots, block_size)
+
+
+@each_store
+@pytest.mark.parametrize(
+    "slots", [[-1, 7, -1, 0, 11, -1], [-1] * 6, [3]], ids=["some", "all", "none"]
+)
+def test_slot_minus_one_is_skipped(slots, store):
+    """Guards a -1 that is taken for the last slot, or for the one before the first."""
+    key, value = (draw(len(slots), (3, 40), torch.float32) for _ in range(2))
+    check(store, key, value, slots, block_size=2)
+
+
+@each_store
+@each_dtype
+def test_views_into_the_packed_projection(dtype, store):
+    """k and v as the attention layer gets them: tokens a whole q, k, v row apart."""
+    packed = draw(8, (6 + 2 * 3, 40), dtype)
+    _, key, value = packed.split((6, 3, 3), dim=1)
+    assert not key.is_contiguous()
+    check(store, key, value, [4, 9, 0, 11, -1, 2, 7, 5], block_size=2)
+
+
+@each_store
+def test_key_and_value_have_strides_of_their_own(store):
+    """After the rotation the keys are contiguous while the values are still a view."""
+    packed = draw(5, (4, 16), torch.float32)
+    check(store, draw(5, (2, 16), torch.float32), packed[:, 2:], [8, 1, -1, 3, 0], block_size=3)
+
+
+@each_store
+def test_no_other_token_is_overwritten(store):
+    """A second step leaves the first one's tokens alone."""
+    heads, dtype = (3, 40), torch.float32
+    k_cache, v_cache = (poisoned(4, heads, dtype)[1] for _ in range(2))
+    for slots in ([0, 1, 2], [3, 9]):
+        key, value = draw(len(slots), heads, dtype), draw(len(slots), heads, dtype)
+        store(key, value, k_cache, v_cache, torch.tensor(slots, device=DEVICE))
+    written = ~k_cache.flatten(0, 1).isnan().flatten(1).any(1)
+    assert written.nonzero().flatten().tolist() == [0, 1, 2, 3, 9]
+    assert torch.equal(written, ~v_cache.flatten(0, 1).isnan().flatten(1).any(1))
+
+
+# Two caches of 2^31 elements and a bit. One-byte elements do (a copy knows no dtype), and pages
+# that nothing touches take no memory. Below each cache lies as much again, so that an offset
+# that wraps round to a negative one lands there and not in another's memory.
+GUARD = 2**31
+
+
+def huge_cache(heads: tuple[int, int]) -> torch.Tensor:
+    width = heads[0] * heads[1]
+    num_slots = 2**31 // width + 4
+    memory = torch.empty(GUARD + num_slots * width, dtype=torch.int8, device=DEVICE)
+    return memory[GUARD:].view(num_slots // 2, 2, *heads)
+
+
+@pytest.mark.parametrize("slot_dtype", [torch.int64, torch.int32], ids=str)
+def test_slots_beyond_2_to_the_31_elements(slot_dtype):
+    """Guards nano-vLLM's 32-bit offsets, which wrap round in caches of over 2^31 elements."""
+    heads = (2, 64)
+    k_cache, v_cache = huge_cache(heads), huge_cache(heads)
+    slots = [2**31 // 128 + 1, 0, k_cache.size(0) * 2 - 1]
+    key, value = (torch.randint(1, 100, (3, *heads), dtype=torch.int8, device=DEVICE) for _ in "kv")
+    store_kvcache_triton(
+        key, value, k_cache, v_cache, torch.tensor(slots, dtype=slot_dtype, device=DEVICE)
+    )
+    assert torch.equal(k_cache.flatten(0, 1)[slots], key)
+    assert torch.equal(v_cache.flatten(0, 1)[slots], value)
+
+
+def test_tokens_beyond_2_to_the_31_elements():
+    """The same for the offsets of the tokens that are read."""
+    heads = (2, 64)
+    source = huge_cache(heads).flatten()
+    key = source.as_strided((3, *heads), (2**30, 64, 1), source.storage_offset())
+    key.copy_(torch.randint(1, 100, (3, *heads)))
+    k_cache = torch.zeros(2, 2, *heads, dtype=torch.int8, device=DEVICE)
+    v_cache = torch.zeros_like(k_cache)
+    store_kvcache_triton(key, key, k_cache, v_cache, torch.tensor([3, 0, 2], device=DEVICE))
+    assert torch.equal(k_cache.flatten(0, 1)[[3, 0, 2]], key)
+    assert torch.equal(v_cache, k_cache)

@@ -1,0 +1,155 @@
+"""Products of few rows with what is fused into them, against the separate plain ones."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels.gemm import skinny as module
+from nanovllm.kernels.gemm.linear import norm_linear
+from nanovllm.kernels.gemm.skinny import (
+    MAX_ROWS,
+    is_skinny,
+    skinny_linear,
+    skinny_norm_linear,
+)
+from nanovllm.kernels.rms_norm import rms_norm_reference
+from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
+
+SHAPES = [
+    (100, 300),
+    (64, 2048),
+    (33, 130),
+    (7, 16),
+    (200, 1100),
+    (40, 3000),
+    (40, 4500),
+]  # out, in
+DTYPES = [torch.float32, torch.float16]
+EPS = 1e-5
+
+
+def make(*shape: int, dtype: torch.dtype, device: str, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape) * scale).to(dtype).to(device)
+
+
+def check(found: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = 1e-4 if found.dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+# The interpreter takes its time: these run always, all combinations with the slow tests.
+CHOSEN = [  # num_rows, has_bias, silu, dtype
+    (1, False, True, torch.float32),
+    (2, True, False, torch.float16),
+    (8, True, True, torch.float32),
+    (9, False, False, torch.float32),
+    (MAX_ROWS, True, True, torch.float16),
+]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "has_bias", "silu", "dtype"),
+    [
+        pytest.param(*case, marks=[] if case in CHOSEN else pytest.mark.slow)
+        for case in itertools.product((1, 2, 8, 9, MAX_ROWS), (False, True), (False, True), DTYPES)
+    ],
+    ids=str,
+)
+def test_equals_a_plain_product(num_rows, has_bias, silu, dtype, device):
+    for features, width in SHAPES:
+        out = features * (1 + silu)
+        x = make(num_rows, width, dtype=dtype, device=device)
+        weight = make(out, width, dtype=dtype, device=device, scale=width**-0.5)
+        bias = make(out, dtype=dtype, device=device) if has_bias else None
+        expected = F.linear(x, weight, bias)
+        if silu:
+            expected = silu_and_mul_reference(expected)
+        check(skinny_linear(x, weight, bias, silu), expected)
+
+
+def test_what_they_are_for(monkeypatch):
+    def serves(rows: int, out: int, width: int) -> bool:
+        return is_skinny(*(torch.empty(n, width, device="meta") for n in (rows, out)))
+
+    assert not serves(1, 64, 64)
+    monkeypatch.setattr(module, "use_triton", lambda x: True)
+    assert serves(1, 64, 64) and serves(16, 64, 4095) and serves(8, 24576, 12288)
+    assert not serves(17, 64, 64) and not serves(9, 64, 4096) and not serves(0, 64, 64)
+    assert not serves(1, 151_936, 1024)
+    assert serves(16, 3072, 3072) and serves(8, 6144, 2560) and not serves(16, 6144, 2560)
+
+
+@pytest.mark.parametrize("all_flags", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_and_residual_before_it(dtype, all_flags, device):
+    """With or without a residual, a bias and SwiGLU, each shape in one combination or in all."""
+    flags = list(itertools.product((False, True), repeat=3))
+    cases = itertools.product(SHAPES, flags) if all_flags else zip(SHAPES, flags[1:], strict=True)
+    for (features, width), (has_residual, has_bias, silu) in cases:
+        out = features * (1 + silu)
+        x, residual = (make(1, width, dtype=dtype, device=device) for _ in range(2))
+        weight = make(out, width, dtype=dtype, device=device, scale=width**-0.5)
+        bias = make(out, dtype=dtype, device=device) if has_bias else None
+        norm = make(width, dtype=dtype, device=device)
+        total = x + residual if has_residual else x
+        expected = F.linear(rms_norm_reference(total, norm, EPS), weight, bias)
+        if silu:
+            expected = silu_and_mul_reference(expected)
+        before = x.clone(), residual.clone()
+        found, found_total = skinny_norm_linear(
+            x, weight, bias, silu, norm, EPS, residual if has_residual else None
+        )
+        check(found, expected)
+        assert torch.equal(found_total, total)
+        assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 8, MAX_ROWS])
+@pytest.mark.parametrize(
+    "model",
+    [(1024, 2048, 1024, 3072), (4096, 4096, 1024, 12288), (2560, 4096, 1024, 9728)],
+    ids=str,
+)
+def test_a_chain_of_layers_in_a_cuda_graph(model, num_rows):
+    """Guards kernels that start before their input is there, with shapes of real models."""
+    hidden, q_size, kv_size, inner = model
+    make_weight = lambda out, width: make(  # noqa: E731
+        out, width, dtype=torch.bfloat16, device="cuda", scale=width**-0.5
+    )
+    weights = [
+        (make_weight(q_size + 2 * kv_size, hidden), make_weight(hidden, q_size),
+         make_weight(2 * inner, hidden), make_weight(hidden, inner))
+        for _ in range(6)
+    ]  # fmt: skip
+    norm = torch.ones(hidden, dtype=torch.bfloat16, device="cuda")
+
+    def run(x: torch.Tensor, plain: bool) -> torch.Tensor:
+        total = torch.zeros_like(x)
+        for qkv, o, gate_up, down in weights:
+            if plain:
+                total = total + x
+                x = F.linear(rms_norm_reference(total, norm, EPS), qkv)[:, :q_size].contiguous()
+                total = total + F.linear(x, o)
+                x = F.linear(rms_norm_reference(total, norm, EPS), gate_up)
+                x = F.linear(silu_and_mul_reference(x), down)
+            else:
+                x, total = norm_linear(x, total, norm, EPS, qkv, None)
+                x = skinny_linear(x[:, :q_size].contiguous(), o, None)
+                x, total = norm_linear(x, total, norm, EPS, gate_up, None, silu=True)
+                x = skinny_linear(x, down, None)
+        return total + x
+
+    x = make(num_rows, hidden, dtype=torch.bfloat16, device="cuda")
+    run(x, plain=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(x, plain=False)
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        expected = run(x, plain=True).float()
+        error = (found.float() - expected).norm() / expected.norm()
+        assert error < 0.02
