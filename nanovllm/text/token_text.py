@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from tokenizers.pre_tokenizers import ByteLevel
-
 from nanovllm.utils.panics import is_failure
 
 INCOMPLETE = "\ufffd"  # what a tokenizer makes of bytes that are no whole character
@@ -168,6 +166,8 @@ def _is_byte_level(tokenizer: Any, after: list[dict[str, Any]]) -> bool:
     """Whether a ByteLevel decoder maps the characters of every token of a vocabulary to a byte each
     (one that it does not know makes it pass the whole text as it is), and other decoders change
     none of them."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
     vocabulary = tokenizer.get_vocab()
     characters = set().union(*vocabulary)
     patterns = [step["pattern"].get("String") for step in after if step["type"] == "Replace"]

@@ -19,24 +19,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from nanovllm.kernels import (
-    all_reduce,
-    attention_flash4,
-    attention_triton,
+from nanovllm.kernels import rms_norm, rope, silu_and_mul
+from nanovllm.kernels.attention import (
     block_tables,
-    compat,
-    decode_attention,
-    drawn_tokens,
-    kv_store,
-    logprobs,
-    prefill_attention,
-    rms_norm,
-    rope,
-    sampling,
-    silu_and_mul,
-    skinny_linear,
-    tile_linear,
+    decode,
+    flash_attn_4_backend,
+    prefill,
+    store_kvcache,
+    triton_backend,
 )
+from nanovllm.kernels.comm import all_reduce
+from nanovllm.kernels.gemm import skinny, tiled
+from nanovllm.kernels.sampling import logprobs, sample, sampled_tokens
+from nanovllm.utils import triton_compat
 from nanovllm.utils.context import Context
 
 SHARED_MEMORY = 227 << 10
@@ -44,14 +39,14 @@ LEAST_SHARED_MEMORY = 99 << 10  # of a GPU with bf16
 ALL_SIZES = "--few" not in sys.argv
 CHAINED = (
     all_reduce,
-    decode_attention,
-    kv_store,
-    prefill_attention,
+    decode,
+    store_kvcache,
+    prefill,
     rms_norm,
     rope,
     silu_and_mul,
-    skinny_linear,
-    tile_linear,
+    skinny,
+    tiled,
 )
 
 
@@ -81,7 +76,7 @@ def compile_only() -> list[Any]:
     JITFunction.run = compile_kernel
     for module in CHAINED:
         module.chained = lambda x: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]
-    prefill_attention.shared_memory = lambda device: SHARED_MEMORY
+    prefill.shared_memory = lambda device: SHARED_MEMORY
     return compiled
 
 
@@ -97,7 +92,7 @@ def launch_all(
         return torch.zeros(shape, dtype=dtype)
 
     cache = make(4, 256, kv_heads, head_dim)
-    attention = attention_triton.TritonAttention()
+    attention = triton_backend.TritonAttention()
     angles = torch.zeros(99, head_dim)
     sizes = (1, 64, 128, 256) if dtype is torch.bfloat16 else (1, 256)
     for num_seqs in sizes if all_sizes else (64,):
@@ -126,12 +121,12 @@ def launch_all(
             block_tables=tables,
         )
         attention.prefill(q, k, k, cache, cache, prefill, 1.0)
-    kv_store.store_kvcache_triton(k, k, cache, cache, ints(64))
+    store_kvcache.store_kvcache_triton(k, k, cache, cache, ints(64))
     block_tables.spread_block_tables_triton(ints(9), ints(1), ints(8, 16))
     slots = rope.CacheSlots(cache, cache, ints(64))
     for norms in ((None, None), (weight, weight)):
         rotation = rope.Rotation(ints(64), angles, *norms, 1e-6)
-        for num_finite in (0, attention_flash4.MAX_TILE - 1):
+        for num_finite in (0, flash_attn_4_backend.MAX_TILE - 1):
             rope.rotate_and_store_triton(rotation, q, k, k, slots, num_finite)
     for residual in (None, make(8, 1024)):
         rms_norm.rms_norm_triton(make(8, 1024), make(1024), 1e-6, residual)
@@ -152,20 +147,20 @@ def launch_all(
         products = products[:3]
     for out, width, silu, has_bias in products:
         weight, bias = make(out * (1 + silu), width), make(out * (1 + silu)) if has_bias else None
-        for rows in (1, 8, skinny_linear.MAX_ROWS) if all_sizes else (8,):
-            if rows <= skinny_linear.MAX_ROWS_LARGE or width < skinny_linear.WIDE:
-                skinny_linear.skinny_linear(make(rows, width), weight, bias, silu)
+        for rows in (1, 8, skinny.MAX_ROWS) if all_sizes else (8,):
+            if rows <= skinny.MAX_ROWS_LARGE or width < skinny.WIDE:
+                skinny.skinny_linear(make(rows, width), weight, bias, silu)
         x = make(1, width)
-        skinny_linear.skinny_norm_linear(x, weight, bias, silu, make(width), 1e-6, x)
+        skinny.skinny_norm_linear(x, weight, bias, silu, make(width), 1e-6, x)
     if dtype is not torch.float32:
         for out, width in ((4096, 1024), (1024, 2048)) if all_sizes else ((1024, 2048),):
             for num_rows in (32, 64) if all_sizes else (32,):
                 for bias in (None, make(out)):
-                    tile_linear.tile_linear(make(num_rows, width), make(out, width), bias)
-    logits, rows = make(8, 151_936), ints(8, sampling.ROW_WORDS)
-    sampling.sample_triton(logits, rows, truncates=True)  # a superset of the other
-    sampling.best_of_shard_triton(make(8, 76_032), rows, 75_904, 76_032)
-    drawn_tokens.fill_in_drawn_triton(ints(8), torch.zeros(8, dtype=torch.int64))
+                    tiled.tile_linear(make(num_rows, width), make(out, width), bias)
+    logits, rows = make(8, 151_936), ints(8, sample.ROW_WORDS)
+    sample.sample_triton(logits, rows, truncates=True)  # a superset of the other
+    sample.best_of_shard_triton(make(8, 76_032), rows, 75_904, 76_032)
+    sampled_tokens.fill_in_drawn_triton(ints(8), torch.zeros(8, dtype=torch.int64))
     logprobs.top_logprobs_triton(logits, torch.zeros(8, dtype=torch.int64), 5)
     addresses = torch.zeros(2, dtype=torch.int64)
     for x in (make(8, 4096), torch.zeros(8, dtype=torch.int64)):
@@ -173,7 +168,7 @@ def launch_all(
 
 
 if __name__ == "__main__":
-    assert compat.HAS_TRITON
+    assert triton_compat.HAS_TRITON
     kernels = compile_only()
     with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor):
         launch_all(torch.bfloat16, 16, 8, 128, ALL_SIZES)
