@@ -506,11 +506,11 @@ class Memory:
         self.num_failures = 0
         whole = getattr(llm.model_runner, part)
 
-        def limited(batch: Any) -> Any:
-            if not fits(batch):
+        def limited(argument: Any) -> Any:
+            if not fits(argument if part == "run" else argument.batch):
                 self.num_failures += 1
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
-            return whole(batch)
+            return whole(argument)
 
         monkeypatch.setattr(llm.model_runner, part, limited)
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from itertools import count, cycle
 from threading import Condition, current_thread
-from time import time
+from time import perf_counter, time
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,12 +19,13 @@ from tqdm.auto import tqdm
 from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.config import MAX_INT32, Config
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.memory import describe_memory, held_bytes, is_out_of_memory, release_unused
-from nanovllm.engine.model_runner import LaunchedStep, start_ranks
 from nanovllm.engine.request import PreparedRequest, Request, grammar_of, make_outputs, refused
 from nanovllm.engine.sampling_state import PreparedParams, SamplingStateFactory
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.startup import start_ranks
 from nanovllm.engine.throughput import Throughput
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.outputs import EngineMetrics, RequestMetrics, RequestOutput
@@ -80,8 +81,10 @@ class LLMEngine:
             # When the engine is collected, and at the latest before the interpreter ends.
             self._close_runner = weakref.finalize(self, self.model_runner.close)
             try:
+                start = perf_counter()
                 self.prompt_encoder = encoder.result()
-                self.model_runner.timed("tokenizer, after all else")
+                waited = round(perf_counter() - start, 3)
+                self.model_runner.startup_seconds["tokenizer, after all else"] = waited
             except BaseException:
                 self._close_runner()
                 raise
@@ -115,7 +118,7 @@ class LLMEngine:
         self.recommended_sampling = checkpoint.recommended_sampling
         self.throughput = Throughput()
         self._requests: dict[str, Request] = {}
-        self._launched: LaunchedStep | None = None  # whose tokens have not been fetched
+        self._in_flight: InFlightStep | None = None  # its tokens have not been applied
         self._device = self.model_runner.device
         self._request_ids = count()
         self._text_turns = cycle(range(TEXT_STEPS))
@@ -207,7 +210,7 @@ class LLMEngine:
                     if not seq.is_finished:
                         self.scheduler.abort(seq)
             if not self._requests:
-                self._launched = None  # nobody waits for it
+                self._in_flight = None  # nobody waits for it
             self._turn.notify_all()
 
     def generate(
@@ -323,7 +326,7 @@ class LLMEngine:
         self._closed = True  # which ends the calls of other threads
         with self._turn:
             self._requests.clear()
-            self._launched = None
+            self._in_flight = None
             self.scheduler.reset()
             vars(self).pop("model_runner", None)
             self._close_runner()
@@ -437,37 +440,37 @@ class LLMEngine:
                 self._turn.notify_all()
 
     def _step(self) -> tuple[list[Sequence], list[Request]]:
-        """Launches the next step, and while it runs, books the one before it: the device never
-        waits for the host. Returns the sequences that have a new token, and the requests that it
+        """Launches the next step and, while it runs, applies the step before it: the device never
+        waits for the host. Returns the sequences that have a new token, and the requests that
         finished."""
         self._check_open(CLOSED_MEANWHILE)
         batch = self.scheduler.schedule()
-        runs = bool(batch.items) and self._fits(self.model_runner.run, batch)
-        launched, self._launched = self._launched, None
-        sampled, finished = self._book(launched) if launched else ([], [])
-        if runs and self._requests:  # or all that was launched is for nothing
-            self._fits(self._sample, batch)
+        step = self._run_part(batch, self.model_runner.run, batch) if batch.items else None
+        last, self._in_flight = self._in_flight, None
+        sampled, finished = self._apply(last) if last else ([], [])
+        if step is not None and self._requests:  # else nobody needs its tokens
+            self._in_flight = self._run_part(batch, self.model_runner.sample, step)
+            if self._in_flight is not None:
+                self.scheduler.launched(batch)
         return sampled, finished
 
-    def _sample(self, batch: Batch) -> None:
-        self._launched = self.model_runner.sample(batch)
-
-    def _fits(self, part: Callable[[Batch], None], batch: Batch) -> bool:
-        """Does a part of a step. If there is not enough memory for that, the step is taken back:
-        a smaller one will do its work. (Of several ranks the others cannot take it back.)
+    def _run_part(
+        self, batch: Batch, part: Callable[[Any], InFlightStep], argument: Any
+    ) -> InFlightStep | None:
+        """Runs a part of a step. If memory runs out, the step is rolled back, and smaller ones
+        compute the same later. (Not with several ranks: the others cannot roll back.)
 
         Raises:
             RuntimeError: not even the smallest step fits.
         """
         try:
-            part(batch)
-            return True
+            return part(argument)
         except Exception as error:
             if self.config.tensor_parallel_size > 1 or not is_out_of_memory(error):
                 raise
             device = self.model_runner.device
             memory = describe_memory(device)
-            if not self.scheduler.retract(batch):
+            if not self.scheduler.roll_back(batch):
                 raise RuntimeError(
                     f"out of memory in the smallest step ({memory}). Unfinished requests are "
                     f"dropped. Lower gpu_memory_utilization, max_num_batched_tokens or "
@@ -478,13 +481,14 @@ class LLMEngine:
                 batch.num_tokens,
                 memory,
             )
-        release_unused(device)  # only now is the exception gone, and the tensors that it knew
-        return False
+        release_unused(device)  # only now are the exception and the tensors in its frames gone
+        return None
 
-    def _book(self, launched: LaunchedStep) -> tuple[list[Sequence], list[Request]]:
-        """Waits for a step and hands its results to their sequences, but for those that have
+    def _apply(self, step: InFlightStep) -> tuple[list[Sequence], list[Request]]:
+        """Waits for a step and applies its results to their sequences, except those that have
         finished since it was launched."""
-        batch, output = launched.batch, self.model_runner.wait(launched)
+        batch, output = step.batch, self.model_runner.wait(step)
+        assert batch is not None
         rows = [i for i, item in enumerate(batch.sampled) if not item.seq.is_finished]
         finished = self.scheduler.postprocess(batch, output.token_ids)
         for seq in [seq for seq in reversed(finished) if seq.error]:
@@ -669,7 +673,7 @@ class LLMEngine:
         except BaseException:
             if not self._closed:  # or close does the same, and more
                 self._requests.clear()
-                self._launched = None
+                self._in_flight = None
                 self.scheduler.reset()
             raise
 

@@ -66,7 +66,6 @@ class Scheduler:
         self.num_cached_prompt_tokens = 0  # of these, already in the cache
         self._num_steps = 0
         self._block_copies: list[tuple[int, int]] = []
-        self._unbooked: Batch | None = None  # the last step, until its progress is booked
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running
@@ -99,12 +98,11 @@ class Scheduler:
         return len(seq) - self.block_manager.count_cached_tokens(seq)
 
     def schedule(self) -> Batch:
-        """The next step; empty if all that is left to do is under way.
+        """The next step; empty if all that is left to do is in flight.
 
-        The last step's tokens may still be unknown: its progress is booked without them. Those
-        of the step before must have been postprocessed.
+        The last step must have been ``launched``; its tokens may still be unknown. Those of the
+        step before must have been postprocessed.
         """
-        self._book()
         self._num_steps += 1
         if self._num_steps % RECOVERY_STEPS == 0:
             self._max_tokens_now = min(2 * self._max_tokens_now, self.max_num_batched_tokens)
@@ -113,15 +111,13 @@ class Scheduler:
         items = self._schedule_prefill()
         is_prefill = bool(items)
         items = items or self._schedule_decode()
-        self._unbooked = Batch(items, is_prefill=is_prefill, block_copies=copies)
-        return self._unbooked
+        return Batch(items, is_prefill=is_prefill, block_copies=copies)
 
-    def retract(self, batch: Batch) -> bool:
-        """Takes back the step just scheduled, which did not fit into memory, and preempts: the
-        next ones have at most half its tokens, or in a decode half its sequences, and more again
-        with time. False if there was no smaller step."""
-        assert batch is self._unbooked
-        self._unbooked, self._num_steps = None, 0
+    def roll_back(self, batch: Batch) -> bool:
+        """Rolls back the step just scheduled, which did not fit into memory, and preempts: the next
+        steps have at most half its tokens, or in a decode half its sequences, and more again with
+        time. Returns False if there was no smaller step."""
+        self._num_steps = 0
         self._block_copies = [*batch.block_copies, *self._block_copies]
         if batch.is_prefill:
             for item in reversed(batch.items):
@@ -140,8 +136,6 @@ class Scheduler:
 
         Returns the sequences that it finished, their blocks already freed.
         """
-        if batch is self._unbooked:
-            self._book()
         finished = []
         for item, token_id in zip(batch.sampled, token_ids, strict=True):
             seq = item.seq
@@ -163,12 +157,9 @@ class Scheduler:
             self.running = [seq for seq in self.running if not seq.is_finished]
         return finished
 
-    def _book(self) -> None:
-        """Books what the last step does whatever tokens it draws. Sequences that reach their
-        limit leave: work launched later may have their blocks."""
-        batch, self._unbooked = self._unbooked, None
-        if batch is None:
-            return
+    def launched(self, batch: Batch) -> None:
+        """Applies what a step does whatever tokens it samples. Sequences that reach their length
+        limit leave: steps launched later may have their blocks."""
         for seq, start, end, samples in batch.items:
             if not seq.is_finished:
                 seq.num_cached_tokens = max(end, seq.num_cached_tokens)
@@ -222,7 +213,6 @@ class Scheduler:
         self.waiting.clear()
         self.running = []
         self._block_copies = []
-        self._unbooked = None
         self._max_tokens_now, self._max_seqs_now = self.max_num_batched_tokens, self.max_num_seqs
         self._num_steps = 0
 

@@ -37,6 +37,13 @@ def make_scheduler(**kwargs: Any) -> Scheduler:
     return Scheduler(**{**defaults, **kwargs})
 
 
+def launch(scheduler: Scheduler) -> Batch:
+    """The next step, as launched."""
+    batch = scheduler.schedule()
+    scheduler.launched(batch)
+    return batch
+
+
 def next_token(tokens: list[int], salt: int) -> int:
     """Stands for the model: a token that depends on all before it, as a greedy one does; where
     the salt is odd, once in a while none."""
@@ -220,7 +227,7 @@ class Engine:
     def step(self, does_not_fit: str | None = None) -> Batch:
         """``does_not_fit``: the part that there is not enough memory for, "run" or "sample"."""
         batch = self.schedule()
-        runs = bool(batch.items) and not (does_not_fit == "run" and self.retract(batch))
+        runs = bool(batch.items) and not (does_not_fit == "run" and self.roll_back(batch))
         drawn: dict[Sequence, int] = {}
         if runs:
             self.device.run(batch)
@@ -228,8 +235,10 @@ class Engine:
                 drawn[seq] = next_token(self.device.tokens(seq), self.unfinished[seq].salt)
         if self.under_way is not None:
             self.postprocess(*self.under_way)
-        if runs and does_not_fit == "sample" and self.retract(batch):
+        if runs and does_not_fit == "sample" and self.roll_back(batch):
             runs, drawn = False, {}
+        if runs:
+            self.scheduler.launched(batch)
         self.under_way = (batch, list(drawn.values())) if runs else None
         self.device.drawn = drawn
         if self.under_way is not None and not self.overlap:
@@ -238,12 +247,12 @@ class Engine:
         self.check()
         return batch
 
-    def retract(self, batch: Batch) -> bool:
-        """Takes back the step just scheduled, unless that would be the end of all."""
+    def roll_back(self, batch: Batch) -> bool:
+        """Rolls back the step just scheduled, unless that would be the end of all."""
         num_tokens, running = batch.num_tokens, list(self.scheduler.running)
         if num_tokens == 1:
             return False
-        assert self.scheduler.retract(batch)
+        assert self.scheduler.roll_back(batch)
         still = running[: -len(batch)] if batch.is_prefill else running[: num_tokens // 2]
         assert self.scheduler.running == still
         self.most_now[batch.is_prefill] = num_tokens // 2
@@ -273,7 +282,6 @@ class Engine:
 
     def schedule(self) -> Batch:
         scheduler = self.scheduler
-        scheduler._book()
         before, preemptions = list(scheduler.running), scheduler.num_preemptions
         num_free = len(scheduler.block_manager.free_block_ids)
         num_opening = sum(len(seq.block_table) < seq.num_blocks for seq in before)
@@ -453,6 +461,7 @@ def drain(scheduler: Scheduler) -> Iterator[Batch]:
             return
         batch = scheduler.schedule()
         yield batch
+        scheduler.launched(batch)
         scheduler.postprocess(batch, [5] * len(batch.sampled))
     raise AssertionError("no end in sight")
 
@@ -603,8 +612,8 @@ def test_each_eos_token_ends_a_sequence(eos: int):
     goes_on = Sequence([1, 2], SamplingParams(ignore_eos=True), block_size=4)
     scheduler.add(stops)
     scheduler.add(goes_on)
-    assert scheduler.postprocess(scheduler.schedule(), [5, 5]) == []
-    assert scheduler.postprocess(scheduler.schedule(), [eos, eos]) == [stops]
+    assert scheduler.postprocess(launch(scheduler), [5, 5]) == []
+    assert scheduler.postprocess(launch(scheduler), [eos, eos]) == [stops]
     assert (stops.completion_token_ids, stops.finish_reason) == ([5, eos], "stop")
     assert scheduler.running == [goes_on]
 
@@ -639,7 +648,7 @@ def test_each_end_has_its_reason(case: str):
     scheduler.add(other)
     for i, token in enumerate(tokens):
         assert not seq.is_finished
-        finished = scheduler.postprocess(scheduler.schedule(), [token, 5])
+        finished = scheduler.postprocess(launch(scheduler), [token, 5])
         assert finished == ([seq] if i == len(tokens) - 1 else [])
     assert (seq.completion_token_ids, seq.finish_reason, seq.stop_reason) == expected
     assert seq.ends_with_stop_token == (seq.finish_reason == "stop")
@@ -653,7 +662,7 @@ def test_a_stop_string_outranks_any_other_reason(before: str):
     params = SamplingParams(max_tokens=1 if before == "length" else 9)
     seq = Sequence([1], params, block_size=4)
     scheduler.add(seq)
-    scheduler.postprocess(scheduler.schedule(), [EOS[0] if before == "stop" else 5])
+    scheduler.postprocess(launch(scheduler), [EOS[0] if before == "stop" else 5])
     assert seq.is_finished == (before != "running")
     scheduler.finish(seq, STOP_TEXT)
     assert (seq.finish_reason, seq.stop_reason) == ("stop", STOP_TEXT)
@@ -801,7 +810,7 @@ def test_a_prompt_joins_at_once_where_there_is_room_for_all_that_wait():
     for i in range(63):
         scheduler.add(Sequence([i, 1, 2], greedy(max_tokens=20), 4))
     while not scheduler.running or scheduler.waiting:
-        batch = scheduler.schedule()
+        batch = launch(scheduler)
         scheduler.postprocess(batch, [5] * len(batch.sampled))
     scheduler.add(Sequence([99], greedy(), 4))
     assert [item.seq.num_prompt_tokens for item in scheduler.schedule().items] == [1]
@@ -879,6 +888,7 @@ def test_scheduling_a_decode_looks_at_no_token(monkeypatch: pytest.MonkeyPatch):
         for seq, token_ids in zip(seqs, tokens, strict=True):
             seq.token_ids, seq.last_token = token_ids, token_ids[-1]
         engine.device.run(batch)
+        engine.scheduler.launched(batch)
         engine.scheduler.postprocess(batch, [5] * 3)
         engine.check()
 
@@ -1095,8 +1105,8 @@ class TestSiblings:
         seqs = [Sequence([5] * 6, several(3), block_size=4) for _ in range(3)]
         seqs[0].siblings = seqs[1:]
         scheduler.add(seqs[0])
-        assert scheduler.postprocess(scheduler.schedule(), [-1]) == [seqs[0]]
-        assert scheduler.postprocess(scheduler.schedule(), [7, -1]) == [seqs[2]]
+        assert scheduler.postprocess(launch(scheduler), [-1]) == [seqs[0]]
+        assert scheduler.postprocess(launch(scheduler), [7, -1]) == [seqs[2]]
         scheduler.check_invariants()
         list(drain(scheduler))
         assert [seq.finish_reason for seq in seqs] == ["error", "length", "error"]

@@ -160,7 +160,7 @@ def launch_all(
     logits, rows = make(8, 151_936), ints(8, sample.ROW_WORDS)
     sample.sample_triton(logits, rows, truncates=True)  # a superset of the other
     sample.best_of_shard_triton(make(8, 76_032), rows, 75_904, 76_032)
-    sampled_tokens.fill_in_drawn_triton(ints(8), torch.zeros(8, dtype=torch.int64))
+    sampled_tokens.fill_in_sampled_triton(ints(8), torch.zeros(8, dtype=torch.int64))
     logprobs.top_logprobs_triton(logits, torch.zeros(8, dtype=torch.int64), 5)
     addresses = torch.zeros(2, dtype=torch.int64)
     for x in (make(8, 4096), torch.zeros(8, dtype=torch.int64)):
