@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import startup
 from nanovllm.engine.batch import Batch, ScheduledSequence
+from nanovllm.engine.completion import Completion
 from nanovllm.engine.cuda_graphs import StepGraphs, borrowed, decode_sizes, prefill_sizes
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs
 from nanovllm.engine.model_runner import ModelRunner
@@ -65,7 +66,8 @@ def prefill_logits(llm: LLM, prompt: list[int]) -> torch.Tensor:
     """Logits after the prompt, through the engine's own prefill."""
     params = SamplingParams(temperature=0)
     seq = Sequence(prompt, params, llm.config.kvcache_block_size)
-    (seq.sampling,) = llm.sampling_states.make(llm.sampling_states.prepare(params), prompt)
+    (state,) = llm.sampling_states.make(llm.sampling_states.prepare(params), prompt)
+    seq.completion = Completion(state)
     llm.scheduler.block_manager.allocate(seq)
     batch = Batch((ScheduledSequence(seq, 0, len(seq), True),), is_prefill=True)
     with torch.inference_mode():

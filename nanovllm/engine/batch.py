@@ -52,8 +52,8 @@ class Batch:
 
     @cached_property
     def sampling_kinds(self) -> set[SamplingKind]:
-        """What drawing its tokens involves: few, however large the batch."""
-        return {item.seq.sampling.kind for item in self.sampled}
+        """What sampling its tokens involves: few kinds, however large the batch."""
+        return {item.seq.completion.sampling.kind for item in self.sampled}
 
 
 @dataclass(frozen=True, slots=True)

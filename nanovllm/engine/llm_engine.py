@@ -3,8 +3,7 @@
 import logging
 import os
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -13,18 +12,18 @@ from threading import Condition, current_thread
 from time import perf_counter, time
 from typing import Any, TypeAlias
 
-import numpy as np
 from tqdm.auto import tqdm
 
 from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.config import MAX_INT32, Config
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.completion import EVERY_TOKEN, Completion, collect_logprobs
 from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.memory import describe_memory, held_bytes, is_out_of_memory, release_unused
 from nanovllm.engine.request import PreparedRequest, Request, grammar_of, make_outputs, refused
 from nanovllm.engine.sampling_state import PreparedParams, SamplingStateFactory
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Finish, Sequence
 from nanovllm.engine.startup import start_ranks
 from nanovllm.engine.throughput import Throughput
 from nanovllm.models.model_config import ModelConfig
@@ -38,7 +37,6 @@ from nanovllm.utils.progress import bar_maker, portions, shown
 logger = logging.getLogger("nanovllm")
 PORTION = 256  # prompts that are tokenised together
 TEXT_STEPS = 32  # in as many steps each sequence's new tokens become text
-EVERY_TOKEN: Mapping[int, bool] = defaultdict(lambda: True)
 Checked: TypeAlias = PreparedRequest | Exception  # what is wrong with a request
 NOT_ALONE = (
     "{} needs the engine to itself: finish the other requests with step, drop them with "
@@ -489,37 +487,26 @@ class LLMEngine:
         finished since it was launched."""
         batch, output = step.batch, self.model_runner.wait(step)
         assert batch is not None
-        rows = [i for i, item in enumerate(batch.sampled) if not item.seq.is_finished]
-        finished = self.scheduler.postprocess(batch, output.token_ids)
-        for seq in [seq for seq in reversed(finished) if seq.error]:
-            if (grammar := seq.sampling.grammar) is not None and grammar.error:
-                seq.error = grammar.error
-            elif not seq.is_isolated and not seq.sampling.allows_none(seq.token_ids):
-                self._isolate(seq)
-                finished.remove(seq)
-                rows = [row for row in rows if batch.sampled[row].seq is not seq]
         for item in batch.items if output.prompt_logprobs else ():
             if (logprobs := output.prompt_logprobs.get(item.seq.seq_id)) is not None:
-                item.seq.prompt_logprobs.append(logprobs)
+                item.seq.completion.prompt_logprobs.append(logprobs)
                 item.seq.num_prompt_logprobs += len(logprobs)
+        rows = [i for i, item in enumerate(batch.sampled) if not item.seq.is_finished]
+        finished = self.scheduler.postprocess(batch, output.token_ids)
+        for seq, finish in reversed([*finished.items()]):
+            grammar = seq.completion.sampling.grammar
+            if finish.error and grammar is not None and grammar.error:
+                finished[seq] = finish._replace(error=grammar.error)
+            elif finish.error and self._retries_alone(seq, finish.error):
+                del finished[seq]
+                rows = [row for row in rows if batch.sampled[row].seq is not seq]
         sampled = [batch.sampled[row].seq for row in rows]
         token_ids = [output.token_ids[row] for row in rows]
         if output.logprobs is not None:
             collect_logprobs(sampled, token_ids, output.logprobs[rows])
-        # One sequence in TEXT_STEPS, and what finished, gets its text; -1: no token to watch.
-        work = dict.fromkeys((*sampled[next(self._text_turns) :: TEXT_STEPS], *finished), -1)
-        for seq, token_id in zip(sampled, token_ids, strict=True):
-            if (watched := seq.watched_tokens) is not None and watched[token_id]:
-                work[seq] = token_id
-        for seq, token_id in work.items():
-            try:
-                self._watch(seq, token_id)
-            except BaseException as error:  # of its tokenizer or its grammar
-                if not is_failure(error):
-                    raise
-                self.scheduler.finish(seq, None, f"{type(error).__name__}: {error}")
-            if seq.is_finished:
-                finished.append(seq)
+        for seq, finish in finished.items():
+            seq.completion.finish = finish
+        finished |= self._process_text(sampled, token_ids, finished)
         if self.throughput.add(batch.num_tokens if batch.is_prefill else 0, len(sampled)):
             self._log_metrics()
         now = time()
@@ -534,33 +521,41 @@ class LLMEngine:
             del self._requests[request.request_id]
         return sampled, done
 
-    def _isolate(self, seq: Sequence) -> None:
-        """Runs a sequence once more that could draw no token: the NaN may have come with a prefix
-        that another one computed."""
-        logger.warning("request %s: %s; computing it once more, alone", seq.request_id, seq.error)
-        seqs = self._requests[seq.request_id].seqs
-        new = seqs[seqs.index(seq)] = seq.isolated()
-        self.scheduler.waiting.appendleft(new)
+    def _process_text(
+        self, sampled: list[Sequence], token_ids: list[int], finished: Iterable[Sequence]
+    ) -> dict[Sequence, Finish]:
+        """Extends the texts of finished sequences, of those whose new token needs processing, and
+        of one in TEXT_STEPS of the others. Returns the sequences that the text, a grammar or an
+        error ends, and how."""
+        work = dict.fromkeys((*sampled[next(self._text_turns) :: TEXT_STEPS], *finished), -1)
+        for seq, token_id in zip(sampled, token_ids, strict=True):
+            tokens = seq.completion.tokens_to_process
+            if tokens is not None and tokens[token_id]:
+                work[seq] = token_id
+        ended = {}
+        for seq, token_id in work.items():
+            try:
+                finish = seq.completion.process(seq, token_id)
+            except BaseException as error:  # of its tokenizer or its grammar
+                if not is_failure(error):
+                    raise
+                finish = Finish("error", error=f"{type(error).__name__}: {error}")
+            if finish is not None:
+                seq.completion.finish = ended[seq] = finish
+                if not seq.is_finished:
+                    self.scheduler.abort(seq)
+        return ended
 
-    def _watch(self, seq: Sequence, token_id: int) -> None:
-        """Books what a new token (-1 for none) means besides its place in the sequence, and brings
-        the text up to it."""
-        state, text = seq.sampling, seq.detokenizer
-        if token_id >= 0 and state.follows_tokens:
-            state.append_token(token_id)
-            if state.grammar is not None and state.grammar.is_finished and not seq.is_finished:
-                self.scheduler.finish(seq, None)
-        if text is None:
-            return
-        may_stop = not seq.error and seq.num_completion_tokens > seq.sampling_params.min_tokens
-        end = len(seq.token_ids) - (seq.ends_with_stop_token and not text.keep_stop)
-        stop = text.extend(seq.token_ids[seq.num_prompt_tokens + text.num_tokens : end], may_stop)
-        if stop is None and seq.is_finished:
-            stop = text.finish(may_stop)
-        if stop is not None:
-            self.scheduler.finish(seq, stop)
-        if seq.watched_tokens is not EVERY_TOKEN:
-            seq.watched_tokens = text.ending_tokens
+    def _retries_alone(self, seq: Sequence, error: str) -> bool:
+        """Whether a sequence for which no token could be sampled is computed again, alone: the NaN
+        may have come with a prefix that another sequence computed."""
+        if seq.is_isolated or seq.completion.sampling.allows_none(seq.token_ids):
+            return False
+        logger.warning("request %s: %s; computing it once more, alone", seq.request_id, error)
+        seqs = self._requests[seq.request_id].seqs
+        seqs[seqs.index(seq)] = self.scheduler.retry_alone(seq)
+        seq.completion.prompt_logprobs = []
+        return True
 
     def _add(self, prepared: PreparedRequest, streams: bool = False) -> Request:
         """Queues a request; if anything raises, nothing has changed."""
@@ -571,12 +566,11 @@ class LLMEngine:
         for state in states:
             seq = Sequence(token_ids, params, self.config.kvcache_block_size)
             seq.request_id = request_id
-            seq.sampling = state
-            seq.detokenizer = self.prompt_encoder.detokenizer(token_ids[-1], params)
+            text = self.prompt_encoder.detokenizer(token_ids[-1], params)
+            tokens = None if text is None else text.ending_tokens
             if streams or state.follows_tokens:
-                seq.watched_tokens = EVERY_TOKEN
-            elif seq.detokenizer is not None:
-                seq.watched_tokens = seq.detokenizer.ending_tokens
+                tokens = EVERY_TOKEN
+            seq.completion = Completion(state, text, tokens)
             seqs.append(seq)
         seqs[0].wants_prompt_logprobs = params.prompt_logprobs is not None
         seqs[0].siblings = seqs[1:]
@@ -691,15 +685,6 @@ class LLMEngine:
     def _check_open(self, message: str = CLOSED) -> None:
         if self._closed:
             raise ValueError(message)
-
-
-def collect_logprobs(sampled: list[Sequence], token_ids: list[int], logprobs: np.ndarray) -> None:
-    """Hands each sequence that asks for them the logprobs of its new token."""
-    for seq, token_id, row in zip(sampled, token_ids, logprobs, strict=True):
-        k = seq.sampling.kind.num_logprobs
-        if k is not None and token_id >= 0:
-            # A view keeps the whole step's rows alive: fine where they are no wider than it needs.
-            seq.logprobs.append(row if len(row) == 3 + 2 * k else row[: 3 + 2 * k].copy())
 
 
 def limit_model_len(max_model_len: int | None, model: ModelConfig) -> int:

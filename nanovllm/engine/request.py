@@ -84,7 +84,7 @@ def make_outputs(requests: list[Request], encoder: PromptEncoder) -> list[Reques
         ]
         prompt_logprobs = None
         if request.params.prompt_logprobs is not None:
-            rows = first.prompt_logprobs or [np.empty((0, 3), np.int32)]
+            rows = first.completion.prompt_logprobs or [np.empty((0, 3), np.int32)]
             decode = encoder.decode_logprob_tokens if request.params.detokenize else None
             prompt_logprobs = PackedLogprobs(np.concatenate(rows), decode, starts_with_none=True)
         outputs.append(
@@ -105,22 +105,23 @@ def make_outputs(requests: list[Request], encoder: PromptEncoder) -> list[Reques
 def _completion(
     index: int, seq: Sequence, params: SamplingParams, encoder: PromptEncoder
 ) -> CompletionOutput:
-    text = ""
-    if seq.detokenizer is not None:
-        text = seq.detokenizer.text if seq.is_finished else seq.detokenizer.stable_text()
+    completion, text = seq.completion, ""
+    if (detokenizer := completion.detokenizer) is not None:
+        text = detokenizer.text if seq.is_finished else detokenizer.stable_text()
     logprobs = total = None
     if params.logprobs is not None:
-        rows = np.array(seq.logprobs) if seq.logprobs else np.empty((0, 3), np.int32)
+        rows = np.array(completion.logprobs) if completion.logprobs else np.empty((0, 3), np.int32)
         decode = encoder.decode_logprob_tokens if params.detokenize else None
         logprobs = PackedLogprobs(rows, decode)
         total = float(logprobs.token_logprobs().sum(dtype=np.float64))
+    finish = completion.finish
     return CompletionOutput(
         index=index,
         text=text,
         token_ids=seq.completion_token_ids,
-        finish_reason=seq.finish_reason,
-        stop_reason=seq.stop_reason,
+        finish_reason=finish and finish.reason,
+        stop_reason=finish and finish.stop_reason,
         cumulative_logprob=total,
         logprobs=logprobs,
-        error=seq.error,
+        error=finish and finish.error,
     )

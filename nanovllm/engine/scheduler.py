@@ -6,7 +6,7 @@ from typing import Any
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import Finish, Sequence, SequenceStatus
 
 NO_TOKEN = (
     "no token could be drawn: the model's logits are NaN or infinite, or its parameters allow none"
@@ -130,29 +130,29 @@ class Scheduler:
             self.preempt(self.running[-1])
         return len(batch) > 1
 
-    def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
-        """Takes the new tokens of a step, one per sampled item (-1 for none allowed); those of
-        sequences that have finished since it was scheduled are dropped.
+    def postprocess(self, batch: Batch, token_ids: list[int]) -> dict[Sequence, Finish]:
+        """Appends a step's tokens, one for each sampled item (-1 for none allowed), to their
+        sequences. Those of sequences that have finished since it was launched are dropped.
 
-        Returns the sequences that it finished, their blocks already freed.
+        Returns the sequences that finished, their blocks already freed, and how they ended.
         """
-        finished = []
+        finished: dict[Sequence, Finish] = {}
         for item, token_id in zip(batch.sampled, token_ids, strict=True):
             seq = item.seq
             if seq.is_finished:
                 continue
             if token_id < 0:
-                seq.finish_reason, seq.error = "error", NO_TOKEN
+                finish: Finish | None = Finish("error", error=NO_TOKEN)
                 self.block_manager.forget(seq)
             else:
                 seq.append_token(token_id)
-                self._check_stop(seq)
-            if seq.finish_reason:
+                finish = self._check_stop(seq)
+            if finish:
                 if seq.status is SequenceStatus.WAITING:  # preempted meanwhile
                     self.waiting.remove(seq)
                 seq.status = SequenceStatus.FINISHED
                 self.block_manager.deallocate(seq)
-                finished.append(seq)
+                finished[seq] = finish
         if finished:
             self.running = [seq for seq in self.running if not seq.is_finished]
         return finished
@@ -179,12 +179,12 @@ class Scheduler:
         if left:
             self.running = [seq for seq in self.running if seq not in left]
 
-    def finish(self, seq: Sequence, stop_reason: str | None, error: str | None = None) -> None:
-        """Ends a sequence for what its text says, or an error, which outranks any other reason."""
-        if not seq.is_finished:
-            self.abort(seq)
-        seq.finish_reason, seq.stop_reason = "error" if error else "stop", stop_reason
-        seq.error, seq.ends_with_stop_token = error, False
+    def retry_alone(self, seq: Sequence) -> Sequence:
+        """Queues a finished sequence to be computed again from the start, without blocks of others:
+        theirs may have been the cause of its error. Returns the sequence that takes its place."""
+        new = seq.alone()
+        self.waiting.appendleft(new)
+        return new
 
     def preempt(self, seq: Sequence) -> None:
         """Frees a running sequence's blocks and puts it back at the head of the queue."""
@@ -316,16 +316,15 @@ class Scheduler:
         assert items or not self.running, "a lone sequence always fits: max_len is within the cache"
         return tuple(items)
 
-    def _check_stop(self, seq: Sequence) -> None:
-        """Sets the reasons if the newest token ends the sequence."""
+    def _check_stop(self, seq: Sequence) -> Finish | None:
+        """Returns how the newest token ends the sequence; None if it does not."""
         params, token_id = seq.sampling_params, seq.last_token
         is_eos = token_id in self.eos_token_ids and not params.ignore_eos
         is_stop = params.stop_token_ids is not None and token_id in params.stop_token_ids
         if (is_eos or is_stop) and seq.num_completion_tokens > params.min_tokens:
-            seq.finish_reason, seq.ends_with_stop_token = "stop", True
-            seq.stop_reason = None if is_eos and token_id == self.eos_token_id else token_id
-        elif self._reaches_limit(seq, len(seq.token_ids)):
-            seq.finish_reason = "length"
+            stop_reason = None if is_eos and token_id == self.eos_token_id else token_id
+            return Finish("stop", stop_reason, ends_with_stop_token=True)
+        return Finish("length") if self._reaches_limit(seq, len(seq.token_ids)) else None
 
     def _reaches_limit(self, seq: Sequence, num_tokens: int) -> bool:
         """Whether so many tokens, the prompt's and the generated, are all that it may have."""

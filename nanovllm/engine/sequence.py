@@ -1,19 +1,15 @@
 """One request's state. Knows nothing of tensors or of other requests."""
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from enum import Enum, auto
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.math import cdiv
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from nanovllm.engine.sampling_state import SamplingState
-    from nanovllm.text.detokenizer import IncrementalDetokenizer
+    from nanovllm.engine.completion import Completion
 
 
 class SequenceStatus(Enum):
@@ -24,11 +20,21 @@ class SequenceStatus(Enum):
 
 FINISHED = SequenceStatus.FINISHED  # looked up often, and slowly as an attribute
 
-# What another process needs to compute the next step, besides tokens.
-SHIPPED = (
-    *("seq_id", "block_size", "block_table", "sampling_params", "last_token", "num_tokens"),
-    *("num_prompt_tokens", "num_cached_tokens", "num_prompt_logprobs", "wants_prompt_logprobs"),
-)
+
+class Finish(NamedTuple):
+    """How a sequence ended.
+
+    Attributes:
+        reason: "stop", "length" or "error".
+        stop_reason: the stop token or stop string that ended it, if one did.
+        error: what went wrong, for "error".
+        ends_with_stop_token: its last token ended it, and is no part of its text.
+    """
+
+    reason: str
+    stop_reason: int | str | None = None
+    error: str | None = None
+    ends_with_stop_token: bool = False
 
 
 class Sequence:
@@ -49,23 +55,16 @@ class Sequence:
         block_hashes: chain hash of each full block hashed so far (see BlockManager).
         siblings: other completions of the same prompt, which the scheduler starts on copies of
             this one's blocks once the prompt is computed.
-        finish_reason: "stop", "length" or "error" once finished.
-        stop_reason: the stop token or string that ended it, if one did.
-        error: what went wrong, for "error".
-        ends_with_stop_token: whether its last token ended it, and so is no part of its text.
         num_cached_prompt_tokens: prompt tokens that the prefix cache held when it first ran.
         is_isolated: shares no blocks with others, as it has once had no token to draw: theirs may
             have been the cause.
         wants_prompt_logprobs: each prompt token has to be computed, to have its logits.
-        prompt_logprobs, logprobs: packed rows, collected from the steps.
-        sampling: what drawing its tokens takes; set by the engine, on rank 0 only.
-        detokenizer: its text so far; None if it is to have none.
-        watched_tokens: whether a token, by its id, means more to the engine than its place in the
-            sequence; None if none does.
+        num_prompt_logprobs: prompt tokens, from the first on, whose log-probabilities are known.
+        completion: what the user gets of it; set by the engine.
     """
 
     counter = count()
-    sampling: "SamplingState"
+    completion: "Completion"
 
     def __init__(
         self,
@@ -87,18 +86,10 @@ class Sequence:
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []
         self.siblings: list[Sequence] = []
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.error: str | None = None
-        self.ends_with_stop_token = False
         self.num_cached_prompt_tokens: int | None = None
         self.is_isolated = False
         self.wants_prompt_logprobs = False
         self.num_prompt_logprobs = 0
-        self.prompt_logprobs: list[np.ndarray] = []
-        self.logprobs: list[np.ndarray] = []
-        self.detokenizer: IncrementalDetokenizer | None = None
-        self.watched_tokens: Mapping[int, bool] | None = None
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -140,18 +131,9 @@ class Sequence:
         return self.num_tokens
 
     @property
-    def num_cached_blocks(self) -> int:
-        """Full blocks whose keys and values are in the cache."""
-        return self.num_cached_tokens // self.block_size
-
-    @property
     def num_blocks(self) -> int:
         """Blocks that all tokens need."""
         return cdiv(self.num_tokens, self.block_size)
-
-    @property
-    def last_block_num_tokens(self) -> int:
-        return self.num_tokens - (self.num_blocks - 1) * self.block_size
 
     def block(self, i: int) -> list[int]:
         """Token ids of logical block i."""
@@ -170,29 +152,12 @@ class Sequence:
         self.last_token = token_id
         self.num_tokens = len(self.token_ids)
 
-    def isolated(self) -> "Sequence":
-        """A copy that waits to be computed once more, from the start, prompt log-probabilities
-        included."""
+    def alone(self) -> "Sequence":
+        """Returns a copy that waits to be computed again from the start, sharing no blocks."""
         new = object.__new__(Sequence)
         vars(new).update(vars(self))
         new.status, new.is_isolated = SequenceStatus.WAITING, True
-        new.finish_reason = new.error = None
         new.block_table, new.block_hashes, new.num_cached_tokens = [], [], 0
-        new.prompt_logprobs, new.num_prompt_logprobs = [], 0
-        new.logprobs = list(self.logprobs)
+        new.num_prompt_logprobs = 0
         new.last_token, new.num_tokens = self.token_ids[-1], len(self.token_ids)
         return new
-
-    # Only the tokens not yet cached travel, so that a decode ships one whatever its history.
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        first = min(self.num_cached_tokens, len(self.token_ids) - 1)
-        return first, self.token_ids[first:], *(getattr(self, name) for name in SHIPPED)
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        first, tail, *values = state
-        # Positions already cached are never read there; the padding keeps indices true.
-        self.__init__([-1] * first + tail)  # type: ignore[misc]
-        for name, value in zip(SHIPPED, values, strict=True):
-            setattr(self, name, value)
-        self.status = SequenceStatus.RUNNING

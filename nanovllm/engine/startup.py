@@ -12,6 +12,7 @@ import torch
 from nanovllm.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, ScheduledSequence
+from nanovllm.engine.completion import Completion
 from nanovllm.engine.cuda_graphs import StepGraphs, decode_sizes, graph_bytes, prefill_sizes
 from nanovllm.engine.device import select_device, select_dtype
 from nanovllm.engine.kv_cache import (
@@ -245,13 +246,13 @@ def warmup_model(runner: ModelRunner) -> None:
     """Runs prefills of as many tokens as a step takes, of the most sequences and of the fewest, for
     which a backend may have another kernel. All sequences sample, and share one block."""
     num_tokens, most = runner.config.max_num_batched_tokens, max_num_seqs(runner.config)
-    sampling = SamplingState(SamplingParams(), 0, [], runner.model_config.vocab_size)
+    completion = Completion(SamplingState(SamplingParams(), 0, [], runner.model_config.vocab_size))
     for num_seqs in {most, min(most, cdiv(num_tokens, runner.max_model_len))}:
         items = []
         for i in range(num_seqs):
             length = num_tokens // num_seqs + (i < num_tokens % num_seqs)
             seq = Sequence([0] * min(length, runner.max_model_len))
-            seq.sampling = sampling
+            seq.completion = completion
             seq.block_table = [0] * cdiv(len(seq), runner.config.kvcache_block_size)
             items.append(ScheduledSequence(seq, 0, len(seq), samples=True))
         runner.run_step(None, runner.prepare(Batch(tuple(items), is_prefill=True), None))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
+from nanovllm.engine.completion import Completion
 from nanovllm.engine.model_inputs import (
     GraphSize,
     ModelInputs,
@@ -350,10 +351,11 @@ def make_sampled(
 ) -> Sampled:
     bad_words = bad_words or []
     seq = Sequence(prompt, params)
-    seq.sampling = SamplingState(params, seed, prompt, VOCAB_SIZE, EOS, bad_words)
+    state = SamplingState(params, seed, prompt, VOCAB_SIZE, EOS, bad_words)
+    seq.completion = Completion(state)
     for token in completion:
         seq.append_token(token)
-        seq.sampling.append_token(token)
+        state.append_token(token)
     item = ScheduledSequence(seq, len(seq) - 1, len(seq), samples=samples)
     return Sampled(item, params, seed, bad_words)
 

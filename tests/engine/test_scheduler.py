@@ -15,7 +15,7 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_inputs import prepare_decode, prepare_prefill
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import Finish, Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 from tests.conftest import needs_asserts
 
@@ -198,6 +198,7 @@ class Engine:
         self.device = Device(scheduler.block_manager.block_size)
         self.unfinished: dict[Sequence, Request] = {}
         self.results: list[tuple[Request, Result]] = []
+        self.finishes: dict[Sequence, Finish] = {}
         self.batches: list[Batch] = []
         self.check()
 
@@ -268,16 +269,21 @@ class Engine:
                 continue
             assert token == -1 or seq.last_token == seq.token_ids[-1] == token
             assert (seq in finished) == seq.is_finished
-            assert seq.ends_with_stop_token == (seq.finish_reason == "stop")
+            if seq in finished:
+                finish = self.finishes[seq] = finished[seq]
+                assert finish.ends_with_stop_token == (finish.reason == "stop")
+                assert (finish.error is not None) == (finish.reason == "error") == (token == -1)
             stop_text_at = self.unfinished[seq].stop_text_at
             if token != -1 and seq.num_completion_tokens == stop_text_at:
-                self.scheduler.finish(seq, STOP_TEXT)
-                assert not seq.ends_with_stop_token
+                if seq not in finished:
+                    self.scheduler.abort(seq)
+                self.finishes[seq] = Finish("stop", STOP_TEXT)
         for seq in [seq for seq in live if seq.is_finished]:
             request = self.unfinished.pop(seq)
             assert not seq.block_table
             assert seq.prompt_token_ids == request.prompt
-            result = seq.completion_token_ids, seq.finish_reason, seq.stop_reason
+            finish = self.finishes[seq]
+            result = seq.completion_token_ids, finish.reason, finish.stop_reason
             self.results.append((request, result))
 
     def schedule(self) -> Batch:
@@ -594,14 +600,14 @@ def test_length_limit_ends_a_sequence(
     engine = Engine(make_scheduler(num_blocks=num_blocks, max_model_len=max_model_len))
     seq = engine.add(Request([1, 2, 5], greedy(max_tokens)))
     engine.run()
-    assert (len(seq), seq.finish_reason) == (max_len, "length")
+    assert (len(seq), engine.finishes[seq]) == (max_len, Finish("length"))
 
 
 def test_max_tokens_ends_a_sequence():
     engine = Engine(make_scheduler())
     seq = engine.add(Request([1, 2, 5], greedy(max_tokens=7)))
     engine.run()
-    assert (seq.num_completion_tokens, seq.finish_reason) == (7, "length")
+    assert (seq.num_completion_tokens, engine.finishes[seq]) == (7, Finish("length"))
 
 
 @pytest.mark.parametrize("eos", EOS)
@@ -612,9 +618,10 @@ def test_each_eos_token_ends_a_sequence(eos: int):
     goes_on = Sequence([1, 2], SamplingParams(ignore_eos=True), block_size=4)
     scheduler.add(stops)
     scheduler.add(goes_on)
-    assert scheduler.postprocess(launch(scheduler), [5, 5]) == []
-    assert scheduler.postprocess(launch(scheduler), [eos, eos]) == [stops]
-    assert (stops.completion_token_ids, stops.finish_reason) == ([5, eos], "stop")
+    assert scheduler.postprocess(launch(scheduler), [5, 5]) == {}
+    finished = scheduler.postprocess(launch(scheduler), [eos, eos])
+    assert [*finished] == [stops] and finished[stops].reason == "stop"
+    assert stops.completion_token_ids == [5, eos]
     assert scheduler.running == [goes_on]
 
 
@@ -649,27 +656,12 @@ def test_each_end_has_its_reason(case: str):
     for i, token in enumerate(tokens):
         assert not seq.is_finished
         finished = scheduler.postprocess(launch(scheduler), [token, 5])
-        assert finished == ([seq] if i == len(tokens) - 1 else [])
-    assert (seq.completion_token_ids, seq.finish_reason, seq.stop_reason) == expected
-    assert seq.ends_with_stop_token == (seq.finish_reason == "stop")
+        assert [*finished] == ([seq] if i == len(tokens) - 1 else [])
+    finish = finished[seq]
+    assert (seq.completion_token_ids, finish.reason, finish.stop_reason) == expected
+    assert finish.ends_with_stop_token == (finish.reason == "stop")
     assert scheduler.running == [other]
     scheduler.check_invariants()
-
-
-@pytest.mark.parametrize("before", ["running", "length", "stop"])
-def test_a_stop_string_outranks_any_other_reason(before: str):
-    scheduler = make_scheduler()
-    params = SamplingParams(max_tokens=1 if before == "length" else 9)
-    seq = Sequence([1], params, block_size=4)
-    scheduler.add(seq)
-    scheduler.postprocess(launch(scheduler), [EOS[0] if before == "stop" else 5])
-    assert seq.is_finished == (before != "running")
-    scheduler.finish(seq, STOP_TEXT)
-    assert (seq.finish_reason, seq.stop_reason) == ("stop", STOP_TEXT)
-    assert not seq.ends_with_stop_token
-    assert scheduler.is_finished()
-    scheduler.check_invariants()
-    assert not scheduler.block_manager.used_block_ids
 
 
 def test_finished_sequences_free_their_blocks_at_once():
@@ -933,7 +925,7 @@ def test_abort_drops_one_sequence_and_leaves_the_others(state: str):
     engine.run()
     engine.check_results()
     assert len(engine.results) == 2
-    assert seq.finish_reason is None
+    assert seq not in engine.finishes
 
 
 @pytest.mark.parametrize("mid_step", [False, True])
@@ -1105,11 +1097,14 @@ class TestSiblings:
         seqs = [Sequence([5] * 6, several(3), block_size=4) for _ in range(3)]
         seqs[0].siblings = seqs[1:]
         scheduler.add(seqs[0])
-        assert scheduler.postprocess(launch(scheduler), [-1]) == [seqs[0]]
-        assert scheduler.postprocess(launch(scheduler), [7, -1]) == [seqs[2]]
+        finishes = scheduler.postprocess(launch(scheduler), [-1])
+        assert [*finishes] == [seqs[0]]
+        finishes |= scheduler.postprocess(launch(scheduler), [7, -1])
+        assert [*finishes] == [seqs[0], seqs[2]]
+        assert {finish.reason for finish in finishes.values()} == {"error"}
         scheduler.check_invariants()
         list(drain(scheduler))
-        assert [seq.finish_reason for seq in seqs] == ["error", "length", "error"]
+        assert all(seq.is_finished for seq in seqs)
         assert [len(seq.completion_token_ids) for seq in seqs] == [0, 4, 0]
 
     def test_cached_tokens_of_the_prompt_are_counted_once_it_first_runs(self):
