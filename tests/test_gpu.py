@@ -151,7 +151,7 @@ def test_graphs_replay_exactly_what_eager_computes(small_model, backend, dtype):
             assert (replayed[:num_seqs] - unpadded).abs().max() < tolerance * unpadded.std()
             llm.scheduler.reset()
             llm._requests.clear()
-            llm._in_flight = None
+            llm.loop.in_flight = None
 
 
 def test_prefill_graphs_replay_exactly_what_eager_computes(small_model, backend):
@@ -180,7 +180,7 @@ def test_prefill_graphs_replay_exactly_what_eager_computes(small_model, backend)
             assert (replayed[: len(lens)] - unpadded).abs().max() < 0.4 * unpadded.std()
             llm.scheduler.reset()
             llm._requests.clear()
-            llm._in_flight = None
+            llm.loop.in_flight = None
             llm.generate([common], SamplingParams(max_tokens=1), use_tqdm=False)
 
 

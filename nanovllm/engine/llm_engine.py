@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from itertools import count, cycle
+from itertools import count
 from threading import Condition, current_thread
 from time import perf_counter, time
 from typing import Any, TypeAlias
@@ -16,27 +16,24 @@ from tqdm.auto import tqdm
 
 from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.config import MAX_INT32, Config
-from nanovllm.engine.batch import Batch
-from nanovllm.engine.completion import EVERY_TOKEN, Completion, collect_logprobs
-from nanovllm.engine.in_flight import InFlightStep
-from nanovllm.engine.memory import describe_memory, held_bytes, is_out_of_memory, release_unused
+from nanovllm.engine.completion import EVERY_TOKEN, Completion
+from nanovllm.engine.memory import held_bytes
 from nanovllm.engine.request import PreparedRequest, Request, grammar_of, make_outputs, refused
 from nanovllm.engine.sampling_state import PreparedParams, SamplingStateFactory
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Finish, Sequence
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.startup import start_ranks
+from nanovllm.engine.step_loop import StepLoop
 from nanovllm.engine.throughput import Throughput
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.outputs import EngineMetrics, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, as_prompt_list, load_encoder, raise_errors
 from nanovllm.utils.forks import leave_to_parent
-from nanovllm.utils.panics import is_failure
 from nanovllm.utils.progress import bar_maker, portions, shown
 
 logger = logging.getLogger("nanovllm")
 PORTION = 256  # prompts that are tokenised together
-TEXT_STEPS = 32  # in as many steps each sequence's new tokens become text
 Checked: TypeAlias = PreparedRequest | Exception  # what is wrong with a request
 NOT_ALONE = (
     "{} needs the engine to itself: finish the other requests with step, drop them with "
@@ -104,6 +101,7 @@ class LLMEngine:
             eos_token_id=eos_token_id,
             enable_prefix_caching=config.enable_prefix_caching,
         )
+        self.loop = StepLoop(self.scheduler, self.model_runner)
         self.sampling_states = SamplingStateFactory(
             self.tokenizer,
             checkpoint.config.vocab_size,
@@ -116,10 +114,8 @@ class LLMEngine:
         self.recommended_sampling = checkpoint.recommended_sampling
         self.throughput = Throughput()
         self._requests: dict[str, Request] = {}
-        self._in_flight: InFlightStep | None = None  # its tokens have not been applied
         self._device = self.model_runner.device
         self._request_ids = count()
-        self._text_turns = cycle(range(TEXT_STEPS))
         self._turn = Condition()  # its lock is held by the call that runs
         self._closed = False
         logger.info(
@@ -208,7 +204,7 @@ class LLMEngine:
                     if not seq.is_finished:
                         self.scheduler.abort(seq)
             if not self._requests:
-                self._in_flight = None  # nobody waits for it
+                self.loop.in_flight = None  # nobody waits for it
             self._turn.notify_all()
 
     def generate(
@@ -324,9 +320,9 @@ class LLMEngine:
         self._closed = True  # which ends the calls of other threads
         with self._turn:
             self._requests.clear()
-            self._in_flight = None
-            self.scheduler.reset()
-            vars(self).pop("model_runner", None)
+            if (loop := vars(self).pop("loop", None)) is not None:
+                loop.reset()
+                del self.model_runner
             self._close_runner()
             self._turn.notify_all()
         self.grammars.close()
@@ -438,124 +434,26 @@ class LLMEngine:
                 self._turn.notify_all()
 
     def _step(self) -> tuple[list[Sequence], list[Request]]:
-        """Launches the next step and, while it runs, applies the step before it: the device never
-        waits for the host. Returns the sequences that have a new token, and the requests that
+        """Runs the loop once. Returns the sequences that have a new token, and the requests that
         finished."""
         self._check_open(CLOSED_MEANWHILE)
-        batch = self.scheduler.schedule()
-        step = self._run_part(batch, self.model_runner.run, batch) if batch.items else None
-        last, self._in_flight = self._in_flight, None
-        sampled, finished = self._apply(last) if last else ([], [])
-        if step is not None and self._requests:  # else nobody needs its tokens
-            self._in_flight = self._run_part(batch, self.model_runner.sample, step)
-            if self._in_flight is not None:
-                self.scheduler.launched(batch)
-        return sampled, finished
-
-    def _run_part(
-        self, batch: Batch, part: Callable[[Any], InFlightStep], argument: Any
-    ) -> InFlightStep | None:
-        """Runs a part of a step. If memory runs out, the step is rolled back, and smaller ones
-        compute the same later. (Not with several ranks: the others cannot roll back.)
-
-        Raises:
-            RuntimeError: not even the smallest step fits.
-        """
-        try:
-            return part(argument)
-        except Exception as error:
-            if self.config.tensor_parallel_size > 1 or not is_out_of_memory(error):
-                raise
-            device = self.model_runner.device
-            memory = describe_memory(device)
-            if not self.scheduler.roll_back(batch):
-                raise RuntimeError(
-                    f"out of memory in the smallest step ({memory}). Unfinished requests are "
-                    f"dropped. Lower gpu_memory_utilization, max_num_batched_tokens or "
-                    f"max_num_seqs, or end what else uses this memory"
-                ) from error
-            logger.warning(
-                "out of memory in a step of %d tokens; going on with smaller ones (%s)",
-                batch.num_tokens,
-                memory,
-            )
-        release_unused(device)  # only now are the exception and the tensors in its frames gone
-        return None
-
-    def _apply(self, step: InFlightStep) -> tuple[list[Sequence], list[Request]]:
-        """Waits for a step and applies its results to their sequences, except those that have
-        finished since it was launched."""
-        batch, output = step.batch, self.model_runner.wait(step)
-        assert batch is not None
-        for item in batch.items if output.prompt_logprobs else ():
-            if (logprobs := output.prompt_logprobs.get(item.seq.seq_id)) is not None:
-                item.seq.completion.prompt_logprobs.append(logprobs)
-                item.seq.num_prompt_logprobs += len(logprobs)
-        rows = [i for i, item in enumerate(batch.sampled) if not item.seq.is_finished]
-        finished = self.scheduler.postprocess(batch, output.token_ids)
-        for seq, finish in reversed([*finished.items()]):
-            grammar = seq.completion.sampling.grammar
-            if finish.error and grammar is not None and grammar.error:
-                finished[seq] = finish._replace(error=grammar.error)
-            elif finish.error and self._retries_alone(seq, finish.error):
-                del finished[seq]
-                rows = [row for row in rows if batch.sampled[row].seq is not seq]
-        sampled = [batch.sampled[row].seq for row in rows]
-        token_ids = [output.token_ids[row] for row in rows]
-        if output.logprobs is not None:
-            collect_logprobs(sampled, token_ids, output.logprobs[rows])
-        for seq, finish in finished.items():
-            seq.completion.finish = finish
-        finished |= self._process_text(sampled, token_ids, finished)
-        if self.throughput.add(batch.num_tokens if batch.is_prefill else 0, len(sampled)):
+        step = self.loop.step()
+        for seq, new in step.retried.items():
+            seqs = self._requests[seq.request_id].seqs
+            seqs[seqs.index(seq)] = new
+        if self.throughput.add(step.num_prefilled, len(step.sampled)):
             self._log_metrics()
         now = time()
-        if batch.is_prefill:
-            for seq in sampled:
+        if step.is_prefill:
+            for seq in step.sampled:
                 metrics = self._requests[seq.request_id].metrics
                 metrics.first_token_time = metrics.first_token_time or now
-        requests = {seq.request_id: self._requests[seq.request_id] for seq in finished}
+        requests = {seq.request_id: self._requests[seq.request_id] for seq in step.finished}
         done = [request for request in requests.values() if request.is_finished]
         for request in done:
             request.metrics.finished_time = now
             del self._requests[request.request_id]
-        return sampled, done
-
-    def _process_text(
-        self, sampled: list[Sequence], token_ids: list[int], finished: Iterable[Sequence]
-    ) -> dict[Sequence, Finish]:
-        """Extends the texts of finished sequences, of those whose new token needs processing, and
-        of one in TEXT_STEPS of the others. Returns the sequences that the text, a grammar or an
-        error ends, and how."""
-        work = dict.fromkeys((*sampled[next(self._text_turns) :: TEXT_STEPS], *finished), -1)
-        for seq, token_id in zip(sampled, token_ids, strict=True):
-            tokens = seq.completion.tokens_to_process
-            if tokens is not None and tokens[token_id]:
-                work[seq] = token_id
-        ended = {}
-        for seq, token_id in work.items():
-            try:
-                finish = seq.completion.process(seq, token_id)
-            except BaseException as error:  # of its tokenizer or its grammar
-                if not is_failure(error):
-                    raise
-                finish = Finish("error", error=f"{type(error).__name__}: {error}")
-            if finish is not None:
-                seq.completion.finish = ended[seq] = finish
-                if not seq.is_finished:
-                    self.scheduler.abort(seq)
-        return ended
-
-    def _retries_alone(self, seq: Sequence, error: str) -> bool:
-        """Whether a sequence for which no token could be sampled is computed again, alone: the NaN
-        may have come with a prefix that another sequence computed."""
-        if seq.is_isolated or seq.completion.sampling.allows_none(seq.token_ids):
-            return False
-        logger.warning("request %s: %s; computing it once more, alone", seq.request_id, error)
-        seqs = self._requests[seq.request_id].seqs
-        seqs[seqs.index(seq)] = self.scheduler.retry_alone(seq)
-        seq.completion.prompt_logprobs = []
-        return True
+        return step.sampled, done
 
     def _add(self, prepared: PreparedRequest, streams: bool = False) -> Request:
         """Queues a request; if anything raises, nothing has changed."""
@@ -667,8 +565,7 @@ class LLMEngine:
         except BaseException:
             if not self._closed:  # or close does the same, and more
                 self._requests.clear()
-                self._in_flight = None
-                self.scheduler.reset()
+                self.loop.reset()
             raise
 
     @contextmanager
