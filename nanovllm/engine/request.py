@@ -35,17 +35,17 @@ class PreparedRequest:
 
 @dataclass(slots=True)
 class Request:
-    """What the engine knows of one prompt.
+    """One prompt, and the sequences that complete it.
 
     Attributes:
         request_id: the engine's name for it.
         prompt: its text; None if it came as token ids.
-        prompt_token_ids: its token ids, for its last result to keep.
+        prompt_token_ids: its token ids; the final result takes this list.
         params: how to complete it.
         seqs: a sequence for each completion, by index.
-        metrics: when things happened.
-        thread: that asked for it.
-        is_stream: whether ``generate_stream`` made it.
+        metrics: its arrival, first token and end.
+        thread: the thread that added it.
+        is_stream: whether ``generate_stream`` added it.
     """
 
     request_id: str
@@ -63,19 +63,19 @@ class Request:
 
 
 def grammar_of(item: PreparedRequest | Exception) -> Once | None:
-    """What the request's text has to match, if anything."""
+    """Returns the grammar that the request's text has to match, if any."""
     return None if isinstance(item, Exception) else item.sampling.grammar
 
 
 def refused(prompt: Any, error: Exception) -> RequestOutput:
-    """The result of a prompt that could not run."""
+    """Returns the result of a prompt that could not run."""
     text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
     completion = CompletionOutput(0, "", [], finish_reason="error", error=str(error))
     return RequestOutput("", text if isinstance(text, str) else None, [], outputs=[completion])
 
 
 def make_outputs(requests: list[Request], encoder: PromptEncoder) -> list[RequestOutput]:
-    """Results of requests, finished or not."""
+    """Returns the results of requests, finished or not."""
     outputs = []
     for request in requests:
         first, ids = request.seqs[0], request.prompt_token_ids

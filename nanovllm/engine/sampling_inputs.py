@@ -17,8 +17,8 @@ Edits = dict[Callable[..., None], tuple[np.ndarray, ...]]  # LogitEdits, but for
 
 
 def prepare_sample(batch: Batch) -> SamplingInputs:
-    """How to draw the batch's next tokens, on the host. All tokens before must have arrived; of
-    sequences that they have finished, whatever is drawn is dropped."""
+    """How to sample the batch's next tokens, on the host. All tokens before them must have been
+    applied. Tokens sampled for sequences that have finished are dropped."""
     kinds = batch.sampling_kinds
     edits: Edits = {}
     if any(kind.edits for kind in kinds):

@@ -40,25 +40,24 @@ class Finish(NamedTuple):
 class Sequence:
     """A prompt and the tokens generated after it.
 
-    Three counts order its tokens: the first ``num_cached_tokens`` have their keys and values
-    in the KV cache, ``num_prompt_tokens`` came with the request, ``len(seq)`` exist so far.
-    One uncached token makes it a decode; more make it a prefill. The newest token exists, and
-    has a place, from the moment that a step has been launched to draw it; only when it reaches
-    the host is it in ``token_ids``.
+    The first ``num_cached_tokens`` tokens have their keys and values in the KV cache, the first
+    ``num_prompt_tokens`` came with the request, and ``len(seq)`` tokens exist. A sequence with one
+    uncached token decodes; with more it is prefilled. A token counts in ``len(seq)`` as soon as the
+    step that samples it is launched. It is in ``token_ids`` only when it has reached the host.
 
     Attributes:
         seq_id: unique in the process, rising with age.
         request_id: of the request that it belongs to.
-        last_token: the newest token's id; -1 - row while only the device knows it, drawn in that
+        last_token: the newest token's id; -1 - row while it is only on the device, sampled in that
             row of the last step.
         block_table: physical KV block of each logical block.
         block_hashes: chain hash of each full block hashed so far (see BlockManager).
-        siblings: other completions of the same prompt, which the scheduler starts on copies of
-            this one's blocks once the prompt is computed.
-        num_cached_prompt_tokens: prompt tokens that the prefix cache held when it first ran.
-        is_isolated: shares no blocks with others, as it has once had no token to draw: theirs may
-            have been the cause.
-        wants_prompt_logprobs: each prompt token has to be computed, to have its logits.
+        siblings: other completions of the same prompt. The scheduler starts them with copies of
+            this sequence's blocks when the prompt is computed.
+        num_cached_prompt_tokens: prompt tokens that were in the prefix cache when it first ran.
+        is_isolated: shares no blocks with other sequences, because no token could be sampled the
+            first time: blocks of others may have been the cause.
+        wants_prompt_logprobs: needs the logits of each prompt token.
         num_prompt_logprobs: prompt tokens, from the first on, whose log-probabilities are known.
         completion: what the user gets of it; set by the engine.
     """
@@ -123,7 +122,7 @@ class Sequence:
 
     @property
     def num_reusable_tokens(self) -> int:
-        """How many of its tokens may come from the prefix cache."""
+        """How many tokens, from the first on, may come from the prefix cache."""
         if self.is_isolated:
             return 0
         if self.wants_prompt_logprobs and self.num_prompt_logprobs < self.num_prompt_tokens - 1:
@@ -141,13 +140,13 @@ class Sequence:
         return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
 
     def expect_token(self, row: int) -> None:
-        """Makes place for the token that the last step draws in this row."""
+        """Counts the token that the step in flight samples in this row."""
         assert self.num_tokens == len(self.token_ids)
         self.last_token = -1 - row
         self.num_tokens += 1
 
     def append_token(self, token_id: int) -> None:
-        """The newest token, expected or not."""
+        """Appends the newest token, whether ``expect_token`` has counted it or not."""
         self.token_ids.append(token_id)
         self.last_token = token_id
         self.num_tokens = len(self.token_ids)
