@@ -13,7 +13,7 @@ from example import PROMPTS, fetch_smollm2
 from nanovllm import LLM, SamplingParams
 from tests.test_parity import assert_same_tokens, transformers_greedy
 
-NUM_NEW_TOKENS = 32
+NUM_NEW_TOKENS = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
 QUESTIONS = [
     *PROMPTS,
