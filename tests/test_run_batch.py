@@ -1151,8 +1151,9 @@ def wait_until(condition: Callable[[], Any], seconds: float = 30) -> None:
         time.sleep(0.0002)
 
 
+@pytest.mark.parametrize("most_kills", [10, pytest.param(20, marks=pytest.mark.slow)])
 def test_jobs_that_are_killed_again_and_again_lose_and_repeat_nothing(
-    jobs: Jobs, model_path: Path, tmp_path: Path
+    jobs: Jobs, model_path: Path, tmp_path: Path, most_kills: int
 ):
     """Killed as the output grows, or at any time from the start on; and now and then the last
     records are torn off, as by a machine that goes down."""
@@ -1164,7 +1165,7 @@ def test_jobs_that_are_killed_again_and_again_lose_and_repeat_nothing(
     rng = random.Random(1)
     out.touch()
     num_kills, sizes, torn = 0, [], 0
-    while num_kills < 20:
+    while num_kills < most_kills:
         size = out.stat().st_size
         pid = jobs.start(arguments(model_path, in_, out), log)
         if num_kills % 3:

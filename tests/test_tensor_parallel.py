@@ -23,7 +23,7 @@ TIGHT: dict[str, Any] = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 64,
     "kvcache_block_size": 32,
-    "num_kvcache_blocks": 9,
+    "num_kvcache_blocks": 7,
 }
 NUM_NEW_TOKENS = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
