@@ -23,9 +23,9 @@ TIGHT: dict[str, Any] = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 64,
     "kvcache_block_size": 32,
-    "num_kvcache_blocks": 7,
+    "num_kvcache_blocks": 9,
 }
-NUM_NEW_TOKENS = 20
+NUM_NEW_TOKENS = 40
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
 # Shapes that ranks do not share evenly; name -> family, changes to its config.
 UNEVEN = {
