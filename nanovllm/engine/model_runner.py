@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from nanovllm.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from nanovllm.checkpoints.weights import load_model
 from nanovllm.config import Config
 from nanovllm.engine import model_inputs
 from nanovllm.engine.batch import Batch, ScheduledSequence, StepOutput
@@ -40,13 +41,11 @@ from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.sampler import Sampler, SamplingInputs
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.registry import get_model_class
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.compile_ahead import compiling_only
 from nanovllm.utils.context import step_context
 from nanovllm.utils.distributed import TPGroup, make_tp_group, use_tp_group
 from nanovllm.utils.forks import leave_to_parent
-from nanovllm.utils.loader import load_model
 from nanovllm.utils.math import cdiv, heads_per_rank
 from nanovllm.utils.triton_compat import HAS_TRITON
 
@@ -583,12 +582,11 @@ class ModelRunner:
 
     def _build_model(self) -> DecoderForCausalLM:
         """The model on this rank's device in its dtype, without weights."""
-        model_class = get_model_class(self.model_config.architecture)
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
             with torch.device(self.device), use_tp_group(self.tp):
-                return model_class(self.model_config, self.max_model_len).eval()
+                return DecoderForCausalLM(self.model_config, self.max_model_len).eval()
         finally:
             torch.set_default_dtype(default_dtype)
 

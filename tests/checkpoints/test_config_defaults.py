@@ -6,8 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from nanovllm.checkpoints.checkpoint import SafetensorsCheckpoint
-from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.registry import MODELS, get_model_class
+from nanovllm.models.registry import FAMILIES
 
 FULL = {
     "vocab_size": 512,
@@ -50,15 +49,13 @@ CONFIGS = [{name: FULL[name] for name in FULL if name != left} for left in LEFT_
 CONFIGS += [{**FULL, **added} for added in ADDED]
 
 
-@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 @pytest.mark.parametrize("config", CONFIGS)
-def test_it_is_read_as_transformers_reads_it(architecture, config, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **config}))
+def test_it_is_read_as_transformers_reads_it(family, config, tmp_path):
+    raw = {"architectures": [family.architecture], **config}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
     ours = SafetensorsCheckpoint(tmp_path)
-    hf = AutoConfig.for_model(architecture.removesuffix("ForCausalLM").lower(), **config).to_dict()
-    flags = get_model_class(architecture).config_flags(
-        *(bool(hf.get(name)) for name in ("attention_bias", "mlp_bias"))
-    )
-    assert ours.config == ModelConfig.from_hf(architecture, hf, flags)
+    hf = AutoConfig.for_model(family.model_type, **config).to_dict()
+    assert ours.config == family.read(hf)
     eos = hf["eos_token_id"]
     assert ours.eos_token_ids == set(eos if isinstance(eos, list) else [eos] if eos else [])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.checkpoint import open_checkpoint
+from nanovllm.checkpoints.gguf import ARCHITECTURES, TENSOR_NAMES
 from nanovllm.engine.model_runner import select_dtype
 from tests.tiny_models import LLAMA3_ROPE, VOCAB_SIZE, TinyModels
 
@@ -220,14 +222,27 @@ def test_config_equals_the_safetensors_one(name, tiny_models, tmp_path):
     found = open_checkpoint(str(path)).config
     original = open_checkpoint(str(tiny_models.path(name))).config
     for field in found.__slots__:
-        if field not in ("rope", "dtype", "rms_norm_eps"):
+        if field not in ("layers", "dtype", "rms_norm_eps"):
             assert getattr(found, field) == getattr(original, field), field
     assert found.rms_norm_eps == pytest.approx(original.rms_norm_eps)
-    assert found.rope.theta == original.rope.theta
-    if name == "llama":
-        assert found.rope.freq_divisors == pytest.approx(llama3_divisors(16).tolist())
-    else:
-        assert (found.rope.kind, found.rope.factor) == (original.rope.kind, original.rope.factor)
+    for ours, theirs in zip(found.layers, original.layers, strict=True):
+        rope, original_rope = ours.attention.rope, theirs.attention.rope
+        attention = replace(ours.attention, rope=original_rope)
+        assert replace(ours, attention=attention) == theirs
+        assert rope.theta == original_rope.theta
+        if name == "llama":
+            assert rope.freq_divisors == pytest.approx(llama3_divisors(16).tolist())
+        else:
+            assert (rope.kind, rope.factor) == (original_rope.kind, original_rope.factor)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_tensor_names_are_those_of_the_formats_own_table(arch):
+    kinds = [kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch]
+    table = gguf.get_tensor_name_map(kinds[0], 3)
+    for name, hf_name in TENSOR_NAMES.items():
+        found = table.get_name(hf_name.format(layer=2))
+        assert found == name.format(layer=2) or (found is None and arch != "qwen3")
 
 
 @pytest.mark.parametrize("quant", [Quant.F16, Quant.BF16, Quant.Q8_0], ids=lambda q: q.name)
