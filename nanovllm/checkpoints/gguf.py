@@ -19,9 +19,14 @@ from nanovllm.models.registry import get_family
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# llama.cpp's architectures: transformers' model type, and whether llama.cpp reorders the rows of q
-# and k (``_to_half_split``). "llama" is Llama's and Mistral's common graph.
-ARCHITECTURES = {"llama": ("llama", True), "qwen2": ("qwen2", False), "qwen3": ("qwen3", False)}
+# llama.cpp's architectures: transformers' model type, whether llama.cpp reorders rows of q and k
+# (``_to_half_split``), and the architecture as which every release of transformers can read the
+# tokenizer. "llama" is Llama's and Mistral's common graph.
+ARCHITECTURES = {
+    "llama": ("llama", True, "llama"),
+    "qwen2": ("qwen2", False, "qwen2"),
+    "qwen3": ("qwen3", False, "qwen3"),
+}
 # llama.cpp's modules and transformers', the same for all architectures.
 TENSOR_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -59,7 +64,7 @@ class GGUFCheckpoint:
                     f"GGUF architecture {self.arch!r:.80} is not served; "
                     f"those served are {', '.join(ARCHITECTURES)}"
                 )
-            self._model_type, self._reorders = ARCHITECTURES[self.arch]
+            self._model_type, self._reorders, self._tokenizer = ARCHITECTURES[self.arch]
             self.config = self._read_config()
             self.config.check_bytes(path.stat().st_size)
             eos_names = ("eos_token_id", "eot_token_id")
@@ -74,8 +79,7 @@ class GGUFCheckpoint:
 
         with refusing(f"the tokenizer in {self.path} cannot be read"), TemporaryDirectory() as tmp:
             # transformers trusts a file, and takes up others beside it: it gets what was checked.
-            names = ["general.architecture", *self._tokenizer_fields()]
-            self.file.write_fields(names, Path(tmp, "m.gguf"))
+            self.file.write_fields(self._tokenizer_fields(), Path(tmp, "m.gguf"), self._tokenizer)
             # Where the file does not say, llama.cpp goes by the kind of its pre-tokenizer. What it
             # says is repeated: transformers' first releases of version 5 ignore it.
             is_usual = self._field("tokenizer.ggml.pre", str, None) in PRE_TOKENIZERS_WITH_BOS

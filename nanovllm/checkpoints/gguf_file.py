@@ -47,9 +47,15 @@ class GGUFFile:
         except (OSError, ValueError, struct.error) as error:
             raise ValueError(f"{path} is no GGUF, or truncated or damaged: {error}") from error
 
-    def write_fields(self, names: Iterable[str], path: Path) -> None:
-        """Writes a GGUF file of these fields, as they lie in this one, and of no tensors."""
-        raw = [self._raw_fields[name] for name in names]
+    def write_fields(self, names: Iterable[str], path: Path, architecture: str) -> None:
+        """Writes a GGUF file of this architecture, of these fields as they lie in this file, and of
+        no tensors."""
+        strings = (b"general.architecture", architecture.encode())
+        sized = (struct.pack("<Q", len(string)) + string for string in strings)
+        raw: list[Any] = [
+            struct.pack("<I", STRING).join(sized),
+            *(self._raw_fields[name] for name in names),
+        ]
         path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, len(raw)) + b"".join(raw))
 
     def _read(self) -> None:

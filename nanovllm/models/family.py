@@ -55,7 +55,7 @@ class Family:
 
     architecture: str
     model_type: str
-    layers: Callable[[Mapping[str, Any]], Sequence[LayerSpec]]
+    layers: Callable[[dict[str, Any]], Sequence[LayerSpec]]
     defaults: Mapping[str, Any]
     weight_names: tuple[Any, ...] = WEIGHT_NAMES
 
@@ -80,7 +80,7 @@ class Family:
         )
 
 
-def equal_layers(hf: Mapping[str, Any], **flags: bool) -> list[LayerSpec]:
+def equal_layers(hf: dict[str, Any], **flags: bool) -> list[LayerSpec]:
     """Layers that are all alike: Llama's, with the sizes, RoPE and biases of a checked config.
     ``flags`` overrule it: ``qk_norm``, ``qkv_bias``, ``o_bias``, ``mlp_bias``."""
     bias = hf["attention_bias"]
@@ -138,7 +138,7 @@ def _read_dtype(dtype: Any) -> torch.dtype:
     return found
 
 
-def _read_rope(hf: Mapping[str, Any]) -> RopeConfig:
+def _read_rope(hf: dict[str, Any]) -> RopeConfig:
     # Release 5 keeps all in rope_parameters; release 4 in rope_theta and rope_scaling, whose
     # kind was once spelled "type".
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
