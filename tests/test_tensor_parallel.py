@@ -135,7 +135,7 @@ def path_of(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory):
     return path
 
 
-@pytest.mark.parametrize("name", ["qwen3", *UNEVEN])
+@pytest.mark.parametrize("name", ["qwen3", "smollm3", *UNEVEN])
 def test_all_outputs_equal_those_of_one_rank(name: str, path_of: Callable):
     """Across chunked prefill, prefix hits, preemption, siblings that copy blocks, and everything
     that a request can ask for; the second run finds the first one's prefixes."""

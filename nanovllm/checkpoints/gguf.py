@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "llama": ("llama", True, "llama"),
     "qwen2": ("qwen2", False, "qwen2"),
     "qwen3": ("qwen3", False, "qwen3"),
+    "smollm3": ("smollm3", True, "llama"),
 }
 # llama.cpp's modules and transformers', the same for all architectures.
 TENSOR_NAMES = {

@@ -5,8 +5,9 @@ from nanovllm.models.llama import LLAMA
 from nanovllm.models.mistral import MISTRAL
 from nanovllm.models.qwen2 import QWEN2
 from nanovllm.models.qwen3 import QWEN3
+from nanovllm.models.smollm3 import SMOLLM3
 
-FAMILIES = (QWEN3, QWEN2, LLAMA, MISTRAL)
+FAMILIES = (QWEN3, QWEN2, LLAMA, MISTRAL, SMOLLM3)
 
 
 def get_family(name: str) -> Family:

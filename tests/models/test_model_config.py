@@ -328,6 +328,39 @@ def test_max_model_len_is_within_the_models_positions(read):
     assert limit_model_len(50, config) == 50
 
 
+SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+
+
+@each_reader
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 3 layers"),
+        ({"no_rope_layers": [1, 0, 2]}, "no_rope_layers must be a list of 0 and 1"),
+        ({"no_rope_layers": "110"}, "no_rope_layers must be a list of 0 and 1"),
+        ({"no_rope_layers": [[1], {}, 0]}, "no_rope_layers must be a list of 0 and 1"),
+        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval must be a positive int"),
+        ({"no_rope_layer_interval": 2.5}, "no_rope_layer_interval must be a positive int"),
+        ({"no_rope_layer_interval": None}, "no_rope_layer_interval must be a positive int"),
+        (
+            {"layer_types": ["sliding_attention"] * 3, "sliding_window": 64},
+            "layer_types has sliding windows, but use_sliding_window is false",
+        ),
+    ],
+)
+def test_what_smollm3_cannot_mean_is_refused(changes, match, read):
+    with pytest.raises(ValueError, match=match):
+        read({**SMOLLM3, **changes})
+
+
+@each_reader
+def test_a_sliding_window_of_smollm3_limits_the_length(read):
+    """Of its layers without RoPE alone; within the window they attend to everything, too."""
+    config = read({**SMOLLM3, "use_sliding_window": True, "sliding_window": 64})
+    with pytest.raises(ValueError, match=r"SmolLM3ForCausalLM .* sliding window of 64 tokens"):
+        limit_model_len(65, config)
+
+
 @each_reader
 @pytest.mark.parametrize("tied", [True, False])
 def test_tied_embeddings_are_read(tied, read):
