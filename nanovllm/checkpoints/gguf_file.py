@@ -50,12 +50,10 @@ class GGUFFile:
     def write_fields(self, names: Iterable[str], path: Path, architecture: str) -> None:
         """Writes a GGUF file of this architecture, of these fields as they lie in this file, and of
         no tensors."""
-        strings = (b"general.architecture", architecture.encode())
-        sized = (struct.pack("<Q", len(string)) + string for string in strings)
-        raw: list[Any] = [
-            struct.pack("<I", STRING).join(sized),
-            *(self._raw_fields[name] for name in names),
-        ]
+        key, value = b"general.architecture", architecture.encode()
+        layout = f"<Q{len(key)}sIQ{len(value)}s"
+        raw: list[Any] = [struct.pack(layout, len(key), key, STRING, len(value), value)]
+        raw += (self._raw_fields[name] for name in names)
         path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, len(raw)) + b"".join(raw))
 
     def _read(self) -> None:

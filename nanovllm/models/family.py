@@ -99,12 +99,11 @@ def _checked(hf: Mapping[str, Any]) -> dict[str, Any]:
         value = hf.get(name, 1)
         if type(value) is not int or not 1 <= value <= limit:
             raise ValueError(f"{name} must be a positive int up to {limit}, got {value!r:.80}")
+        if name not in hf and name not in HAVE_DEFAULTS:
+            raise ValueError(f"the config lacks {name!r}")
     for name in SWITCHES:
         if not isinstance(hf[name], bool):
             raise ValueError(f"{name} must be true or false, got {hf[name]!r:.80}")
-    for name in MAX_SIZES:
-        if name not in hf and name not in HAVE_DEFAULTS:
-            raise ValueError(f"the config lacks {name!r}")
     heads = hf["num_attention_heads"]
     hf = {"num_key_value_heads": heads, "head_dim": hf["hidden_size"] // heads, **hf}
     kv_heads, head_dim = hf["num_key_value_heads"], hf["head_dim"]

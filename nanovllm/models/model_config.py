@@ -121,10 +121,8 @@ class ModelConfig:
     def check_bytes(self, num_bytes: int) -> None:
         """Raises ValueError if so many cannot hold this model's matrices, at a bit for each weight:
         before anything of their size is allocated."""
-        num_weights = self.vocab_size * self.hidden_size
-        for layer in self.layers:
-            heads = layer.attention.num_heads + layer.attention.num_kv_heads
-            columns = 2 * layer.attention.head_dim * heads + 3 * layer.mlp.intermediate_size
-            num_weights += self.hidden_size * columns
+        attention = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
+        layers = sum(attention + 3 * layer.mlp.intermediate_size for layer in self.layers)
+        num_weights = self.hidden_size * (self.vocab_size + layers)
         if num_weights > 8 * num_bytes:
             raise ValueError(f"{num_weights:,} weights are not in {num_bytes:,} bytes of files")

@@ -244,6 +244,8 @@ def test_config_equals_the_safetensors_one(name, tiny_models, tmp_path):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_tensor_names_are_those_of_the_formats_own_table(arch):
     kinds = [kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch]
+    if not kinds:
+        pytest.skip("this release of gguf-py does not know the architecture")
     table = gguf.get_tensor_name_map(kinds[0], 3)
     for name, hf_name in TENSOR_NAMES.items():
         found = table.get_name(hf_name.format(layer=2))
