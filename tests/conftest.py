@@ -6,17 +6,21 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+# Without it every process that a test starts compiles all modules again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 
-from nanovllm import LLM
-from tests.tiny_models import TinyModels
-from tests.tiny_tokenizer import save_tokenizer
+# Not at run time: the process that hands out tests to xdist's workers would import transformers.
+if TYPE_CHECKING:
+    from nanovllm import LLM
+    from tests.tiny_models import TinyModels
 
 # A shell ignores Ctrl-C for what it runs in the background, and so would the tests of it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -30,7 +34,7 @@ torch.set_num_threads(1)
 needs_asserts = pytest.mark.skipif(not __debug__, reason="python -O leaves assertions out")
 
 
-def check_idle(llm: LLM) -> None:
+def check_idle(llm: "LLM") -> None:
     """It has no request, and all of its blocks are free."""
     assert llm.is_finished()
     llm.scheduler.check_invariants()
@@ -63,13 +67,17 @@ def _seed() -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> "TinyModels":
+    from tests.tiny_models import TinyModels
+
     return TinyModels(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
-def model_path(tiny_models: TinyModels) -> Path:
+def model_path(tiny_models: "TinyModels") -> Path:
     """A Qwen3 checkpoint with a tokenizer. Tests that damage it make a copy."""
+    from tests.tiny_tokenizer import save_tokenizer
+
     folder = tiny_models.root / "with_tokenizer"
     shutil.copytree(tiny_models.path("qwen3"), folder)
     save_tokenizer(folder)

@@ -527,16 +527,20 @@ def test_random_bytes_give_a_record(text: bytes):
     assert outcome(make_line(text)) == 400
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True)
-@given(
-    st.fixed_dictionaries(
-        {"custom_id": st.text(), "method": st.just("POST"), "url": st.sampled_from([*FIELDS])},
-        optional={"body": st.dictionaries(st.sampled_from(NAMES_OF_FIELDS), JSON, max_size=5)},
+@pytest.mark.parametrize("num_examples", [250, pytest.param(1_000, marks=pytest.mark.slow)])
+def test_random_values_of_fields_give_a_record_or_run(num_examples: int):
+    @settings(max_examples=num_examples, deadline=None, derandomize=True)
+    @given(
+        st.fixed_dictionaries(
+            {"custom_id": st.text(), "method": st.just("POST"), "url": st.sampled_from([*FIELDS])},
+            optional={"body": st.dictionaries(st.sampled_from(NAMES_OF_FIELDS), JSON, max_size=5)},
+        )
     )
-)
-def test_random_values_of_fields_give_a_record_or_run(content: dict[str, Any]):
-    content.setdefault("body", {}).setdefault("model", "model")
-    assert outcome(make_line(content)) in (200, 400, 404)
+    def check(content: dict[str, Any]) -> None:
+        content.setdefault("body", {}).setdefault("model", "model")
+        assert outcome(make_line(content)) in (200, 400, 404)
+
+    check()
 
 
 @pytest.mark.parametrize("name", ["temperature", "prompt", "what", "structured_outputs"])
@@ -559,22 +563,26 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(p for key, inner in items for p in places(inner, (*path, key)))]
 
 
-@settings(max_examples=1500, deadline=None, derandomize=True)
-@given(st.sampled_from([*FIELDS]), st.data())
-def test_mutated_requests_give_a_record_or_run(url: str, data: st.DataObject):
-    content: Any = {"custom_id": "a", "method": "POST", "url": url, "body": FULL[url]}
-    assert outcome(make_line(content)) == 200
-    content = json.loads(json.dumps(content))
-    for _ in range(data.draw(st.integers(1, 2))):
-        *path, last = data.draw(st.sampled_from(places(content)[1:]))
-        owner = content
-        for key in path:
-            owner = owner[key]
-        if data.draw(st.booleans()) or isinstance(owner, list):
-            owner[last] = data.draw(JSON)
-        else:
-            owner[data.draw(st.text(max_size=9))] = owner.pop(last)
-    assert outcome(make_line(content)) in (200, 400, 404)
+@pytest.mark.parametrize("num_examples", [300, pytest.param(1_500, marks=pytest.mark.slow)])
+def test_mutated_requests_give_a_record_or_run(num_examples: int):
+    @settings(max_examples=num_examples, deadline=None, derandomize=True)
+    @given(st.sampled_from([*FIELDS]), st.data())
+    def check(url: str, data: st.DataObject) -> None:
+        content: Any = {"custom_id": "a", "method": "POST", "url": url, "body": FULL[url]}
+        assert outcome(make_line(content)) == 200
+        content = json.loads(json.dumps(content))
+        for _ in range(data.draw(st.integers(1, 2))):
+            *path, last = data.draw(st.sampled_from(places(content)[1:]))
+            owner = content
+            for key in path:
+                owner = owner[key]
+            if data.draw(st.booleans()) or isinstance(owner, list):
+                owner[last] = data.draw(JSON)
+            else:
+                owner[data.draw(st.text(max_size=9))] = owner.pop(last)
+        assert outcome(make_line(content)) in (200, 400, 404)
+
+    check()
 
 
 @settings(max_examples=1000, deadline=None, derandomize=True)

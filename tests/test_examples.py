@@ -7,7 +7,10 @@ import pytest
 from benchmarks.report import ROOT
 
 
-@pytest.mark.parametrize("page", ["examples.md", "sampling.md", "adding-a-model.md"])
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param("examples.md", marks=pytest.mark.slow), "sampling.md", "adding-a-model.md"],
+)
 def test_every_block_of_the_page_runs(page, capsys):
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     blocks = list(re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 from nanovllm.engine.batch import Batch, StepOutput
-from nanovllm.engine.model_runner import LaunchedStep
+from nanovllm.engine.in_flight import InFlightStep
 from tests.conftest import check_idle
 from tests.tiny_models import VOCAB_SIZE
 from tests.tiny_tokenizer import BOS, CHAT_TEMPLATE, EOS, LETTERS, WORDS
@@ -280,7 +280,7 @@ class TestOverlap:
             call = getattr(llm.model_runner, name)
 
             def watched(argument: Any) -> Any:
-                batch = argument.batch if name == "wait" else argument
+                batch = argument if name == "run" else argument.batch
                 if not any(batch is known for known in batches):
                     batches.append(batch)
                 calls.append((name, [batch is known for known in batches].index(True)))
@@ -828,7 +828,7 @@ class TestWhatMayBeDrawn:
         start = WORDS.index("ä")  # the byte E4, first of three
         wait, count = llm.model_runner.wait, iter(range(1000))
 
-        def stuck(step: LaunchedStep) -> StepOutput:
+        def stuck(step: InFlightStep) -> StepOutput:
             output = wait(step)
             return replace(output, token_ids=[-1]) if next(count) >= 2 else output
 

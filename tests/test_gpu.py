@@ -18,7 +18,9 @@ from gguf import GGMLQuantizationType as Quant
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import startup
 from nanovllm.engine.batch import Batch, ScheduledSequence
+from nanovllm.engine.completion import Completion
 from nanovllm.engine.cuda_graphs import StepGraphs, borrowed, decode_sizes, prefill_sizes
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs
 from nanovllm.engine.model_runner import ModelRunner
@@ -64,7 +66,8 @@ def prefill_logits(llm: LLM, prompt: list[int]) -> torch.Tensor:
     """Logits after the prompt, through the engine's own prefill."""
     params = SamplingParams(temperature=0)
     seq = Sequence(prompt, params, llm.config.kvcache_block_size)
-    (seq.sampling,) = llm.sampling_states.make(llm.sampling_states.prepare(params), prompt)
+    (state,) = llm.sampling_states.make(llm.sampling_states.prepare(params), prompt)
+    seq.completion = Completion(state)
     llm.scheduler.block_manager.allocate(seq)
     batch = Batch((ScheduledSequence(seq, 0, len(seq), True),), is_prefill=True)
     with torch.inference_mode():
@@ -135,12 +138,12 @@ def test_graphs_replay_exactly_what_eager_computes(small_model, backend, dtype):
             batch = decode_batch(llm, num_seqs)
             inputs = runner.prepare(batch, runner.graphs.size_for(batch))
             as_is = runner.prepare(batch, None)
-            drawn = runner.last_tokens.clone()  # by the prefill; each run takes them as inputs
+            drawn = runner.sampled_tokens.clone()  # by the prefill; each run takes them as inputs
             with torch.inference_mode(), small_cublas_workspace():
                 replayed = runner.graphs.replay(inputs).clone()
-                runner.last_tokens.copy_(drawn)
+                runner.sampled_tokens.copy_(drawn)
                 _, eager = runner.run_model(widened(inputs.to(runner.device), runner))
-                runner.last_tokens.copy_(drawn)
+                runner.sampled_tokens.copy_(drawn)
                 _, unpadded = runner.run_model(as_is.to(runner.device))
             assert torch.equal(replayed[:num_seqs], eager[:num_seqs])
             # Padding changes the products' shapes, so their rounding; bf16 is 8 times as coarse.
@@ -148,7 +151,7 @@ def test_graphs_replay_exactly_what_eager_computes(small_model, backend, dtype):
             assert (replayed[:num_seqs] - unpadded).abs().max() < tolerance * unpadded.std()
             llm.scheduler.reset()
             llm._requests.clear()
-            llm._launched = None
+            llm.loop.in_flight = None
 
 
 def test_prefill_graphs_replay_exactly_what_eager_computes(small_model, backend):
@@ -169,7 +172,7 @@ def test_prefill_graphs_replay_exactly_what_eager_computes(small_model, backend)
             plain = runner.prepare(batch, None)
             with torch.inference_mode(), small_cublas_workspace():
                 replayed = runner.graphs.replay(inputs).clone()
-                drawn = runner.last_tokens[: len(lens)].clone()
+                drawn = runner.sampled_tokens[: len(lens)].clone()
                 _, eager = runner.run_model(inputs.to(runner.device))
                 _, unpadded = runner.run_model(plain.to(runner.device))
             assert torch.equal(replayed[: len(lens)], eager[: len(lens)])
@@ -177,7 +180,7 @@ def test_prefill_graphs_replay_exactly_what_eager_computes(small_model, backend)
             assert (replayed[: len(lens)] - unpadded).abs().max() < 0.4 * unpadded.std()
             llm.scheduler.reset()
             llm._requests.clear()
-            llm._launched = None
+            llm.loop.in_flight = None
             llm.generate([common], SamplingParams(max_tokens=1), use_tqdm=False)
 
 
@@ -488,9 +491,9 @@ def test_logits_of_graphs_share_memory(small_model):
     """Each of them kept its own."""
     with LLM(small_model, max_num_seqs=256, num_kvcache_blocks=300) as llm:
         runner = llm.model_runner
-        runner.graphs = runner._new_graphs()
+        runner.graphs = startup.make_graphs(runner)
         before = torch.cuda.memory_allocated()
-        runner.capture_cudagraph(decode_sizes(256))
+        startup.capture_cudagraph(runner, decode_sizes(256))
         kept = torch.cuda.memory_allocated() - before
         inputs = runner.graphs.buffer.nbytes + runner.graphs.tables.nbytes
         logits = sum(graph.logits.nbytes for graph in runner.graphs.graphs.values())

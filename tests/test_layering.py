@@ -19,7 +19,7 @@ LAYERS = (
     "engine",
     "llm",
 )  # lowest first
-CORE = ("llm", "engine", "layers", "models", "utils")
+CORE = ("llm", "engine", "layers", "models")
 FILES = sorted(PACKAGE.rglob("*.py"))
 NOT_CODE = (
     tokenize.COMMENT,

@@ -314,7 +314,7 @@ class TestFailuresOnTheWay:
         def fail(*args: Any) -> None:
             raise KeyError("no such piece")
 
-        seq.detokenizer.append = fail
+        seq.completion.detokenizer.append = fail
         results = {}
         while not llm.is_finished():
             results |= {out.request_id: out for out in llm.step()}
@@ -383,7 +383,7 @@ class TestFailuresOnTheWay:
             expected = tokens(run(llm, PROMPTS, params()))
             ids = [llm.add_request(prompt, params()) for prompt in PROMPTS]
             bad = llm.add_request(PROMPTS[0], bound)
-            llm._requests[bad].seqs[0].sampling.grammar._matcher = SimpleNamespace(
+            llm._requests[bad].seqs[0].completion.sampling.grammar._matcher = SimpleNamespace(
                 compute_bitmask=panic, is_stopped=lambda: False, is_accepting=lambda: False
             )
             results = {}
@@ -449,7 +449,7 @@ class TestFailuresOnTheWay:
             assert good[1] == "abcd"
             pairs = [("one", params()), ("two", choice)] * 2
             ids = [llm.add_request(*pair) for pair in pairs]
-            grammar = llm._requests[ids[1]].seqs[0].sampling.grammar
+            grammar = llm._requests[ids[1]].seqs[0].completion.sampling.grammar
             grammar._matcher = StuckMatcher(grammar._matcher, where)
             results = {}
             while not llm.is_finished():
@@ -506,11 +506,11 @@ class Memory:
         self.num_failures = 0
         whole = getattr(llm.model_runner, part)
 
-        def limited(batch: Any) -> Any:
-            if not fits(batch):
+        def limited(argument: Any) -> Any:
+            if not fits(argument if part == "run" else argument.batch):
                 self.num_failures += 1
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
-            return whole(batch)
+            return whole(argument)
 
         monkeypatch.setattr(llm.model_runner, part, limited)
 

@@ -144,6 +144,7 @@ def test_a_replica_that_is_killed_loses_and_repeats_nothing(
     assert by_id(read_output(out)) == one_engine(in_)
 
 
+@pytest.mark.slow
 def test_a_job_that_is_stopped_and_killed_goes_on(
     cluster, model_path: Path, one_engine, tmp_path: Path
 ):
@@ -272,6 +273,7 @@ def make_echo(answer: Callable[[dict[str, Any]], None], start: Callable[[], None
     return Replica
 
 
+@pytest.mark.slow
 def test_a_first_stage_that_dies_loses_and_repeats_nothing(
     cluster, monkeypatch, tmp_path: Path, caplog
 ):
@@ -294,7 +296,7 @@ def test_a_first_stage_that_dies_loses_and_repeats_nothing(
     assert sorted(found, key=int) == [str(i) for i in range(200)]
 
 
-@pytest.mark.parametrize("at_start", [True, False])
+@pytest.mark.parametrize("at_start", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_replicas_that_die_again_and_again_end_the_job(cluster, monkeypatch, at_start: bool):
     """As where each process runs out of memory: Ray would start them for ever."""
     monkeypatch.setattr(replicas, "MAX_DEATHS", 1)

@@ -479,7 +479,8 @@ def test_a_run_is_of_any_requests_and_takes_records_along(llm: LLM):
 
 
 def test_a_job_goes_on_from_any_cut_of_its_output(llm: LLM, tmp_path: Path):
-    items = [*mixed_lines(6, longest=2), b"no json", request("x", n=0), request("x")]
+    items = [request("a", max_tokens=1), request("b", CHAT, max_tokens=1), request("c", n=0)]
+    items += [b"no json", request("a", prompt=["x", "y"], max_tokens=1)]
     in_, out = write_input(tmp_path / "in", items), tmp_path / "out"
     run(llm, in_, out)
     data = out.read_bytes()
@@ -566,7 +567,7 @@ def test_an_output_of_other_requests_is_refused(llm: LLM, tmp_path: Path):
 
 
 def test_a_request_to_end_lets_what_runs_finish(llm: LLM, tmp_path: Path):
-    items = [request(str(i), max_tokens=8 + i, ignore_eos=True) for i in range(16)]
+    items = [request(str(i), max_tokens=4 + i, ignore_eos=True) for i in range(12)]
     items[6]["body"]["prompt"] = ["a", "b", "c"]
     in_ = write_input(tmp_path / "in", items)
     run(llm, in_, tmp_path / "all")
@@ -1011,7 +1012,7 @@ def test_a_last_line_of_somebody_elses_is_kept(tail, model_path, tmp_path, capfd
     assert out.read_bytes() == tail
 
 
-@pytest.mark.parametrize("stderr", ["/dev/full", None])
+@pytest.mark.parametrize("stderr", ["/dev/full", pytest.param(None, marks=pytest.mark.slow)])
 def test_messages_that_cannot_be_written_harm_no_job(stderr, model_path, tmp_path):
     in_, out = write_input(tmp_path / "in", simple_lines(3)), tmp_path / "out"
     command = [sys.executable, "-m", "nanovllm.run_batch", *arguments(model_path, in_, out)]
@@ -1150,12 +1151,13 @@ def wait_until(condition: Callable[[], Any], seconds: float = 30) -> None:
         time.sleep(0.0002)
 
 
+@pytest.mark.parametrize("most_kills", [10, pytest.param(20, marks=pytest.mark.slow)])
 def test_jobs_that_are_killed_again_and_again_lose_and_repeat_nothing(
-    jobs: Jobs, model_path: Path, tmp_path: Path
+    jobs: Jobs, model_path: Path, tmp_path: Path, most_kills: int
 ):
     """Killed as the output grows, or at any time from the start on; and now and then the last
     records are torn off, as by a machine that goes down."""
-    in_ = write_input(tmp_path / "in", mixed_lines(70, longest=20))
+    in_ = write_input(tmp_path / "in", mixed_lines(70, longest=12))
     calm, out, log = tmp_path / "calm", tmp_path / "out", tmp_path / "log"
     assert jobs.run(arguments(model_path, in_, calm), log) == SOME_FAILED, log.read_text()
     expected = by_id(read_output(calm))
@@ -1163,7 +1165,7 @@ def test_jobs_that_are_killed_again_and_again_lose_and_repeat_nothing(
     rng = random.Random(1)
     out.touch()
     num_kills, sizes, torn = 0, [], 0
-    while num_kills < 20:
+    while num_kills < most_kills:
         size = out.stat().st_size
         pid = jobs.start(arguments(model_path, in_, out), log)
         if num_kills % 3:
@@ -1273,6 +1275,7 @@ def test_a_second_job_on_the_same_output_is_refused(
 # The page.
 
 
+@pytest.mark.slow
 def test_the_page_runs(tmp_path: Path, monkeypatch, capsys):
     page = (ROOT / "docs" / "batch.md").read_text(encoding="utf-8")
     (shell,) = re.findall(r"^```bash\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)

@@ -30,7 +30,7 @@ TIGHT: dict[str, Any] = {
     "kvcache_block_size": 8,
     "max_model_len": 64,
     "max_num_seqs": 24,
-    "max_num_batched_tokens": 40,
+    "max_num_batched_tokens": 56,
     "num_kvcache_blocks": 36,
 }
 
@@ -45,15 +45,15 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_requests(seed: int) -> Iterator[tuple[list[int], SamplingParams]]:
-    """Prompts of 1 to 40 tokens, many with a start in common; up to 16 tokens each, by options of
+    """Prompts of 1 to 40 tokens, many with a start in common; up to 12 tokens each, by options of
     all kinds."""
     rng = random.Random(seed)
     starts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(32)] for _ in range(6)]
     while True:
         start = rng.choice(starts)[: rng.choice([0, 0, 8, 16, 27, 32])]
         end = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(not start, 12))]
-        options: dict[str, Any] = {"max_tokens": rng.choice([1, 2, 4, 8, 16, 24])}
-        if rng.random() < 0.3:
+        options: dict[str, Any] = {"max_tokens": rng.choice([1, 1, 2, 3, 6, 12])}
+        if rng.random() < 0.5:
             options["temperature"] = 0
         else:
             options["seed"] = rng.getrandbits(60)
@@ -96,7 +96,7 @@ def break_steps(llm: LLM, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -
         whole = getattr(llm.model_runner, part)
 
         def call(batch: Any) -> Any:
-            if rng.random() < 0.0015 and batch.num_tokens > 1:
+            if rng.random() < 0.0025 and batch.num_tokens > 1:
                 broken.append(part)
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return whole(batch)
@@ -127,7 +127,7 @@ def test_every_request_finishes_once_with_what_it_has_without_pressure(
         while num_added < num_requests or number_of:
             # Bursts, and now and then an empty engine.
             room = min(MAX_OUTSTANDING - len(number_of), num_requests - num_added)
-            if room > 0 and rng.random() < 0.3:
+            if room > 0 and rng.random() < 0.4:
                 for _ in range(rng.randint(1, room)):
                     number_of[llm.add_request(*next(requests))] = num_added
                     num_added += 1

@@ -154,8 +154,8 @@ def check_blamed(out: Path, expected: dict[str, Any]) -> None:
     "sabotage, cause",
     [
         (crash_in_step, "Segmentation fault"),
-        (be_killed_in_step, "Killed"),
-        (exit_in_step, "exit status 0"),
+        pytest.param(be_killed_in_step, "Killed", marks=pytest.mark.slow),
+        pytest.param(exit_in_step, "exit status 0", marks=pytest.mark.slow),
         (crash_when_prepared, "Aborted"),
     ],
 )

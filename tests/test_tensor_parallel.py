@@ -135,7 +135,15 @@ def path_of(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory):
     return path
 
 
-@pytest.mark.parametrize("name", ["qwen3", "smollm3", *UNEVEN])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3",
+        pytest.param("smollm3", marks=pytest.mark.slow),
+        pytest.param("llama-odd-vocabulary", marks=pytest.mark.slow),
+        "qwen2-tied-odd-vocabulary-one-kv-head",
+    ],
+)
 def test_all_outputs_equal_those_of_one_rank(name: str, path_of: Callable):
     """Across chunked prefill, prefix hits, preemption, siblings that copy blocks, and everything
     that a request can ask for; the second run finds the first one's prefixes."""
@@ -153,6 +161,7 @@ def test_all_outputs_equal_those_of_one_rank(name: str, path_of: Callable):
     assert assert_same(results[1][1], results[0][1]) > 1000
 
 
+@pytest.mark.slow
 def test_messages_of_several_chunks(tiny_models: TinyModels):
     """Blocks of one token make tables of more than a megabyte, at every step."""
     settings: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""One step's work, which tokens of which sequences, and its results. Values, built once."""
+"""What one step computes, and its results, as immutable values."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,11 +10,11 @@ from nanovllm.engine.sampling_state import SamplingKind
 from nanovllm.engine.sequence import Sequence
 
 
-class ScheduledSequence(NamedTuple):  # quick to make: one for each sequence of each step
+class ScheduledSequence(NamedTuple):  # cheap: a step makes one for each of its sequences
     """Tokens [start, end) of ``seq``, to be computed in one step.
 
-    ``samples`` is true if the range ends at the sequence's last token, so that the step
-    yields its next one; false for every chunk of a long prompt but the last.
+    ``samples`` is true if the range ends at the sequence's last token, so that the step samples the
+    next token. It is false for every chunk of a long prompt but the last.
     """
 
     seq: Sequence
@@ -29,7 +29,8 @@ class ScheduledSequence(NamedTuple):  # quick to make: one for each sequence of 
 
 @dataclass(frozen=True)
 class Batch:
-    """The sequences of one step: prompts (``is_prefill``), or one token each.
+    """The sequences of one step: a prefill of prompts (``is_prefill``), or a decode of one token
+    each.
 
     ``block_copies`` are KV blocks to copy before the step, (from, to), in this order.
     """
@@ -47,24 +48,25 @@ class Batch:
 
     @cached_property
     def sampled(self) -> list[ScheduledSequence]:
-        """The items that yield a token, in batch order."""
+        """The items whose next token is sampled, in batch order."""
         return [item for item in self.items if item.samples]
 
     @cached_property
     def sampling_kinds(self) -> set[SamplingKind]:
-        """What drawing its tokens involves: few, however large the batch."""
-        return {item.seq.sampling.kind for item in self.sampled}
+        """What sampling its tokens involves: few kinds, however large the batch."""
+        return {item.seq.completion.sampling.kind for item in self.sampled}
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step yields, on the host.
+    """A step's results on the host.
 
     Attributes:
-        token_ids: the next token of each sampled item, in batch order; -1 where none was allowed.
+        token_ids: the next token of each sampled item, in batch order; -1 if none was allowed.
         logprobs: int32 [num_sampled, 1 + 2 * (1 + k)] as ``pack_logprobs`` lays them out; None if
             no sequence asks for them.
-        prompt_logprobs: by seq_id, the same rows for prompt tokens whose logits this step had.
+        prompt_logprobs: by seq_id, the same rows for the prompt tokens whose logits this step
+            computed.
     """
 
     token_ids: list[int]

@@ -69,7 +69,7 @@ class BlockManager:
         return len(self._cached_prefix(seq)) * self.block_size
 
     def can_allocate(self, seq: Sequence, num_spare_blocks: int = 0) -> bool:
-        """Whether all of a waiting sequence's blocks can be had, with some left to spare."""
+        """Whether there are free blocks for all tokens of a waiting sequence, and some to spare."""
         hits = sum(block_id in self.used_block_ids for block_id in self._cached_prefix(seq))
         return seq.num_blocks - hits + num_spare_blocks <= len(self.free_block_ids)
 
@@ -93,10 +93,11 @@ class BlockManager:
             seq.block_table.append(self._open_block())
 
     def fork(self, parent: Sequence, child: Sequence) -> tuple[int, int] | None:
-        """Gives a waiting sequence, whose tokens the parent's begin with, all of them but the
-        last from the parent's blocks: full ones shared, the one of the last token its own.
+        """Gives a waiting sequence the keys and values of all its tokens but the last from a parent
+        that begins with the same tokens: full blocks are shared, the last one is copied.
 
-        Returns what to copy for it (from block, to block), before the next step.
+        Returns:
+            The block to copy before the next step (from, to); None if there is none.
         """
         assert not child.block_table and self.free_block_ids
         num_shared = (len(child) - 1) // self.block_size
@@ -121,8 +122,8 @@ class BlockManager:
             seq.block_table.append(self._open_block())
 
     def seal(self, seq: Sequence, start: int, end: int) -> None:
-        """Registers the blocks that computing tokens [start, end) has filled (or is about to
-        fill, in a step that runs before any step that reads them)."""
+        """Registers the blocks that tokens [start, end) fill for sharing. Their keys and values are
+        computed, or will be by a step that runs before any step that reads them."""
         if not self.enable_prefix_caching or seq.is_isolated:
             return
         for i in range(start // self.block_size, end // self.block_size):
@@ -133,18 +134,19 @@ class BlockManager:
                 self.hash_to_block_id.setdefault(self._hash(seq, i), block.block_id)
 
     def unseal(self, seq: Sequence, end: int) -> None:
-        """Takes back the sealing of blocks that tokens up to ``end`` were to fill, where that
-        step did not run: of those that are not cached yet. Nobody else may share them."""
+        """Rolls back ``seal`` for tokens up to ``end`` that were not computed, because their step
+        did not run. No other sequence may hold these blocks."""
         for i in range(seq.num_cached_tokens // self.block_size, end // self.block_size):
             self._forget(self.blocks[seq.block_table[i]])
 
     def forget(self, seq: Sequence) -> None:
-        """Nobody will share the sequence's content from now on: it is not to be trusted."""
+        """Removes the sequence's blocks from the prefix cache, because their contents may be
+        corrupt."""
         for hash_ in seq.block_hashes:
             self.hash_to_block_id.pop(hash_, None)
 
     def deallocate(self, seq: Sequence) -> None:
-        """Takes the sequence's blocks back, last to first, so a prefix outlives its tails."""
+        """Frees the sequence's blocks, last to first, so that prefixes are evicted last."""
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
@@ -155,7 +157,8 @@ class BlockManager:
         seq.num_cached_tokens = 0
 
     def check_invariants(self, holders: Iterable[Sequence]) -> None:
-        """Asserts that the books agree with the block tables of all sequences that hold any."""
+        """Asserts that reference counts, queues and hashes agree with the block tables of all
+        sequences that hold blocks."""
         holders = list(holders)
         refs = Counter(block_id for seq in holders for block_id in seq.block_table)
         free, used = set(self.free_block_ids), self.used_block_ids
@@ -187,7 +190,7 @@ class BlockManager:
         return block_ids
 
     def _hash(self, seq: Sequence, i: int) -> int:
-        """Chain hash of full block i; each is computed once in a sequence's life."""
+        """Returns the chain hash of full block i; each is computed once for a sequence."""
         while len(seq.block_hashes) <= i:
             prefix = seq.block_hashes[-1] if seq.block_hashes else None
             seq.block_hashes.append(self.compute_hash(seq.block(len(seq.block_hashes)), prefix))
@@ -200,7 +203,7 @@ class BlockManager:
         return block_id
 
     def _forget(self, block: Block) -> None:
-        """Makes it an open block with one owner."""
+        """Resets a block to an open one, with one owner and no hash."""
         if block.hash is not None and self.hash_to_block_id.get(block.hash) == block.block_id:
             del self.hash_to_block_id[block.hash]
         block.reset()

@@ -167,13 +167,11 @@ class StepGraphs:
         )
         return min(fitting, default=None)
 
-    def replay(self, inputs: PackedInputs) -> torch.Tensor | None:
-        """Logits of a step padded to a captured size, until the next replay; None for any other
-        step."""
-        size = inputs.graph_size
-        step = None if size is None else self.graphs.get(size)
-        if step is None:
-            return None
+    def replay(self, inputs: PackedInputs) -> torch.Tensor:
+        """Runs the captured step that the inputs are padded for. Returns its logits, which the next
+        replay overwrites."""
+        assert inputs.graph_size is not None
+        step = self.graphs[inputs.graph_size]
         inputs.copy_to(step.buffer)
         step.graph.replay()
         return step.logits

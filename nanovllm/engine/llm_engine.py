@@ -3,41 +3,37 @@
 import logging
 import os
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from itertools import count, cycle
+from itertools import count
 from threading import Condition, current_thread
-from time import time
+from time import perf_counter, time
 from typing import Any, TypeAlias
 
-import numpy as np
 from tqdm.auto import tqdm
 
 from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.config import MAX_INT32, Config
-from nanovllm.engine.batch import Batch
-from nanovllm.engine.memory import describe_memory, held_bytes, is_out_of_memory, release_unused
-from nanovllm.engine.model_runner import LaunchedStep, start_ranks
+from nanovllm.engine.completion import EVERY_TOKEN, Completion
+from nanovllm.engine.memory import held_bytes
 from nanovllm.engine.request import PreparedRequest, Request, grammar_of, make_outputs, refused
 from nanovllm.engine.sampling_state import PreparedParams, SamplingStateFactory
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.startup import start_ranks
+from nanovllm.engine.step_loop import StepLoop
 from nanovllm.engine.throughput import Throughput
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.outputs import EngineMetrics, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, as_prompt_list, load_encoder, raise_errors
 from nanovllm.utils.forks import leave_to_parent
-from nanovllm.utils.panics import is_failure
 from nanovllm.utils.progress import bar_maker, portions, shown
 
 logger = logging.getLogger("nanovllm")
 PORTION = 256  # prompts that are tokenised together
-TEXT_STEPS = 32  # in as many steps each sequence's new tokens become text
-EVERY_TOKEN: Mapping[int, bool] = defaultdict(lambda: True)
 Checked: TypeAlias = PreparedRequest | Exception  # what is wrong with a request
 NOT_ALONE = (
     "{} needs the engine to itself: finish the other requests with step, drop them with "
@@ -80,8 +76,10 @@ class LLMEngine:
             # When the engine is collected, and at the latest before the interpreter ends.
             self._close_runner = weakref.finalize(self, self.model_runner.close)
             try:
+                start = perf_counter()
                 self.prompt_encoder = encoder.result()
-                self.model_runner.timed("tokenizer, after all else")
+                waited = round(perf_counter() - start, 3)
+                self.model_runner.startup_seconds["tokenizer, after all else"] = waited
             except BaseException:
                 self._close_runner()
                 raise
@@ -103,6 +101,7 @@ class LLMEngine:
             eos_token_id=eos_token_id,
             enable_prefix_caching=config.enable_prefix_caching,
         )
+        self.loop = StepLoop(self.scheduler, self.model_runner)
         self.sampling_states = SamplingStateFactory(
             self.tokenizer,
             checkpoint.config.vocab_size,
@@ -115,10 +114,8 @@ class LLMEngine:
         self.recommended_sampling = checkpoint.recommended_sampling
         self.throughput = Throughput()
         self._requests: dict[str, Request] = {}
-        self._launched: LaunchedStep | None = None  # whose tokens have not been fetched
         self._device = self.model_runner.device
         self._request_ids = count()
-        self._text_turns = cycle(range(TEXT_STEPS))
         self._turn = Condition()  # its lock is held by the call that runs
         self._closed = False
         logger.info(
@@ -207,7 +204,7 @@ class LLMEngine:
                     if not seq.is_finished:
                         self.scheduler.abort(seq)
             if not self._requests:
-                self._launched = None  # nobody waits for it
+                self.loop.in_flight = None  # nobody waits for it
             self._turn.notify_all()
 
     def generate(
@@ -323,9 +320,9 @@ class LLMEngine:
         self._closed = True  # which ends the calls of other threads
         with self._turn:
             self._requests.clear()
-            self._launched = None
-            self.scheduler.reset()
-            vars(self).pop("model_runner", None)
+            if (loop := vars(self).pop("loop", None)) is not None:
+                loop.reset()
+                del self.model_runner
             self._close_runner()
             self._turn.notify_all()
         self.grammars.close()
@@ -437,126 +434,26 @@ class LLMEngine:
                 self._turn.notify_all()
 
     def _step(self) -> tuple[list[Sequence], list[Request]]:
-        """Launches the next step, and while it runs, books the one before it: the device never
-        waits for the host. Returns the sequences that have a new token, and the requests that it
+        """Runs the loop once. Returns the sequences that have a new token, and the requests that
         finished."""
         self._check_open(CLOSED_MEANWHILE)
-        batch = self.scheduler.schedule()
-        runs = bool(batch.items) and self._fits(self.model_runner.run, batch)
-        launched, self._launched = self._launched, None
-        sampled, finished = self._book(launched) if launched else ([], [])
-        if runs and self._requests:  # or all that was launched is for nothing
-            self._fits(self._sample, batch)
-        return sampled, finished
-
-    def _sample(self, batch: Batch) -> None:
-        self._launched = self.model_runner.sample(batch)
-
-    def _fits(self, part: Callable[[Batch], None], batch: Batch) -> bool:
-        """Does a part of a step. If there is not enough memory for that, the step is taken back:
-        a smaller one will do its work. (Of several ranks the others cannot take it back.)
-
-        Raises:
-            RuntimeError: not even the smallest step fits.
-        """
-        try:
-            part(batch)
-            return True
-        except Exception as error:
-            if self.config.tensor_parallel_size > 1 or not is_out_of_memory(error):
-                raise
-            device = self.model_runner.device
-            memory = describe_memory(device)
-            if not self.scheduler.retract(batch):
-                raise RuntimeError(
-                    f"out of memory in the smallest step ({memory}). Unfinished requests are "
-                    f"dropped. Lower gpu_memory_utilization, max_num_batched_tokens or "
-                    f"max_num_seqs, or end what else uses this memory"
-                ) from error
-            logger.warning(
-                "out of memory in a step of %d tokens; going on with smaller ones (%s)",
-                batch.num_tokens,
-                memory,
-            )
-        release_unused(device)  # only now is the exception gone, and the tensors that it knew
-        return False
-
-    def _book(self, launched: LaunchedStep) -> tuple[list[Sequence], list[Request]]:
-        """Waits for a step and hands its results to their sequences, but for those that have
-        finished since it was launched."""
-        batch, output = launched.batch, self.model_runner.wait(launched)
-        rows = [i for i, item in enumerate(batch.sampled) if not item.seq.is_finished]
-        finished = self.scheduler.postprocess(batch, output.token_ids)
-        for seq in [seq for seq in reversed(finished) if seq.error]:
-            if (grammar := seq.sampling.grammar) is not None and grammar.error:
-                seq.error = grammar.error
-            elif not seq.is_isolated and not seq.sampling.allows_none(seq.token_ids):
-                self._isolate(seq)
-                finished.remove(seq)
-                rows = [row for row in rows if batch.sampled[row].seq is not seq]
-        for item in batch.items if output.prompt_logprobs else ():
-            if (logprobs := output.prompt_logprobs.get(item.seq.seq_id)) is not None:
-                item.seq.prompt_logprobs.append(logprobs)
-                item.seq.num_prompt_logprobs += len(logprobs)
-        sampled = [batch.sampled[row].seq for row in rows]
-        token_ids = [output.token_ids[row] for row in rows]
-        if output.logprobs is not None:
-            collect_logprobs(sampled, token_ids, output.logprobs[rows])
-        # One sequence in TEXT_STEPS, and what finished, gets its text; -1: no token to watch.
-        work = dict.fromkeys((*sampled[next(self._text_turns) :: TEXT_STEPS], *finished), -1)
-        for seq, token_id in zip(sampled, token_ids, strict=True):
-            if (watched := seq.watched_tokens) is not None and watched[token_id]:
-                work[seq] = token_id
-        for seq, token_id in work.items():
-            try:
-                self._watch(seq, token_id)
-            except BaseException as error:  # of its tokenizer or its grammar
-                if not is_failure(error):
-                    raise
-                self.scheduler.finish(seq, None, f"{type(error).__name__}: {error}")
-            if seq.is_finished:
-                finished.append(seq)
-        if self.throughput.add(batch.num_tokens if batch.is_prefill else 0, len(sampled)):
+        step = self.loop.step()
+        for seq, new in step.retried.items():
+            seqs = self._requests[seq.request_id].seqs
+            seqs[seqs.index(seq)] = new
+        if self.throughput.add(step.num_prefilled, len(step.sampled)):
             self._log_metrics()
         now = time()
-        if batch.is_prefill:
-            for seq in sampled:
+        if step.is_prefill:
+            for seq in step.sampled:
                 metrics = self._requests[seq.request_id].metrics
                 metrics.first_token_time = metrics.first_token_time or now
-        requests = {seq.request_id: self._requests[seq.request_id] for seq in finished}
+        requests = {seq.request_id: self._requests[seq.request_id] for seq in step.finished}
         done = [request for request in requests.values() if request.is_finished]
         for request in done:
             request.metrics.finished_time = now
             del self._requests[request.request_id]
-        return sampled, done
-
-    def _isolate(self, seq: Sequence) -> None:
-        """Runs a sequence once more that could draw no token: the NaN may have come with a prefix
-        that another one computed."""
-        logger.warning("request %s: %s; computing it once more, alone", seq.request_id, seq.error)
-        seqs = self._requests[seq.request_id].seqs
-        new = seqs[seqs.index(seq)] = seq.isolated()
-        self.scheduler.waiting.appendleft(new)
-
-    def _watch(self, seq: Sequence, token_id: int) -> None:
-        """Books what a new token (-1 for none) means besides its place in the sequence, and brings
-        the text up to it."""
-        state, text = seq.sampling, seq.detokenizer
-        if token_id >= 0 and state.follows_tokens:
-            state.append_token(token_id)
-            if state.grammar is not None and state.grammar.is_finished and not seq.is_finished:
-                self.scheduler.finish(seq, None)
-        if text is None:
-            return
-        may_stop = not seq.error and seq.num_completion_tokens > seq.sampling_params.min_tokens
-        end = len(seq.token_ids) - (seq.ends_with_stop_token and not text.keep_stop)
-        stop = text.extend(seq.token_ids[seq.num_prompt_tokens + text.num_tokens : end], may_stop)
-        if stop is None and seq.is_finished:
-            stop = text.finish(may_stop)
-        if stop is not None:
-            self.scheduler.finish(seq, stop)
-        if seq.watched_tokens is not EVERY_TOKEN:
-            seq.watched_tokens = text.ending_tokens
+        return step.sampled, done
 
     def _add(self, prepared: PreparedRequest, streams: bool = False) -> Request:
         """Queues a request; if anything raises, nothing has changed."""
@@ -567,12 +464,11 @@ class LLMEngine:
         for state in states:
             seq = Sequence(token_ids, params, self.config.kvcache_block_size)
             seq.request_id = request_id
-            seq.sampling = state
-            seq.detokenizer = self.prompt_encoder.detokenizer(token_ids[-1], params)
+            text = self.prompt_encoder.detokenizer(token_ids[-1], params)
+            tokens = None if text is None else text.ending_tokens
             if streams or state.follows_tokens:
-                seq.watched_tokens = EVERY_TOKEN
-            elif seq.detokenizer is not None:
-                seq.watched_tokens = seq.detokenizer.ending_tokens
+                tokens = EVERY_TOKEN
+            seq.completion = Completion(state, text, tokens)
             seqs.append(seq)
         seqs[0].wants_prompt_logprobs = params.prompt_logprobs is not None
         seqs[0].siblings = seqs[1:]
@@ -669,8 +565,7 @@ class LLMEngine:
         except BaseException:
             if not self._closed:  # or close does the same, and more
                 self._requests.clear()
-                self._launched = None
-                self.scheduler.reset()
+                self.loop.reset()
             raise
 
     @contextmanager
@@ -687,15 +582,6 @@ class LLMEngine:
     def _check_open(self, message: str = CLOSED) -> None:
         if self._closed:
             raise ValueError(message)
-
-
-def collect_logprobs(sampled: list[Sequence], token_ids: list[int], logprobs: np.ndarray) -> None:
-    """Hands each sequence that asks for them the logprobs of its new token."""
-    for seq, token_id, row in zip(sampled, token_ids, logprobs, strict=True):
-        k = seq.sampling.kind.num_logprobs
-        if k is not None and token_id >= 0:
-            # A view keeps the whole step's rows alive: fine where they are no wider than it needs.
-            seq.logprobs.append(row if len(row) == 3 + 2 * k else row[: 3 + 2 * k].copy())
 
 
 def limit_model_len(max_model_len: int | None, model: ModelConfig) -> int:

@@ -58,7 +58,7 @@ class ModelInputs:
         values[LAST] = values.pop(LAST)
         return {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
 
-    def pack(self, pin_memory: bool = False) -> "PackedInputs":
+    def pack(self, graph_size: GraphSize | None = None, pin_memory: bool = False) -> "PackedInputs":
         """All tensors end to end in one buffer on the host."""
         tensors = self.tensors()
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -67,7 +67,7 @@ class ModelInputs:
         for name, place in _views(buffer.numpy(), shapes).items():
             place[...] = tensors[name].numpy()
         no_tensors: dict[str, Any] = dict.fromkeys(tensors.keys() - OWN_TENSORS)
-        return PackedInputs(shapes, replace(self.context, **no_tensors), buffer)
+        return PackedInputs(shapes, replace(self.context, **no_tensors), buffer, graph_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +78,13 @@ class PackedInputs:
         shapes: of each tensor, in the buffer's order.
         context: all that is no tensor.
         buffer: int32, on the host.
+        graph_size: the captured step that they are padded for; None if they are not.
     """
 
     shapes: dict[str, tuple[int, ...]]
     context: Context
     buffer: torch.Tensor
-
-    @property
-    def graph_size(self) -> GraphSize | None:
-        """What the inputs are padded to; None if they are not."""
-        if "table_width" not in self.shapes:
-            return None
-        num_tokens, num_seqs = self.shapes["input_ids"][0], self.shapes[LAST][0]
-        return GraphSize(self.context.is_prefill, num_tokens, num_seqs)
+    graph_size: GraphSize | None = None
 
     @property
     def tables_start(self) -> int:
@@ -118,7 +112,7 @@ class PackedInputs:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # An array, which pickle can pass by without a copy.
-        return _from_array, (self.shapes, self.context, self.buffer.numpy())
+        return _from_array, (self.shapes, self.context, self.buffer.numpy(), self.graph_size)
 
 
 def prepare_prefill(
@@ -257,5 +251,5 @@ def _space(shape: tuple[int, ...]) -> int:
     return cdiv(prod(shape), ALIGNMENT) * ALIGNMENT
 
 
-def _from_array(shapes: Any, context: Context, buffer: np.ndarray) -> PackedInputs:
-    return PackedInputs(shapes, context, torch.from_numpy(buffer))
+def _from_array(shapes: Any, context: Context, buffer: np.ndarray, size: Any) -> PackedInputs:
+    return PackedInputs(shapes, context, torch.from_numpy(buffer), size)

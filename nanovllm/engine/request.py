@@ -35,17 +35,17 @@ class PreparedRequest:
 
 @dataclass(slots=True)
 class Request:
-    """What the engine knows of one prompt.
+    """One prompt, and the sequences that complete it.
 
     Attributes:
         request_id: the engine's name for it.
         prompt: its text; None if it came as token ids.
-        prompt_token_ids: its token ids, for its last result to keep.
+        prompt_token_ids: its token ids; the final result takes this list.
         params: how to complete it.
         seqs: a sequence for each completion, by index.
-        metrics: when things happened.
-        thread: that asked for it.
-        is_stream: whether ``generate_stream`` made it.
+        metrics: its arrival, first token and end.
+        thread: the thread that added it.
+        is_stream: whether ``generate_stream`` added it.
     """
 
     request_id: str
@@ -63,19 +63,19 @@ class Request:
 
 
 def grammar_of(item: PreparedRequest | Exception) -> Once | None:
-    """What the request's text has to match, if anything."""
+    """Returns the grammar that the request's text has to match, if any."""
     return None if isinstance(item, Exception) else item.sampling.grammar
 
 
 def refused(prompt: Any, error: Exception) -> RequestOutput:
-    """The result of a prompt that could not run."""
+    """Returns the result of a prompt that could not run."""
     text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
     completion = CompletionOutput(0, "", [], finish_reason="error", error=str(error))
     return RequestOutput("", text if isinstance(text, str) else None, [], outputs=[completion])
 
 
 def make_outputs(requests: list[Request], encoder: PromptEncoder) -> list[RequestOutput]:
-    """Results of requests, finished or not."""
+    """Returns the results of requests, finished or not."""
     outputs = []
     for request in requests:
         first, ids = request.seqs[0], request.prompt_token_ids
@@ -84,7 +84,7 @@ def make_outputs(requests: list[Request], encoder: PromptEncoder) -> list[Reques
         ]
         prompt_logprobs = None
         if request.params.prompt_logprobs is not None:
-            rows = first.prompt_logprobs or [np.empty((0, 3), np.int32)]
+            rows = first.completion.prompt_logprobs or [np.empty((0, 3), np.int32)]
             decode = encoder.decode_logprob_tokens if request.params.detokenize else None
             prompt_logprobs = PackedLogprobs(np.concatenate(rows), decode, starts_with_none=True)
         outputs.append(
@@ -105,22 +105,23 @@ def make_outputs(requests: list[Request], encoder: PromptEncoder) -> list[Reques
 def _completion(
     index: int, seq: Sequence, params: SamplingParams, encoder: PromptEncoder
 ) -> CompletionOutput:
-    text = ""
-    if seq.detokenizer is not None:
-        text = seq.detokenizer.text if seq.is_finished else seq.detokenizer.stable_text()
+    completion, text = seq.completion, ""
+    if (detokenizer := completion.detokenizer) is not None:
+        text = detokenizer.text if seq.is_finished else detokenizer.stable_text()
     logprobs = total = None
     if params.logprobs is not None:
-        rows = np.array(seq.logprobs) if seq.logprobs else np.empty((0, 3), np.int32)
+        rows = np.array(completion.logprobs) if completion.logprobs else np.empty((0, 3), np.int32)
         decode = encoder.decode_logprob_tokens if params.detokenize else None
         logprobs = PackedLogprobs(rows, decode)
         total = float(logprobs.token_logprobs().sum(dtype=np.float64))
+    finish = completion.finish
     return CompletionOutput(
         index=index,
         text=text,
         token_ids=seq.completion_token_ids,
-        finish_reason=seq.finish_reason,
-        stop_reason=seq.stop_reason,
+        finish_reason=finish and finish.reason,
+        stop_reason=finish and finish.stop_reason,
         cumulative_logprob=total,
         logprobs=logprobs,
-        error=seq.error,
+        error=finish and finish.error,
     )

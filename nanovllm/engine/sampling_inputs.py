@@ -17,16 +17,16 @@ Edits = dict[Callable[..., None], tuple[np.ndarray, ...]]  # LogitEdits, but for
 
 
 def prepare_sample(batch: Batch) -> SamplingInputs:
-    """How to draw the batch's next tokens, on the host. All tokens before must have arrived; of
-    sequences that they have finished, whatever is drawn is dropped."""
+    """How to sample the batch's next tokens, on the host. All tokens before them must have been
+    applied. Tokens sampled for sequences that have finished are dropped."""
     kinds = batch.sampling_kinds
     edits: Edits = {}
     if any(kind.edits for kind in kinds):
         sampled = [item.seq for item in batch.sampled]
         rows = [
-            (i, seq, seq.sampling)
+            (i, seq, seq.completion.sampling)
             for i, seq in enumerate(sampled)
-            if seq.sampling.kind.edits and not seq.is_finished
+            if seq.completion.sampling.kind.edits and not seq.is_finished
         ]
         edits = _masks(rows) | _biases(rows) | _penalties(rows, len(sampled))
     counts = [kind.num_logprobs for kind in kinds if kind.num_logprobs is not None]
@@ -41,7 +41,7 @@ def prepare_sample(batch: Batch) -> SamplingInputs:
 
 def sampling_rows(sampled: list[ScheduledSequence], num_rows: int = 0) -> torch.Tensor:
     """int32 [sampled or more, ROW_WORDS], a SAMPLING_ROW each; rows of zeros up to num_rows."""
-    known = bytearray().join([item.seq.sampling.row for item in sampled])
+    known = bytearray().join([item.seq.completion.sampling.row for item in sampled])
     rows = np.frombuffer(known.ljust(num_rows * SAMPLING_ROW.itemsize, b"\0"), SAMPLING_ROW)
     rows["position"][: len(sampled)] = [item.end for item in sampled]
     return torch.from_numpy(rows.view(np.int32).reshape(-1, ROW_WORDS))

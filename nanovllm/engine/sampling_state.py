@@ -21,7 +21,7 @@ class SamplingKind(NamedTuple):
 
     Attributes:
         truncates: top_k, top_p or min_p.
-        edits: logits may have to be changed before a token is drawn from them.
+        edits: logits may have to be edited before a token is sampled from them.
         num_logprobs: of how many most likely tokens to report them; None for none.
         processed_logprobs: report those of the logits that tokens are sampled from.
     """
@@ -103,7 +103,7 @@ class SamplingState:
         return self.history is not None or self.grammar is not None
 
     def append_token(self, token_id: int) -> None:
-        """Takes note of a drawn token.
+        """Records a sampled token.
 
         Raises:
             ValueError: the grammar has become too complex to follow; else it takes what it allows.
@@ -114,7 +114,7 @@ class SamplingState:
             raise ValueError(self.grammar.error)
 
     def fill_mask(self, mask: np.ndarray) -> None:
-        """Writes int32 [mask_words], a bit for each token that may be drawn next."""
+        """Writes int32 [mask_words], a bit for each token that may be sampled next."""
         if self.grammar is not None:
             self.grammar.fill_mask(mask)
             if self.allowed_mask is not None:

@@ -1,4 +1,4 @@
-"""Decides who runs next. Counts tokens and blocks; never touches a tensor."""
+"""Decides which sequences run in each step. Counts tokens and blocks; never touches a tensor."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -6,24 +6,25 @@ from typing import Any
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import Finish, Sequence, SequenceStatus
 
 NO_TOKEN = (
     "no token could be drawn: the model's logits are NaN or infinite, or its parameters allow none"
 )
-ADMISSION_SHARE = 16  # a 16th of the places for sequences is filled at once, if so many wait
-RECOVERY_STEPS = 100  # after which limits that a step has lowered are doubled
+ADMISSION_SHARE = 16  # prompts are admitted when 1/16 of max_num_seqs is free, or all can be
+RECOVERY_STEPS = 100  # after so many, limits that running out of memory has lowered double
 
 
 class Scheduler:
     """Continuous batching over two queues.
 
-    Prompts are admitted first come, first served, several at a time, and prefilled before anyone
-    decodes, in chunks where one is longer than the token budget. When decodes run out of blocks the
-    youngest running sequence is preempted: it goes back to the head of the queue and is recomputed.
+    Prompts are admitted first come, first served, several at a time. Prefills run before decodes; a
+    prompt longer than the token budget is prefilled in chunks. When decodes run out of free blocks,
+    the youngest running sequence is preempted: it returns to the head of the waiting queue and is
+    recomputed later.
 
-    A sequence with siblings computes their common prompt for all: once that is done they join the
-    running ones on copies of its blocks. They count as residents from the start.
+    A sequence computes the prompt for its siblings too. When the prompt is computed, the siblings
+    join the running sequences with copies of its blocks. They count as residents from the start.
 
     Args:
         num_blocks: KV blocks to hand out.
@@ -33,7 +34,8 @@ class Scheduler:
             so it bounds residents too.
         max_model_len: longest prompt + completion, in tokens.
         eos_token_ids: tokens that end a sequence.
-        eos_token_id: the one of them that goes without saying; any other is a stop reason.
+        eos_token_id: the primary EOS token, reported with ``stop_reason=None``. Any other EOS token
+            is reported as the stop reason.
         enable_prefix_caching: share the blocks of equal prefixes.
     """
 
@@ -51,7 +53,7 @@ class Scheduler:
     ) -> None:
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
-        # Lower than the limits above for a while after a step did not fit into memory.
+        # Lower than the limits above for some steps after one ran out of memory.
         self._max_tokens_now, self._max_seqs_now = max_num_batched_tokens, self.max_num_seqs
         self.max_model_len = max_model_len
         # A sequence that has the cache to itself must fit, or it could never finish.
@@ -66,7 +68,6 @@ class Scheduler:
         self.num_cached_prompt_tokens = 0  # of these, already in the cache
         self._num_steps = 0
         self._block_copies: list[tuple[int, int]] = []
-        self._unbooked: Batch | None = None  # the last step, until its progress is booked
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running
@@ -95,16 +96,15 @@ class Scheduler:
         self.waiting.append(seq)
 
     def count_new_tokens(self, seq: Sequence) -> int:
-        """How many of a waiting sequence's tokens the cache does not hold."""
+        """Returns how many tokens of a waiting sequence are not in the prefix cache."""
         return len(seq) - self.block_manager.count_cached_tokens(seq)
 
     def schedule(self) -> Batch:
-        """The next step; empty if all that is left to do is under way.
+        """Returns the next step; an empty batch if only the step in flight is left.
 
-        The last step's tokens may still be unknown: its progress is booked without them. Those
-        of the step before must have been postprocessed.
+        The last step must have been ``launched``, and the one before it postprocessed. The tokens
+        of the last step need not be known.
         """
-        self._book()
         self._num_steps += 1
         if self._num_steps % RECOVERY_STEPS == 0:
             self._max_tokens_now = min(2 * self._max_tokens_now, self.max_num_batched_tokens)
@@ -113,15 +113,13 @@ class Scheduler:
         items = self._schedule_prefill()
         is_prefill = bool(items)
         items = items or self._schedule_decode()
-        self._unbooked = Batch(items, is_prefill=is_prefill, block_copies=copies)
-        return self._unbooked
+        return Batch(items, is_prefill=is_prefill, block_copies=copies)
 
-    def retract(self, batch: Batch) -> bool:
-        """Takes back the step just scheduled, which did not fit into memory, and preempts: the
-        next ones have at most half its tokens, or in a decode half its sequences, and more again
-        with time. False if there was no smaller step."""
-        assert batch is self._unbooked
-        self._unbooked, self._num_steps = None, 0
+    def roll_back(self, batch: Batch) -> bool:
+        """Rolls back the step just scheduled, which did not fit into memory, and preempts: the next
+        steps have at most half its tokens, or in a decode half its sequences, and more again with
+        time. Returns False if there was no smaller step."""
+        self._num_steps = 0
         self._block_copies = [*batch.block_copies, *self._block_copies]
         if batch.is_prefill:
             for item in reversed(batch.items):
@@ -134,41 +132,36 @@ class Scheduler:
             self.preempt(self.running[-1])
         return len(batch) > 1
 
-    def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
-        """Takes the new tokens of a step, one per sampled item (-1 for none allowed); those of
-        sequences that have finished since it was scheduled are dropped.
+    def postprocess(self, batch: Batch, token_ids: list[int]) -> dict[Sequence, Finish]:
+        """Appends a step's tokens, one for each sampled item (-1 for none allowed), to their
+        sequences. Those of sequences that have finished since it was launched are dropped.
 
-        Returns the sequences that it finished, their blocks already freed.
+        Returns the sequences that finished, their blocks already freed, and how they ended.
         """
-        if batch is self._unbooked:
-            self._book()
-        finished = []
+        finished: dict[Sequence, Finish] = {}
         for item, token_id in zip(batch.sampled, token_ids, strict=True):
             seq = item.seq
             if seq.is_finished:
                 continue
             if token_id < 0:
-                seq.finish_reason, seq.error = "error", NO_TOKEN
+                finish: Finish | None = Finish("error", error=NO_TOKEN)
                 self.block_manager.forget(seq)
             else:
                 seq.append_token(token_id)
-                self._check_stop(seq)
-            if seq.finish_reason:
+                finish = self._check_stop(seq)
+            if finish:
                 if seq.status is SequenceStatus.WAITING:  # preempted meanwhile
                     self.waiting.remove(seq)
                 seq.status = SequenceStatus.FINISHED
                 self.block_manager.deallocate(seq)
-                finished.append(seq)
+                finished[seq] = finish
         if finished:
             self.running = [seq for seq in self.running if not seq.is_finished]
         return finished
 
-    def _book(self) -> None:
-        """Books what the last step does whatever tokens it draws. Sequences that reach their
-        limit leave: work launched later may have their blocks."""
-        batch, self._unbooked = self._unbooked, None
-        if batch is None:
-            return
+    def launched(self, batch: Batch) -> None:
+        """Applies what a step does whatever tokens it samples. Sequences that reach their length
+        limit leave: steps launched later may have their blocks."""
         for seq, start, end, samples in batch.items:
             if not seq.is_finished:
                 seq.num_cached_tokens = max(end, seq.num_cached_tokens)
@@ -188,12 +181,12 @@ class Scheduler:
         if left:
             self.running = [seq for seq in self.running if seq not in left]
 
-    def finish(self, seq: Sequence, stop_reason: str | None, error: str | None = None) -> None:
-        """Ends a sequence for what its text says, or an error, which outranks any other reason."""
-        if not seq.is_finished:
-            self.abort(seq)
-        seq.finish_reason, seq.stop_reason = "error" if error else "stop", stop_reason
-        seq.error, seq.ends_with_stop_token = error, False
+    def retry_alone(self, seq: Sequence) -> Sequence:
+        """Queues a finished sequence to be computed again from the start, without blocks of others:
+        theirs may have been the cause of its error. Returns the sequence that takes its place."""
+        new = seq.alone()
+        self.waiting.appendleft(new)
+        return new
 
     def preempt(self, seq: Sequence) -> None:
         """Frees a running sequence's blocks and puts it back at the head of the queue."""
@@ -204,17 +197,16 @@ class Scheduler:
         self.num_preemptions += 1
 
     def abort(self, seq: Sequence) -> None:
-        """Drops an unfinished sequence, between two steps."""
+        """Drops an unfinished sequence."""
         queue: Any = self.running if seq.status is SequenceStatus.RUNNING else self.waiting
-        if seq in queue:  # not so a sibling that has not started, nor where its limit is reached
+        if seq in queue:  # not if it waits for its sibling's prompt, or has reached its limit
             queue.remove(seq)
         self.block_manager.deallocate(seq)
         seq.siblings = []
         seq.status = SequenceStatus.FINISHED
 
     def reset(self) -> None:
-        """Drops every sequence and the whole prefix cache, whatever state a step that was
-        interrupted has left them in."""
+        """Drops every sequence and the prefix cache, whatever an interrupted step has left."""
         old = self.block_manager
         self.block_manager = BlockManager(
             len(old.blocks), old.block_size, old.enable_prefix_caching
@@ -222,7 +214,6 @@ class Scheduler:
         self.waiting.clear()
         self.running = []
         self._block_copies = []
-        self._unbooked = None
         self._max_tokens_now, self._max_seqs_now = self.max_num_batched_tokens, self.max_num_seqs
         self._num_steps = 0
 
@@ -238,15 +229,16 @@ class Scheduler:
         self.block_manager.check_invariants(self.running)
 
     def _schedule_prefill(self) -> tuple[ScheduledSequence, ...]:
-        """What fits into the token budget: of the prompt under way, then of new ones."""
+        """Returns the prefills that fit into the token budget: the next chunk of a prompt that has
+        begun, then new prompts."""
         items: list[ScheduledSequence] = []
         budget = self._max_tokens_now
         residents = sum(1 + len(seq.siblings) for seq in self.running)
-        # Admission stops where the budget ends, so only the youngest can be half prefilled.
+        # Admission stops where the budget ends, so only the youngest can be partly prefilled.
         if self.running and self.running[-1].num_uncached_tokens > 1:
             items.append(self._prefill_chunk(self.running[-1], budget))
             budget -= items[-1].num_tokens
-        if residents and not items and not self._has_room_for_several(residents):
+        if residents and not items and not self._can_admit_several(residents):
             return ()
         while budget and self.waiting and self._can_admit(self.waiting[0], residents):
             if items and self._would_be_cut(self.waiting[0], budget):
@@ -265,21 +257,22 @@ class Scheduler:
         return tuple(items)
 
     def _would_be_cut(self, seq: Sequence, budget: int) -> bool:
-        """Whether a prompt that fits into a step exceeds what is left of this one. Its second part
-        would attend to the first through block tables, which is slower."""
+        """Whether a prompt that fits into one step does not fit into what is left of this one. Its
+        second chunk would attend to the first through block tables, which is slower."""
         if budget >= len(seq):
             return False
         return budget < self.count_new_tokens(seq) <= self._max_tokens_now
 
-    def _has_room_for_several(self, residents: int) -> bool:
-        """Whether it pays to stop the decodes for a step: where more wait than find room, prompts
-        would otherwise come one by one, as sequences finish, each with a step of its own."""
-        room = self._max_seqs_now - residents
-        return room >= min(len(self.waiting), self._max_seqs_now // ADMISSION_SHARE)
+    def _can_admit_several(self, residents: int) -> bool:
+        """Whether enough prompts can be admitted to make a prefill step worth stopping the decodes.
+        Otherwise prompts would be admitted one by one, as sequences finish, each in its own step.
+        """
+        num_free = self._max_seqs_now - residents
+        return num_free >= min(len(self.waiting), self._max_seqs_now // ADMISSION_SHARE)
 
     def _can_admit(self, seq: Sequence, residents: int) -> bool:
-        # A spare block for each resident: enough for all to cross their next block boundary.
-        # What a lone sequence has too many siblings for waits with those (_start_siblings).
+        # One spare block for each resident lets all of them cross their next block boundary.
+        # A sequence that runs alone may have more siblings than fit; see _start_siblings.
         if not residents:
             return self.block_manager.can_allocate(seq)
         return residents + 1 + len(
@@ -292,14 +285,15 @@ class Scheduler:
         # The last token is computed even if it is cached: its logits are not.
         start = min(seq.num_cached_tokens, len(seq) - 1)
         end = min(start + budget, len(seq))
-        # Registered before it is computed, so that equal prompts of this step share it: a step
-        # stores the keys and values of all its tokens before it reads any.
+        # Registered before it is computed, so that equal prompts in this step share the blocks: a
+        # step stores the keys and values of all its tokens before it reads any.
         self.block_manager.seal(seq, start, end)
         return ScheduledSequence(seq, start, end, samples=end == len(seq))
 
     def _start_siblings(self, seq: Sequence) -> None:
-        """Starts the completions that share a prompt just computed, one token behind ``seq``;
-        those that do not fit wait and compute what the prefix cache no longer holds."""
+        """Starts the siblings of a sequence whose prompt has just been computed, without its last
+        token. Siblings that do not fit wait, and find the prompt in the prefix cache or recompute
+        it."""
         siblings, seq.siblings = seq.siblings, []
         others = sum(1 + len(other.siblings) for other in self.running)
         fit = max(0, min(self._max_seqs_now - others, len(self.block_manager.free_block_ids)))
@@ -326,18 +320,17 @@ class Scheduler:
         assert items or not self.running, "a lone sequence always fits: max_len is within the cache"
         return tuple(items)
 
-    def _check_stop(self, seq: Sequence) -> None:
-        """Sets the reasons if the newest token ends the sequence."""
+    def _check_stop(self, seq: Sequence) -> Finish | None:
+        """Returns how the newest token ends the sequence; None if it does not."""
         params, token_id = seq.sampling_params, seq.last_token
         is_eos = token_id in self.eos_token_ids and not params.ignore_eos
         is_stop = params.stop_token_ids is not None and token_id in params.stop_token_ids
         if (is_eos or is_stop) and seq.num_completion_tokens > params.min_tokens:
-            seq.finish_reason, seq.ends_with_stop_token = "stop", True
-            seq.stop_reason = None if is_eos and token_id == self.eos_token_id else token_id
-        elif self._reaches_limit(seq, len(seq.token_ids)):
-            seq.finish_reason = "length"
+            stop_reason = None if is_eos and token_id == self.eos_token_id else token_id
+            return Finish("stop", stop_reason, ends_with_stop_token=True)
+        return Finish("length") if self._reaches_limit(seq, len(seq.token_ids)) else None
 
     def _reaches_limit(self, seq: Sequence, num_tokens: int) -> bool:
-        """Whether so many tokens, the prompt's and the generated, are all that it may have."""
+        """Whether a sequence of ``num_tokens`` tokens has reached its length limit."""
         num_generated = num_tokens - seq.num_prompt_tokens
         return num_generated == seq.sampling_params.max_tokens or num_tokens >= self.max_len

@@ -1,19 +1,15 @@
 """One request's state. Knows nothing of tensors or of other requests."""
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from enum import Enum, auto
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.math import cdiv
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from nanovllm.engine.sampling_state import SamplingState
-    from nanovllm.text.detokenizer import IncrementalDetokenizer
+    from nanovllm.engine.completion import Completion
 
 
 class SequenceStatus(Enum):
@@ -24,48 +20,50 @@ class SequenceStatus(Enum):
 
 FINISHED = SequenceStatus.FINISHED  # looked up often, and slowly as an attribute
 
-# What another process needs to compute the next step, besides tokens.
-SHIPPED = (
-    *("seq_id", "block_size", "block_table", "sampling_params", "last_token", "num_tokens"),
-    *("num_prompt_tokens", "num_cached_tokens", "num_prompt_logprobs", "wants_prompt_logprobs"),
-)
+
+class Finish(NamedTuple):
+    """How a sequence ended.
+
+    Attributes:
+        reason: "stop", "length" or "error".
+        stop_reason: the stop token or stop string that ended it, if one did.
+        error: what went wrong, for "error".
+        ends_with_stop_token: its last token ended it, and is no part of its text.
+    """
+
+    reason: str
+    stop_reason: int | str | None = None
+    error: str | None = None
+    ends_with_stop_token: bool = False
 
 
 class Sequence:
     """A prompt and the tokens generated after it.
 
-    Three counts order its tokens: the first ``num_cached_tokens`` have their keys and values
-    in the KV cache, ``num_prompt_tokens`` came with the request, ``len(seq)`` exist so far.
-    One uncached token makes it a decode; more make it a prefill. The newest token exists, and
-    has a place, from the moment that a step has been launched to draw it; only when it reaches
-    the host is it in ``token_ids``.
+    The first ``num_cached_tokens`` tokens have their keys and values in the KV cache, the first
+    ``num_prompt_tokens`` came with the request, and ``len(seq)`` tokens exist. A sequence with one
+    uncached token decodes; with more it is prefilled. A token counts in ``len(seq)`` as soon as the
+    step that samples it is launched. It is in ``token_ids`` only when it has reached the host.
 
     Attributes:
         seq_id: unique in the process, rising with age.
         request_id: of the request that it belongs to.
-        last_token: the newest token's id; -1 - row while only the device knows it, drawn in that
+        last_token: the newest token's id; -1 - row while it is only on the device, sampled in that
             row of the last step.
         block_table: physical KV block of each logical block.
         block_hashes: chain hash of each full block hashed so far (see BlockManager).
-        siblings: other completions of the same prompt, which the scheduler starts on copies of
-            this one's blocks once the prompt is computed.
-        finish_reason: "stop", "length" or "error" once finished.
-        stop_reason: the stop token or string that ended it, if one did.
-        error: what went wrong, for "error".
-        ends_with_stop_token: whether its last token ended it, and so is no part of its text.
-        num_cached_prompt_tokens: prompt tokens that the prefix cache held when it first ran.
-        is_isolated: shares no blocks with others, as it has once had no token to draw: theirs may
-            have been the cause.
-        wants_prompt_logprobs: each prompt token has to be computed, to have its logits.
-        prompt_logprobs, logprobs: packed rows, collected from the steps.
-        sampling: what drawing its tokens takes; set by the engine, on rank 0 only.
-        detokenizer: its text so far; None if it is to have none.
-        watched_tokens: whether a token, by its id, means more to the engine than its place in the
-            sequence; None if none does.
+        siblings: other completions of the same prompt. The scheduler starts them with copies of
+            this sequence's blocks when the prompt is computed.
+        num_cached_prompt_tokens: prompt tokens that were in the prefix cache when it first ran.
+        is_isolated: shares no blocks with other sequences, because no token could be sampled the
+            first time: blocks of others may have been the cause.
+        wants_prompt_logprobs: needs the logits of each prompt token.
+        num_prompt_logprobs: prompt tokens, from the first on, whose log-probabilities are known.
+        completion: what the user gets of it; set by the engine.
     """
 
     counter = count()
-    sampling: "SamplingState"
+    completion: "Completion"
 
     def __init__(
         self,
@@ -87,18 +85,10 @@ class Sequence:
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []
         self.siblings: list[Sequence] = []
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.error: str | None = None
-        self.ends_with_stop_token = False
         self.num_cached_prompt_tokens: int | None = None
         self.is_isolated = False
         self.wants_prompt_logprobs = False
         self.num_prompt_logprobs = 0
-        self.prompt_logprobs: list[np.ndarray] = []
-        self.logprobs: list[np.ndarray] = []
-        self.detokenizer: IncrementalDetokenizer | None = None
-        self.watched_tokens: Mapping[int, bool] | None = None
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -132,7 +122,7 @@ class Sequence:
 
     @property
     def num_reusable_tokens(self) -> int:
-        """How many of its tokens may come from the prefix cache."""
+        """How many tokens, from the first on, may come from the prefix cache."""
         if self.is_isolated:
             return 0
         if self.wants_prompt_logprobs and self.num_prompt_logprobs < self.num_prompt_tokens - 1:
@@ -140,18 +130,9 @@ class Sequence:
         return self.num_tokens
 
     @property
-    def num_cached_blocks(self) -> int:
-        """Full blocks whose keys and values are in the cache."""
-        return self.num_cached_tokens // self.block_size
-
-    @property
     def num_blocks(self) -> int:
         """Blocks that all tokens need."""
         return cdiv(self.num_tokens, self.block_size)
-
-    @property
-    def last_block_num_tokens(self) -> int:
-        return self.num_tokens - (self.num_blocks - 1) * self.block_size
 
     def block(self, i: int) -> list[int]:
         """Token ids of logical block i."""
@@ -159,40 +140,23 @@ class Sequence:
         return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
 
     def expect_token(self, row: int) -> None:
-        """Makes place for the token that the last step draws in this row."""
+        """Counts the token that the step in flight samples in this row."""
         assert self.num_tokens == len(self.token_ids)
         self.last_token = -1 - row
         self.num_tokens += 1
 
     def append_token(self, token_id: int) -> None:
-        """The newest token, expected or not."""
+        """Appends the newest token, whether ``expect_token`` has counted it or not."""
         self.token_ids.append(token_id)
         self.last_token = token_id
         self.num_tokens = len(self.token_ids)
 
-    def isolated(self) -> "Sequence":
-        """A copy that waits to be computed once more, from the start, prompt log-probabilities
-        included."""
+    def alone(self) -> "Sequence":
+        """Returns a copy that waits to be computed again from the start, sharing no blocks."""
         new = object.__new__(Sequence)
         vars(new).update(vars(self))
         new.status, new.is_isolated = SequenceStatus.WAITING, True
-        new.finish_reason = new.error = None
         new.block_table, new.block_hashes, new.num_cached_tokens = [], [], 0
-        new.prompt_logprobs, new.num_prompt_logprobs = [], 0
-        new.logprobs = list(self.logprobs)
+        new.num_prompt_logprobs = 0
         new.last_token, new.num_tokens = self.token_ids[-1], len(self.token_ids)
         return new
-
-    # Only the tokens not yet cached travel, so that a decode ships one whatever its history.
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        first = min(self.num_cached_tokens, len(self.token_ids) - 1)
-        return first, self.token_ids[first:], *(getattr(self, name) for name in SHIPPED)
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        first, tail, *values = state
-        # Positions already cached are never read there; the padding keeps indices true.
-        self.__init__([-1] * first + tail)  # type: ignore[misc]
-        for name, value in zip(SHIPPED, values, strict=True):
-            setattr(self, name, value)
-        self.status = SequenceStatus.RUNNING

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import cuda_graphs
+from nanovllm.engine import cuda_graphs, startup
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graphs import StepGraphs, decode_sizes, graph_bytes, prefill_sizes
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs, prepare_decode
@@ -84,7 +84,7 @@ def test_captures_leave_other_threads_alone_and_keep_no_logits(monkeypatch):
         return out
 
     def prepare(batch: Batch, size: GraphSize) -> PackedInputs:
-        return prepare_decode(batch, 16, size.num_seqs).pack()
+        return prepare_decode(batch, 16, size.num_seqs).pack(size)
 
     graphs = StepGraphs(forward, prepare, torch.device("cpu"), 4)
     graphs.capture(decode_sizes(8))
@@ -105,9 +105,7 @@ class PlainGraphs(StepGraphs):
         self.num_replays = {True: 0, False: 0}
 
     def replay(self, inputs):
-        step = self.graphs.get(inputs.graph_size)
-        if step is None:
-            return None
+        step = self.graphs[inputs.graph_size]
         self.num_replays[inputs.context.is_prefill] += 1
         self.buffer.fill_(-1)
         inputs.copy_to(self.buffer)
@@ -122,10 +120,10 @@ def padding(monkeypatch):
     def new_graphs(runner: ModelRunner) -> StepGraphs:
         width = cdiv(runner.max_model_len, runner.config.kvcache_block_size)
         graphs = PlainGraphs(lambda x: runner.run_model(x)[1], runner.prepare, runner.device, width)
-        runner.capture = lambda: graphs.capture(runner._graph_sizes())
+        runner.capture = lambda: graphs.capture(startup.graph_sizes(runner))
         return graphs
 
-    monkeypatch.setattr(ModelRunner, "_new_graphs", new_graphs)
+    monkeypatch.setattr(startup, "make_graphs", new_graphs)
 
 
 def run(model_path, captures: bool) -> tuple[list, list, dict[bool, int]]:

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
+from nanovllm.engine.completion import Completion
 from nanovllm.engine.model_inputs import (
+    GraphSize,
     ModelInputs,
     prepare_block_tables,
     prepare_decode,
@@ -159,8 +161,9 @@ def test_a_worker_receives_the_same_inputs_in_a_message(case: Case):
     """Guards workers that store keys and values in other slots than rank 0."""
     prepare = prepare_prefill if case.batch.is_prefill else prepare_decode
     ours = prepare(case.batch, case.block_size)
-    method, (packed, copies) = decode(encode("run_step", (ours.pack(), ((1, 2),))))
-    assert (method, copies) == ("run_step", ((1, 2),))
+    size = GraphSize(True, 99, 7)
+    method, (packed, copies) = decode(encode("run_step", (ours.pack(size), ((1, 2),))))
+    assert (method, packed.graph_size, copies) == ("run_step", size, ((1, 2),))
     assert_equal(ours, packed.unpack())
     assert packed.buffer.numpy().flags.aligned
 
@@ -293,8 +296,6 @@ def test_a_padded_prefill_is_a_prefill_and_padding(case: Case, tokens: int, seqs
         other = padded.tensors()[name]
         shape = other.shape if name != "block_tables" else (num_seqs, 1)
         assert (tensor.shape, tensor.dtype) == (shape, other.dtype), name
-    assert blank.pack().graph_size == padded.pack().graph_size == (True, num_tokens, num_seqs)
-    assert plain.pack().graph_size is None
     check(blank.context.slot_mapping, [-1] * num_tokens)
 
 
@@ -308,7 +309,6 @@ def test_a_decode_can_be_padding_alone():
         assert (tensor.shape, tensor.dtype) == (other.shape, other.dtype), name
         assert torch.equal(tensor[1:], other[1:]), name
     check(blank.context.slot_mapping, [-1] * 8)
-    assert blank.pack().graph_size == padded.pack().graph_size == (False, 8, 8)
 
 
 @pytest.mark.parametrize("is_prefill", [False, True])
@@ -351,10 +351,11 @@ def make_sampled(
 ) -> Sampled:
     bad_words = bad_words or []
     seq = Sequence(prompt, params)
-    seq.sampling = SamplingState(params, seed, prompt, VOCAB_SIZE, EOS, bad_words)
+    state = SamplingState(params, seed, prompt, VOCAB_SIZE, EOS, bad_words)
+    seq.completion = Completion(state)
     for token in completion:
         seq.append_token(token)
-        seq.sampling.append_token(token)
+        state.append_token(token)
     item = ScheduledSequence(seq, len(seq) - 1, len(seq), samples=samples)
     return Sampled(item, params, seed, bad_words)
 

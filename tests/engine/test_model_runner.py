@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from nanovllm import LLM
-from nanovllm.engine import model_runner
-from nanovllm.engine.model_runner import ModelRunner, on_device, select_device, select_dtype
+from nanovllm.engine import startup
+from nanovllm.engine.device import select_device, select_dtype
+from nanovllm.engine.model_runner import ModelRunner, on_device
 from tests.tiny_models import BASE, CONFIGS
 
 SMALL: dict[str, Any] = {"device": "cpu", "kvcache_block_size": 16, "num_kvcache_blocks": 8}
@@ -118,8 +119,9 @@ def test_calls_run_on_the_runners_gpu_and_leave_the_programs_current(current, mo
         seen.append(current[-1])
         return 10 // x
 
-    for name in ("run", "sample", "loop", "exit", "_start"):
-        assert hasattr(getattr(ModelRunner, name), "__wrapped__"), f"{name} is not on_device"
+    methods = (ModelRunner.run, ModelRunner.sample, ModelRunner.loop, ModelRunner.exit)
+    for function in (*methods, startup._start):
+        assert hasattr(function, "__wrapped__"), f"{function} is not on_device"
     runner = ModelRunner.__new__(ModelRunner)
     runner._pid, runner.device = os.getpid(), torch.device("cuda", 1)
     assert on_device(method)(runner, 5) == 2
@@ -142,7 +144,7 @@ def fails_at_the_cache(held: list, monkeypatch) -> None:
         except RuntimeError as error:
             raise ValueError("the cache does not fit") from error
 
-    monkeypatch.setattr(ModelRunner, "allocate_kv_cache", fail)
+    monkeypatch.setattr(startup, "allocate_kv_cache", fail)
 
 
 def fails_in_loading(held: list, monkeypatch) -> None:
@@ -152,7 +154,7 @@ def fails_in_loading(held: list, monkeypatch) -> None:
         held.extend(map(weakref.ref, params))
         raise ValueError(f"{name} is too much beside {len(params)}")
 
-    monkeypatch.setattr(model_runner, "load_model", fail)
+    monkeypatch.setattr(startup, "load_model", fail)
 
 
 def is_interrupted(held: list, monkeypatch) -> None:
@@ -160,7 +162,7 @@ def is_interrupted(held: list, monkeypatch) -> None:
         held.extend(map(weakref.ref, runner.model.parameters()))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ModelRunner, "uses_graphs", property(interrupt))
+    monkeypatch.setattr(startup, "uses_graphs", interrupt)
 
 
 @pytest.mark.parametrize(

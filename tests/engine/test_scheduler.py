@@ -15,7 +15,7 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_inputs import prepare_decode, prepare_prefill
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import Finish, Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 from tests.conftest import needs_asserts
 
@@ -35,6 +35,13 @@ def make_scheduler(**kwargs: Any) -> Scheduler:
         "eos_token_id": min(EOS),
     }
     return Scheduler(**{**defaults, **kwargs})
+
+
+def launch(scheduler: Scheduler) -> Batch:
+    """The next step, as launched."""
+    batch = scheduler.schedule()
+    scheduler.launched(batch)
+    return batch
 
 
 def next_token(tokens: list[int], salt: int) -> int:
@@ -191,6 +198,7 @@ class Engine:
         self.device = Device(scheduler.block_manager.block_size)
         self.unfinished: dict[Sequence, Request] = {}
         self.results: list[tuple[Request, Result]] = []
+        self.finishes: dict[Sequence, Finish] = {}
         self.batches: list[Batch] = []
         self.check()
 
@@ -220,7 +228,7 @@ class Engine:
     def step(self, does_not_fit: str | None = None) -> Batch:
         """``does_not_fit``: the part that there is not enough memory for, "run" or "sample"."""
         batch = self.schedule()
-        runs = bool(batch.items) and not (does_not_fit == "run" and self.retract(batch))
+        runs = bool(batch.items) and not (does_not_fit == "run" and self.roll_back(batch))
         drawn: dict[Sequence, int] = {}
         if runs:
             self.device.run(batch)
@@ -228,8 +236,10 @@ class Engine:
                 drawn[seq] = next_token(self.device.tokens(seq), self.unfinished[seq].salt)
         if self.under_way is not None:
             self.postprocess(*self.under_way)
-        if runs and does_not_fit == "sample" and self.retract(batch):
+        if runs and does_not_fit == "sample" and self.roll_back(batch):
             runs, drawn = False, {}
+        if runs:
+            self.scheduler.launched(batch)
         self.under_way = (batch, list(drawn.values())) if runs else None
         self.device.drawn = drawn
         if self.under_way is not None and not self.overlap:
@@ -238,12 +248,12 @@ class Engine:
         self.check()
         return batch
 
-    def retract(self, batch: Batch) -> bool:
-        """Takes back the step just scheduled, unless that would be the end of all."""
+    def roll_back(self, batch: Batch) -> bool:
+        """Rolls back the step just scheduled, unless that would be the end of all."""
         num_tokens, running = batch.num_tokens, list(self.scheduler.running)
         if num_tokens == 1:
             return False
-        assert self.scheduler.retract(batch)
+        assert self.scheduler.roll_back(batch)
         still = running[: -len(batch)] if batch.is_prefill else running[: num_tokens // 2]
         assert self.scheduler.running == still
         self.most_now[batch.is_prefill] = num_tokens // 2
@@ -259,21 +269,25 @@ class Engine:
                 continue
             assert token == -1 or seq.last_token == seq.token_ids[-1] == token
             assert (seq in finished) == seq.is_finished
-            assert seq.ends_with_stop_token == (seq.finish_reason == "stop")
+            if seq in finished:
+                finish = self.finishes[seq] = finished[seq]
+                assert finish.ends_with_stop_token == (finish.reason == "stop")
+                assert (finish.error is not None) == (finish.reason == "error") == (token == -1)
             stop_text_at = self.unfinished[seq].stop_text_at
             if token != -1 and seq.num_completion_tokens == stop_text_at:
-                self.scheduler.finish(seq, STOP_TEXT)
-                assert not seq.ends_with_stop_token
+                if seq not in finished:
+                    self.scheduler.abort(seq)
+                self.finishes[seq] = Finish("stop", STOP_TEXT)
         for seq in [seq for seq in live if seq.is_finished]:
             request = self.unfinished.pop(seq)
             assert not seq.block_table
             assert seq.prompt_token_ids == request.prompt
-            result = seq.completion_token_ids, seq.finish_reason, seq.stop_reason
+            finish = self.finishes[seq]
+            result = seq.completion_token_ids, finish.reason, finish.stop_reason
             self.results.append((request, result))
 
     def schedule(self) -> Batch:
         scheduler = self.scheduler
-        scheduler._book()
         before, preemptions = list(scheduler.running), scheduler.num_preemptions
         num_free = len(scheduler.block_manager.free_block_ids)
         num_opening = sum(len(seq.block_table) < seq.num_blocks for seq in before)
@@ -453,6 +467,7 @@ def drain(scheduler: Scheduler) -> Iterator[Batch]:
             return
         batch = scheduler.schedule()
         yield batch
+        scheduler.launched(batch)
         scheduler.postprocess(batch, [5] * len(batch.sampled))
     raise AssertionError("no end in sight")
 
@@ -585,14 +600,14 @@ def test_length_limit_ends_a_sequence(
     engine = Engine(make_scheduler(num_blocks=num_blocks, max_model_len=max_model_len))
     seq = engine.add(Request([1, 2, 5], greedy(max_tokens)))
     engine.run()
-    assert (len(seq), seq.finish_reason) == (max_len, "length")
+    assert (len(seq), engine.finishes[seq]) == (max_len, Finish("length"))
 
 
 def test_max_tokens_ends_a_sequence():
     engine = Engine(make_scheduler())
     seq = engine.add(Request([1, 2, 5], greedy(max_tokens=7)))
     engine.run()
-    assert (seq.num_completion_tokens, seq.finish_reason) == (7, "length")
+    assert (seq.num_completion_tokens, engine.finishes[seq]) == (7, Finish("length"))
 
 
 @pytest.mark.parametrize("eos", EOS)
@@ -603,9 +618,10 @@ def test_each_eos_token_ends_a_sequence(eos: int):
     goes_on = Sequence([1, 2], SamplingParams(ignore_eos=True), block_size=4)
     scheduler.add(stops)
     scheduler.add(goes_on)
-    assert scheduler.postprocess(scheduler.schedule(), [5, 5]) == []
-    assert scheduler.postprocess(scheduler.schedule(), [eos, eos]) == [stops]
-    assert (stops.completion_token_ids, stops.finish_reason) == ([5, eos], "stop")
+    assert scheduler.postprocess(launch(scheduler), [5, 5]) == {}
+    finished = scheduler.postprocess(launch(scheduler), [eos, eos])
+    assert [*finished] == [stops] and finished[stops].reason == "stop"
+    assert stops.completion_token_ids == [5, eos]
     assert scheduler.running == [goes_on]
 
 
@@ -639,28 +655,13 @@ def test_each_end_has_its_reason(case: str):
     scheduler.add(other)
     for i, token in enumerate(tokens):
         assert not seq.is_finished
-        finished = scheduler.postprocess(scheduler.schedule(), [token, 5])
-        assert finished == ([seq] if i == len(tokens) - 1 else [])
-    assert (seq.completion_token_ids, seq.finish_reason, seq.stop_reason) == expected
-    assert seq.ends_with_stop_token == (seq.finish_reason == "stop")
+        finished = scheduler.postprocess(launch(scheduler), [token, 5])
+        assert [*finished] == ([seq] if i == len(tokens) - 1 else [])
+    finish = finished[seq]
+    assert (seq.completion_token_ids, finish.reason, finish.stop_reason) == expected
+    assert finish.ends_with_stop_token == (finish.reason == "stop")
     assert scheduler.running == [other]
     scheduler.check_invariants()
-
-
-@pytest.mark.parametrize("before", ["running", "length", "stop"])
-def test_a_stop_string_outranks_any_other_reason(before: str):
-    scheduler = make_scheduler()
-    params = SamplingParams(max_tokens=1 if before == "length" else 9)
-    seq = Sequence([1], params, block_size=4)
-    scheduler.add(seq)
-    scheduler.postprocess(scheduler.schedule(), [EOS[0] if before == "stop" else 5])
-    assert seq.is_finished == (before != "running")
-    scheduler.finish(seq, STOP_TEXT)
-    assert (seq.finish_reason, seq.stop_reason) == ("stop", STOP_TEXT)
-    assert not seq.ends_with_stop_token
-    assert scheduler.is_finished()
-    scheduler.check_invariants()
-    assert not scheduler.block_manager.used_block_ids
 
 
 def test_finished_sequences_free_their_blocks_at_once():
@@ -801,7 +802,7 @@ def test_a_prompt_joins_at_once_where_there_is_room_for_all_that_wait():
     for i in range(63):
         scheduler.add(Sequence([i, 1, 2], greedy(max_tokens=20), 4))
     while not scheduler.running or scheduler.waiting:
-        batch = scheduler.schedule()
+        batch = launch(scheduler)
         scheduler.postprocess(batch, [5] * len(batch.sampled))
     scheduler.add(Sequence([99], greedy(), 4))
     assert [item.seq.num_prompt_tokens for item in scheduler.schedule().items] == [1]
@@ -879,6 +880,7 @@ def test_scheduling_a_decode_looks_at_no_token(monkeypatch: pytest.MonkeyPatch):
         for seq, token_ids in zip(seqs, tokens, strict=True):
             seq.token_ids, seq.last_token = token_ids, token_ids[-1]
         engine.device.run(batch)
+        engine.scheduler.launched(batch)
         engine.scheduler.postprocess(batch, [5] * 3)
         engine.check()
 
@@ -923,7 +925,7 @@ def test_abort_drops_one_sequence_and_leaves_the_others(state: str):
     engine.run()
     engine.check_results()
     assert len(engine.results) == 2
-    assert seq.finish_reason is None
+    assert seq not in engine.finishes
 
 
 @pytest.mark.parametrize("mid_step", [False, True])
@@ -1095,11 +1097,14 @@ class TestSiblings:
         seqs = [Sequence([5] * 6, several(3), block_size=4) for _ in range(3)]
         seqs[0].siblings = seqs[1:]
         scheduler.add(seqs[0])
-        assert scheduler.postprocess(scheduler.schedule(), [-1]) == [seqs[0]]
-        assert scheduler.postprocess(scheduler.schedule(), [7, -1]) == [seqs[2]]
+        finishes = scheduler.postprocess(launch(scheduler), [-1])
+        assert [*finishes] == [seqs[0]]
+        finishes |= scheduler.postprocess(launch(scheduler), [7, -1])
+        assert [*finishes] == [seqs[0], seqs[2]]
+        assert {finish.reason for finish in finishes.values()} == {"error"}
         scheduler.check_invariants()
         list(drain(scheduler))
-        assert [seq.finish_reason for seq in seqs] == ["error", "length", "error"]
+        assert all(seq.is_finished for seq in seqs)
         assert [len(seq.completion_token_ids) for seq in seqs] == [0, 4, 0]
 
     def test_cached_tokens_of_the_prompt_are_counted_once_it_first_runs(self):

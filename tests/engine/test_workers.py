@@ -315,7 +315,27 @@ ENDS_BY_SIGNAL = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in NUM_ENGINES])
+# Each starts processes, for seconds: those like another one run with the slow tests.
+SLOW = {
+    "worker_killed_while_idle",
+    "one_of_three_workers_killed_during_a_decode",
+    "a_worker_that_never_meets_the_others",
+    "a_cache_that_does_not_fit",
+    "terminated",
+    "all_killed_while_starting",
+    "two_engines_at_once",
+    "never_closed",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+        for name in SCENARIOS
+        if name not in NUM_ENGINES
+    ],
+)
 def test_a_fault_is_an_error_within_seconds_and_leaves_nothing(
     name: str, server: subprocess.Popen, models: Path
 ):

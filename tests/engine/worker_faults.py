@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import model_runner
-from nanovllm.engine.model_runner import ModelRunner, run_worker
+from nanovllm.engine import startup
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.startup import run_worker
 from nanovllm.engine.workers import Worker, WorkerError, Workers
 
 SMALL: dict[str, Any] = {
@@ -119,7 +120,7 @@ class WatchedWorkers(Workers):
 def make(
     folder: Path, size: int = 2, model: str = "qwen3", workers: Any = WatchedWorkers, **kwargs: Any
 ) -> LLM:
-    model_runner.Workers = workers  # type: ignore[misc]
+    startup.Workers = workers  # type: ignore[misc]
     llm = LLM(folder.parent / model, tensor_parallel_size=size, **{**SMALL, **kwargs})
     assert len(processes_of(os.getsid(0))) >= size - 1
     assert not named_memory_of(os.getsid(0))
@@ -251,12 +252,12 @@ def raises_in_loading(worker: Worker, *args: Any) -> None:
     def failing(*args: Any) -> None:
         raise OSError("no such shard")
 
-    model_runner.load_model = failing
+    startup.load_model = failing
     run_worker(worker, *args)
 
 
 def leaves_before_meeting(worker: Worker, *args: Any) -> None:
-    model_runner.make_tp_group = lambda *args: os._exit(7)
+    startup.make_tp_group = lambda *args: os._exit(7)
     run_worker(worker, *args)
 
 
@@ -264,25 +265,25 @@ def raises_after_meeting(worker: Worker, *args: Any) -> None:
     def failing(*args: Any) -> int:
         raise MemoryError("no room")
 
-    ModelRunner.measure_kv_cache = failing  # type: ignore[method-assign]
+    startup.measure_kv_cache = failing
     run_worker(worker, *args)
 
 
 def an_exception_in_a_step(folder: Path) -> None:
-    model_runner.run_worker = raises_in_a_step
+    startup.run_worker = raises_in_a_step
     llm = make(folder)
     fail_dead(llm, "rank 1 failed: KeyError: 'the third step'", "Traceback", "in raises_in_a_step")
 
 
 def _fails_to_start(folder: Path, target: Any, *parts: str) -> None:
-    model_runner.run_worker = target
+    startup.run_worker = target
     with deadline("error, start included"):
         fails(lambda: make(folder), "rank 1 failed", *parts)
     check_nothing_left()
 
 
 def a_load_that_fails(folder: Path) -> None:
-    parts = ("OSError: no such shard", "Traceback", "in _load_weights")
+    parts = ("OSError: no such shard", "Traceback", "in load_weights")
     _fails_to_start(folder, raises_in_loading, *parts)
 
 

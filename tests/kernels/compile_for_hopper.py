@@ -106,12 +106,12 @@ def launch_all(
         )
         qkv = make(num_seqs, q_heads + 2 * kv_heads, head_dim)
         q, k, v = qkv.split((q_heads, kv_heads, kv_heads), dim=1)
-        for weight in (None, make(head_dim)):
+        for weight in (None, make(head_dim)) if all_sizes else (make(head_dim),):
             rotation = rope.Rotation(ints(num_seqs), angles, weight, weight, 1e-6)
             attention.decode(q, cache, cache, context, 1.0, rope.NewTokens(rotation, k, v))
     q, k, weight = make(64, q_heads, head_dim), make(64, kv_heads, head_dim), make(head_dim)
     bounds = ints(2)
-    for tables in (None, ints(1, 16)):
+    for tables in (None, ints(1, 16)) if all_sizes else (ints(1, 16),):
         prefill = Context(
             is_prefill=True,
             cu_seqlens_q=bounds,
@@ -124,9 +124,10 @@ def launch_all(
     store_kvcache.store_kvcache_triton(k, k, cache, cache, ints(64))
     block_tables.spread_block_tables_triton(ints(9), ints(1), ints(8, 16))
     slots = rope.CacheSlots(cache, cache, ints(64))
-    for norms in ((None, None), (weight, weight)):
+    for norms in ((None, None), (weight, weight)) if all_sizes else ((weight, weight),):
         rotation = rope.Rotation(ints(64), angles, *norms, 1e-6)
-        for num_finite in (0, flash_attn_4_backend.MAX_TILE - 1):
+        most = flash_attn_4_backend.MAX_TILE - 1
+        for num_finite in (0, most) if all_sizes else (most,):
             rope.rotate_and_store_triton(rotation, q, k, k, slots, num_finite)
     for residual in (None, make(8, 1024)):
         rms_norm.rms_norm_triton(make(8, 1024), make(1024), 1e-6, residual)
@@ -155,12 +156,12 @@ def launch_all(
     if dtype is not torch.float32:
         for out, width in ((4096, 1024), (1024, 2048)) if all_sizes else ((1024, 2048),):
             for num_rows in (32, 64) if all_sizes else (32,):
-                for bias in (None, make(out)):
+                for bias in (None, make(out)) if all_sizes else (make(out),):
                     tiled.tile_linear(make(num_rows, width), make(out, width), bias)
     logits, rows = make(8, 151_936), ints(8, sample.ROW_WORDS)
     sample.sample_triton(logits, rows, truncates=True)  # a superset of the other
     sample.best_of_shard_triton(make(8, 76_032), rows, 75_904, 76_032)
-    sampled_tokens.fill_in_drawn_triton(ints(8), torch.zeros(8, dtype=torch.int64))
+    sampled_tokens.fill_in_sampled_triton(ints(8), torch.zeros(8, dtype=torch.int64))
     logprobs.top_logprobs_triton(logits, torch.zeros(8, dtype=torch.int64), 5)
     addresses = torch.zeros(2, dtype=torch.int64)
     for x in (make(8, 4096), torch.zeros(8, dtype=torch.int64)):

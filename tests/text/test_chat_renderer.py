@@ -338,7 +338,23 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+# One of each kind; each takes a third of a second, so that the others run with the slow tests.
+FEW_HOSTILE = (
+    "loops",
+    "a namespace that grows",
+    "a long string",
+    "a wide number",
+    "macros",
+    "tojson",
+    "a long error",
+    "parentheses",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FEW_HOSTILE else pytest.mark.slow) for name in HOSTILE],
+)
 def test_a_template_without_measure_is_an_error(tokenizer, name):
     renderer = ChatRenderer(cpu_seconds=0.3)
     reason, template = HOSTILE[name]

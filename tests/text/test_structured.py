@@ -500,6 +500,7 @@ def write(tokenizer, request) -> Callable[..., str]:
     return write
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_json_is_valid_against_its_schema(write, name):
     validator = jsonschema.Draft202012Validator(SCHEMAS[name])

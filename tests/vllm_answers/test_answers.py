@@ -13,7 +13,7 @@ from tests.vllm_answers import weights
 from tests.vllm_answers.compare import RECORDED, Answers, differences, read
 from tests.vllm_answers.record import GROUPS
 
-SLOW = ("greedy", "chat", "structured", "llm_calls")
+SLOW = ("outputs", "logprobs", "prompts", "greedy", "chat", "structured", "llm_calls")
 FAST = tuple(group for group in GROUPS if group not in SLOW)
 
 DIFFERENT_ON_PURPOSE = {
@@ -52,9 +52,13 @@ def recorded() -> Answers:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], Answers]:
     """Runs groups of snippets once, in a process of its own, in which ``import vllm`` is ours."""
-    made = (weights.cache() / "smollm2-fp32").exists() and (weights.cache() / "tiny-llama").exists()
-    root = weights.cache() if made else tmp_path_factory.mktemp("weights")
-    folders = ["--smollm2", str(weights.smollm2(root)), "--tiny", str(weights.tiny_llama(root))]
+    folder = tmp_path_factory.mktemp("weights")
+
+    def root(name: str) -> Path:
+        return weights.cache() if (weights.cache() / name).exists() else folder
+
+    folders = ["--smollm2", str(weights.smollm2(root("smollm2-fp32")))]
+    folders += ["--tiny", str(weights.tiny_llama(root("tiny-llama")))]
 
     @cache
     def run(groups: tuple[str, ...]) -> Answers:

@@ -5,33 +5,33 @@ import torch
 from nanovllm.utils.triton_compat import tl, triton, use_triton
 
 
-def fill_in_drawn_reference(input_ids: torch.Tensor, last_tokens: torch.Tensor) -> None:
-    drawn = last_tokens[(-1 - input_ids).clamp(min=0)].clamp(min=0)
-    input_ids.copy_(torch.where(input_ids < 0, drawn.to(input_ids.dtype), input_ids))
+def fill_in_sampled_reference(input_ids: torch.Tensor, sampled_tokens: torch.Tensor) -> None:
+    sampled = sampled_tokens[(-1 - input_ids).clamp(min=0)].clamp(min=0)
+    input_ids.copy_(torch.where(input_ids < 0, sampled.to(input_ids.dtype), input_ids))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _fill_in_drawn_kernel(input_ids_ptr, last_tokens_ptr, num_tokens, BLOCK: tl.constexpr):
+def _fill_in_sampled_kernel(input_ids_ptr, sampled_tokens_ptr, num_tokens, BLOCK: tl.constexpr):
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(input_ids_ptr + offset, mask=offset < num_tokens, other=0)
-    drawn = tl.load(last_tokens_ptr - 1 - token, mask=token < 0, other=0).to(tl.int32)
-    tl.store(input_ids_ptr + offset, tl.maximum(drawn, 0), mask=token < 0)
+    sampled = tl.load(sampled_tokens_ptr - 1 - token, mask=token < 0, other=0).to(tl.int32)
+    tl.store(input_ids_ptr + offset, tl.maximum(sampled, 0), mask=token < 0)
 
 
-def fill_in_drawn_triton(input_ids: torch.Tensor, last_tokens: torch.Tensor) -> None:
+def fill_in_sampled_triton(input_ids: torch.Tensor, sampled_tokens: torch.Tensor) -> None:
     block = 256
     grid = (triton.cdiv(len(input_ids), block),)
-    _fill_in_drawn_kernel[grid](input_ids, last_tokens, len(input_ids), BLOCK=block)
+    _fill_in_sampled_kernel[grid](input_ids, sampled_tokens, len(input_ids), BLOCK=block)
 
 
-def fill_in_drawn(input_ids: torch.Tensor, last_tokens: torch.Tensor) -> None:
+def fill_in_sampled(input_ids: torch.Tensor, sampled_tokens: torch.Tensor) -> None:
     """Makes them, in place, the token ids that a step computes.
 
     Args:
-        input_ids: int32 [N]; -1 - row stands for the token that was drawn in this row of the
+        input_ids: int32 [N]; -1 - row stands for the token that was sampled in this row of the
             last step.
-        last_tokens: int64 [rows or more], the tokens of the last step; for -1, where none was
+        sampled_tokens: int64 [rows or more], the tokens of the last step; for -1, where none was
             allowed, comes token 0: what is computed from it is dropped.
     """
-    fill_in = fill_in_drawn_triton if use_triton(input_ids) else fill_in_drawn_reference
-    fill_in(input_ids, last_tokens)
+    fill_in = fill_in_sampled_triton if use_triton(input_ids) else fill_in_sampled_reference
+    fill_in(input_ids, sampled_tokens)

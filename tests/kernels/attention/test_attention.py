@@ -135,9 +135,10 @@ SHAPES = {  # q_heads, kv_heads, head_dim, block_size
     "d96-group3-block8": (3, 1, 96, 8),
     "d128-block256": (4, 2, 128, 256),
     "d256-mha": (2, 2, 256, 64),
-    "group3-block7": (9, 3, 64, 7),
+    "group3-block7": (6, 2, 64, 7),
 }
 # The interpreter takes its time: each shape in one dtype, and in the other with the slow tests.
+SLOW = [] if DEVICE == "cuda" else [pytest.mark.slow]
 IN_HALF = ("d96-group3-block8", "d256-mha")
 EACH_SHAPE = pytest.mark.parametrize(
     ("shape", "dtype"),
@@ -157,10 +158,13 @@ EACH_SHAPE = pytest.mark.parametrize(
 NORMS = pytest.mark.parametrize("norms", [True, False], ids=["norms", "no-norms"])
 
 
-@NORMS
 @EACH_SHAPE
+@pytest.mark.parametrize(
+    "norms", [True, pytest.param(False, marks=SLOW)], ids=["norms", "no-norms"]
+)
 def test_decode(shape, norms, dtype, device, monkeypatch):
-    """From one part of one token to several parts, of which the last may be the new token."""
+    """From one part of one token to several parts, of which the last may be the new token. Without
+    norms ``test_decode_of_one_sequence_is_split`` has each shape."""
     lens = [1, 2, 17, 65, 130] if device == "cpu" else [1, 2, 65, 129, 257, 1000, 2049]
     paged = Paged(lens, [1] * len(lens), *shape, dtype, device)
     paged.check_decode(TritonAttention(), norms, monkeypatch)
@@ -183,8 +187,15 @@ def test_tiles_follow_from_sequences_times_heads():
         assert decode_tile(num_seqs, 8, 128, torch.float32) == DecodeTile(16, 4, 264, few)
 
 
-@pytest.mark.parametrize("tile", sorted(set(TILES.values())), ids=str)
-@pytest.mark.parametrize("shape", [(4, 2, 128, 256), (9, 3, 64, 16)], ids=str)
+@pytest.mark.parametrize(
+    ("tile", "shape"),
+    [
+        pytest.param(tile, shape, marks=[] if i % 2 == j else SLOW)
+        for i, tile in enumerate(sorted(set(TILES.values())))
+        for j, shape in enumerate([(4, 2, 128, 256), (6, 2, 64, 16)])
+    ],
+    ids=str,
+)
 def test_decode_in_the_tiles_of_each_batch_size(tile, shape, device, monkeypatch):
     """In parts of one tile and, for fewer programs, of several; one after the other."""
     backend = TritonAttention()
@@ -222,7 +233,7 @@ def test_prefill_of_chunks_reads_the_cache(shape, dtype, device, monkeypatch):
     paged.check(TritonAttention(), paged.context(), monkeypatch)
 
 
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("paged", [pytest.param(False, marks=SLOW), True])
 @EACH_SHAPE
 def test_prefill_of_last_tokens_only(shape, paged, dtype, device, monkeypatch):
     """As in the last layer, where a chunk amid a prompt has no output."""

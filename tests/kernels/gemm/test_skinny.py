@@ -18,13 +18,13 @@ from nanovllm.kernels.rms_norm import rms_norm_reference
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
 
 SHAPES = [
-    (100, 300),
-    (64, 2048),
+    (36, 300),
+    (20, 2048),
     (33, 130),
     (7, 16),
-    (200, 1100),
-    (40, 3000),
-    (40, 4500),
+    (20, 1100),
+    (20, 3000),
+    (20, 4500),
 ]  # out, in
 DTYPES = [torch.float32, torch.float16]
 EPS = 1e-5

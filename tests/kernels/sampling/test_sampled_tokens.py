@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.kernels.sampling.sampled_tokens import fill_in_drawn
+from nanovllm.kernels.sampling.sampled_tokens import fill_in_sampled
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 256, 300])
@@ -14,6 +14,6 @@ def test_placeholders_become_the_tokens_that_they_stand_for(num_tokens, device):
     input_ids[0] = -6
     expected = [i if i >= 0 else max(int(last_tokens[-1 - i]), 0) for i in input_ids.tolist()]
     found = input_ids.to(device)
-    fill_in_drawn(found, last_tokens.to(device))
+    fill_in_sampled(found, last_tokens.to(device))
     assert found.dtype == torch.int32 and found.tolist() == expected
     assert expected[0] == 0

@@ -1,0 +1,57 @@
+"""A step in flight: everything that exists of it between its launch and its tokens."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from nanovllm.engine.batch import Batch, StepOutput
+from nanovllm.layers.sampler import SamplingInputs
+
+
+@dataclass(slots=True, eq=False)
+class InFlightStep:
+    """One step on one rank, from its launch until its tokens are applied to their sequences.
+
+    Attributes:
+        logits: this rank's part, [num_seqs, vocabulary / ranks], until the step has been sampled.
+        hidden_states: [N, hidden_size], as long; None after a CUDA graph.
+        batch: what was launched. This and all that follows is set on rank 0 only.
+        sampling: how to sample; None where the forward pass samples by itself.
+        token_ids: int64 [num_sampled], on the host once ``arrived`` has happened.
+        logprobs: int32, packed (see ``StepOutput``), as ``token_ids``.
+        prompt_logprobs: see ``StepOutput``.
+        arrived: recorded after the copies to the host; None on a CPU.
+    """
+
+    logits: torch.Tensor | None
+    hidden_states: torch.Tensor | None
+    batch: Batch | None = None
+    sampling: SamplingInputs | None = None
+    token_ids: torch.Tensor | None = None
+    logprobs: torch.Tensor | None = None
+    prompt_logprobs: dict[int, np.ndarray] = field(default_factory=dict)
+    arrived: torch.cuda.Event | None = None
+
+    def release(self) -> None:
+        """Frees what only sampling needs, for the next step."""
+        self.logits = self.hidden_states = self.sampling = None
+
+    def copy_to_host(self) -> None:
+        """Starts the copies of its results; ``wait`` waits for them."""
+        assert self.token_ids is not None
+        if not self.token_ids.is_cuda:
+            self.token_ids = self.token_ids.clone()  # the next step writes over its buffer
+            return
+        self.token_ids = self.token_ids.to("cpu", non_blocking=True)
+        if self.logprobs is not None:
+            self.logprobs = self.logprobs.to("cpu", non_blocking=True)
+        self.arrived = torch.cuda.Event()
+        self.arrived.record()
+
+    def wait(self) -> StepOutput:
+        assert self.token_ids is not None
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        logprobs = None if self.logprobs is None else self.logprobs.numpy()
+        return StepOutput(self.token_ids.tolist(), logprobs, self.prompt_logprobs)
