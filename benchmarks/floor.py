@@ -30,7 +30,7 @@ def floor_seconds(
     """Seconds for the workload with all of its sequences resident from the start."""
     kv = 2 * model.hidden_size * model.head_dim * model.num_key_value_heads
     layer = kv + 2 * model.hidden_size * model.head_dim * model.num_attention_heads
-    layer += 3 * model.hidden_size * model.intermediate_size
+    layer += 3 * model.hidden_size * model.layers[0].mlp.intermediate_size
     head = model.vocab_size * model.hidden_size
     layers = model.num_hidden_layers * layer
     kv_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * itemsize

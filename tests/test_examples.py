@@ -8,7 +8,8 @@ from benchmarks.report import ROOT
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param("examples.md", marks=pytest.mark.slow), "sampling.md"]
+    "page",
+    [pytest.param("examples.md", marks=pytest.mark.slow), "sampling.md", "adding-a-model.md"],
 )
 def test_every_block_of_the_page_runs(page, capsys):
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
@@ -20,3 +21,8 @@ def test_every_block_of_the_page_runs(page, capsys):
         padding = "\n" * (text[: block.start()].count("\n") + 1)
         exec(compile(padding + block[1], f"docs/{page}", "exec"), namespace)
     assert capsys.readouterr().out
+
+
+def test_the_family_on_the_page_is_the_one_that_is_served():
+    page = (ROOT / "docs" / "adding-a-model.md").read_text(encoding="utf-8")
+    assert (ROOT / "nanovllm" / "models" / "smollm3.py").read_text(encoding="utf-8") in page

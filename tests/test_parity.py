@@ -5,14 +5,23 @@ import torch
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import model_runner
+from nanovllm.engine import startup
 from nanovllm.kernels.attention.triton_backend import TritonAttention
 from tests.tiny_models import VOCAB_SIZE, TinyModels
 
 ON_GPU = torch.cuda.is_available()
-MODELS = ["qwen3", "qwen3-tied", "llama", "llama-linear", "llama-bias", "qwen2", "mistral"]
+MODELS = [
+    "qwen3",
+    "qwen3-tied",
+    "llama",
+    "llama-linear",
+    "llama-bias",
+    "qwen2",
+    "mistral",
+    "smollm3",
+]
 if ON_GPU:  # what differs between the others does not touch the device's kernels
-    MODELS = ["qwen3", "llama"]
+    MODELS = ["qwen3", "llama", "smollm3"]
 # The models' seed is chosen so that on a CPU no two best logits are within 5e-5. A GPU's other
 # order of sums can turn a margin under 1e-3: from there on a sequence is not compared.
 SMALLEST_MARGIN = 1e-3 if ON_GPU else 5e-5
@@ -169,18 +178,18 @@ def test_tokens_survive_prefix_cache_hits(name, engine, tiny_models, expected):
 
 @pytest.mark.skipif(ON_GPU, reason="the tests above run the kernels")
 @pytest.mark.parametrize(
-    "chosen", [[1, 4], pytest.param([1, 4, 7], marks=slow)], ids=["short", "long"]
+    ("name", "chosen"),
+    [("qwen3", [1, 4]), ("smollm3", [1, 4]), pytest.param("qwen3", [1, 4, 7], marks=slow)],
+    ids=["short", "without-rope", "long"],
 )
-def test_the_kernels_of_attention_in_an_engine(chosen, tiny_models, monkeypatch):
+def test_the_kernels_of_attention_in_an_engine(name, chosen, tiny_models, monkeypatch):
     """In Triton's interpreter: what the host plans for a decode is what the kernel reads.
     The prompts have 2, 17 and, with the slow tests, 257 tokens."""
-    monkeypatch.setattr(
-        model_runner, "select_attention_backend", lambda *_, **__: TritonAttention()
-    )
-    model = tiny_models.load("qwen3")
+    monkeypatch.setattr(startup, "select_attention_backend", lambda *_, **__: TritonAttention())
+    model = tiny_models.load(name)
     oracle = [transformers_greedy(model, PROMPTS[i], 3) for i in chosen]
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     settings = {"kvcache_block_size": 16, "num_kvcache_blocks": 40, "max_num_batched_tokens": 200}
-    with LLM(tiny_models.path("qwen3"), device="cpu", **settings) as llm:
+    with LLM(tiny_models.path(name), device="cpu", **settings) as llm:
         outputs = llm.generate([PROMPTS[i] for i in chosen], params, use_tqdm=False)
     assert_same_tokens([out["token_ids"] for out in outputs], oracle)

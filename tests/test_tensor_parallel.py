@@ -139,6 +139,7 @@ def path_of(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory):
     "name",
     [
         "qwen3",
+        pytest.param("smollm3", marks=pytest.mark.slow),
         pytest.param("llama-odd-vocabulary", marks=pytest.mark.slow),
         "qwen2-tied-odd-vocabulary-one-kv-head",
     ],

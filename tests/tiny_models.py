@@ -12,6 +12,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 VOCAB_SIZE = 512
@@ -48,6 +49,9 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama-bias": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
     "qwen2": (Qwen2Config, {}),
     "mistral": (MistralConfig, {"sliding_window": None}),
+    # The second of three layers has no RoPE; or, as in the released model, the fourth.
+    "smollm3": (SmolLM3Config, {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "smollm3-every-fourth": (SmolLM3Config, {"num_hidden_layers": 5, "pad_token_id": 0}),
 }
 
 

@@ -14,7 +14,7 @@ from nanovllm.checkpoints.files import CPU, check_regular, check_side_file, refu
 from nanovllm.checkpoints.tensor_reader import read_tensors
 from nanovllm.checkpoints.tokenizer_growth import check_growth, parts_of
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.registry import get_model_class
+from nanovllm.models.registry import get_family
 
 if TYPE_CHECKING:  # it takes a second to import, which runs of token ids need not wait for
     from transformers import PreTrainedTokenizerBase
@@ -25,8 +25,8 @@ GENERATION_FIELDS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
 }
-# All that is read of a config.json, and all that transformers is given of it, to choose a tokenizer
-# by: no code to run, no other file to read, nothing to build.
+# With the fields that its family has defaults for, all that is read of a config.json, and all that
+# transformers gets to choose a tokenizer by: no code to run, no file to read, nothing to build.
 CONFIG_FIELDS = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads head_dim "
     "num_key_value_heads max_position_embeddings rms_norm_eps hidden_act attention_bias mlp_bias "
@@ -34,24 +34,6 @@ CONFIG_FIELDS = (
     "use_sliding_window tie_word_embeddings dtype torch_dtype eos_token_id quantization_config "
     "tokenizer_class"
 )
-# transformers' values of fields that a config.json leaves out, by its model type; ModelConfig has
-# those that all types share.
-QWEN_DEFAULTS = {
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-}
-CONFIG_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048, "eos_token_id": 2},
-    "mistral": {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-        "eos_token_id": 2,
-    },
-    "qwen2": QWEN_DEFAULTS,
-    "qwen3": {"head_dim": 128, **QWEN_DEFAULTS},
-}
 TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja"]
 # With these, all that transformers' tokenizers may open.
 SIDE_PATTERNS = [*TOKENIZER_PATTERNS, "*.spm", "*.codes", "*.tokenizer"]
@@ -109,19 +91,17 @@ class SafetensorsCheckpoint:
             raise ValueError(f"{path} has no config.json: it is not a model checkpoint")
         named = raw.get("architectures")
         architecture = str(named[0] if isinstance(named, list) and named else named)
-        model_class = get_model_class(architecture)
-        known = {name: raw[name] for name in CONFIG_FIELDS.split() if name in raw}
-        model_type = architecture.removesuffix("ForCausalLM").lower()
-        self._known = {"model_type": model_type, **known}
-        hf = {**CONFIG_DEFAULTS[model_type], **known}
+        family = get_family(architecture)
+        fields = {*CONFIG_FIELDS.split(), *family.defaults}
+        known = {name: value for name, value in raw.items() if name in fields}
+        eos_token_id = known.get("eos_token_id", family.defaults.get("eos_token_id"))
+        self._known = {"model_type": family.model_type, **known}
         with refusing(f"{path / 'config.json'} cannot be served"):
-            biases = [bool(hf.get(name)) for name in ("attention_bias", "mlp_bias")]
-            flags = model_class.config_flags(*biases)
-            self.config = ModelConfig.from_hf(architecture, hf, flags)
+            self.config = family.read(known)
             if self._files:  # none are needed for dummy weights
                 self.config.check_bytes(num_bytes)
         generation = _read_json(path / "generation_config.json") or {}
-        self.eos_token_ids = _ids(hf.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
+        self.eos_token_ids = _ids(eos_token_id) | _ids(generation.get("eos_token_id"))
         self.recommended_sampling = sampling_fields(generation)
 
     def load_tokenizer(self) -> "PreTrainedTokenizerBase | None":

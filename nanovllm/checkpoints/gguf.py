@@ -11,17 +11,39 @@ import torch
 
 from nanovllm.checkpoints.files import CPU, refusing
 from nanovllm.checkpoints.gguf_file import GGUFFile
-from nanovllm.models.model_config import MAX_SIZES, ModelConfig
-from nanovllm.models.registry import get_model_class
+from nanovllm.checkpoints.weights import expand
+from nanovllm.models.family import MAX_SIZES
+from nanovllm.models.model_config import ModelConfig, WeightNames
+from nanovllm.models.registry import get_family
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# llama.cpp's "llama" is Llama's and Mistral's common graph.
+# llama.cpp's architectures: transformers' model type, whether llama.cpp reorders rows of q and k
+# (``_to_half_split``), and the architecture as which every release of transformers can read the
+# tokenizer. "llama" is Llama's and Mistral's common graph.
 ARCHITECTURES = {
-    "llama": (gguf.MODEL_ARCH.LLAMA, "LlamaForCausalLM"),
-    "qwen2": (gguf.MODEL_ARCH.QWEN2, "Qwen2ForCausalLM"),
-    "qwen3": (gguf.MODEL_ARCH.QWEN3, "Qwen3ForCausalLM"),
+    "llama": ("llama", True, "llama"),
+    "qwen2": ("qwen2", False, "qwen2"),
+    "qwen3": ("qwen3", False, "qwen3"),
+    "smollm3": ("smollm3", True, "llama"),
+}
+# llama.cpp's modules and transformers', the same for all architectures.
+TENSOR_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "blk.{layer}.attn_norm": "model.layers.{layer}.input_layernorm",
+    "blk.{layer}.attn_q": "model.layers.{layer}.self_attn.q_proj",
+    "blk.{layer}.attn_k": "model.layers.{layer}.self_attn.k_proj",
+    "blk.{layer}.attn_v": "model.layers.{layer}.self_attn.v_proj",
+    "blk.{layer}.attn_output": "model.layers.{layer}.self_attn.o_proj",
+    "blk.{layer}.attn_q_norm": "model.layers.{layer}.self_attn.q_norm",
+    "blk.{layer}.attn_k_norm": "model.layers.{layer}.self_attn.k_norm",
+    "blk.{layer}.ffn_norm": "model.layers.{layer}.post_attention_layernorm",
+    "blk.{layer}.ffn_gate": "model.layers.{layer}.mlp.gate_proj",
+    "blk.{layer}.ffn_up": "model.layers.{layer}.mlp.up_proj",
+    "blk.{layer}.ffn_down": "model.layers.{layer}.mlp.down_proj",
 }
 PRE_TOKENIZERS_WITH_BOS = ("llama3", "llama-v3", "llama-bpe")
 TOKENS = "tokenizer.ggml.tokens"
@@ -43,6 +65,7 @@ class GGUFCheckpoint:
                     f"GGUF architecture {self.arch!r:.80} is not served; "
                     f"those served are {', '.join(ARCHITECTURES)}"
                 )
+            self._model_type, self._reorders, self._tokenizer = ARCHITECTURES[self.arch]
             self.config = self._read_config()
             self.config.check_bytes(path.stat().st_size)
             eos_names = ("eos_token_id", "eot_token_id")
@@ -57,8 +80,7 @@ class GGUFCheckpoint:
 
         with refusing(f"the tokenizer in {self.path} cannot be read"), TemporaryDirectory() as tmp:
             # transformers trusts a file, and takes up others beside it: it gets what was checked.
-            names = ["general.architecture", *self._tokenizer_fields()]
-            self.file.write_fields(names, Path(tmp, "m.gguf"))
+            self.file.write_fields(self._tokenizer_fields(), Path(tmp, "m.gguf"), self._tokenizer)
             # Where the file does not say, llama.cpp goes by the kind of its pre-tokenizer. What it
             # says is repeated: transformers' first releases of version 5 ignore it.
             is_usual = self._field("tokenizer.ggml.pre", str, None) in PRE_TOKENIZERS_WITH_BOS
@@ -69,10 +91,12 @@ class GGUFCheckpoint:
         return tokenizer
 
     def tensors(self, device: torch.device = CPU) -> Iterator[tuple[str, torch.Tensor]]:
-        name_map = self._hf_names()
+        rows = tuple((f"{ours}.{{kind}}", f"{hf}.{{kind}}") for ours, hf in TENSOR_NAMES.items())
+        names = WeightNames(rows, self.config.weight_names.fields)
+        hf_names = {name: hf_name for name, hf_name, *_ in expand(names)}
         for name in self.file.tensors:
             if name != ROPE_DIVISORS:
-                yield name_map.get(name, name), self._dequantize(name)
+                yield hf_names.get(name) or name, self._dequantize(name)
 
     def _tokenizer_fields(self) -> Iterator[str]:
         """Names them; ValueError for those that transformers would hang over, or misread."""
@@ -92,7 +116,7 @@ class GGUFCheckpoint:
         def fact(name: str, kind: type, *default: Any) -> Any:
             return self._field(f"{self.arch}.{name}", kind, *default)
 
-        architecture, tensors = ARCHITECTURES[self.arch][1], self.file.tensors
+        tensors = self.file.tensors
         heads, hidden_size = fact("attention.head_count", int), fact("embedding_length", int)
         head_dim = fact("attention.key_length", int, hidden_size // heads if heads else 0)
         vocab_size = fact("vocab_size", int, None) or len(self._field(TOKENS, list))
@@ -108,15 +132,15 @@ class GGUFCheckpoint:
             "rms_norm_eps": fact("attention.layer_norm_rms_epsilon", float),
             "tie_word_embeddings": "output.weight" not in tensors,
             "sliding_window": fact("attention.sliding_window", int, None),
+            "use_sliding_window": True,
+            "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "mlp_bias": "blk.0.ffn_up.bias" in tensors,
             "rope_parameters": self._read_rope(fact, head_dim),
             # Quantised weights are of no dtype to compute in; most models were trained in bf16, and
             # some overflow in fp16.
             "dtype": "bfloat16",
         }
-        flags = get_model_class(architecture).config_flags(
-            "blk.0.attn_q.bias" in tensors, "blk.0.ffn_up.bias" in tensors
-        )
-        return ModelConfig.from_hf(architecture, hf, flags)
+        return get_family(self._model_type).read(hf)
 
     def _read_rope(self, fact: Any, head_dim: int) -> dict[str, Any]:
         kind = fact("rope.scaling.type", str, "none")
@@ -133,33 +157,15 @@ class GGUFCheckpoint:
             rope["freq_divisors"] = self._dequantize(ROPE_DIVISORS).tolist()
         return rope
 
-    def _hf_names(self) -> dict[str, str]:
-        """GGUF tensor name -> transformers' name, through the format's own table."""
-        config = self.config
-        table = gguf.get_tensor_name_map(ARCHITECTURES[self.arch][0], config.num_hidden_layers)
-        layer = ["input_layernorm", "post_attention_layernorm"]
-        layer += [f"self_attn.{x}" for x in ("q_proj", "k_proj", "v_proj", "o_proj")]
-        layer += ["self_attn.q_norm", "self_attn.k_norm"]
-        layer += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
-        modules = ["model.embed_tokens", "model.norm", "lm_head"]
-        modules += [f"model.layers.{i}.{x}" for i in range(config.num_hidden_layers) for x in layer]
-        names = ((module, table.get_name(module)) for module in modules)
-        return {
-            f"{gguf_name}.{kind}": f"{module}.{kind}"
-            for module, gguf_name in names
-            if gguf_name
-            for kind in ("weight", "bias")
-        }
-
     def _dequantize(self, name: str) -> torch.Tensor:
         """fp32, in the row order that transformers uses."""
         kind, codes = self.file.tensors[name]
         # It may be of a type that gguf does not serve, or have rows that are no heads.
         with refusing(f"{self.path}: tensor {name!r:.80} ({kind.name}) cannot be dequantised"):
             weight = torch.from_numpy(gguf.quants.dequantize(codes, kind).astype("float32"))
-            if self.arch == "llama" and ".attn_q." in name:
+            if self._reorders and ".attn_q." in name:
                 return _to_half_split(weight, self.config.num_attention_heads)
-            if self.arch == "llama" and ".attn_k." in name:
+            if self._reorders and ".attn_k." in name:
                 return _to_half_split(weight, self.config.num_key_value_heads)
             return weight
 

@@ -47,9 +47,13 @@ class GGUFFile:
         except (OSError, ValueError, struct.error) as error:
             raise ValueError(f"{path} is no GGUF, or truncated or damaged: {error}") from error
 
-    def write_fields(self, names: Iterable[str], path: Path) -> None:
-        """Writes a GGUF file of these fields, as they lie in this one, and of no tensors."""
-        raw = [self._raw_fields[name] for name in names]
+    def write_fields(self, names: Iterable[str], path: Path, architecture: str) -> None:
+        """Writes a GGUF file of this architecture, of these fields as they lie in this file, and of
+        no tensors."""
+        key, value = b"general.architecture", architecture.encode()
+        layout = f"<Q{len(key)}sIQ{len(value)}s"
+        raw: list[Any] = [struct.pack(layout, len(key), key, STRING, len(value), value)]
+        raw += (self._raw_fields[name] for name in names)
         path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, len(raw)) + b"".join(raw))
 
     def _read(self) -> None:

@@ -10,6 +10,7 @@ from time import perf_counter
 import torch
 
 from nanovllm.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from nanovllm.checkpoints.weights import load_model
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.completion import Completion
@@ -34,11 +35,9 @@ from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.registry import get_model_class
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.compile_ahead import compiling_only
 from nanovllm.utils.distributed import make_tp_group, use_tp_group
-from nanovllm.utils.loader import load_model
 from nanovllm.utils.math import cdiv, heads_per_rank
 from nanovllm.utils.triton_compat import HAS_TRITON
 
@@ -193,12 +192,11 @@ def join_tp_group(runner: ModelRunner) -> None:
 
 def build_model(runner: ModelRunner) -> DecoderForCausalLM:
     """The model on this rank's device in its dtype, without weights."""
-    model_class = get_model_class(runner.model_config.architecture)
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(runner.dtype)
     try:
         with torch.device(runner.device), use_tp_group(runner.tp):
-            return model_class(runner.model_config, runner.max_model_len).eval()
+            return DecoderForCausalLM(runner.model_config, runner.max_model_len).eval()
     finally:
         torch.set_default_dtype(default_dtype)
 

@@ -43,7 +43,7 @@ class RotaryEmbedding(nn.Module):
 
     cos_sin_cache: torch.Tensor
 
-    def __init__(self, head_dim: int, max_position: int, rope: RopeConfig) -> None:
+    def __init__(self, head_dim: int, max_position: int, rope: RopeConfig | None) -> None:
         super().__init__()
         # In fp64: at position 100,000 an fp32 angle is off by 4e-3.
         angles = torch.outer(
@@ -63,13 +63,16 @@ class RotaryEmbedding(nn.Module):
         return Rotation(positions, self.cos_sin_cache, *weights, q_norm.eps)
 
 
-def get_rope(head_dim: int, max_position: int, rope: RopeConfig) -> RotaryEmbedding:
-    """The rotation of one model; its layers share it."""
+def get_rope(head_dim: int, max_position: int, rope: RopeConfig | None) -> RotaryEmbedding:
+    """The rotary embedding that layers of equal ``rope`` share. None is for layers without one:
+    every angle is 0, so that queries and keys stay as they are, in the same kernels."""
     return RotaryEmbedding(head_dim, max_position, rope)
 
 
-def _inv_freq(head_dim: int, rope: RopeConfig) -> torch.Tensor:
+def _inv_freq(head_dim: int, rope: RopeConfig | None) -> torch.Tensor:
     """Radians per position of each pair, fp64 [head_dim / 2]."""
+    if rope is None:
+        return torch.zeros(head_dim // 2, dtype=torch.float64)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     inv_freq = rope.theta**-exponents
     if rope.freq_divisors is not None:

@@ -1,13 +1,13 @@
-"""The decoder-only transformer that all served models are: pre-norm, rotary, gated MLP.
+"""The decoder-only transformer that all served models are: pre-norm, RoPE, gated MLP.
 
-What they differ in are flags of ModelConfig. Each layer's projections are packed into four
-matrix products (qkv, o, gate-up, down), split over the tensor-parallel ranks by heads and by
-MLP columns. N is the step's number of new tokens, of all sequences end to end.
+It is built from a ModelConfig, which has a LayerSpec for each layer. A layer's projections are
+packed into four matrices (qkv, o, gate-up, down), split over the tensor-parallel ranks by heads and
+by MLP columns. N is the step's number of new tokens, of all sequences end to end.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from functools import cache
 
 import torch
 from torch import nn
@@ -22,28 +22,29 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
-from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.model_config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig
 from nanovllm.utils.context import get_context
 
 
 class DecoderAttention(nn.Module):
-    """Self-attention: project, normalise q and k per head (``qk_norm``), rotate, attend."""
+    """Self-attention: project, normalise q and k per head (``qk_norm``), apply RoPE, attend."""
 
-    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding) -> None:
+    def __init__(
+        self, config: ModelConfig, spec: AttentionSpec, rotary_emb: RotaryEmbedding
+    ) -> None:
         super().__init__()
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = config.head_dim
+        self.head_dim = spec.head_dim
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, self.head_dim, heads, kv_heads, bias=config.qkv_bias
+            config.hidden_size, spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.qkv_bias
         )
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.o_proj = RowParallelLinear(
-            heads * self.head_dim, config.hidden_size, bias=config.o_bias
+            spec.num_heads * spec.head_dim, config.hidden_size, spec.o_bias
         )
         self.rotary_emb = rotary_emb
         self.attn = Attention(self.num_heads, self.head_dim, self.head_dim**-0.5, self.num_kv_heads)
         self.q_norm = self.k_norm = None
-        if config.qk_norm:
+        if spec.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
@@ -66,11 +67,11 @@ class DecoderAttention(nn.Module):
 class DecoderMLP(nn.Module):
     """down(silu(gate(x)) * up(x)): SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, spec: MLPSpec) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], config.mlp_bias)
-        self.down_proj = RowParallelLinear(inner, hidden, bias=config.mlp_bias)
+        hidden, inner = config.hidden_size, spec.intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], spec.bias)
+        self.down_proj = RowParallelLinear(inner, hidden, spec.bias)
         self.act_fn = SiluAndMul()
 
     def forward(
@@ -89,10 +90,10 @@ class DecoderLayer(nn.Module):
     only.
     """
 
-    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding) -> None:
+    def __init__(self, config: ModelConfig, spec: LayerSpec, rotary_emb: RotaryEmbedding) -> None:
         super().__init__()
-        self.self_attn = DecoderAttention(config, rotary_emb)
-        self.mlp = DecoderMLP(config)
+        self.self_attn = DecoderAttention(config, spec.attention, rotary_emb)
+        self.mlp = DecoderMLP(config, spec.mlp)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -116,9 +117,10 @@ class DecoderModel(nn.Module):
     def __init__(self, config: ModelConfig, max_position: int) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        rotary_emb = get_rope(config.head_dim, max_position, config.rope)
+        rope = cache(get_rope)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, rotary_emb) for _ in range(config.num_hidden_layers)
+            DecoderLayer(config, spec, rope(config.head_dim, max_position, spec.attention.rope))
+            for spec in config.layers
         )
         self._layers_run = [*self.layers]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -153,22 +155,9 @@ class DecoderForCausalLM(nn.Module):
         max_position: positions to serve; the rotary cache covers [0, max_position).
     """
 
-    packed_modules_mapping: ClassVar[dict[str, tuple[str, str | int]]] = {
-        "q_proj": ("qkv_proj", "q"),
-        "k_proj": ("qkv_proj", "k"),
-        "v_proj": ("qkv_proj", "v"),
-        "gate_proj": ("gate_up_proj", 0),
-        "up_proj": ("gate_up_proj", 1),
-    }
-
-    @staticmethod
-    def config_flags(attention_bias: bool, mlp_bias: bool) -> dict[str, bool]:
-        """The architecture's ModelConfig flags, given the biases that its config states."""
-        raise NotImplementedError
-
     def __init__(self, config: ModelConfig, max_position: int) -> None:
         super().__init__()
-        self.config = config
+        self.weight_names = config.weight_names
         self.model = DecoderModel(config, max_position)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:
@@ -180,8 +169,3 @@ class DecoderForCausalLM(nn.Module):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What ``forward`` gives -> [num_seqs, vocab_size], of several ranks this one's part."""
         return self.lm_head(hidden_states)
-
-    def is_redundant_weight(self, name: str) -> bool:
-        """Checkpoint tensors that repeat what the config or another tensor says."""
-        tied_head = self.config.tie_word_embeddings and name == "lm_head.weight"
-        return tied_head or name.endswith("rotary_emb.inv_freq")

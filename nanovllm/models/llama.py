@@ -1,9 +1,10 @@
-"""Llama 2 and 3 (arXiv:2407.21783): the plain decoder; biases where the config says so."""
+"""Llama 2 and 3 (arXiv:2407.21783): the plain decoder, with biases where the config says so."""
 
-from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.family import Family, equal_layers
 
-
-class LlamaForCausalLM(DecoderForCausalLM):
-    @staticmethod
-    def config_flags(attention_bias: bool, mlp_bias: bool) -> dict[str, bool]:
-        return {"qkv_bias": attention_bias, "o_bias": attention_bias, "mlp_bias": mlp_bias}
+LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    layers=equal_layers,
+    defaults={"max_position_embeddings": 2048, "eos_token_id": 2},
+)

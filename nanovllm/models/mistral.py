@@ -1,9 +1,15 @@
-"""Mistral (arXiv:2310.06825): the plain decoder, within its sliding window."""
+"""Mistral (arXiv:2310.06825): the plain decoder, up to the length of its sliding window."""
 
-from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.family import Family, equal_layers
 
-
-class MistralForCausalLM(DecoderForCausalLM):
-    @staticmethod
-    def config_flags(attention_bias: bool, mlp_bias: bool) -> dict[str, bool]:
-        return {}
+MISTRAL = Family(
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    layers=lambda hf: equal_layers(hf, qkv_bias=False, o_bias=False, mlp_bias=False),
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "eos_token_id": 2,
+    },
+)

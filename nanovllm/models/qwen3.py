@@ -1,21 +1,11 @@
-"""Qwen3 (arXiv:2505.09388): the decoder with queries and keys normalised per head."""
+"""Qwen3 (arXiv:2505.09388): the plain decoder with queries and keys normalised per head."""
 
-from nanovllm.models.decoder import (
-    DecoderAttention,
-    DecoderForCausalLM,
-    DecoderLayer,
-    DecoderMLP,
-    DecoderModel,
+from nanovllm.models.family import Family, equal_layers
+from nanovllm.models.qwen2 import DEFAULTS
+
+QWEN3 = Family(
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    layers=lambda hf: equal_layers(hf, qk_norm=True, mlp_bias=False),
+    defaults={"head_dim": 128, **DEFAULTS},
 )
-
-# Its names for the shared parts: what sets it apart is a flag.
-Qwen3Attention = DecoderAttention
-Qwen3MLP = DecoderMLP
-Qwen3DecoderLayer = DecoderLayer
-Qwen3Model = DecoderModel
-
-
-class Qwen3ForCausalLM(DecoderForCausalLM):
-    @staticmethod
-    def config_flags(attention_bias: bool, mlp_bias: bool) -> dict[str, bool]:
-        return {"qk_norm": True, "qkv_bias": attention_bias, "o_bias": attention_bias}

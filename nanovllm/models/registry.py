@@ -1,21 +1,23 @@
-"""Which class serves which architecture."""
+"""The families that are served, by architecture and by model type."""
 
-from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.llama import LlamaForCausalLM
-from nanovllm.models.mistral import MistralForCausalLM
-from nanovllm.models.qwen2 import Qwen2ForCausalLM
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.family import Family
+from nanovllm.models.llama import LLAMA
+from nanovllm.models.mistral import MISTRAL
+from nanovllm.models.qwen2 import QWEN2
+from nanovllm.models.qwen3 import QWEN3
+from nanovllm.models.smollm3 import SMOLLM3
 
-MODELS: dict[str, type[DecoderForCausalLM]] = {
-    model.__name__: model
-    for model in (Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM, MistralForCausalLM)
-}
+FAMILIES = (QWEN3, QWEN2, LLAMA, MISTRAL, SMOLLM3)
 
 
-def get_model_class(architecture: str) -> type[DecoderForCausalLM]:
-    """Raises ValueError, with the list of what is served, for any other architecture."""
-    if architecture not in MODELS:
-        raise ValueError(
-            f"architecture {architecture!r} is not served; those served are {', '.join(MODELS)}"
-        )
-    return MODELS[architecture]
+def get_family(name: str) -> Family:
+    """The family with that architecture or model type.
+
+    Raises:
+        ValueError: it is not served; the message lists those that are.
+    """
+    for family in FAMILIES:
+        if name in (family.architecture, family.model_type):
+            return family
+    served = ", ".join(family.architecture for family in FAMILIES)
+    raise ValueError(f"architecture {name!r} is not served; those served are {served}")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.checkpoint import open_checkpoint
-from nanovllm.models.registry import MODELS
+from nanovllm.models.registry import FAMILIES
 from tests.tiny_models import VOCAB_SIZE, TinyModels
 
 SMALL: dict[str, Any] = {"num_kvcache_blocks": 16, "kvcache_block_size": 16, "max_num_seqs": 4}
@@ -161,7 +161,7 @@ class TestDamage:
         """Guards nano-vLLM, which loads any architecture as Qwen3."""
         folder = copy()
         edit_json(folder / "config.json", architectures=architectures)
-        refuse(folder, "is not served.*" + ".*".join(MODELS))
+        refuse(folder, "is not served.*" + ".*".join(family.architecture for family in FAMILIES))
 
     def test_an_invalid_field_is_refused_by_file(self, copy):
         folder = copy()

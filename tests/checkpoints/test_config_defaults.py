@@ -6,8 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from nanovllm.checkpoints.checkpoint import SafetensorsCheckpoint
-from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.registry import MODELS, get_model_class
+from nanovllm.models.registry import FAMILIES, get_family
 
 FULL = {
     "vocab_size": 512,
@@ -50,15 +49,37 @@ CONFIGS = [{name: FULL[name] for name in FULL if name != left} for left in LEFT_
 CONFIGS += [{**FULL, **added} for added in ADDED]
 
 
-@pytest.mark.parametrize("architecture", MODELS)
-@pytest.mark.parametrize("config", CONFIGS)
-def test_it_is_read_as_transformers_reads_it(architecture, config, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **config}))
+SMOLLM3 = [
+    {"no_rope_layers": [1, 0, 1]},
+    {"no_rope_layers": [0, 1, 1, 0, 1]},
+    {"no_rope_layers": None, "no_rope_layer_interval": 2},
+    {"no_rope_layer_interval": 1},
+    {"no_rope_layers": [1, 0, 1], "layer_types": ["full_attention"] * 3},
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [(family, config) for family in FAMILIES for config in CONFIGS]
+    + [(get_family("smollm3"), {**FULL, **added}) for added in SMOLLM3],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_it_is_read_as_transformers_reads_it(family, config, tmp_path):
+    raw = {"architectures": [family.architecture], **config}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
     ours = SafetensorsCheckpoint(tmp_path)
-    hf = AutoConfig.for_model(architecture.removesuffix("ForCausalLM").lower(), **config).to_dict()
-    flags = get_model_class(architecture).config_flags(
-        *(bool(hf.get(name)) for name in ("attention_bias", "mlp_bias"))
-    )
-    assert ours.config == ModelConfig.from_hf(architecture, hf, flags)
+    hf = AutoConfig.for_model(family.model_type, **config).to_dict()
+    assert ours.config == family.read(hf)
     eos = hf["eos_token_id"]
     assert ours.eos_token_ids == set(eos if isinstance(eos, list) else [eos] if eos else [])
+
+
+def test_layers_without_rope_are_transformers_own(tmp_path):
+    for added in SMOLLM3:
+        raw = {"architectures": ["SmolLM3ForCausalLM"], **FULL, **added}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        layers = SafetensorsCheckpoint(tmp_path).config.layers
+        hf = AutoConfig.for_model("smollm3", **FULL, **added)
+        assert [layer.attention.rope is not None for layer in layers] == [
+            bool(rope) for rope in hf.no_rope_layers[:3]
+        ]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.checkpoint import open_checkpoint
+from nanovllm.checkpoints.gguf import ARCHITECTURES, TENSOR_NAMES
 from nanovllm.engine.device import select_dtype
 from tests.tiny_models import LLAMA3_ROPE, VOCAB_SIZE, TinyModels
 
@@ -28,7 +30,9 @@ MODELS = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3-tied": "qwen3",
+    "smollm3-every-fourth": "smollm3",
 }
+REORDERED = ("llama", "smollm3")
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 # transformers' names and llama.cpp's.
 TOP_NAMES = {
@@ -115,9 +119,9 @@ def file_tensors(model: PreTrainedModel, arch: str) -> Iterator[tuple[str, np.nd
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         weight = tensor.float().numpy()
-        if arch == "llama" and ".q_proj." in name:
+        if arch in REORDERED and ".q_proj." in name:
             weight = interleaved(weight, config.num_attention_heads)
-        if arch == "llama" and ".k_proj." in name:
+        if arch in REORDERED and ".k_proj." in name:
             weight = interleaved(weight, config.num_key_value_heads)
         yield gguf_name(name), weight
     if config.rope_parameters["rope_type"] == "llama3":
@@ -220,14 +224,32 @@ def test_config_equals_the_safetensors_one(name, tiny_models, tmp_path):
     found = open_checkpoint(str(path)).config
     original = open_checkpoint(str(tiny_models.path(name))).config
     for field in found.__slots__:
-        if field not in ("rope", "dtype", "rms_norm_eps"):
+        if field not in ("layers", "dtype", "rms_norm_eps"):
             assert getattr(found, field) == getattr(original, field), field
     assert found.rms_norm_eps == pytest.approx(original.rms_norm_eps)
-    assert found.rope.theta == original.rope.theta
-    if name == "llama":
-        assert found.rope.freq_divisors == pytest.approx(llama3_divisors(16).tolist())
-    else:
-        assert (found.rope.kind, found.rope.factor) == (original.rope.kind, original.rope.factor)
+    for ours, theirs in zip(found.layers, original.layers, strict=True):
+        rope, original_rope = ours.attention.rope, theirs.attention.rope
+        attention = replace(ours.attention, rope=original_rope)
+        assert replace(ours, attention=attention) == theirs
+        assert (rope is None) == (original_rope is None)
+        if rope is None:
+            continue
+        assert rope.theta == original_rope.theta
+        if name == "llama":
+            assert rope.freq_divisors == pytest.approx(llama3_divisors(16).tolist())
+        else:
+            assert (rope.kind, rope.factor) == (original_rope.kind, original_rope.factor)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_tensor_names_are_those_of_the_formats_own_table(arch):
+    kinds = [kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch]
+    if not kinds:
+        pytest.skip("this release of gguf-py does not know the architecture")
+    table = gguf.get_tensor_name_map(kinds[0], 3)
+    for name, hf_name in TENSOR_NAMES.items():
+        found = table.get_name(hf_name.format(layer=2))
+        assert found == name.format(layer=2) or (found is None and arch != "qwen3")
 
 
 @pytest.mark.parametrize("quant", [Quant.F16, Quant.BF16, Quant.Q8_0], ids=lambda q: q.name)
@@ -289,6 +311,7 @@ def test_every_end_of_sequence_id_stops(tiny_models, tmp_path):
 @pytest.mark.parametrize(
     ("name", "pre", "add_bos", "has_bos"),
     [
+        ("smollm3-every-fourth", "smollm", None, False),
         ("qwen2", "qwen2", None, False),
         ("qwen3", "qwen2", False, False),
         ("llama-bias", "llama-bpe", True, True),

@@ -5,14 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.checkpoints.checkpoint import open_checkpoint
+from nanovllm.checkpoints.weights import load_model
 from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import LinearBase
-from nanovllm.models.registry import get_model_class
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.distributed import TPGroup, use_tp_group
-from nanovllm.utils.loader import load_model
 from tests.layers.test_linear import run_ranks
 
 VOCAB, HIDDEN, NUM_TOKENS = 256, 6, 9
@@ -59,7 +59,7 @@ def run_model(path: str, tp: TPGroup) -> list[torch.Tensor | None]:
     """Logits of a prefill that stores its keys and values, then of one decode step."""
     checkpoint = open_checkpoint(path)
     with use_tp_group(tp):
-        model = get_model_class(checkpoint.config.architecture)(checkpoint.config, 64)
+        model = DecoderForCausalLM(checkpoint.config, 64)
     load_model(model, checkpoint.tensors())
     for layer in model.modules():
         if isinstance(layer, LinearBase | ParallelLMHead):

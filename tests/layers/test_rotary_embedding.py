@@ -194,3 +194,17 @@ def test_the_cache_is_not_part_of_the_checkpoint():
     rope = get_rope(16, 10, RopeConfig())
     assert rope.cos_sin_cache.numel() == 10 * 16 and rope.cos_sin_cache.dtype == torch.float32
     assert not rope.state_dict() and not list(rope.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_without_rope_heads_stay_as_they_are(has_norm, dtype):
+    """Bit for bit, at any position; a norm before it is applied still."""
+    rope, positions = get_rope(16, 200, None), torch.tensor([0, 1, 100, 199])
+    q, k = torch.randn(4, 4, 16).to(dtype), torch.randn(4, 2, 16).to(dtype)
+    norms = (RMSNorm(16), RMSNorm(16)) if has_norm else ()
+    for norm in norms:
+        norm.weight.data = torch.rand(16).to(dtype)
+    expected = tuple(norm(x) for norm, x in zip(norms, (q, k), strict=True)) if norms else (q, k)
+    found = rotate(rope, positions, q, k, *norms)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

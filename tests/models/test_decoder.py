@@ -1,15 +1,20 @@
 """The decoder's ways to the same result: all outputs or some, sums apart or in place."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 
 from nanovllm.checkpoints.checkpoint import open_checkpoint
+from nanovllm.checkpoints.weights import load_model
 from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.kernels.gemm import linear
 from nanovllm.layers.attention import Attention
-from nanovllm.models.registry import get_model_class
+from nanovllm.layers.rotary_embedding import RopeConfig
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.model_config import LayerSpec
 from nanovllm.utils.context import Context, step_context
-from nanovllm.utils.loader import load_model
 from tests.tiny_models import BASE, CONFIGS, VOCAB_SIZE, TinyModels
 
 LENS = [5, 1, 9]
@@ -20,7 +25,7 @@ def model(request, tmp_path) -> torch.nn.Module:
     config = CONFIGS["qwen3"][0](**{**BASE, "num_hidden_layers": request.param})
     TinyModels.build(config).save_pretrained(tmp_path)
     checkpoint = open_checkpoint(str(tmp_path))
-    model = get_model_class(checkpoint.config.architecture)(checkpoint.config, 64)
+    model = DecoderForCausalLM(checkpoint.config, 64)
     load_model(model, checkpoint.tensors())
     for layer in model.modules():
         if isinstance(layer, Attention):
@@ -71,7 +76,7 @@ def test_a_few_layers_stand_for_all(tmp_path):
     config = CONFIGS["qwen3"][0](**{**BASE, "num_hidden_layers": 5})
     TinyModels.build(config).save_pretrained(tmp_path)
     checkpoint = open_checkpoint(str(tmp_path))
-    model = get_model_class(checkpoint.config.architecture)(checkpoint.config, 64)
+    model = DecoderForCausalLM(checkpoint.config, 64)
     load_model(model, checkpoint.tensors())
     ran = []
     for i, layer in enumerate(model.model.layers):
@@ -83,3 +88,47 @@ def test_a_few_layers_stand_for_all(tmp_path):
         assert names == [*dict(model.named_parameters())]
     run(model)
     assert ran == [0, 1, 4, 0, 1, 2, 3, 4]
+
+
+def test_layers_may_differ_in_all_that_a_layer_spec_says(tmp_path):
+    """Each has the shapes of its own spec, and layers of equal RoPE share its table."""
+    raw = {**BASE, "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = open_checkpoint(str(tmp_path)).config
+    plain = config.layers[0]
+    biased = LayerSpec(
+        replace(plain.attention, qk_norm=True, qkv_bias=True, rope=RopeConfig(theta=5e5)),
+        replace(plain.mlp, intermediate_size=96, bias=True),
+    )
+    nope = replace(plain, attention=replace(plain.attention, o_bias=True, rope=None))
+    model = DecoderForCausalLM(replace(config, layers=(plain, biased, nope, plain)), 64)
+    first, second, third, last = model.model.layers
+    columns = [layer.mlp.down_proj.weight.size(1) for layer in model.model.layers]
+    assert columns == [128, 96, 128, 128]
+    names = [{*dict(layer.named_parameters())} for layer in model.model.layers]
+    assert names[0] == names[3]
+    assert names[1] - names[0] == {
+        "self_attn.q_norm.weight",
+        "self_attn.k_norm.weight",
+        "self_attn.qkv_proj.bias",
+        "mlp.gate_up_proj.bias",
+        "mlp.down_proj.bias",
+    }
+    assert names[2] - names[0] == {"self_attn.o_proj.bias"}
+    tables = [layer.self_attn.rotary_emb.cos_sin_cache for layer in (first, second, third)]
+    assert last.self_attn.rotary_emb is first.self_attn.rotary_emb
+    assert not torch.equal(tables[0], tables[1])
+    assert tables[2].tolist() == [[1.0] * 8 + [0.0] * 8] * 64
+
+
+def test_new_weights_reach_a_tied_head_that_was_packed(tiny_models):
+    """Guards a head that keeps its old weights, or is reported as missing: packing makes it a
+    parameter of its own."""
+    checkpoint = open_checkpoint(str(tiny_models.path("qwen3-tied")))
+    model = DecoderForCausalLM(checkpoint.config, 64)
+    load_model(model, checkpoint.tensors())
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    load_model(model, ((name, tensor + 1) for name, tensor in checkpoint.tensors()))
+    expected = dict(checkpoint.tensors())["model.embed_tokens.weight"] + 1
+    assert torch.equal(model.lm_head.weight, expected)
+    assert torch.equal(model.model.embed_tokens.weight, expected)

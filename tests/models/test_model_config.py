@@ -6,12 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.engine.llm_engine import limit_model_len
 from nanovllm.layers.rotary_embedding import RopeConfig
-from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.registry import MODELS, get_model_class
+from nanovllm.models.family import TIED_HEAD, WEIGHT_NAMES
+from nanovllm.models.model_config import (
+    AttentionSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelConfig,
+    WeightNames,
+)
+from nanovllm.models.registry import FAMILIES, get_family
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -70,30 +78,35 @@ def read(reader, tmp_path: Path):
         if reader == "file":
             (tmp_path / "config.json").write_text(json.dumps(hf))
             return open_checkpoint(str(tmp_path)).config
-        model_class = get_model_class(hf["architectures"][0])
-        flags = model_class.config_flags(hf.get("attention_bias", False), hf.get("mlp_bias", False))
-        return ModelConfig.from_hf(hf["architectures"][0], hf, flags)
+        return get_family(hf["architectures"][0]).read(hf)
 
     return read
 
 
+def attention(config: ModelConfig) -> AttentionSpec:
+    """Of a config whose layers are all alike."""
+    assert len(config.layers) == 3 and len(set(config.layers)) == 1
+    return config.layers[0].attention
+
+
 @each_reader
 def test_facts_are_read(read):
-    assert read({"head_dim": 32, "dtype": "bfloat16"}) == ModelConfig(
+    layer = LayerSpec(AttentionSpec(4, 2, 32, RopeConfig()), MLPSpec(128))
+    config = read({"head_dim": 32, "dtype": "bfloat16"})
+    assert config == ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=512,
         hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        layers=(layer, layer, layer),
         max_position_embeddings=2048,
         rms_norm_eps=1e-5,
-        rope=RopeConfig(),
         tie_word_embeddings=False,
         dtype=torch.bfloat16,
+        sliding_window=None,
+        weight_names=WeightNames(WEIGHT_NAMES, {"layer": range(3), "kind": ("weight", "bias")}),
     )
+    assert (config.num_hidden_layers, config.num_attention_heads) == (3, 4)
+    assert (config.num_key_value_heads, config.head_dim) == (2, 32)
 
 
 @each_reader
@@ -109,8 +122,8 @@ def test_head_dim_and_kv_heads_have_defaults(read):
 def test_rope_spellings_of_both_releases_are_equal(kind, read):
     """Guards rope scaling that is ignored, and a rope_theta looked for in one place only."""
     release_4, release_5, expected = SPELLINGS[kind]
-    assert read(release_4).rope == expected
-    assert read(release_5).rope == expected
+    assert attention(read(release_4)).rope == expected
+    assert attention(read(release_5)).rope == expected
     assert read(release_4) == read(release_5)
 
 
@@ -186,12 +199,17 @@ def test_quantised_checkpoints_are_refused_by_method(method, read):
         "intermediate_size",
         "num_hidden_layers",
         "num_attention_heads",
-        "max_position_embeddings",
     ],
 )
 def test_a_missing_field_is_named(name, read):
     with pytest.raises(ValueError, match=f"config lacks '{name}'"):
         read({}, drop=(name,))
+
+
+@pytest.mark.parametrize("reader", ["dict"])
+def test_a_field_that_is_null_and_has_no_default_is_missing(read):
+    with pytest.raises(ValueError, match="config lacks 'max_position_embeddings'"):
+        read({"max_position_embeddings": None})
 
 
 @each_reader
@@ -238,15 +256,23 @@ def test_kv_heads_must_divide_the_heads(read):
 )
 def test_architectures_differ_in_their_flags(changes, flags, read):
     config = read(changes)
-    names = ("qk_norm", "qkv_bias", "o_bias", "mlp_bias")
-    assert {name for name in names if getattr(config, name)} == flags
+    spec, mlp = attention(config), config.layers[0].mlp
+    found = {name for name in ("qk_norm", "qkv_bias", "o_bias") if getattr(spec, name)}
+    assert found | ({"mlp_bias"} if mlp.bias else set()) == flags
 
 
 def test_an_unknown_architecture_is_refused_with_those_served():
     """Guards nano-vLLM, which loads any architecture as Qwen3."""
     with pytest.raises(ValueError, match="'GPT2LMHeadModel' is not served") as error:
-        get_model_class("GPT2LMHeadModel")
-    assert all(name in str(error.value) for name in MODELS)
+        get_family("GPT2LMHeadModel")
+    assert all(family.architecture in str(error.value) for family in FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_a_familys_names_are_transformers_own(family):
+    """Guards names that were made from each other, which fails for ``Qwen3MoeForCausalLM``."""
+    assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type] == family.architecture
+    assert get_family(family.model_type) is get_family(family.architecture) is family
 
 
 QWEN2_WINDOW = {
@@ -302,10 +328,45 @@ def test_max_model_len_is_within_the_models_positions(read):
     assert limit_model_len(50, config) == 50
 
 
+SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+
+
+@each_reader
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 3 layers"),
+        ({"no_rope_layers": [1, 0, 2]}, "no_rope_layers must be a list of 0 and 1"),
+        ({"no_rope_layers": "110"}, "no_rope_layers must be a list of 0 and 1"),
+        ({"no_rope_layers": [[1], {}, 0]}, "no_rope_layers must be a list of 0 and 1"),
+        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval must be a positive int"),
+        ({"no_rope_layer_interval": 2.5}, "no_rope_layer_interval must be a positive int"),
+        ({"no_rope_layer_interval": None}, "no_rope_layer_interval must be a positive int"),
+        (
+            {"layer_types": ["sliding_attention"] * 3, "sliding_window": 64},
+            "layer_types has sliding windows, but use_sliding_window is false",
+        ),
+    ],
+)
+def test_what_smollm3_cannot_mean_is_refused(changes, match, read):
+    with pytest.raises(ValueError, match=match):
+        read({**SMOLLM3, **changes})
+
+
+@each_reader
+def test_a_sliding_window_of_smollm3_limits_the_length(read):
+    """Of its layers without RoPE alone; within the window they attend to everything, too."""
+    config = read({**SMOLLM3, "use_sliding_window": True, "sliding_window": 64})
+    with pytest.raises(ValueError, match=r"SmolLM3ForCausalLM .* sliding window of 64 tokens"):
+        limit_model_len(65, config)
+
+
 @each_reader
 @pytest.mark.parametrize("tied", [True, False])
 def test_tied_embeddings_are_read(tied, read):
-    assert read({"tie_word_embeddings": tied}).tie_word_embeddings is tied
+    config = read({"tie_word_embeddings": tied})
+    assert config.tie_word_embeddings is tied
+    assert (config.weight_names.rows == WEIGHT_NAMES + TIED_HEAD) is tied
 
 
 @each_reader

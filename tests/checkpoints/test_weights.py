@@ -1,17 +1,17 @@
-"""The weight loader's books: every checkpoint tensor lands once, every parameter is filled."""
-
-from typing import ClassVar
+"""The weight loader's accounts: every checkpoint tensor lands once, every parameter is filled."""
 
 import pytest
 import torch
 from torch import nn
 
+from nanovllm.checkpoints.weights import expand, load_model
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
 )
-from nanovllm.utils.loader import copy_weight, default_weight_loader, load_model
+from nanovllm.models.model_config import WeightNames
+from nanovllm.utils.loader import copy_weight
 
 
 class Block(nn.Module):
@@ -23,20 +23,25 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(4, bias=False)  # a parameter without a weight_loader
 
 
+BLOCK = "blocks.{block}."
+ROWS = (
+    (BLOCK + "q_proj.{kind}", BLOCK + "qkv_proj.{kind}", "q"),
+    (BLOCK + "k_proj.{kind}", BLOCK + "qkv_proj.{kind}", "k"),
+    (BLOCK + "v_proj.{kind}", BLOCK + "qkv_proj.{kind}", "v"),
+    (BLOCK + "gate_proj.{kind}", BLOCK + "gate_up_proj.{kind}", 0),
+    (BLOCK + "up_proj.{kind}", BLOCK + "gate_up_proj.{kind}", 1),
+)
+TIED_ROWS = (("embed.weight", "embed.weight"), ("embed.weight", "head.weight"))
+TIED_ROWS += (("head.weight", None),)
+
+
 class Model(nn.Module):
     """Two blocks and a head that can be tied."""
 
-    packed_modules_mapping: ClassVar[dict[str, tuple[str, str | int]]] = {
-        "q_proj": ("qkv_proj", "q"),
-        "k_proj": ("qkv_proj", "k"),
-        "v_proj": ("qkv_proj", "v"),
-        "gate_proj": ("gate_up_proj", 0),
-        "up_proj": ("gate_up_proj", 1),
-    }
-
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
-        self.tied = tied
+        fields = {"block": range(2), "kind": ("weight", "bias")}
+        self.weight_names = WeightNames(ROWS + TIED_ROWS * tied, fields)
         self.embed = nn.Embedding(5, 4)
         self.blocks = nn.ModuleList([Block(), Block()])
         self.head = nn.Linear(4, 5, bias=False)
@@ -44,9 +49,6 @@ class Model(nn.Module):
             self.head.weight = self.embed.weight
         for param in self.parameters():
             param.requires_grad_(False).fill_(torch.nan)
-
-    def is_redundant_weight(self, name: str) -> bool:
-        return self.tied and name == "head.weight"
 
 
 def checkpoint(tied: bool = False) -> dict[str, torch.Tensor]:
@@ -213,10 +215,91 @@ def test_a_redundant_tensor_is_passed_over():
     assert torch.equal(model.embed.weight, tensors["embed.weight"])
 
 
-def test_default_weight_loader_copies_the_whole_tensor():
-    param = nn.Parameter(torch.zeros(2, 3))
-    default_weight_loader(param, torch.ones(2, 3, dtype=torch.bfloat16))
-    assert torch.equal(param.data, torch.ones(2, 3))
+def test_a_parameter_without_a_loader_gets_the_whole_tensor():
+    model = nn.Linear(3, 2, bias=False)  # whose weight requires gradients
+    tensor = torch.ones(2, 3, dtype=torch.bfloat16)
+    model.weight_names = WeightNames((), {})
+    load_model(model, [("weight", tensor)])
+    assert torch.equal(model.weight.data, torch.ones(2, 3)) and model.weight.requires_grad
+
+
+def test_weights_are_replaced_as_they_were_loaded():
+    """Guards a loader that counts on a model without weights: training sends new ones."""
+    model, tensors = load(checkpoint()), checkpoint()
+    new = {name: tensor + 1 for name, tensor in tensors.items()}
+    load_model(model, new.items())
+    pairs = zip(model.parameters(), load(new).parameters(), strict=True)
+    assert all(torch.equal(found, expected) for found, expected in pairs)
+
+
+def test_a_tied_head_of_its_own_is_filled_from_the_embedding():
+    """A packed head is no longer the embedding's parameter, but has the same weights."""
+    model, tensors = Model(tied=True), checkpoint(tied=True)
+    model.head.weight = nn.Parameter(torch.zeros(5, 4))
+    load_model(model, tensors.items())
+    assert torch.equal(model.head.weight, tensors["embed.weight"])
+    assert torch.equal(model.embed.weight, tensors["embed.weight"])
+
+
+class Experts(nn.Module):
+    """The gate and up projections of three experts in one parameter, and one of each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.zeros(3, 2, 4), requires_grad=False)
+        self.gate_up.weight_loader = self.place
+        self.router = nn.Linear(4, 3, bias=False)
+        rows = (
+            ("experts.{expert}.gate.weight", "gate_up", 0),
+            ("experts.{expert}.up.weight", "gate_up", 1),
+            ("gate.weight", "router.weight"),
+        )
+        self.weight_names = WeightNames(rows, {"expert": range(3)})
+
+    def place(self, param: nn.Parameter, tensor: torch.Tensor, shard_id: int, expert: int) -> None:
+        copy_weight(param.data[expert, shard_id], tensor)
+
+
+def expert_tensors() -> dict[str, torch.Tensor]:
+    tensors = {"gate.weight": torch.ones(3, 4)}
+    for expert in range(3):
+        for shard, name in enumerate(("gate", "up")):
+            tensors[f"experts.{expert}.{name}.weight"] = torch.full((4,), 10.0 * expert + shard)
+    return tensors
+
+
+def test_a_field_of_the_tensor_alone_reaches_the_weight_loader():
+    model = Experts()
+    load_model(model, expert_tensors().items())
+    assert model.gate_up[..., 0].tolist() == [[0, 1], [10, 11], [20, 21]]
+    assert bool((model.router.weight == 1).all())
+
+
+@pytest.mark.parametrize("name", ["experts.2.up.weight", "experts.0.gate.weight"])
+def test_a_missing_expert_is_named(name):
+    tensors = expert_tensors()
+    del tensors[name]
+    with pytest.raises(ValueError, match=rf"lacks {name}$"):
+        load_model(Experts(), tensors.items())
+
+
+def test_an_expert_too_many_is_named():
+    name = "experts.3.up.weight"
+    with pytest.raises(ValueError, match=rf"has {name}, for which the model has no place"):
+        tensors = {**expert_tensors(), name: torch.ones(4)}
+        load_model(Experts(), tensors.items())
+
+
+def test_names_are_spelled_out_for_every_value_of_their_fields():
+    names = WeightNames((("a.{x}.{y}", "b.{x}", "q"), ("c.{y}", None)), {"x": range(2), "y": "pq"})
+    assert list(expand(names)) == [
+        ("a.0.p", "b.0", ["q"], {"y": "p"}),
+        ("a.0.q", "b.0", ["q"], {"y": "q"}),
+        ("a.1.p", "b.1", ["q"], {"y": "p"}),
+        ("a.1.q", "b.1", ["q"], {"y": "q"}),
+        ("c.p", None, [], {"y": "p"}),
+        ("c.q", None, [], {"y": "q"}),
+    ]
 
 
 def test_copy_weight_refuses_to_broadcast():

@@ -2,24 +2,21 @@
 
 import sys
 from collections.abc import Iterator
-from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 
-from nanovllm.utils import loader
+from nanovllm.checkpoints import weights
+from nanovllm.models.model_config import WeightNames
 
 
 class Model(nn.Module):
-    packed_modules_mapping: ClassVar = {}
+    weight_names = WeightNames((), {})
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = (nn.Parameter(torch.zeros(100)) for _ in range(2))
-
-    def is_redundant_weight(self, name: str) -> bool:
-        return False
 
 
 @pytest.mark.parametrize(
@@ -27,18 +24,18 @@ class Model(nn.Module):
 )
 def test_large_weights_have_a_bar(large_bytes, shows_bar, is_shown, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(loader, "LARGE_BYTES", large_bytes)
+    monkeypatch.setattr(weights, "LARGE_BYTES", large_bytes)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         yield from (("a", torch.ones(100)), ("b", torch.ones(100)))
 
     model = Model()
-    loader.load_model(model, tensors(), shows_bar)
+    weights.load_model(model, tensors(), shows_bar)
     assert ("Loading weights: 100%" in capsys.readouterr().err) == is_shown
     assert all(bool((param == 1).all()) for param in model.parameters())
 
 
 def test_no_bar_is_drawn_into_a_file(monkeypatch, capsys):
-    monkeypatch.setattr(loader, "LARGE_BYTES", 0)
-    loader.load_model(Model(), iter([("a", torch.ones(100)), ("b", torch.ones(100))]), True)
+    monkeypatch.setattr(weights, "LARGE_BYTES", 0)
+    weights.load_model(Model(), iter([("a", torch.ones(100)), ("b", torch.ones(100))]), True)
     assert capsys.readouterr().err == ""

@@ -1,0 +1,99 @@
+"""Moves checkpoint tensors into a model's parameters, and accounts for every one of them."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.model_config import WeightNames
+from nanovllm.utils.loader import copy_weight
+
+LARGE_BYTES = 10**9
+
+
+@torch.no_grad()
+def load_model(
+    model: DecoderForCausalLM, tensors: Iterable[tuple[str, torch.Tensor]], shows_bar: bool = False
+) -> None:
+    """Fills all parameters from a stream, also those of a model that has weights already.
+
+    A parameter's own ``weight_loader(param, tensor[, shard_id])`` places what it is given.
+
+    Args:
+        model: whose parameters to fill, with the checkpoint's names of them.
+        tensors: (name, tensor) of the whole checkpoint, in any order.
+        shows_bar: shows a progress bar for over 1 GB of parameters, in a terminal.
+
+    Raises:
+        ValueError: a tensor that fits no parameter, comes twice or has the wrong shape; or a
+            parameter that nothing filled. The message names them.
+    """
+    expected, redundant = _expected_tensors(dict(model.named_parameters()), model.weight_names)
+    missing, leftover = set(expected), []
+    if shows_bar and sum(param.nbytes for param in model.parameters()) > LARGE_BYTES:
+        tensors = tqdm(tensors, "Loading weights", len(expected), unit=" tensors", disable=None)
+    for name, tensor in tensors:
+        if name not in expected:
+            if name not in redundant:
+                leftover.append(name)
+            continue
+        if name not in missing:
+            raise ValueError(f"checkpoint tensor {name} comes twice")
+        missing.remove(name)
+        for load in expected[name]:
+            try:
+                load(tensor)
+            except ValueError as error:
+                raise ValueError(f"checkpoint tensor {name}: {error}") from None
+    problems = []
+    if missing:
+        problems.append(f"lacks {_some(missing)}")
+    if leftover:
+        problems.append(f"has {_some(leftover)}, for which the model has no place")
+    if problems:
+        raise ValueError(f"the checkpoint does not fit its config: it {' and '.join(problems)}")
+
+
+def _expected_tensors(
+    params: dict[str, nn.Parameter], names: WeightNames
+) -> tuple[dict[str, list[Callable[[torch.Tensor], Any]]], set[str]]:
+    """By the checkpoint's names: what each tensor fills, and which tensors are not needed."""
+    expected, redundant, unnamed = defaultdict(list), set(), set(params)
+
+    def expect(tensor: str, parameter: str, *shard_id: Any, **indices: Any) -> None:
+        param = params[parameter]
+        load = getattr(param, "weight_loader", copy_weight)
+        expected[tensor].append(lambda loaded: load(param, loaded, *shard_id, **indices))
+
+    for tensor, parameter, shard_id, indices in expand(names):
+        if parameter is None:
+            redundant.add(tensor)
+        elif parameter in params:
+            expect(tensor, parameter, *shard_id, **indices)
+            unnamed.discard(parameter)
+    for name in unnamed:
+        expect(name, name)
+    return expected, redundant
+
+
+def expand(names: WeightNames) -> Iterator[tuple[str, str | None, list[Any], dict[str, Any]]]:
+    """Each tensor's name, its parameter's, its shard id if it has one, and the values of the fields
+    that the parameter's name does not have."""
+    for tensor, parameter, *shard_id in names.rows:
+        fields = [field for field in names.fields if f"{{{field}}}" in tensor]
+        for values in product(*(names.fields[field] for field in fields)):
+            chosen = dict(zip(fields, values, strict=True))
+            extra = {f: v for f, v in chosen.items() if f"{{{f}}}" not in (parameter or "")}
+            target = parameter and parameter.format(**chosen)
+            yield tensor.format(**chosen), target, shard_id, extra
+
+
+def _some(names: Iterable[str], limit: int = 5) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
