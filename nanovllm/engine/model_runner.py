@@ -32,7 +32,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.workers import Worker, Workers, interrupts_delayed
 from nanovllm.kernels.attention.backend import select_attention_backend
 from nanovllm.kernels.comm.all_reduce import make_one_shots
-from nanovllm.kernels.gemm.linear import small_cublas_workspace
+from nanovllm.kernels.gemm.cublas import small_cublas_workspace
 from nanovllm.kernels.sampling.logprobs import pack_logprobs
 from nanovllm.kernels.sampling.sampled_tokens import fill_in_drawn
 from nanovllm.layers.attention import Attention

@@ -71,7 +71,7 @@ class DecoderMLP(nn.Module):
         hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], config.mlp_bias)
         self.down_proj = RowParallelLinear(inner, hidden, bias=config.mlp_bias)
-        self.act_fn = SiluAndMul()
+        self.act_fn = SiluAndMul(self.down_proj.linear_weight.input_format)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
