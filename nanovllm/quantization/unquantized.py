@@ -29,15 +29,15 @@ def _addmm(x: Tensor, weight: Tensor, bias: None, residual: Tensor) -> tuple[Ten
     return torch.addmm(residual, x, weight.t(), out=residual), None
 
 
-def _is_skinny(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
-    # Larger matrices, output heads, take long enough for cuBLAS to reach the memory bandwidth.
+def _is_layer(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+    # An output head's matmul takes long enough for cuBLAS to reach the memory bandwidth.
     return use_triton(weight) and weight.size(0) <= 1 << 16
 
 
-def _is_small_skinny(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+def _is_small_layer(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
     # With more input features or weights cuBLAS is faster, as it reads x less often.
     is_small = weight.size(1) < 4096 and weight.numel() <= 13 << 20
-    return is_small and _is_skinny(num_rows, weight, bias)
+    return is_small and _is_layer(num_rows, weight, bias)
 
 
 def _is_tiled(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
@@ -50,7 +50,7 @@ def _is_gated(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_large_sum(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
-    # A residual of less than 16 MiB stays in the L2 cache, so that adding it later costs little.
+    # A smaller sum stays in the L2 cache: adding the residual in the next norm costs little.
     is_large = weight.is_cuda and num_rows * weight.size(0) * weight.itemsize >= 16 << 20
     return bias is None and is_large
 
@@ -60,7 +60,8 @@ class Choice(NamedTuple):
 
     Attributes:
         rows: the numbers of rows of x for which the kernel is the fastest.
-        serves: (number of rows, weight, bias) -> whether it is the fastest for this weight.
+        serves: (number of rows, weight, bias) -> whether the kernel can multiply by this weight
+            and is the fastest to do so.
         kernel: (x, weight, bias, ...) -> result.
     """
 
@@ -76,18 +77,18 @@ ANY = range(sys.maxsize)
 # on an H200 (docs/lab-log.md).
 KERNELS: dict[str, tuple[Choice, ...]] = {
     "matmul": (
-        Choice(range(1, 9), _is_skinny, skinny_linear),
-        Choice(range(9, 17), _is_small_skinny, skinny_linear),
+        Choice(range(1, 9), _is_layer, skinny_linear),
+        Choice(range(9, 17), _is_small_layer, skinny_linear),
         Choice(range(17, 65), _is_tiled, tiled.tile_linear),
         Choice(ANY, lambda num_rows, weight, bias: weight.is_mkldnn, _onednn_linear),
         Choice(ANY, lambda num_rows, weight, bias: True, F.linear),
     ),
     "matmul_swiglu": (
-        Choice(range(1, 9), _is_skinny, partial(skinny_linear, silu=True)),
-        Choice(range(9, 17), _is_small_skinny, partial(skinny_linear, silu=True)),
+        Choice(range(1, 9), _is_layer, partial(skinny_linear, silu=True)),
+        Choice(range(9, 17), _is_small_layer, partial(skinny_linear, silu=True)),
         Choice(range(1024, sys.maxsize), _is_gated, _gated_linear),
     ),
-    "norm_matmul": (Choice(range(1, 2), _is_skinny, skinny_norm_linear),),
+    "norm_matmul": (Choice(range(1, 2), _is_layer, skinny_norm_linear),),
     "matmul_add": (Choice(ANY, _is_large_sum, _addmm),),
 }
 

@@ -141,13 +141,16 @@ def test_large_projections_add_to_the_residual(dtype):
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-@pytest.mark.parametrize("packed", [False, True])
-def test_norm_and_swiglu_around_a_matmul(num_rows, packed, device):
+@pytest.mark.parametrize("layout", ["plain", "packed", "fused"])
+def test_norm_and_swiglu_around_a_matmul(num_rows, layout, device, monkeypatch):
     x, weight, bias, _ = make(num_rows, torch.float32, device)
     residual, norm = torch.randn_like(x), Norm(torch.randn(96, device=device), 1e-6)
     linear_weight = make_weight(weight, bias)
-    if packed:
+    if layout == "packed":
         linear_weight.pack()
+    if layout == "fused":  # the kernels of a GPU, in Triton's interpreter
+        monkeypatch.setattr(unquantized, "use_triton", lambda x: True)
+        assert choose_kernel("matmul_swiglu", x, weight, bias) is not None
     for total, args in ((x, None), (x + residual, residual)):
         y = F.linear(rms_norm_reference(total, *norm), weight, bias)
         with torch.inference_mode():
