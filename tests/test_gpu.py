@@ -25,7 +25,7 @@ from nanovllm.engine.cuda_graphs import StepGraphs, borrowed, decode_sizes, pref
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import Sequence
-from nanovllm.kernels.gemm.linear import small_cublas_workspace
+from nanovllm.kernels.gemm.cublas import small_cublas_workspace
 from tests.checkpoints.test_gguf import write_gguf
 from tests.test_parity import PROMPTS
 from tests.tiny_models import BASE, CONFIGS, TinyModels

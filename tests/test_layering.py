@@ -12,6 +12,7 @@ LEAVES = ("config", "sampling_params", "outputs")
 LAYERS = (
     "utils",
     "kernels",
+    "quantization",
     "layers",
     "models",
     "checkpoints",

@@ -29,7 +29,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.workers import Worker, Workers
 from nanovllm.kernels.attention.backend import select_attention_backend
 from nanovllm.kernels.comm.all_reduce import make_one_shots
-from nanovllm.kernels.gemm.linear import small_cublas_workspace
+from nanovllm.kernels.gemm.cublas import small_cublas_workspace
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase

@@ -3,11 +3,16 @@
 import torch
 from torch import nn
 
-from nanovllm.kernels.silu_and_mul import silu_and_mul
+from nanovllm.quantization.base import PLAIN, InputFormat
 
 
 class SiluAndMul(nn.Module):
-    """silu(gate) * up, for gate and up packed side by side: [N, 2 I] -> [N, I]."""
+    """silu(gate) * up, with gate and up side by side: [N, 2 I] -> [N, I], in the format that the
+    next linear layer takes."""
+
+    def __init__(self, output_format: InputFormat = PLAIN) -> None:
+        super().__init__()
+        self.output_format = output_format
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return silu_and_mul(x)
+        return self.output_format.silu_and_mul(x)

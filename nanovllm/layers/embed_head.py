@@ -4,17 +4,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels.gemm.linear import linear, pack_weight
 from nanovllm.kernels.sampling.philox import GROUP
+from nanovllm.quantization.base import Shard
+from nanovllm.quantization.unquantized import UnquantizedWeight
 from nanovllm.utils.context import get_context
 from nanovllm.utils.distributed import get_tp_group
-from nanovllm.utils.loader import check_shape, copy_weight
+from nanovllm.utils.loader import check_shape
 from nanovllm.utils.math import cdiv
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embedding rows [rank * R, (rank + 1) * R) on each rank, R = vocabulary / ranks rounded up
-    to whole groups of the sampler: where the vocabulary ends before, there is padding of zeros."""
+    """Embedding rows [rank * R, (rank + 1) * R) on each rank, with R = vocabulary / ranks rounded
+    up to whole groups of the sampler. Rows past the end of the vocabulary are zero."""
+
+    weight: nn.Parameter
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         super().__init__()
@@ -24,14 +27,16 @@ class VocabParallelEmbedding(nn.Module):
         if self.tp.size > 1:
             self.num_embeddings_per_rank = cdiv(num_embeddings, self.tp.size * GROUP) * GROUP
         self.vocab_start = self.tp.rank * self.num_embeddings_per_rank
-        self.weight = nn.Parameter(torch.empty(self.num_embeddings_per_rank, embedding_dim))
+        self.linear_weight = UnquantizedWeight(self)  # also in a quantised checkpoint
+        self.linear_weight.create_parameters(embedding_dim, self.num_embeddings_per_rank)
         self.weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
         check_shape((self.num_embeddings, *param.shape[1:]), loaded_weight)
         rows = loaded_weight[self.vocab_start :][: self.num_embeddings_per_rank]
-        copy_weight(param.data[: len(rows)], rows)
-        param.data[len(rows) :].zero_()
+        num_missing = self.num_embeddings_per_rank - len(rows)
+        rows = F.pad(rows, (0, 0, 0, num_missing)) if num_missing else rows
+        self.linear_weight.load(param, rows, Shard())
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int32 [N] -> [N, embedding_dim]."""
@@ -47,16 +52,16 @@ class ParallelLMHead(VocabParallelEmbedding):
     """Logits of the positions that the step samples, each rank's part of the vocabulary."""
 
     def pack(self) -> None:
-        """Once loaded: puts the weight into the device's fastest layout (an embedding tied to
-        it keeps the plain one)."""
-        self.weight = nn.Parameter(pack_weight(self.weight.data), requires_grad=False)
+        """Stores the weight in the layout that the device multiplies fastest, after each load. An
+        embedding that shares the weight keeps the plain layout."""
+        self.linear_weight.pack()
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[N, embedding_dim] -> [num_seqs, num_embeddings_per_rank]."""
         indices = get_context().logits_indices
         if indices is not None:
             hidden_states = hidden_states[indices]
-        return linear(hidden_states, self.weight, None)
+        return self.linear_weight.matmul(hidden_states)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Every rank's logits -> [num_rows, vocabulary] on rank 0, None elsewhere."""

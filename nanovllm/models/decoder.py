@@ -72,7 +72,7 @@ class DecoderMLP(nn.Module):
         hidden, inner = config.hidden_size, spec.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], spec.bias)
         self.down_proj = RowParallelLinear(inner, hidden, spec.bias)
-        self.act_fn = SiluAndMul()
+        self.act_fn = SiluAndMul(self.down_proj.linear_weight.input_format)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm

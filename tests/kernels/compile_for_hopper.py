@@ -133,7 +133,7 @@ def launch_all(
         rms_norm.rms_norm_triton(make(8, 1024), make(1024), 1e-6, residual)
     silu_and_mul.silu_and_mul_triton(make(8, 6144))
     # Of models with 0.6B, 8B and 14B parameters: output, input, SwiGLU, bias.
-    products = [
+    shapes = [
         (1024, 3072, False, False),
         (4096, 1024, False, True),
         (3072, 1024, True, False),
@@ -143,13 +143,13 @@ def launch_all(
         (5120, 5120, False, False),
     ]
     if not all_sizes:
-        products = products[2:3]
+        shapes = shapes[2:3]
     elif dtype is not torch.bfloat16:
-        products = products[:3]
-    for out, width, silu, has_bias in products:
+        shapes = shapes[:3]
+    for out, width, silu, has_bias in shapes:
         weight, bias = make(out * (1 + silu), width), make(out * (1 + silu)) if has_bias else None
         for rows in (1, 8, skinny.MAX_ROWS) if all_sizes else (8,):
-            if rows <= skinny.MAX_ROWS_LARGE or width < skinny.WIDE:
+            if rows <= 8 or width < 4096:  # as nanovllm/quantization/unquantized.py chooses
                 skinny.skinny_linear(make(rows, width), weight, bias, silu)
         x = make(1, width)
         skinny.skinny_norm_linear(x, weight, bias, silu, make(width), 1e-6, x)

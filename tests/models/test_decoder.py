@@ -9,11 +9,12 @@ import torch
 from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.checkpoints.weights import load_model
 from nanovllm.kernels.attention.torch_backend import TorchAttention
-from nanovllm.kernels.gemm import linear
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import LayerSpec
+from nanovllm.quantization import unquantized
+from nanovllm.quantization.unquantized import ANY, Choice
 from nanovllm.utils.context import Context, step_context
 from tests.tiny_models import BASE, CONFIGS, VOCAB_SIZE, TinyModels
 
@@ -65,7 +66,8 @@ def test_some_outputs_are_those_among_all(model, has_output):
 def test_sums_in_place_change_nothing_else(model, has_output, monkeypatch):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     expected, calls = run(model, has_output), []
-    monkeypatch.setattr(linear, "adds_in_place", lambda *args: calls.append(args) or True)
+    always = Choice(ANY, lambda *args: calls.append(args) or True, unquantized._addmm)
+    monkeypatch.setitem(unquantized.KERNELS, "matmul_add", (always,))
     torch.testing.assert_close(run(model, has_output), expected, rtol=1e-4, atol=1e-4)
     assert len(calls) == 2 * len(model.model.layers)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -1,1 +1,2 @@
-"""Matrix multiplication with a linear layer's weight, and the choice of kernel by shape."""
+"""GEMM kernels: x [N, in] times the transpose of a weight [out, in]. ``nanovllm.quantization``
+chooses among them."""

@@ -1,30 +1,23 @@
-"""Matrix products of few rows (decode steps of small batches), limited by reading the weight once.
+"""Skinny GEMM: 1 to 16 rows, as in decode steps of small batches. Reading the weight is the limit.
 
-cuBLAS is built for large products: at 1 to 16 rows it reaches a tenth to three quarters of the
-memory bandwidth on a model's smaller matrices. Here each program takes a few output features and
-all of their weights, streamed through registers; and what surrounds the product comes along, for
-its cost is launches rather than work: SwiGLU's product after it, and for a single row the residual
-add and RMSNorm before it. The norm's scale is one number, so it is applied to the result, and its
-sum of squares is gathered on the way.
+cuBLAS is built for large GEMMs. With 1 to 16 rows it reaches between a tenth and three quarters of
+the memory bandwidth on a model's smaller matrices. Here each program computes a few output features
+and streams their weights through registers. The kernel also does work around the GEMM that would
+cost more in launches than in computation: SwiGLU after it and, for a single row, the residual add
+and RMSNorm before it. The norm's scale is one number, so the kernel sums the squares as it goes and
+scales the result.
 
 With programmatic dependent launch, a program requests its first weights before it waits for the
-kernel that makes its input.
+kernel that produces its input.
 """
 
 import torch
 
-from nanovllm.utils.triton_compat import chained, tl, triton, use_triton
+from nanovllm.utils.triton_compat import chained, tl, triton
 
 MAX_ROWS = 16
-# Of a matrix of WIDE input features or more, or over LARGE weights: then cuBLAS, which reads inputs
-# less often.
-MAX_ROWS_LARGE = 8
-WIDE = 4096
-LARGE = 13 << 20
-# Larger products (output heads) are long enough for cuBLAS to reach the bandwidth.
-MAX_FEATURES = 1 << 16
-# Given a limit the compiler uses registers up to it; without one it saves some, by loading parts
-# of x only after products that wait for others.
+# With a limit the compiler uses registers up to it. Without one it saves registers by loading parts
+# of x late, after matmuls that wait for other loads.
 REGISTERS = {} if torch.version.hip else {"maxnreg": 128}
 
 
@@ -32,7 +25,7 @@ REGISTERS = {} if torch.version.hip else {"maxnreg": 128}
 def _load_bias(
     bias_ptr, feature, mask, out_features, HAS_BIAS: tl.constexpr, SILU: tl.constexpr
 ):  # fmt: skip
-    """Of the features, and with SwiGLU of the up projection's."""
+    """(bias of the features, bias of the up projection's features with SwiGLU)."""
     bias = 0.0
     up_bias = 0.0
     if HAS_BIAS:
@@ -78,7 +71,7 @@ def _vector_kernel(
     SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row, on the CUDA cores: every thread multiplies what it has loaded."""
+    """One row, on the CUDA cores: each thread multiplies the weights that it has loaded."""
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_weight = feature < out_features
     row_ptr = weight_ptr + feature[:, None].to(tl.int64) * K
@@ -129,14 +122,14 @@ def _load_tile(
     ptr, first, num_rows, start, K: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """[WARPS, PARTS * ROWS, BLOCK_K // WARPS] of a matrix [PARTS * num_rows, K]: ROWS rows of
-    each part from the ``first`` on, BLOCK_K columns from ``start`` on. Rows past a part's end
-    repeat its last, columns past K are zero.
+    """Loads a tile [WARPS, PARTS * ROWS, BLOCK_K // WARPS] of a matrix [PARTS * num_rows, K]: ROWS
+    rows of each part from ``first`` on, BLOCK_K columns from ``start`` on. Rows past the end of a
+    part repeat its last row. Columns past K are zero.
 
-    A warp loads 8 rows of 32 columns at a time, 8 columns to a thread. The tensor cores want
-    other columns in a thread; but for a sum over columns their order is free, as long as both
-    factors have the same. So the columns are taken by other numbers, and what a thread has loaded
-    is what it multiplies: nothing passes through shared memory.
+    A warp loads 8 rows of 32 columns at a time, 8 columns per thread. The tensor cores expect other
+    columns in a thread, but a sum over columns does not depend on their order, as long as x and the
+    weight use the same one. So the columns are renumbered, and each thread multiplies what it has
+    loaded: nothing passes through shared memory.
     """
     BLOCKS: tl.constexpr = PARTS * ROWS // 8
     index = tl.arange(0, PARTS * ROWS * BLOCK_K // 32)
@@ -148,7 +141,7 @@ def _load_tile(
     column = (start + (step * WARPS + warp) * 32)[:, None] + tl.arange(0, 32)[None, :]
     address = ptr + (row.to(tl.int64) * K)[:, None] + column
     tile = tl.load(address, mask=column < K, other=0.0)
-    # From 4 threads' 4 pairs each to the tensor cores' order: a pair for each thread in turn.
+    # From 4 threads with 4 pairs each to the tensor cores' order: one pair per thread in turn.
     tile = tl.reshape(tile, (BLOCK_K // WARPS // 32, BLOCKS, WARPS, 8, 4, 4, 2))
     tile = tl.permute(tile, (2, 1, 3, 0, 5, 4, 6))
     return tl.reshape(tile, (WARPS, PARTS * ROWS, BLOCK_K // WARPS))
@@ -173,8 +166,8 @@ def _matrix_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Several rows, on the tensor cores, with the weight as the side that fills a tile. Every warp
-    takes a share of the columns, and their results are added up at the end."""
+    """Several rows, on the tensor cores, with the weight as the operand that fills a tile. Each
+    warp takes a share of the columns, and the warps' results are summed at the end."""
     PARTS: tl.constexpr = 2 if SILU else 1
     first = tl.program_id(0) * BLOCK_N
     weight = _load_tile(weight_ptr, first, out_features, 0, K, BLOCK_N, PARTS, BLOCK_K, WARPS)
@@ -203,23 +196,17 @@ def _matrix_kernel(
     tl.store(out_ptr + row * out_features + feature, out, mask=mask)
 
 
-def is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether these kernels multiply x [N, in] by a weight [out, in] fastest."""
-    is_large = weight.size(1) >= WIDE or weight.numel() > LARGE
-    max_rows = MAX_ROWS_LARGE if is_large else MAX_ROWS
-    few = x.dim() == 2 and 0 < len(x) <= max_rows and weight.size(0) <= MAX_FEATURES
-    return few and use_triton(x) and x.is_contiguous()
-
-
 def skinny_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool = False
 ) -> torch.Tensor:
-    """x W^T + b in one launch; with ``silu``, W is gate and up one above the other, and the
-    result SwiGLU's product.
+    """x W^T + b in one launch or, with ``silu``, SwiGLU(x W^T + b).
 
     Args:
-        x: [1 to MAX_ROWS, in], contiguous.
-        weight: [out, in] or [2 out, in].
+        x: [N, in], contiguous, N from 1 to MAX_ROWS.
+        weight: [out, in] or, with ``silu``, [2 out, in]: gate above up.
+
+    Returns:
+        [N, out].
     """
     if len(x) == 1:
         return skinny_norm_linear(x, weight, bias, silu)[0]
@@ -239,7 +226,7 @@ def skinny_linear(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         WARPS=num_warps,
-        # Unrolled, loads run ahead of the products as far as registers go; fp32 products are too
+        # Unrolled, loads run ahead of the matmuls as far as registers go. An fp32 matmul has too
         # many instructions for that.
         UNROLL=max(1, triton.cdiv(width, block_k) - 1) if is_half else 1,
         HAS_BIAS=bias is not None,
@@ -262,8 +249,8 @@ def skinny_norm_linear(
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``skinny_linear`` of the RMSNorm of a single row x [1, in] with its residual; and their
-    sum."""
+    """(``skinny_linear`` of RMSNorm(x + residual), x + residual) for a single row x [1, in].
+    Without ``norm`` the row is multiplied as it is."""
     out_features, width = _check(x, weight, silu)
     assert len(x) == 1 and (residual is None or norm is not None)
     out = x.new_empty(1, out_features)
@@ -293,15 +280,16 @@ def skinny_norm_linear(
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> tuple[int, int]:
-    """(Output features, input features)."""
+    """(output features, input features), after checks."""
     assert 0 < len(x) <= MAX_ROWS and x.is_contiguous() and weight.is_contiguous()
     assert x.shape[1:] == weight.shape[1:]
     return weight.size(0) // (2 if silu else 1), weight.size(1)
 
 
 def vector_config(out_features: int, width: int, silu: bool) -> tuple[int, int, int]:
-    """BLOCK_N, BLOCK_K, num_warps. Tuned on an H200 for the matrices of 0.5B to 32B models, the
-    smallest in whole steps: alone others are faster for these, but slower there."""
+    """BLOCK_N, BLOCK_K, num_warps. Tuned on an H200 for the matrices of 0.5B to 32B models. Those
+    of the smallest models are tuned in whole decode steps, where the tiles that are fastest in a
+    benchmark of one kernel are slower."""
     if silu:
         config = (8, 1024, 4) if width < 2048 else (1, 1024, 4) if width <= 4096 else (1, 2048, 4)
     elif width <= 1024:
@@ -315,8 +303,7 @@ def vector_config(out_features: int, width: int, silu: bool) -> tuple[int, int, 
 
 
 def matrix_config(x: torch.Tensor, out_features: int, silu: bool) -> tuple[int, int, int]:
-    """BLOCK_N, BLOCK_K (at least 32 columns for each warp), num_warps. Tuned as
-    ``vector_config``."""
+    """BLOCK_N, BLOCK_K (at least 32 columns per warp), num_warps. Tuned like ``vector_config``."""
     if x.dtype is torch.float32:
         return 8 if silu else 16, 256, 8
     width = x.size(1)

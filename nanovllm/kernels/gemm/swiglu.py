@@ -1,5 +1,5 @@
-"""A gated MLP's first product with its SwiGLU in the same kernel, for a prefill on Hopper: by the
-quack-kernels package, which compiles at run time."""
+"""A GEMM with SwiGLU in its epilogue, for prefills on Hopper. It comes from the quack-kernels
+package, which compiles at run time."""
 
 import logging
 from functools import cache
@@ -13,25 +13,24 @@ from nanovllm.utils.triton_compat import keep_compiled_kernels
 
 logger = logging.getLogger("nanovllm")
 
-MIN_ROWS = 1024  # for fewer, as in a decode, its tiles are too large
-# The fastest of 18 forms on an H200, once its clock had settled, for 15,600 rows of 1,024 columns
-# (0.6B) and of 4,096 (8B). The former are of two warpgroups in turn, one in the product while the
-# other is in its SwiGLU.
+# The fastest of 18 configurations on an H200 at a steady clock, for 15,600 rows of 1,024 columns
+# (0.6B) and of 4,096 columns (8B). The first has two warpgroups that alternate: one is in its main
+# loop while the other is in its SwiGLU.
 TILES = {"tile_M": 128, "tile_N": 192, "cluster_M": 1, "cluster_N": 2, "pingpong": True}
 TILES_OF_LONG_ROWS = TILES | {"tile_M": 256, "pingpong": False}
 
 
-def is_gated(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether ``gated_linear`` serves this product, and pays."""
-    if bias is not None or not x.is_cuda or len(x) < MIN_ROWS:
+def supports(weight: torch.Tensor) -> bool:
+    """Whether ``gated_linear`` can multiply by this weight [2 I, in] on its device. The first call
+    for a number of columns tries it out."""
+    num_features, width = weight.shape
+    if not weight.is_cuda or width % 8 or num_features % 16:  # rows start at multiples of 16 bytes
         return False
-    if x.size(1) % 8 or len(weight) % 16:  # rows begin at multiples of 16 bytes
-        return False
-    return _works(x.device, x.dtype, x.size(1))
+    return _works(weight.device, weight.dtype, width)
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """silu(x G^T) * (x U^T), rounded once.
+    """silu(x G^T) * (x U^T), rounded once and without a bias.
 
     Args:
         x: [N, in], fp16 or bf16.
@@ -42,14 +41,14 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """
     out = x.new_empty(len(x), len(weight) // 2)
     tiles = TILES if x.size(1) < 4096 else TILES_OF_LONG_ROWS
-    _product().gemm(x, weight, None, epi_args={"mAuxOut": out}, concat_layout=("B",), **tiles)
+    _gemm_module().gemm(x, weight, None, epi_args={"mAuxOut": out}, concat_layout=("B",), **tiles)
     return out
 
 
 @cache
-def _product() -> Any:
-    """The package's product that ends in SwiGLU, and stores nothing else. It keeps a plan for each
-    number of rows that it has seen, and compiles for none of them."""
+def _gemm_module() -> Any:
+    """The package's GEMM that stores nothing but the SwiGLU. It keeps a plan for each number of
+    rows that it has seen, and does not compile for a new one."""
     keep_compiled_kernels()
     from quack.epilogue.library import linear_act_mod
 
@@ -59,7 +58,8 @@ def _product() -> Any:
 
 @cache
 def _works(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Whether the package is there, and multiplies small matrices of so many columns."""
+    """Whether the package is installed, and its GEMM is right for small matrices with ``width``
+    columns."""
     if torch.cuda.get_device_capability(device) != (9, 0) or dtype.itemsize != 2:
         return False
     try:
@@ -73,12 +73,13 @@ def _works(device: torch.device, dtype: torch.dtype, width: int) -> bool:
                 error,
             )
         return False
-    logger.info("SwiGLU within large products, by quack-kernels")
+    logger.info("large matmuls with SwiGLU in their epilogue, by quack-kernels")
     return True
 
 
 def check_gated_linear(device: torch.device, dtype: torch.dtype, width: int) -> None:
-    """Tries ``gated_linear`` out. Raises what it raises, or AssertionError for a wrong result."""
+    """Tries ``gated_linear`` on small matrices. Raises what it raises, or AssertionError if the
+    result is wrong."""
     generator = torch.Generator(device).manual_seed(0)
     both = torch.randn(3 + 128, width, device=device, generator=generator, dtype=torch.float32)
     x, weight = both[:3].to(dtype), (both[3:] / width**0.5).to(dtype)

@@ -1,30 +1,27 @@
-"""Matrix products of 17 to 64 rows with small weights, which a GPU reads faster than it starts.
+"""Tiled GEMM for 17 to 64 rows and small weights, where launch latency dominates.
 
-cuBLAS requests its first weight once the kernel before it has ended in full. Here, with
-programmatic dependent launch, programs start beside that kernel and have their weights brought
-into the L2 cache while they wait for their input. Where features are too few to occupy the GPU,
-the columns are split too, and a second kernel adds the parts in a fixed order.
+cuBLAS requests its first weight once the previous kernel has finished. Here, with programmatic
+dependent launch, programs start while that kernel still runs, and prefetch their weights into the
+L2 cache while they wait for their input. If there are too few features to occupy the GPU, the
+columns are split as well (split-K), and a second kernel adds the partial sums in a fixed order.
 
-The weight is the side of a tile that has to be 64 or more for Hopper's tensor core instructions;
-the rows, the other, may be few.
+The weight is the operand that fills a tile, as one side has to be at least 64 for Hopper's tensor
+core instructions; the rows of x may be few.
 """
 
 import torch
 
 from nanovllm.utils.triton_compat import chained, shared_memory, tl, triton, use_triton
 
-MIN_ROWS, MAX_ROWS = 17, 64
-MAX_WEIGHTS = 1 << 22  # of larger matrices cuBLAS reads as much in the time
 BLOCK_N, BLOCK_K, NUM_STAGES = 64, 128, 4
-PART = 512  # most columns of a part, where they are split
-SHARED_MEMORY = 192 << 10  # bytes for a program: data-centre GPUs from Hopper on
+PART = 512  # most columns per part of a split-K
+SHARED_MEMORY = 192 << 10  # bytes per program: data-centre GPUs from Hopper on
 
 
 @triton.jit
 def _prefetch(first_ptr, stride, columns, BLOCK_N: tl.constexpr):
-    """Asks for the first KiB or two of each of BLOCK_N rows of half precision to be brought into
-    the L2 cache."""
-    # A warp's threads ask one after the other, so every second one does, for a row each.
+    """Prefetches the first KiB or two of each of BLOCK_N half-precision rows into the L2 cache."""
+    # The requests of a warp's threads are serialised: every second thread makes one, for one row.
     thread = tl.arange(0, 2 * BLOCK_N)
     address = (first_ptr + (thread // 2).to(tl.int64) * stride).to(tl.int64, bitcast=True)
     size = tl.where(thread % 2 == 0, tl.minimum(columns, 1024) * 2, 0)
@@ -56,10 +53,11 @@ def _tile_kernel(
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_M rows of BLOCK_N features, of ``columns`` of the columns: the result, or a part of
-    it.
+    """BLOCK_M rows of BLOCK_N features, summed over ``columns`` columns: the result, or one part of
+    a split-K.
 
-    Sizes are no constants, lest the loop be unrolled: its code would be fetched only to run once.
+    Sizes are not constexpr: the compiler would unroll the loop into code that is fetched to run
+    once.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -75,7 +73,7 @@ def _tile_kernel(
         acc += tl.load(bias_ptr + feature).to(tl.float32)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     column = tl.arange(0, BLOCK_K)
-    # Past the end the last row is repeated, and not stored.
+    # Rows past the end repeat the last row. They are not stored.
     x_ptrs = x_ptr + begin + tl.minimum(row, num_rows - 1) * width + column[:, None]
     weight_ptrs = weight_ptr + tl.arange(0, BLOCK_N)[:, None] * width + column[None, :]
     if PDL:
@@ -98,7 +96,7 @@ def _sum_kernel(
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """[NUM_PARTS, size] -> [size], bias added."""
+    """Adds the parts of a split-K and the bias: [NUM_PARTS, size] -> [size]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -112,25 +110,20 @@ def _sum_kernel(
     tl.store(out_ptr + index, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def is_tiled(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether ``tile_linear`` multiplies x [N, in] by a weight [out, in] fastest."""
+def supports(weight: torch.Tensor) -> bool:
+    """Whether ``tile_linear`` can multiply by this weight [out, in] on its device."""
     out_features, width = weight.shape
     return (
-        MIN_ROWS <= len(x) <= MAX_ROWS
-        and x.dim() == 2
-        and use_triton(x)
-        and x.is_contiguous()
-        and x.dtype in (torch.float16, torch.bfloat16)
-        and weight.numel() <= MAX_WEIGHTS
+        use_triton(weight)
+        and weight.dtype in (torch.float16, torch.bfloat16)
         and out_features % BLOCK_N == 0
         and width % (_num_parts(out_features, width) * BLOCK_K) == 0
-        and shared_memory(x.device) >= SHARED_MEMORY
+        and shared_memory(weight.device) >= SHARED_MEMORY
     )
 
 
 def tile_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x W^T + b of x [MIN_ROWS to MAX_ROWS, in] and a weight [out, in], both contiguous, of half
-    precision."""
+    """x W^T + b: [N, in], [out, in], [out] -> [N, out], all contiguous and in half precision."""
     out_features, width = weight.shape
     num_parts = _num_parts(out_features, width)
     assert x.is_contiguous() and weight.is_contiguous() and x.size(1) == width
@@ -174,7 +167,7 @@ def tile_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def _num_parts(out_features: int, width: int) -> int:
-    """Into how many the columns are split: by the matrix alone."""
+    """How many parts the columns are split into. Depends on the weight alone."""
     if out_features >= 64 * BLOCK_N:
         return 1
     return triton.next_power_of_2(triton.cdiv(width, PART))

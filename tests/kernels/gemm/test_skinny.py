@@ -1,4 +1,4 @@
-"""Products of few rows with what is fused into them, against the separate plain ones."""
+"""Skinny GEMMs and what is fused into them, against separate PyTorch operations."""
 
 import itertools
 
@@ -6,16 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.gemm import skinny as module
-from nanovllm.kernels.gemm.linear import norm_linear
-from nanovllm.kernels.gemm.skinny import (
-    MAX_ROWS,
-    is_skinny,
-    skinny_linear,
-    skinny_norm_linear,
-)
+from nanovllm.kernels.gemm.skinny import MAX_ROWS, skinny_linear, skinny_norm_linear
 from nanovllm.kernels.rms_norm import rms_norm_reference
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
+from nanovllm.quantization.base import PLAIN
+from tests.quantization.test_unquantized import Norm, make_weight
 
 SHAPES = [
     (36, 300),
@@ -57,7 +52,7 @@ CHOSEN = [  # num_rows, has_bias, silu, dtype
     ],
     ids=str,
 )
-def test_equals_a_plain_product(num_rows, has_bias, silu, dtype, device):
+def test_equals_a_plain_matmul(num_rows, has_bias, silu, dtype, device):
     for features, width in SHAPES:
         out = features * (1 + silu)
         x = make(num_rows, width, dtype=dtype, device=device)
@@ -67,18 +62,6 @@ def test_equals_a_plain_product(num_rows, has_bias, silu, dtype, device):
         if silu:
             expected = silu_and_mul_reference(expected)
         check(skinny_linear(x, weight, bias, silu), expected)
-
-
-def test_what_they_are_for(monkeypatch):
-    def serves(rows: int, out: int, width: int) -> bool:
-        return is_skinny(*(torch.empty(n, width, device="meta") for n in (rows, out)))
-
-    assert not serves(1, 64, 64)
-    monkeypatch.setattr(module, "use_triton", lambda x: True)
-    assert serves(1, 64, 64) and serves(16, 64, 4095) and serves(8, 24576, 12288)
-    assert not serves(17, 64, 64) and not serves(9, 64, 4096) and not serves(0, 64, 64)
-    assert not serves(1, 151_936, 1024)
-    assert serves(16, 3072, 3072) and serves(8, 6144, 2560) and not serves(16, 6144, 2560)
 
 
 @pytest.mark.parametrize("all_flags", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -116,29 +99,29 @@ def test_norm_and_residual_before_it(dtype, all_flags, device):
 def test_a_chain_of_layers_in_a_cuda_graph(model, num_rows):
     """Guards kernels that start before their input is there, with shapes of real models."""
     hidden, q_size, kv_size, inner = model
-    make_weight = lambda out, width: make(  # noqa: E731
+    draw = lambda out, width: make(  # noqa: E731
         out, width, dtype=torch.bfloat16, device="cuda", scale=width**-0.5
     )
     weights = [
-        (make_weight(q_size + 2 * kv_size, hidden), make_weight(hidden, q_size),
-         make_weight(2 * inner, hidden), make_weight(hidden, inner))
+        (draw(q_size + 2 * kv_size, hidden), draw(hidden, q_size),
+         draw(2 * inner, hidden), draw(hidden, inner))
         for _ in range(6)
     ]  # fmt: skip
-    norm = torch.ones(hidden, dtype=torch.bfloat16, device="cuda")
+    norm = Norm(torch.ones(hidden, dtype=torch.bfloat16, device="cuda"), EPS)
 
     def run(x: torch.Tensor, plain: bool) -> torch.Tensor:
         total = torch.zeros_like(x)
         for qkv, o, gate_up, down in weights:
             if plain:
                 total = total + x
-                x = F.linear(rms_norm_reference(total, norm, EPS), qkv)[:, :q_size].contiguous()
+                x = F.linear(rms_norm_reference(total, *norm), qkv)[:, :q_size].contiguous()
                 total = total + F.linear(x, o)
-                x = F.linear(rms_norm_reference(total, norm, EPS), gate_up)
+                x = F.linear(rms_norm_reference(total, *norm), gate_up)
                 x = F.linear(silu_and_mul_reference(x), down)
             else:
-                x, total = norm_linear(x, total, norm, EPS, qkv, None)
+                x, total = make_weight(qkv).norm_matmul(x, total, norm, None)
                 x = skinny_linear(x[:, :q_size].contiguous(), o, None)
-                x, total = norm_linear(x, total, norm, EPS, gate_up, None, silu=True)
+                x, total = make_weight(gate_up).norm_matmul(x, total, norm, PLAIN)
                 x = skinny_linear(x, down, None)
         return total + x
 

@@ -1,4 +1,4 @@
-"""SwiGLU within a product: a stand-in for the package and, where there is a GPU, the package."""
+"""A GEMM with SwiGLU in its epilogue: a stand-in for the package and, on a GPU, the package."""
 
 import sys
 from types import ModuleType
@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.gemm import swiglu as module
-from nanovllm.kernels.gemm.linear import norm_linear
-from nanovllm.kernels.gemm.swiglu import MIN_ROWS, check_gated_linear, gated_linear, is_gated
+from nanovllm.kernels.gemm.swiglu import check_gated_linear, gated_linear, supports
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
+from nanovllm.quantization.base import PLAIN
 from tests.kernels.oracle import assert_as_good_as_eager
+from tests.quantization.test_unquantized import Norm, make_weight
 
 
 @pytest.fixture(params=[torch.float16, torch.bfloat16], ids=str)
@@ -19,7 +20,7 @@ def dtype(request):
     return request.param
 
 
-class Product:
+class Gemm:
     """What the arguments that we pass mean to the real one, whose methods have this signature."""
 
     def gemm(
@@ -47,7 +48,7 @@ class Product:
 
 def linear_act_mod(activation, *, gated, has_c, has_rowvec, has_colvec, sr=False, has_alpha=False):
     assert activation == "swiglu" and gated and not (has_c or has_rowvec or has_colvec)
-    return Product()
+    return Gemm()
 
 
 @pytest.fixture
@@ -57,13 +58,13 @@ def package(monkeypatch):
     library.linear_act_mod = linear_act_mod
     for part in (ModuleType("quack"), ModuleType("quack.epilogue"), library):
         monkeypatch.setitem(sys.modules, part.__name__, part)
-    module._product.cache_clear()
+    module._gemm_module.cache_clear()
     yield
-    module._product.cache_clear()
+    module._gemm_module.cache_clear()
 
 
 @pytest.mark.parametrize("wrong", [lambda w: w.flip(0), lambda w: w.roll(64, 0)])
-def test_a_product_that_is_wrong_is_not_taken(package, monkeypatch, wrong):
+def test_a_gemm_that_is_wrong_is_not_used(package, monkeypatch, wrong):
     args = torch.device("cpu"), torch.float32, 64
     check_gated_linear(*args)
     monkeypatch.setattr(
@@ -79,9 +80,8 @@ def test_gate_is_above_up(package, width):
     torch.testing.assert_close(gated_linear(x, weight), silu_and_mul_reference(x @ weight.t()))
 
 
-def test_a_cpu_has_no_such_product(package):
-    x, weight = torch.randn(MIN_ROWS, 64), torch.empty(128, 64)
-    assert not is_gated(x, weight, None)
+def test_a_cpu_has_no_such_gemm(package):
+    assert not supports(torch.empty(128, 64))
 
 
 def make(num_rows, inner, width, dtype):
@@ -121,19 +121,19 @@ def test_rows_do_not_mix(dtype):
 
 
 @pytest.mark.gpu
-def test_large_products_take_it(dtype, monkeypatch):
+def test_large_matmuls_take_it(dtype, monkeypatch):
     needs_the_package()
-    x, weight = make(MIN_ROWS, 1536, 256, dtype)
+    x, weight = make(1024, 1536, 256, dtype)
+    assert supports(weight)
     taken = []
     monkeypatch.setattr(
-        "nanovllm.kernels.gemm.linear.gated_linear",
-        lambda x, weight: taken.append(len(x)) or gated_linear(x, weight),
+        module, "gated_linear", lambda x, weight: taken.append(len(x)) or gated_linear(x, weight)
     )
-    norm = torch.ones(256, dtype=dtype, device="cuda")
-    y, total = norm_linear(x, None, norm, 1e-6, weight, None, silu=True)
-    assert taken == [MIN_ROWS] and y.shape == (MIN_ROWS, 1536) and total is x
+    norm = Norm(torch.ones(256, dtype=dtype, device="cuda"), 1e-6)
+    y, total = make_weight(weight).norm_matmul(x, None, norm, PLAIN)
+    assert taken == [1024] and y.shape == (1024, 1536) and total is x
     bias = torch.zeros(len(weight), dtype=dtype, device="cuda")
     for fewer in ((x[1:], None), (x, bias)):
-        other, _ = norm_linear(fewer[0], None, norm, 1e-6, weight, fewer[1], silu=True)
+        other, _ = make_weight(weight, fewer[1]).norm_matmul(fewer[0], None, norm, PLAIN)
         torch.testing.assert_close(other, y[-len(other) :], rtol=2e-2, atol=2e-2)
     assert len(taken) == 1

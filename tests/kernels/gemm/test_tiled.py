@@ -1,13 +1,12 @@
-"""Products of 17 to 64 rows against PyTorch's."""
+"""Tiled GEMMs of 17 to 64 rows against PyTorch's."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.gemm import tiled as module
-from nanovllm.kernels.gemm.linear import linear
-from nanovllm.kernels.gemm.tiled import is_tiled, tile_linear
+from nanovllm.kernels.gemm.tiled import tile_linear
 from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm_reference
+from nanovllm.quantization.unquantized import choose_kernel
 
 SHAPES = [(64, 128), (128, 512), (192, 1024), (64, 1536), (4096, 256)]  # out, in
 EPS = 1e-5
@@ -20,31 +19,13 @@ def make(*shape: int, dtype: torch.dtype, device: str, scale: float = 1.0) -> to
 @pytest.mark.parametrize(
     ("num_rows", "has_bias"), [(17, True), (32, False), (33, True), (64, False)], ids=str
 )
-def test_equals_a_plain_product(num_rows, has_bias, device):
+def test_equals_a_plain_matmul(num_rows, has_bias, device):
     for features, width in SHAPES:
         x = make(num_rows, width, dtype=torch.float16, device=device)
         weight = make(features, width, dtype=torch.float16, device=device, scale=width**-0.5)
         bias = make(features, dtype=torch.float16, device=device) if has_bias else None
         found = tile_linear(x, weight, bias)
         torch.testing.assert_close(found, F.linear(x, weight, bias), rtol=2e-2, atol=2e-2)
-
-
-def test_what_it_is_for(monkeypatch):
-    monkeypatch.setattr(module, "use_triton", lambda x: True)
-
-    def serves(
-        rows: int, out: int, width: int, dtype: torch.dtype = torch.bfloat16, memory: int = 228
-    ) -> bool:
-        monkeypatch.setattr(module, "shared_memory", lambda device: memory << 10)
-        x, weight = (torch.empty(n, width, dtype=dtype, device="meta") for n in (rows, out))
-        return is_tiled(x, weight)
-
-    assert all(serves(n, *shape) for n in (17, 64) for shape in ((4096, 1024), (1024, 3072)))
-    assert not serves(16, 1024, 1024) and not serves(65, 1024, 1024)
-    assert not serves(32, 1000, 1024) and not serves(32, 1024, 1000)
-    assert not serves(32, 8192, 1024)
-    assert not serves(32, 1024, 1024, dtype=torch.float32)
-    assert not serves(32, 1024, 1024, memory=99)
 
 
 @pytest.mark.gpu
@@ -61,10 +42,12 @@ def test_a_chain_of_layers_in_a_cuda_graph(num_rows):
         for _ in range(6)
     ]
     norm = torch.ones(hidden, dtype=torch.bfloat16, device="cuda")
-    assert all(is_tiled(x.new_empty(num_rows, x.size(1)), x) for layer in weights for x in layer)
+    for weight in (weight for layer in weights for weight in layer):
+        x = weight.new_empty(num_rows, weight.size(1))
+        assert choose_kernel("matmul", x, weight, None) is tile_linear
 
     def run(x: torch.Tensor, plain: bool) -> torch.Tensor:
-        multiply = F.linear if plain else lambda x, weight: linear(x, weight, None)
+        multiply = F.linear if plain else lambda x, weight: tile_linear(x, weight, None)
         total = torch.zeros_like(x)
         for up, down, wide in weights:
             for first, second in ((up, down), (wide, wide.t()[:, :inner].contiguous())):

@@ -1,0 +1,29 @@
+"""cuBLAS settings."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def small_cublas_workspace() -> Iterator[None]:
+    """Limits cuBLAS to a workspace of 256 KiB instead of 32 MiB, for a while. With 16 to 192 rows
+    cuBLAS then chooses kernels that are up to 6% faster. A CUBLAS_WORKSPACE_CONFIG that the user
+    has set is kept.
+
+    Use it around CUDA graph captures, one at a time in a process: while the variable is set,
+    PyTorch parses it in every matmul, which costs 50 us of host time, and this frees the workspaces
+    of all threads.
+    """
+    if "CUBLAS_WORKSPACE_CONFIG" in os.environ:
+        yield
+        return
+    torch._C._cuda_clearCublasWorkspaces()  # those that exist have the default size
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":256:1"
+    try:
+        yield
+    finally:
+        del os.environ["CUBLAS_WORKSPACE_CONFIG"]
+        torch._C._cuda_clearCublasWorkspaces()

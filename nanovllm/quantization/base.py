@@ -1,0 +1,146 @@
+"""The interface between a linear layer and its weight.
+
+A layer knows which part of a checkpoint tensor its rank holds, and when to reduce over the ranks.
+Its ``LinearWeight`` knows how that part is stored, which kernel multiplies by it, and which input
+format that kernel takes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor, nn
+
+from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
+from nanovllm.kernels.silu_and_mul import silu_and_mul
+
+_config: ContextVar[Mapping[str, Any] | None] = ContextVar("quantization_config", default=None)
+
+
+@contextmanager
+def use_quantization(config: Mapping[str, Any] | None) -> Iterator[None]:
+    """Linear layers that are built within store their weights as a checkpoint's
+    ``quantization_config`` says. None stands for unquantised weights."""
+    token = _config.set(config)
+    try:
+        yield
+    finally:
+        _config.reset(token)
+
+
+def get_quantization_config() -> Mapping[str, Any]:
+    return _config.get() or {}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InputFormat:
+    """The format in which a linear layer takes its input, as the kernels that produce it.
+
+    The kernels of an FP8 format, for example, would return values with their scales.
+
+    Attributes:
+        rms_norm: (x, norm weight, eps) -> input.
+        add_rms_norm: (x, residual, norm weight, eps) -> (input, x + residual).
+        silu_and_mul: gate and up side by side, [N, 2 I] -> input [N, I].
+    """
+
+    rms_norm: Callable[[Tensor, Tensor, float], Any]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Any, Tensor]]
+    silu_and_mul: Callable[[Tensor], Any]
+
+
+PLAIN = InputFormat(rms_norm, add_rms_norm, silu_and_mul)  # one tensor of the model's dtype
+
+
+class Shard(NamedTuple):
+    """This rank's part of a checkpoint tensor, and its place in the rank's weight [out, in].
+
+    Attributes:
+        rows: the rows of the rank's weight, in output features, that it fills.
+        dim: the dimension that is split over the ranks: 0 for output, 1 for input features.
+        part, num_parts: which of how many equal parts of the checkpoint tensor is this rank's.
+    """
+
+    rows: slice = slice(None)
+    dim: int = 0
+    part: int = 0
+    num_parts: int = 1
+
+
+class LinearWeight(ABC):
+    """The weight [out, in] of a linear layer on this rank, as it is stored and multiplied.
+
+    Its tensors are parameters of the layer, under the checkpoint's names ("weight", ...).
+
+    Attributes:
+        input_format: what ``matmul`` takes. It takes a plain tensor, as attention returns, too.
+        bias: [out] in the model's dtype, added after each matmul, or None.
+    """
+
+    input_format: ClassVar[InputFormat] = PLAIN
+    bias: Tensor | None = None
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer: Any = layer
+
+    @abstractmethod
+    def create_parameters(self, input_size: int, output_size: int) -> None:
+        """Registers the parameters of this rank's part with the layer, without values."""
+
+    @abstractmethod
+    def load(self, param: nn.Parameter, tensor: Tensor, shard: Shard) -> None:
+        """Copies this rank's part of a checkpoint tensor into a parameter of the layer, or into its
+        bias. It may be called again after ``pack``; then on a GPU the parameter keeps its address,
+        which CUDA graphs refer to.
+
+        Raises:
+            ValueError: the tensor has another shape than the model needs, or an unknown dtype.
+        """
+
+    def pack(self) -> None:  # noqa: B027
+        """Stores the weight in the layout that the device multiplies fastest. Call it after every
+        load of a checkpoint."""
+
+    @abstractmethod
+    def matmul(self, x: Any) -> Tensor:
+        """x W^T + b: [N, in] -> [N, out]."""
+
+    def matmul_swiglu(self, x: Any, output_format: InputFormat) -> Any:
+        """SwiGLU(x W^T + b) in ``output_format``, with the gate projection above the up projection
+        in W: [N, in] -> [N, out / 2]."""
+        return output_format.silu_and_mul(self.matmul(x))
+
+    def matmul_add(self, x: Any, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A projection that goes back into the residual stream.
+
+        Args:
+            x: [N, in].
+            residual: [N, out], which may be overwritten.
+
+        Returns:
+            (projection, residual), for the next ``norm_matmul`` to add, or (their sum, None).
+        """
+        return self.matmul(x), residual
+
+    def norm_matmul(
+        self, x: Tensor, residual: Tensor | None, norm: Any, swiglu: InputFormat | None
+    ) -> tuple[Any, Tensor]:
+        """A projection of norm(x + residual).
+
+        Args:
+            x: [N, in], plain.
+            residual: [N, in], or None for zero.
+            norm: an RMSNorm, of which the weight [in] and ``eps`` are used.
+            swiglu: the output format of a SwiGLU that follows, or None without one.
+
+        Returns:
+            (the projection [N, out] or its SwiGLU [N, out / 2], x + residual).
+        """
+        if residual is None:
+            normed, total = self.input_format.rms_norm(x, norm.weight, norm.eps), x
+        else:
+            normed, total = self.input_format.add_rms_norm(x, residual, norm.weight, norm.eps)
+        return self.matmul(normed) if swiglu is None else self.matmul_swiglu(normed, swiglu), total

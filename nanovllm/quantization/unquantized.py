@@ -1,0 +1,171 @@
+"""Weights in the model's own dtype: fp32, bf16 or fp16."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.kernels.gemm import swiglu, tiled
+from nanovllm.kernels.gemm.skinny import skinny_linear, skinny_norm_linear
+from nanovllm.quantization.base import PLAIN, InputFormat, LinearWeight, Shard
+from nanovllm.utils.loader import copy_weight
+from nanovllm.utils.math import divide
+from nanovllm.utils.triton_compat import use_triton
+
+
+def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _gated_linear(x: Tensor, weight: Tensor, bias: None) -> Tensor:
+    return swiglu.gated_linear(x, weight)
+
+
+def _addmm(x: Tensor, weight: Tensor, bias: None, residual: Tensor) -> tuple[Tensor, None]:
+    return torch.addmm(residual, x, weight.t(), out=residual), None
+
+
+def _is_layer(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+    # An output head's matmul takes long enough for cuBLAS to reach the memory bandwidth.
+    return use_triton(weight) and weight.size(0) <= 1 << 16
+
+
+def _is_small_layer(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+    # With more input features or weights cuBLAS is faster, as it reads x less often.
+    is_small = weight.size(1) < 4096 and weight.numel() <= 13 << 20
+    return is_small and _is_layer(num_rows, weight, bias)
+
+
+def _is_tiled(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+    # cuBLAS reads larger weights in the same time.
+    return weight.numel() <= 1 << 22 and tiled.supports(weight)
+
+
+def _is_gated(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+    return bias is None and swiglu.supports(weight)
+
+
+def _is_large_sum(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+    # A smaller sum stays in the L2 cache: adding the residual in the next norm costs little.
+    is_large = weight.is_cuda and num_rows * weight.size(0) * weight.itemsize >= 16 << 20
+    return bias is None and is_large
+
+
+class Choice(NamedTuple):
+    """A line of the table.
+
+    Attributes:
+        rows: the numbers of rows of x for which the kernel is the fastest.
+        serves: (number of rows, weight, bias) -> whether the kernel can multiply by this weight
+            and is the fastest to do so.
+        kernel: (x, weight, bias, ...) -> result.
+    """
+
+    rows: range
+    serves: Callable[[int, Tensor, Tensor | None], bool]
+    kernel: Callable[..., Any]
+
+
+ANY = range(sys.maxsize)
+
+# Which kernel multiplies x [N, in] by a weight [out, in]: the operation's first line that has N in
+# its rows and serves the weight. If there is none, the operation runs as several kernels. Measured
+# on an H200 (docs/lab-log.md).
+KERNELS: dict[str, tuple[Choice, ...]] = {
+    "matmul": (
+        Choice(range(1, 9), _is_layer, skinny_linear),
+        Choice(range(9, 17), _is_small_layer, skinny_linear),
+        Choice(range(17, 65), _is_tiled, tiled.tile_linear),
+        Choice(ANY, lambda num_rows, weight, bias: weight.is_mkldnn, _onednn_linear),
+        Choice(ANY, lambda num_rows, weight, bias: True, F.linear),
+    ),
+    "matmul_swiglu": (
+        Choice(range(1, 9), _is_layer, partial(skinny_linear, silu=True)),
+        Choice(range(9, 17), _is_small_layer, partial(skinny_linear, silu=True)),
+        Choice(range(1024, sys.maxsize), _is_gated, _gated_linear),
+    ),
+    "norm_matmul": (Choice(range(1, 2), _is_layer, skinny_norm_linear),),
+    "matmul_add": (Choice(ANY, _is_large_sum, _addmm),),
+}
+
+
+def choose_kernel(operation: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    """The table's kernel, or None. Only F.linear and oneDNN take an x that is not a contiguous
+    matrix."""
+    num_rows = x.size(0) if x.dim() == 2 and x.is_contiguous() else 0
+    for rows, serves, kernel in KERNELS[operation]:
+        if num_rows in rows and serves(num_rows, weight, bias):
+            return kernel
+    return None
+
+
+def _pack(weight: Tensor) -> Tensor:
+    """A fp32 weight in oneDNN's blocked layout, which matmuls would otherwise make in every call: 2
+    to 3 times as fast for the 1 to 32 rows of a decode, 1.2 times for a prefill (AVX-512)."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, None)
+
+
+class UnquantizedWeight(LinearWeight):
+    """A parameter "weight" [out, in], on a CPU in oneDNN's blocked layout once it is packed."""
+
+    _packed_copy: Tensor | None = None  # of a weight that an embedding shares, and needs plain
+
+    def create_parameters(self, input_size: int, output_size: int) -> None:
+        self.layer.weight = nn.Parameter(torch.empty(output_size, input_size))
+
+    def load(self, param: nn.Parameter, tensor: Tensor, shard: Shard) -> None:
+        if shard.dim < tensor.dim():  # a bias has no input features
+            size = divide(tensor.size(shard.dim), shard.num_parts)
+            tensor = tensor.narrow(shard.dim, shard.part * size, size)
+        with torch.inference_mode(param.is_inference()):  # else ``data`` cannot be set
+            data = param.data.to_dense() if param.is_mkldnn else param.data
+            copy_weight(data[shard.rows], tensor)
+            if param.is_mkldnn:
+                param.data = _pack(data)
+
+    def pack(self) -> None:
+        weight = self.layer.weight
+        # Half precision needs instructions that not every CPU has.
+        is_packable = weight.device.type == "cpu" and weight.dtype is torch.float32
+        if weight.is_mkldnn or not is_packable or not torch.backends.mkldnn.is_available():
+            return
+        if weight.weight_loader != self.layer.weight_loader:  # another layer's
+            self._packed_copy = _pack(weight.data)
+            return
+        self.layer.weight = nn.Parameter(_pack(weight.data), requires_grad=False)
+        self.layer.weight.weight_loader = self.layer.weight_loader
+
+    @property
+    def _weight(self) -> Tensor:
+        return self.layer.weight if self._packed_copy is None else self._packed_copy
+
+    def matmul(self, x: Tensor) -> Tensor:
+        weight = self._weight
+        return choose_kernel("matmul", x, weight, self.bias)(x, weight, self.bias)
+
+    def matmul_swiglu(self, x: Tensor, output_format: InputFormat) -> Any:
+        weight = self._weight
+        kernel = choose_kernel("matmul_swiglu", x, weight, self.bias)
+        if kernel is None or output_format is not PLAIN:
+            return super().matmul_swiglu(x, output_format)
+        return kernel(x, weight, self.bias)
+
+    def matmul_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        weight = self._weight
+        kernel = choose_kernel("matmul_add", x, weight, self.bias)
+        if kernel is None:
+            return self.matmul(x), residual
+        return kernel(x, weight, self.bias, residual)
+
+    def norm_matmul(
+        self, x: Tensor, residual: Tensor | None, norm: Any, swiglu: InputFormat | None
+    ) -> tuple[Any, Tensor]:
+        weight = self._weight
+        kernel = choose_kernel("norm_matmul", x, weight, self.bias)
+        if kernel is None or swiglu not in (None, PLAIN):
+            return super().norm_matmul(x, residual, norm, swiglu)
+        return kernel(x, weight, self.bias, swiglu is PLAIN, norm.weight, norm.eps, residual)

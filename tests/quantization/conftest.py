@@ -1,0 +1,1 @@
+from tests.kernels.conftest import device, dtype  # noqa: F401
