@@ -104,3 +104,12 @@ def test_readme_states_the_size_of_the_core():
     assert claim is not None
     claimed = int(claim[1].replace(",", ""))
     assert 0 <= claimed - core_lines() <= 300
+
+
+def test_the_reading_order_names_files_as_long_as_they_are():
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", page, re.MULTILINE)
+    assert len(rows) > 15
+    for name, stated in rows:
+        num_lines = len((PACKAGE / name).read_text("utf-8").splitlines())
+        assert abs(num_lines - int(stated)) <= num_lines / 10, name
