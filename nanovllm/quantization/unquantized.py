@@ -115,7 +115,8 @@ class UnquantizedWeight(LinearWeight):
     _packed_copy: Tensor | None = None  # of a weight that an embedding shares, and needs plain
 
     def create_parameters(self, input_size: int, output_size: int) -> None:
-        self.layer.weight = nn.Parameter(torch.empty(output_size, input_size))
+        weight = torch.empty(output_size, input_size)
+        self.layer.weight = nn.Parameter(weight, requires_grad=False)
 
     def load(self, param: nn.Parameter, tensor: Tensor, shard: Shard) -> None:
         if shard.dim < tensor.dim():  # a bias has no input features
