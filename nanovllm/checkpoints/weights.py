@@ -1,6 +1,5 @@
 """Moves checkpoint tensors into a model's parameters, and accounts for every one of them."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from typing import Any
@@ -45,11 +44,10 @@ def load_model(
         if name not in missing:
             raise ValueError(f"checkpoint tensor {name} comes twice")
         missing.remove(name)
-        for load in expected[name]:
-            try:
-                load(tensor)
-            except ValueError as error:
-                raise ValueError(f"checkpoint tensor {name}: {error}") from None
+        try:
+            expected[name](tensor)
+        except ValueError as error:
+            raise ValueError(f"checkpoint tensor {name}: {error}") from None
     problems = []
     if missing:
         problems.append(f"lacks {_some(missing)}")
@@ -61,24 +59,21 @@ def load_model(
 
 def _expected_tensors(
     params: dict[str, nn.Parameter], names: WeightNames
-) -> tuple[dict[str, list[Callable[[torch.Tensor], Any]]], set[str]]:
-    """By the checkpoint's names: what each tensor fills, and which tensors are not needed."""
-    expected, redundant, unnamed = defaultdict(list), set(), set(params)
-
-    def expect(tensor: str, parameter: str, *shard_id: Any, **indices: Any) -> None:
-        param = params[parameter]
-        load = getattr(param, "weight_loader", copy_weight)
-        expected[tensor].append(lambda loaded: load(param, loaded, *shard_id, **indices))
-
+) -> tuple[dict[str, Callable[[torch.Tensor], Any]], set[str]]:
+    """By the checkpoint's names: what places each tensor, and which tensors are not needed."""
+    expected, redundant, unnamed = {}, set(), set(params)
     for tensor, parameter, shard_id, indices in expand(names):
         if parameter is None:
             redundant.add(tensor)
         elif parameter in params:
-            expect(tensor, parameter, *shard_id, **indices)
+            expected[tensor] = _loader(params[parameter], *shard_id, **indices)
             unnamed.discard(parameter)
-    for name in unnamed:
-        expect(name, name)
-    return expected, redundant
+    return expected | {name: _loader(params[name]) for name in unnamed}, redundant
+
+
+def _loader(param: nn.Parameter, *shard_id: Any, **indices: Any) -> Callable[[torch.Tensor], Any]:
+    load = getattr(param, "weight_loader", copy_weight)
+    return lambda tensor: load(param, tensor, *shard_id, **indices)
 
 
 def expand(names: WeightNames) -> Iterator[tuple[str, str | None, list[Any], dict[str, Any]]]:

@@ -33,12 +33,7 @@ WEIGHT_NAMES = (
     (MLP + "up_proj.{kind}", MLP + "gate_up_proj.{kind}", 1),
     (ATTENTION + "rotary_emb.inv_freq", None),  # in old checkpoints; the config says the same
 )
-# A tied head that is a parameter of its own, because it is packed, is filled from the embedding.
-TIED_HEAD = (
-    ("model.embed_tokens.weight", "model.embed_tokens.weight"),
-    ("model.embed_tokens.weight", "lm_head.weight"),
-    ("lm_head.weight", None),
-)
+TIED_HEAD = (("lm_head.weight", None),)  # the embedding's weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,7 @@ ROWS = (
     (BLOCK + "gate_proj.{kind}", BLOCK + "gate_up_proj.{kind}", 0),
     (BLOCK + "up_proj.{kind}", BLOCK + "gate_up_proj.{kind}", 1),
 )
-TIED_ROWS = (("embed.weight", "embed.weight"), ("embed.weight", "head.weight"))
-TIED_ROWS += (("head.weight", None),)
+TIED_ROWS = (("head.weight", None),)
 
 
 class Model(nn.Module):
@@ -230,15 +229,6 @@ def test_weights_are_replaced_as_they_were_loaded():
     load_model(model, new.items())
     pairs = zip(model.parameters(), load(new).parameters(), strict=True)
     assert all(torch.equal(found, expected) for found, expected in pairs)
-
-
-def test_a_tied_head_of_its_own_is_filled_from_the_embedding():
-    """A packed head is no longer the embedding's parameter, but has the same weights."""
-    model, tensors = Model(tied=True), checkpoint(tied=True)
-    model.head.weight = nn.Parameter(torch.zeros(5, 4))
-    load_model(model, tensors.items())
-    assert torch.equal(model.head.weight, tensors["embed.weight"])
-    assert torch.equal(model.embed.weight, tensors["embed.weight"])
 
 
 class Experts(nn.Module):

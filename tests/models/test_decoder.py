@@ -121,16 +121,3 @@ def test_layers_may_differ_in_all_that_a_layer_spec_says(tmp_path):
     assert last.self_attn.rotary_emb is first.self_attn.rotary_emb
     assert not torch.equal(tables[0], tables[1])
     assert tables[2].tolist() == [[1.0] * 8 + [0.0] * 8] * 64
-
-
-def test_new_weights_reach_a_tied_head_that_was_packed(tiny_models):
-    """Guards a head that keeps its old weights, or is reported as missing: packing makes it a
-    parameter of its own."""
-    checkpoint = open_checkpoint(str(tiny_models.path("qwen3-tied")))
-    model = DecoderForCausalLM(checkpoint.config, 64)
-    load_model(model, checkpoint.tensors())
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
-    load_model(model, ((name, tensor + 1) for name, tensor in checkpoint.tensors()))
-    expected = dict(checkpoint.tensors())["model.embed_tokens.weight"] + 1
-    assert torch.equal(model.lm_head.weight, expected)
-    assert torch.equal(model.model.embed_tokens.weight, expected)
