@@ -321,7 +321,7 @@ def test_messages_are_read_as_those_of_chat_are():
     for bad, message in (
         (call(None, "{"), "the arguments of a tool call are not JSON"),
         (call(None, "[1]"), r"must be an object, got \[1\]"),
-        (call([{"type": "image_url"}], "{}"), "only text can be served"),
+        (call([{"type": "image_url"}], "{}"), "message content must be text"),
     ):
         error = refuse(CHAT_URL, messages=[bad])
         assert error.param == "messages"
