@@ -341,7 +341,7 @@ def test_a_file_that_is_no_journal_is_kept(tmp_path: Path, text):
     with pytest.raises(OSError):
         Journal(tmp_path / "link", 0)
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(ValueError, match="no regular file"):
+    with pytest.raises(ValueError, match="not a regular file"):
         Journal(tmp_path / "fifo", 0)
 
 

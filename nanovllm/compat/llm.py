@@ -200,9 +200,7 @@ class LLM(llm.LLM):
         with self._running(STREAM_OPEN, alone=False):
             streams = params.output_kind is not RequestOutputKind.FINAL_ONLY
             request = self._add(prepared, streams=streams)
-            request.is_stream = (
-                False  # ``_step_named`` returns its outputs, not ``generate_stream``
-            )
+            request.is_stream = False  # ``_step_named`` returns its outputs
             self._request_names[request.request_id] = name
 
     def _step_named(self) -> list[RequestOutput]:

@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
 
 @dataclass
 class LoRARequest:
-    """A LoRA adapter. Programs import the class, but ``generate`` and ``chat`` refuse its objects."""
+    """A LoRA adapter. Programs can create one, but ``generate`` and ``chat`` refuse it."""
 
     lora_name: str
     lora_int_id: int

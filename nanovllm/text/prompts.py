@@ -40,7 +40,7 @@ Prompt: TypeAlias = str | Seq[int] | TextPrompt | TokensPrompt
 
 
 def as_prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    """Returns a list of prompts. A single prompt (string, token ids, dict) becomes a list of one."""
+    """Returns a list of prompts. A single prompt (string, token ids, dict) becomes a list."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
     if not isinstance(prompts, (list, tuple)):
