@@ -386,8 +386,8 @@ def _read_response_format(response_format: Any) -> StructuredOutputsParams | Non
 
 
 def _read_prompts(prompt: Any) -> list[str | list[int]]:
-    """Returns a completion request's prompts. ``prompt`` is a string, a list of token ids, or a list
-    of these."""
+    """Returns a completion request's prompts. ``prompt`` is one prompt (a string or a list of token
+    ids) or a list of prompts."""
     if isinstance(prompt, str) or _is_token_ids(prompt):
         return [prompt] if prompt else _refuse_prompt(prompt)
     if not isinstance(prompt, list) or not prompt:

@@ -127,7 +127,7 @@ class Runner:
         self._journal = journal
         seed = self.llm.config.seed
         self._defaults = replace(self.llm.get_default_sampling_params(), seed=seed)
-        # Waiting prompts by number of failures, and the maximum number of completions for each.
+        # Waiting prompts by number of failures, and the window for each number.
         self._queues: list[deque[_Prompt]] = [deque() for _ in range(MAX_ATTEMPTS)]
         self._windows = (self.window, isqrt(self.window), 1)
         # Requests by the number of times that the process died with them in flight.
