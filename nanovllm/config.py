@@ -1,4 +1,4 @@
-"""Engine settings: checked values that touch neither the disk nor a device."""
+"""Engine configuration. Creating it validates the values and touches neither disk nor device."""
 
 import difflib
 import os
@@ -15,48 +15,48 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 ATTENTION_BACKENDS = ("auto", "flash_attn_4", "flash_attn", "triton", "torch")
 LOAD_FORMATS = ("auto", "dummy")
 MAX_RANKS = 8
-MAX_INT32 = 2**31 - 1  # slots, tokens and positions are counted in int32
-MAX_STEP_TOKENS, MAX_STEP_SEQS = 2**24, 2**15  # beyond any device, within any mistake's reach
+MAX_INT32 = 2**31 - 1  # the kernels use int32 for slots, tokens and positions
+MAX_STEP_TOKENS, MAX_STEP_SEQS = 2**24, 2**15  # no device can run more: more is a mistake
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How to run one model.
+    """The configuration of an engine.
 
     Attributes:
         model: a local checkpoint directory, a ``.gguf`` file, or a hub id.
-        max_num_batched_tokens: most tokens that one step computes; longer prompts are prefilled
-            in chunks, others whole, in the step in which there is room.
-        max_num_seqs: most sequences resident (holding KV blocks) at once.
-        max_model_len: longest prompt + completion, in tokens, up to the model's own limit, which is
-            the default as far as the KV cache can hold such a sequence.
-        gpu_memory_utilization: share of the GPU's memory that the engine may fill.
-        tensor_parallel_size: number of ranks that one model is split over.
+        max_num_batched_tokens: maximum number of tokens in one step. A longer prompt is prefilled
+            in chunks. A shorter prompt is prefilled in one step.
+        max_num_seqs: maximum number of running sequences, which hold KV blocks.
+        max_model_len: maximum number of prompt and completion tokens of a sequence. The default is
+            the model's limit, or less if the KV cache cannot hold such a sequence.
+        gpu_memory_utilization: fraction of the GPU's memory that the engine may use.
+        tensor_parallel_size: number of GPUs (ranks) over which the model is split.
         enforce_eager: run decode without CUDA graphs.
         kvcache_block_size: tokens per KV-cache block.
-        num_kvcache_blocks: size of the KV cache in blocks; -1 fills the memory that is left.
-        device: "cpu", "cuda", "cuda:1" for the GPU of that index, or "auto" for CUDA where there is
-            a GPU. With several ranks the index is the first rank's; the others take the GPUs after
-            it.
+        num_kvcache_blocks: size of the KV cache in blocks; -1 uses the available memory.
+        device: "cpu", "cuda", "cuda:<index>" for one GPU, or "auto" for a GPU if there is one, else
+            the CPU. With several ranks, the index is that of rank 0, and the other ranks use the
+            following GPUs.
         dtype: "float32" (or "float"), "bfloat16", "float16" (or "half"), a torch dtype, or "auto"
-            for the checkpoint's on a GPU and float32 on a CPU.
-        attention_backend: "flash_attn_4" or "flash_attn" (the packages), "triton" (own kernels),
-            "torch", or "auto" for the fastest that works here.
+            for the checkpoint's dtype on a GPU and float32 on a CPU.
+        attention_backend: "flash_attn_4" or "flash_attn" (the packages), "triton" (nanovllm's own
+            kernels), "torch", or "auto" for the fastest available backend.
         enable_prefix_caching: share the KV blocks of equal prompt prefixes.
-        load_format: "auto" reads the checkpoint's weights; "dummy" makes random ones and needs
-            no more than its config.
+        load_format: "auto" loads the checkpoint's weights; "dummy" uses random weights and needs
+            only the checkpoint's config.
         seed: seed of the sampler and of dummy weights.
-        tokenizer: where the tokenizer is, named like a model; None for the model's own.
-        skip_tokenizer_init: load no tokenizer; prompts are token ids then.
-        max_logprobs: most log-probabilities per token that a request may ask for; -1 for no limit,
-            which ``logprobs=-1`` needs.
-        logprobs_mode: "raw_logprobs" of the logits as the model gives them, or
-            "processed_logprobs" of those that tokens are sampled from: after masks, penalties,
-            temperature and truncation. Of a prompt's tokens they are always raw.
+        tokenizer: path or hub id of the tokenizer; None for the model's own.
+        skip_tokenizer_init: do not load a tokenizer; prompts must be token ids.
+        max_logprobs: maximum number of log-probabilities per token that a request may ask for; -1
+            for no limit, which ``logprobs=-1`` needs.
+        logprobs_mode: "raw_logprobs" computes log-probabilities from the model's logits;
+            "processed_logprobs" from the logits after masks, penalties, temperature and
+            truncation, which tokens are sampled from. Prompt log-probabilities are always raw.
 
     Raises:
-        TypeError: a value of the wrong type.
-        ValueError: a value that cannot work; the message says what to change.
+        TypeError: a value has the wrong type.
+        ValueError: a value is invalid; the message says what to change.
     """
 
     model: str
@@ -81,11 +81,11 @@ class Config:
 
     @classmethod
     def create(cls, model: str | os.PathLike[str], **kwargs: Any) -> "Config":
-        """Builds a Config from what users write: None stands for the default, numpy's numbers for
-        Python's, paths and torch dtypes for their names.
+        """Creates a Config from user input. None means the default. Converts numpy numbers to
+        Python's, and paths and torch dtypes to strings.
 
         Raises:
-            TypeError: an unknown argument; the message names a known one that is spelled nearly so.
+            TypeError: an argument is unknown; the message suggests the nearest known one.
         """
         known = [field.name for field in fields(cls)]
         for name in kwargs:
@@ -95,7 +95,7 @@ class Config:
                 raise TypeError(f"unknown argument {name!r}{hint}")
         if not isinstance(model, (str, os.PathLike)):
             raise TypeError(f"model must be a path or a hub id, got {type(model).__name__}")
-        given = {name: _plain(value) for name, value in kwargs.items() if value is not None}
+        given = {name: _to_plain(value) for name, value in kwargs.items() if value is not None}
         if "dtype" in given:
             dtype = str(given["dtype"]).removeprefix("torch.")
             given["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
@@ -114,7 +114,9 @@ class Config:
         self._check_int("seed", 0, 2**63 - 1)
         self._check_int("max_logprobs", -1, MAX_INT32)
         if self.num_kvcache_blocks == 0:
-            raise ValueError("num_kvcache_blocks must be at least 1, or -1 to measure it")
+            raise ValueError(
+                "num_kvcache_blocks must be at least 1, or -1 to use the available memory"
+            )
         if self.num_kvcache_blocks * self.kvcache_block_size > MAX_INT32:
             raise ValueError(
                 f"num_kvcache_blocks={self.num_kvcache_blocks} of kvcache_block_size="
@@ -157,8 +159,8 @@ class Config:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
-def _plain(value: Any) -> Any:
-    """numpy's numbers and paths as Python's own; anything else as it is."""
+def _to_plain(value: Any) -> Any:
+    """Converts numpy numbers to Python's and paths to strings. Returns other values unchanged."""
     if isinstance(value, (bool, str)):
         return value
     if isinstance(value, Integral):

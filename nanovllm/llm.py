@@ -1,4 +1,4 @@
-"""The public face of the engine."""
+"""The public class ``LLM``: the engine with chat templates."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -10,22 +10,23 @@ from tqdm.auto import tqdm
 from nanovllm.engine.llm_engine import PORTION, LLMEngine
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.chat import Message, as_conversations
+from nanovllm.text.chat import Message, to_conversation_list
 from nanovllm.text.chat_renderer import ChatRenderer
-from nanovllm.text.prompts import TokensPrompt, map_good, raise_errors
+from nanovllm.text.prompts import TokensPrompt, map_valid, raise_errors
 from nanovllm.utils.progress import bar_maker, portions
 
 
 class LLM(LLMEngine):
-    """A model and everything needed to run it over a pile of prompts.
+    """Loads a model and generates completions for lists of prompts.
 
     Examples:
         >>> with LLM("path/to/model") as llm:
         ...     outputs = llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=32))
         ...     print(outputs[0].outputs[0].text)  # or outputs[0]["text"]
 
-    Arguments are the fields of ``nanovllm.config.Config``. ``close()``, leaving the ``with``
-    block or deleting the object frees its memory; any number can live side by side.
+    The arguments are the fields of ``nanovllm.config.Config``. ``close()``, leaving the ``with``
+    block or deleting the object frees its memory. A process can have several ``LLM`` objects at
+    the same time.
     """
 
     def chat(
@@ -37,17 +38,18 @@ class LLM(LLMEngine):
         on_error: str = "raise",
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answers conversations; otherwise as ``generate``.
+        """Generates responses to conversations. Works like ``generate``.
 
         Args:
             messages: one conversation or several, each a list of ``{"role": ..., "content": ...}``.
-            sampling_params: one for all, or one each.
+            sampling_params: one for all conversations, or a list with one for each.
             use_tqdm: as in ``generate``.
             on_error: as in ``generate``.
             template_options: as in ``render_chat``.
 
         Raises:
-            TypeError, ValueError: a bad argument; the message names the conversation.
+            TypeError, ValueError: an invalid argument. If a conversation is invalid, the message
+                has its index.
         """
         prompts = self._render_chat(messages, bar_maker(use_tqdm), **template_options)
         return self._generate(prompts, sampling_params, use_tqdm, on_error, "messages")
@@ -55,23 +57,23 @@ class LLM(LLMEngine):
     def render_chat(
         self, messages: Seq[Message] | Seq[Seq[Message]], **template_options: Any
     ) -> list[TokensPrompt]:
-        """The prompts of conversations, for ``generate`` or ``add_request``.
+        """Renders conversations to prompts for ``generate`` or ``add_request``.
 
-        Templates run in a process of their own. One that takes over 5 s of CPU time for a
-        conversation or 1 GiB of memory, or makes over 64 MiB of text, is an error of that
-        conversation.
+        The template runs in a separate process. A conversation for which it takes over 5 s of CPU
+        time, over 1 GiB of memory, or returns over 64 MiB of text, is an error.
 
         Args:
             messages: one conversation or several.
-            template_options: ``chat_template``, a Jinja template instead of the model's own;
-                ``add_generation_prompt=True``, open the assistant's turn;
-                ``continue_final_message=False``, leave the last message open for the model to go
-                on with (then ``add_generation_prompt`` has to be False); ``tools``, descriptions
-                of functions; ``chat_template_kwargs``, further variables of the template, such as
-                ``enable_thinking``.
+            template_options: ``chat_template``: a Jinja template to use instead of the model's;
+                ``add_generation_prompt=True``: start the assistant's turn at the end of the prompt;
+                ``continue_final_message=False``: let the model continue the last message (this
+                needs ``add_generation_prompt=False``); ``tools``: JSON schemas of functions, or
+                functions with docstrings; ``chat_template_kwargs``: further variables for the
+                template, such as ``enable_thinking``.
 
         Raises:
-            TypeError, ValueError: a bad argument; the message names the conversation.
+            TypeError, ValueError: an invalid argument. If a conversation is invalid, the message
+                has its index.
         """
         return raise_errors(self._render_chat(messages, **template_options), "messages")
 
@@ -97,13 +99,13 @@ class LLM(LLMEngine):
             "tools": tools,
             **(chat_template_kwargs or {}),
         }
-        conversations = as_conversations(messages)
+        conversations = to_conversation_list(messages)
         prompts: list[TokensPrompt | Exception] = []
         for portion in portions(len(conversations), PORTION, make_bar, "Tokenizing"):
             texts = self._chat_renderer.render(self.tokenizer, conversations[portion], options)
-            # The template spells out every special token, the first one too.
+            # The rendered text contains all special tokens, BOS included.
             encoded = self.prompt_encoder.encode(texts, add_special_tokens=False)
-            prompts += map_good(with_tokens, encoded)
+            prompts += map_valid(with_tokens, encoded)
         return prompts
 
     @cached_property
@@ -114,12 +116,13 @@ class LLM(LLMEngine):
         super().close()
         self._chat_renderer.close()
 
-    exit = close  # nano-vLLM's name
+    exit = close  # the name in nano-vLLM
 
     def get_tokenizer(self) -> Any:
-        """The checkpoint's transformers tokenizer; None if it has none."""
+        """Returns the transformers tokenizer, or None if the engine has none."""
         return self.tokenizer
 
 
 def with_tokens(encoded: list[tuple[str, list[int]]]) -> list[TokensPrompt]:
+    """Converts pairs of text and token ids to prompts with both."""
     return [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in encoded]

@@ -1,4 +1,4 @@
-"""What a request returns."""
+"""The outputs of requests, and the engine's metrics."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ import numpy as np
 
 @dataclass(slots=True)
 class Logprob:
-    """How likely one token was at one position.
+    """The log-probability of a token at a position.
 
     Attributes:
-        logprob: natural logarithm of its probability.
-        rank: 1 for the most likely token.
-        decoded_token: its text; None without a tokenizer or with ``detokenize=False``.
+        logprob: the natural logarithm of the token's probability.
+        rank: the token's rank in the vocabulary; 1 is the most likely token.
+        decoded_token: the token's text; None without a tokenizer or with ``detokenize=False``.
     """
 
     logprob: float
@@ -26,15 +26,16 @@ LogprobList = list[dict[int, Logprob] | None]
 
 
 class PackedLogprobs:
-    """Log-probabilities as the engine collects them: a million tokens cost one array, not a million
-    dicts.
+    """The log-probabilities of a sequence in one array, which is smaller than a dict per token.
 
     Args:
-        rows: int32 [positions, 1 + 2 * (1 + k)]: the rank of the token at that position, then pairs
-            of a token id and the bits of its fp32 log-probability: that token's, and the k best.
-        decode: texts of the candidates for a position, given the token ids at the positions before
-            it and theirs; None for no texts.
-        starts_with_none: put None before the rows; a prompt's first token has no probability.
+        rows: int32 [positions, 1 + 2 * (1 + k)]. Each row has the rank of the token at the
+            position, then pairs of a token id and the bits of its fp32 log-probability: first the
+            token at the position, then the k most likely tokens.
+        decode: returns the texts of candidate tokens for a position. Its arguments are the token
+            ids before the position and the candidates' ids. None leaves the texts out.
+        starts_with_none: whether the list starts with None, for a prompt's first token, which has
+            no log-probability.
     """
 
     __slots__ = ("decode", "rows", "starts_with_none")
@@ -50,12 +51,12 @@ class PackedLogprobs:
         self.starts_with_none = starts_with_none
 
     def token_logprobs(self) -> np.ndarray:
-        """fp32 [positions], of the tokens at these positions."""
+        """Returns the log-probability of the token at each position, fp32 [positions]."""
         return self.rows[:, 2].view(np.float32)
 
     def to_list(self) -> LogprobList:
-        """A dict of token id -> Logprob for each position. Each starts with the token at that
-        position, whatever its rank; the most likely ones follow, in order."""
+        """Returns a dict of token id -> Logprob for each position. The first entry is the token at
+        the position; the k most likely tokens follow in order."""
         out: LogprobList = [None] if self.starts_with_none else []
         before: list[int] = []
         for row in self.rows:
@@ -66,15 +67,15 @@ class PackedLogprobs:
             for token_id, logprob, rank, text in zip(ids, logprobs, ranks, texts, strict=True):
                 position.setdefault(token_id, Logprob(logprob, rank, text))
             out.append(position)
-            before = [*before[-3:], ids[0]]  # a character has at most 4 bytes, so 4 tokens
+            before = [*before[-3:], ids[0]]  # at most 4 tokens form a character, which has 4 bytes
         return out
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return list, (self.to_list(),)  # without the tokenizer behind ``decode``
+        return list, (self.to_list(),)  # pickles to a plain list, without the tokenizer
 
 
 class _Logprobs:
-    """A field that is given PackedLogprobs and becomes a plain list when it is first read."""
+    """A dataclass field that converts PackedLogprobs to a plain list when it is first read."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = f"_{name}"
@@ -88,17 +89,17 @@ class _Logprobs:
         return value
 
     def __set__(self, instance: Any, value: PackedLogprobs | LogprobList | None) -> None:
-        vars(instance)[self.name] = None if value is self else value  # self: no argument
+        vars(instance)[self.name] = None if value is self else value  # self is the field's default
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened, in seconds since the epoch; None for what has not.
+    """The times of a request's events, in seconds since the epoch.
 
     Attributes:
-        arrival_time: the request was queued.
-        first_token_time: its first token reached the host.
-        finished_time: its last completion ended.
+        arrival_time: when the request was added.
+        first_token_time: when the first token reached the host; None before that.
+        finished_time: when the last completion finished; None before that.
     """
 
     arrival_time: float
@@ -111,20 +112,21 @@ class CompletionOutput:
     """One completion of a prompt.
 
     Attributes:
-        index: position among the completions of its prompt.
-        text: the completion, cut before a stop string; empty without a tokenizer or with
-            ``detokenize=False``.
-        token_ids: every generated token, one that ended the completion included.
-        cumulative_logprob: sum over the tokens; None unless ``logprobs`` were asked for.
-        logprobs: a list with a dict of token id -> Logprob for each token, made when it is first
-            read; None unless asked for.
-        finish_reason: "stop" (an end-of-sequence token, a stop token or string, the end of a
-            grammar), "length" (``max_tokens``, the model's length limit, or the size of the KV
-            cache), "error", or None while it runs.
-        stop_reason: the stop string or stop token that ended it; None for any other end.
-        lora_request: vLLM's; always None.
-        error: what went wrong where ``finish_reason`` is "error": the request could not run, or
-            failed with the tokens and the text that are here.
+        index: the index among the completions of the prompt.
+        text: the generated text, without the stop string unless ``include_stop_str_in_output``;
+            empty without a tokenizer or with ``detokenize=False``.
+        token_ids: the generated tokens, including an EOS or stop token.
+        cumulative_logprob: the sum of the tokens' log-probabilities; None unless ``logprobs`` was
+            set.
+        logprobs: a list with a dict of token id -> Logprob for each token, built when it is first
+            read; None unless ``logprobs`` was set.
+        finish_reason: "stop" (an EOS token, a stop token or string, or the end of the grammar),
+            "length" (``max_tokens``, ``max_model_len``, or the size of the KV cache), "error", or
+            None while the completion is running.
+        stop_reason: the stop string or stop token that ended the completion; otherwise None.
+        lora_request: exists for vLLM; always None.
+        error: the error message if ``finish_reason`` is "error": the request could not run, or
+            failed after the tokens and text in this output; otherwise None.
     """
 
     index: int
@@ -143,22 +145,23 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A request's result, readable in vLLM's style (``out.outputs[0].text``) and in nano-vLLM's
-    (``out["text"]``, ``out["token_ids"]``).
+    """The output of a request, which can be read in vLLM's style (``out.outputs[0].text``) or in
+    nano-vLLM's (``out["text"]``, ``out["token_ids"]``).
 
     Attributes:
-        request_id: what ``add_request`` returned; empty for one that could not run.
+        request_id: the id that ``add_request`` returned; empty if the request could not run.
         prompt: the prompt's text; None if it was given as token ids.
-        prompt_token_ids: the prompt as the model saw it.
-        prompt_logprobs: None, then a dict for each further prompt token, made when it is first
-            read; None unless asked for.
-        outputs: its completions, by index.
-        finished: whether all of them have ended.
-        metrics: when it arrived, had its first token and finished.
-        lora_request, encoder_prompt, encoder_prompt_token_ids, kv_transfer_params: vLLM's; always
-            None.
-        num_cached_tokens: prompt tokens that the prefix cache held already; None for a prompt that
-            could not run.
+        prompt_token_ids: the prompt's token ids, including special tokens.
+        prompt_logprobs: a list with None for the first prompt token and a dict of token id ->
+            Logprob for each other, built when it is first read; None unless ``prompt_logprobs``
+            was set.
+        outputs: the completions, by index.
+        finished: whether all completions have finished.
+        metrics: when the request arrived, had its first token and finished.
+        lora_request, encoder_prompt, encoder_prompt_token_ids, kv_transfer_params: exist for vLLM;
+            always None.
+        num_cached_tokens: the number of prompt tokens found in the prefix cache; None if the
+            request could not run.
     """
 
     request_id: str
@@ -182,19 +185,19 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """An engine at one moment.
+    """A snapshot of the engine's state and counters. Counters start with the engine.
 
     Attributes:
-        num_running: sequences that hold KV blocks.
-        num_waiting: sequences that do not yet, or no longer.
-        kv_cache_usage: share of the KV blocks in use, 0 to 1.
-        num_prompt_tokens: tokens of all prompts that have started since the engine did.
-        num_generated_tokens: tokens sampled since then.
-        prefix_cache_hit_rate: share of those prompt tokens that the prefix cache held.
-        num_preemptions: times that a sequence lost its blocks to others, since then.
-        prompt_tokens_per_second: tokens prefilled, over the last seconds.
-        generated_tokens_per_second: tokens sampled, over the last seconds.
-        gpu_memory_bytes: what this process holds of rank 0's GPU through PyTorch; None on a CPU.
+        num_running: the number of running sequences, which hold KV blocks.
+        num_waiting: the number of waiting or preempted sequences.
+        kv_cache_usage: the fraction of KV blocks in use, 0 to 1.
+        num_prompt_tokens: the number of tokens of all prompts that have started.
+        num_generated_tokens: the number of sampled tokens.
+        prefix_cache_hit_rate: the fraction of prompt tokens found in the prefix cache, 0 to 1.
+        num_preemptions: how many times a sequence was preempted.
+        prompt_tokens_per_second: the prefill throughput over the last seconds.
+        generated_tokens_per_second: the decode throughput over the last seconds.
+        gpu_memory_bytes: the memory that PyTorch holds on rank 0's GPU; None on a CPU.
     """
 
     num_running: int

@@ -1,4 +1,4 @@
-"""How the tokens of one request are sampled, and when it stops. Names and defaults are vLLM's."""
+"""Sampling parameters of a request, with vLLM's names and defaults."""
 
 import copy
 import math
@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-LARGEST = 1e30  # well within fp32
+MAX_MAGNITUDE = 1e30  # well within the range of fp32
 MAX_COMPLETIONS = 2**14  # of one prompt
-MAX_STRINGS = 4096  # stop strings or bad words: each is looked for at every token
+MAX_STRINGS = 4096  # stop strings or bad words; each is searched for at every token
 MAX_CHOICES = 100_000
-MAX_CHARS = 100_000  # of all stop strings, or of all bad words
-GREEDY_TEMPERATURE = 1e-5  # below it, logits / temperature could overflow: argmax
+MAX_CHARS = 100_000  # total of all stop strings, or of all bad words
+GREEDY_TEMPERATURE = 1e-5  # sampling is greedy below it, where logits / temperature could overflow
 LIST_TYPES = (list, tuple, set, frozenset)
 
 
 class RequestOutputKind(Enum):
-    """vLLM's names for what a stream yields; results here are always whole."""
+    """vLLM's kinds of streaming output. DELTA is not supported."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -32,22 +32,22 @@ IMMUTABLE = frozenset((bool, int, float, str, type(None), RequestOutputKind))
 
 @dataclass
 class StructuredOutputsParams:
-    """What the text of a completion has to match; exactly one of:
+    """The constraint that the text of a completion must satisfy. Exactly one of the first five
+    attributes must be set.
 
     Attributes:
         json: a JSON schema as a dict or a string, or a pydantic model class.
-        regex: a regular expression for the whole text.
-        choice: the texts to choose from.
+        regex: a regular expression that matches the whole text.
+        choice: a list of allowed texts.
         grammar: a context-free grammar in Lark's syntax, or in EBNF with a ``root`` rule.
         json_object: True for any JSON object.
-        disable_any_whitespace, disable_additional_properties: accepted and without effect: JSON is
-            written with at most one space between symbols, and has no keys but those that the
-            schema allows.
-        whitespace_pattern, structural_tag: vLLM's; not served.
+        disable_any_whitespace, disable_additional_properties: accepted and ignored. JSON always
+            has at most one space between symbols, and only the keys that the schema allows.
+        whitespace_pattern, structural_tag: exist for vLLM; not supported.
 
     Raises:
-        TypeError: a field of the wrong type.
-        ValueError: none or several of the first five, or one that is not served.
+        TypeError: a field has the wrong type.
+        ValueError: none or several of the first five are set, or an unsupported field is set.
     """
 
     json: str | Mapping[str, Any] | type | None = None
@@ -63,7 +63,7 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         for name in ("whitespace_pattern", "structural_tag"):
             if getattr(self, name) is not None:
-                raise ValueError(f"vLLM's structured_outputs.{name} is not served here")
+                raise ValueError(f"vLLM's structured_outputs.{name} is not supported here")
         names = ("json", "regex", "choice", "grammar", "json_object")
         given = [name for name in names if getattr(self, name) not in (None, False)]
         if len(given) != 1:
@@ -84,7 +84,7 @@ class StructuredOutputsParams:
             if not isinstance(getattr(self, name), (str, type(None))):
                 raise TypeError(f"{name} must be a string, got {getattr(self, name)!r:.80}")
         if self.choice is not None:
-            self.choice = _read_strings(
+            self.choice = _validate_strings(
                 "choice", self.choice, MAX_CHOICES, math.inf, may_be_empty=True
             )
             if not self.choice:
@@ -95,54 +95,58 @@ class StructuredOutputsParams:
 
 @dataclass(kw_only=True)
 class SamplingParams:
-    """Sampling settings of one request.
+    """Sampling parameters of one request.
 
-    Each field is checked and normalised when it is set: numpy numbers become Python's, one stop
-    string becomes a list. An object can be changed until it is used; a call copies it first, so one
-    object can serve many calls.
+    Each field is checked and normalised when it is set: numpy numbers become Python numbers, and a
+    single stop string becomes a list. Every call copies the object, so it can be changed and used
+    again.
 
-    The order in which the settings act: ``allowed_token_ids`` and structured outputs,
+    The parameters are applied in this order: ``allowed_token_ids`` and structured outputs,
     ``bad_words``, ``min_tokens``, ``logit_bias``, the penalties, ``temperature``, ``min_p``,
     ``top_k``, ``top_p``.
 
     Attributes:
-        n: completions per prompt, each with random numbers of its own.
-        presence_penalty: subtracted once from the logit of each token generated so far.
-        frequency_penalty: subtracted for each time that a token was generated so far.
-        repetition_penalty: divides positive logits of tokens in the prompt or generated so far,
-            and multiplies negative ones (Keskar et al. 2019, arXiv:1909.05858).
-        temperature: divides the logits before sampling; 0 takes the most likely token.
-        top_p: keep the most likely tokens whose probabilities, after ``top_k``, just reach this
-            sum (Holtzman et al. 2020, arXiv:1904.09751).
-        top_k: keep the k most likely tokens, and those as likely as the last; 0 or -1 for all.
-        min_p: keep tokens at least this times as likely as the likeliest (arXiv:2407.01082).
-        seed: makes the request's tokens a function of it and of the logits alone; None (or -1)
-            takes the next one from the engine's own ``seed``.
-        stop: strings that end the completion where they first appear in its text.
-        stop_token_ids: tokens that end the completion, besides the model's own.
-        ignore_eos: go on after an end-of-sequence token.
-        max_tokens: most tokens to generate; None for as many as the model's length allows.
-        min_tokens: tokens to generate before an end-of-sequence token, a stop token or a stop
-            string may end the completion.
-        logprobs: also return the log-probabilities of the sampled token and of this many most
-            likely ones, at each position; -1 for all, True for 1. ``Config.logprobs_mode`` says of
-            which logits.
-        prompt_logprobs: the same for the prompt's tokens, always of the model's own logits.
-        detokenize: turn the tokens into text.
-        skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: passed on to the tokenizer.
-        include_stop_str_in_output: keep the stop string (or the stop token) in the text.
-        bad_words: strings whose tokens may not be generated in a row.
+        n: the number of completions per prompt. Each is sampled with different random numbers.
+        presence_penalty: subtracted from the logit of each token that was generated so far.
+        frequency_penalty: subtracted from a token's logit once for each time it was generated.
+        repetition_penalty: divides the positive logits of tokens in the prompt or generated so
+            far, and multiplies the negative ones (Keskar et al. 2019, arXiv:1909.05858).
+        temperature: divides the logits before sampling; 0 means greedy sampling.
+        top_p: samples from the smallest set of most likely tokens whose probabilities, after
+            ``top_k``, sum to at least this value (Holtzman et al. 2020, arXiv:1904.09751).
+        top_k: samples from the k most likely tokens, and from tokens as likely as the last of
+            them; 0 or -1 for all tokens.
+        min_p: samples from tokens whose probability is at least this fraction of the most likely
+            token's (arXiv:2407.01082).
+        seed: with a seed, the sampled tokens depend only on the seed and the logits. None (or -1)
+            derives a seed from the engine's ``seed``.
+        stop: strings that end the completion at their first occurrence in the text.
+        stop_token_ids: tokens that end the completion, in addition to the model's EOS tokens.
+        ignore_eos: whether to continue after an EOS token.
+        max_tokens: the maximum number of tokens to generate; None for as many as ``max_model_len``
+            allows.
+        min_tokens: the number of tokens to generate before an EOS token, a stop token or a stop
+            string can end the completion.
+        logprobs: returns the log-probabilities of the sampled token and of this many most likely
+            tokens at each position; -1 for the whole vocabulary, True for 1.
+            ``Config.logprobs_mode`` selects the logits.
+        prompt_logprobs: the same for the prompt's tokens, always from the raw logits.
+        detokenize: whether to convert the tokens to text.
+        skip_special_tokens: whether to leave special tokens out of the text.
+        spaces_between_special_tokens: passed to the tokenizer's ``decode``.
+        include_stop_str_in_output: whether to keep the stop string or stop token in the text.
+        bad_words: strings whose token sequences must not be generated.
         allowed_token_ids: the only tokens that may be generated.
-        logit_bias: what to add to the logits of these tokens.
-        structured_outputs: a schema, an expression or a grammar that the text has to match.
+        logit_bias: values to add to the logits, by token id.
+        structured_outputs: a JSON schema, regex, list of choices or grammar that the text must
+            match.
 
-    The other fields are vLLM's. They are accepted at the values that ask for nothing here
-    (``NEUTRAL_VALUES``).
+    The other fields exist for compatibility with vLLM. They are accepted only at values that have
+    no effect (``NEUTRAL_VALUES``).
 
     Raises:
-        TypeError: a value of the wrong type, or an unknown field.
-        ValueError: a value out of its range, or two that contradict each other.
+        TypeError: a value has the wrong type, or a field is unknown.
+        ValueError: a value is out of range, or two values contradict each other.
     """
 
     n: int = 1
@@ -186,23 +190,24 @@ class SamplingParams:
     logits_processors: list[Any] | None = field(default=None, repr=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        read = READERS.get(name)
-        if read is not None:
-            value = read(name, value)
-        elif type(self) is SamplingParams:  # a subclass may have more
+        validate = VALIDATORS.get(name)
+        if validate is not None:
+            value = validate(name, value)
+        elif type(self) is SamplingParams:  # a subclass may have more fields
             raise AttributeError(f"SamplingParams has no field {name!r}")
         object.__setattr__(self, name, value)
 
     def __post_init__(self) -> None:
-        if self.is_greedy:  # as vLLM does: none of them matters
+        if self.is_greedy:  # these have no effect then; vLLM resets them too
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
         self.check()
 
     def check(self) -> None:
-        """Reads lists and dicts again, which may have been changed in place.
+        """Checks that the fields are consistent. Checks lists and dicts again too, because they
+        may have been changed in place.
 
         Raises:
-            TypeError, ValueError: a bad value, or fields that contradict each other.
+            TypeError, ValueError: a value is invalid, or fields contradict each other.
         """
         for name in LISTS_AND_DICTS:
             setattr(self, name, getattr(self, name))
@@ -217,9 +222,9 @@ class SamplingParams:
 
     @staticmethod
     def from_optional(**values: Any) -> "SamplingParams":
-        """vLLM's second constructor: None stands for the default of ``n``, the penalties,
-        ``temperature`` and ``top_p``; ``logit_bias`` may have strings for token ids, and is clipped
-        to [-100, 100]."""
+        """Creates an object as vLLM's method of this name does. None means the default of ``n``,
+        the penalties, ``temperature`` and ``top_p``. The keys of ``logit_bias`` may be strings, and
+        its values are clipped to [-100, 100]."""
         if (bias := values.get("logit_bias")) is not None:
             try:
                 values["logit_bias"] = {int(i): min(100.0, max(-100.0, b)) for i, b in bias.items()}
@@ -233,7 +238,7 @@ class SamplingParams:
         )
 
     def clone(self) -> "SamplingParams":
-        """A copy that shares nothing that can change."""
+        """Returns a deep copy."""
         new = object.__new__(type(self))
         vars(new).update(
             {
@@ -245,7 +250,7 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> list[str]:
-        """``stop``, which is a list once it is set."""
+        """``stop`` as a list, which it always is after validation."""
         return self.stop  # type: ignore[return-value]
 
     @property
@@ -254,7 +259,7 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether only some of the tokens can be sampled."""
+        """Whether ``top_p``, ``top_k`` or ``min_p`` exclude tokens from sampling."""
         return not self.is_greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @property
@@ -263,8 +268,8 @@ class SamplingParams:
 
 
 def _copy(value: Any) -> Any:
-    """A deep copy; lists here hold ids or strings."""
-    if type(value) is list:
+    """Returns a deep copy."""
+    if type(value) is list:  # a list of ids or strings, which are immutable
         return value.copy()
     try:
         return copy.deepcopy(value)
@@ -276,8 +281,10 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _int(minimum: int, maximum: float = math.inf, optional: bool = False) -> Callable[..., Any]:
-    def read(name: str, value: Any) -> int | None:
+def _int_validator(
+    minimum: int, maximum: float = math.inf, optional: bool = False
+) -> Callable[..., Any]:
+    def validate(name: str, value: Any) -> int | None:
         if optional and value is None:
             return None
         if not _is_int(value):
@@ -288,11 +295,11 @@ def _int(minimum: int, maximum: float = math.inf, optional: bool = False) -> Cal
             raise ValueError(f"{name} must be {bound}, got {value!s:.40}")
         return int(value)
 
-    return read
+    return validate
 
 
-def _number(low: float, high: float, above: bool = False) -> Callable[[str, Any], float]:
-    def read(name: str, value: Any) -> float:
+def _number_validator(low: float, high: float, above: bool = False) -> Callable[[str, Any], float]:
+    def validate(name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{name} must be a number, got {value!r:.80}")
         if not low <= value <= high or (above and value == low):  # type: ignore[operator]
@@ -300,27 +307,27 @@ def _number(low: float, high: float, above: bool = False) -> Callable[[str, Any]
             raise ValueError(f"{name} must be {bound} {low} and at most {high}, got {value!r:.40}")
         return float(value)
 
-    return read
+    return validate
 
 
-def _read_bool(name: str, value: Any) -> bool:
+def _validate_bool(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False, got {value!r:.80}")
     return bool(value)
 
 
-def _read_seed(name: str, value: Any) -> int | None:
-    seed = _int(-(2**63), 2**64 - 1, optional=True)(name, value)
+def _validate_seed(name: str, value: Any) -> int | None:
+    seed = _int_validator(-(2**63), 2**64 - 1, optional=True)(name, value)
     return None if seed == -1 else seed
 
 
-def _read_num_logprobs(name: str, value: Any) -> int | None:
+def _validate_num_logprobs(name: str, value: Any) -> int | None:
     if isinstance(value, (bool, np.bool_)):
         return 1 if value else None
-    return _int(-1, optional=True)(name, value)
+    return _int_validator(-1, optional=True)(name, value)
 
 
-def _read_strings(
+def _validate_strings(
     name: str,
     values: Any,
     max_count: int = MAX_STRINGS,
@@ -339,22 +346,22 @@ def _read_strings(
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"{name} holds {value!r:.80}, which is no valid Unicode") from None
+            raise ValueError(f"{name} holds {value!r:.80}, which is not valid Unicode") from None
     return list(values)
 
 
-def _read_stop(name: str, value: Any) -> list[str]:
+def _validate_stop(name: str, value: Any) -> list[str]:
     if value is None:
         return []
-    return _read_strings(name, [value] if isinstance(value, str) else value)
+    return _validate_strings(name, [value] if isinstance(value, str) else value)
 
 
-def _read_bad_words(name: str, value: Any) -> list[str]:
-    return [] if value is None else list(dict.fromkeys(_read_strings(name, value)))
+def _validate_bad_words(name: str, value: Any) -> list[str]:
+    return [] if value is None else list(dict.fromkeys(_validate_strings(name, value)))
 
 
-def _read_ids(name: str, values: Any) -> list[int]:
-    """Token ids as Python ints, without repetitions."""
+def _validate_ids(name: str, values: Any) -> list[int]:
+    """Returns token ids as Python ints without duplicates."""
     if not isinstance(values, LIST_TYPES):
         raise TypeError(f"{name} must be a list of token ids, got {values!r:.80}")
     for value in values:
@@ -365,57 +372,59 @@ def _read_ids(name: str, values: Any) -> list[int]:
     return list(dict.fromkeys(map(int, values)))
 
 
-def _read_stop_token_ids(name: str, values: Any) -> list[int]:
-    return [] if values is None else _read_ids(name, values)
+def _validate_stop_token_ids(name: str, values: Any) -> list[int]:
+    return [] if values is None else _validate_ids(name, values)
 
 
-def _read_allowed_token_ids(name: str, values: Any) -> list[int] | None:
+def _validate_allowed_token_ids(name: str, values: Any) -> list[int] | None:
     if values is None:
         return None
-    ids = _read_ids(name, values)
+    ids = _validate_ids(name, values)
     if not ids:
         raise ValueError(f"{name} must name at least one token")
     return ids
 
 
-def _read_logit_bias(name: str, value: Any) -> dict[int, float] | None:
+def _validate_logit_bias(name: str, value: Any) -> dict[int, float] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must map token ids to numbers, got {value!r:.80}")
-    _read_ids(name, list(value))
+    _validate_ids(name, list(value))
     for token_id, bias in value.items():
         is_number = isinstance(bias, Real) and not isinstance(bias, bool)
         if not is_number:
             raise TypeError(f"{name}[{token_id}] must be a number, got {bias!r:.80}")
-        if not -LARGEST <= bias <= LARGEST:
+        if not -MAX_MAGNITUDE <= bias <= MAX_MAGNITUDE:
             raise ValueError(
-                f"{name}[{token_id}] must be within {LARGEST} of 0, got {bias!r:.40}: use "
+                f"{name}[{token_id}] must be within {MAX_MAGNITUDE} of 0, got {bias!r:.40}: use "
                 f"allowed_token_ids or bad_words to forbid tokens"
             )
     return {int(token_id): float(bias) for token_id, bias in value.items()}
 
 
-def _read_structured_outputs(name: str, value: Any) -> StructuredOutputsParams | None:
+def _validate_structured_outputs(name: str, value: Any) -> StructuredOutputsParams | None:
     if not isinstance(value, (StructuredOutputsParams, type(None))):
         raise TypeError(f"{name} must be StructuredOutputsParams, got {value!r:.80}")
     return value
 
 
-def _read_neutral(name: str, value: Any) -> Any:
+def _validate_neutral(name: str, value: Any) -> Any:
     if not any(value is neutral or value == neutral for neutral in NEUTRAL_VALUES[name]):
-        raise ValueError(f"vLLM's sampling parameter {name} is not served here, got {value!r:.80}")
+        raise ValueError(
+            f"vLLM's sampling parameter {name} is not supported here, got {value!r:.80}"
+        )
     return value
 
 
-def _read_anything(name: str, value: Any) -> Any:
+def _accept_anything(name: str, value: Any) -> Any:
     return value
 
 
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-# As msgspec, vLLM's base class, names the fields: outlines copies parameters by it.
+# The attribute of msgspec.Struct, vLLM's base class. The package outlines uses it to copy objects.
 SamplingParams.__struct_fields__ = tuple(f.name for f in fields(SamplingParams))  # type: ignore[attr-defined]
-# vLLM's fields that are not served, with the values that ask for nothing.
+# Unsupported fields of vLLM, with the values at which they have no effect.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "output_kind": (RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY),
     "watermarking": (None, False),
@@ -430,30 +439,30 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "logits_processors": (None, []),
 }
 LISTS_AND_DICTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias")
-# vLLM's fields that change no result here, whatever they say.
-HINTS = ("extra_args", "skip_clone", "skip_reading_prefix_cache", "stream_interval")
-# What checks and normalises each field: (name, value) -> value.
-READERS: dict[str, Callable[[str, Any], Any]] = {
-    **{f.name: _read_bool for f in fields(SamplingParams) if f.type is bool},
-    "n": _int(1, MAX_COMPLETIONS),
-    "presence_penalty": _number(-2, 2),
-    "frequency_penalty": _number(-2, 2),
-    "repetition_penalty": _number(1e-4, 1e4),
-    "temperature": _number(0, LARGEST),
-    "top_p": _number(0, 1, above=True),
-    "top_k": _int(-1),
-    "min_p": _number(0, 1),
-    "seed": _read_seed,
-    "stop": _read_stop,
-    "stop_token_ids": _read_stop_token_ids,
-    "max_tokens": _int(1, optional=True),
-    "min_tokens": _int(0),
-    "logprobs": _read_num_logprobs,
-    "prompt_logprobs": _read_num_logprobs,
-    "bad_words": _read_bad_words,
-    "allowed_token_ids": _read_allowed_token_ids,
-    "logit_bias": _read_logit_bias,
-    "structured_outputs": _read_structured_outputs,
-    **dict.fromkeys(NEUTRAL_VALUES, _read_neutral),
-    **dict.fromkeys(HINTS, _read_anything),
+# Fields of vLLM that do not affect results and are accepted at any value.
+IGNORED_FIELDS = ("extra_args", "skip_clone", "skip_reading_prefix_cache", "stream_interval")
+# The function that checks and normalises each field: (name, value) -> value.
+VALIDATORS: dict[str, Callable[[str, Any], Any]] = {
+    **{f.name: _validate_bool for f in fields(SamplingParams) if f.type is bool},
+    "n": _int_validator(1, MAX_COMPLETIONS),
+    "presence_penalty": _number_validator(-2, 2),
+    "frequency_penalty": _number_validator(-2, 2),
+    "repetition_penalty": _number_validator(1e-4, 1e4),
+    "temperature": _number_validator(0, MAX_MAGNITUDE),
+    "top_p": _number_validator(0, 1, above=True),
+    "top_k": _int_validator(-1),
+    "min_p": _number_validator(0, 1),
+    "seed": _validate_seed,
+    "stop": _validate_stop,
+    "stop_token_ids": _validate_stop_token_ids,
+    "max_tokens": _int_validator(1, optional=True),
+    "min_tokens": _int_validator(0),
+    "logprobs": _validate_num_logprobs,
+    "prompt_logprobs": _validate_num_logprobs,
+    "bad_words": _validate_bad_words,
+    "allowed_token_ids": _validate_allowed_token_ids,
+    "logit_bias": _validate_logit_bias,
+    "structured_outputs": _validate_structured_outputs,
+    **dict.fromkeys(NEUTRAL_VALUES, _validate_neutral),
+    **dict.fromkeys(IGNORED_FIELDS, _accept_anything),
 }

@@ -128,7 +128,7 @@ BAD_PARAMS: dict[str, tuple[Any, type[Exception], str]] = {
     "grammar-without-tokenizer": (
         [GREEDY, SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))],
         ValueError,
-        r"prompts\[1\]: structured_outputs cannot be served: .*tokenizer",
+        r"prompts\[1\]: structured_outputs cannot be used: .*tokenizer",
     ),
 }
 BAD_SAMPLING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

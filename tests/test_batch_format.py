@@ -133,14 +133,14 @@ NO_REQUESTS = {
     "no-json": (b"{'a': 1}", None, "invalid_json", "not JSON"),
     "cut": (b'{"custom_id": "a"', None, "invalid_json", "not JSON"),
     "two": (b"{} {}", None, "invalid_json", "not JSON"),
-    "nan": (b'{"custom_id": NaN}', None, "invalid_json", "no NaN"),
+    "nan": (b'{"custom_id": NaN}', None, "invalid_json", "NaN is not allowed"),
     "latin-1": ('{"custom_id": "ä"}'.encode("latin-1"), None, "invalid_json", "not UTF-8"),
     "utf-16": (json.dumps(GOOD).encode("utf-16"), None, "invalid_json", "not UTF-8"),
     "deep": (b"[" * 100_000, None, "invalid_json", "too deep"),
-    "deep-value": (b"[" * 900 + b"]" * 900, None, "invalid_json", "no JSON object"),
+    "deep-value": (b"[" * 900 + b"]" * 900, None, "invalid_json", "not a JSON object"),
     "digits": (b'{"custom_id": ' + b"1" * 5000 + b"}", None, "invalid_json", "not JSON"),
-    "list": (b"[1]", None, "invalid_json", "no JSON object"),
-    "string": (b'"a"', None, "invalid_json", "no JSON object"),
+    "list": (b"[1]", None, "invalid_json", "not a JSON object"),
+    "string": (b'"a"', None, "invalid_json", "not a JSON object"),
     "no-id": ({**GOOD, "custom_id": None}, None, "invalid_custom_id", "must be a string, got null"),
     "int-id": ({**GOOD, "custom_id": 5}, None, "invalid_custom_id", "must be a string, got 5"),
     "no-method": ({"custom_id": "a", "url": CHAT_URL}, "a", "invalid_request", "method must be"),
@@ -321,7 +321,7 @@ def test_messages_are_read_as_those_of_chat_are():
     for bad, message in (
         (call(None, "{"), "the arguments of a tool call are not JSON"),
         (call(None, "[1]"), r"must be an object, got \[1\]"),
-        (call([{"type": "image_url"}], "{}"), "only text can be served"),
+        (call([{"type": "image_url"}], "{}"), "message content must be text"),
     ):
         error = refuse(CHAT_URL, messages=[bad])
         assert error.param == "messages"
@@ -999,7 +999,7 @@ def test_a_record_that_is_there_twice_is_noticed(tmp_path: Path):
     path = tmp_path / "out"
     data = write_all(path)
     path.write_bytes(data + data.splitlines(keepends=True)[2])
-    with pytest.raises(ValueError, match=r"line 6 of .* or there twice"):
+    with pytest.raises(ValueError, match=r"line 6 of .* or a duplicate"):
         Writer(path)
 
 
@@ -1019,10 +1019,10 @@ def test_what_is_no_file_is_refused(tmp_path: Path):
         Writer(tmp_path)
     with pytest.raises(OSError, match="No such file"):
         Writer(tmp_path / "no" / "out")
-    with pytest.raises(ValueError, match="no regular file"):
+    with pytest.raises(ValueError, match="not a regular file"):
         Writer(Path("/dev/null"))
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="no regular file"):
+    with pytest.raises(ValueError, match="not a regular file"):
         Writer(tmp_path / "pipe")
 
 

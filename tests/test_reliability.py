@@ -97,7 +97,7 @@ class TestBadRequests:
 
     def test_otherwise_one_exception_names_all_and_nothing_runs(self, llm, monkeypatch):
         monkeypatch.setattr(llm, "_step", None)
-        with pytest.raises(ValueError, match="5 of 8 prompts cannot run") as caught:
+        with pytest.raises(ValueError, match="5 of 8 prompts are invalid") as caught:
             run(llm, self.mixed())
         lines = str(caught.value).splitlines()[1:]
         assert [line.partition(":")[0] for line in lines] == [
@@ -431,14 +431,14 @@ class TestFailuresOnTheWay:
         outputs = run(llm, prompts, params(), on_error="return")
         assert "OverflowError: int too big" in outputs[1].outputs[0].error
         assert [outputs[i]["text"] for i in (0, 2)] == [expected[i]["text"] for i in (0, 2)]
-        with pytest.raises(ValueError, match=r"prompts\[1\]: no tokens: OverflowError"):
+        with pytest.raises(ValueError, match=r"prompts\[1\]: the tokenizer failed: OverflowError"):
             run(llm, prompts, params())
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
         options = {"chat_template": "{{ messages[0].content }}", "use_tqdm": False}
         outputs = llm.chat(chats, params(), on_error="return", **options)
         assert "OverflowError: int too big" in outputs[1].outputs[0].error
         assert [outputs[i]["text"] for i in (0, 2)] == [expected[i]["text"] for i in (0, 2)]
-        with pytest.raises(ValueError, match=r"messages\[1\]: no tokens: OverflowError"):
+        with pytest.raises(ValueError, match=r"messages\[1\]: the tokenizer failed: OverflowError"):
             llm.chat(chats, params(), **options)
 
     @pytest.mark.parametrize("where", ["compute_bitmask", "try_consume_tokens"])

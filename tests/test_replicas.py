@@ -282,17 +282,17 @@ def test_a_first_stage_that_dies_loses_and_repeats_nothing(
     death = tmp_path / "death"
 
     def bring_and_die(row: dict[str, Any], feed: Any) -> Iterator[dict[str, Any]]:
-        for i, batch in enumerate(feed_module.bring_batches(row, feed)):
+        for i, batch in enumerate(feed_module.stream_batches(row, feed)):
             if i == 5 and not death.exists():
                 death.touch()
                 os._exit(1)
             yield batch
 
-    monkeypatch.setattr(replicas, "bring_batches", bring_and_die)
-    monkeypatch.setattr(replicas, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(replicas, "stream_batches", bring_and_die)
+    monkeypatch.setattr(replicas, "RESEND_SECONDS", 0.5)
     found = run_with(make_echo(lambda row: time.sleep(3), lambda: None), 200, monkeypatch)
     assert death.exists()
-    assert caplog.text.count("handing out again") <= 1  # none where all had come already
+    assert caplog.text.count("unfinished batches again") <= 1  # none where all had come already
     assert sorted(found, key=int) == [str(i) for i in range(200)]
 
 
@@ -306,5 +306,7 @@ def test_replicas_that_die_again_and_again_end_the_job(cluster, monkeypatch, at_
         os._exit(1)
 
     replica = make_echo(die, die if at_start else lambda: None)
-    with pytest.raises(EngineLostError, match="die before" if at_start else "have died 2 times"):
+    with pytest.raises(
+        EngineLostError, match="keep dying before" if at_start else "have died 2 times"
+    ):
         run_with(replica, 5, monkeypatch, num_replicas=1)

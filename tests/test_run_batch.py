@@ -277,7 +277,7 @@ def test_lines_that_cannot_run_have_an_error_and_cost_no_other(llm: LLM, tmp_pat
         "has the custom_id 'good' already": request("good", prompt="other"),
         "method must": {**request("a"), "method": "PUT"},
         "temperature must": request("b", temperature=-1),
-        '"stream" is not served': request("c", CHAT, stream=True),
+        '"stream" is not supported': request("c", CHAT, stream=True),
         "does not exist": request("d", model="other"),
         "the prompt has 151 tokens": request("e", prompt="x" * 150),
         "prompt must be": request("f", prompt=""),
@@ -291,7 +291,7 @@ def test_lines_that_cannot_run_have_an_error_and_cost_no_other(llm: LLM, tmp_pat
         ),
         "--trust-request-chat-template": request("m", CHAT, chat_template="{{ 1 }}"),
         "does not trust": request("q", CHAT, chat_template_kwargs={"chat_template": "{{ 1 }}"}),
-        "no valid Unicode": request("n", prompt="\ud800"),
+        "not valid Unicode": request("n", prompt="\ud800"),
         "prompt must": request("o", prompt=["fine", ""]),
         "the prompt has 152 tokens": request("p", prompt=["fine", "x" * 151, "fine"]),
         "not UTF-8": b'{"custom_id": "\xff"}',
@@ -740,7 +740,7 @@ def test_a_job_whose_engine_cannot_be_replaced_can_go_on_later(make, llm: LLM, t
         fail_steps(broken, lambda _: WorkerError("dead") if next(steps) == 20 else None)
         return broken
 
-    with pytest.raises(EngineLostError, match="cannot be made: RuntimeError: CUDA error"):
+    with pytest.raises(EngineLostError, match="cannot be created: RuntimeError: CUDA error"):
         run(make_once, in_, out)
     assert 0 < len(read_output(out)) < 20
     run(llm, in_, out)
@@ -906,13 +906,13 @@ def test_wrong_usage_is_one_line(model_path: Path, tmp_path: Path, capfd):
     (tmp_path / "no_model").mkdir()
     wrong: dict[str, list[str]] = {
         "No such file": arguments(model_path, tmp_path / "x", out),
-        "in is no regular": arguments(model_path, Path("/dev/null"), out),
-        "is no regular file": arguments(model_path, tmp_path, out),
+        "in is not a regular": arguments(model_path, Path("/dev/null"), out),
+        "is not a regular file": arguments(model_path, tmp_path, out),
         "the output file is the input file": arguments(model_path, in_, in_),
         "output file is the input": arguments(model_path, in_, tmp_path / "link"),
         "Is a directory": arguments(model_path, in_, tmp_path),
         "No such file or directory": arguments(model_path, in_, tmp_path / "x" / "y"),
-        "line 1 of .*notes is not what a job writes": arguments(
+        "line 1 of .*notes is not a batch job.s record": arguments(
             model_path, in_, tmp_path / "notes"
         ),
         "--grace must be at least 0": arguments(model_path, in_, out, "--grace", "-1"),
@@ -921,7 +921,7 @@ def test_wrong_usage_is_one_line(model_path: Path, tmp_path: Path, capfd):
         "device must be one of": arguments(model_path, in_, out, "--device=tpu"),
         "no config.json": arguments(tmp_path / "no_model", in_, out),
     }
-    wrong.pop("in is no regular")
+    wrong.pop("in is not a regular")
     for message, args in wrong.items():
         assert main(args) == CANNOT_START
         stdout, stderr = capfd.readouterr()
@@ -1008,7 +1008,7 @@ def test_a_last_line_of_somebody_elses_is_kept(tail, model_path, tmp_path, capfd
     in_, out = write_input(tmp_path / "in", simple_lines(2)), tmp_path / "out"
     out.write_bytes(tail)
     assert main(arguments(model_path, in_, out)) == CANNOT_START
-    assert "not what a job writes" in capfd.readouterr().err
+    assert "not a batch job's record" in capfd.readouterr().err
     assert out.read_bytes() == tail
 
 
@@ -1228,7 +1228,7 @@ def test_a_signal_ends_a_job_when_what_runs_is_done(
     assert summary.startswith(
         f"run_batch: {num_done} done, 0 failed, 0 skipped, of {NUM_LONG} lines"
     )
-    assert last == "run_batch: interrupted; the same command goes on from here"
+    assert last == "run_batch: interrupted; run the same command again to resume"
     assert jobs.run(args, log) == ALL_DONE
     found = by_id(read_output(out))
     assert len(found) == NUM_LONG

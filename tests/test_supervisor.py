@@ -145,7 +145,7 @@ def check_blamed(out: Path, expected: dict[str, Any]) -> None:
     for number in (10, 26):
         error = records.pop(f"batch_req_{number}")["error"]
         assert error["code"] == "process_died"
-        assert "died 3 times with this request" in error["message"]
+        assert "died 3 times while running this request" in error["message"]
     assert records == expected
     assert not journal_path(out).exists()
 
@@ -167,7 +167,7 @@ def test_a_request_that_ends_the_process_fails_alone(
     name = f"{__name__}:{sabotage.__name__}"
     assert jobs.run(arguments(model_path, in_, out), log, name) == SOME_FAILED, log.read_text()
     check_blamed(out, expected)
-    deaths = re.findall(r"the process died \((.*)\) with (\d+) requests under way", log.read_text())
+    deaths = re.findall(r"the process died \((.*)\) with (\d+) requests in flight", log.read_text())
     assert {found for found, _ in deaths} == {cause}
     assert 3 <= len(deaths) <= 6
     assert deaths[-1][1] == "1"  # it was alone
@@ -195,8 +195,8 @@ def test_a_process_that_dies_without_a_request_ends_the_job(
     args = arguments(model_path, in_, out)
     assert jobs.run(args, log, f"{__name__}:crash_at_start") == FAULT
     assert log.read_text() == (
-        "run_batch: the process died (Segmentation fault), not by any request that is known; the "
-        "same command goes on from here\n"
+        "run_batch: the process died (Segmentation fault) with no known request in flight; run "
+        "the same command again to resume\n"
     )
     assert jobs.run(args, log) == ALL_DONE
 
@@ -211,7 +211,7 @@ def test_a_job_that_hears_no_signal_ends_soon_after_its_grace(
         wait_until(lambda: "hanging" in log.read_text())
         os.kill(pid, signal.SIGTERM)
         assert jobs.wait(pid, 15) == INTERRUPTED
-    assert "it did not end within 1 s, and is killed" in log.read_text()
+    assert "the job did not end within 1 s and is killed" in log.read_text()
     assert jobs.run(args, log) == ALL_DONE
     assert len(by_id(read_output(out))) == len(items)
 
@@ -341,7 +341,7 @@ def test_a_file_that_is_no_journal_is_kept(tmp_path: Path, text):
     with pytest.raises(OSError):
         Journal(tmp_path / "link", 0)
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(ValueError, match="no regular file"):
+    with pytest.raises(ValueError, match="not a regular file"):
         Journal(tmp_path / "fifo", 0)
 
 

@@ -228,7 +228,7 @@ class TestGrammars:
         each = [sampled, bad, letters, sampled, letters]
         outputs = text_llm.generate(prompts, each, False, on_error="return")
         assert "unclosed group" in outputs.pop(1).outputs[0].error
-        with pytest.raises(ValueError, match=r"^prompts\[1\]: structured_outputs cannot be served"):
+        with pytest.raises(ValueError, match=r"^prompts\[1\]: structured_outputs cannot be used"):
             text_llm.generate(prompts, each, False)
         del prompts[1], each[1]
         with LLM(text_llm.config.model, **SMALL) as other:

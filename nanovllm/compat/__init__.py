@@ -1,5 +1,5 @@
-"""vLLM's interface: its argument names, its engine object, and ``import vllm`` for programs that
-are written for it."""
+"""Compatibility with vLLM: its argument names, its engine object, and an ``import vllm`` that finds
+nanovllm."""
 
 from nanovllm.compat.alias import register_as_vllm
 

@@ -1,4 +1,4 @@
-"""Runs a program that is written for vLLM, unchanged, with nanovllm in its place:
+"""Runs a program written for vLLM on nanovllm, without changes:
 
 python -m nanovllm.compat script.py [argument ...]
 python -m nanovllm.compat -m module [argument ...]
@@ -21,15 +21,17 @@ def main() -> None:
     if not sys.argv or sys.argv[0].startswith("-"):
         sys.exit(__doc__)
     register_as_vllm()
-    if is_module:  # the current folder leads sys.path already
+    if is_module:  # the current folder is already first in sys.path
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         run_script(sys.argv[0])
 
 
 def run_script(script: str) -> None:
-    """Runs a file as ``python`` does. runpy would replace ``__main__`` only until the file's last
-    line, but child processes, threads and exit handlers may need it longer."""
+    """Runs a file as ``python`` does.
+
+    runpy would restore ``__main__`` when the file ends, but child processes, threads and exit
+    handlers may need it after that."""
     path = os.path.abspath(script)
     try:
         with io.open_code(path) as file:

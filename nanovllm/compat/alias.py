@@ -1,7 +1,7 @@
-"""Makes ``import vllm`` find nanovllm, in this process and in those that it starts.
+"""Makes ``import vllm`` find nanovllm, in this process and in its child processes.
 
-Child processes load this file by itself when they start (``startup/sitecustomize.py``), so it
-imports nothing but the standard library. nanovllm is imported when a program looks a name up.
+Child processes load this file when they start (``startup/sitecustomize.py``), so it imports only
+the standard library. nanovllm is imported when a program first uses one of the names.
 """
 
 import json
@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-STARTUP = str(HERE / "startup")
+PACKAGE_DIR = Path(__file__).resolve().parent
+STARTUP_DIR = str(PACKAGE_DIR / "startup")
 
 _NAMES = "nanovllm.compat.names"
 _TOKENIZER = {_NAMES: "get_tokenizer TokenizerLike"}
@@ -31,7 +31,7 @@ _ENGINE = {"nanovllm.compat.engine": "LLMEngine"}
 _ENGINE_ARGS = {"nanovllm.compat.engine_args": "EngineArgs"}
 _ARGUMENT_PARSER = {"nanovllm.compat.engine_args": "FlexibleArgumentParser"}
 
-# vLLM's modules: where the names in each are defined.
+# For each module of vLLM: the modules of nanovllm that define its names, and the names.
 MODULES: dict[str, dict[str, str]] = {
     "vllm": {
         "nanovllm": "CompletionOutput LLM RequestOutput SamplingParams TextPrompt TokensPrompt",
@@ -76,34 +76,34 @@ MODULES: dict[str, dict[str, str]] = {
 
 
 def register_as_vllm() -> None:
-    """Makes ``import vllm`` find nanovllm, here and in child processes started from now on.
+    """Makes ``import vllm`` find nanovllm, in this process and in child processes started later.
 
-    ``importlib.util.find_spec("vllm")`` and ``importlib.metadata.version("vllm")`` answer too. A
-    second call changes nothing. An installed vLLM is hidden, not changed.
+    ``importlib.util.find_spec("vllm")`` and ``importlib.metadata.version("vllm")`` work too. A
+    second call has no effect. An installed vLLM is hidden, not changed.
 
     Raises:
-        RuntimeError: this process has imported the real vLLM.
+        RuntimeError: this process has already imported the real vLLM.
     """
     if AliasFinder in sys.meta_path:
         return
     if "vllm" in sys.modules:
         raise RuntimeError(
-            "vllm is imported already: call nanovllm.compat.register_as_vllm() before anything "
-            "imports it"
+            "vllm has already been imported: call nanovllm.compat.register_as_vllm() before "
+            "anything imports it"
         )
     sys.meta_path.insert(0, AliasFinder)
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if STARTUP not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *paths])
+    if STARTUP_DIR not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP_DIR, *paths])
 
 
 def vllm_version() -> str:
-    """The version of vLLM whose API this is."""
-    return json.loads((HERE / "vllm_arguments.json").read_text("utf-8"))["vllm"]
+    """Returns the version of vLLM whose API this package implements."""
+    return json.loads((PACKAGE_DIR / "vllm_arguments.json").read_text("utf-8"))["vllm"]
 
 
 class AliasModule(ModuleType):
-    """One of vLLM's modules; its names are looked up when they are asked for."""
+    """A module of vLLM, whose names are imported from nanovllm when they are first used."""
 
     def __getattr__(self, name: str) -> Any:
         for source, names in MODULES[self.__name__].items():
@@ -129,7 +129,7 @@ class AliasFinder:
         if name.partition(".")[0] != "vllm":
             return None
         if name not in MODULES:
-            # With name=name, `from vllm import X` would drop this message for a general one.
+            # Without name=name, because `from vllm import X` would then replace the message.
             raise ModuleNotFoundError(_missing(name))
         spec = ModuleSpec(name, AliasLoader(), origin=__file__, is_package=True)
         spec.has_location = True  # sets __file__, which some programs print
@@ -137,7 +137,7 @@ class AliasFinder:
 
     @staticmethod
     def find_distributions(context: Any) -> Iterator[Any]:
-        # A search in given folders is not for what import finds.
+        # A search with an explicit path is not about what ``import`` finds.
         if context.name in (None, "vllm") and "path" not in vars(context):
             yield _make_distribution()
 
@@ -167,6 +167,6 @@ def _make_distribution() -> Any:
             return {"METADATA": metadata, "top_level.txt": "vllm\n"}.get(filename)
 
         def locate_file(self, path: Any) -> Path:
-            return HERE / path
+            return PACKAGE_DIR / path
 
     return AliasDistribution()

@@ -1,7 +1,8 @@
-"""vLLM's argument names, by the recorded table ``vllm_arguments.json``.
+"""Translates vLLM's arguments to nanovllm's, with the recorded table ``vllm_arguments.json``.
 
-An argument is honoured (perhaps under another name here), or a hint, which changes no result, or
-neutral: accepted only at values that ask for nothing.
+The table puts each argument into one of three classes. "honoured": supported, perhaps under another
+name here. "hint": accepted and ignored, because it does not affect results. "neutral": not
+supported, and accepted only at values that have no effect.
 """
 
 import json
@@ -18,23 +19,23 @@ _logged_hints: set[str] = set()
 
 @cache
 def load_table() -> dict[str, dict[str, dict[str, Any]]]:
-    """For each function its arguments: name -> entry. ``tests/vllm_answers/record_arguments.py``
-    describes the entries."""
+    """Loads the table: function name -> argument name -> entry. The script
+    ``tests/vllm_answers/record_arguments.py`` describes the entries."""
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     del table["vllm"]  # the version
     return table
 
 
 def translate(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Turns vLLM's arguments into ours. Names that vLLM does not have are passed on.
+    """Translates vLLM's arguments to nanovllm's. Arguments that vLLM does not have are kept.
 
     Args:
         function: "LLM", "generate" or "chat".
-        given: keyword arguments; None always means the default.
+        given: the keyword arguments; None always means the default.
 
     Raises:
-        ValueError: an argument that is not served has another value than a neutral one.
-        TypeError: an argument is given under vLLM's name and under ours.
+        ValueError: an unsupported argument has a value other than its neutral ones.
+        TypeError: an argument is given under both names.
     """
     entries = load_table()[function]
     translated = {name: value for name, value in given.items() if name not in entries}
@@ -45,7 +46,7 @@ def translate(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
         if entry["class"] == "honoured":
             ours = entry.get("as", name)
             if ours in translated:
-                raise TypeError(f"{name} and {ours} are the same argument: give one of them")
+                raise TypeError(f"{name} and {ours} are the same argument: pass only one of them")
             values = entry.get("values", {})
             translated[ours] = values.get(value, value) if isinstance(value, str) else value
         elif _equals(value, entry["default"]):
@@ -53,14 +54,14 @@ def translate(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
         elif entry["class"] == "hint":
             _log_hint(name)
         elif not any(_equals(value, neutral) for neutral in entry["neutral"]):
-            raise ValueError(f"vLLM's `{name}` is not served here: {entry['why']}")
+            raise ValueError(f"vLLM's `{name}` is not supported here: {entry['why']}")
     return translated
 
 
 def _equals(value: Any, recorded: Any) -> bool:
-    """Whether an argument has a value of the table, where sets and tuples are lists."""
+    """Returns whether an argument equals a value of the table, where sets and tuples are lists."""
     if isinstance(value, (list, tuple, set, frozenset)):
-        value = [item for item in value if item is not None]  # one None for each prompt: nothing
+        value = [item for item in value if item is not None]  # [None, ...], one per prompt, is []
     return bool(value == recorded)
 
 

@@ -1,4 +1,4 @@
-"""vLLM's engine object and its configs, for programs that go beyond ``generate`` and ``chat``."""
+"""vLLM's ``LLMEngine`` and config objects, for programs that use more than ``LLM``'s methods."""
 
 import os
 from collections.abc import Iterable
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Facts about the model, under vLLM's names.
+    """The model's configuration, with vLLM's attribute names.
 
     Attributes:
-        model: as it was given to ``LLM``.
-        tokenizer: where the tokenizer is from, named like a model.
-        dtype: of the weights and activations.
-        max_model_len: longest prompt + completion, in tokens.
-        seed: of the sampler.
-        max_logprobs: most log-probabilities per token that a request may ask for.
+        model: the ``model`` argument of ``LLM``.
+        tokenizer: the path or hub id of the tokenizer.
+        dtype: the dtype of weights and activations.
+        max_model_len: the maximum number of prompt and completion tokens of a sequence.
+        seed: the sampler's seed.
+        max_logprobs: the maximum number of log-probabilities per token that a request may ask for.
     """
 
     model: str
@@ -43,12 +43,12 @@ class ModelConfig:
     runner_type: str = "generate"
 
     def get_vocab_size(self) -> int:
-        """Number of the model's logits."""
+        """Returns the number of logits."""
         return self.vocab_size
 
     @property
     def hf_config(self) -> Any:
-        """The checkpoint's config, as transformers reads it."""
+        """The checkpoint's config as a transformers object."""
         from transformers import AutoConfig
 
         if os.path.isfile(self.model):
@@ -58,18 +58,18 @@ class ModelConfig:
 
 
 class LLMEngine:
-    """The engine of an ``LLM``, with the methods of vLLM's class of this name.
+    """The engine of an ``LLM``, with the methods of vLLM's ``LLMEngine``.
 
-    It holds nothing but the ``LLM``: any number of these objects are the same engine.
+    It has no state of its own, so all ``LLMEngine`` objects of an ``LLM`` are equivalent.
     """
 
     def __init__(self, llm: "LLM") -> None:
         self.llm = llm
-        self.model_executor = llm.model_runner  # programs delete it before they delete the LLM
+        self.model_executor = llm.model_runner  # some programs delete this attribute
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, usage_context: Any = None) -> "LLMEngine":
-        """An engine with the arguments that an ``EngineArgs`` holds."""
+        """Creates an engine with the arguments in an ``EngineArgs``."""
         from nanovllm.compat.llm import LLM
 
         return cls(LLM.from_engine_args(engine_args))
@@ -90,7 +90,7 @@ class LLMEngine:
 
     @property
     def vllm_config(self) -> SimpleNamespace:
-        """The settings in vLLM's groups."""
+        """The settings, grouped as in vLLM's ``VllmConfig``."""
         config, model_config = self.llm.config, self.model_config
         return SimpleNamespace(
             model_config=model_config,
@@ -132,17 +132,17 @@ class LLMEngine:
         trace_headers: Any = None,
         priority: int = 0,
     ) -> str:
-        """Queues one prompt.
+        """Adds a request with one prompt.
 
         Args:
-            request_id: the ``request_id`` of its results.
+            request_id: the ``request_id`` of the request's outputs.
             prompt: as in ``LLM.generate``.
-            params: how to complete it.
-            arrival_time, trace_headers, priority: without effect.
-            lora_request, tokenization_kwargs: refused, as by ``LLM.generate``.
+            params: the sampling parameters.
+            arrival_time, trace_headers, priority: ignored.
+            lora_request, tokenization_kwargs: not supported, as in ``LLM.generate``.
 
         Raises:
-            TypeError, ValueError: a bad argument; as ``LLM.add_request``.
+            TypeError, ValueError: an invalid argument, as in ``LLM.add_request``.
         """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, got {request_id!r:.80}")
@@ -152,12 +152,12 @@ class LLMEngine:
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Takes one step, and returns what there is of each request that has grown: all of its
-        text so far, unless its ``output_kind`` asks for finished results only."""
+        """Runs one step. Returns the output so far of each request that has a new token, with the
+        whole text. A request with ``output_kind=FINAL_ONLY`` is returned only when it finishes."""
         return self.llm._step_named()
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """Drops requests; ids of none that is unfinished are ignored."""
+        """Aborts requests. Ignores ids of finished or unknown requests."""
         names = {request_ids} if isinstance(request_ids, str) else set(request_ids)
         self.llm._abort_named(names)
 

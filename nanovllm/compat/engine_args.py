@@ -1,4 +1,4 @@
-"""vLLM's engine arguments as an object and on a command line."""
+"""vLLM's ``EngineArgs`` and its command-line flags."""
 
 import re
 import sys
@@ -18,7 +18,7 @@ SUFFIXES |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class FlexibleArgumentParser(ArgumentParser):
-    """An ArgumentParser that takes ``--max_tokens`` for ``--max-tokens``."""
+    """An ArgumentParser that accepts ``--max_tokens`` for ``--max-tokens``."""
 
     def __init__(self, *args: Any, add_json_tip: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -27,9 +27,9 @@ class FlexibleArgumentParser(ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Namespace | None = None
     ) -> tuple[Namespace, list[str]]:
         given = sys.argv[1:] if args is None else args
-        return super().parse_known_args([self._spell(arg) for arg in given], namespace)
+        return super().parse_known_args([self._use_dashes(arg) for arg in given], namespace)
 
-    def _spell(self, arg: str) -> str:
+    def _use_dashes(self, arg: str) -> str:
         name, equals, value = arg.partition("=")
         if not name.startswith("--") or name in self._option_string_actions:
             return arg
@@ -58,7 +58,7 @@ def _read(reader: Callable[[str], Any], optional: bool, text: str) -> Any:
 
 
 def _read_int(text: str) -> int:
-    """An int, also with a suffix: 1k is 1000, 25.6k is 25600, 1K is 1024."""
+    """Parses an int, which may have a suffix: 1k is 1000, 25.6k is 25600, 1K is 1024."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])|(\d+)([KMGT])", text)
     try:
         if match is None:
@@ -93,7 +93,7 @@ _Fields = make_dataclass(
 
 
 class EngineArgs(_Fields):  # type: ignore[valid-type, misc]
-    """vLLM's engine arguments with vLLM's defaults, for ``LLM(**vars(args))``."""
+    """vLLM's engine arguments with vLLM's defaults. Use it as ``LLM(**vars(args))``."""
 
     @staticmethod
     def add_cli_args(parser: ArgumentParser) -> ArgumentParser:
@@ -106,6 +106,6 @@ class EngineArgs(_Fields):  # type: ignore[valid-type, misc]
 
     @classmethod
     def from_cli_args(cls, args: Namespace) -> "EngineArgs":
-        """The values of a parsed command line, which may have others besides."""
+        """Creates an object from parsed command-line arguments, and ignores unrelated ones."""
         names = [f.name for f in fields(cls)]
         return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})

@@ -1,4 +1,4 @@
-"""``nanovllm.LLM``: the engine's face, with vLLM's arguments and attributes."""
+"""``nanovllm.LLM``: the public class, with vLLM's arguments and attributes."""
 
 import os
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from nanovllm.llm import with_tokens
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.text.chat import Message
-from nanovllm.text.prompts import Prompt, as_prompt_list, map_good
+from nanovllm.text.prompts import Prompt, as_prompt_list, map_valid
 
 if TYPE_CHECKING:
     import torch
@@ -29,32 +29,33 @@ ENGINE_ARGUMENTS = {field.name for field in fields(Config)} - {"model"}
 
 
 class LLM(llm.LLM):
-    """A model and everything needed to run it over a pile of prompts.
+    """Loads a model and generates completions for lists of prompts.
 
     Examples:
         >>> with LLM("path/to/model") as llm:
         ...     outputs = llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=32))
         ...     print(outputs[0].outputs[0].text)  # or outputs[0]["text"]
 
-    ``close()``, leaving the ``with`` block or deleting the object frees its memory; any number can
-    live side by side.
+    ``close()``, leaving the ``with`` block or deleting the object frees its memory. A process can
+    have several ``LLM`` objects at the same time.
 
     Args:
         model: a local checkpoint directory, a ``.gguf`` file, or a hub id.
-        chat_template: what ``chat`` uses unless it is given another: a Jinja template, or the path
-            of a file that holds one.
+        chat_template: the default chat template of ``chat``: a Jinja template, or the path of a
+            file with one.
         generation_config: "auto" takes default sampling parameters from the checkpoint's
-            generation_config.json, "vllm" takes vLLM's.
-        override_generation_config: fields to put in place of that file's, by its names.
-        vllm_arguments: vLLM's other arguments: those with a meaning here under vLLM's name, hints
-            that change no result at any value, and the others at values that ask for nothing.
+            generation_config.json, "vllm" uses vLLM's defaults.
+        override_generation_config: values that override fields of generation_config.json.
+        vllm_arguments: vLLM's other arguments. Those that are supported here under another name
+            are translated, hints that do not affect results are ignored, and unsupported arguments
+            are accepted only at values that have no effect.
 
     The other arguments are the fields of ``nanovllm.config.Config``, which describes them. None
     stands for an argument's default.
 
     Raises:
-        TypeError: an unknown argument, or one of the wrong type.
-        ValueError: a setting or a checkpoint that cannot work.
+        TypeError: an argument is unknown or has the wrong type.
+        ValueError: a setting or the checkpoint is invalid or not supported.
     """
 
     def __init__(
@@ -85,19 +86,18 @@ class LLM(llm.LLM):
         **vllm_arguments: Any,
     ) -> None:
         if max_model_len in (-1, "auto"):
-            max_model_len = None  # as long as the model and the KV cache allow
+            max_model_len = None  # the largest that the model and the KV cache allow
         defaults = LLM.__init__.__kwdefaults__ or {}
-        given = {  # an argument at its default may stand under its other name
+        given = {  # omit defaults, so that ``translate`` accepts the argument's vLLM name
             name: value
             for name, value in locals().items()
             if name in ENGINE_ARGUMENTS and value is not defaults[name]
         }
         if generation_config not in (None, "auto", "vllm"):
             raise ValueError(
-                f"vLLM's `generation_config` is served as 'auto' and 'vllm', "
-                f"got {generation_config!r:.80}"
+                f"generation_config must be 'auto' or 'vllm', got {generation_config!r:.80}"
             )
-        self._request_names: dict[str, str] = {}  # the engine's request id -> that of llm_engine
+        self._request_names: dict[str, str] = {}  # internal request id -> the caller's request id
         self.default_chat_template = _read_template(chat_template)
         super().__init__(model, **translate("LLM", {**given, **vllm_arguments}))
         if generation_config == "vllm":
@@ -106,18 +106,18 @@ class LLM(llm.LLM):
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> "LLM":
-        """An LLM with the arguments that an ``EngineArgs`` holds."""
+        """Creates an LLM with the arguments in an ``EngineArgs``."""
         return cls(**vars(engine_args))
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """The same engine, with the methods of vLLM's ``LLMEngine``."""
+        """This engine as an object with the methods of vLLM's ``LLMEngine``."""
         self._check_open()
         return LLMEngine(self)
 
     @property
     def model_config(self) -> ModelConfig:
-        """Facts about the model, under vLLM's names."""
+        """The model's configuration, with vLLM's attribute names."""
         return self.llm_engine.model_config
 
     @property
@@ -125,12 +125,12 @@ class LLM(llm.LLM):
         return len(self._requests)
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """Number of ranks."""
+        """Returns the number of ranks."""
         return self.config.tensor_parallel_size
 
     def _refuse_pooling(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises ValueError: only generation is served."""
-        raise ValueError("embed, encode, classify, score and reward are not served: use vLLM")
+        """Raises ValueError, because pooling models are not supported."""
+        raise ValueError("embed, encode, classify, score and reward are not supported: use vLLM")
 
     embed = encode = classify = score = reward = _refuse_pooling
 
@@ -149,11 +149,11 @@ class LLM(llm.LLM):
         options = translate("generate", kwargs)
         if not adds_special_tokens:
             encoded = self.prompt_encoder.encode(as_prompt_list(prompts), add_special_tokens=False)
-            ready: Any = map_good(with_tokens, encoded)
+            ready: Any = map_valid(with_tokens, encoded)
             return self._generate(ready, sampling_params, use_tqdm, on_error)
         return super().generate(prompts, sampling_params, use_tqdm, on_error=on_error, **options)
 
-    def chat(  # type: ignore[override]  # the parent's options have names here
+    def chat(  # type: ignore[override]  # the parent takes the options as **template_options
         self,
         messages: Seq[Message] | Seq[Seq[Message]],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
@@ -194,17 +194,18 @@ class LLM(llm.LLM):
         )
 
     def _add_named(self, name: str, prompt: Prompt, params: SamplingParams | None) -> None:
-        """Queues one prompt for ``_step_named``."""
+        """Adds a request under the caller's request id, for ``_step_named``."""
         params = params or self.get_default_sampling_params()
         prepared = self.prepare(prompt, params)
         with self._running(STREAM_OPEN, alone=False):
-            growing = params.output_kind is not RequestOutputKind.FINAL_ONLY
-            request = self._add(prepared, streams=growing)
-            request.is_stream = False  # any step may serve it
+            streams = params.output_kind is not RequestOutputKind.FINAL_ONLY
+            request = self._add(prepared, streams=streams)
+            request.is_stream = False  # ``_step_named`` returns its outputs
             self._request_names[request.request_id] = name
 
     def _step_named(self) -> list[RequestOutput]:
-        """Takes one step; returns the requests that it finished, and those that have grown."""
+        """Runs one step. Returns the outputs of requests that finished, and of streaming requests
+        that have a new token."""
         with self._running(STREAM_OPEN, alone=False):
             if self.is_finished():
                 self._request_names.clear()
@@ -212,12 +213,12 @@ class LLM(llm.LLM):
             with self._reset_on_error():
                 sampled, finished = self._step()
                 requests = {seq.request_id: self._requests.get(seq.request_id) for seq in sampled}
-                grown = [
+                updated = [
                     request
                     for request in requests.values()
                     if request and request.params.output_kind is not RequestOutputKind.FINAL_ONLY
                 ]
-                outputs = make_outputs([*finished, *grown], self.prompt_encoder)
+                outputs = make_outputs([*finished, *updated], self.prompt_encoder)
             for output in outputs:
                 names = self._request_names
                 take = names.pop if output.finished else names.get
@@ -233,10 +234,10 @@ class LLM(llm.LLM):
 
 
 def _read_template(template: str | os.PathLike[str] | None) -> str | None:
-    """A chat template given as text, or as the path of a file."""
+    """Returns a chat template, which is given as text or as the path of a file."""
     if template is None or (isinstance(template, str) and set(template) & set("{}\n")):
         return template
     try:
         return Path(template).read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"chat_template is no template and no readable file: {error}") from error
+        raise ValueError(f"chat_template is neither a template nor a file: {error}") from error

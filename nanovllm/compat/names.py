@@ -1,4 +1,4 @@
-"""What vLLM's modules hold that nanovllm does not need itself."""
+"""Names of vLLM's modules that programs import and that nanovllm does not define elsewhere."""
 
 import gc
 import logging
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
 
 @dataclass
 class LoRARequest:
-    """A LoRA adapter. Programs import the class; ``generate`` and ``chat`` refuse its objects."""
+    """A LoRA adapter. Programs can create one, but ``generate`` and ``chat`` refuse it."""
 
     lora_name: str
     lora_int_id: int
@@ -43,23 +43,23 @@ class LoRARequest:
     load_inplace: bool = False
 
 
-class _NotServed:
-    """A class of vLLM's that programs import, and whose objects nothing here takes."""
+class _Unsupported:
+    """A class of vLLM that programs can import, but whose constructor raises ValueError."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise ValueError(f"vLLM's {type(self).__name__} is not served here")
+        raise ValueError(f"vLLM's {type(self).__name__} is not supported here")
 
 
-class BeamSearchParams(_NotServed):
-    """Settings of a beam search."""
+class BeamSearchParams(_Unsupported):
+    """vLLM's settings of beam search."""
 
 
-class PoolingParams(_NotServed):
-    """Settings of embeddings and scores."""
+class PoolingParams(_Unsupported):
+    """vLLM's settings of pooling models."""
 
 
 class Platform:
-    """What kind of device engines run on by default."""
+    """The type of device that engines use by default."""
 
     @property
     def device_type(self) -> str:
@@ -87,7 +87,7 @@ current_platform = Platform()
 
 
 class UsageContext(StrEnum):
-    """Where an engine was started from; it changes nothing."""
+    """vLLM's names for the code that starts an engine. They have no effect here."""
 
     UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
     LLM_CLASS = "LLM_CLASS"
@@ -100,22 +100,22 @@ class UsageContext(StrEnum):
 def get_tokenizer(
     tokenizer_name: str | os.PathLike[str], *, trust_remote_code: bool = False, **kwargs: Any
 ) -> Any:
-    """The tokenizer of a checkpoint.
+    """Loads the tokenizer of a checkpoint.
 
     Args:
         tokenizer_name: a checkpoint directory, a ``.gguf`` file or a hub id.
         trust_remote_code: ignored; no remote code is run.
-        kwargs: refused, other than ``tokenizer_mode``, ``revision`` and ``download_dir`` at values
-            that ask for nothing.
+        kwargs: ``tokenizer_mode`` and ``revision`` are accepted at values that have no effect,
+            ``download_dir`` is ignored, and other options are refused.
 
     Raises:
-        ValueError: no tokenizer there, or an option that is not served.
+        ValueError: the checkpoint has no tokenizer, or an option is not supported.
     """
     neutral = {"tokenizer_mode": ("auto", "hf", "slow"), "revision": (None, "main")}
     kwargs.pop("download_dir", None)
     for name, value in kwargs.items():
         if value not in neutral.get(name, ()):
-            raise ValueError(f"get_tokenizer: vLLM's {name}={value!r} is not served here")
+            raise ValueError(f"get_tokenizer: vLLM's {name}={value!r} is not supported here")
     tokenizer = load_tokenizer(os.fspath(tokenizer_name))
     if tokenizer is None:
         raise ValueError(f"{tokenizer_name} has no tokenizer")
@@ -129,14 +129,14 @@ def resolve_chat_template(
     *,
     model_config: Any,
 ) -> str | None:
-    """The given chat template, or the tokenizer's; None if there is none."""
+    """Returns the given chat template, or else the tokenizer's. Returns None without either."""
     if chat_template is None and not tokenizer.chat_template:
         return None
     return tokenizer.get_chat_template(chat_template, tools=tools)
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Frees memory that deleted engines held. Their processes have ended already."""
+    """Frees cached memory of deleted engines, whose processes have already ended."""
     if shutdown_ray:
         import ray
 
@@ -147,7 +147,7 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 
 
 def destroy_model_parallel() -> None:
-    """Does nothing: ``LLM.close()``, or deleting the object, ends an engine's process group."""
+    """Does nothing, because an engine's process group ends with ``LLM.close()`` or the object."""
 
 
 destroy_distributed_environment = destroy_model_parallel
@@ -158,5 +158,5 @@ def init_logger(name: str) -> logging.Logger:
 
 
 def random_uuid() -> str:
-    """16 hexadecimal digits."""
+    """Returns 16 random hexadecimal digits."""
     return uuid.uuid4().hex[:16]

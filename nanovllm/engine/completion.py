@@ -1,6 +1,5 @@
 """What the user gets of a sequence: its text, its log-probabilities, and how it ended."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -9,8 +8,6 @@ import numpy as np
 from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Finish, Sequence
 from nanovllm.text.detokenizer import IncrementalDetokenizer
-
-EVERY_TOKEN: Mapping[int, bool] = defaultdict(lambda: True)
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +22,7 @@ class Completion:
         finish: how it ended; None while it runs.
         logprobs: a packed row for each token, if asked for (see ``pack_logprobs``).
         prompt_logprobs: packed rows for the prompt, a part for each step.
+        processes_every_token: whether ``tokens_to_process`` stays EVERY_TOKEN, as for a stream.
     """
 
     sampling: SamplingState
@@ -33,6 +31,7 @@ class Completion:
     finish: Finish | None = None
     logprobs: list[np.ndarray] = field(default_factory=list)
     prompt_logprobs: list[np.ndarray] = field(default_factory=list)
+    processes_every_token: bool = False
 
     def process(self, seq: Sequence, token_id: int) -> Finish | None:
         """Brings the text up to the sequence's newest token.
@@ -64,8 +63,8 @@ class Completion:
         stop = text.extend(seq.token_ids[first:num_tokens], may_stop)
         if stop is None and end:
             stop = text.finish(may_stop)
-        if self.tokens_to_process is not EVERY_TOKEN:
-            self.tokens_to_process = text.ending_tokens
+        if not self.processes_every_token:
+            self.tokens_to_process = text.stop_candidates
         return finish if stop is None else Finish("stop", stop)
 
 

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.config import MAX_INT32, Config
-from nanovllm.engine.completion import EVERY_TOKEN, Completion
+from nanovllm.engine.completion import Completion
 from nanovllm.engine.memory import held_bytes
 from nanovllm.engine.request import PreparedRequest, Request, grammar_of, make_outputs, refused
 from nanovllm.engine.sampling_state import PreparedParams, SamplingStateFactory
@@ -28,6 +28,7 @@ from nanovllm.engine.throughput import Throughput
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.outputs import EngineMetrics, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.detokenizer import EVERY_TOKEN
 from nanovllm.text.prompts import Prompt, as_prompt_list, load_encoder, raise_errors
 from nanovllm.utils.forks import leave_to_parent
 from nanovllm.utils.progress import bar_maker, portions, shown
@@ -465,10 +466,11 @@ class LLMEngine:
             seq = Sequence(token_ids, params, self.config.kvcache_block_size)
             seq.request_id = request_id
             text = self.prompt_encoder.detokenizer(token_ids[-1], params)
-            tokens = None if text is None else text.ending_tokens
-            if streams or state.follows_tokens:
+            tokens = None if text is None else text.stop_candidates
+            every_token = streams or state.follows_tokens
+            if every_token:
                 tokens = EVERY_TOKEN
-            seq.completion = Completion(state, text, tokens)
+            seq.completion = Completion(state, text, tokens, processes_every_token=every_token)
             seqs.append(seq)
         seqs[0].wants_prompt_logprobs = params.prompt_logprobs is not None
         seqs[0].siblings = seqs[1:]

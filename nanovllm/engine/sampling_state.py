@@ -11,7 +11,7 @@ import xxhash
 from nanovllm.kernels.sampling.logit_edits import bit_mask
 from nanovllm.kernels.sampling.sample import SAMPLING_ROW
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.structured import Effort, Grammar, GrammarCompiler, Once
+from nanovllm.text.structured import CPUBudget, Grammar, GrammarCompiler, Once
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.panics import is_failure
 
@@ -244,7 +244,7 @@ class SamplingStateFactory:
     ) -> list[SamplingState]:
         """A state for each of the request's ``n`` completions."""
         params, bad_words, grammar = prepared
-        effort = Effort()
+        budget = CPUBudget()
         seed = params.seed
         if seed is None:
             seed = (self.random if grammar is None else self.grammar_random).getrandbits(64)
@@ -257,7 +257,7 @@ class SamplingStateFactory:
                 self.vocab_size,
                 self.eos_token_ids,
                 bad_words,
-                None if grammar is None else self.grammars.start(grammar, effort),
+                None if grammar is None else self.grammars.start(grammar, budget),
                 self.processed_logprobs,
             )
             for i in range(params.n)

@@ -2,7 +2,8 @@
 
     input file -> Line -> BatchRequest -> Runner (one engine) -> record -> Writer -> output file
 
-A supervisor process runs all of this in a child process, and starts that again if it dies.
+A supervisor process runs all of this in a child process, and restarts the child if it dies.
 
-``Line``, ``BatchRequest`` and records are plain values, so that the middle can be elsewhere.
+``Line``, ``BatchRequest`` and records are plain values, so that requests can also run on other
+machines: see ``replicas.py``.
 """

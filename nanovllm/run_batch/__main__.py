@@ -8,8 +8,8 @@ from nanovllm.run_batch.supervisor import open_standard_files, supervise
 
 
 def run_job() -> int:
-    """In a process of its own; returns the exit status."""
-    from nanovllm.run_batch.cli import main  # with PyTorch
+    """Runs the job in the supervisor's child process. Returns the exit status."""
+    from nanovllm.run_batch.cli import main  # imports PyTorch, which the supervisor does without
 
     return main()
 
@@ -21,6 +21,6 @@ if __name__ == "__main__":
     finally:
         try:
             sys.stderr.flush()
-        except (OSError, ValueError):  # Python would try again, and end with a status of its own
+        except (OSError, ValueError):  # Python would flush again, fail, and exit with status 120
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

@@ -20,7 +20,13 @@ from nanovllm.llm import LLM
 from nanovllm.run_batch.job import Job
 from nanovllm.run_batch.runner import EngineLostError, Runner
 from nanovllm.run_batch.stop import StopOnSignal
-from nanovllm.run_batch.supervisor import DEFAULT_GRACE, FAULT, GO_ON, INTERRUPTED, say
+from nanovllm.run_batch.supervisor import (
+    DEFAULT_GRACE,
+    FAULT,
+    INTERRUPTED,
+    RESUME_HINT,
+    print_message,
+)
 from nanovllm.utils.panics import is_failure
 
 if TYPE_CHECKING:
@@ -32,12 +38,12 @@ ALL_DONE, SOME_FAILED, CANNOT_START = 0, 1, 2
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME"}
 DESCRIPTION = """\
 Runs the requests of a file in OpenAI's batch format (chat completions and completions, one JSON
-object a line) and writes a record of each to another file as it finishes. Started again, it goes
-on where it was ended, by whatever."""
+object a line) and writes a record of each to another file as it finishes. If a job ended early,
+for whatever reason, the same command resumes it."""
 EPILOG = """\
 exit status: 0 every line has a response; 1 every line has a record, but some are errors; 2 wrong
-usage, or no start; 70 a fault of the program; 75 interrupted. After 70 and 75 the same command
-goes on."""
+usage, or the job cannot start; 70 internal error; 75 interrupted. After 70 and 75, the same command
+resumes the job."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -56,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="names, besides --model's value, that requests may give for the model",
+        help="names that requests may use for the model, besides --model's value",
     )
     add(
         "--grace",
@@ -69,14 +75,14 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--trust-request-chat-template",
         action="store_true",
-        help="let requests bring a chat_template, which is a program",
+        help="allow requests to have their own chat_template, which is a program",
     )
     add("--no-progress", action="store_true", help="show no progress")
     add(
         "--replicas",
         type=int,
         metavar="N",
-        help="run on N engines, which Ray spreads over the machines of a cluster",
+        help="run on N engines, which Ray distributes over the machines of a cluster",
     )
     _add_engine_options(parser.add_argument_group("engine"))
     return parser
@@ -91,12 +97,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(args, stop)
         except KeyboardInterrupt:
-            return _end(INTERRUPTED, f"interrupted; {GO_ON}")
+            return _exit(INTERRUPTED, f"interrupted; {RESUME_HINT}")
         except BaseException as error:
             if not is_failure(error) and not isinstance(error, SystemExit):
                 raise
-            logger.exception("this is a fault of the program")
-            return _end(FAULT, f"ended by an error; {GO_ON}")
+            logger.exception("internal error")
+            return _exit(FAULT, f"ended by an error; {RESUME_HINT}")
 
 
 def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
@@ -110,12 +116,12 @@ def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
         trusts_templates = args.trust_request_chat_template
         job = Job(args.input_file, args.output_file, trusts_templates=trusts_templates)
     except (OSError, TypeError, ValueError) as error:
-        return _end(CANNOT_START, f"error: {error}")
+        return _exit(CANNOT_START, f"error: {error}")
     try:
         with job:
             status = _run_job(job, options, args, stop)
     except (OSError, EngineLostError) as error:
-        return _end(INTERRUPTED, f"error: {error}; when that is mended, {GO_ON}")
+        return _exit(INTERRUPTED, f"error: {error}; when that is fixed, {RESUME_HINT}")
     return status
 
 
@@ -126,17 +132,17 @@ def _run_job(
         try:
             runner = _make_runner(job, options, args)
         except (EngineLostError, OSError, TypeError, ValueError) as error:
-            return _end(CANNOT_START, f"error: {error}")
+            return _exit(CANNOT_START, f"error: {error}")
         except Exception as error:
             logger.exception("the engine does not start")
-            return _end(CANNOT_START, f"error: {type(error).__name__}: {error}")
+            return _exit(CANNOT_START, f"error: {type(error).__name__}: {error}")
         with closing(runner):
             stop.is_running = True
             job.write(runner.run(job.requests(), stop), show_progress=not args.no_progress)
             stop.is_running = False
-    say(job.summary())
+    print_message(job.summary())
     if not job.is_done:
-        return _end(INTERRUPTED, f"interrupted; {GO_ON}")
+        return _exit(INTERRUPTED, f"interrupted; {RESUME_HINT}")
     return SOME_FAILED if job.writer.num_failed else ALL_DONE
 
 
@@ -146,7 +152,8 @@ def _make_runner(
     names = [*args.served_model_name, args.model]
     if args.replicas is None:
         return Runner(lambda: LLM(**options), names, job.journal)
-    # Read when Ray is imported. A thread of Ray Data's that outlives the job would start Ray again.
+    # Ray reads this when it is imported. Without it, a Ray Data thread that outlives the job would
+    # start Ray again.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
         from nanovllm.run_batch.replicas import Replicas
@@ -156,12 +163,12 @@ def _make_runner(
 
 
 def _add_engine_options(group: Any) -> None:
-    """An option for each field of Config."""
-    descriptions = _describe_fields(Config)
+    """Adds a command-line option for each field of Config."""
+    descriptions = _field_docs(Config)
     for field in fields(Config):
         option = f"--{field.name.replace('_', '-')}"
         kind = field.type
-        if isinstance(kind, UnionType):  # with None
+        if isinstance(kind, UnionType):  # such as ``int | None``
             (kind,) = (arg for arg in get_args(kind) if arg is not type(None))
         described = descriptions.get(field.name, "").removesuffix(".").replace("%", "%%")
         details: dict[str, Any] = {"help": f"{described} (default: {field.default})"}
@@ -176,8 +183,8 @@ def _add_engine_options(group: Any) -> None:
         group.add_argument(option, **details)
 
 
-def _describe_fields(described: type) -> dict[str, str]:
-    """What the docstring says of each attribute."""
+def _field_docs(described: type) -> dict[str, str]:
+    """Returns the description of each attribute in a class's docstring."""
     text = inspect.getdoc(described) or ""
     section = re.search(r"^Attributes:\n(.*?)(?:\n\n|\Z)", text, re.DOTALL | re.MULTILINE)
     entries = re.split(r"^    (\w+): ", section[1] if section else "", flags=re.MULTILINE)[1:]
@@ -185,6 +192,7 @@ def _describe_fields(described: type) -> dict[str, str]:
     return {name: " ".join(entry.split()).replace("``", "") for name, entry in pairs}
 
 
-def _end(status: int, message: str) -> int:
-    say(message)
+def _exit(status: int, message: str) -> int:
+    """Prints a message and returns the exit status."""
+    print_message(message)
     return status

@@ -1,4 +1,4 @@
-"""The way of requests from the driver to its replicas. Needs nothing but Ray."""
+"""Passes requests from the driver to its replicas. Imports only Ray."""
 
 import asyncio
 import pickle
@@ -12,13 +12,13 @@ import ray
 
 @dataclass
 class Status:
-    """How the replicas are.
+    """The state of the replicas.
 
     Attributes:
-        num_starts: how many times one was started, again or not.
-        num_ready: how many times one had its engine.
-        failure: why an engine could not be made; empty if none has failed.
-        num_reruns: how many times the task that brings batches was run again.
+        num_starts: the number of times that a replica has started, restarts included.
+        num_ready: the number of times that a replica's engine became ready.
+        failure: why an engine could not be created; "" if none has failed.
+        num_reruns: the number of times that Ray Data has rerun the ``stream_batches`` task.
     """
 
     num_starts: int = 0
@@ -28,10 +28,10 @@ class Status:
 
 
 class Feed:
-    """What the driver hands to the replicas, and what it knows of them: an actor.
+    """A Ray actor with the queue of batches from the driver, and with the state of the replicas.
 
-    Batches are taken by their position. Those before the last one taken are gone: a task that is
-    run again finds empty ones in their place.
+    Batches are read by position, and deleted when the next one is read. A rerun task therefore
+    reads empty batches at the positions that it read before.
     """
 
     def __init__(self) -> None:
@@ -39,18 +39,23 @@ class Feed:
         self._num_batches = self._num_taken = 0
         self._status = Status()
         self._replicas: dict[str, Any] = {}  # handles, by actor id
-        self._folders: dict[str, str] = {}  # the same
-        self._deadline: float | None = None  # of the stop
+        self._folders: dict[str, str] = {}  # folders of their journals, by actor id
+        self._deadline: float | None = None  # set by ``stop``
         self._changed = asyncio.Condition()
 
     async def put(self, key: int, requests: bytes) -> None:
-        """Adds a batch: a list of requests, all pickled, and the driver's name for it."""
+        """Adds a batch.
+
+        Args:
+            key: the driver's number for the batch.
+            requests: the pickled list of pickled requests.
+        """
         self._batches[self._num_batches] = {"key": key, "requests": requests}
         self._num_batches += 1
         await self._notify()
 
     async def take(self, position: int) -> dict[str, Any] | None:
-        """Waits for a batch; None after the stop."""
+        """Waits for the batch at a position and returns it. Returns None after ``stop``."""
         self._batches.pop(position - 1, None)
         self._status.num_reruns += position < self._num_taken
         self._num_taken = position
@@ -63,12 +68,12 @@ class Feed:
         return self._batches.get(position, {"key": -1, "requests": pickle.dumps([])})
 
     async def stop(self, grace: float) -> None:
-        """Ends the job; requests that are running have so many seconds to finish."""
+        """Ends the job. Running requests have ``grace`` seconds to finish."""
         self._deadline = monotonic() + grace
         await self._notify()
 
     async def wait_for_stop(self) -> float:
-        """Seconds from the time that this returns to the deadline."""
+        """Waits for ``stop``. Returns the seconds that are left until its deadline."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._deadline is not None)
         assert self._deadline is not None
@@ -78,15 +83,15 @@ class Feed:
         return self._status
 
     async def note_start(self, actor_id: str, replica: Any, folder: str = "") -> str | None:
-        """Takes a replica's handle and the folder of its notes; returns the folder that it had when
-        it last started, None at its first start."""
+        """Stores a replica's handle and the folder of its journal. Returns the folder of its
+        previous start, or None at its first start."""
         self._status.num_starts += 1
         before = self._folders.get(actor_id)
         self._replicas[actor_id], self._folders[actor_id] = replica, folder
         return before
 
     async def replicas(self) -> list[Any]:
-        """The handles of all that have ever started."""
+        """Returns the handles of all replicas that have ever started."""
         return list(self._replicas.values())
 
     async def note_ready(self) -> None:
@@ -100,8 +105,9 @@ class Feed:
             self._changed.notify_all()
 
 
-def bring_batches(row: dict[str, Any], feed: Any) -> Iterator[dict[str, Any]]:
-    """Yields a feed's batches, one a row, until the stop: the one task of the first stage."""
+def stream_batches(row: dict[str, Any], feed: Any) -> Iterator[dict[str, Any]]:
+    """Yields the batches of a feed, one per row, until ``Feed.stop``. This is the only task of the
+    dataset's first stage."""
     position = 0
     while (batch := ray.get(feed.take.remote(position))) is not None:
         yield batch

@@ -1,4 +1,4 @@
-"""One job: an input file, its output file, and what is left to do between them."""
+"""A batch job: an input file, its output file, and the requests that have no record yet."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from nanovllm.run_batch.journal import Journal
 from nanovllm.run_batch.lines import read_lines
-from nanovllm.run_batch.records import DUPLICATE, Record, RequestError, error_record, key_of
+from nanovllm.run_batch.records import DUPLICATE, Record, RequestError, error_record, key_for
 from nanovllm.run_batch.request import BatchRequest, check_template, parse_line
 from nanovllm.run_batch.supervisor import journal_path
 from nanovllm.run_batch.writer import Writer
@@ -23,30 +23,31 @@ LOG_SECONDS = 60.0
 
 
 class Job:
-    """The records that an input file still needs, and where they go.
+    """Reads the requests of an input file and writes their records to an output file.
 
     Args:
-        input_path: requests, one a line.
-        output_path: records; those of earlier runs stay, and are not made again.
-        trusts_templates: whether requests may bring chat templates.
+        input_path: the requests, one per line.
+        output_path: the records. Records of earlier runs are kept, and their requests are skipped.
+        trusts_templates: whether requests may have their own chat templates.
 
     Attributes:
-        num_lines: lines of the input that are not blank: as many as there will be records.
-        num_skipped: how many of them had their record at the start.
-        writer: of the output file.
-        journal: what is under way; None if every line has its record.
+        num_lines: the number of input lines that are not blank. Each gets one record.
+        num_skipped: the number of these lines that had a record at the start.
+        writer: writes the output file.
+        journal: keeps track of the requests in flight; None if every line has its record.
 
     Raises:
         OSError: a file cannot be opened.
-        ValueError: a file is no regular file, both are one, another job is writing the output, or
-            that has a record of another request with the custom_id of one here.
+        ValueError: a file is not a regular file, both are the same file, another job is writing
+            the output file, or the output file has a record for the custom_id of a request here
+            that was made for a different request.
     """
 
     def __init__(
         self, input_path: Path, output_path: Path, *, trusts_templates: bool = False
     ) -> None:
         if not stat.S_ISREG(input_path.stat().st_mode):
-            raise ValueError(f"{input_path} is no regular file")
+            raise ValueError(f"{input_path} is not a regular file")
         if output_path.exists() and os.path.samefile(input_path, output_path):
             raise ValueError("the output file is the input file: name another")
         self.input_path = input_path
@@ -63,7 +64,7 @@ class Job:
             self._num_failed_before = self.writer.num_failed
             path = journal_path(output_path)
             if path.exists() and os.path.samefile(input_path, path):
-                raise ValueError(f"the job's notes would be in the input file, {path}: rename that")
+                raise ValueError(f"the input file has the name of the job's journal: rename {path}")
             self.journal = None if self.is_done else Journal(path, self.writer.num_records)
         except BaseException:
             self.writer.close()
@@ -75,11 +76,12 @@ class Job:
         return self.num_skipped + self.writer.num_records - self._num_before >= self.num_lines
 
     def requests(self) -> Iterator[BatchRequest | Record]:
-        """The requests on lines that have no record yet; records of those that are no requests."""
+        """Yields the request of each line that has no record yet, or an error record if the line is
+        not a valid request."""
         return (self._check(found) for found in self._lines() if found is not None)
 
     def _check(self, found: BatchRequest | Record) -> BatchRequest | Record:
-        """The same, or the record of a request that this job does not serve."""
+        """Returns its argument, or an error record for a request with an untrusted template."""
         if isinstance(found, BatchRequest) and not self.trusts_templates:
             try:
                 check_template(found)
@@ -88,8 +90,12 @@ class Job:
         return found
 
     def _lines(self) -> Iterator[BatchRequest | Record | None]:
-        """The same, and None for each line that has its record. Raises ValueError where that is of
-        another request with the same custom_id."""
+        """Yields, for each line, its request, an error record if the line is not a valid request,
+        or None if the output file has its record.
+
+        Raises:
+            ValueError: the record for a line's custom_id was made for a different request.
+        """
         seen: set[str] = set()
         done, done_lines = self.writer.done, self.writer.done_lines
         for line in read_lines(self.input_path):
@@ -98,10 +104,10 @@ class Job:
                 continue
             found = parse_line(line)
             custom_id = found["custom_id"] if isinstance(found, dict) else found.custom_id
-            key = None if custom_id is None else key_of(custom_id)
+            key = None if custom_id is None else key_for(custom_id)
             if key in seen:
                 error = RequestError(
-                    f"an earlier line has the custom_id {custom_id!r:.80} already", code=DUPLICATE
+                    f"an earlier line already has the custom_id {custom_id!r:.80}", code=DUPLICATE
                 )
                 yield error_record(line, custom_id, error)
                 continue
@@ -113,20 +119,20 @@ class Job:
                 yield None
             else:
                 raise ValueError(
-                    f"{self.writer.path} has a record of another request with the custom_id "
-                    f"{custom_id!r:.80}, that of line {line.number}: name another output file, or "
+                    f"{self.writer.path} has a record of a different request with the custom_id "
+                    f"of line {line.number}, {custom_id!r:.80}: name another output file, or "
                     f"remove the records of requests that have changed"
                 )
 
     def write(self, records: Iterable[Record], show_progress: bool = True) -> None:
-        """Writes records as they come. Raises OSError."""
+        """Writes records as the iterable yields them. Raises OSError if a write fails."""
         with _Progress(self.num_lines, self.num_skipped, show_progress) as progress:
             for record in records:
                 self.writer.write(record)
                 progress.update()
 
     def summary(self) -> str:
-        """What became of the lines so far."""
+        """Returns a line of text with the numbers of done, failed and skipped lines."""
         num_failed = self.writer.num_failed - self._num_failed_before
         num_done = self.writer.num_records - self._num_before - num_failed
         text = f"{num_done} done, {num_failed} failed, {self.num_skipped} skipped"
@@ -135,7 +141,7 @@ class Job:
         return f"{text}, of {self.num_lines} lines; see {self.writer.path}"
 
     def close(self) -> None:
-        """Raises OSError if the records may not be on the disk."""
+        """Closes the files. Raises OSError if the records may not have reached the disk."""
         try:
             if self.journal is not None:
                 self.journal.close(self.is_done)
@@ -150,7 +156,7 @@ class Job:
 
 
 class _Progress:
-    """A bar of lines on a terminal; elsewhere a line in the log now and then."""
+    """Shows progress: a bar on a terminal, otherwise a log message every LOG_SECONDS."""
 
     def __init__(self, total: int, done: int, is_shown: bool) -> None:
         is_bar = is_shown and sys.stderr.isatty()
@@ -166,7 +172,7 @@ class _Progress:
         self.bar.close()
 
     def update(self) -> None:
-        """One more line has its record."""
+        """Counts one more record."""
         self.done += 1
         self.bar.update()
         now = monotonic()

@@ -1,8 +1,7 @@
-"""Which requests are under way, in a file beside the output: some input may end the process.
+"""Keeps a file with the requests in flight, to find the request that made the process die.
 
-What a request cannot do by Python's means it may do to native code: crash it, or make it take so
-much memory that the operating system kills the process. Nothing can be caught then, but what the
-process has written to a file stays.
+A request may crash native code, or use so much memory that the operating system kills the process.
+Python cannot catch either, but the file remains for the next process to read.
 """
 
 import os
@@ -10,32 +9,33 @@ import re
 import stat
 from pathlib import Path
 
-# A line for each request: the digest of its line in the input, the number of deaths, and whether it
-# is under way ("+") or not ("."). The first line has the id of the process that writes, and the
-# number of records at its start.
+# The first line has the id of the process that writes the file, and the number of records at its
+# start. Each other line is a slot with a request: the digest of its input line, its number of
+# deaths, and whether it is in flight ("+") or not (".").
 HEADER = re.compile(rb"[0-9]{15} [0-9]{20}\n")
 ENTRY = re.compile(rb"([0-9a-f]{32}) ([0-9]) ([+.])\n")
-SIZE = 37  # bytes of each line, so that one can be written over
-FREE = b" " * (SIZE - 1) + b"\n"
+LINE_BYTES = 37  # every line has the same length, so that it can be overwritten in place
+FREE = b" " * (LINE_BYTES - 1) + b"\n"
 MAX_BYTES = 16 << 20
 
 
 class Journal:
-    """A job's notes of what is under way, and how often the process has died with what.
+    """Tracks which requests are in flight, and how often the process died with each in flight.
 
-    A death counts against every request that was under way, so those have to be run again in ever
-    smaller groups. A job that is killed from outside, with whoever watches over it
-    (``note_death``), knows nothing of the reason. Then a death counts if the job had written no
-    record since its start, or if one request alone was under way: a job that is only interrupted
-    gets on.
+    A death counts against every request in flight, because any of them may be the cause. To find
+    the cause, the job runs these requests again in ever smaller groups.
+
+    If the supervisor was killed too, it could not count the death with ``note_death``, and the
+    reason is unknown: the job may just have been interrupted. The death then counts only if the
+    process had written no record, or if a single request was in flight.
 
     Args:
-        path: the file; that of an earlier run is read.
-        num_records: how many the output has.
+        path: the journal file. The file of an earlier run is read and continued.
+        num_records: the number of records in the output file.
 
     Raises:
         OSError: the file cannot be read or written.
-        ValueError: the file is no journal.
+        ValueError: the file is not a journal.
     """
 
     def __init__(self, path: Path, num_records: int) -> None:
@@ -43,44 +43,47 @@ class Journal:
         self._file = _open(path, os.O_RDWR | os.O_CREAT)
         try:
             text = _read(self._file, path)
-            under_way = [digest for digest, _, state in ENTRY.findall(text) if state == b"+"]
-            has_records = text[16:SIZE] != _header(0, num_records)[16:]
-            counts = len(under_way) == 1 or not has_records
+            in_flight = [digest for digest, _, state in ENTRY.findall(text) if state == b"+"]
+            has_new_records = text[16:LINE_BYTES] != _header(0, num_records)[16:]
+            counts = len(in_flight) == 1 or not has_new_records
             self._num_deaths = _count_deaths(text, counts)
             self._header = _header(os.getpid(), num_records)
             _rewrite(self._file, self._header, self._num_deaths)
         except BaseException:
             os.close(self._file)
             raise
-        self._places = {digest: i for i, digest in enumerate(self._num_deaths, start=1)}
-        self._num_lines = 1 + len(self._places)
+        self._slots = {digest: i for i, digest in enumerate(self._num_deaths, start=1)}
+        self._num_lines = 1 + len(self._slots)
         self._free: list[int] = []
         self._is_open = True
 
     def num_deaths(self, digest: str) -> int:
-        """How many times the process has died with a request under way."""
+        """Returns how many times the process died with a request in flight."""
         return self._num_deaths.get(digest, 0)
 
     def forget(self, digest: str) -> None:
-        """Takes away the deaths of a request, which has its record now. Raises OSError."""
+        """Removes the deaths of a request that has its record now. Raises OSError if the file
+        cannot be written."""
         if self._num_deaths.pop(digest, 0):
-            self.end(self._places.pop(digest))
+            self.end(self._slots.pop(digest))
 
     def begin(self, digest: str) -> int:
-        """Notes that a request is under way; returns its place, for ``end``. Raises OSError."""
-        place = self._free.pop() if self._free else self._num_lines
-        self._num_lines = max(self._num_lines, place + 1)
-        self._write(place, _entry(digest, self.num_deaths(digest), "+"))
-        return place
+        """Marks a request as in flight. Returns its slot, for ``end``. Raises OSError if the file
+        cannot be written."""
+        slot = self._free.pop() if self._free else self._num_lines
+        self._num_lines = max(self._num_lines, slot + 1)
+        self._write(slot, _entry(digest, self.num_deaths(digest), "+"))
+        return slot
 
-    def end(self, place: int) -> None:
-        """Notes that it no longer is; does nothing after ``close``. Raises OSError."""
+    def end(self, slot: int) -> None:
+        """Frees the slot of a request that is no longer in flight. Does nothing after ``close``.
+        Raises OSError if the file cannot be written."""
         if self._is_open:
-            self._write(place, FREE)
-            self._free.append(place)
+            self._write(slot, FREE)
+            self._free.append(slot)
 
     def close(self, is_done: bool) -> None:
-        """Ends the notes, and removes them where nobody will need them.
+        """Closes the journal. Removes the file if no later run needs it.
 
         Args:
             is_done: whether every request has its record.
@@ -94,27 +97,27 @@ class Journal:
         finally:
             os.close(self._file)
 
-    def _write(self, place: int, entry: bytes) -> None:
+    def _write(self, slot: int, entry: bytes) -> None:
         try:
-            os.pwrite(self._file, entry, place * SIZE)
+            os.pwrite(self._file, entry, slot * LINE_BYTES)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
 
 def note_death(path: Path, pid: int | None = None) -> int:
-    """Counts a death of a process against the requests that were under way, all of which may be
-    the reason.
+    """Counts the death of a process against every request that was in flight.
 
     Args:
-        path: of the journal.
-        pid: the process, whose journal it has to be; None where it can be no other's.
+        path: the journal file.
+        pid: the process that died. A journal of another process is left unchanged. None accepts
+            the journal of any process.
 
     Returns:
-        how many requests were under way.
+        The number of requests that were in flight.
 
     Raises:
         OSError: the file cannot be read or written.
-        ValueError: the file is no journal.
+        ValueError: the file is not a journal.
     """
     if not path.exists():
         return 0
@@ -123,7 +126,7 @@ def note_death(path: Path, pid: int | None = None) -> int:
         text = _read(file, path)
         if not text or (pid is not None and int(text[:15]) != pid):
             return 0
-        _rewrite(file, text[:SIZE], _count_deaths(text, True))
+        _rewrite(file, text[:LINE_BYTES], _count_deaths(text, True))
         return sum(state == b"+" for _, _, state in ENTRY.findall(text))
     finally:
         os.close(file)
@@ -133,24 +136,25 @@ def _open(path: Path, flags: int) -> int:
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise ValueError(f"{path} is no regular file")
+        raise ValueError(f"{path} is not a regular file")
     return file
 
 
 def _read(file: int, path: Path) -> bytes:
     text = os.pread(file, MAX_BYTES, 0)
-    if not text.strip(b"\0"):  # which a machine that lost its power may leave
+    if not text.strip(b"\0"):  # a power failure may leave a file of zeros
         return b""
     if not HEADER.match(text):
         raise ValueError(
-            f"{path}, where the job has its notes, is something else: move it, or name another "
-            f"output file"
+            f"{path} is not a job's journal, but has the name of this job's journal: move it, or "
+            f"name another output file"
         )
     return text
 
 
 def _count_deaths(text: bytes, counts: bool) -> dict[str, int]:
-    """The number of deaths of each request that has any; ``counts``: with those under way."""
+    """Returns the number of deaths of each request that has any. If ``counts``, adds one for each
+    request in flight."""
     num_deaths: dict[str, int] = {}
     for digest, num, state in ENTRY.findall(text):
         num_after = min(9, int(num) + (counts and state == b"+"))
@@ -169,9 +173,10 @@ def _entry(digest: str, num_deaths: int, state: str) -> bytes:
 
 
 def _rewrite(file: int, header: bytes, num_deaths: dict[str, int]) -> None:
-    """Writes the file anew; its lines are never more than before."""
+    """Rewrites the file with the given deaths and no request in flight. The number of lines does
+    not grow."""
     entries = b"".join(_entry(digest, num, ".") for digest, num in num_deaths.items())
-    num_before = os.fstat(file).st_size // SIZE - 1
+    num_before = os.fstat(file).st_size // LINE_BYTES - 1
     rest = FREE * max(0, num_before - len(num_deaths))
-    os.pwrite(file, header + entries + rest, 0)  # in one go
-    os.ftruncate(file, SIZE + len(entries))
+    os.pwrite(file, header + entries + rest, 0)  # one write, in case the process dies here
+    os.ftruncate(file, LINE_BYTES + len(entries))

@@ -1,4 +1,4 @@
-"""The input file, line by line, however long it or one of its lines is."""
+"""Reads the input file line by line, in bounded memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line that is not blank.
+    """A line of the input file that is not blank.
 
     Attributes:
-        number: its place in the file, from 1; blank lines count.
-        text: the line without the white space around it; None if that is too long to be read.
-        digest: 32 hex digits, of its text.
+        number: the line number, from 1; blank lines count.
+        text: the line without surrounding white space; None if it has MAX_LINE_BYTES or more.
+        digest: a hash of the text: 32 hexadecimal digits.
     """
 
     number: int
@@ -27,7 +27,7 @@ class Line:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of a file that are not blank."""
+    """Yields the lines of a file that are not blank."""
     with path.open("rb") as file:
         for number in count(1):
             raw = file.readline(MAX_LINE_BYTES)

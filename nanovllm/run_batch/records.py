@@ -1,22 +1,22 @@
-"""Lines of the output file: what became of a request."""
+"""Records: the lines of the output file, each with a request's response or error."""
 
 import json
 from hashlib import blake2b
 from typing import Any, Protocol, TypeAlias
 
 Record: TypeAlias = dict[str, Any]
-ID_PREFIX = "batch_req_"  # and the line's number
-DUPLICATE = "duplicate_custom_id"  # the error of a line whose custom_id an earlier one has
+ID_PREFIX = "batch_req_"  # a record's id is this and the line's number
+DUPLICATE = "duplicate_custom_id"  # error code of a line with the custom_id of an earlier line
 
 
 class RequestError(ValueError):
-    """A request that cannot be answered.
+    """A request is invalid or has failed.
 
     Args:
         message: what is wrong, and what to do.
-        status: as of HTTP.
-        code: the kind of error.
-        param: the field of the body that is to blame.
+        status: the HTTP status code.
+        code: a name for the kind of error.
+        param: the field of the request's body that is wrong.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class RequestError(ValueError):
         self.param = param
 
 
-class Origin(Protocol):
-    """What a record says of the line that it answers: see ``Line``."""
+class LineInfo(Protocol):
+    """The facts about an input line that its record contains: see ``Line``."""
 
     @property
     def number(self) -> int: ...
@@ -42,43 +42,44 @@ class Origin(Protocol):
     def digest(self) -> str: ...
 
 
-def success_record(origin: Origin, custom_id: str, body: dict[str, Any]) -> Record:
-    """``body`` is the response's."""
-    return _record(origin, custom_id, 200, body, None)
+def success_record(line: LineInfo, custom_id: str, body: dict[str, Any]) -> Record:
+    """Returns the record of a request that succeeded, with the response's body."""
+    return _record(line, custom_id, 200, body, None)
 
 
-def error_record(origin: Origin, custom_id: str | None, error: RequestError) -> Record:
-    """The error as the response's body, where OpenAI has it, and beside the response."""
+def error_record(line: LineInfo, custom_id: str | None, error: RequestError) -> Record:
+    """Returns the record of a request that failed. The error is in the response's body, as in
+    OpenAI's API, and in the record's field "error"."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     message = str(error)
     body = {"message": message, "type": kind, "param": error.param, "code": error.code}
     brief = {"code": error.code, "message": message}
-    return _record(origin, custom_id, error.status, {"error": body}, brief)
+    return _record(line, custom_id, error.status, {"error": body}, brief)
 
 
-def key_of(custom_id: str) -> str:
-    """A name of at most 64 characters for a custom_id, which may have megabytes."""
+def key_for(custom_id: str) -> str:
+    """Returns a key of at most 64 characters for a custom_id, which may be megabytes long."""
     if len(custom_id) <= 64:
         return custom_id
     return blake2b(custom_id.encode(errors="surrogatepass"), digest_size=32).hexdigest()
 
 
 def encode_record(record: Record) -> bytes:
-    """As a line. Escapes make it ASCII: it can be cut nowhere but between characters, and has no
-    character that some reader takes for the end of a line."""
+    """Encodes a record as one line of ASCII. It has no multi-byte character, which a crash could
+    cut in two, and no Unicode line separator, which a reader could take for the end of a line."""
     return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
 
 
 def _record(
-    origin: Origin,
+    line: LineInfo,
     custom_id: str | None,
     status: int,
     body: dict[str, Any],
     error: dict[str, str] | None,
 ) -> Record:
     return {
-        "id": f"{ID_PREFIX}{origin.number}",
+        "id": f"{ID_PREFIX}{line.number}",
         "custom_id": custom_id,
-        "response": {"status_code": status, "request_id": origin.digest, "body": body},
+        "response": {"status_code": status, "request_id": line.digest, "body": body},
         "error": error,
     }

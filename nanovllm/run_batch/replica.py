@@ -1,4 +1,4 @@
-"""One engine of several, in a process of Ray's."""
+"""A replica: one of several engines, in a Ray actor's process."""
 
 import atexit
 import logging
@@ -33,15 +33,15 @@ RESTART_ATTEMPTS, RESTART_SECONDS = 5, 5.0
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Requests that came together, and their records as far as there are any."""
+    """The requests of one call, and the records of those that have finished."""
 
     requests: list[BatchRequest]
     records: list[Record] = field(default_factory=list)
-    is_over: Event = field(default_factory=Event)
+    is_finished: Event = field(default_factory=Event)
 
 
 class _Stop:
-    """See ``runner.Stop``."""
+    """Implements ``runner.Stop``."""
 
     def __init__(self) -> None:
         self.event = Event()
@@ -53,39 +53,39 @@ class _Stop:
 
 
 class Replica:
-    """One engine, and the records of batches that it is called with: an actor of the second stage.
+    """An actor of the dataset's second stage: runs batches of requests on one engine.
 
-    It is called from several threads at once. A thread of its own has the engine: there the
-    requests of a batch join those of others. If no engine can be made, it says so to the feed, and
-    does nothing until the stop. If the engine is lost, or anything else goes wrong, the process
-    ends; Ray starts it again, and repeats the calls that it had.
+    Ray Data calls it from several threads at once. The engine runs in one thread of its own, which
+    serves the requests of all calls together. If the engine cannot be created, the replica reports
+    that to the feed and does nothing until the stop. If the engine is lost, or anything else fails,
+    the process exits; Ray restarts it and repeats the calls that were running.
 
     Args:
-        options: of the engine: the fields of Config.
-        model_names: as ``Runner``'s.
-        feed: the Feed.
+        options: the engine's options: the fields of Config.
+        model_names: as for ``Runner``.
+        feed: the handle of the Feed actor.
     """
 
     def __init__(self, options: dict[str, Any], model_names: Sequence[str], feed: Any) -> None:
         self._options, self._model_names, self._feed = options, model_names, feed
-        self._inbox: SimpleQueue[_Batch | None] = SimpleQueue()  # None is to look at the stop
+        self._inbox: SimpleQueue[_Batch | None] = SimpleQueue()  # None: check the stop
         self._stop = _Stop()
-        # The destructors of Ray's process, which run after Python's end, can wait for themselves.
+        # Destructors of Ray's process, which run after Python's exit, can deadlock.
         atexit.register(os._exit, 0)
         Thread(target=self._serve, daemon=True).start()
-        Thread(target=self._await_stop, daemon=True).start()
+        Thread(target=self._wait_for_stop, daemon=True).start()
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """A batch's records, pickled; after the stop some may be missing."""
+        """Runs a batch. Returns its pickled records; after the stop some may be missing."""
         batch = _Batch([pickle.loads(request) for request in pickle.loads(row["requests"])])
         if batch.requests:
             self._inbox.put(batch)
-            batch.is_over.wait()
+            batch.is_finished.wait()
         return {"key": row["key"], "records": pickle.dumps(batch.records)}
 
-    def _await_stop(self) -> None:
+    def _wait_for_stop(self) -> None:
         grace = 0.0
-        with suppress(ray.exceptions.RayError):  # if the driver is gone
+        with suppress(ray.exceptions.RayError):  # the driver may have died
             grace = ray.get(self._feed.wait_for_stop.remote())
         self._stop.deadline = monotonic() + grace
         self._stop.event.set()
@@ -100,9 +100,9 @@ class Replica:
                 self._stop.event.wait()
             while True:  # until Ray ends the process
                 if batch := self._inbox.get():
-                    batch.is_over.set()
+                    batch.is_finished.set()
         except BaseException:
-            logger.exception("a replica ends, to be started again")
+            logger.exception("a replica has failed and will be restarted")
             os._exit(1)
 
     def _make_runner(self) -> Runner | None:
@@ -110,8 +110,8 @@ class Replica:
         folder = tempfile.mkdtemp(prefix="nanovllm-")
         start = (context.get_actor_id(), context.current_actor, folder)
         before = ray.get(self._feed.note_start.remote(*start))
-        self._journal = _inherit_journal(before, folder)
-        # The dead may hold their GPUs a while.
+        self._journal = _continue_journal(before, folder)
+        # After a restart, the previous process may hold its GPUs for a while, so retry.
         num_attempts = 1 if before is None else RESTART_ATTEMPTS
         while True:
             try:
@@ -120,17 +120,17 @@ class Replica:
             except Exception as error:
                 num_attempts -= 1
                 if not num_attempts:
-                    ray.get(self._feed.note_failure.remote(explain(error)))
+                    ray.get(self._feed.note_failure.remote(format_error(error)))
                     return None
-                logger.warning("the engine does not start yet: %s", explain(error))
+                logger.warning("the engine does not start yet: %s", format_error(error))
                 sleep(RESTART_SECONDS)
         ray.get(self._feed.note_ready.remote())
         return runner
 
     def _run_batches(self, runner: Runner) -> None:
-        """Runs what comes in until the stop."""
+        """Runs incoming requests until the stop."""
         waiting: deque[tuple[BatchRequest, _Batch]] = deque()
-        running: dict[str, list[_Batch]] = {}  # by the id of the record; a line may be there twice
+        running: dict[str, list[_Batch]] = {}  # by record id; a batch may have been sent twice
 
         def deliver(records: Iterable[Record]) -> None:
             for record in records:
@@ -140,7 +140,7 @@ class Replica:
                     del running[record["id"]]
                 batch.records.append(record)
                 if len(batch.records) == len(batch.requests):
-                    batch.is_over.set()
+                    batch.is_finished.set()
 
         while not self._stop.requested:
             while not self._inbox.empty() or (runner.is_idle and not waiting):
@@ -148,7 +148,7 @@ class Replica:
                 if batch is None:
                     break
                 waiting.extend((request, batch) for request in batch.requests)
-            while waiting and runner.has_room:
+            while waiting and runner.has_capacity:
                 request, batch = waiting.popleft()
                 running.setdefault(f"{ID_PREFIX}{request.number}", []).append(batch)
                 deliver(runner.add(request))
@@ -157,12 +157,12 @@ class Replica:
         self._journal.close(is_done=True)
         shutil.rmtree(self._journal.path.parent, ignore_errors=True)
         for batch in [*chain(*running.values()), *(batch for _, batch in waiting)]:
-            batch.is_over.set()
+            batch.is_finished.set()
 
 
-def _inherit_journal(before: str | None, folder: str) -> Journal:
-    """A journal in a new folder, with the deaths that this replica's earlier processes have noted,
-    and the last one's, if that was on this machine."""
+def _continue_journal(before: str | None, folder: str) -> Journal:
+    """Creates a journal in a new folder. If the replica's previous process ran on this machine,
+    continues its journal and counts its death."""
     path = Path(folder, "journal")
     if before and Path(before).is_dir():
         earlier = Path(before, path.name)
@@ -173,8 +173,8 @@ def _inherit_journal(before: str | None, folder: str) -> Journal:
     return Journal(path, 0)
 
 
-def explain(error: Exception) -> str:
-    """On one line. A ValueError, OSError or TypeError says by itself what is wrong."""
+def format_error(error: Exception) -> str:
+    """Formats an error in one line, without the type's name if the message explains itself."""
     if isinstance(error, (OSError, TypeError, ValueError)):
         return str(error).partition("\n")[0]
     return describe(error)

@@ -1,4 +1,4 @@
-"""From a line of the input to prompts and sampling parameters."""
+"""Parses a line of the input file to prompts and sampling parameters."""
 
 import difflib
 import json
@@ -12,16 +12,16 @@ import xxhash
 from nanovllm.run_batch.lines import MAX_LINE_BYTES, Line
 from nanovllm.run_batch.records import Record, RequestError, error_record
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
-from nanovllm.text.chat import read_message
+from nanovllm.text.chat import normalize_message
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
-MAX_CHOICES = 4096  # of one request: its prompts times n
-MAX_BRACKETS = 4_000_000  # of a line: a list or an object takes 100 bytes of memory
-MAX_LOGPROBS = 20  # for each token, as OpenAI's and vLLM's limit
-DEFAULT_MAX_TOKENS = 16  # of completions; a chat goes on as far as the model's length allows
+MAX_CHOICES = 4096  # of one request: the number of its prompts times n
+MAX_BRACKETS = 4_000_000  # of one line, because a list or an object takes 100 bytes of memory
+MAX_LOGPROBS = 20  # per token, the limit of OpenAI and vLLM
+DEFAULT_MAX_TOKENS = 16  # of completions; chats are limited by the model's length only
 
-# Fields that mean what SamplingParams says of them.
+# Fields with the same meaning as in SamplingParams.
 SAMPLING_FIELDS = (
     "n",
     "temperature",
@@ -66,7 +66,7 @@ FIELDS = {
         "continue_final_message",
     ),
 }
-# Fields that change nothing in a response.
+# Fields that do not affect the response.
 IGNORED_FIELDS = frozenset(
     {
         "user",
@@ -79,7 +79,7 @@ IGNORED_FIELDS = frozenset(
         "parallel_tool_calls",
     }
 )
-# Fields that are not served, with the values that ask for nothing; null is one for every field.
+# Unsupported fields, with the values at which they have no effect. Null is accepted for any field.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "echo": (False,),
@@ -95,19 +95,19 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
 }
-WHERE = re.compile(r"^((prompts\[0\]|messages\[0\]|sampling_params): )+")
+ERROR_PREFIX = re.compile(r"^((prompts\[0\]|messages\[0\]|sampling_params): )+")
 ADDS_SPECIAL_TOKENS = {CHAT_URL: False, COMPLETIONS_URL: True}
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """A line that is a request; its body is not read yet.
+    """A valid request line. Its body has not been checked yet.
 
     Attributes:
-        number, digest: the line's.
-        custom_id: the user's name for it.
+        number, digest: as in ``Line``.
+        custom_id: the user's name for the request.
         url: CHAT_URL or COMPLETIONS_URL.
-        body: the request's JSON.
+        body: the body as parsed from JSON.
     """
 
     number: int
@@ -119,15 +119,15 @@ class BatchRequest:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What a request's body asks for.
+    """The content of a request's body.
 
     Attributes:
-        model: the name to answer under.
-        params: how to complete the prompts; of all but the first, see ``params_of``.
-        has_seed: whether the body has a seed, which is that of all its prompts.
-        prompts: of a completion: strings or token ids, at least one.
-        messages: of a chat.
-        template: how to make a prompt of them: the keywords of ``LLM.render_chat``.
+        model: the model name for the response.
+        params: the sampling parameters of the first prompt; ``params_of`` has those of the others.
+        has_seed: whether the body sets a seed, which is then used for all prompts.
+        prompts: the prompts of a completion request: strings or lists of token ids, at least one.
+        messages: the conversation of a chat request.
+        template: the keyword arguments of ``LLM.render_chat`` for a chat request.
     """
 
     model: str
@@ -138,14 +138,15 @@ class Generation:
     template: dict[str, Any] = field(default_factory=dict)
 
     def params_of(self, index: int) -> SamplingParams:
-        """How to complete one of the prompts."""
+        """Returns the sampling parameters of a prompt. Without a seed in the body, each prompt has
+        its own seed."""
         if index == 0 or self.has_seed:
             return self.params
         return replace(self.params, seed=_make_seed(self.params.seed, index))
 
 
 def parse_line(line: Line) -> BatchRequest | Record:
-    """The request on a line, or the record that says why there is none."""
+    """Parses a line to a request, or to an error record if the line is invalid."""
     custom_id = None
     try:
         request = _parse_object(line.text)
@@ -168,20 +169,20 @@ def parse_line(line: Line) -> BatchRequest | Record:
 
 
 def has_template(request: BatchRequest) -> bool:
-    """Whether a request brings a chat template of its own."""
+    """Returns whether a request has its own chat template."""
     options = request.body.get("chat_template_kwargs")
     inner = options.get("chat_template") if isinstance(options, dict) else None
     return request.body.get("chat_template") is not None or inner is not None
 
 
 def has_grammar(request: BatchRequest) -> bool:
-    """Whether a request's output has to follow a grammar."""
+    """Returns whether a request asks for structured outputs."""
     fields = ("response_format", "structured_outputs")
     return any(request.body.get(name) is not None for name in fields)
 
 
 def check_template(request: BatchRequest) -> None:
-    """Raises RequestError for a request that brings a chat template of its own, a program."""
+    """Raises RequestError if a request has its own chat template, which is a program."""
     if has_template(request):
         raise RequestError(
             "a request's own chat_template is a program that this job does not trust: "
@@ -193,22 +194,22 @@ def check_template(request: BatchRequest) -> None:
 def read_body(
     request: BatchRequest, defaults: SamplingParams, model_names: Sequence[str]
 ) -> Generation:
-    """What a request asks for.
+    """Checks and parses a request's body.
 
     Args:
-        request: whose body to read.
-        defaults: what fields that it does not set mean, but for ``max_tokens``; and the ``seed``
-            (not None) that those of requests without one are made from.
-        model_names: names of the model; the first goes without saying.
+        request: the request.
+        defaults: the values of fields that the body does not set, except ``max_tokens``. Its
+            ``seed``, which must be set, determines the seeds of requests without one.
+        model_names: the names of the model. The first is the default.
 
     Raises:
-        RequestError: a field that is wrong, missing or not served.
+        RequestError: a field is invalid, missing or not supported.
     """
     given = {name: value for name, value in request.body.items() if value is not None}
     has_seed = given.get("seed", -1) != -1
     if not has_seed:
         given["seed"] = _make_seed(defaults.seed, request.digest)
-    _check_served(given, request.url)
+    _check_fields(given, request.url)
     model = given.get("model", model_names[0])
     if model not in model_names:
         names = " or ".join(repr(name) for name in model_names)
@@ -224,8 +225,8 @@ def read_body(
     num_choices = generation.params.n * max(1, len(generation.prompts))
     if num_choices > MAX_CHOICES:
         raise RequestError(
-            f"{num_choices} completions are more than one request may have, {MAX_CHOICES}: "
-            f"make several requests of it",
+            f"the request asks for {num_choices} completions, but may have at most {MAX_CHOICES}: "
+            f"split it into several requests",
             param="n",
         )
     return generation
@@ -236,10 +237,10 @@ def _make_seed(seed: int | None, name: object) -> int:
 
 
 def bad_request(error: Exception) -> RequestError:
-    """The library's refusal, without its word for what is the only prompt here. Messages on a
-    field begin with its name."""
-    message = WHERE.sub("", str(error))
-    name = re.match(r"\w*", message)
+    """Converts an error of the library to a RequestError. Drops the prompt's index, because there
+    is only one prompt here."""
+    message = ERROR_PREFIX.sub("", str(error))
+    name = re.match(r"\w*", message)  # messages about a field begin with the field's name
     return RequestError(message, param=name[0] if name and name[0] in SHARED_FIELDS else None)
 
 
@@ -257,15 +258,15 @@ def _parse_object(text: bytes | None) -> dict[str, Any]:
     except RecursionError:
         raise RequestError("the line is nested too deeply", code="invalid_json") from None
     if not isinstance(value, dict):
-        raise RequestError(f"the line is no JSON object: {_brief(value)}", code="invalid_json")
+        raise RequestError(f"the line is not a JSON object: {_brief(value)}", code="invalid_json")
     return value
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"it has no {name}")
+    raise ValueError(f"{name} is not allowed")
 
 
-def _check_served(given: dict[str, Any], url: str) -> None:
+def _check_fields(given: dict[str, Any], url: str) -> None:
     known = FIELDS[url]
     for name, value in given.items():
         if name in known or name in IGNORED_FIELDS or value in NEUTRAL_VALUES.get(name, ()):
@@ -278,7 +279,7 @@ def _check_served(given: dict[str, Any], url: str) -> None:
         elif near := difflib.get_close_matches(name[:80], known, n=1, cutoff=0.75):
             hint = f"; did you mean {near[0]}?"
         raise RequestError(
-            f"the field {_brief(name)} is not served (value {_brief(value)}){hint}",
+            f"the field {_brief(name)} is not supported (value {_brief(value)}){hint}",
             code="unsupported_parameter",
             param=name[:80],
         )
@@ -296,7 +297,7 @@ def _read_completion(given: dict[str, Any], start: Generation) -> Generation:
 def _read_chat(given: dict[str, Any], start: Generation) -> Generation:
     wants_logprobs = given.get("logprobs", False)
     if not isinstance(wants_logprobs, bool):
-        raise _wrong("logprobs", "true or false", wants_logprobs)
+        raise _invalid("logprobs", "true or false", wants_logprobs)
     top_logprobs = given.get("top_logprobs", 0)
     _check_num_logprobs("top_logprobs", top_logprobs)
     if top_logprobs and not wants_logprobs:
@@ -309,8 +310,8 @@ def _read_chat(given: dict[str, Any], start: Generation) -> Generation:
     )
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise _wrong("messages", "a list of messages", messages)
-    messages = [_read_message(message) for message in messages]
+        raise _invalid("messages", "a list of messages", messages)
+    messages = [_normalize_message(message) for message in messages]
     return replace(start, params=params, messages=messages, template=_read_template(given))
 
 
@@ -331,12 +332,12 @@ def _read_params(given: dict[str, Any], defaults: SamplingParams, **known: Any) 
 
 
 def _read_logit_bias(biases: Any) -> Any:
-    """With ints for JSON's string keys; what the values are is checked elsewhere."""
+    """Converts the keys, which are strings in JSON, to ints. SamplingParams checks the values."""
     if not isinstance(biases, dict):
         return biases
     for key in biases:
         if not re.fullmatch(r"[0-9]{1,18}", key):
-            raise _wrong("logit_bias", "an object with token ids for keys", key)
+            raise _invalid("logit_bias", "an object with token ids for keys", key)
     return {int(key): bias for key, bias in biases.items()}
 
 
@@ -347,15 +348,15 @@ def _read_structured_outputs(given: dict[str, Any]) -> StructuredOutputsParams |
         return params
     if params is not None:
         raise RequestError(
-            "response_format and structured_outputs exclude each other",
+            "response_format and structured_outputs exclude each other: set one of them",
             param="structured_outputs",
         )
     if not isinstance(extra, dict):
-        raise _wrong("structured_outputs", "an object", extra)
+        raise _invalid("structured_outputs", "an object", extra)
     names = [f.name for f in fields(StructuredOutputsParams)]
     if unknown := [name for name in extra if name not in names and extra[name]]:
         raise RequestError(
-            f"structured_outputs.{unknown[0]:.80} is not served: it has {', '.join(names)}",
+            f"structured_outputs.{unknown[0]:.80} is not supported: use {', '.join(names)}",
             code="unsupported_parameter",
             param="structured_outputs",
         )
@@ -369,23 +370,24 @@ def _read_response_format(response_format: Any) -> StructuredOutputsParams | Non
     if response_format is None:
         return None
     if not isinstance(response_format, dict):
-        raise _wrong("response_format", "an object", response_format)
+        raise _invalid("response_format", "an object", response_format)
     kind = response_format.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
         return StructuredOutputsParams(json_object=True)
     if kind != "json_schema":
-        raise _wrong("response_format.type", "text, json_object or json_schema", kind)
-    described = response_format.get("json_schema")
-    schema = described.get("schema") if isinstance(described, dict) else None
+        raise _invalid("response_format.type", "text, json_object or json_schema", kind)
+    wrapper = response_format.get("json_schema")
+    schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
     if not isinstance(schema, dict):
-        raise _wrong("response_format.json_schema.schema", "a JSON schema", schema)
+        raise _invalid("response_format.json_schema.schema", "a JSON schema", schema)
     return StructuredOutputsParams(json=schema)
 
 
 def _read_prompts(prompt: Any) -> list[str | list[int]]:
-    """One prompt (a string, a list of token ids) or a list of them."""
+    """Returns a completion request's prompts. ``prompt`` is one prompt (a string or a list of token
+    ids) or a list of prompts."""
     if isinstance(prompt, str) or _is_token_ids(prompt):
         return [prompt] if prompt else _refuse_prompt(prompt)
     if not isinstance(prompt, list) or not prompt:
@@ -397,19 +399,19 @@ def _read_prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def _refuse_prompt(prompt: Any) -> NoReturn:
-    expected = "text that is not empty, token ids, or a list of either"
-    raise _wrong("prompt", expected, prompt)
+    expected = "a non-empty string, a list of token ids, or a list of either"
+    raise _invalid("prompt", expected, prompt)
 
 
 def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
-def _read_message(message: Any) -> dict[str, Any]:
+def _normalize_message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise _wrong("messages", "a list of messages", message)
+        raise _invalid("messages", "a list of messages", message)
     try:
-        return read_message(message)
+        return normalize_message(message)
     except ValueError as error:
         raise RequestError(f"messages: {error}", param="messages") from None
 
@@ -417,15 +419,15 @@ def _read_message(message: Any) -> dict[str, Any]:
 def _read_template(given: dict[str, Any]) -> dict[str, Any]:
     options = {name: given[name] for name in TEMPLATE_FIELDS if name in given}
     if not isinstance(options.get("chat_template", ""), str):
-        raise _wrong("chat_template", "a Jinja template", options["chat_template"])
+        raise _invalid("chat_template", "a Jinja template", options["chat_template"])
     if not isinstance(options.get("chat_template_kwargs", {}), dict):
-        raise _wrong("chat_template_kwargs", "an object", options["chat_template_kwargs"])
+        raise _invalid("chat_template_kwargs", "an object", options["chat_template_kwargs"])
     continues = given.get("continue_final_message", False)
     if not isinstance(continues, bool):
-        raise _wrong("continue_final_message", "true or false", continues)
+        raise _invalid("continue_final_message", "true or false", continues)
     adds_prompt = given.get("add_generation_prompt", not continues)
     if not isinstance(adds_prompt, bool):
-        raise _wrong("add_generation_prompt", "true or false", adds_prompt)
+        raise _invalid("add_generation_prompt", "true or false", adds_prompt)
     if continues and adds_prompt:
         raise RequestError(
             "continue_final_message and add_generation_prompt exclude each other",
@@ -436,13 +438,13 @@ def _read_template(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_tools(given: dict[str, Any]) -> list[Any] | None:
-    """What the template is told of; answers are not searched for calls."""
+    """Returns the tools for the chat template. Tool calls in the response are not parsed."""
     tools, choice = given.get("tools"), given.get("tool_choice", "auto")
     if not isinstance(tools, (list, type(None))):
-        raise _wrong("tools", "a list of functions", tools)
+        raise _invalid("tools", "a list of functions", tools)
     if choice not in ("none", "auto"):
         raise RequestError(
-            f"tool_choice {_brief(choice)} is not served: only none and auto are",
+            f"tool_choice {_brief(choice)} is not supported: use none or auto",
             code="unsupported_parameter",
             param="tool_choice",
         )
@@ -451,18 +453,18 @@ def _read_tools(given: dict[str, Any]) -> list[Any] | None:
 
 def _check_num_logprobs(name: str, value: Any) -> None:
     if type(value) is not int or not 0 <= value <= MAX_LOGPROBS:
-        raise _wrong(name, f"an integer from 0 to {MAX_LOGPROBS}", value)
+        raise _invalid(name, f"an integer from 0 to {MAX_LOGPROBS}", value)
 
 
-def _wrong(name: str, expected: str, value: Any) -> RequestError:
+def _invalid(name: str, expected: str, value: Any) -> RequestError:
     param = name.partition(".")[0]
     return RequestError(f"{name} must be {expected}, got {_brief(value)}", param=param)
 
 
 def _brief(value: Any) -> str:
-    """A value as JSON, cut where it is long."""
+    """Returns a value as JSON, shortened to 80 characters."""
     try:
         text = json.dumps(value, ensure_ascii=False)
-    except RecursionError:  # some Pythons read deeper than they write
-        return "what is nested too deeply"
+    except RecursionError:  # some Python versions can parse deeper nesting than they can write
+        return "a deeply nested value"
     return text if len(text) <= 80 else text[:77] + "..."

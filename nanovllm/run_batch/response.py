@@ -1,4 +1,4 @@
-"""From the engine's results to OpenAI's response bodies."""
+"""Converts the engine's outputs to response bodies in OpenAI's format."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,19 +6,19 @@ from typing import Any
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.run_batch.request import CHAT_URL, BatchRequest, Generation
 
-LOWEST_LOGPROB = -9999.0  # vLLM's for what JSON cannot say
+LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot express, as in vLLM
 
 
 def make_body(
     request: BatchRequest, generation: Generation, outputs: Sequence[RequestOutput], created: int
 ) -> dict[str, Any]:
-    """The body of a request's response.
+    """Returns the body of a request's response.
 
     Args:
         request: the request.
-        generation: what it asked for.
-        outputs: a finished one for each prompt, in order.
-        created: seconds since the epoch.
+        generation: the request's parsed body.
+        outputs: the finished output of each prompt, in order.
+        created: the time of creation, in seconds since the epoch.
     """
     completions = [completion for output in outputs for completion in output.outputs]
     if request.url == CHAT_URL:
@@ -66,12 +66,15 @@ def _chat_choice(
 
 
 def _chat_logprobs(position: dict[int, Logprob], num_best: int) -> dict[str, Any]:
-    """The token drawn, and the most likely ones, of which it may be one."""
-    drawn, *others = position.values()
+    """Returns the log-probabilities of the sampled token and of the ``num_best`` most likely ones.
+
+    The first entry of ``position`` is the sampled token. If it is one of the most likely tokens,
+    it is not repeated among the other entries."""
+    sampled, *others = position.values()
     best = others
     if len(others) < num_best:
         best = sorted(position.values(), key=lambda entry: entry.rank or 0)
-    return _entry(drawn) | {"top_logprobs": [_entry(entry) for entry in best]}
+    return _entry(sampled) | {"top_logprobs": [_entry(entry) for entry in best]}
 
 
 def _entry(entry: Logprob) -> dict[str, Any]:
@@ -97,14 +100,14 @@ def _text_choice(index: int, completion: CompletionOutput) -> dict[str, Any]:
 
 
 def _text_logprobs(positions: list[dict[int, Logprob]]) -> dict[str, list[Any]]:
-    drawn = [next(iter(position.values())) for position in positions]
-    tokens = [entry.decoded_token or "" for entry in drawn]
+    sampled = [next(iter(position.values())) for position in positions]
+    tokens = [entry.decoded_token or "" for entry in sampled]
     offsets = [0]
     for token in tokens:
         offsets.append(offsets[-1] + len(token))
     return {
         "tokens": tokens,
-        "token_logprobs": [_finite(entry.logprob) for entry in drawn],
+        "token_logprobs": [_finite(entry.logprob) for entry in sampled],
         "top_logprobs": [
             {entry.decoded_token or "": _finite(entry.logprob) for entry in position.values()}
             for position in positions

@@ -1,4 +1,4 @@
-"""Ends a run early when a signal says so."""
+"""Stops a run early on SIGTERM or SIGINT."""
 
 import signal
 from time import monotonic
@@ -9,18 +9,18 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopOnSignal:
-    """Within its ``with`` block, takes SIGTERM and SIGINT for the wish to end.
+    """Handles SIGTERM and SIGINT within its ``with`` block.
 
-    Until ``is_running`` is set they raise KeyboardInterrupt; from then on they set ``requested``,
-    for whoever runs to see, but for another SIGINT: that raises KeyboardInterrupt again.
+    The signals raise KeyboardInterrupt until ``is_running`` is set. From then on, the first signal
+    sets ``requested``, which the running code checks. A second SIGINT raises KeyboardInterrupt.
 
     Args:
-        grace: seconds from the request to the deadline.
+        grace: seconds from the first signal to the deadline.
 
     Attributes:
-        is_running: whether somebody looks at ``requested``.
-        requested: whether to end.
-        deadline: when (``time.monotonic``) to have ended.
+        is_running: set by the caller while the running code checks ``requested``.
+        requested: whether to stop.
+        deadline: the time (``time.monotonic``) by which running work has to end.
     """
 
     def __init__(self, grace: float) -> None:
@@ -33,7 +33,7 @@ class StopOnSignal:
     def __enter__(self) -> "StopOnSignal":
         for number in SIGNALS:
             before = signal.getsignal(number)
-            if before is not signal.SIG_IGN:  # as for a job in a shell's background
+            if before is not signal.SIG_IGN:  # ignored in background jobs of a shell
                 self._before[number] = before
                 signal.signal(number, self._handle)
         return self
@@ -47,5 +47,5 @@ class StopOnSignal:
         if not self.requested:
             self.requested = True
             self.deadline = monotonic() + self.grace
-        if raises:  # which may come to nothing, in a destructor
+        if raises:  # ``requested`` is set as well: in a destructor, the exception is lost
             raise KeyboardInterrupt

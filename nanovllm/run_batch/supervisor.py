@@ -1,7 +1,7 @@
-"""The process above a job's: it sees how that ends, and starts it again where a request ended it.
+"""Runs a job in a child process, and restarts the child if a request made it die.
 
-It imports nothing but the standard library, so that it is small, and forks before anything has
-started a thread or touched a GPU.
+The supervisor process imports only the standard library, so it stays small. It forks before
+anything starts a thread or initialises a GPU.
 """
 
 import argparse
@@ -18,22 +18,23 @@ from typing import Any
 from nanovllm.run_batch.journal import note_death
 
 FAULT, INTERRUPTED = 70, 75
-GO_ON = "the same command goes on from here"
+RESUME_HINT = "run the same command again to resume"
 DEFAULT_GRACE = 30.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-MAX_DEATHS = 100  # of processes, each of which takes a start of the engine
-MAX_SECONDS = 1e7  # of a grace, for the timer
-MARGIN_SECONDS = 5.0  # after the grace, to write what has finished and end
-PR_SET_PDEATHSIG = 1  # of prctl(2)
+MAX_DEATHS = 100  # child processes; each has to start the engine
+MAX_GRACE_SECONDS = 1e7  # longest time that the timer accepts
+MARGIN_SECONDS = 5.0  # time after the grace period to write finished records and exit
+PR_SET_PDEATHSIG = 1  # for prctl(2)
 
 
 def journal_path(output_path: Path) -> Path:
-    """Where the job with this output has its journal."""
+    """Returns the path of the journal of the job with this output file."""
     return output_path.with_name(f"{output_path.name}.journal")
 
 
 def open_standard_files() -> None:
-    """Opens stdin, stdout and stderr where they are closed: another file would take their place."""
+    """Opens closed standard streams to /dev/null, because the next file that is opened would get
+    their descriptors."""
     while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(file, True)
     os.close(file)
@@ -41,21 +42,21 @@ def open_standard_files() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
-def say(message: str) -> None:
-    """On stderr, if that can be written: a full disk or a closed pipe there harms no job."""
+def print_message(message: str) -> None:
+    """Prints a message to stderr. Ignores errors, such as a full disk or a closed pipe."""
     with suppress(OSError, ValueError):
         print(f"run_batch: {message}", file=sys.stderr, flush=True)
 
 
 def supervise(job: Callable[[], int], argv: Sequence[str]) -> int:
-    """Does a job in a child process, and again when that dies with requests under way.
+    """Runs a job in a child process, and again if the child dies with requests in flight.
 
     Args:
-        job: what to do; returns the exit status.
-        argv: its command line, of which the output file and the grace matter here.
+        job: runs the job and returns its exit status.
+        argv: the job's command line. Only the output file and the grace period are read here.
 
     Returns:
-        The exit status, in this process as in the child.
+        The job's exit status. This function returns in both processes.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("-o", "--output-file", type=Path, default=Path(os.devnull))
@@ -63,7 +64,7 @@ def supervise(job: Callable[[], int], argv: Sequence[str]) -> int:
     try:
         args, _ = parser.parse_known_args(argv)
     except argparse.ArgumentError:
-        return job()  # which says what is wrong with it
+        return job()  # the job's own parser reports the error
     with _Supervisor(args.grace) as supervisor:
         for _ in range(MAX_DEATHS):
             status = supervisor.run()
@@ -74,61 +75,65 @@ def supervise(job: Callable[[], int], argv: Sequence[str]) -> int:
             name = f"exit status {status}"
             if status < 0:
                 name = signal.strsignal(-status) or f"signal {-status}"
-            if supervisor.is_told or -status in STOP_SIGNALS:
-                say(f"interrupted ({name}); {GO_ON}")
+            if supervisor.is_stopping or -status in STOP_SIGNALS:
+                print_message(f"interrupted ({name}); {RESUME_HINT}")
                 return INTERRUPTED
             try:
                 num_requests = note_death(journal_path(args.output_file), supervisor.pid)
             except (OSError, ValueError) as error:
-                say(f"error: {error}")
+                print_message(f"error: {error}")
                 num_requests = 0
             if not num_requests:
-                say(f"the process died ({name}), not by any request that is known; {GO_ON}")
+                print_message(
+                    f"the process died ({name}) with no known request in flight; {RESUME_HINT}"
+                )
                 return FAULT
-            if supervisor.is_told:
+            if supervisor.is_stopping:
                 return INTERRUPTED
-            say(f"the process died ({name}) with {num_requests} requests under way: starting again")
+            print_message(
+                f"the process died ({name}) with {num_requests} requests in flight: restarting"
+            )
         else:
-            say(f"the process died {MAX_DEATHS} times; {GO_ON}")
+            print_message(f"the process died {MAX_DEATHS} times; {RESUME_HINT}")
             return FAULT
     try:
         status = job()
-    except SystemExit as end:  # argparse's
+    except SystemExit as end:  # argparse exits so
         status = end.code if isinstance(end.code, int) else FAULT
     supervisor.report(status)
     return status
 
 
 class _Supervisor:
-    """Within its ``with`` block, passes signals on to a child process, if there is one.
+    """Runs child processes, and forwards signals to them within its ``with`` block.
 
-    SIGTERM and SIGINT go on to it. If it has not ended by ``grace`` and MARGIN_SECONDS after the
-    first of them, whatever it is doing, it is killed. SIGTSTP (Ctrl-Z) stops both. The child dies
-    with this process.
+    SIGTERM and SIGINT are forwarded. If the child is still alive ``grace`` plus MARGIN_SECONDS
+    after the first of them, it is killed. SIGTSTP (Ctrl-Z) stops both processes. The child is
+    killed when this process ends.
 
     Args:
-        grace: seconds.
+        grace: seconds that running requests have to finish.
 
     Attributes:
-        is_told: whether the child was told to end.
-        pid: the latest child's process id.
-        reported: the exit status that it has reported; None if it ended before it could.
+        is_stopping: whether SIGTERM or SIGINT has arrived.
+        pid: the process id of the latest child.
+        reported: the exit status that the child reported; None if it died without a report.
     """
 
     def __init__(self, grace: float) -> None:
-        self.is_told = False
+        self.is_stopping = False
         self.pid = 0
         self.reported: int | None = None
-        self._seconds = min(max(0.0, grace), MAX_SECONDS) + MARGIN_SECONDS
+        self._seconds = min(max(0.0, grace), MAX_GRACE_SECONDS) + MARGIN_SECONDS
         self._is_alive = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "_Supervisor":
         for number in (*STOP_SIGNALS, signal.SIGALRM, signal.SIGTSTP):
             before = signal.getsignal(number)
-            if before is not signal.SIG_IGN:  # as for a job in a shell's background
+            if before is not signal.SIG_IGN:  # ignored in background jobs of a shell
                 self._before[number] = before
-                signal.signal(number, self._pass_on)
+                signal.signal(number, self._forward_signal)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -137,21 +142,27 @@ class _Supervisor:
             signal.signal(number, before)
 
     def run(self) -> int | None:
-        """Forks a child. In this process, returns its exit status, or minus the signal that ended
-        it; in the child, which has the handlers of before, None."""
+        """Forks a child process.
+
+        Returns:
+            In the child, None at once; the original signal handlers are restored. In this process,
+            the child's exit status when it has ended, or minus the signal that killed it.
+        """
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
         pipe, self._pipe = os.pipe()
-        os.set_blocking(pipe, False)  # a child of the child may have the other end
+        os.set_blocking(pipe, False)  # a grandchild may keep the other end open
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._before)
         self.pid = os.fork()
         if self.pid == 0:
-            os.setpgid(0, 0)  # a terminal's Ctrl-C goes to the parent, which passes it on
-            signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # or a terminal may stop its messages
+            os.setpgid(0, 0)  # so that Ctrl-C reaches only the parent, which forwards it
+            signal.signal(
+                signal.SIGTTOU, signal.SIG_IGN
+            )  # writing to the terminal must not stop it
             self.__exit__()
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the job has its own
+                signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the job sets its own handler
             _die_with(parent)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.close(pipe)
@@ -167,34 +178,35 @@ class _Supervisor:
         return os.waitstatus_to_exitcode(status)
 
     def report(self, status: int) -> None:
-        """Tells the parent, in the child, how the job has ended; others may end a process too."""
+        """Called in the child: sends the job's exit status to the parent. The exit status of the
+        process does not suffice, because other code may exit too."""
         os.write(self._pipe, bytes([status]))
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def _forward_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTSTP:
             self._send_all(signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
             self._send_all(signal.SIGCONT)  # after fg or bg
             return
         if number == signal.SIGALRM:
-            say(f"it did not end within {self._seconds:.0f} s, and is killed")
+            print_message(f"the job did not end within {self._seconds:.0f} s and is killed")
             number = signal.SIGKILL
-        elif not self.is_told:
-            self.is_told = True
+        elif not self.is_stopping:
+            self.is_stopping = True
             signal.setitimer(signal.ITIMER_REAL, self._seconds)
         if self._is_alive:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def _send_all(self, number: int) -> None:
-        """To the child and its own children."""
+        """Sends a signal to the child's process group."""
         if self._is_alive:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
 
 def _die_with(parent: int) -> None:
-    """Ends this process when its parent has ended. (Elsewhere than on Linux it goes on.)"""
+    """Has this process killed when its parent ends. Does nothing on systems other than Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

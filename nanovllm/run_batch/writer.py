@@ -1,4 +1,4 @@
-"""The output file: whose it is, what it holds already, and records at its end."""
+"""Writes the output file: locks it, reads the records of earlier runs, and appends records."""
 
 import fcntl
 import json
@@ -9,30 +9,31 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import BinaryIO
 
-from nanovllm.run_batch.records import DUPLICATE, ID_PREFIX, Record, encode_record, key_of
+from nanovllm.run_batch.records import DUPLICATE, ID_PREFIX, Record, encode_record, key_for
 
-LOCK_SECONDS = 5.0  # that the process of a job which was killed may take to end
+LOCK_SECONDS = 5.0  # time for a killed job's process to end and release its lock
 START_OF_RECORD = f'{{"id": "{ID_PREFIX}'.encode()
 
 
 class Writer:
-    """Adds records to an output file, which it has locked, and knows those of earlier runs.
+    """Locks an output file, reads the records of earlier runs, and appends records.
 
-    A record that the end of an earlier run has cut off is removed.
+    If an earlier run ended in the middle of a record, that record is removed.
 
     Args:
-        path: the file; made if there is none.
+        path: the output file, which is created if it does not exist.
 
     Attributes:
-        done: the digest of the line of each record that it had at the start, by ``key_of`` the
-            custom_id.
-        done_lines: the same of lines without a custom_id of their own, by their number.
-        num_records: records that it has.
-        num_failed: those of them that are errors.
+        done: for each record that the file had at the start, the digest of its input line, by
+            ``key_for`` of the custom_id.
+        done_lines: the same for records without a custom_id, or with that of an earlier line, by
+            line number.
+        num_records: the number of records in the file.
+        num_failed: the number of them that are errors.
 
     Raises:
         OSError: the file cannot be opened.
-        ValueError: another job is writing it, or it holds anything but records.
+        ValueError: another job is writing the file, or it holds anything but records.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +44,7 @@ class Writer:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
-                raise ValueError(f"{path} is no regular file")
+                raise ValueError(f"{path} is not a regular file")
             self._lock()
             with open(self._file, "rb", closefd=False) as file:
                 end = self._read(file)
@@ -53,8 +54,8 @@ class Writer:
             raise
 
     def write(self, record: Record) -> None:
-        """Adds a record, whole. Raises OSError if it cannot, or if the file is no longer the one at
-        its path."""
+        """Appends a record. Raises OSError, and leaves the file unchanged, if the write fails or if
+        another file has taken its path."""
         self._check_path()
         data = memoryview(encode_record(record))
         size = os.fstat(self._file).st_size
@@ -78,7 +79,7 @@ class Writer:
             )
 
     def close(self) -> None:
-        """Makes sure that the records are on the disk, and lets others write the file."""
+        """Flushes the records to the disk and unlocks the file."""
         try:
             os.fsync(self._file)
         finally:
@@ -102,29 +103,29 @@ class Writer:
                 sleep(0.1)
 
     def _read(self, file: BinaryIO) -> int:
-        """Notes the records in the file; returns where the last whole one ends."""
+        """Reads the records in the file. Returns the position where the last complete one ends."""
         end = 0
         for i, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
-                if not self._is_torn(line, is_first=i == 1):
-                    raise ValueError(self._foreign(i))
+                if not self._is_truncated(line, is_first=i == 1):
+                    raise ValueError(self._not_a_record(i))
                 break
             try:
-                self._note(json.loads(line))
+                self._add_existing(json.loads(line))
             except (ValueError, TypeError, KeyError, RecursionError):
-                raise ValueError(self._foreign(i)) from None
+                raise ValueError(self._not_a_record(i)) from None
             end += len(line)
         return end
 
-    def _is_torn(self, line: bytes, is_first: bool) -> bool:
-        """Whether a last line without an end is a record that was cut off."""
-        cut = line.rstrip(b"\0")  # which a machine that lost its power may leave
-        if not cut:
+    def _is_truncated(self, line: bytes, is_first: bool) -> bool:
+        """Returns whether a last line without a line break is a truncated record."""
+        text = line.rstrip(b"\0")  # a power failure may leave zeros at the end
+        if not text:
             return not is_first
-        if not cut.startswith(START_OF_RECORD):
-            return START_OF_RECORD.startswith(cut)
+        if not text.startswith(START_OF_RECORD):
+            return START_OF_RECORD.startswith(text)
         try:
-            record = json.loads(cut)
+            record = json.loads(text)
         except (ValueError, RecursionError):
             return True
         try:
@@ -132,16 +133,17 @@ class Writer:
         except (TypeError, KeyError):
             return False
 
-    def _note(self, record: Record) -> None:
-        """Raises ValueError, TypeError or KeyError for what is no record, or a second one."""
+    def _add_existing(self, record: Record) -> None:
+        """Counts a record of an earlier run. Raises ValueError, TypeError or KeyError if it is not
+        a record, or the second one of a request."""
         if not _is_record(record):
-            raise ValueError("no record")
+            raise ValueError("not a record")
         number = int(record["id"].removeprefix(ID_PREFIX))
         digest, custom_id = record["response"]["request_id"], record["custom_id"]
         self._count(record)
         if custom_id is None or (record["error"] or {}).get("code") == DUPLICATE:
             self.done_lines[number] = digest
-        elif (key := key_of(custom_id)) not in self.done:
+        elif (key := key_for(custom_id)) not in self.done:
             self.done[key] = digest
         else:
             raise ValueError("a second record")
@@ -150,14 +152,15 @@ class Writer:
         self.num_failed += record["error"] is not None
         self.num_records += 1
 
-    def _foreign(self, i: int) -> str:
+    def _not_a_record(self, i: int) -> str:
         return (
-            f"line {i} of {self.path} is not what a job writes, or there twice: name another "
-            f"output file, or remove it"
+            f"line {i} of {self.path} is not a batch job's record, or a duplicate: name another "
+            f"output file, or remove the line"
         )
 
 
 def _is_record(record: Record) -> bool:
-    """Whether a job wrote this. Raises TypeError or KeyError if it has another shape."""
+    """Returns whether a JSON value has the form of a record. May also raise TypeError or KeyError
+    if it has not."""
     is_numbered = re.fullmatch(rf"{ID_PREFIX}[0-9]+", record["id"]) is not None
     return is_numbered and isinstance(record["response"]["request_id"], str)

@@ -1,4 +1,4 @@
-"""Messages in the form that chat templates know."""
+"""Normalizes chat messages and converts them to the format that a chat template expects."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
 
-# Parts of a message's content that are text, and where each has it.
+# The content-part types that hold text, each with the key of its text.
 TEXT_KEYS = {
     "text": "text",
     "input_text": "text",
@@ -17,59 +17,60 @@ TEXT_KEYS = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-# A template that loops over a message's content, and one that can have it as a string too.
+# These match a template that loops over content parts, and one that also accepts a string.
 LOOPS_OVER_CONTENT = re.compile(
     r"\{%[-+]?\s*for\s+\w+\s+in\s+(\w+\[['\"]content['\"]\]|(\w+\.)?content\b)"
 )
-ASKS_FOR_STRING = re.compile(r"\bis\s+(not\s+)?string\b")
-# Names of a message's reasoning; templates know the first, or the second.
+CHECKS_FOR_STRING = re.compile(r"\bis\s+(not\s+)?string\b")
+# Keys under which clients send a message's reasoning. Templates read the first or the second.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """What messages a template takes, as far as it shows.
+class MessageFormat:
+    """The message format that a chat template expects, as detected in its source.
 
     Attributes:
-        takes_parts: content may be a list of parts.
-        takes_strings: content may be a string.
-        knows_developers: there may be messages of the role "developer".
+        accepts_parts: whether content may be a list of parts.
+        accepts_strings: whether content may be a string.
+        supports_developer_role: whether messages may have the role "developer".
     """
 
-    takes_parts: bool
-    takes_strings: bool
-    knows_developers: bool
+    accepts_parts: bool
+    accepts_strings: bool
+    supports_developer_role: bool
 
 
-def as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Any]:
-    """Several conversations as they are, still unchecked; a lone one in a list."""
+def to_conversation_list(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Any]:
+    """Returns a list of conversations. A single conversation becomes a list of one. The messages
+    are not checked."""
     if not isinstance(messages, (list, tuple)):
         raise TypeError(
             f"messages must be a conversation or a list of them, got {type(messages).__name__}"
         )
-    lone = bool(messages) and isinstance(messages[0], dict)
-    return [messages] if lone else list(messages)
+    is_single = bool(messages) and isinstance(messages[0], dict)
+    return [messages] if is_single else list(messages)
 
 
-def read_message(message: Any) -> Message:
-    """A copy of a message in which what OpenAI and its clients write in several ways has one form.
+def normalize_message(message: Any) -> Message:
+    """Returns a copy of a message in one format, whichever variant of OpenAI's format it came in.
 
-    Content in parts becomes a list of ``{"type": "text", "text": ...}``; no content, or None,
-    becomes an empty list. Arguments of tool calls become objects, from JSON or from nothing. No
-    tool calls, or None, are left out, as is all else that is None. Reasoning is under both names
-    that templates know.
+    Content parts become a list of ``{"type": "text", "text": ...}``; missing content becomes an
+    empty list. Tool-call arguments are parsed from JSON to an object; missing arguments become an
+    empty object. An empty ``tool_calls`` and keys with the value None are dropped. Reasoning is
+    stored under both keys that templates read.
 
     Raises:
-        TypeError: not a dict.
-        ValueError: no role, a part that is no text, or a tool call that is none.
+        TypeError: the message is not a dict.
+        ValueError: the message has no role, a content part is not text, or a tool call is invalid.
     """
     try:
-        return _read_message(message)
+        return _normalize_message(message)
     except RecursionError:
         raise ValueError("a message is nested too deeply") from None
 
 
-def _read_message(message: Any) -> Message:
+def _normalize_message(message: Any) -> Message:
     if not isinstance(message, dict):
         raise TypeError(f"a message is a dict, not {message!r:.80}")
     if not isinstance(message.get("role"), str):
@@ -83,29 +84,29 @@ def _read_message(message: Any) -> Message:
     else:
         if not isinstance(calls, (list, tuple)):
             raise ValueError(f"tool_calls must be a list, got {calls!r:.80}")
-        message["tool_calls"] = [_read_tool_call(call) for call in calls]
+        message["tool_calls"] = [_normalize_tool_call(call) for call in calls]
     if content is None or isinstance(content, (list, tuple)):
-        message["content"] = [{"type": "text", "text": _read_text(part)} for part in content or ()]
+        message["content"] = [{"type": "text", "text": _part_text(part)} for part in content or ()]
     if keys := [key for key in REASONING_KEYS if key in message]:
         reasoning = message[keys[0]]
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return message
 
 
-def _read_text(part: Any) -> str:
-    """The text of a part of a message's content."""
+def _part_text(part: Any) -> str:
+    """Returns the text of a content part, which may be a string or a dict."""
     text = part
     if isinstance(part, dict):
         kind = part.get("type", "text")
         text = part.get(TEXT_KEYS.get(kind)) if isinstance(kind, str) else None
     if not isinstance(text, str):
-        raise ValueError(f"only text can be served, but a message holds {part!r:.80}")
+        raise ValueError(f"message content must be text, got {part!r:.80}")
     return text
 
 
-def _read_tool_call(call: Any) -> dict[str, Any]:
-    """A copy of a tool call with its arguments as an object, since templates write that as JSON."""
-    is_bare = isinstance(call, dict) and "name" in call  # the function itself
+def _normalize_tool_call(call: Any) -> dict[str, Any]:
+    """Returns a copy of a tool call with its arguments as an object, which templates serialize."""
+    is_bare = isinstance(call, dict) and "name" in call  # the function without its wrapper
     function = call if is_bare else call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise ValueError(f"a tool call is an object with a 'function', got {call!r:.80}")
@@ -124,38 +125,42 @@ def _read_tool_call(call: Any) -> dict[str, Any]:
 
 
 @lru_cache(4)
-def find_form(template: str) -> Form:
-    """The form of messages that a template takes."""
-    takes_parts = bool(LOOPS_OVER_CONTENT.search(template))
-    return Form(
-        takes_parts=takes_parts,
-        takes_strings=not takes_parts or bool(ASKS_FOR_STRING.search(template)),
-        knows_developers="'developer'" in template or '"developer"' in template,
+def detect_format(template: str) -> MessageFormat:
+    """Detects the message format that a template expects."""
+    accepts_parts = bool(LOOPS_OVER_CONTENT.search(template))
+    return MessageFormat(
+        accepts_parts=accepts_parts,
+        accepts_strings=not accepts_parts or bool(CHECKS_FOR_STRING.search(template)),
+        supports_developer_role="'developer'" in template or '"developer"' in template,
     )
 
 
-def fit(messages: list[Message], form: Form) -> list[Message]:
-    """Messages that ``read_message`` has read, in the form that a template takes."""
-    fitted = []
+def adapt_messages(messages: list[Message], target: MessageFormat) -> list[Message]:
+    """Converts normalized messages to the format that a template expects."""
+    adapted = []
     for message in messages:
         content = message["content"]
-        if isinstance(content, list) and (not form.takes_parts or message["role"] == "tool"):
-            content = _join(content)
-        elif isinstance(content, str) and not form.takes_strings and message["role"] != "tool":
+        if isinstance(content, list) and (not target.accepts_parts or message["role"] == "tool"):
+            content = _join_parts(content)
+        elif isinstance(content, str) and not target.accepts_strings and message["role"] != "tool":
             content = [{"type": "text", "text": content}]
-        fitted.append({**message, "content": content})
-    if not form.knows_developers and any(message["role"] == "developer" for message in messages):
-        return _developer_to_system(fitted)
-    return fitted
+        adapted.append({**message, "content": content})
+    if not target.supports_developer_role and any(
+        message["role"] == "developer" for message in messages
+    ):
+        return _developer_to_system(adapted)
+    return adapted
 
 
-def _join(content: str | list[dict[str, str]]) -> str:
+def _join_parts(content: str | list[dict[str, str]]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def _developer_to_system(messages: list[Message]) -> list[Message]:
-    """For a template without developers: their messages become the system's. If one of these is
-    not the first message, or there are several, they are joined into one."""
+    """Turns developer messages into system messages, for templates without a developer role.
+
+    Templates expect a single system message at the start. If there are several, or the only one
+    comes later, they are joined into one message at the start."""
     messages = [
         {**message, "role": "system"} if message["role"] == "developer" else message
         for message in messages
@@ -163,5 +168,5 @@ def _developer_to_system(messages: list[Message]) -> list[Message]:
     others = [message for message in messages if message["role"] != "system"]
     if messages[1:] == others:
         return messages
-    texts = [_join(message["content"]) for message in messages if message["role"] == "system"]
+    texts = [_join_parts(message["content"]) for message in messages if message["role"] == "system"]
     return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]

@@ -1,4 +1,4 @@
-"""Conversations to prompts, by a chat template that runs in a process of its own."""
+"""Renders conversations to prompts with a chat template, in a separate process."""
 
 import inspect
 import pickle
@@ -9,24 +9,25 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from nanovllm.text.chat import Form, find_form, fit, read_message
-from nanovllm.text.limited_process import LimitedProcess, Unanswered
-from nanovllm.text.prompts import map_each, map_good
+from nanovllm.text.chat import MessageFormat, adapt_messages, detect_format, normalize_message
+from nanovllm.text.limited_process import LimitedProcess, ProcessError
+from nanovllm.text.prompts import map_each, map_valid
 
 TEMPLATE_PROCESS = str(Path(__file__).with_name("template_process.py"))
 RENDER_SECONDS = 5.0
 MEMORY_BYTES = 1 << 30
 HEAD_SIZE = struct.Struct("<Q")
-# Follows the text that the model is to go on with, to find its end in the prompt.
+# Appended to the last message with ``continue_final_message``, to find its end in the prompt.
 END_OF_TEXT = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatRenderer:
-    """Makes prompts of conversations. A template that takes too much time or memory, or ends its
-    process, fails alone.
+    """Renders conversations to prompts.
+
+    If the template exceeds its time or memory limit or crashes, only that conversation fails.
 
     Args:
-        cpu_seconds: how long a template may run for one conversation.
+        cpu_seconds: CPU time that the template may take for one conversation.
     """
 
     def __init__(self, cpu_seconds: float = RENDER_SECONDS) -> None:
@@ -35,33 +36,33 @@ class ChatRenderer:
     def render(
         self, tokenizer: Any, conversations: Iterable[Any], options: dict[str, Any]
     ) -> list[str | Exception]:
-        """Returns the text of each conversation, or the TypeError or ValueError that says why
-        there is none. The messages are not changed.
+        """Returns each conversation's prompt, or a TypeError or ValueError with the reason why it
+        cannot be rendered. Does not modify the messages.
 
         Args:
             tokenizer: a transformers tokenizer, for its templates and special tokens.
             conversations: lists of messages.
             options: ``chat_template``, ``tools``, ``add_generation_prompt`` and
-                ``continue_final_message`` as in ``LLM.render_chat``, and any further variables of
+                ``continue_final_message`` as in ``LLM.render_chat``, and any other variables for
                 the template.
         """
         try:
-            head, form, is_open = _read_options(tokenizer, **options)
-        except Exception as error:  # a tool's function, its docstring and others' code
+            head, message_format, continues = _read_options(tokenizer, **options)
+        except Exception as error:  # reading a tool's function and docstring runs user code
             return [_fails(f"{type(error).__name__}: {error}") for _ in conversations]
-        questions = map_each(partial(_prepare, form=form, is_open=is_open), conversations)
-        return map_good(partial(self._ask, head), questions)
+        prepare = partial(_prepare, message_format=message_format, continues=continues)
+        return map_valid(partial(self._render, head), map_each(prepare, conversations))
 
     def close(self) -> None:
-        """Ends the process; the next conversation starts another."""
+        """Ends the process. The next conversation starts a new one."""
         self._process.close()
 
-    def _ask(
-        self, head: bytes, questions: Sequence[tuple[bytes, str | None]]
+    def _render(
+        self, head: bytes, prepared: Sequence[tuple[bytes, str | None]]
     ) -> list[str | Exception]:
-        answers = self._process.ask(head + messages for messages, _ in questions)
-        opened = (text for _, text in questions)
-        return map_each(_read_answer, zip(answers, opened, strict=True))
+        responses = self._process.run(head + messages for messages, _ in prepared)
+        final_texts = (text for _, text in prepared)
+        return map_each(_read_response, zip(responses, final_texts, strict=True))
 
 
 def _read_options(
@@ -71,15 +72,15 @@ def _read_options(
     add_generation_prompt: Any = False,
     continue_final_message: Any = False,
     **variables: Any,
-) -> tuple[bytes, Form, bool]:
-    """What every question begins with, the form that messages need, and whether the last one is
-    left open."""
+) -> tuple[bytes, MessageFormat, bool]:
+    """Returns the start of every request to the process, the template's message format, and
+    whether the model continues the last message."""
     if not isinstance(continue_final_message, bool):
         raise TypeError(f"continue_final_message is True or False, not {continue_final_message!r}")
     if continue_final_message and add_generation_prompt:
         raise ValueError("continue_final_message and add_generation_prompt exclude each other")
     if "messages" in variables:
-        raise ValueError("the variable 'messages' is the conversation")
+        raise ValueError("the template variable 'messages' is reserved for the conversation")
     template = tokenizer.get_chat_template(chat_template, tools)
     shared = {
         "documents": None,
@@ -89,11 +90,11 @@ def _read_options(
         "add_generation_prompt": add_generation_prompt,
     }
     head = _pack((template, shared))
-    return HEAD_SIZE.pack(len(head)) + head, find_form(template), continue_final_message
+    return HEAD_SIZE.pack(len(head)) + head, detect_format(template), continue_final_message
 
 
 def _describe(tool: Any) -> dict[str, Any]:
-    """The JSON schema of a tool."""
+    """Returns the JSON schema of a tool, which may be a dict or a function."""
     if inspect.isfunction(tool) or inspect.ismethod(tool):
         from transformers.utils import get_json_schema
 
@@ -103,25 +104,29 @@ def _describe(tool: Any) -> dict[str, Any]:
     return tool
 
 
-def _prepare(conversation: Any, form: Form, is_open: bool) -> tuple[bytes, str | None]:
-    """The messages, packed; and the text that the model is to go on with, if the last message is
-    open.
+def _prepare(
+    conversation: Any, message_format: MessageFormat, continues: bool
+) -> tuple[bytes, str | None]:
+    """Returns the pickled messages, and the last message's text if the model continues it.
 
     Raises:
-        TypeError: not a conversation, or something in it is not for templates.
-        ValueError: no messages, one that ``read_message`` refuses, or no text to go on with.
+        TypeError: the conversation is not a list, or holds an object that is not plain data.
+        ValueError: there are no messages, ``normalize_message`` refuses one, or the message to
+            continue has no text.
     """
     if not isinstance(conversation, (list, tuple)):
         raise TypeError(f"a conversation is a list of messages, not {conversation!r:.80}")
     if not conversation:
         raise ValueError("a conversation needs at least one message")
-    messages = fit([read_message(message) for message in conversation], form)
-    text = _open_last(messages[-1]) if is_open else None
+    messages = adapt_messages(
+        [normalize_message(message) for message in conversation], message_format
+    )
+    text = _mark_end(messages[-1]) if continues else None
     return _pack(messages), text
 
 
-def _open_last(message: dict[str, Any]) -> str:
-    """Marks the end of a message's text, which is returned."""
+def _mark_end(message: dict[str, Any]) -> str:
+    """Appends END_OF_TEXT to the message's text, in place. Returns the text without it."""
     content = message["content"]
     if isinstance(content, list) and content:
         *parts, part = content
@@ -133,20 +138,20 @@ def _open_last(message: dict[str, Any]) -> str:
     return content
 
 
-def _read_answer(answer: tuple[bytearray | Unanswered, str | None]) -> str:
-    """A prompt; raises ValueError if there is none."""
-    data, opened = answer
-    if isinstance(data, Unanswered):
+def _read_response(response: tuple[bytearray | ProcessError, str | None]) -> str:
+    """Returns the prompt. Raises ValueError if the template failed."""
+    data, final_text = response
+    if isinstance(data, ProcessError):
         raise ValueError(f"the chat template {data}")
     text = str(memoryview(data)[1:], "utf-8", "surrogatepass")
     if data[:1] != b"T":
         raise _fails(text)
-    if opened is None:
+    if final_text is None:
         return text
     before, mark, after = text.rpartition(END_OF_TEXT.strip())
-    if not mark or opened.strip() not in text:
+    if not mark or final_text.strip() not in text:
         raise _fails("continue_final_message is set, but it changes or leaves out the last message")
-    # A template that strips messages has stripped the mark: what is open is stripped, too.
+    # If the mark lost its trailing space, the template strips messages, so strip the text as well.
     return before if after.startswith(" ") else before.rstrip()
 
 
@@ -159,17 +164,17 @@ class _NotPlain(Exception):
 
 
 class _Packer(pickle.Pickler):
-    """Pickles plain data alone."""
+    """A pickler that accepts plain data only."""
 
-    def reducer_override(self, value: Any) -> Any:  # called for what is of no plain type
+    def reducer_override(self, value: Any) -> Any:  # not called for the plain types
         raise _NotPlain
 
 
 def _pack(value: Any) -> bytes:
-    """Plain data as bytes. Objects of types derived from plain ones become plain.
+    """Pickles plain data. Instances of subclasses of the plain types are converted first.
 
     Raises:
-        TypeError: there is an object of another type.
+        TypeError: the data holds an object of another type.
         ValueError: lists or dicts are nested too deeply.
     """
     try:
@@ -200,6 +205,6 @@ def _as_plain(value: Any) -> Any:
     if isinstance(value, (int, float)):
         return int(value) if isinstance(value, int) else float(value)
     raise TypeError(
-        f"a chat template gets strings, numbers, booleans, None, lists and dicts, not "
+        f"a chat template accepts strings, numbers, booleans, None, lists and dicts, not "
         f"{type(value).__name__}: {value!r:.80}"
     )

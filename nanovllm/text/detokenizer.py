@@ -1,29 +1,29 @@
-"""Text of a completion as it grows: whole characters only, and stop strings."""
+"""Incremental detokenization: appends tokens to a text in whole characters, finds stop strings."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from nanovllm.text.token_text import INCOMPLETE, MAX_CHARACTER_TOKENS, TokenTexts
+from nanovllm.text.token_text import MAX_PARTIAL_TOKENS, REPLACEMENT_CHAR, TokenTexts
 
 MAX_PENDING_TOKENS = 16
-ANY_TOKEN: Mapping[int, bool] = defaultdict(lambda: True)
+EVERY_TOKEN: Mapping[int, bool] = defaultdict(lambda: True)  # maps any token id to True
 
 
 class IncrementalDetokenizer:
-    """Turns tokens into text as they come, and finds stop strings.
+    """Detokenizes a completion token by token, and looks for stop strings.
 
-    Most tokens have a text that is known. Others are parts of characters, or belong to a tokenizer
-    whose tokens do not add up: they are decoded together with those before them, as far back as the
-    last that came out whole.
+    The text of most tokens is looked up in a table. A token with part of a character, and any token
+    of a tokenizer whose token texts do not concatenate, is pending until the text is final. Pending
+    tokens are decoded together, after a prefix of earlier tokens where the text depends on them.
 
     Args:
-        texts: the tokenizer's.
-        context: tokens before the completion that its first ones depend on.
-        stop: strings to look for.
-        keep_stop: leave the one found in the text.
+        texts: the texts of the tokenizer's tokens.
+        context: the prompt tokens that the text of the first tokens depends on.
+        stop: the stop strings.
+        keep_stop: whether the text keeps the stop string that is found.
 
     Attributes:
-        num_tokens: how many tokens it has got.
+        num_tokens: the number of tokens added so far.
     """
 
     def __init__(
@@ -38,45 +38,45 @@ class IncrementalDetokenizer:
         self.num_tokens = 0
         self._texts = texts
         self._last_characters = frozenset(string[-1] for string in stop)
-        self._ending_tokens = texts.ends_with(self._last_characters) if stop else None
-        self._longest_start = max(map(len, stop), default=1) - 1
-        self._known = [""]  # the text in pieces
-        # Tokens to decode before the pending ones; None for any whole ones.
-        self._piece = None if texts.add_up and not texts.needs_context else list(context)
+        self._stop_candidates = texts.stop_candidates(self._last_characters) if stop else None
+        self._max_overlap = max(map(len, stop), default=1) - 1
+        self._chunks = [""]  # concatenated, they are the text
+        # The tokens to decode before the pending ones; None if any whole characters will do.
+        self._prefix = None if texts.concatenates and not texts.needs_context else list(context)
         self._pending: list[int] = []
-        self._is_whole = self._piece is None  # the next token may have its own text
+        self._at_boundary = self._prefix is None  # the next token's text can be looked up
 
     @property
     def text(self) -> str:
-        """What is known for certain. Bytes that end the completion in the middle of a character are
-        left out."""
-        if len(self._known) > 1:
-            self._known = ["".join(self._known)]
-        return self._known[0]
+        """The text that later tokens cannot change, without an incomplete character at the end."""
+        if len(self._chunks) > 1:
+            self._chunks = ["".join(self._chunks)]
+        return self._chunks[0]
 
     @property
-    def ending_tokens(self) -> Mapping[int, bool] | None:
-        """Whether the next token, by its id, may complete a stop string, so that it has to be the
-        last that ``extend`` gets; None if there is nothing to look for."""
-        return self._ending_tokens if self._is_whole or not self.stop else ANY_TOKEN
+    def stop_candidates(self) -> Mapping[int, bool] | None:
+        """Maps each token id to whether that token, if it comes next, may complete a stop string.
+        Such a token must be the last in a call of ``extend``. None without stop strings."""
+        return self._stop_candidates if self._at_boundary or not self.stop else EVERY_TOKEN
 
     def append(self, token_id: int, may_stop: bool = True) -> str | None:
-        """Adds a token. Returns the stop string that it completes, having cut the text there."""
+        """Adds a token. If it completes a stop string, cuts the text there and returns the stop
+        string."""
         self.num_tokens += 1
-        if not self._is_whole or INCOMPLETE in (new := self._texts[token_id]):
-            new = self._append_part(token_id)
+        if not self._at_boundary or REPLACEMENT_CHAR in (new := self._texts[token_id]):
+            new = self._append_pending(token_id)
         return self._add(new, may_stop)
 
     def extend(self, token_ids: list[int], may_stop: bool = True) -> str | None:
-        """Adds tokens of which only the last may complete a stop string, and returns that, having
-        cut the text there."""
+        """Adds several tokens at once. Only the last one may complete a stop string: if it does,
+        cuts the text there and returns the stop string."""
         if not token_ids:
             return None
         *others, last = token_ids
-        if self._is_whole:
+        if self._at_boundary:
             new = "".join(map(self._texts.__getitem__, others))
-            if INCOMPLETE not in new:
-                self._known.append(new)
+            if REPLACEMENT_CHAR not in new:
+                self._chunks.append(new)
                 self.num_tokens += len(others)
                 others = []
         for token_id in others:
@@ -84,94 +84,101 @@ class IncrementalDetokenizer:
         return self.append(last, may_stop)
 
     def finish(self, may_stop: bool = True) -> str | None:
-        """Adds what is left but for an incomplete character; no token may follow."""
-        new = self._decode_pending().rstrip(INCOMPLETE) if self._pending else ""
+        """Adds the text of the pending tokens, without an incomplete character at the end. If it
+        completes a stop string, cuts the text there and returns the stop string. No token may be
+        added after this."""
+        new = self._decode_pending().rstrip(REPLACEMENT_CHAR) if self._pending else ""
         self._pending = []
         return self._add(new, may_stop)
 
     def stable_text(self) -> str:
-        """The text without an end that may turn out to begin a stop string."""
+        """Returns the text without an end that may be the start of a stop string."""
         text = self.text
         if self.keep_stop:
             return text
-        for start in range(max(0, len(text) - self._longest_start), len(text)):
+        for start in range(max(0, len(text) - self._max_overlap), len(text)):
             if any(stop.startswith(text[start:]) for stop in self.stop):
                 return text[:start]
         return text
 
-    def _append_part(self, token_id: int) -> str:
-        """Decodes the pending tokens with one more; returns "" while they may change their text."""
-        if token_id in self._texts.skipped:
+    def _append_pending(self, token_id: int) -> str:
+        """Adds a pending token and decodes them all. Returns the text that has become final: ""
+        while the next token may still change it."""
+        if token_id in self._texts.skipped_ids:
             return ""
         self._pending.append(token_id)
-        self._is_whole = False
+        self._at_boundary = False
         new = self._decode_pending()
-        if new and not new.endswith(INCOMPLETE):
-            self._pass(self._pending, [])
+        if new and not new.endswith(REPLACEMENT_CHAR):
+            self._commit(self._pending, [])
         elif len(self._pending) > MAX_PENDING_TOKENS:
-            new = self._give_up_start(new)
+            new = self._flush_start(new)
         else:
             return ""
         return new
 
-    def _give_up_start(self, text: str) -> str:
-        """Takes all but the last few pending tokens for what they are, no characters or no text
-        at all, and cuts where that changes nothing. Keeps the work per token bounded."""
+    def _flush_start(self, text: str) -> str:
+        """Splits off the first pending tokens and returns their text, or "" if no split preserves
+        the text. Bounds the work per token when bytes never complete a character, or tokens have
+        no text."""
         decode = self._texts.decode
-        for cut in range(len(self._pending) - MAX_CHARACTER_TOKENS, 0, -1):
+        for cut in range(len(self._pending) - MAX_PARTIAL_TOKENS, 0, -1):
             start, end = self._pending[:cut], self._pending[cut:]
             if text.endswith(rest := decode(end)):
                 new = text[: len(text) - len(rest)]
                 if decode(start) in (new, new.lstrip()):
-                    self._pass(start, end)
+                    self._commit(start, end)
                     return new
         return ""
 
-    def _pass(self, token_ids: list[int], pending: list[int]) -> None:
-        """Notes that the text of pending tokens is known."""
-        self._piece = None if self._texts.add_up else token_ids
+    def _commit(self, token_ids: list[int], pending: list[int]) -> None:
+        """Makes the text of ``token_ids`` final and keeps ``pending`` as the pending tokens."""
+        self._prefix = None if self._texts.concatenates else token_ids
         self._pending = pending
-        self._is_whole = self._piece is None and not pending
+        self._at_boundary = self._prefix is None and not pending
 
     def _decode_pending(self) -> str:
-        """What the pending tokens add to those before them."""
-        if self._piece is None:
+        """Returns the text that the pending tokens add to the prefix."""
+        if self._prefix is None:
             return self._texts.decode_within(tuple(self._pending))
         decode = self._texts.decode
-        piece, both = decode(self._piece), decode(self._piece + self._pending)
-        # Bytes that are no character can spoil those before them, for some tokenizers.
-        return both[len(piece) :] if both.startswith(piece) else decode(self._pending)
+        prefix, both = decode(self._prefix), decode(self._prefix + self._pending)
+        # With some tokenizers, invalid bytes change the text of the tokens before them.
+        return both[len(prefix) :] if both.startswith(prefix) else decode(self._pending)
 
     def _add(self, new: str, may_stop: bool) -> str | None:
         if new:
-            self._known.append(new)
-        # No stop string ends here without its last character.
+            self._chunks.append(new)
+        # A stop string can end in the new text only if its last character is there.
         if self._last_characters.isdisjoint(new) or not may_stop:
             return None
-        first, size = len(self._known) - 1, 0
-        while first and size < self._longest_start:
+        first, size = len(self._chunks) - 1, 0
+        while first and size < self._max_overlap:
             first -= 1
-            size += len(self._known[first])
-        end = "".join(self._known[first:])
+            size += len(self._chunks[first])
+        end = "".join(self._chunks[first:])
         found = find_stop(end, len(end) - len(new), self.stop)
         if found is None:
             return None
-        place, stop = found
-        self._known[first:] = [end[: place if self.keep_stop else place - len(stop)]]
+        stop_end, stop = found
+        self._chunks[first:] = [end[: stop_end if self.keep_stop else stop_end - len(stop)]]
         return stop
 
 
 def find_stop(text: str, start: int, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Where the first stop string to be complete ends, after ``start``, and which it is.
+    """Finds the stop string that ends first after ``start``.
 
-    First complete, not first listed or first begun: so it does not matter how the text is cut
-    into tokens. Of two that end together it is the longer one.
+    The order of ``stops`` does not matter, and neither does how the text is split into tokens. If
+    two stop strings end at the same position, the longer one is returned.
+
+    Returns:
+        The position where the stop string ends, and the stop string; None if there is none.
     """
     found = []
     for stop in stops:
-        place = text.find(stop, max(0, start - len(stop) + 1))
-        if place >= 0:
-            found.append((place + len(stop), -len(stop), stop))
+        begin = text.find(stop, max(0, start - len(stop) + 1))
+        if begin >= 0:
+            found.append((begin + len(stop), -len(stop), stop))
     if not found:
         return None
     end, _, stop = min(found)

@@ -1,13 +1,13 @@
-"""Compiles grammars in a process of its own, before the engine's process compiles them.
+"""Checks in a separate process that a grammar can be compiled, before the engine compiles it.
 
-llguidance's native code recurses along chains of references: a long one overflows the stack, which
-ends the process. And some grammars of 50 characters, as integers that are multiples of a large one,
-have automata of millions of states.
+llguidance's native code recurses along chains of references, so a long chain overflows the stack
+and ends the process. Some grammars of 50 characters compile to automata with millions of states:
+for example, integers with a large ``multipleOf``.
 """
 
 from pathlib import Path
 
-from nanovllm.text.limited_process import LimitedProcess, OutOfTime, Unanswered
+from nanovllm.text.limited_process import LimitedProcess, ProcessError, ProcessTimeout
 
 CHECK_SECONDS = 5.0
 MEMORY_BYTES = 4 << 30
@@ -15,22 +15,23 @@ GRAMMAR_PROCESS = str(Path(__file__).with_name("grammar_process.py"))
 
 
 class GrammarChecker:
-    """Compiles grammars where a crash, or a compilation without end, costs nobody else anything.
-    The process starts with the first grammar."""
+    """Compiles grammars in a process that may crash or run out of time or memory. The process
+    starts with the first grammar."""
 
     def __init__(self) -> None:
         self._process = LimitedProcess(GRAMMAR_PROCESS, CHECK_SECONDS, MEMORY_BYTES)
 
     def check(self, lark: str) -> None:
-        """Returns if the engine's process may compile a grammar, be it right or wrong.
+        """Checks that the engine's process can compile a grammar safely. Does not check that the
+        grammar is valid.
 
         Raises:
-            ValueError: compiling it ends the process, or takes too long or too much memory.
+            ValueError: compiling the grammar crashes, takes too long or takes too much memory.
         """
-        (answer,) = self._process.ask(iter([lark.encode()]))
-        if isinstance(answer, OutOfTime):
-            raise ValueError(f"the grammar {answer} to compile")
-        if isinstance(answer, Unanswered):
+        (response,) = self._process.run(iter([lark.encode()]))
+        if isinstance(response, ProcessTimeout):
+            raise ValueError(f"the grammar {response} to compile")
+        if isinstance(response, ProcessError):
             raise ValueError("the grammar is nested too deeply, or too large")
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Compiles grammars in a process of its own: see ``grammar_check.py``. Needs llguidance alone."""
+"""Compiles grammars in the process that ``grammar_check.py`` starts. Imports only llguidance."""
 
 from contextlib import suppress
 
@@ -8,8 +8,8 @@ tokenizer = LLTokenizer("byte")
 limits = LLParserLimits(verbose_errors=False)
 
 
-def answer(lark: bytes) -> bytes:
-    """Compiles a grammar in Lark, be it right or wrong."""
-    with suppress(Exception):  # the engine's process meets the same, and tells the user
+def handle(lark: bytes) -> bytes:
+    """Compiles a grammar in Lark syntax. Ignores errors in the grammar."""
+    with suppress(Exception):  # the engine's process gets the same error and reports it
         LLMatcher(tokenizer, lark.decode(), log_level=0, limits=limits).compute_bitmask()
     return b""

@@ -1,10 +1,10 @@
-"""A model's tokenizer as llguidance needs it: the bytes of every token."""
+"""Converts a tokenizer to llguidance's format, which holds the bytes of every token."""
 
 import copy
 import json
 from typing import Any
 
-# Their UTF-8 has every byte that can begin or continue a character of several bytes.
+# The UTF-8 of these contains every byte that can occur in a character of several bytes.
 MULTIBYTE_CODE_POINTS = (
     *range(0x80, 0x800),
     *range(0x800, 0xD800, 0x400),
@@ -14,17 +14,18 @@ MULTIBYTE_CODE_POINTS = (
 
 
 def make_grammar_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> Any:
-    """An ``llguidance.LLTokenizer`` whose token bytes are those that decoding yields.
+    """Returns an ``llguidance.LLTokenizer``, after checking its token bytes against decoding.
 
     Args:
-        tokenizer: a fast tokenizer of transformers.
-        vocab_size: the length of the model's logits; token ids that the tokenizer lacks have no
-            text.
-        eos_token_ids: the tokens that end a text.
+        tokenizer: a transformers fast tokenizer.
+        vocab_size: the length of the model's logits. Token ids beyond the tokenizer's vocabulary
+            have no bytes.
+        eos_token_ids: the EOS tokens.
 
     Raises:
-        ValueError: llguidance cannot read the tokenizer, or reads other bytes.
-        ImportError: llguidance is missing.
+        ValueError: llguidance cannot read the tokenizer, or its token bytes differ from what the
+            tokens decode to.
+        ImportError: llguidance is not installed.
     """
     from llguidance import LLTokenizer
 
@@ -34,8 +35,8 @@ def make_grammar_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: list[
     readable = copy.copy(backend)
     readable.no_padding()
     readable.no_truncation()
-    # llguidance takes any sequence with ByteFallback for SentencePiece's. Some releases of
-    # transformers put it before ByteLevel, where it changes nothing, when they read GGUF files.
+    # llguidance treats any decoder sequence with ByteFallback as SentencePiece's. For GGUF files,
+    # some releases of transformers put ByteFallback before ByteLevel, where it has no effect.
     if (byte_level := _find_byte_level(backend.decoder)) is not None:
         readable.decoder = byte_level
     n_vocab = max(vocab_size, len(tokenizer))
@@ -45,7 +46,7 @@ def make_grammar_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: list[
 
 
 def _find_byte_level(decoder: Any) -> Any:
-    """A ByteLevel decoder if ``decoder`` is a sequence with one; otherwise None."""
+    """Returns a ByteLevel decoder if ``decoder`` is a sequence that contains one, else None."""
     from tokenizers import decoders
 
     state = json.loads(decoder.__getstate__()) if decoder is not None else {}
@@ -54,13 +55,13 @@ def _find_byte_level(decoder: Any) -> Any:
 
 
 def _check_token_bytes(backend: Any, ll_tokenizer: Any, num_tokens: int, eos_token_id: int) -> None:
-    """Raises ValueError unless the tokens decode to the bytes that llguidance has for them."""
+    """Raises ValueError if a token decodes to other bytes than llguidance has for it."""
     token_bytes = [ll_tokenizer.decode_bytes([i]) for i in range(num_tokens)]
-    # Special tokens and those without bytes are no text, so a grammar never chooses them for it.
+    # A grammar never allows special tokens and tokens without bytes as text.
     ids = [i for i, b in enumerate(token_bytes) if b and not ll_tokenizer.is_special_token(i)]
 
-    # One call decodes all tokens, which takes a tenth of a call each. A token of plain text
-    # between any two keeps bytes from joining into characters, and spaces from being stripped.
+    # One call for all tokens takes a tenth of the time of a call per token. A separator, a token
+    # of plain text, keeps bytes from joining into characters and spaces from being stripped.
     words = (i for i in ids if len(token_bytes[i]) > 1 and token_bytes[i].isalpha())
     separator = next(words, eos_token_id)
     start = _decode(backend, [separator])
@@ -70,24 +71,25 @@ def _check_token_bytes(backend: Any, ll_tokenizer: Any, num_tokens: int, eos_tok
     if _decode(backend, spaced) != start + "".join(texts):
         raise ValueError(_describe_difference(backend, token_bytes, ids, separator))
 
-    # A part of a character has no text of its own: these are seen where they join.
+    # Tokens of a single byte have no text alone, so check them in characters that they form.
     id_of = {token_bytes[i]: i for i in ids if len(token_bytes[i]) == 1}
     characters = [chr(code).encode() for code in MULTIBYTE_CODE_POINTS]
     known = [c for c in characters if all(bytes([byte]) in id_of for byte in c)]
     joined = _decode(backend, [separator, *(id_of[bytes([b])] for c in known for b in c)])
     if joined != start + b"".join(known).decode():
-        raise ValueError("bytes join into other characters than the grammar engine expects")
+        raise ValueError("tokens of single bytes do not decode to the characters that they form")
 
 
 def _describe_difference(
     backend: Any, token_bytes: list[bytes], ids: list[int], separator: int
 ) -> str:
+    """Returns an error message that names the first token whose text and bytes differ."""
     length = len(_decode(backend, [separator]))
     for i in ids:
         text = _decode(backend, [separator, i])[length:]
         if text != token_bytes[i].decode(errors="replace"):
             return f"token {i} decodes to {text!r:.80}, not to {token_bytes[i]!r:.80}"
-    return "tokens decode to other texts beside each other than alone"
+    return "the text of a token depends on the tokens around it"
 
 
 def _decode(backend: Any, token_ids: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""JSON schemas of objects without undeclared keys."""
+"""Changes a JSON schema so that objects cannot have undeclared keys."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -6,32 +6,34 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
-PROPERTIES = ("properties", "patternProperties")  # their values are maps of schemas
-# Keywords that hold a schema, or a list of schemas, of what is in an object or array.
-CONTENTS = ("additionalProperties", "items", "prefixItems", "additionalItems")
-BRANCHES = ("anyOf", "oneOf")
-# What references are resolved by. That is done here, so the result does not need them.
-DEFINITIONS = ("$defs", "definitions", "$id", "$anchor")
+PROPERTY_KEYWORDS = ("properties", "patternProperties")  # their values map names to schemas
+# Keywords whose value is a schema, or a list of schemas, of an object's or array's children.
+CHILD_KEYWORDS = ("additionalProperties", "items", "prefixItems", "additionalItems")
+BRANCH_KEYWORDS = ("anyOf", "oneOf")
+# Keywords that references need. The result has its own "$defs" and does not need the others.
+DEFINITION_KEYWORDS = ("$defs", "definitions", "$id", "$anchor")
 
-MAX_VISITS = 50_000  # of parts: about a quarter of a second
+MAX_VISITS = 50_000  # visits of applicators; they take about a quarter of a second
 
-Part: TypeAlias = tuple[str, Any]
+# JSON Schema's term is "in-place applicator": a keyword with schemas for the same value. This is
+# ("$ref", reference), ("anyOf" or "oneOf", list of schemas) or ("allOf", one of its schemas).
+Applicator: TypeAlias = tuple[str, Any]
 
 
 def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Forbids undeclared keys where a schema has ``properties`` or ``patternProperties`` and no
     ``additionalProperties``, at any depth.
 
-    As with ``"unevaluatedProperties": false``, keys are also declared by ``$ref``, ``allOf`` and
-    the branch of ``anyOf`` or ``oneOf`` that an object matches. llguidance does not know that
-    keyword, so the result has ``additionalProperties`` beside all keys declared for an object.
+    As with ``"unevaluatedProperties": false``, ``$ref``, ``allOf`` and the matching branch of
+    ``anyOf`` or ``oneOf`` also declare keys. llguidance does not support that keyword, so the
+    result sets ``additionalProperties`` to false next to all keys that are declared for an object.
 
     Returns:
-        A new schema. Its references lead to ``$defs`` of its own.
+        A new schema, whose references point to its own ``$defs``.
 
     Raises:
-        ValueError: what a reference names does not exist, or is in another document, or there are
-            too many ways through references and branches.
+        ValueError: the target of a reference does not exist or is in another document, or there
+            are too many paths through references and branches.
     """
     closer = _Closer(schema)
     try:
@@ -42,176 +44,181 @@ def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Declared:
-    """What schemas of the same object say of its keys.
+class _DeclaredKeys:
+    """The keys that one or more schemas declare for the same object.
 
     Attributes:
-        properties: the schemas of each key in ``properties``; none for a key that only a
-            ``required`` beside ``properties`` names.
+        properties: the schemas of each key in ``properties``. A key that is only in ``required``
+            (next to ``properties``) has none.
         patterns: the keys of ``patternProperties``.
-        is_given: one of these keywords is there, even if it is empty.
-        is_said: ``additionalProperties`` says which other keys there may be.
-        varies: branches, which are left out here, declare more.
+        has_properties: whether a schema has ``properties`` or ``patternProperties``, even empty.
+        has_additional: whether a schema has ``additionalProperties``.
+        varies: whether branches declare further keys, which are not included here.
     """
 
     properties: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     patterns: tuple[str, ...] = ()
-    is_given: bool = False
-    is_said: bool = False
+    has_properties: bool = False
+    has_additional: bool = False
     varies: bool = False
 
     @classmethod
-    def by(cls, schema: Mapping[str, Any]) -> "_Declared":
-        """What the schema's own keywords say."""
-        properties, patterns = (_mapping(schema.get(keyword)) for keyword in PROPERTIES)
+    def of(cls, schema: Mapping[str, Any]) -> "_DeclaredKeys":
+        """Returns the keys that the schema's own keywords declare, without its applicators."""
+        properties, patterns = (_mapping(schema.get(keyword)) for keyword in PROPERTY_KEYWORDS)
         required = schema.get("required") if properties else ()
         if not isinstance(required, list):
-            required = []  # llguidance refuses what is no list
+            required = []  # llguidance refuses the schema later
         return cls(
             {name: (value,) for name, value in properties.items()}
             | {name: () for name in required if name not in properties},
             tuple(patterns),
-            is_given=any(keyword in schema for keyword in PROPERTIES),
-            is_said="additionalProperties" in schema,
+            has_properties=any(keyword in schema for keyword in PROPERTY_KEYWORDS),
+            has_additional="additionalProperties" in schema,
         )
 
-    def __or__(self, other: "_Declared") -> "_Declared":
-        mine, others = self.properties, other.properties
-        return _Declared(
-            {name: mine.get(name, ()) + others.get(name, ()) for name in {**mine, **others}},
+    def __or__(self, other: "_DeclaredKeys") -> "_DeclaredKeys":
+        ours, theirs = self.properties, other.properties
+        return _DeclaredKeys(
+            {name: ours.get(name, ()) + theirs.get(name, ()) for name in {**ours, **theirs}},
             tuple(dict.fromkeys(self.patterns + other.patterns)),
-            self.is_given or other.is_given,
-            self.is_said or other.is_said,
+            self.has_properties or other.has_properties,
+            self.has_additional or other.has_additional,
             self.varies or other.varies,
         )
 
 
-NOTHING = _Declared()
+NO_KEYS = _DeclaredKeys()
 
 
 class _Closer:
-    """Closes the objects of one schema.
+    """Closes the objects of one schema: forbids undeclared keys.
 
-    The parts of a schema are the schemas in its ``$ref``, ``allOf``, ``anyOf`` and ``oneOf``,
-    which describe the same value. Where the declared keys depend on the branches of a part, the
-    object is closed within each branch, and other parts with branches move into it. A property
-    that several parts have a schema for is closed with the keys of all these schemas.
+    The applicators of a schema (``$ref``, ``allOf``, ``anyOf``, ``oneOf``) describe the same value
+    as the schema. If the declared keys depend on the branch of an applicator, the object is closed
+    within each branch, and other applicators with branches move into that branch. A property is
+    shared if several schemas of the value describe it. A shared property is closed with the keys
+    of all these schemas.
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self.definitions: dict[str, Any] = {}
         self._root = root
-        self._names: dict[object, str] = {}  # of the definitions, by what they are made of
+        self._names: dict[object, str] = {}  # names of definitions, by reference and function
         self._num_visits = 0
 
     def close(self, schema: Any) -> Any:
-        """A copy of a value's schema that allows no undeclared keys."""
+        """Returns a copy of a value's only schema that allows no undeclared keys."""
         counts = self._count_schemas(schema)
         shared = tuple(name for name, count in counts.items() if count > 1)
-        return self._close(schema, NOTHING, (), shared)
+        return self._close(schema, NO_KEYS, (), shared)
 
     def _close(
-        self, schema: Any, outer: _Declared, others: tuple[Any, ...], shared: tuple[str, ...]
+        self, schema: Any, outer_keys: _DeclaredKeys, more: tuple[Any, ...], shared: tuple[str, ...]
     ) -> Any:
-        """A copy of one of a value's schemas that allows no keys but those declared in any.
+        """Returns a copy of one of a value's schemas that allows only the keys that any of the
+        value's schemas declares.
 
         Args:
             schema: the schema to copy.
-            outer: what the schemas beside it declare.
-            others: more schemas of the value, with branches. The copy includes them.
-            shared: properties for which several of the value's schemas have a schema.
+            outer_keys: the keys that the other schemas of the value declare.
+            more: further schemas of the value, with branches, to include in the copy.
+            shared: properties that several of the value's schemas describe.
         """
-        if schema is True and (others or outer != NOTHING):
+        if schema is True and (more or outer_keys != NO_KEYS):
             schema = {}
         if not isinstance(schema, Mapping):
             return schema
-        own, parts = _Declared.by(schema), list(_parts(schema))
-        surveys = [self._survey(part) for part in parts]
-        inner = [i for i, survey in enumerate(surveys) if survey.varies]
-        if not inner and not others and own == outer == NOTHING:
-            # Where one part declares everything, that part can be closed.
-            declaring = [i for i, survey in enumerate(surveys) if survey != NOTHING]
+        own, applicators = _DeclaredKeys.of(schema), list(_applicators(schema))
+        declared = [self._declared_by(applicator) for applicator in applicators]
+        inner = [i for i, keys in enumerate(declared) if keys.varies]
+        if not inner and not more and own == outer_keys == NO_KEYS:
+            # If a single applicator declares all the keys, closing that applicator is enough.
+            declaring = [i for i, keys in enumerate(declared) if keys != NO_KEYS]
             inner = declaring if len(declaring) == 1 else []
-        outside = [survey for i, survey in enumerate(surveys) if i not in inner]
-        known = self._merge([outer, own, *outside])
-        others = (*(_as_schema(parts[i]) for i in inner[1:]), *others)
+        outside = [keys for i, keys in enumerate(declared) if i not in inner]
+        all_keys = self._merge([outer_keys, own, *outside])
+        more = (*(_as_schema(applicators[i]) for i in inner[1:]), *more)
 
-        def new_part(i: int) -> Any:
+        def new_content(i: int) -> Any:
             if i not in inner:
-                return self._map(parts[i], self._open, shared)
+                return self._apply(applicators[i], self._close_children, shared)
             if i == inner[0]:
-                return self._map(parts[i], self._close, known, others, shared)
+                return self._apply(applicators[i], self._close, all_keys, more, shared)
             return None
 
-        new = self._assemble(schema, [new_part(i) for i in range(len(parts))], shared)
+        new = self._assemble(schema, [new_content(i) for i in range(len(applicators))], shared)
         if inner:
             return new
-        if others:
-            return _both(new, self._close(others[0], known, others[1:], shared))
-        return self._close_leaf(new, known, shared)
+        if more:
+            return _with_all_of(new, self._close(more[0], all_keys, more[1:], shared))
+        return self._close_leaf(new, all_keys, shared)
 
     def _close_leaf(
-        self, schema: dict[str, Any], known: _Declared, shared: tuple[str, ...]
+        self, schema: dict[str, Any], all_keys: _DeclaredKeys, shared: tuple[str, ...]
     ) -> dict[str, Any]:
-        """The schema with what closes the object and its shared properties."""
+        """Returns a schema without branches, closed, and with its shared properties closed."""
         inside = {
-            name: self.close({"allOf": [*known.properties[name]]})
+            name: self.close({"allOf": [*all_keys.properties[name]]})
             for name in shared
-            if name in known.properties
+            if name in all_keys.properties
         }
-        if not known.is_given or known.is_said:
-            return _both(schema, {"properties": inside}) if inside else schema
-        given = [tuple(_mapping(schema.get(keyword))) for keyword in PROPERTIES]
-        if not inside and given == [tuple(known.properties), known.patterns]:
+        if not all_keys.has_properties or all_keys.has_additional:
+            return _with_all_of(schema, {"properties": inside}) if inside else schema
+        given = [tuple(_mapping(schema.get(keyword))) for keyword in PROPERTY_KEYWORDS]
+        if not inside and given == [tuple(all_keys.properties), all_keys.patterns]:
             return {**schema, "additionalProperties": False}
         closing = {
-            "properties": dict.fromkeys(known.properties, True) | inside,
-            "patternProperties": dict.fromkeys(known.patterns, True),
+            "properties": dict.fromkeys(all_keys.properties, True) | inside,
+            "patternProperties": dict.fromkeys(all_keys.patterns, True),
             "additionalProperties": False,
         }
-        return _both(schema, {key: value for key, value in closing.items() if value != {}})
+        return _with_all_of(schema, {key: value for key, value in closing.items() if value != {}})
 
-    def _open(self, schema: Any, shared: tuple[str, ...] = ()) -> Any:
-        """A copy of a value's schema that is closed for what is in the value only."""
+    def _close_children(self, schema: Any, shared: tuple[str, ...] = ()) -> Any:
+        """Returns a copy of a value's schema in which only the value's children are closed."""
         if not isinstance(schema, Mapping):
             return schema
-        parts = [self._map(part, self._open, shared) for part in _parts(schema)]
-        return self._assemble(schema, parts, shared)
+        new = [self._apply(item, self._close_children, shared) for item in _applicators(schema)]
+        return self._assemble(schema, new, shared)
 
-    def _survey(self, part: Part, seen: frozenset[str] = frozenset()) -> _Declared:
-        """What a part declares."""
-        self._visit()
-        keyword, schema = part
-        if keyword in BRANCHES:
-            surveys = [self._survey(("allOf", branch), seen) for branch in schema]
-            return _Declared(varies=any(survey != NOTHING for survey in surveys))
+    def _declared_by(
+        self, applicator: Applicator, seen: frozenset[str] = frozenset()
+    ) -> _DeclaredKeys:
+        """Returns the keys that an applicator declares. ``seen`` holds the references on the path
+        to it."""
+        self._count_visit()
+        keyword, schema = applicator
+        if keyword in BRANCH_KEYWORDS:
+            declared = [self._declared_by(("allOf", branch), seen) for branch in schema]
+            return _DeclaredKeys(varies=any(keys != NO_KEYS for keys in declared))
         if keyword == "$ref":
             if schema in seen:
-                return NOTHING
+                return NO_KEYS
             schema, seen = self._resolve(schema), seen | {schema}
         if not isinstance(schema, Mapping):
-            return NOTHING
-        surveys = [self._survey(inner, seen) for inner in _parts(schema)]
-        return self._merge([_Declared.by(schema), *surveys])
+            return NO_KEYS
+        declared = [self._declared_by(inner, seen) for inner in _applicators(schema)]
+        return self._merge([_DeclaredKeys.of(schema), *declared])
 
-    def _merge(self, surveys: Iterable[_Declared]) -> _Declared:
-        """What several schemas of one object declare together."""
-        merged = NOTHING
-        for survey in surveys:
-            if survey != NOTHING:
-                merged = survey if merged == NOTHING else merged | survey
-                self._visit(len(merged.properties) // 16)  # which takes as long as a visit
+    def _merge(self, declared: Iterable[_DeclaredKeys]) -> _DeclaredKeys:
+        """Returns the union of keys that several schemas of one object declare."""
+        merged = NO_KEYS
+        for keys in declared:
+            if keys != NO_KEYS:
+                merged = keys if merged == NO_KEYS else merged | keys
+                self._count_visit(len(merged.properties) // 16)  # merging 16 takes as long as one
         return merged
 
     def _count_schemas(self, schema: Any, seen: frozenset[str] = frozenset()) -> Counter[str]:
-        """How many schemas the value's schemas have for each property, in the branches that have
-        most."""
-        self._visit()
+        """Counts, for each property, how many of the value's schemas describe it. Of the branches
+        of an ``anyOf`` or ``oneOf``, only the one with the highest count is counted."""
+        self._count_visit()
         if not isinstance(schema, Mapping):
             return Counter()
         counts = Counter(_mapping(schema.get("properties")).keys())
-        for keyword, content in _parts(schema):
-            if keyword in BRANCHES:
+        for keyword, content in _applicators(schema):
+            if keyword in BRANCH_KEYWORDS:
                 most: dict[str, int] = {}
                 for branch in content:
                     for name, count in self._count_schemas(branch, seen).items():
@@ -223,24 +230,25 @@ class _Closer:
                 counts.update(self._count_schemas(self._resolve(content), seen | {content}))
         return counts
 
-    def _visit(self, num: int = 1) -> None:
-        """Raises ValueError after too many: definitions that refer to each other have as many paths
-        between them as they have orders."""
+    def _count_visit(self, num: int = 1) -> None:
+        """Counts visits, and raises ValueError after too many. Definitions that refer to each other
+        have exponentially many paths."""
         self._num_visits += num
         if self._num_visits > MAX_VISITS:
-            raise ValueError("the schema has too many ways through its references and branches")
+            raise ValueError("the schema has too many paths through its references and branches")
 
-    def _map(self, part: Part, function: Callable[..., Any], *context: Any) -> Any:
-        """The content of a part with ``function`` applied to its schemas."""
-        keyword, content = part
-        if keyword in BRANCHES:
+    def _apply(self, applicator: Applicator, function: Callable[..., Any], *context: Any) -> Any:
+        """Returns an applicator's content with ``function`` applied to each of its schemas."""
+        keyword, content = applicator
+        if keyword in BRANCH_KEYWORDS:
             return [function(branch, *context) for branch in content]
         if keyword == "$ref":
             return self._define(content, function, *context)
         return function(content, *context)
 
     def _define(self, reference: str, function: Callable[..., Any], *context: Any) -> str:
-        """A reference to a definition: ``function`` of what ``reference`` leads to."""
+        """Applies ``function`` to the target of a reference, once, and stores the result as a
+        definition. Returns a reference to it."""
         key = reference, function.__name__, repr(context)
         name = self._names.get(key)
         if name is None:
@@ -250,10 +258,10 @@ class _Closer:
         return f"#/$defs/{name}"
 
     def _resolve(self, reference: str) -> Any:
-        """The schema that a reference leads to, by its JSON pointer."""
+        """Returns the schema that a reference's JSON pointer points to."""
         document, _, pointer = reference.partition("#")
         if document or pointer[:1] not in ("", "/"):
-            raise ValueError(f"$ref {reference!r:.80} is not served: only '#' and '#/...' are")
+            raise ValueError(f"$ref {reference!r:.80} is not supported: use '#' or '#/...'")
         target: Any = self._root
         for escaped in unquote(pointer).split("/")[1:]:
             name = escaped.replace("~1", "/").replace("~0", "~")
@@ -264,34 +272,36 @@ class _Closer:
         return target
 
     def _assemble(
-        self, schema: Mapping[str, Any], parts: Iterable[Any], shared: tuple[str, ...]
+        self, schema: Mapping[str, Any], new_contents: Iterable[Any], shared: tuple[str, ...]
     ) -> dict[str, Any]:
-        """A copy of the schema with other parts, None for those to leave out, and with what is in
-        the value closed; but for shared properties, which cannot be closed alone."""
+        """Returns a copy of the schema with new contents of its applicators, and children closed.
+
+        An applicator whose new content is None is dropped. Shared properties are not closed: that
+        takes the keys of all their schemas."""
         contents: dict[str, list[Any]] = {}
-        for (keyword, _), part in zip(_parts(schema), parts, strict=True):
-            contents.setdefault(keyword, []).extend([] if part is None else [part])
+        for (keyword, _), content in zip(_applicators(schema), new_contents, strict=True):
+            contents.setdefault(keyword, []).extend([] if content is None else [content])
         new: dict[str, Any] = {}
         for keyword, content in schema.items():
             if keyword in contents:
                 if found := contents[keyword]:
                     new[keyword] = found if keyword == "allOf" else found[0]
-            elif keyword in PROPERTIES and isinstance(content, Mapping):
+            elif keyword in PROPERTY_KEYWORDS and isinstance(content, Mapping):
                 unclosed = shared if keyword == "properties" else ()
                 new[keyword] = {
-                    key: self._open(value) if key in unclosed else self.close(value)
+                    key: self._close_children(value) if key in unclosed else self.close(value)
                     for key, value in content.items()
                 }
-            elif keyword in CONTENTS:
+            elif keyword in CHILD_KEYWORDS:
                 is_list = isinstance(content, list)
                 new[keyword] = [*map(self.close, content)] if is_list else self.close(content)
-            elif keyword not in DEFINITIONS:
+            elif keyword not in DEFINITION_KEYWORDS:
                 new[keyword] = content
         return new
 
 
-def _parts(schema: Mapping[str, Any]) -> Iterator[Part]:
-    """Keyword and content of each part; a schema for each of ``allOf``."""
+def _applicators(schema: Mapping[str, Any]) -> Iterator[Applicator]:
+    """Yields the applicators of a schema, one for each schema in ``allOf``."""
     for keyword, content in schema.items():
         if keyword == "allOf" and isinstance(content, list):
             yield from ((keyword, item) for item in content)
@@ -299,15 +309,16 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[Part]:
             yield keyword, content
 
 
-def _as_schema(part: Part) -> Any:
-    keyword, content = part
+def _as_schema(applicator: Applicator) -> Any:
+    """Returns a schema with the applicator alone."""
+    keyword, content = applicator
     return content if keyword == "allOf" else {keyword: content}
 
 
-def _both(schema: dict[str, Any], other: Any) -> dict[str, Any]:
+def _with_all_of(schema: dict[str, Any], other: Any) -> dict[str, Any]:
     return {**schema, "allOf": [*schema.get("allOf", []), other]}
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    """The value, or an empty mapping for one that llguidance will refuse."""
+    """Returns the value if it is a mapping, else an empty one: llguidance refuses it later."""
     return value if isinstance(value, Mapping) else {}

@@ -1,6 +1,6 @@
-"""A process that works on untrusted input under limits of time and memory.
+"""A process with limited time and memory, for work on untrusted input.
 
-Run as a script, this file is that process.
+``LimitedProcess`` is the owner's side. The process itself runs this file as a script.
 """
 
 import os
@@ -17,34 +17,35 @@ from contextlib import suppress
 from time import monotonic
 
 STARTUP_SECONDS = 60.0
-WALL_SECONDS = 25.0  # of one question, on a busy machine too
-STACK_BYTES = 4 << 20  # less than a main thread has, so that what passes here fits there
+WALL_SECONDS = 25.0  # for one request, even on a busy machine
+# Less than a main thread's stack, so input that passes in this process fits the owner's stack too.
+STACK_BYTES = 4 << 20
 PIPE_BYTES = 1 << 16
-MAX_ANSWER_BYTES = 1 << 27
-OUT_OF_MEMORY = 77  # an exit status
-LENGTH = struct.Struct("<Q")  # stands before each question and each answer
+MAX_RESPONSE_BYTES = 1 << 27
+OUT_OF_MEMORY = 77  # exit status of a process that ran out of memory
+LENGTH = struct.Struct("<Q")  # precedes each request and each response
 
 
-class Unanswered(Exception):
-    """Why a question has no answer: a predicate, such as "takes too much memory"."""
+class ProcessError(Exception):
+    """A request has no response. The message is a predicate, such as "takes too much memory"."""
 
 
-class OutOfTime(Unanswered):
-    """The question took longer than it may."""
+class ProcessTimeout(ProcessError):
+    """The request exceeded its time limit."""
 
 
 class LimitedProcess:
-    """Answers questions in a process of its own, where a question that crashes or never ends does
-    no other harm.
+    """Handles requests in a separate process, so that a request that crashes or never ends fails
+    alone.
 
-    The process starts with the first question. It ends at ``close()``, with this object, or when
-    the owner's process ends. Threads take turns. A forked child of the owner leaves the process
-    alone and starts another.
+    The process starts with the first request. It ends at ``close()``, when this object is garbage
+    collected, or when the owner's process ends. Several threads may call ``run``; they take turns.
+    A forked child of the owner does not use its parent's process, but starts its own.
 
     Args:
-        module: the path of a Python file that defines ``answer(question: bytes) -> bytes``.
-        cpu_seconds: CPU time of one question.
-        memory_bytes: address space of the process.
+        module: the path of a Python file that defines ``handle(request: bytes) -> bytes``.
+        cpu_seconds: the limit of CPU time for one request.
+        memory_bytes: the limit of the process's address space.
     """
 
     def __init__(self, module: str, cpu_seconds: float, memory_bytes: int) -> None:
@@ -55,100 +56,103 @@ class LimitedProcess:
         self._lock = threading.Lock()
         _instances.add(self)
 
-    def ask(self, questions: Iterator[bytes]) -> list[bytearray | Unanswered]:
-        """Returns the answer to each question, or why it has none. After a question that ends the
-        process, another process answers the rest.
+    def run(self, requests: Iterator[bytes]) -> list[bytearray | ProcessError]:
+        """Returns the response to each request, or the error that explains why it has none.
+
+        If a request ends the process, a new process handles the remaining requests.
 
         Raises:
             RuntimeError: the process does not start.
         """
-        answers: list[bytearray | Unanswered] = []
+        responses: list[bytearray | ProcessError] = []
         pending: deque[bytes] = deque()
         with self._lock:
             try:
-                while (end := self._exchange(questions, pending, answers)) is not None:
-                    answers.append(end)
+                while (error := self._exchange(requests, pending, responses)) is not None:
+                    responses.append(error)
                     pending.popleft()
-                return answers
+                return responses
             except BaseException:
-                self._end()
+                self._stop()
                 raise
 
     def close(self) -> None:
         """Ends the process."""
         with self._lock:
-            self._end()
+            self._stop()
 
     def _exchange(
         self,
-        questions: Iterator[bytes],
+        requests: Iterator[bytes],
         pending: deque[bytes],
-        answers: list[bytearray | Unanswered],
-    ) -> Unanswered | None:
-        """Asks the pending questions again, then the others. Returns None when all have answers,
-        or what ended the process: then the first pending question is the one that did it."""
-        process = self._running()
+        responses: list[bytearray | ProcessError],
+    ) -> ProcessError | None:
+        """Sends the pending requests, then new ones, and reads the responses.
+
+        Returns None when every request has its response. If the process ends before that, returns
+        the reason: the first pending request is the one that ended it."""
+        process = self._ensure_started()
         assert process.stdin and process.stdout
         outgoing, incoming = bytearray().join(pending), bytearray()
         deadline = monotonic() + WALL_SECONDS
         while True:
-            while len(outgoing) < PIPE_BYTES and (question := next(questions, None)) is not None:
-                pending.append(LENGTH.pack(len(question)) + question)
+            while len(outgoing) < PIPE_BYTES and (request := next(requests, None)) is not None:
+                pending.append(LENGTH.pack(len(request)) + request)
                 outgoing += pending[-1]
             if not pending:
                 return None
             try:
                 del outgoing[: process.stdin.write(outgoing) or 0]
-            except BrokenPipeError:  # what it answered before it ended is still to be read
+            except BrokenPipeError:  # the process ended, but its last responses can still be read
                 outgoing.clear()
             ready = _wait(process, bool(outgoing), deadline - monotonic())
             if not ready:
-                self._end()
-                return OutOfTime(f"takes over {WALL_SECONDS:g} s")
+                self._stop()
+                return ProcessTimeout(f"takes over {WALL_SECONDS:g} s")
             if process.stdout.fileno() in ready:
                 data = process.stdout.read(PIPE_BYTES)
                 if not data:
-                    return self._read_end(process)
+                    return self._exit_reason(process)
                 incoming += data
                 while pending and len(incoming) >= LENGTH.size:
                     end = LENGTH.size + LENGTH.unpack_from(incoming)[0]
-                    if end > MAX_ANSWER_BYTES:
-                        self._end()
-                        return Unanswered("has too long an answer")
+                    if end > MAX_RESPONSE_BYTES:
+                        self._stop()
+                        return ProcessError("has too long an answer")
                     if end > len(incoming):
                         break
-                    answers.append(incoming[LENGTH.size : end])
+                    responses.append(incoming[LENGTH.size : end])
                     del incoming[:end]
                     pending.popleft()
                     deadline = monotonic() + WALL_SECONDS
 
-    def _read_end(self, process: subprocess.Popen[bytes]) -> Unanswered:
-        """Why a process has closed its output."""
+    def _exit_reason(self, process: subprocess.Popen[bytes]) -> ProcessError:
+        """Waits for a process that has closed its output, and returns why it ended."""
         with suppress(subprocess.TimeoutExpired):
             process.wait(WALL_SECONDS)
-        self._end()
+        self._stop()
         if process.returncode == -signal.SIGPROF:
-            return OutOfTime(f"takes over {self._cpu_seconds:g} s")
+            return ProcessTimeout(f"takes over {self._cpu_seconds:g} s")
         if process.returncode == OUT_OF_MEMORY:
-            return Unanswered("takes too much memory")
-        return Unanswered("ends its process")
+            return ProcessError("takes too much memory")
+        return ProcessError("ends its process")
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        """The process, started if there is none."""
+    def _ensure_started(self) -> subprocess.Popen[bytes]:
+        """Returns the process. Starts it if it is not running."""
         if self._process is not None and self._process.poll() is None:
             return self._process
-        self._end()
+        self._stop()
         process = self._process = subprocess.Popen(
             [
                 *(sys.executable, "-I", os.path.abspath(__file__)),
                 *(self._module, str(self._cpu_seconds), str(self._memory_bytes)),
-                *filter(None, sys.path),  # it imports what this process would
+                *filter(None, sys.path),  # imports resolve as in the owner
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C is for its owner
+            start_new_session=True,  # so that Ctrl-C interrupts only the owner
         )
         self._kill = weakref.finalize(self, _kill, process)
         assert process.stdin and process.stdout
@@ -160,18 +164,19 @@ class LimitedProcess:
             raise RuntimeError(f"the process for {self._module} does not start: {reason}")
         return process
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         if self._process is not None:
             self._process = None
             self._kill()
 
-    def _leave_to_parent(self) -> None:
+    def _detach(self) -> None:
+        """Forgets the process in a forked child, without ending it."""
         self._lock = threading.Lock()
         if (process := self._process) is not None:
             self._process = None
             self._kill.detach()
-            process.returncode = 0  # the parent waits for it
-            _close_pipes(process)  # the parent's end is to be the end of its input
+            process.returncode = 0  # only the parent can wait for the process
+            _close_pipes(process)  # so that the process's input ends when the parent ends
 
 
 _instances: weakref.WeakSet[LimitedProcess] = weakref.WeakSet()
@@ -179,7 +184,7 @@ _instances: weakref.WeakSet[LimitedProcess] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for instance in list(_instances):
-        instance._leave_to_parent()
+        instance._detach()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
@@ -187,10 +192,10 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def _wait(process: subprocess.Popen[bytes], writes: bool, seconds: float) -> set[int]:
-    """Waits until the process has written something, or if the owner ``writes``, can be written to;
-    returns the descriptors that are ready, none if that takes too long."""
+    """Waits until the process's output can be read or, if ``writes``, its input can be written.
+    Returns the file descriptors that are ready, an empty set after ``seconds``."""
     assert process.stdin and process.stdout
-    poll = select.poll()  # which knows no limit for the number of a descriptor
+    poll = select.poll()  # unlike select(), it takes descriptors above 1023
     poll.register(process.stdout, select.POLLIN)
     if writes:
         poll.register(process.stdin, select.POLLOUT)
@@ -210,13 +215,13 @@ def _close_pipes(process: subprocess.Popen[bytes]) -> None:
 
 
 def serve(module: str, cpu_seconds: float, memory_bytes: int) -> None:
-    """Answers each question on standard input, until it ends."""
+    """Reads requests from standard input and writes the responses to standard output."""
     import resource
     from runpy import run_path
 
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     try:
-        answer = run_path(module)["answer"]
+        handle = run_path(module)["handle"]
     except Exception as error:
         stdout.write(f"{type(error).__name__}: {error}".encode())
         return
@@ -226,20 +231,20 @@ def serve(module: str, cpu_seconds: float, memory_bytes: int) -> None:
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, 0),
     ):
-        with suppress(OSError, ValueError):  # not on every system
+        with suppress(OSError, ValueError):  # some systems refuse some limits
             resource.setrlimit(limit, (size, size))
 
     def loop() -> None:
         stdout.write(b"\n")
         stdout.flush()
         while len(head := stdin.read(LENGTH.size)) == LENGTH.size:
-            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # at the end, SIGPROF ends it
+            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # SIGPROF then ends the process
             try:
-                data = answer(stdin.read(*LENGTH.unpack(head)))
+                data = handle(stdin.read(*LENGTH.unpack(head)))
                 stdout.write(LENGTH.pack(len(data)) + data)
             except MemoryError:
                 os._exit(OUT_OF_MEMORY)
-            stdout.flush()  # an answer is known before the next question can end the process
+            stdout.flush()  # the next request may end the process
 
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=loop)

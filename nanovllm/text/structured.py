@@ -1,7 +1,7 @@
-"""Structured outputs: which tokens may come next if the text is to match a schema or a grammar.
+"""Structured outputs: masks the tokens that would break a JSON schema, regex, choice or grammar.
 
-llguidance, an optional dependency, does the parsing. Where a completion may end is decided here,
-alike for every end-of-sequence token.
+llguidance, an optional dependency, does the parsing. This module decides where a completion may
+end, by the same rule for every EOS token.
 """
 
 import json
@@ -25,29 +25,29 @@ from nanovllm.text.grammar_tokenizer import make_grammar_tokenizer
 from nanovllm.text.json_schema import close_objects
 from nanovllm.utils.panics import is_failure
 
-# Longer texts would be refused anyway, but after minutes.
+# llguidance would refuse longer texts too, but only after minutes.
 MAX_CHARACTERS = {"json": 1_000_000, "choice": 4_000_000, "regex": 1_000_000, "grammar": 1_000_000}
 T = TypeVar("T")
 CACHE_SIZE = 64  # compiled grammars, each with its lexer's tables
-FREE_SECONDS = 5.0  # that following a request's grammar may take, beside what is usual:
-STEP_SECONDS = 0.002  # for each mask, and for each token
-WAIT_SECONDS = 0.1  # at most, until ``meanwhile`` is called again
+BUDGET_SECONDS = 5.0  # CPU time for a request's masks and tokens, on top of ALLOWANCE_SECONDS
+ALLOWANCE_SECONDS = 0.002  # usual CPU time for one mask, or for accepting one token
+WAIT_SECONDS = 0.1  # longest wait between two calls of ``meanwhile``
 NUM_THREADS = 4
-STACK_BYTES = 16 << 20  # of a thread that compiles: more than GrammarChecker lets a grammar need
-JSON_OPTIONS = {"whitespace_pattern": " "}  # at most one between two symbols
-# Where the text is certain, allow all its tokens, not just those the tokenizer would choose.
+STACK_BYTES = 16 << 20  # of a compiling thread: more than GrammarChecker's process has
+JSON_OPTIONS = {"whitespace_pattern": " "}  # at most one space between two symbols
+# Where only one text can follow, allow every tokenization of it, not only the tokenizer's own.
 LARK_OPTIONS = '%llguidance {"no_forcing": true}'
-EBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # where Lark has "name:"
+GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # Lark writes "name:" instead
 
 
 class Once:
-    """What a function makes, called once however many threads need it.
+    """A value that is computed at most once, by the first thread that calls ``run``.
 
     Args:
-        make: the function; what it raises is remembered too.
+        make: computes the value. If it raises, ``get`` raises from then on.
 
     Attributes:
-        is_done: whether ``run`` has nothing left to do.
+        is_done: whether ``make`` has returned or raised.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -61,7 +61,7 @@ class Once:
         return self._make is None
 
     def run(self) -> None:
-        """Calls the function, or waits while another thread does."""
+        """Computes the value. If another thread is computing it, waits for that thread."""
         with self._lock:
             if self._make is None:
                 return
@@ -70,35 +70,36 @@ class Once:
             except BaseException as error:
                 if not is_failure(error):
                     raise
-                self._error = str(error)  # a traceback would keep all that its frames hold
+                self._error = str(error)  # the exception's traceback would keep objects alive
             self._make = None
 
     def get(self) -> Any:
-        """What the function has returned. Raises ValueError with the message of what it raised."""
+        """Returns the value. Raises ValueError, with the original message, if ``make`` raised."""
         if self._error is not None:
             raise ValueError(self._error)
         return self._value
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model's vocabulary, and remembers the latest.
+    """Compiles grammars for one model's vocabulary, and caches them (least recently used).
 
-    Any thread may call it. Compiling takes up to many seconds, most of it without the interpreter's
-    lock, so it is done in threads of this object's own, whose stacks are as large as it needs.
+    Thread-safe. Compiling a grammar may take many seconds, mostly without the GIL. It runs in a
+    thread pool, because it needs a larger stack than the caller's thread may have.
 
-    JSON is written on one line with at most one space between symbols, since a model free to
-    write any whitespace there may, at a high temperature, never write anything else. Properties
-    come in the schema's order. Keywords of JSON schema that cannot be enforced are refused, but
-    names that it does not define mean nothing to it and are ignored.
+    JSON is generated on one line with at most one space between symbols. If any whitespace were
+    allowed, a model at a high temperature might generate nothing else. Properties come in the
+    schema's order. JSON schema keywords that cannot be enforced are refused. Keywords that JSON
+    schema does not define are ignored.
 
-    Regular expressions match the whole text, and have Rust's syntax: no look-around, no
-    back-references. As in Lark, a terminal matches as much as it can; an EBNF rule made of
-    terminals alone becomes one. Special tokens may come only where a Lark grammar names them.
+    Regular expressions match the whole text and use Rust's syntax, without look-around and
+    back-references. As in Lark, terminals match greedily. An EBNF rule that consists of terminals
+    becomes a terminal. Special tokens are allowed only where a Lark grammar names them.
 
     Args:
-        tokenizer: the model's fast tokenizer, read at the first compile; None if it has none.
-        vocab_size: the length of the model's logits, whatever the tokenizer's is.
-        eos_token_ids: the tokens that end a completion; they count as nothing else.
+        tokenizer: the model's fast tokenizer, converted at the first compilation; None if the
+            model has none.
+        vocab_size: the length of the model's logits, which may differ from the tokenizer's size.
+        eos_token_ids: the tokens that end a completion. A grammar cannot allow them as text.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
@@ -109,36 +110,37 @@ class GrammarCompiler:
         self._tokenizer = Once(partial(_make_tokenizer, tokenizer, vocab_size, self.eos_ids))
         self._checker = GrammarChecker()
         self._lock = threading.Lock()
-        self._latest: dict[tuple[str, bytes], Once] = {}  # the least recently used one first
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "nanovllm-grammars")
+        self._cache: dict[tuple[str, bytes], Once] = {}  # least recently used first
+        self._pool = ThreadPoolExecutor(NUM_THREADS, "nanovllm-grammars")
 
     def find(self, params: StructuredOutputsParams) -> Once:
-        """The grammar of ``params``, compiled or still to be.
+        """Returns the grammar of ``params``, from the cache if it is there. It may not be compiled
+        yet: ``check`` waits for that.
 
         Raises:
-            ValueError: it is no JSON schema.
+            ValueError: the JSON schema cannot be read, or the text is too long.
         """
-        with _refusals():
-            kind, text = _read(params)
+        with _raising_value_error():
+            kind, text = _spec_of(params)
             if len(text) > (limit := MAX_CHARACTERS[kind]):
                 raise ValueError(f"the {kind} has {len(text)} characters, but may have {limit}")
         key = kind, blake2b(text.encode(errors="surrogatepass")).digest()
         with self._lock:
-            grammar = self._latest.pop(key, None)
+            grammar = self._cache.pop(key, None)
             if grammar is None:
                 grammar = Once(partial(_compile, self._checker, self._tokenizer, kind, text))
-            self._latest[key] = grammar
-            if len(self._latest) > CACHE_SIZE:
-                del self._latest[next(iter(self._latest))]
+            self._cache[key] = grammar
+            if len(self._cache) > CACHE_SIZE:
+                del self._cache[next(iter(self._cache))]
         return grammar
 
     def check(self, grammar: Once | None) -> None:
-        """Returns when a grammar that ``find`` has returned is compiled.
+        """Compiles a grammar from ``find``, or waits until another thread has compiled it.
 
         Raises:
-            ValueError: the schema, expression or grammar is malformed, asks for what cannot be
-                enforced, or matches no text; or llguidance, a tokenizer that it can read, or an
-                end-of-sequence token is missing.
+            ValueError: the schema, regex or grammar is malformed, cannot be enforced, or matches
+                no text; or llguidance is not installed, cannot read the tokenizer, or the model
+                has no EOS token.
         """
         if grammar is None:
             return
@@ -156,14 +158,16 @@ class GrammarCompiler:
         grammar_of: Callable[[T], Once | None],
         meanwhile: Callable[[], bool | None],
     ) -> Generator[tuple[int, T | ValueError]]:
-        """Yields items with their indices: those with a grammar when it is compiled, in their own
-        order, or the ValueError that says why it cannot be served; the others at once.
+        """Yields each item with its index, as soon as its grammar is compiled.
+
+        Items without a grammar are yielded at once, items with a grammar in order among themselves.
+        If a grammar cannot be compiled, its ValueError is yielded in place of the item.
 
         Args:
-            items: what to yield.
-            grammar_of: what ``find`` has returned for an item; None if it has no grammar.
-            meanwhile: called again and again while there is nothing but grammars to wait for;
-                returns whether it had anything to do.
+            items: the items.
+            grammar_of: returns an item's grammar, which ``find`` has returned, or None.
+            meanwhile: called repeatedly while only grammars are left to wait for. Returns whether
+                it had anything to do.
         """
         compiling: deque[tuple[int, T, Once]] = deque()
         futures: dict[Once, Future[None]] = {}
@@ -196,105 +200,109 @@ class GrammarCompiler:
             for future in futures.values():
                 future.cancel()
 
-    def start(self, grammar: Once, effort: "Effort") -> "Grammar":
-        """A grammar that ``find`` has returned, before the first token; ``effort`` is the
-        request's. Raises ValueError as ``check``."""
+    def start(self, grammar: Once, budget: "CPUBudget") -> "Grammar":
+        """Returns the state of a grammar from ``find`` before the first token. All completions of a
+        request share its ``budget``. Raises ValueError as ``check`` does."""
         self.check(grammar)
-        return Grammar(grammar.get().deep_copy(), self, effort)
+        return Grammar(grammar.get().deep_copy(), self, budget)
 
     def compile(self, params: StructuredOutputsParams) -> "Grammar":
-        """The grammar of ``params``, before the first token. Raises ValueError as ``check``."""
-        return self.start(self.find(params), Effort())
+        """Compiles the grammar of ``params`` and returns its state before the first token. Raises
+        ValueError as ``check`` does."""
+        return self.start(self.find(params), CPUBudget())
 
     def close(self) -> None:
-        """Ends the threads. What they are compiling is waited for, what has not begun is not."""
-        self._threads.shutdown(cancel_futures=True)
+        """Ends the threads: waits for running compilations and cancels the others."""
+        self._pool.shutdown(cancel_futures=True)
         self._checker.close()
 
     def _submit(self, grammar: Once) -> Future[None]:
         with self._lock:
             default = threading.stack_size(STACK_BYTES)
             try:
-                return self._threads.submit(grammar.run)
+                return self._pool.submit(grammar.run)
             finally:
                 threading.stack_size(default)
 
 
-class Effort:
-    """The CPU time that a request's completions take to follow their grammar. An ambiguous one may
-    take a second for each token, while all other requests wait."""
+class CPUBudget:
+    """A limit of the CPU time that a request spends on its grammar. An ambiguous grammar may take a
+    second for each token, and all other requests wait."""
 
     def __init__(self) -> None:
-        self._seconds = FREE_SECONDS
+        self._seconds = BUDGET_SECONDS
 
     @contextmanager
-    def of_a_step(self) -> Iterator[None]:
-        """Within its block a mask is computed, or a token accepted."""
+    def charge(self) -> Iterator[None]:
+        """Charges the CPU time of the ``with`` block: one mask, or one accepted token."""
         start = thread_time()
         yield
-        self._seconds += STEP_SECONDS - (thread_time() - start)
+        self._seconds += ALLOWANCE_SECONDS - (thread_time() - start)
 
     @property
-    def is_over(self) -> bool:
-        """Whether the time is used up."""
+    def is_exhausted(self) -> bool:
+        """Whether the CPU time is used up."""
         return self._seconds < 0
 
 
 class Grammar:
-    """How far one completion has come in its grammar.
+    """The state of a grammar within one completion.
 
     Attributes:
-        error: why nothing can follow, not even an end; empty as long as something can.
+        error: why no token satisfies the grammar, not even an EOS token; "" while one does.
     """
 
-    def __init__(self, matcher: Any, compiler: GrammarCompiler, effort: Effort) -> None:
+    def __init__(self, matcher: Any, compiler: GrammarCompiler, budget: CPUBudget) -> None:
         self._matcher = matcher
         self._compiler = compiler
-        self._effort = effort
-        self._ended = False  # by an end-of-sequence token, or for want of any other
+        self._budget = budget
+        self._at_end = False  # an EOS token was accepted, or no other token is allowed
         self.error = ""
 
     @property
     def is_finished(self) -> bool:
-        """Nothing can follow but an end-of-sequence token, or one has been accepted."""
-        return self._ended or self._matcher.is_stopped()
+        """Whether only an EOS token is allowed next, or one has been accepted."""
+        return self._at_end or self._matcher.is_stopped()
 
     def fill_mask(self, mask: np.ndarray) -> None:
-        """Sets the bits of the tokens that may come next. There is none, and ``error`` says why,
-        where a grammar gets too complex to follow or leads where this vocabulary has no token.
+        """Writes the mask of the tokens that the grammar allows next.
+
+        The mask is empty, and ``error`` is set, if no token in the vocabulary satisfies the
+        grammar, or the grammar has become too complex.
 
         Args:
             mask: int32 [ceil(vocab_size / 32)]; bit i of word w stands for token 32 * w + i.
         """
         try:
-            if self._effort.is_over:
-                raise ValueError("its grammar takes too long to follow")
-            with self._effort.of_a_step():
+            if self._budget.is_exhausted:
+                raise ValueError("its grammar has used up its CPU time")
+            with self._budget.charge():
                 allowed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
         except BaseException as error:
             if not is_failure(error):
                 raise
-            self.error = f"the structured output cannot go on: {error}"
+            self.error = f"the structured output cannot continue: {error}"
             mask[:] = 0
             return
         np.bitwise_and(allowed[: len(mask)], self._compiler.text_mask, out=mask)
-        if self._ended:
+        if self._at_end:
             mask[:] = 0
         elif not mask.any():
-            self._ended = self._matcher.is_accepting()
-            if not self._ended:
+            self._at_end = self._matcher.is_accepting()
+            if not self._at_end:
                 self._fail()
         if self._can_end():
             mask |= self._compiler.eos_mask
 
     def accept(self, token_id: int) -> bool:
-        """Goes on by one token; False, and nothing has changed, if it may not come next."""
+        """Advances by one token. Returns False, without a change, if the grammar does not allow
+        the token."""
         if token_id in self._compiler.eos_ids:
-            self._ended = self._can_end()
-            return self._ended
-        if self._ended or not 0 <= token_id < self._compiler.vocab_size:
+            self._at_end = self._can_end()
+            return self._at_end
+        if self._at_end or not 0 <= token_id < self._compiler.vocab_size:
             return False
-        with self._effort.of_a_step():
+        with self._budget.charge():
             num_accepted = self._matcher.try_consume_tokens([token_id])
         if num_accepted == 1:
             return True
@@ -308,26 +316,27 @@ class Grammar:
     def _fail(self) -> None:
         reason = self._matcher.get_error()
         if not reason or reason.startswith("NoExtension"):
-            reason = "no token of this vocabulary can follow"
-        self.error = f"the structured output cannot go on: {_brief(reason)}"
+            reason = "no token in the vocabulary satisfies the grammar"
+        self.error = f"the structured output cannot continue: {_shorten(reason)}"
 
 
 def _make_tokenizer(tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> Any:
-    """llguidance's tokenizer. Raises ValueError where there can be none."""
+    """Converts the tokenizer to llguidance's format. Raises ValueError if that is impossible."""
     if tokenizer is None or not eos_ids:
-        raise ValueError("they need a model with a tokenizer and an end-of-sequence token")
+        raise ValueError("the model has no tokenizer or no EOS token")
     try:
         return make_grammar_tokenizer(tokenizer, vocab_size, sorted(eos_ids))
     except ImportError:
-        raise ValueError('they need llguidance: pip install "nanovllm[structured]"') from None
+        message = 'llguidance is not installed: pip install "nanovllm[structured]"'
+        raise ValueError(message) from None
     except ValueError as error:
-        raise ValueError(f"they cannot use this tokenizer: {error}") from error
+        raise ValueError(f"llguidance cannot use this tokenizer: {error}") from error
 
 
 def _compile(checker: GrammarChecker, tokenizer: Once, kind: str, text: str) -> Any:
-    """An llguidance matcher that stands at the start of a grammar, as ``_read`` gives it. Raises
-    ValueError."""
-    with _refusals():
+    """Compiles a grammar that ``_spec_of`` returned to an llguidance matcher in its start state.
+    Raises ValueError if that fails."""
+    with _raising_value_error():
         tokenizer.run()
         return _make_matcher(checker, tokenizer.get(), kind, text)
 
@@ -337,17 +346,17 @@ def _make_matcher(checker: GrammarChecker, ll_tokenizer: Any, kind: str, text: s
 
     lark = f"{_to_lark(kind, text, checker)}\n{LARK_OPTIONS}"
     checker.check(lark)
-    limits = LLParserLimits(verbose_errors=False)  # errors without the parser's whole state
+    limits = LLParserLimits(verbose_errors=False)  # leave the parser's state out of messages
     matcher = LLMatcher(ll_tokenizer, lark, log_level=0, limits=limits)
-    matcher.compute_bitmask()  # some mistakes show at the first step only
+    matcher.compute_bitmask()  # reports errors that compilation does not
     if matcher.is_error():
         error = matcher.get_error()
         raise ValueError("it matches no text" if error.startswith("NoExtension") else error)
     return matcher
 
 
-def _read(params: StructuredOutputsParams) -> tuple[str, str]:
-    """Which of its fields ``params`` has, and its value as text."""
+def _spec_of(params: StructuredOutputsParams) -> tuple[str, str]:
+    """Returns the kind of grammar that ``params`` asks for, and its source text."""
     schema = {"type": "object"} if params.json_object else params.json
     if schema is not None:
         return "json", _read_schema(schema)
@@ -369,13 +378,14 @@ def _read_schema(schema: Any) -> str:
 
 
 def _to_lark(kind: str, text: str, checker: GrammarChecker) -> str:
-    """A grammar in llguidance's dialect of Lark; raises whatever is wrong with it."""
+    """Converts a grammar to llguidance's dialect of Lark. Raises an error of any type if it is
+    invalid."""
     from llguidance import LLMatcher, regex_to_lark
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if kind == "json":
         schema = json.loads(text)
-        if '"oneOf"' in text:  # its branches must exclude each other as they are, not just closed
+        if '"oneOf"' in text:  # check the branches before closing makes them mutually exclusive
             lark = _json_to_lark(schema)
             checker.check(lark)
             error = LLMatcher.validate_grammar(lark)
@@ -383,11 +393,11 @@ def _to_lark(kind: str, text: str, checker: GrammarChecker) -> str:
                 raise ValueError(error)
         return _json_to_lark(close_objects(schema))
     if kind == "choice":
-        texts = " | ".join(json.dumps(choice) for choice in json.loads(text))  # as Lark's quotes
+        texts = " | ".join(map(json.dumps, json.loads(text)))  # Lark quotes strings as JSON does
         return f"start: CHOICE\nCHOICE: {texts}"
     if kind == "regex":
         return f"start: /{regex_to_lark(text, use_ascii='')}/"
-    return gbnf_to_lark(text) if EBNF_RULE.search(text) else text
+    return gbnf_to_lark(text) if GBNF_RULE.search(text) else text
 
 
 def _json_to_lark(schema: dict[str, Any]) -> str:
@@ -396,16 +406,16 @@ def _json_to_lark(schema: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
-    """Makes a ValueError of whatever is raised within."""
+def _raising_value_error() -> Iterator[None]:
+    """Converts any exception in its block to a ValueError."""
     try:
         yield
-    except BaseException as error:  # pydantic and llguidance have exceptions of many kinds
+    except BaseException as error:  # pydantic and llguidance raise many types of exceptions
         if not is_failure(error):
             raise
-        raise ValueError(f"structured_outputs cannot be served: {_brief(error)}") from error
+        raise ValueError(f"structured_outputs cannot be used: {_shorten(error)}") from error
 
 
-def _brief(error: object) -> str:
-    """llguidance's error message without the Lark made here that it quotes at the end."""
+def _shorten(error: object) -> str:
+    """Returns an llguidance error message without the generated Lark grammar that it quotes."""
     return re.sub(r"(?s)\n( *\d+ \| |<non-verbose/>).*", "", str(error))

@@ -1,6 +1,6 @@
-"""Renders chat templates, in a process of its own: see ``chat_renderer.py``. Needs jinja2 alone.
+"""Renders chat templates in the process that ``chat_renderer.py`` starts. Imports only jinja2.
 
-Templates get the environment that transformers gives them.
+The Jinja environment has the same filters, functions and extensions as that of transformers.
 """
 
 import json
@@ -19,13 +19,13 @@ from jinja2.utils import Namespace
 
 MAX_TEXT_BYTES = 64 << 20
 MAX_ERROR_CHARS = 10_000
-NUM_CACHED = 16
-CACHED_CHARS = 1 << 16  # longer templates are not kept, as they take memory
+CACHE_SIZE = 16  # compiled templates
+MAX_CACHED_CHARS = 1 << 16  # longer templates are not cached, to save memory
 HEAD_SIZE = struct.Struct("<Q")
 
 
 class GenerationBlock(Extension):
-    """``{% generation %}``, which marks what an assistant writes. It renders as its body."""
+    """The tag ``{% generation %}``, which marks the assistant's text. It renders as its body."""
 
     tags = frozenset({"generation"})  # type: ignore[assignment]
 
@@ -36,7 +36,7 @@ class GenerationBlock(Extension):
 
 
 class MakeDict:
-    """``dict`` as a function, without the attributes of a class."""
+    """A replacement for ``dict`` that does not expose the attributes of the class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -46,7 +46,7 @@ class MakeDict:
 
 
 class PublicNamespace(Namespace):
-    """A namespace whose names do not begin with an underscore."""
+    """A Jinja namespace that refuses attribute names with a leading underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # any keyword may be a name, even "self"
         self, *values = args
@@ -80,7 +80,7 @@ def tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is, where Jinja's own filter escapes HTML."""
+    """Serializes to JSON without escaping HTML, unlike Jinja's own filter."""
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -96,31 +96,31 @@ environment.globals.update(
     dict=MakeDict(),
     namespace=PublicNamespace,
 )
-_from_cache = lru_cache(NUM_CACHED)(environment.from_string)
+_compile_cached = lru_cache(CACHE_SIZE)(environment.from_string)
 
 
-def answer(question: bytes) -> bytes:
+def handle(request: bytes) -> bytes:
     """Renders one conversation.
 
     Args:
-        question: the length of what follows first; the pickled template and the variables that
-            conversations share; the pickled messages.
+        request: the head's length; the head, which is the pickled template and the variables that
+            all conversations share; the pickled messages.
 
     Returns:
-        bytes: "T" and the text; or "E" and the error's class and message.
+        bytes: "T" and the text, or "E" and the error's class and message.
     """
     try:
-        start = HEAD_SIZE.size + HEAD_SIZE.unpack_from(question)[0]
-        template, variables = _read_head(question[HEAD_SIZE.size : start])
-        messages = pickle.loads(memoryview(question)[start:])
+        start = HEAD_SIZE.size + HEAD_SIZE.unpack_from(request)[0]
+        template, variables = _read_head(request[HEAD_SIZE.size : start])
+        messages = pickle.loads(memoryview(request)[start:])
         text = template.render(variables, messages=messages)
         data = text.encode("utf-8", "surrogatepass")
         if len(data) > MAX_TEXT_BYTES:
-            raise ValueError(f"it makes over {MAX_TEXT_BYTES >> 20} MiB of text")
+            raise ValueError(f"the text is longer than {MAX_TEXT_BYTES >> 20} MiB")
         return b"T" + data
     except MemoryError:
         raise
-    except Exception as error:  # templates raise whatever their authors thought of
+    except Exception as error:  # a template may raise anything
         message = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
         return b"E" + message.encode("utf-8", "surrogatepass")
 
@@ -128,5 +128,6 @@ def answer(question: bytes) -> bytes:
 @lru_cache(1)
 def _read_head(head: bytes) -> tuple[Template, dict[str, Any]]:
     source, variables = pickle.loads(head)
-    compile_template = _from_cache if len(source) <= CACHED_CHARS else environment.from_string
+    is_cached = len(source) <= MAX_CACHED_CHARS
+    compile_template = _compile_cached if is_cached else environment.from_string
     return compile_template(source), variables

@@ -1,4 +1,4 @@
-"""Texts of single tokens: what log-probabilities name, and what longer texts are made of."""
+"""Texts of single tokens, for log-probabilities and for fast detokenization."""
 
 import json
 import re
@@ -8,36 +8,38 @@ from typing import Any
 
 from nanovllm.utils.panics import is_failure
 
-INCOMPLETE = "\ufffd"  # what a tokenizer makes of bytes that are no whole character
-MAX_CHARACTER_TOKENS = 3  # what may still become a character: it has at most 4 bytes
-# The tokenizers library's decoders: those that treat the first token of a text apart, those that
-# treat each of the others alike, and those after which there is but one.
+REPLACEMENT_CHAR = "\ufffd"  # tokenizers decode bytes of an incomplete character to this
+MAX_PARTIAL_TOKENS = 3  # tokens of an incomplete character: a character has at most 4 bytes
+# Decoders of the tokenizers library that treat the first token of a text differently.
 START_DECODERS = {"Metaspace", "Strip", "WordPiece"}
+# Decoders that map each token on its own, apart from the first.
 TOKEN_DECODERS = START_DECODERS | {"ByteFallback", "Replace"}
+# Decoders that join all tokens into one text.
 JOINING_DECODERS = {"ByteLevel", "Fuse"}
-FALLBACK_BYTE = re.compile("<0x[0-9a-fA-F]{2}>")  # what ByteFallback makes a byte of
-NUM_CHARACTERS = 1 << 14  # of several tokens, whose texts are remembered
-NUM_STOPS = 64  # sets of stop strings, of which it is remembered what tokens complete them
+FALLBACK_BYTE = re.compile("<0x[0-9a-fA-F]{2}>")  # ByteFallback decodes such a token to a byte
+CHARACTER_CACHE_SIZE = 1 << 14  # texts of characters that take several tokens
+STOPS_CACHE_SIZE = 64  # sets of stop strings
 
 
 class TokenTexts(dict[int, str]):
-    """Texts of tokens that stand within a text, by token id; each is decoded at its first use.
+    """Maps each token id to the token's text in the middle of a text, decoded at its first use.
 
-    A text that contains INCOMPLETE belongs to a token with a part of a character, which only the
-    tokens around it complete.
+    REPLACEMENT_CHAR in the text of a token means that the token holds part of a character, which
+    the tokens before or after it complete.
 
     Args:
         tokenizer: a transformers tokenizer.
         skip_special_tokens, spaces_between_special_tokens: options of its ``decode``.
 
     Attributes:
-        needs_context: a token's text at the start of a text differs from its text within one, as in
-            SentencePiece's family, which drops a space there.
-        add_up: tokens have the text of each, one after the other, where none is INCOMPLETE.
-        skipped: special tokens that have no text.
-        decode: the text of token ids that stand at the start of a text.
-        decode_within: the text of a tuple of token ids that follow whole characters.
-        ends_with: the EndingTokens of a set of characters.
+        needs_context: whether tokens at the start of a text decode differently. SentencePiece
+            tokenizers, for example, drop a leading space there.
+        concatenates: whether the text of several tokens is the concatenation of their texts, as
+            long as no text contains REPLACEMENT_CHAR.
+        skipped_ids: the special tokens that decode to no text.
+        decode: decodes a list of token ids at the start of a text.
+        decode_within: decodes a tuple of token ids that follow whole characters.
+        stop_candidates: returns the StopCandidates for a frozenset of last characters.
     """
 
     def __init__(
@@ -53,18 +55,18 @@ class TokenTexts(dict[int, str]):
             spaces_between_special_tokens=spaces_between_special_tokens,
         )
         added = tokenizer.added_tokens_decoder.items() if skip_special_tokens else ()
-        self.skipped = frozenset(i for i, token in added if token.special)
+        self.skipped_ids = frozenset(i for i, token in added if token.special)
         ids = tokenizer(" a", add_special_tokens=False)["input_ids"]
         once, twice = tokenizer.decode(ids), tokenizer.decode(ids + ids)
         starts_apart = not START_DECODERS.isdisjoint(step["type"] for step in steps)
         self.needs_context = starts_apart or once + once != twice
         self._anchor = ids[-1:] if self.needs_context else []
         self._anchor_length = len(self.decode(self._anchor))
-        self.add_up = _adds_up(steps, tokenizer) and (
+        self.concatenates = _concatenates(steps, tokenizer) and (
             not self.needs_context or self._anchor_length > 0
         )
-        self.decode_within = lru_cache(NUM_CHARACTERS)(self._decode_within)
-        self.ends_with = lru_cache(NUM_STOPS)(partial(EndingTokens, self))
+        self.decode_within = lru_cache(CHARACTER_CACHE_SIZE)(self._decode_within)
+        self.stop_candidates = lru_cache(STOPS_CACHE_SIZE)(partial(StopCandidates, self))
 
     def __missing__(self, token_id: int) -> str:
         text = self[token_id] = self._decode_within((token_id,))
@@ -73,47 +75,54 @@ class TokenTexts(dict[int, str]):
     def decode_candidates(
         self, context_token_ids: Sequence[int], token_ids: Sequence[int]
     ) -> list[str]:
-        """Texts of the candidates for one position, such that the texts of successive tokens add up
-        to their text. A token that ends within a character has no text; the token that completes
-        the character has all of it.
+        """Returns the texts of the candidate tokens for one position.
+
+        A token that ends within a character has the text "", and the token that completes the
+        character has the whole character. So the texts of successive tokens concatenate.
 
         Args:
-            context_token_ids: the tokens before the position. Only those that may belong to the
-                same character matter: the last MAX_CHARACTER_TOKENS.
+            context_token_ids: the tokens before the position. Only the last MAX_PARTIAL_TOKENS,
+                which may belong to the same character, are used.
             token_ids: the candidates.
         """
-        return [self._decode_in(context_token_ids, token_id) for token_id in token_ids]
+        return [self._decode_after(context_token_ids, token_id) for token_id in token_ids]
 
     def _decode_within(self, token_ids: tuple[int, ...]) -> str:
         return self.decode([*self._anchor, *token_ids])[self._anchor_length :]
 
-    def _decode_in(self, context: Sequence[int], token_id: int) -> str:
+    def _decode_after(self, context: Sequence[int], token_id: int) -> str:
         text = self[token_id]
         token_ids: tuple[int, ...] = (token_id,)
-        for previous in reversed(context[-MAX_CHARACTER_TOKENS:]):
-            if not (text.endswith(INCOMPLETE) and self[previous].endswith(INCOMPLETE)):
+        for previous in reversed(context[-MAX_PARTIAL_TOKENS:]):
+            if not (text.endswith(REPLACEMENT_CHAR) and self[previous].endswith(REPLACEMENT_CHAR)):
                 break
             token_ids = (previous, *token_ids)
             text = self.decode_within(token_ids)
-        return "" if text.endswith(INCOMPLETE) else text
+        return "" if text.endswith(REPLACEMENT_CHAR) else text
 
 
-class EndingTokens(dict[int, bool]):
-    """Whether a token after whole characters, by its id, may complete a string that ends with one
-    of some characters, or is a part of a character."""
+class StopCandidates(dict[int, bool]):
+    """Maps each token id to whether that token, after whole characters, may complete a stop string.
+
+    A token may if its text contains the last character of a stop string or part of a character.
+
+    Args:
+        texts: the texts of the tokenizer's tokens.
+        last_characters: the last characters of the stop strings.
+    """
 
     def __init__(self, texts: TokenTexts, last_characters: frozenset[str]) -> None:
-        super().__init__({-1: False})  # no token
+        super().__init__({-1: False})  # -1 stands for no token
         self._texts = texts
-        self._last_characters = last_characters | {INCOMPLETE}
+        self._last_characters = last_characters | {REPLACEMENT_CHAR}
 
     def __missing__(self, token_id: int) -> bool:
         try:
             may = not self._last_characters.isdisjoint(self._texts[token_id])
-        except BaseException as error:  # whatever the tokenizer's code runs into
+        except BaseException as error:  # the tokenizer's code may raise anything
             if not is_failure(error):
                 raise
-            return True  # whoever looks will run into it
+            return True  # the caller then decodes the token and handles the error
         self[token_id] = may
         return may
 
@@ -121,8 +130,10 @@ class EndingTokens(dict[int, bool]):
 def _open(
     tokenizer: Any, **options: bool
 ) -> tuple[Callable[[list[int]], str], list[dict[str, Any]]]:
-    """``decode`` of a transformers tokenizer, and the tokenizers library's decoders that make it
-    up; none if there is more to it. That library takes a fifth of the time without its wrapper."""
+    """Returns a tokenizer's ``decode`` and its decoder steps in the tokenizers library's format.
+
+    A fast tokenizer is called without its transformers wrapper, in a fifth of the time. A tokenizer
+    that overrides ``decode`` has no known steps."""
     from transformers import PreTrainedTokenizerFast as Fast
 
     kind = type(tokenizer)
@@ -142,9 +153,9 @@ def _flatten(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield decoder
 
 
-def _adds_up(decoders: list[dict[str, Any]], tokenizer: Any) -> bool:
-    """Whether each token after the first has a text that does not depend on the others, unless they
-    are parts of one character."""
+def _concatenates(decoders: list[dict[str, Any]], tokenizer: Any) -> bool:
+    """Returns whether the text of each token after the first is independent of the other tokens,
+    except for tokens with parts of one character."""
     steps = iter(decoders)
     for step in steps:
         if step["type"] in JOINING_DECODERS:
@@ -153,7 +164,7 @@ def _adds_up(decoders: list[dict[str, Any]], tokenizer: Any) -> bool:
             return False
     else:
         return bool(decoders)
-    # What comes next sees the whole text. transformers before 5.23 puts a ByteLevel last for GGUF.
+    # Later steps see the whole text. For GGUF, transformers before 5.23 puts a ByteLevel last.
     after = [other for other in steps if other["type"] != "Strip" or other["stop"]]
     types = [step["type"], *(other["type"] for other in after)]
     return not after or (
@@ -163,9 +174,10 @@ def _adds_up(decoders: list[dict[str, Any]], tokenizer: Any) -> bool:
 
 
 def _is_byte_level(tokenizer: Any, after: list[dict[str, Any]]) -> bool:
-    """Whether a ByteLevel decoder maps the characters of every token of a vocabulary to a byte each
-    (one that it does not know makes it pass the whole text as it is), and other decoders change
-    none of them."""
+    """Returns whether a ByteLevel decoder maps each character of every token to a byte.
+
+    ByteLevel leaves the whole text unchanged if it holds a character outside ByteLevel's alphabet.
+    The steps in ``after`` must not change a character of any token either."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     vocabulary = tokenizer.get_vocab()

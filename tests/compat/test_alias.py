@@ -123,7 +123,7 @@ def test_it_refuses_where_the_real_vllm_is_imported(tmp_path):
         """,
         PYTHONPATH=str(tmp_path),
     )
-    assert out.startswith("vllm is imported already: ") and out.endswith("True False\n")
+    assert out.startswith("vllm has already been imported: ") and out.endswith("True False\n")
 
 
 def test_it_hides_a_vllm_that_is_only_installed(tmp_path):

@@ -42,7 +42,7 @@ class TestTranslate:
         for call, name, entry in of_class("neutral"):
             for value in entry["neutral"]:
                 assert translate(call, {name: value}) == {}
-            with pytest.raises(ValueError, match=f"vLLM's `{name}` is not served here: "):
+            with pytest.raises(ValueError, match=f"vLLM's `{name}` is not supported here: "):
                 translate(call, {name: "something else"})
 
     def test_every_hint_is_accepted_at_any_value(self):
@@ -131,7 +131,7 @@ class TestLLM:
         ],
     )
     def test_what_is_not_served_is_refused_by_name(self, name, value, model_path):
-        with pytest.raises(ValueError, match=f"vLLM's `{name}` is not served here"):
+        with pytest.raises(ValueError, match=f"vLLM's `{name}` is not supported here"):
             LLM(model_path, **{name: value})
 
     def test_unknown_names_are_type_errors(self, model_path):
@@ -143,9 +143,13 @@ class TestLLM:
     def test_generate_and_chat_refuse_by_name(self, llm):
         chat = [{"role": "user", "content": "hi"}]
         for call, prompt in ((llm.generate, "ab"), (llm.chat, chat)):
-            with pytest.raises(ValueError, match="vLLM's `lora_request` is not served here: LoRA"):
+            with pytest.raises(
+                ValueError, match="vLLM's `lora_request` is not supported here: LoRA"
+            ):
                 call(prompt, GREEDY, lora_request=object())
-            with pytest.raises(ValueError, match="vLLM's `tokenization_kwargs` is not served here"):
+            with pytest.raises(
+                ValueError, match="vLLM's `tokenization_kwargs` is not supported here"
+            ):
                 call(prompt, GREEDY, tokenization_kwargs={"truncate_prompt_tokens": 2})
             with pytest.raises(TypeError, match="nonsense"):
                 call(prompt, GREEDY, nonsense=1)

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanovllm.engine.completion import EVERY_TOKEN, Completion, collect_logprobs
+from nanovllm.engine.completion import Completion, collect_logprobs
 from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Finish, Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.detokenizer import IncrementalDetokenizer
+from nanovllm.text.detokenizer import EVERY_TOKEN, IncrementalDetokenizer
 from nanovllm.text.token_text import TokenTexts
 from tests.text.test_detokenizer import ByteLevel
 
@@ -28,7 +28,7 @@ def make(token_ids: list[int], finish: Finish | None = None, **params: Any) -> S
         seq.status = SequenceStatus.FINISHED
     text = IncrementalDetokenizer(TokenTexts(tokenizer), stop=sampling_params.stop)
     state = SamplingState(sampling_params, 0, [A], len(WORDS))
-    seq.completion = Completion(state, text, text.ending_tokens, finish)
+    seq.completion = Completion(state, text, text.stop_candidates, finish)
     return seq
 
 
@@ -83,7 +83,8 @@ def test_only_tokens_that_may_complete_a_stop_string_need_processing():
     tokens = seq.completion.tokens_to_process
     assert tokens is not None
     assert [tokens[i] for i in (A, B, STOP)] == [False, False, True]
-    seq.completion.tokens_to_process = EVERY_TOKEN  # a stream's
+    seq.completion.tokens_to_process = EVERY_TOKEN
+    seq.completion.processes_every_token = True  # as for a stream
     seq.completion.process(seq, -1)
     assert seq.completion.tokens_to_process is EVERY_TOKEN
 

@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from nanovllm.text import limited_process
-from nanovllm.text.limited_process import LimitedProcess, OutOfTime, Unanswered
+from nanovllm.text.limited_process import LimitedProcess, ProcessError, ProcessTimeout
 
 MODULE = """
 import os, signal, sys, time
 
-def answer(question):
-    word, _, rest = question.partition(b" ")
+def handle(request):
+    word, _, rest = request.partition(b" ")
     if word == b"echo":
         return rest
     if word == b"pid":
@@ -67,8 +67,8 @@ def process(module):
 
 def ask(process: LimitedProcess, *questions: bytes) -> list[bytes | str]:
     """Answers, or reasons."""
-    answers = process.ask(iter(questions))
-    return [str(a) if isinstance(a, Unanswered) else bytes(a) for a in answers]
+    answers = process.run(iter(questions))
+    return [str(a) if isinstance(a, ProcessError) else bytes(a) for a in answers]
 
 
 def pid_of(process: LimitedProcess) -> int:
@@ -95,7 +95,7 @@ def test_questions_are_made_when_there_is_room_for_them(process):
             made += 1
             yield b"echo " + b"x" * (1 << 20)
 
-    assert set(map(bytes, process.ask(questions()))) == {b"x" * (1 << 20)}
+    assert set(map(bytes, process.run(questions()))) == {b"x" * (1 << 20)}
     assert made == 100
 
 
@@ -116,27 +116,27 @@ def test_questions_are_made_when_there_is_room_for_them(process):
 def test_a_question_that_ends_the_process_has_a_reason_and_costs_no_other(
     process, question, reason
 ):
-    before, bad, between, again, after = process.ask(
+    before, bad, between, again, after = process.run(
         iter([b"echo a", question, b"echo b", question, b"echo c"])
     )
     assert (before, between, after) == (b"a", b"b", b"c")
     for answer in (bad, again):
-        assert isinstance(answer, Unanswered)
+        assert isinstance(answer, ProcessError)
         assert re.fullmatch(reason, str(answer))
 
 
 def test_a_question_that_sleeps_is_given_up(process, monkeypatch):
     ask(process, b"echo a")
     monkeypatch.setattr(limited_process, "WALL_SECONDS", 0.5)
-    answer, *_ = process.ask(iter([b"sleep"]))
-    assert isinstance(answer, OutOfTime) and str(answer) == "takes over 0.5 s"
+    answer, *_ = process.run(iter([b"sleep"]))
+    assert isinstance(answer, ProcessTimeout) and str(answer) == "takes over 0.5 s"
     monkeypatch.undo()
     assert ask(process, b"echo a") == [b"a"]
 
 
 def test_the_limit_of_time_is_for_each_question(process):
     questions = (b"repeat 5000000" for _ in range(80))  # over 0.3 s together
-    assert all(len(answer) == 5_000_000 for answer in process.ask(questions))
+    assert all(len(answer) == 5_000_000 for answer in process.run(questions))
 
 
 def test_the_process_writes_no_file(process, tmp_path: Path):
@@ -161,7 +161,7 @@ def test_an_interrupt_leaves_the_process_usable(process):
         raise Interrupt
 
     with pytest.raises(Interrupt):
-        process.ask(questions())
+        process.run(questions())
     assert ask(process, b"echo b") == [b"b"]
 
 
@@ -178,7 +178,7 @@ def test_ctrl_c_while_a_question_sleeps_leaves_the_process_usable(process):
         threading.Timer(0.2, interrupt).start()
 
     with pytest.raises(KeyboardInterrupt):
-        process.ask(questions())
+        process.run(questions())
     assert ask(process, b"echo b") == [b"b"]
 
 
@@ -255,7 +255,7 @@ def test_a_forked_child_that_outlives_its_parent_does_not_keep_the_process(modul
 import os, signal, time
 from nanovllm.text.limited_process import LimitedProcess
 process = LimitedProcess({module!r}, 1, 1 << 28)
-(pid,) = process.ask(iter([b"pid"]))
+(pid,) = process.run(iter([b"pid"]))
 child = os.fork()
 if child == 0:
     time.sleep(3600)

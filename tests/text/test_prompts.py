@@ -89,7 +89,7 @@ def test_the_work_for_a_token_is_bounded(encoder, piece, monkeypatch):
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, r"multi_modal_data"),
         ({"prompt_token_ids": [1], "mm_processor_kwargs": "x"}, r"mm_processor_kwargs"),
         ({"prompt_token_ids": [1], "prompt": 7}, r"must be a string"),
-        ("a\ud83d", r"no valid Unicode"),
+        ("a\ud83d", r"not valid Unicode"),
     ],
     ids=str,
 )

@@ -300,13 +300,13 @@ def test_where_no_token_can_follow_none_is_allowed_and_the_error_says_so():
     assert feed(grammar, b"a")
     assert not grammar.error
     assert allowed_ids(grammar) == set()
-    assert "no token of this vocabulary can follow" in grammar.error
+    assert "no token in the vocabulary satisfies the grammar" in grammar.error
     assert not feed(grammar, b"b")
     assert not grammar.accept(min(EOS))
 
 
 BAD = {
-    "not-json": ({"json": "{'type': 1}"}, "cannot be served: Expecting property name"),
+    "not-json": ({"json": "{'type': 1}"}, "cannot be used: Expecting property name"),
     "not-an-object": ({"json": "[1]"}, r"a JSON schema is an object, got \[1\]"),
     "not-serializable": ({"json": {"enum": {1}}}, "set is not JSON serializable"),
     "unknown-type": ({"json": {"type": "integr"}}, "Invalid type: integr"),
@@ -320,10 +320,10 @@ BAD = {
     "contradiction": ({"json": {"type": "integer", "minimum": 2, "maximum": 1}}, "Unsatisfiable"),
     "endless-ref": ({"json": {"$ref": "#"}}, "it matches no text"),
     "schema-pattern": ({"json": {"type": "string", "pattern": "("}}, "unclosed group"),
-    "regex": ({"regex": "(a"}, "cannot be served: .*unclosed group"),
+    "regex": ({"regex": "(a"}, "cannot be used: .*unclosed group"),
     "look-ahead": ({"regex": "(?=a)b"}, "look-ahead"),
     "back-reference": ({"regex": r"(a)\1"}, "backreferences are not supported"),
-    "empty-grammar": ({"grammar": ""}, "cannot be served: no start rule"),
+    "empty-grammar": ({"grammar": ""}, "cannot be used: no start rule"),
     "lark-syntax": ({"grammar": 'start: "a'}, "lexer error"),
     "lark-rule": ({"grammar": "start: b"}, 'unknown name: "b"'),
     "lark-start": ({"grammar": 'rule: "b"'}, "no start rule"),
@@ -331,7 +331,7 @@ BAD = {
     "ebnf-syntax": ({"grammar": 'root ::= ("a"'}, "Expected '\\)'"),
     "ebnf-rule": ({"grammar": "root ::= b"}, "Rule 'b' not found"),
     "ebnf-root": ({"grammar": 'top ::= "a"'}, "No 'root' rule"),
-    "regex-class": ({"regex": "["}, "cannot be served"),
+    "regex-class": ({"regex": "["}, "cannot be used"),
 }
 
 
@@ -347,8 +347,8 @@ def test_what_cannot_be_served_is_refused(compiler, name):
     "tokenizer, eos, message",
     [
         (None, EOS, "need a model with a tokenizer"),
-        (make_tokenizer(), set(), "and an end-of-sequence token"),
-        (make_tokenizer(), {len(VOCAB)}, "and an end-of-sequence token"),
+        (make_tokenizer(), set(), "no EOS token"),
+        (make_tokenizer(), {len(VOCAB)}, "no EOS token"),
         (
             PreTrainedTokenizerFast(
                 tokenizer_object=Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
@@ -403,7 +403,7 @@ def test_parts_of_characters_are_checked_where_they_join():
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
     tokenizer.decoder = decoders.Sequence([*SWAPPED])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-    with pytest.raises(ValueError, match="bytes join into other characters"):
+    with pytest.raises(ValueError, match="tokens of single bytes do not decode"):
         start(GrammarCompiler(wrapped, len(tokens), EOS), regex="a")
 
 
@@ -550,13 +550,13 @@ def test_grammars_of_sums_evaluate(write, grammar):
 
 
 def test_a_grammar_that_takes_long_to_follow_ends(compiler, monkeypatch):
-    monkeypatch.setattr(structured, "FREE_SECONDS", 0.05)
-    monkeypatch.setattr(structured, "STEP_SECONDS", 0.0)
+    monkeypatch.setattr(structured, "BUDGET_SECONDS", 0.05)
+    monkeypatch.setattr(structured, "ALLOWANCE_SECONDS", 0.0)
     grammar = start(compiler, grammar="start: start start | start start start | /[ab]/")
     letter = VOCAB.index(b"a")
     for _ in range(500):
         if not allowed_ids(grammar):
             break
         assert grammar.accept(letter)
-    assert "its grammar takes too long to follow" in grammar.error
+    assert "its grammar has used up its CPU time" in grammar.error
     assert not allowed_ids(start(compiler, choice=["ab"])) - {letter, VOCAB.index(b"ab")}
