@@ -13,7 +13,7 @@ kernel that makes its input.
 
 import torch
 
-from nanovllm.utils.triton_compat import chained, tl, triton, use_triton
+from nanovllm.utils.triton_compat import pdl_options, tl, triton, use_triton
 
 MAX_ROWS = 16
 # Of a matrix of WIDE input features or more, or over LARGE weights: then cuBLAS, which reads inputs
@@ -248,7 +248,7 @@ def skinny_linear(
         num_warps=num_warps,
         num_stages=1,
         **REGISTERS,
-        **chained(x),
+        **pdl_options(x),
     )
     return out
 
@@ -287,7 +287,7 @@ def skinny_norm_linear(
         HAS_NORM=norm is not None,
         SILU=silu,
         num_warps=num_warps,
-        **chained(x),
+        **pdl_options(x),
     )
     return out, total
 

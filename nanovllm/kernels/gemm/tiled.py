@@ -11,7 +11,7 @@ the rows, the other, may be few.
 
 import torch
 
-from nanovllm.utils.triton_compat import chained, shared_memory, tl, triton, use_triton
+from nanovllm.utils.triton_compat import pdl_options, shared_memory, tl, triton, use_triton
 
 MIN_ROWS, MAX_ROWS = 17, 64
 MAX_WEIGHTS = 1 << 22  # of larger matrices cuBLAS reads as much in the time
@@ -154,7 +154,7 @@ def tile_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         STAGES=NUM_STAGES,
         HAS_BIAS=bias is not None and is_whole,
         num_warps=4,
-        **chained(x),
+        **pdl_options(x),
     )
     if not is_whole:
         block = 1024
@@ -168,7 +168,7 @@ def tile_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
             BLOCK=block,
             HAS_BIAS=bias is not None,
             num_warps=4,
-            **chained(x),
+            **pdl_options(x),
         )
     return out
 
