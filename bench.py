@@ -1,18 +1,17 @@
-"""Throughput of one workload on one model: ``python bench.py [--workload NAME] [--model MODEL]``.
+"""Measures the throughput of a workload: ``python bench.py [--workload NAME] [--model MODEL]``.
 
-Prints a JSON line, and appends it to ``--output``. A model is a checkpoint, or the
-name of a shape under benchmarks/shapes/, which runs on random weights with nothing downloaded.
-It has a tokenizer with a text for each token, and text is made, as for a user; ``--tokenizer``
-gives another one.
-``--sampling`` gives sampling parameters, and runs the workload without them in turn with it.
-``--profile`` adds what a step's time is made of, and writes a trace.
-``--compare transformers`` runs 32 chats through transformers' batched ``generate`` too, on the
-same weights, dtype and threads.
+Prints a JSON line, and appends it to ``--output``. A model is a checkpoint, or the name of a folder
+in benchmarks/shapes/. A shape runs on random weights and downloads nothing. Its stand-in tokenizer
+has a text for each token, so that detokenization is measured too; ``--tokenizer`` replaces it.
+``--sampling`` sets sampling parameters, and also runs the workload without them, in turn.
+``--profile`` reports where the time of a step goes, and writes a trace.
+``--compare transformers`` also runs 32 chats with transformers' batched ``generate``, on the same
+weights, dtype and threads.
 """
 
 from time import perf_counter
 
-START = perf_counter()  # imports are part of the start-up
+START = perf_counter()  # before the imports, which are part of start-up time
 
 # ruff: noqa: E402
 import argparse
@@ -30,8 +29,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.floor import floor_seconds, measure_ceilings
 from benchmarks.profile import profile_steps
+from benchmarks.roofline import measure_peaks, roofline_seconds
 from benchmarks.workloads import CHATS, SHAPES, Workload, chat_workload, random_workload
 from nanovllm import LLM, SamplingParams, __version__
 
@@ -53,7 +52,7 @@ def main() -> None:
         ready = perf_counter()
         llm.generate([[0] * 8], SamplingParams(max_tokens=1), use_tqdm=False)
         first_token = perf_counter()
-        llm.generate([[0] * 8], SamplingParams(max_tokens=4), use_tqdm=False)  # first-call costs
+        llm.generate([[0] * 8], SamplingParams(max_tokens=4), use_tqdm=False)  # warm-up
         parts = llm.model_runner.startup_seconds
         record = describe(args, llm, workload)
         record["start_to_first_token_seconds"] = round(first_token - ready + loaded - START, 2)
@@ -70,18 +69,18 @@ def main() -> None:
             run_seconds, done = run(llm, workload, args.temperature, args.sampling)
             seconds.append(run_seconds)
         record |= rates(done, seconds)
-        record["num_preemptions"] = llm.metrics().num_preemptions  # of all runs together
+        record["num_preemptions"] = llm.metrics().num_preemptions  # the total of all runs
         if args.profile:
             try:
                 record["profile"] = profile_steps(llm, workload, args.temperature, args.profile)
-            except ValueError as error:  # the runs count all the same
+            except ValueError as error:  # the throughput is valid nevertheless
                 print(f"no profile: {error}", file=sys.stderr)
         if args.sampling:
             plain = statistics.median(plain_seconds)
             record |= {
                 "plain_seconds": round(plain, 3),
                 "all_plain_seconds": [round(s, 3) for s in plain_seconds],
-                # For each token: stop strings may have left fewer of them.
+                # Compares times per token, because stop strings may have shortened outputs.
                 "cost_over_plain": round(
                     record["seconds"] / done.num_output_tokens * workload.num_output_tokens / plain
                     - 1,
@@ -89,8 +88,8 @@ def main() -> None:
                 ),
             }
         if llm.model_runner.device.type == "cuda":
-            bandwidth, rate = measure_ceilings(llm.model_runner.device)
-            bound = floor_seconds(
+            bandwidth, rate = measure_peaks(llm.model_runner.device)
+            bound = roofline_seconds(
                 llm.model_runner.model_config, done, bandwidth * args.tp, rate * args.tp
             )
             record |= {
@@ -112,8 +111,12 @@ def main() -> None:
 def run(
     llm: LLM, workload: Workload, temperature: float, sampling: dict[str, Any]
 ) -> tuple[float, Workload]:
-    """Seconds for the whole workload, with a fresh prefix cache each time; and the workload with
-    the tokens that were generated, which stop strings may have cut short."""
+    """Runs the workload with an empty prefix cache.
+
+    Returns:
+        The seconds, and the workload with the actual output lengths, which stop strings may have
+        shortened.
+    """
     plain = {"temperature": temperature, "ignore_eos": True}
     params = [
         SamplingParams(**{**plain, **sampling, "max_tokens": n}) for n in workload.output_lens
@@ -129,7 +132,7 @@ def run(
 
 
 def rates(workload: Workload, seconds: list[float]) -> dict[str, Any]:
-    """The median run's time, and the throughput in it of a run like the last."""
+    """Returns the median time and its throughput, with the workload's token counts."""
     median = statistics.median(seconds)
     return {
         "seconds": round(median, 3),
@@ -143,10 +146,10 @@ def rates(workload: Workload, seconds: list[float]) -> dict[str, Any]:
 def compare_with_transformers(
     model: str, workload: Workload, tokenizer: Any, ours: dict[str, Any]
 ) -> dict[str, Any]:
-    """transformers' ``generate`` over the same chats as one left-padded batch, greedily.
+    """Runs transformers' ``generate`` greedily on the same chats, as one left-padded batch.
 
-    It decodes every row until the longest limit; only the tokens within each row's own limit
-    count for it.
+    It decodes all rows up to the longest output length. Only tokens within a row's own output
+    length count.
     """
     from transformers import AutoModelForCausalLM
 
@@ -157,7 +160,7 @@ def compare_with_transformers(
     tokenizer.padding_side = "left"
     batch = tokenizer.pad({"input_ids": workload.prompts}, return_tensors="pt")
     longest = max(workload.output_lens)
-    # Once short for the first-call costs, then for real.
+    # The first call is a short warm-up.
     for num_tokens in (4, longest):
         start = perf_counter()
         with torch.inference_mode():
@@ -175,7 +178,7 @@ def compare_with_transformers(
 
 
 def describe(args: argparse.Namespace, llm: LLM, workload: Workload) -> dict[str, Any]:
-    """Everything needed to run it again."""
+    """Returns the configuration of a run, with everything needed to repeat it."""
     runner = llm.model_runner
     on_gpu = runner.device.type == "cuda"
     return {
@@ -188,7 +191,7 @@ def describe(args: argparse.Namespace, llm: LLM, workload: Workload) -> dict[str
             "torch": torch.__version__,
             "triton": _version("triton"),
             "python": platform.python_version(),
-            # Used where they are installed.
+            # Optional packages, if installed.
             **{name: found for name in OPTIONAL_PACKAGES if (found := _version(name))},
         },
         "command": args.command,
@@ -215,7 +218,7 @@ def parse_args() -> argparse.Namespace:
         f"SmolLM2-135M-Instruct on a CPU, for chats and with --compare",
     )
     parser.add_argument("--workload", choices=[*SHAPES, *CHATS], default="mixed256")
-    parser.add_argument("--num-prompts", type=int, help="another number of prompts")
+    parser.add_argument("--num-prompts", type=int, help="overrides the number of prompts")
     parser.add_argument("--input-len", type=_bounds, metavar="MIN[:MAX]")
     parser.add_argument("--output-len", type=_bounds, metavar="MIN[:MAX]")
     parser.add_argument("--temperature", type=float, help="default 0.6; greedy with --compare")
@@ -232,7 +235,7 @@ def parse_args() -> argparse.Namespace:
         "--profile",
         type=Path,
         metavar="TRACE",
-        help="trace some steps on a GPU into this file, and say what they spend their time on",
+        help="profile some steps on a GPU, and write a trace to this file",
     )
     parser.add_argument(
         "--output",
@@ -249,8 +252,8 @@ def parse_args() -> argparse.Namespace:
     engine.add_argument("--max-model-len", type=int, help="default: the model's own")
     engine.add_argument("--max-num-seqs", type=int, default=512)
     args = parser.parse_args()
-    words = shlex.join(sys.argv).replace(f" --output {args.output}", "")  # where is not what
-    args.command = f"python {words}"
+    # The recorded command leaves out where the record goes.
+    args.command = f"python {shlex.join(sys.argv)}".replace(f" --output {args.output}", "")
     if args.compare:
         args.workload = "chat32"
     if args.model is None:

@@ -1,9 +1,9 @@
-"""The same workloads through vLLM, nano-vLLM or this project, whichever is installed:
-``python benchmarks/compare.py --engine ENGINE --model PATH``.
+"""Runs the same workloads with vLLM, nano-vLLM or this project, whichever is installed.
 
-Prints one JSON line for each workload. Uses only what the three have in common: ``LLM``,
-``SamplingParams`` and ``generate``. Run it by its path, not with ``-m`` from the root of a clone:
-there this project's package is found first, and nano-vLLM's has the same name.
+``python benchmarks/compare.py --engine ENGINE --model PATH`` prints one JSON line per workload. It
+uses only the common API of the three: ``LLM``, ``SamplingParams`` and ``generate``. Run it by its
+path and not with ``-m`` from the root of a clone, because Python would then import this project's
+package instead of nano-vLLM's, which has the same name.
 """
 
 import argparse
@@ -20,10 +20,10 @@ from typing import Any
 from workloads import SHAPES, Workload, random_workload
 
 HERE = Path(__file__).resolve().parent
-# It has a profile.py, which would hide Python's own from the engines.
+# This folder's profile.py would hide the standard library's from the engines.
 sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != HERE]
 
-# Their packages and distributions; nano-vLLM's and this project's differ in the distribution alone.
+# Engine -> package, distribution. nano-vLLM and this project have the same package name.
 ENGINES = {
     "nanovllm": ("nanovllm", "nanovllm"),
     "vllm": ("vllm", "vllm"),
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument(
         "--workload", choices=[*SHAPES, PREFIX], nargs="+", default=[*WORKLOADS, PREFIX]
     )
-    parser.add_argument("--num-prompts", type=int, help="another number of prompts")
+    parser.add_argument("--num-prompts", type=int, help="overrides the number of prompts")
     parser.add_argument("--repeat", type=int, default=2, help="runs; the fastest counts")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--max-model-len", type=int, default=4096)
@@ -48,10 +48,10 @@ def main() -> None:
     engine, name_and_version = find_engine(args.engine)
     llm = engine.LLM(args.model, tensor_parallel_size=args.tp, max_model_len=args.max_model_len)
     start_seconds = perf_counter() - start
-    run(engine, llm, random_workload("single", output_len=(4, 4)))  # costs of first calls
+    run(engine, llm, random_workload("single", output_len=(4, 4)))  # warm-up
     for name in args.workload:
         seconds = []
-        for seed in range(args.repeat):  # other prompts each time: none is in the prefix cache
+        for seed in range(args.repeat):  # new prompts each time, which no prefix cache holds
             workload = make_workload(name, args.num_prompts, seed)
             seconds.append(run(engine, llm, workload))
         fastest = min(seconds)
@@ -75,7 +75,8 @@ def main() -> None:
 
 
 def find_engine(name: str) -> tuple[Any, str]:
-    """The engine's package, and its name with its version, or its commit in a clone."""
+    """Imports the engine. Returns its package, and its name with the version, or with the commit if
+    it is installed from a clone."""
     package, distribution = ENGINES[name]
     try:
         found = version(distribution)
@@ -84,7 +85,7 @@ def find_engine(name: str) -> tuple[Any, str]:
         sys.exit(f"{name} is not installed here: {error}")
     is_ours = package == "nanovllm" and hasattr(engine, "__version__")
     if is_ours != (name == "nanovllm"):
-        sys.exit(f"the package {package} found here is not that of {name}: {engine.__file__}")
+        sys.exit(f"the installed package {package} is not {name}'s: {engine.__file__}")
     clone = Path(engine.__file__).parents[1]
     if (clone / ".git").exists():
         command = ["git", "-C", str(clone), "rev-parse", "--short", "HEAD"]
@@ -94,28 +95,31 @@ def find_engine(name: str) -> tuple[Any, str]:
 
 
 def gpu_name() -> str | None:
-    """The first GPU; None without one."""
+    """Returns the name of the first GPU; None without a GPU."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def make_workload(name: str, num_prompts: int | None, seed: int) -> Workload:
-    """One of SHAPES, or 512 prompts of 128 tokens after a common prefix of 2,048, with 64 tokens to
-    generate. Another seed gives other prompts of the same lengths."""
-    draw = random.Random(seed)
+    """Makes one of SHAPES or the workload "prefix".
+
+    In "prefix", 512 prompts of 128 tokens follow a common prefix of 2,048 tokens, and each has 64
+    output tokens. Another seed gives other prompts of the same lengths.
+    """
+    rng = random.Random(seed)
     if name == PREFIX:
-        prefix = [draw.randint(0, 10000) for _ in range(2048)]
+        prefix = [rng.randint(0, 10000) for _ in range(2048)]
         count = num_prompts or 512
-        prompts = [prefix + [draw.randint(0, 10000) for _ in range(128)] for _ in range(count)]
+        prompts = [prefix + [rng.randint(0, 10000) for _ in range(128)] for _ in range(count)]
         return Workload(name if count == 512 else f"{name} x {count}", prompts, [64] * count)
     workload = random_workload(name, num_prompts)
-    prompts = [[draw.randint(0, 10000) for _ in prompt] for prompt in workload.prompts]
+    prompts = [[rng.randint(0, 10000) for _ in prompt] for prompt in workload.prompts]
     return Workload(workload.name, prompts, workload.output_lens)
 
 
 def run(engine: Any, llm: Any, workload: Workload) -> float:
-    """Seconds for the whole workload, with its text."""
+    """Runs a workload, with detokenization. Returns the seconds."""
     params = [
         engine.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=num_tokens)
         for num_tokens in workload.output_lens

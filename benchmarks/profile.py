@@ -1,4 +1,4 @@
-"""Where a step's time goes: how busy the GPU is, with which kernels, and what the host does."""
+"""Profiles engine steps: GPU utilisation, time per kernel, and host time."""
 
 import re
 from collections import Counter
@@ -13,20 +13,25 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.workloads import Workload
 from nanovllm import LLM, SamplingParams
 
-# Steps to run first, and to time and to record: of decodes, after the prompts that fit at once have
-# been computed; or of a workload of nothing but prefills.
+# Warm-up steps and measured steps. In a workload with decode steps they follow the prefills of the
+# first batch.
 DECODES = 20, 50
 PREFILLS = 4, 10
 NUM_KERNELS = 20
 
 
 def profile_steps(llm: LLM, workload: Workload, temperature: float, trace: Path) -> dict[str, Any]:
-    """Runs the workload's first steps after its first wave of prefills (these themselves, if there
-    is nothing else), writes a trace of them that chrome://tracing shows, and says in microseconds
-    per step where the time went.
+    """Profiles decode steps after the first batch's prefills, or prefill steps if the workload has
+    no others.
 
-    Of several ranks, rank 0's. Shares of the GPU's time are of its busy time; recording costs
-    the host some, so its own time is that of as many steps before, without.
+    Steps are measured twice: once without the profiler, for step and host times, because it slows
+    the host, then with it, for GPU times. Only rank 0 is profiled.
+
+    Args:
+        trace: file for the trace, which chrome://tracing can show.
+
+    Returns:
+        Microseconds per step, and for each kernel its share of the GPU's busy time.
 
     Raises:
         ValueError: the model is not on a GPU, or the workload is too short.
@@ -43,19 +48,20 @@ def profile_steps(llm: LLM, workload: Workload, temperature: float, trace: Path)
         llm.step()
     for _ in range(num_warm):
         llm.step()
-    waited = _watch_waiting(llm)
+    wait_seconds = _record_waits(llm)
     start = perf_counter()
     for _ in range(num_steps):
         llm.step()
     seconds = perf_counter() - start
-    host_seconds = seconds - sum(waited)
+    host_seconds = seconds - sum(wait_seconds)
     del llm.model_runner.wait
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(num_steps):
             llm.step()
         torch.cuda.synchronize()
     if llm.is_finished():
-        raise ValueError("the workload ends before so many steps: more prompts or longer outputs")
+        count = num_warm + 2 * num_steps
+        raise ValueError(f"the workload has under {count} steps: use more or longer outputs")
     for request_id in list(llm._requests):
         llm.abort_request(request_id)
     trace.parent.mkdir(parents=True, exist_ok=True)
@@ -90,16 +96,17 @@ def profile_steps(llm: LLM, workload: Workload, temperature: float, trace: Path)
     }
 
 
-def _watch_waiting(llm: LLM) -> list[float]:
-    """Collects how long each step's results are waited for, until ``wait`` is deleted again."""
-    waited: list[float] = []
+def _record_waits(llm: LLM) -> list[float]:
+    """Patches ``wait`` of the model runner to record how long each call takes. Deleting the
+    attribute removes the patch."""
+    wait_seconds: list[float] = []
     wait = llm.model_runner.wait
 
-    def watching(step: Any) -> Any:
+    def timed_wait(step: Any) -> Any:
         start = perf_counter()
         output = wait(step)
-        waited.append(perf_counter() - start)
+        wait_seconds.append(perf_counter() - start)
         return output
 
-    llm.model_runner.wait = watching  # type: ignore[method-assign]
-    return waited
+    llm.model_runner.wait = timed_wait  # type: ignore[method-assign]
+    return wait_seconds

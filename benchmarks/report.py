@@ -1,9 +1,11 @@
-"""Draws the tables and charts of README.md and docs/benchmarks.md: ``python -m benchmarks.report``.
+"""Updates the tables and charts of README.md and docs/benchmarks.md.
 
-README.md compares engines, from ``benchmarks/results/peers.jsonl``. docs/benchmarks.md shows that
-file in full, and the runs of ``bench.py`` in the other files beside it. Of several runs of the same
-thing, the last counts. Fractions of the roofline are computed by ``floor.py`` as it is now, with
-the bandwidth and matmul rate measured by each run.
+Run it with ``python -m benchmarks.report``.
+
+README.md compares engines, from ``benchmarks/results/peers.jsonl``. docs/benchmarks.md shows the
+whole of that file, and the latest record of each ``bench.py`` configuration in the other files of
+the folder. Fractions of the roofline are computed anew, by the current ``roofline.py``, from the
+bandwidth and matmul rate that each run measured.
 """
 
 import json
@@ -11,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.floor import floor_seconds
+from benchmarks.roofline import roofline_seconds
 from benchmarks.workloads import Workload, random_workload
 from nanovllm.checkpoints.checkpoint import open_checkpoint
 
@@ -30,8 +32,8 @@ Record = dict[str, Any]
 
 
 def load_records() -> list[Record]:
-    """The last ``bench.py`` record of each device, model, workload, backend and sampling, with text
-    and without."""
+    """Returns the last ``bench.py`` record of each configuration: device, model, workload, backend,
+    sampling parameters, with or without text."""
     latest = {}
     for path in sorted(set(RESULTS.glob("*.jsonl")) - {PEERS}):
         for record in read_lines(path):
@@ -41,7 +43,7 @@ def load_records() -> list[Record]:
             latest[(*(record[key] for key in keys), detokenize, sampling)] = record
     records = [record for record in latest.values() if "copy_tb_per_s" in record]
     for record in records:
-        record["share_of_floor"] = share_of_floor(record)
+        record["roofline_fraction"] = roofline_fraction(record)
     return sorted(
         records,
         key=lambda r: (r["device"], r["num_devices"], r["model"], r["workload"]),
@@ -49,7 +51,7 @@ def load_records() -> list[Record]:
 
 
 def load_peers() -> list[Record]:
-    """The records of all engines on one host, in the file's order."""
+    """Returns the records of all engines, measured on one host, in the order of the file."""
     return read_lines(PEERS)
 
 
@@ -57,12 +59,13 @@ def read_lines(path: Path) -> list[Record]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def share_of_floor(record: Record) -> float:
+def roofline_fraction(record: Record) -> float:
+    """Returns the least time by the roofline / the measured time."""
     model = open_checkpoint(str(ROOT / "benchmarks" / "shapes" / record["model"])).config
     bandwidth, rate = record["copy_tb_per_s"] * 1e12, record["matmul_tflop_per_s"] * 1e12
     count = record["num_devices"]
-    floor = floor_seconds(model, _workload(record["workload"]), bandwidth * count, rate * count)
-    return floor / record["seconds"]
+    least = roofline_seconds(model, _workload(record["workload"]), bandwidth * count, rate * count)
+    return least / record["seconds"]
 
 
 @cache
@@ -71,21 +74,22 @@ def _workload(name: str) -> Workload:
 
 
 def headline(record: Record) -> tuple[float, str]:
-    """The rate that the workload is about, in tokens/s: of a prefill "input", else "output"."""
+    """Returns the tokens/s that a workload measures, and which: "input" for prefill, otherwise
+    "output"."""
     if record["workload"] == "prefill":
         return record["input_tokens_per_second"], "input"
     return record["output_tokens_per_second"], "output"
 
 
 def engines_in(peers: list[Record]) -> list[str]:
-    """Names with versions, in the order of ENGINES."""
+    """Returns the engines' names with versions, in the order of ENGINES."""
     found = {record["engine"] for record in peers}
     return sorted(found, key=lambda engine: ENGINES.index(engine.split()[0]))
 
 
 def comparison_table(peers: list[Record], workloads: tuple[str, ...] | None = None) -> str:
-    """A row for each workload (all by default), a column for each engine. A cell is empty where
-    nothing was measured."""
+    """Makes a Markdown table with a row per workload (all by default) and a column per engine. A
+    cell without a measurement is empty."""
     engines = engines_in(peers)
     cells = {(r["workload"], r["engine"]): headline(r) for r in peers if "workload" in r}
     rows = [
@@ -105,6 +109,7 @@ def comparison_table(peers: list[Record], workloads: tuple[str, ...] | None = No
 
 
 def table(records: list[Record]) -> str:
+    """Makes a Markdown table of ``bench.py`` records."""
     rows = [
         "| GPU | model | workload | attention | text | tokens/s | of the roofline | measured on |",
         "|---|---|---|---|---|--:|--:|---|",
@@ -116,12 +121,13 @@ def table(records: list[Record]) -> str:
         rows.append(
             f"| {count}{r['device']} | {r['model']} | {r['workload']} | "
             f"{r['attention_backend']} | {text} | {rate:,.0f} {kind} | "
-            f"{r['share_of_floor']:.0%} | {r['time'][:10]} |"
+            f"{r['roofline_fraction']:.0%} | {r['time'][:10]} |"
         )
     return "\n".join(rows)
 
 
 def sampling_table(records: list[Record]) -> str:
+    """Makes a Markdown table of the cost of sampling parameters."""
     rows = [
         "| GPU | model | workload | sampling | tokens/s | over plain temperature | measured on |",
         "|---|---|---|---|--:|--:|---|",
@@ -148,7 +154,7 @@ def updated_benchmarks(text: str) -> str:
 
 
 def _replaced(text: str, name: str, content: str) -> str:
-    """The text with new content between two HTML comments of that name."""
+    """Returns the text with new content between the two HTML comments ``name``."""
     begin, end = f"<!-- {name}: python -m benchmarks.report -->", f"<!-- end of {name} -->"
     before, found, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
@@ -158,7 +164,7 @@ def _replaced(text: str, name: str, content: str) -> str:
 
 
 def split(records: list[Record]) -> tuple[list[Record], list[Record]]:
-    """Plain ones, and those with further sampling parameters."""
+    """Splits records into those with only a temperature and those with more sampling parameters."""
     return (
         [r for r in records if not r.get("sampling")],
         [r for r in records if r.get("sampling")],
@@ -166,7 +172,7 @@ def split(records: list[Record]) -> tuple[list[Record], list[Record]]:
 
 
 def draw_comparison(peers: list[Record]) -> None:
-    """Throughput relative to vLLM's, a bar for each engine and workload."""
+    """Draws the throughput relative to vLLM, with a bar per engine and workload."""
     plt = _pyplot()
     rates = {(r["workload"], r["engine"]): headline(r)[0] for r in peers if "workload" in r}
     engines = engines_in(peers)
@@ -176,8 +182,8 @@ def draw_comparison(peers: list[Record]) -> None:
     for i, (engine, color) in enumerate(zip(engines, COLORS, strict=True)):
         known = [(x, w) for x, w in enumerate(README_WORKLOADS) if (w, engine) in rates]
         heights = [rates[w, engine] / rates[w, base] for _, w in known]
-        places = [x + (i - (len(engines) - 1) / 2) * width for x, _ in known]
-        bars = axes.bar(places, heights, width, label=engine, color=color)
+        positions = [x + (i - (len(engines) - 1) / 2) * width for x, _ in known]
+        bars = axes.bar(positions, heights, width, label=engine, color=color)
         axes.bar_label(bars, [f"{rates[w, engine]:,.0f}" for _, w in known], fontsize=6, padding=2)
     kinds = {r["workload"]: headline(r)[1] for r in peers if "workload" in r}
     axes.set_xticks(
@@ -191,16 +197,16 @@ def draw_comparison(peers: list[Record]) -> None:
 
 
 def draw_rooflines(records: list[Record]) -> None:
-    """Fraction of the roofline reached, a bar for each record."""
+    """Draws the fraction of the roofline, with a bar per record."""
     plt = _pyplot()
     counts = ["" if r["num_devices"] == 1 else f"{r['num_devices']} GPUs, " for r in records]
     labels = [
         f"{count}{r['model']}, {r['workload']}, {r['attention_backend']}"
         for count, r in zip(counts, records, strict=True)
     ]
-    shares = [100 * r["share_of_floor"] for r in records]
+    fractions = [100 * r["roofline_fraction"] for r in records]
     figure, axes = plt.subplots(figsize=(8, 0.3 * len(records) + 0.8))
-    bars = axes.barh(labels, shares, color=COLORS[-1])
+    bars = axes.barh(labels, fractions, color=COLORS[-1])
     axes.bar_label(bars, [f" {headline(r)[0]:,.0f} {headline(r)[1]} tok/s" for r in records])
     axes.margins(y=0.01)
     axes.invert_yaxis()

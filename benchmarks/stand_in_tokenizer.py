@@ -1,4 +1,4 @@
-"""A tokenizer for shapes, which have none of their own: each id has a text, like a real one's."""
+"""A stand-in tokenizer for models of random weights, in which each token id has a text."""
 
 import os
 from itertools import islice, product
@@ -8,21 +8,26 @@ from string import ascii_lowercase
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-PART_EVERY = 64  # about such a share of Qwen3's tokens end or begin within a character
+PARTIAL_EVERY = 64  # about 1 in 64 of Qwen3's tokens begins or ends within a UTF-8 character
 
 
 def stand_in_tokenizer(vocab_size: int) -> Path:
-    """The folder of a byte-level tokenizer with this many tokens, made the first time: the bytes,
-    words of four letters, half of them after a space, and characters with a part of another."""
+    """Returns the folder of a byte-level tokenizer with this many tokens, and makes it the first
+    time.
+
+    Its tokens are the single bytes, words of four letters (half of them after a space), and
+    sequences that contain incomplete UTF-8 characters.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm"
     folder = cache / f"stand-in-tokenizer-{vocab_size}"
-    if not (folder / "tokenizer_config.json").exists():  # which is written last
+    if not (folder / "tokenizer_config.json").exists():  # the file that is written last
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())
         words = ["".join(word) for word in islice(product(ascii_lowercase, repeat=4), vocab_size)]
-        firsts, others = "äåæçèé", "".join(map(chr, range(0x122, 0x143)))  # bytes of characters
-        parts = ["".join(part) for part in product(firsts, others, others, firsts)]
+        # How a byte-level vocabulary writes lead bytes and continuation bytes of UTF-8.
+        leads, continuations = "äåæçèé", "".join(map(chr, range(0x122, 0x143)))
+        partials = ["".join(chars) for chars in product(leads, continuations, continuations, leads)]
         pieces = [
-            parts[i // PART_EVERY] if i % PART_EVERY == 0 else "Ġ" * (i % 2) + word
+            partials[i // PARTIAL_EVERY] if i % PARTIAL_EVERY == 0 else "Ġ" * (i % 2) + word
             for i, word in enumerate(words)
         ]
         tokens = list(dict.fromkeys([*letters, *pieces]))[:vocab_size]

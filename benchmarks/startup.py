@@ -1,10 +1,10 @@
-"""What a start is made of: ``python -m benchmarks.startup MODEL [--tp N]``.
+"""Measures start-up time and its parts: ``python -m benchmarks.startup MODEL [--tp N]``.
 
-Each start is a new process, timed from before it is made until it has the text of its first token.
-MODEL is a checkpoint with weights and a tokenizer (``benchmarks/write_checkpoint.py`` writes one).
-Prints a table, the import of nanovllm against PyTorch's, and which modules took longest to import.
-``--fresh-kernels`` starts with no compiled kernels, as on a new machine; what the machine's own
-disk cache has stays.
+Each start runs in a new process, and is timed from its creation until it has the text of its first
+token. MODEL is a checkpoint with weights and a tokenizer (``benchmarks/write_checkpoint.py`` writes
+one). Prints a table, the import time of nanovllm and of PyTorch, and the modules with the longest
+imports. ``--fresh-kernels`` starts without compiled kernels, as on a new machine, but does not drop
+the disk cache.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--repeat", type=int, default=3, help="starts; the table has each")
+    parser.add_argument("--repeat", type=int, default=3, help="number of starts")
     parser.add_argument("--max-num-seqs", type=int, default=512)
     parser.add_argument("--fresh-kernels", action="store_true")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -49,7 +49,8 @@ def main() -> None:
 
 
 def start(args: argparse.Namespace) -> None:
-    """In the new process: prints a JSON line of points in time, and of the engine's parts."""
+    """Starts an engine, in the new process. Prints a JSON line with timestamps and the seconds of
+    the engine's start-up parts."""
     points = {"interpreter": time()}
     import torch
 
@@ -70,7 +71,14 @@ def start(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace, *options: str) -> dict[str, Any]:
-    """Seconds of one start's parts, in order; with ``options`` of Python. ``stderr`` is kept."""
+    """Runs one start in a new process.
+
+    Args:
+        options: of the Python interpreter.
+
+    Returns:
+        The seconds of each part, in order, the device, and the process's stderr.
+    """
     command = [sys.executable, *options, "-m", "benchmarks.startup", args.model, "--child"]
     command += ["--tp", str(args.tp), "--max-num-seqs", str(args.max_num_seqs)]
     with tempfile.TemporaryDirectory() as folder:
@@ -103,15 +111,17 @@ def print_table(records: list[dict[str, Any]]) -> None:
 
 
 def print_imports(args: argparse.Namespace) -> None:
-    """The modules that a start imports, by the time that each took with what it imports first.
-    Those of a thread count what others do meanwhile."""
+    """Prints the modules with the longest imports, with and without the modules that they import.
+
+    The time of an import in a thread includes the time that other threads ran meanwhile.
+    """
     times: dict[str, tuple[int, int]] = {}
     for line in measure(args, "-X", "importtime")["stderr"].splitlines():
         fields = line.removeprefix("import time:").split("|")
         if line.startswith("import time:") and len(fields) == 3 and fields[0].strip().isdigit():
             times[fields[2].strip()] = int(fields[1]), int(fields[0])
     for what, index in (("with what they import", 0), ("alone", 1)):
-        print(f"\nLongest imports of {len(times)}, {what}, in ms (slowed by being timed):")
+        print(f"\nLongest imports of {len(times)}, {what}, in ms (the measurement slows them):")
         for name in sorted(times, key=lambda name: -times[name][index])[:TOP]:
             print(f"{times[name][index] / 1000:8.0f}  {name}")
     packages: dict[str, int] = {}

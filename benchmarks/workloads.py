@@ -1,4 +1,4 @@
-"""What bench.py and compare.py run: random tokens with fixed output lengths, and real chats."""
+"""The workloads of bench.py and compare.py: random tokens with fixed output lengths, and chats."""
 
 import random
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Workload:
-    """Token-id prompts, and how many tokens to generate after each."""
+    """Prompts of token ids, and the number of tokens to generate for each."""
 
     name: str
     prompts: list[list[int]]
@@ -23,8 +23,8 @@ class Workload:
         return sum(self.output_lens)
 
 
-# Name -> prompts, (shortest, longest) input, (shortest, longest) output. mixed256 draws exactly
-# nano-vLLM's benchmark.
+# Name -> number of prompts, (shortest, longest) input, (shortest, longest) output. mixed256 is
+# exactly nano-vLLM's benchmark, with the same random numbers.
 SHAPES: dict[str, tuple[int, tuple[int, int], tuple[int, int]]] = {
     "mixed256": (256, (100, 1024), (100, 1024)),
     "single": (1, (128, 128), (512, 512)),
@@ -41,14 +41,14 @@ def random_workload(
     input_len: tuple[int, int] | None = None,
     output_len: tuple[int, int] | None = None,
 ) -> Workload:
-    """One of SHAPES, or the same at other sizes, which are then its name."""
+    """Makes one of SHAPES, possibly with other sizes, which then become its name."""
     shape = SHAPES[name]
     count, inputs, outputs = num_prompts or shape[0], input_len or shape[1], output_len or shape[2]
     if (count, inputs, outputs) != shape:
         name = f"{count} x ({inputs[0]}:{inputs[1]} + {outputs[0]}:{outputs[1]})"
-    draw = random.Random(0)
-    prompts = [[draw.randint(0, 10000) for _ in range(draw.randint(*inputs))] for _ in range(count)]
-    return Workload(name, prompts, [draw.randint(*outputs) for _ in range(count)])
+    rng = random.Random(0)
+    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(*inputs))] for _ in range(count)]
+    return Workload(name, prompts, [rng.randint(*outputs) for _ in range(count)])
 
 
 TOPICS = ["the tides", "a compass", "photosynthesis", "the printing press"]
@@ -64,13 +64,14 @@ QUESTIONS = [
 
 LENGTHS = ["", *(f" Use {n} sentences." for n in ("two", "three", "five", "six", "ten"))]
 LENGTHS += [" Be brief.", " Take your time."]
-# Name -> prompts, (shortest, longest) output.
+# Name -> number of prompts, (shortest, longest) output.
 CHATS = {"chat32": (32, (16, 256)), "chats": (2000, (64, 256))}
 
 
 def chat_workload(name: str, tokenizer: Any, num_prompts: int | None = None) -> Workload:
-    """Chats through the model's template, output limits ragged between two bounds. Another number
-    of them is the workload's name.
+    """Makes chats with the model's chat template and random output lengths between two bounds.
+
+    A ``num_prompts`` other than the workload's own becomes part of its name.
 
     Raises:
         ValueError: the model has no chat template.
@@ -90,5 +91,5 @@ def chat_workload(name: str, tokenizer: Any, num_prompts: int | None = None) -> 
         )
         for text in (texts * (1 + count // len(texts)))[:count]
     ]
-    draw = random.Random(0)
-    return Workload(name, prompts, [draw.randint(*bounds) for _ in prompts])
+    rng = random.Random(0)
+    return Workload(name, prompts, [rng.randint(*bounds) for _ in prompts])

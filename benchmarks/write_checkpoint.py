@@ -1,7 +1,8 @@
 """Writes a checkpoint of random weights: ``python -m benchmarks.write_checkpoint SHAPE FOLDER``.
 
-Start-up is measured from it as from a real one: safetensors in shards, a config, and a tokenizer of
-the model's vocabulary, unless ``--tokenizer`` names the folder of another.
+Start-up can be measured with it as with a real checkpoint. It has safetensors shards, a config and
+a tokenizer with the model's vocabulary size. ``--tokenizer`` copies a tokenizer from a folder
+instead.
 """
 
 import argparse
@@ -34,7 +35,7 @@ def main() -> None:
 
 
 def write_checkpoint(shape: Path, folder: Path, tokenizer: Path | None = None) -> None:
-    """Writes to ``folder``, which may exist, the checkpoint of the config.json in ``shape``."""
+    """Writes a checkpoint for the config.json in ``shape`` into ``folder``, which may exist."""
     config = json.loads((shape / "config.json").read_text("utf-8"))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
@@ -47,7 +48,7 @@ def write_checkpoint(shape: Path, folder: Path, tokenizer: Path | None = None) -
 
 
 def weight_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes, in transformers' layout."""
+    """Yields the names and shapes of weights, as transformers has them."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     q, kv = (head_dim * config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
@@ -75,7 +76,7 @@ def weight_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def write_weights(config: dict[str, Any], folder: Path) -> None:
-    """Norms are 1, matrices parts of the same 16 million normal deviates, in bf16."""
+    """Writes bf16 weights: norms of 1, and matrices that reuse 16 million normal random numbers."""
     deviates = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)).mul_(0.02)
     deviates = deviates.bfloat16()
     shards: list[dict[str, torch.Size]] = [{}]
@@ -108,9 +109,9 @@ def write_weights(config: dict[str, Any], folder: Path) -> None:
 
 
 def write_tokenizer(config: dict[str, Any], folder: Path) -> None:
-    """Byte-level BPE with as many tokens as real ones have: bytes, and words of up to four
-    letters."""
-    size = config["vocab_size"] - 300  # some rows of the embedding are spare
+    """Writes a byte-level BPE tokenizer about as large as the vocabulary: bytes, and words of up to
+    four letters."""
+    size = config["vocab_size"] - 300  # as in real models, some embedding rows have no token
     words = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = []
     for length in (2, 3, 4):

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs
-from nanovllm.kernels.attention.block_tables import spread_block_tables
+from nanovllm.kernels.attention.block_tables import unpack_block_tables
 
 MAX_DECODE_SEQS = 2048
 MAX_PREFILL_SEQS = 64
@@ -147,7 +147,7 @@ class StepGraphs:
         def step() -> torch.Tensor:
             # Attention may load block tables before the kernel ahead of it has ended, so they are
             # spread here, with kernels between that wait for all before them.
-            spread_block_tables(packed, width, tables)
+            unpack_block_tables(packed, width, tables)
             return self.forward(inputs)
 
         return step

@@ -192,7 +192,7 @@ def prepare_decode(
             block_tables=tables,
             max_seqlen_k=int(context_lens.max()),
             context_lens=torch.from_numpy(context_lens),
-            decode_work=None if work is None else torch.from_numpy(work),
+            split_kv_schedule=None if work is None else torch.from_numpy(work),
         ),
         table_width=_width(tables) if padded_size else None,
     )

@@ -293,9 +293,7 @@ class ModelRunner:
 
     def _split_kv(self, context_lens: np.ndarray) -> np.ndarray | None:
         kv_heads = heads_per_rank(self.model_config.num_key_value_heads, self.tp.size)
-        return self.backend.plan_decode(
-            context_lens, kv_heads, self.model_config.head_dim, self.dtype
-        )
+        return self.backend.split_kv(context_lens, kv_heads, self.model_config.head_dim, self.dtype)
 
     @on_device
     def exit(self) -> None:

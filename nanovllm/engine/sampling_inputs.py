@@ -9,7 +9,7 @@ from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.sampling.logit_edits import add_bias, apply_mask, penalise
-from nanovllm.kernels.sampling.sample import ROW_WORDS, SAMPLING_ROW
+from nanovllm.kernels.sampling.sampling_row import ROW_WORDS, SAMPLING_ROW
 from nanovllm.layers.sampler import SamplingInputs
 
 Row = tuple[int, Sequence, SamplingState]

@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.kernels.sampling.logit_edits import bit_mask
-from nanovllm.kernels.sampling.sample import SAMPLING_ROW
+from nanovllm.kernels.sampling.sampling_row import SAMPLING_ROW
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.structured import CPUBudget, Grammar, GrammarCompiler, Once
 from nanovllm.utils.math import cdiv

@@ -1,8 +1,8 @@
-"""Root-mean-square normalisation (arXiv:1910.07467), alone or fused with the residual add."""
+"""Root-mean-square normalisation (RMSNorm, arXiv:1910.07467), alone or after a residual add."""
 
 import torch
 
-from nanovllm.utils.triton_compat import chained, tl, triton, use_triton
+from nanovllm.utils.triton_compat import pdl_options, tl, triton, use_triton
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -24,7 +24,7 @@ def _rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # The last rows first: written last, they may still be in the L2 cache.
+    # Backwards: the kernel before wrote the last rows last, so they may still be in the L2 cache.
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -39,14 +39,15 @@ def _rms_norm_kernel(
         tl.store(sum_ptr + row * WIDTH + column, x, mask=mask)
     x32 = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x32 * x32, axis=0) / WIDTH + eps)
-    # Rounded before the weight, as transformers does.
+    # Rounds before it multiplies by the weight, as transformers does.
     tl.store(out_ptr + row * WIDTH + column, (x32 * scale).to(x.dtype) * weight, mask=mask)
 
 
 def rms_norm_triton(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(norm, sum) with a residual, (norm, None) without; all contiguous, of x's shape."""
+    """Returns (norm, sum) with a residual, (norm, None) without. Both are contiguous and have x's
+    shape."""
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape == x.shape[-1:]
     assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
     width = x.size(-1)
@@ -64,13 +65,13 @@ def rms_norm_triton(
         BLOCK=block,
         HAS_RESIDUAL=residual is not None,
         num_warps=min(8, max(1, block // 512)),
-        **chained(x),
+        **pdl_options(x),
     )
     return out, total
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension of x [..., width], in fp32 inside."""
+    """Computes x / rms(x) * weight over the last dimension of x [..., width], in fp32."""
     if use_triton(x):
         return rms_norm_triton(x, weight, eps)[0]
     return rms_norm_reference(x, weight, eps)
@@ -79,7 +80,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual)."""
+    """Returns (rms_norm(x + residual), x + residual)."""
     if use_triton(x):
         out, total = rms_norm_triton(x, weight, eps, residual)
         assert total is not None

@@ -1,5 +1,5 @@
-"""Rotary embedding of queries and keys, with the per-head norm that some models put before it and
-the store into the KV cache that comes after it."""
+"""Rotary embedding (RoPE), fused with the RMSNorm of heads before it (in models with q/k norm) and
+the store into the KV cache after it."""
 
 from typing import NamedTuple
 
@@ -7,25 +7,26 @@ import torch
 
 from nanovllm.kernels.attention.store_kvcache import store_kvcache_reference
 from nanovllm.kernels.rms_norm import rms_norm_reference
-from nanovllm.utils.triton_compat import chained, tl, triton, use_triton
+from nanovllm.utils.triton_compat import pdl_options, tl, triton, use_triton
 
-BLOCK_HEADS = 8  # that a program rotates
+BLOCK_HEADS = 8  # heads per program
 
 
 def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates pairs (i, i + D/2) of each head. x [N, H, D]; cos, sin fp32 [N, 1, D/2]."""
+    """Rotates the pairs (i, i + D/2) of each head of x [N, H, D]; cos and sin are fp32
+    [N, 1, D/2]."""
     x1, x2 = x.float().chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
 
 
-class Rotation(NamedTuple):
-    """How to turn queries and keys.
+class RopeInputs(NamedTuple):
+    """Inputs of the rotary embedding besides queries and keys.
 
     Attributes:
         positions: int32 [N].
         cos_sin_cache: fp32 [max_position, D], D/2 cosines then D/2 sines.
-        q_weight, k_weight: [D], of an RMSNorm of each head before the rotation; both or neither.
-        eps: the norm's.
+        q_weight, k_weight: [D], weights of an RMSNorm of each head before RoPE; both or neither.
+        eps: of the RMSNorm.
     """
 
     positions: torch.Tensor
@@ -35,21 +36,25 @@ class Rotation(NamedTuple):
     eps: float = 0.0
 
 
-class NewTokens(NamedTuple):
-    """A decode step's keys and values [N, kv_heads, D], the keys still to be rotated, both to be
-    stored."""
+class NewKV(NamedTuple):
+    """The new keys and values of a decode step, before RoPE and before they are stored.
 
-    rotation: Rotation
+    Attributes:
+        rope: rotary embedding to apply to queries and keys.
+        k, v: [N, kv_heads, D].
+    """
+
+    rope: RopeInputs
     k: torch.Tensor
     v: torch.Tensor
 
 
 class CacheSlots(NamedTuple):
-    """Where new keys and values go.
+    """The KV cache and the slots that new keys and values are written to.
 
     Attributes:
         k_cache, v_cache: [blocks, block_size, kv_heads, D].
-        slot_mapping: int32 [N]; -1 stores nothing.
+        slot_mapping: int32 [N], the slot of each token. A token with slot -1 is not stored.
     """
 
     k_cache: torch.Tensor
@@ -57,29 +62,30 @@ class CacheSlots(NamedTuple):
     slot_mapping: torch.Tensor
 
 
-def rotate_and_store_reference(
-    rotation: Rotation,
+def apply_rope_and_store_reference(
+    rope: RopeInputs,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     slots: CacheSlots | None,
     num_finite: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if rotation.q_weight is not None and rotation.k_weight is not None:
-        q = rms_norm_reference(q, rotation.q_weight, rotation.eps)
-        k = rms_norm_reference(k, rotation.k_weight, rotation.eps)
-    cos, sin = rotation.cos_sin_cache[rotation.positions].unsqueeze(1).chunk(2, dim=-1)
+    """See ``apply_rope_and_store``."""
+    if rope.q_weight is not None and rope.k_weight is not None:
+        q = rms_norm_reference(q, rope.q_weight, rope.eps)
+        k = rms_norm_reference(k, rope.k_weight, rope.eps)
+    cos, sin = rope.cos_sin_cache[rope.positions].unsqueeze(1).chunk(2, dim=-1)
     q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
     if slots is not None:
         store_kvcache_reference(k, v, *slots)
     if num_finite:
-        first, largest = rotation.positions < num_finite, torch.finfo(v.dtype).max
+        first, largest = rope.positions < num_finite, torch.finfo(v.dtype).max
         v[first] = v[first].nan_to_num(nan=largest, posinf=largest, neginf=-largest)
     return q, k
 
 
 @triton.jit
-def _rotate_and_store_kernel(
+def _apply_rope_and_store_kernel(
     positions_ptr,
     q_ptr,
     k_ptr,
@@ -110,9 +116,10 @@ def _rotate_and_store_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # One program rotates some heads of one token: queries or, after these, keys, which it stores
-    # with their values. The last tokens come first: written last, they may still be in the L2
-    # cache. A KV cache can hold over 2^31 elements, so its offsets are 64-bit.
+    # A program handles BLOCK_HEADS heads of one token, query heads or key heads, and stores keys
+    # with their values. Programs go through the tokens backwards: the kernel before wrote the last
+    # tokens last, so they may still be in the L2 cache. A KV cache can hold over 2^31 elements, so
+    # its offsets are 64-bit.
     NUM_Q_BLOCKS: tl.constexpr = (Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     NUM_BLOCKS: tl.constexpr = NUM_Q_BLOCKS + (K_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -144,7 +151,7 @@ def _rotate_and_store_kernel(
         scale = tl.rsqrt(squares + eps)[:, None]
         w1 = tl.load(weight_ptr + column, mask=in_head, other=0.0)
         w2 = tl.load(weight_ptr + HALF + column, mask=in_head, other=0.0)
-        # Rounded where the separate norm would round.
+        # Rounds where rms_norm_reference rounds.
         x1 = ((x1 * scale).to(raw1.dtype) * w1).to(tl.float32)
         x2 = ((x2 * scale).to(raw2.dtype) * w2).to(tl.float32)
     position = tl.load(positions_ptr + token)
@@ -167,27 +174,28 @@ def _rotate_and_store_kernel(
             tl.store(v_cache_ptr + start + offset + HALF, v2, mask=mask)
     if is_key & (position < NUM_FINITE):
         for i in tl.static_range(2):
-            place = v_ptr + token * v_stride + offset + i * HALF
-            v = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-            is_wrong = ~(tl.abs(v) <= LARGEST)  # or NaN
+            v_half_ptr = v_ptr + token * v_stride + offset + i * HALF
+            v = tl.load(v_half_ptr, mask=mask, other=0.0).to(tl.float32)
+            is_not_finite = ~(tl.abs(v) <= LARGEST)  # inf or NaN
             largest = tl.where(v < 0, -LARGEST, LARGEST).to(v_ptr.dtype.element_ty)
-            tl.store(place, largest, mask=mask & is_wrong)
+            tl.store(v_half_ptr, largest, mask=mask & is_not_finite)
 
 
-def rotate_and_store_triton(
-    rotation: Rotation,
+def apply_rope_and_store_triton(
+    rope: RopeInputs,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     slots: CacheSlots | None,
     num_finite: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's heads must be contiguous; tokens may be strided. Results are contiguous."""
+    """See ``apply_rope_and_store``. The heads of a token must be contiguous, and tokens may be
+    strided. Results are contiguous."""
     num_tokens, q_heads, head_dim = q.shape
     k_heads = k.size(1)
     assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
-    assert head_dim % 2 == 0 and rotation.positions.shape == (num_tokens,)
-    assert rotation.cos_sin_cache.is_contiguous()
+    assert head_dim % 2 == 0 and rope.positions.shape == (num_tokens,)
+    assert rope.cos_sin_cache.is_contiguous()
     if slots is not None:
         assert slots.k_cache.is_contiguous() and slots.v_cache.is_contiguous()
         assert slots.k_cache.shape == slots.v_cache.shape
@@ -195,23 +203,23 @@ def rotate_and_store_triton(
         assert slots.slot_mapping.shape == (num_tokens,)
     q_out = q.new_empty(num_tokens, q_heads, head_dim)
     k_out = k.new_empty(num_tokens, k_heads, head_dim)
-    has_norm = rotation.q_weight is not None
+    has_norm = rope.q_weight is not None
     num_blocks = triton.cdiv(q_heads, BLOCK_HEADS) + triton.cdiv(k_heads, BLOCK_HEADS)
-    _rotate_and_store_kernel[(num_tokens * num_blocks,)](
-        rotation.positions,
+    _apply_rope_and_store_kernel[(num_tokens * num_blocks,)](
+        rope.positions,
         q,
         k,
         v,
         q_out,
         k_out,
-        *(slots or (k, v, rotation.positions)),  # without slots some pointers, never used
-        rotation.cos_sin_cache,
-        rotation.q_weight if has_norm else q,
-        rotation.k_weight if has_norm else k,
+        *(slots or (k, v, rope.positions)),  # placeholders, unused if STORES is false
+        rope.cos_sin_cache,
+        rope.q_weight if has_norm else q,
+        rope.k_weight if has_norm else k,
         q.stride(0),
         k.stride(0),
         v.stride(0),
-        rotation.eps,
+        rope.eps,
         Q_HEADS=q_heads,
         K_HEADS=k_heads,
         HALF=head_dim // 2,
@@ -222,29 +230,31 @@ def rotate_and_store_triton(
         NUM_FINITE=num_finite,
         LARGEST=torch.finfo(v.dtype).max,
         num_warps=2,
-        **chained(q),
+        **pdl_options(q),
     )
     return q_out, k_out
 
 
-def rotate_and_store(
-    rotation: Rotation,
+def apply_rope_and_store(
+    rope: RopeInputs,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     slots: CacheSlots | None,
     num_finite: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotates queries and keys, and stores the keys and values: one kernel.
+    """Applies RoPE to queries and keys and stores keys and values in the KV cache, in one kernel.
 
     Args:
-        q, k, v: [N, heads, D], [N, kv_heads, D] twice.
-        slots: where to; None stores nothing.
-        num_finite: in the values at positions below it, NaN and inf become the largest finite
-            number of their type, and -inf the smallest; in ``v``, not in the cache.
+        rope: positions, cosines and sines, and weights of the norms before RoPE, if any.
+        q: [N, heads, D].
+        k, v: [N, kv_heads, D].
+        slots: where to store; None stores nothing.
+        num_finite: makes ``v`` finite, in place, at positions below this number: NaN and +inf
+            become the largest finite number, -inf the smallest. The KV cache gets the original.
 
     Returns:
-        q and k.
+        q and k after RoPE, contiguous.
     """
-    rotate = rotate_and_store_triton if use_triton(q) else rotate_and_store_reference
-    return rotate(rotation, q, k, v, slots, num_finite)
+    kernel = apply_rope_and_store_triton if use_triton(q) else apply_rope_and_store_reference
+    return kernel(rope, q, k, v, slots, num_finite)

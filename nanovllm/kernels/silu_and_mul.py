@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.utils.triton_compat import chained, tl, triton, use_triton
+from nanovllm.utils.triton_compat import pdl_options, tl, triton, use_triton
 
 
 def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
@@ -18,7 +18,7 @@ def _silu_and_mul_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # The last rows first: written last, they may still be in the L2 cache.
+    # Backwards: the kernel before wrote the last rows last, so they may still be in the L2 cache.
     NUM_BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (program // NUM_BLOCKS).to(tl.int64)
@@ -26,7 +26,7 @@ def _silu_and_mul_kernel(
     mask = column < WIDTH
     gate = tl.load(x_ptr + row * 2 * WIDTH + column, mask=mask).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * WIDTH + WIDTH + column, mask=mask)
-    # silu is rounded before the product, as in the reference.
+    # Rounds silu before it multiplies by up, as the reference does.
     silu = (gate / (1 + tl.exp(-gate))).to(up.dtype)
     tl.store(out_ptr + row * WIDTH + column, silu * up, mask=mask)
 
@@ -38,10 +38,12 @@ def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
     block = min(4096, triton.next_power_of_2(width))
     grid = (num_rows * triton.cdiv(width, block),)
     num_warps = max(1, block // 256)
-    _silu_and_mul_kernel[grid](x, out, WIDTH=width, BLOCK=block, num_warps=num_warps, **chained(x))
+    _silu_and_mul_kernel[grid](
+        x, out, WIDTH=width, BLOCK=block, num_warps=num_warps, **pdl_options(x)
+    )
     return out
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """[N, 2 I], gate and up side by side -> [N, I]."""
+    """Computes silu(gate) * up, with gate and up concatenated in x: [N, 2 I] -> [N, I]."""
     return silu_and_mul_triton(x) if use_triton(x) else silu_and_mul_reference(x)

@@ -1,22 +1,21 @@
-"""Attention over the paged KV cache: stores new keys and values, unless the backend does, and calls
-it."""
+"""The attention layer: applies RoPE, stores keys and values in the KV cache, calls the backend."""
 
 import torch
 from torch import nn
 
 from nanovllm.kernels.attention.backend import AttentionBackend
 from nanovllm.kernels.attention.store_kvcache import store_kvcache
-from nanovllm.kernels.rope import CacheSlots, NewTokens, Rotation, rotate_and_store
+from nanovllm.kernels.rope import CacheSlots, NewKV, RopeInputs, apply_rope_and_store
 from nanovllm.utils.context import get_context
 
 __all__ = ["Attention", "store_kvcache"]
 
 
 class Attention(nn.Module):
-    """Grouped-query attention of one layer.
+    """Grouped-query attention of one layer over the paged KV cache.
 
-    ``backend`` and the views ``k_cache`` and ``v_cache`` [blocks, block_size, kv_heads,
-    head_dim] are bound by the model runner; without caches nothing is stored.
+    The model runner sets ``backend`` and the views ``k_cache`` and ``v_cache`` [blocks, block_size,
+    kv_heads, head_dim]. Until then the caches are empty and nothing is stored.
     """
 
     def __init__(self, num_heads: int, head_dim: int, scale: float, num_kv_heads: int) -> None:
@@ -33,26 +32,34 @@ class Attention(nn.Module):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        rotation: Rotation | None = None,
+        rope: RopeInputs | None = None,
         only_outputs: bool = False,
     ) -> torch.Tensor:
-        """q [N, num_heads, head_dim], k and v [N, num_kv_heads, head_dim] -> q's shape; q and k
-        still to be rotated, if it says how. With ``only_outputs`` the result has only the context's
-        ``output_indices``."""
+        """Computes attention of the current step, whose metadata is in the context.
+
+        Args:
+            q: [N, num_heads, head_dim].
+            k, v: [N, num_kv_heads, head_dim].
+            rope: rotary embedding to apply to q and k; None if they need none.
+            only_outputs: compute only the rows in the context's ``output_indices``.
+
+        Returns:
+            [N, num_heads, head_dim], or only the rows in ``output_indices``.
+        """
         context, slots = get_context(), None
-        assert self.backend is not None, "no attention backend bound"
-        if rotation is not None and self.backend.rotates and not context.is_prefill:
-            new = NewTokens(rotation, k, v)
+        assert self.backend is not None, "the model runner has set no attention backend"
+        if rope is not None and self.backend.fuses_rope and not context.is_prefill:
+            new = NewKV(rope, k, v)
             return self.backend.decode(q, self.k_cache, self.v_cache, context, self.scale, new)
         if self.k_cache.numel():
             assert context.slot_mapping is not None
             slots = CacheSlots(self.k_cache, self.v_cache, context.slot_mapping)
-        if rotation is not None:
-            q, k = rotate_and_store(rotation, q, k, v, slots, self.backend.num_finite(context))
+        if rope is not None:
+            q, k = apply_rope_and_store(rope, q, k, v, slots, self.backend.num_finite(context))
         elif slots is not None:
             store_kvcache(k, v, *slots)
         if only_outputs:
-            q, context = q[context.output_indices], context.of_outputs()
+            q, context = q[context.output_indices], context.for_output_rows()
         if context.is_prefill:
             return self.backend.prefill(q, k, v, self.k_cache, self.v_cache, context, self.scale)
         return self.backend.decode(q, self.k_cache, self.v_cache, context, self.scale)

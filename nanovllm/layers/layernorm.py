@@ -7,10 +7,9 @@ from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, computed in fp32; inputs stay as they are.
+    """x / rms(x) * weight over the last dimension, computed in fp32. Inputs are not modified.
 
-    With a residual it adds first and returns (norm of the sum, the sum): the pre-norm
-    transformer's residual stream in one call.
+    With a residual, returns (norm of x + residual, x + residual), as a pre-norm transformer needs.
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:

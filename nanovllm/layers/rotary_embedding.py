@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nanovllm.kernels.rope import Rotation, apply_rotary_emb
+from nanovllm.kernels.rope import RopeInputs, apply_rotary_emb
 from nanovllm.layers.layernorm import RMSNorm
 
 __all__ = ["RopeConfig", "RotaryEmbedding", "apply_rotary_emb", "get_rope"]
@@ -14,16 +14,17 @@ __all__ = ["RopeConfig", "RotaryEmbedding", "apply_rotary_emb", "get_rope"]
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """A checkpoint's rotation frequencies.
+    """The RoPE frequencies of a checkpoint.
 
     Attributes:
-        theta: base of the geometric series of wavelengths.
-        kind: "default", "linear" (all frequencies / factor) or "llama3" (low frequencies /
-            factor, high ones kept, a ramp between).
-        factor: by how much long wavelengths are stretched.
-        low_freq_factor, high_freq_factor, original_max_position: llama3's ramp: wavelengths
-            over original / low are stretched fully, those under original / high not at all.
-        freq_divisors: per-frequency divisors that a GGUF file states outright, [head_dim / 2].
+        theta: base of the geometric series of frequencies.
+        kind: "default", "linear" (all frequencies are divided by ``factor``) or "llama3" (low
+            frequencies are divided by ``factor``, high ones kept, with a linear ramp between).
+        factor: the RoPE scaling factor.
+        low_freq_factor, high_freq_factor, original_max_position: the ramp of "llama3". Wavelengths
+            over original_max_position / low_freq_factor are scaled fully, those under
+            original_max_position / high_freq_factor not at all.
+        freq_divisors: [head_dim / 2], a divisor for each frequency, as GGUF files store them.
     """
 
     theta: float = 10000.0
@@ -36,16 +37,16 @@ class RopeConfig:
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotations of queries and keys by their positions, from an fp32 cache of cosines and sines.
+    """Rotary embedding with precomputed cosines and sines.
 
-    ``cos_sin_cache`` is [max_position, head_dim]: cosines, then sines.
+    ``cos_sin_cache`` is fp32 [max_position, head_dim]: head_dim / 2 cosines, then as many sines.
     """
 
     cos_sin_cache: torch.Tensor
 
     def __init__(self, head_dim: int, max_position: int, rope: RopeConfig | None) -> None:
         super().__init__()
-        # In fp64: at position 100,000 an fp32 angle is off by 4e-3.
+        # fp64, because at position 100,000 the error of an fp32 angle is 4e-3.
         angles = torch.outer(
             torch.arange(max_position, dtype=torch.float64), _inv_freq(head_dim, rope)
         )
@@ -54,23 +55,27 @@ class RotaryEmbedding(nn.Module):
 
     def forward(
         self, positions: torch.Tensor, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None
-    ) -> Rotation:
-        """What attention does to its queries and keys at these positions, int32 [N]; norms of
-        each head come before the rotation, both or neither."""
+    ) -> RopeInputs:
+        """Returns the inputs of the RoPE kernels, which the attention layer applies.
+
+        Args:
+            positions: int32 [N].
+            q_norm, k_norm: norms of each query and key head before RoPE; both or neither.
+        """
         if q_norm is None or k_norm is None:
-            return Rotation(positions, self.cos_sin_cache)
+            return RopeInputs(positions, self.cos_sin_cache)
         weights = q_norm.weight, k_norm.weight
-        return Rotation(positions, self.cos_sin_cache, *weights, q_norm.eps)
+        return RopeInputs(positions, self.cos_sin_cache, *weights, q_norm.eps)
 
 
 def get_rope(head_dim: int, max_position: int, rope: RopeConfig | None) -> RotaryEmbedding:
-    """The rotary embedding that layers of equal ``rope`` share. None is for layers without one:
-    every angle is 0, so that queries and keys stay as they are, in the same kernels."""
+    """Returns the rotary embedding that layers of equal ``rope`` share. None is for layers without
+    RoPE: every angle is 0, so that the same kernels leave queries and keys as they are."""
     return RotaryEmbedding(head_dim, max_position, rope)
 
 
 def _inv_freq(head_dim: int, rope: RopeConfig | None) -> torch.Tensor:
-    """Radians per position of each pair, fp64 [head_dim / 2]."""
+    """Returns the frequency of each pair in radians per position, fp64 [head_dim / 2]."""
     if rope is None:
         return torch.zeros(head_dim // 2, dtype=torch.float64)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim

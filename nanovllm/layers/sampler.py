@@ -1,4 +1,4 @@
-"""Draws the next tokens from logits."""
+"""Samples the next tokens from logits."""
 
 from dataclasses import dataclass, field, replace
 
@@ -8,21 +8,22 @@ from torch import nn
 from nanovllm.kernels.sampling.logit_edits import LogitEdits, edit_logits
 from nanovllm.kernels.sampling.logprobs import pack_logprobs
 from nanovllm.kernels.sampling.processed_logits import processed_logits
-from nanovllm.kernels.sampling.sample import best_of_shard, sample, winning_token
+from nanovllm.kernels.sampling.sample import sample, sample_shard, unpack_token_ids
 from nanovllm.layers.embed_head import ParallelLMHead
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """How to draw the next tokens of N sequences. What nobody asks for costs nothing.
+    """The sampling parameters of N sequences. Features that no sequence uses cost nothing.
 
     Attributes:
         rows: int32 [N, 8], a SAMPLING_ROW each.
         truncates: whether any row has top_k, top_p or min_p set.
-        edits: how to change the logits before a draw.
-        num_logprobs: how many most likely tokens to report besides the one sampled.
-        processed_logprobs: report log-probabilities of the logits that tokens are sampled from,
-            instead of the model's own.
+        edits: penalties, biases and masks to apply to the logits first.
+        num_logprobs: number of most likely tokens to report besides the sampled one; None for no
+            log-probabilities at all.
+        processed_logprobs: report log-probabilities after edits, temperature and truncation,
+            instead of those of the model.
     """
 
     rows: torch.Tensor
@@ -32,6 +33,7 @@ class SamplingInputs:
     processed_logprobs: bool = False
 
     def to(self, device: torch.device) -> "SamplingInputs":
+        """Copies the tensors to a device, asynchronously."""
         if device.type == "cpu":
             return self
 
@@ -43,10 +45,11 @@ class SamplingInputs:
 
 
 class Sampler(nn.Module):
-    """Masks, biases and penalties; then temperature, truncation and a draw (``kernels.sampling``).
+    """Applies masks, biases and penalties, then samples with temperature and truncation.
 
-    Of several ranks, rank 0 draws from the logits of all. Where nothing but temperature is asked
-    for, each can draw from its own instead: the best of the ranks' best is the token.
+    With tensor parallelism, rank 0 gathers the logits of all ranks and samples from them. Requests
+    with a temperature only can avoid the gather: each rank samples from its shard of the
+    vocabulary, and an all-reduce takes the maximum of the ranks' Gumbel-max scores.
     """
 
     def __init__(self, head: ParallelLMHead) -> None:
@@ -58,28 +61,39 @@ class Sampler(nn.Module):
     def forward(
         self, logits: torch.Tensor, inputs: SamplingInputs | None, each_rank: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """This rank's logits [N, its part of the vocabulary] -> int64 [N] token ids, -1 where no
-        token is allowed; and, if asked for, their logprobs (see ``pack_logprobs``).
-        Unless ``each_rank`` samples, ``inputs`` is rank 0's alone."""
+        """Samples one token per row. All ranks call it, with the same ``each_rank``.
+
+        Args:
+            logits: [N, shard of the vocabulary], of this rank.
+            inputs: the sampling parameters. Only rank 0 needs them, unless ``each_rank``.
+            each_rank: every rank samples from its shard. ``inputs`` may hold a temperature only.
+
+        Returns:
+            int64 [N] token ids on all ranks, -1 where no token is allowed. On rank 0 also the
+            log-probabilities if requested, as ``pack_logprobs`` returns them, else None.
+        """
         if each_rank and self.tp.size > 1:
             assert inputs is not None
-            best = best_of_shard(logits, inputs.rows, self.num_own_tokens, self.vocab_start)
-            return winning_token(self.tp.all_reduce(best)), None
+            packed = sample_shard(logits, inputs.rows, self.num_own_tokens, self.vocab_start)
+            return unpack_token_ids(self.tp.all_reduce(packed)), None
         all_logits = self.gather(logits)
         if all_logits is None or inputs is None:
-            nothing = torch.full((len(logits),), -2, dtype=torch.int64, device=logits.device)
-            return self.tp.all_reduce(nothing), None
-        token_ids, logprobs = draw(all_logits, inputs)
+            # The all-reduce takes the maximum, so -2 leaves rank 0's token.
+            no_token = torch.full((len(logits),), -2, dtype=torch.int64, device=logits.device)
+            return self.tp.all_reduce(no_token), None
+        token_ids, logprobs = sample_with_logprobs(all_logits, inputs)
         return self.tp.all_reduce(token_ids), logprobs
 
 
-def draw(logits: torch.Tensor, inputs: SamplingInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Draws from logits [N, vocab_size]; see ``Sampler.forward``."""
+def sample_with_logprobs(
+    logits: torch.Tensor, inputs: SamplingInputs
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Samples from logits [N, vocab_size] of the whole vocabulary. See ``Sampler.forward``."""
     edited = edit_logits(logits, inputs.edits)
     token_ids = sample(edited, inputs.rows, inputs.truncates)
     if inputs.num_logprobs is None:
         return token_ids, None
-    known = token_ids.clamp(min=0)
+    valid_ids = token_ids.clamp(min=0)
     if inputs.processed_logprobs:
-        logits = processed_logits(edited, inputs.rows, known, inputs.truncates)
-    return token_ids, pack_logprobs(logits, known, inputs.num_logprobs)
+        logits = processed_logits(edited, inputs.rows, valid_ids, inputs.truncates)
+    return token_ids, pack_logprobs(logits, valid_ids, inputs.num_logprobs)

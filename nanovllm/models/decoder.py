@@ -59,8 +59,8 @@ class DecoderAttention(nn.Module):
         qkv, residual = self.qkv_proj.after_norm(norm, hidden_states, residual)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        rotation = self.rotary_emb(positions, self.q_norm, self.k_norm)
-        x = self.attn(q, k, v, rotation, only_outputs=outputs is not None).flatten(1)
+        rope = self.rotary_emb(positions, self.q_norm, self.k_norm)
+        x = self.attn(q, k, v, rope, only_outputs=outputs is not None).flatten(1)
         return self.o_proj.add_to(residual if outputs is None else residual[outputs], x)
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels compiled before they are needed, several at once."""
+"""Compiles Triton kernels ahead of their first launch, in parallel."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,17 +11,19 @@ import torch
 
 from nanovllm.utils.triton_compat import HAS_TRITON, triton
 
-_lock = Lock()  # of Triton's method, which is replaced for a while
+_lock = Lock()  # guards the patch of JITFunction.run
 
 
 @contextmanager
 def compiling_only() -> Iterator[None]:
-    """Within, a launch of a kernel compiles it, in a thread, and runs nothing: what kernels would
-    have written is undefined. At the end all kernels can be launched at once; those that cannot be
-    compiled raise when they are launched. Affects only the calling thread; other threads launch as
-    before, and wait to enter.
+    """Context manager in which a kernel launch compiles the kernel, in a thread pool, and does not
+    run it. The outputs of kernels are therefore undefined.
 
-    Compilation runs in C++ for the most part, without Python's lock.
+    All compilations are finished when the context exits. A kernel that fails to compile raises when
+    it is launched later. Affects only the calling thread: other threads launch kernels as usual,
+    and block if they enter this context too.
+
+    Threads help because compilation mostly runs in C++, without the GIL.
     """
     if not HAS_TRITON:
         yield
@@ -29,7 +31,7 @@ def compiling_only() -> Iterator[None]:
     with _lock:
         kernel_type, thread = triton.JITFunction, get_ident()
         run = kernel_type.run
-        kernels: dict[int, Any] = {}  # by id: a model launches each many times
+        kernels: dict[int, Any] = {}  # by id, because a model launches each kernel many times
 
         def compile_kernel(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
             only = warmup or get_ident() == thread
@@ -51,8 +53,8 @@ def compiling_only() -> Iterator[None]:
 
 
 def _load(device: int, kernel: Any) -> None:
-    """Loads a compiled kernel, or a future one, and builds its launcher: a C compiler needs 0.3 s
-    for each new signature."""
+    """Loads a compiled kernel, or a future one, and builds its launcher, which takes a C compiler
+    0.3 s per signature."""
     with suppress(Exception), torch.cuda.device(device):
         compiled = kernel.result() if hasattr(kernel, "result") else kernel
         _ = compiled.run  # loads it at the first access

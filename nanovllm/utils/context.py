@@ -1,4 +1,4 @@
-"""The metadata of the step that is running, where attention layers and the head find it."""
+"""The metadata of the current step, which attention layers and the LM head read."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,24 +10,26 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """One step over ``num_seqs`` sequences and N new tokens in all.
+    """The metadata of one step with ``num_seqs`` sequences and N new tokens in total.
 
     Attributes:
-        is_prefill: any number of new tokens per sequence; otherwise exactly one each.
-        slot_mapping: int32 [N], KV-cache slot of each new token (block id x block_size +
-            offset); -1 is not stored.
+        is_prefill: whether sequences may have any number of new tokens. In a decode step each has
+            exactly one.
+        slot_mapping: int32 [N], KV-cache slot of each new token: block id x block_size + offset in
+            the block. A token with slot -1 is not stored.
         block_tables: int32 [num_seqs, max_blocks], padded with 0; None for a prefill that
             reads no cached keys.
         cu_seqlens_q: int32 [num_seqs + 1], cumulative counts of new tokens (prefill).
         cu_seqlens_k: int32 [num_seqs + 1], cumulative context lengths (prefill).
-        max_seqlen_q: most new tokens of a sequence, or more (prefill).
-        max_seqlen_k: longest context of a sequence, or more.
+        max_seqlen_q: an upper bound of new tokens per sequence (prefill).
+        max_seqlen_k: an upper bound of context lengths.
         context_lens: int32 [num_seqs], tokens to attend to, the new one included (decode).
-        decode_work: int32, how the attention backend divides a decode; None if it does not.
-        output_indices: int32 [num_seqs], rows of which the last layer's output is needed: of each
-            sequence its last one or none, then any, for nothing (prefill); None for all.
+        split_kv_schedule: int32, made by the attention backend's ``split_kv`` (decode); None if
+            the backend uses none.
+        output_indices: int32 [num_seqs], rows that the last layer must compute (prefill); None for
+            all rows. They are the last rows of the sequences that need an output, then padding.
         cu_num_outputs: int32 [num_seqs + 1], cumulative counts of each sequence's rows in
-            ``output_indices``; None if those are.
+            ``output_indices``; None if ``output_indices`` is None.
         logits_indices: int32 [num_seqs], rows of the last layer's output that need logits; None for
             all.
     """
@@ -40,13 +42,13 @@ class Context:
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     context_lens: torch.Tensor | None = None
-    decode_work: torch.Tensor | None = None
+    split_kv_schedule: torch.Tensor | None = None
     output_indices: torch.Tensor | None = None
     cu_num_outputs: torch.Tensor | None = None
     logits_indices: torch.Tensor | None = None
 
-    def of_outputs(self) -> "Context":
-        """The same for queries of only the rows in ``output_indices``."""
+    def for_output_rows(self) -> "Context":
+        """Returns the context of a step whose only queries are the rows in ``output_indices``."""
         return replace(self, cu_seqlens_q=self.cu_num_outputs, max_seqlen_q=1)
 
 
@@ -68,7 +70,7 @@ def reset_context() -> None:
 
 @contextmanager
 def step_context(context: Context) -> Iterator[None]:
-    """Makes ``context`` current for one forward pass, also if that raises."""
+    """Sets ``context`` for one forward pass, and resets it even if that raises."""
     set_context(context)
     try:
         yield

@@ -1,9 +1,8 @@
-"""GPU memory of another process on this host, through the CUDA driver's IPC handles, and what GPUs
-can do with each other's.
+"""Access to GPU memory of other processes on this host, through IPC handles of the CUDA driver.
 
-PyTorch's symmetric memory meets under a number that it counts per process, so a process cannot
-meet a second group of fresh ones; and its shared tensors leave files under /dev/shm. The handles
-themselves have neither fault.
+PyTorch has two alternatives, each with a defect. The rendezvous of its symmetric memory uses a
+counter per process, so a process that has had one group cannot join a group of new processes. Its
+shared tensors leave files under /dev/shm.
 """
 
 import ctypes
@@ -19,7 +18,7 @@ NATIVE_ATOMIC_SUPPORTED = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 class DriverError(RuntimeError):
-    """The CUDA driver refuses."""
+    """A call of the CUDA driver failed."""
 
 
 class _Handle(ctypes.Structure):
@@ -27,7 +26,7 @@ class _Handle(ctypes.Structure):
 
 
 def export_memory(tensor: torch.Tensor) -> bytes:
-    """What another process needs to open a CUDA tensor's memory."""
+    """Returns the offset and IPC handle with which another process can open a tensor's memory."""
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
     address = ctypes.c_uint64(tensor.data_ptr())
     _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
@@ -36,8 +35,11 @@ def export_memory(tensor: torch.Tensor) -> bytes:
 
 
 def open_memory(exported: bytes) -> tuple[int, int]:
-    """What to close again, and the address of the tensor's memory, for kernels on the current
-    device; ``exported`` is another process's."""
+    """Maps a tensor that another process has exported, for kernels on the current device.
+
+    Returns:
+        The base address, for ``close_memory``, and the address of the tensor.
+    """
     (offset,) = struct.unpack_from("<q", exported)
     handle, base = _Handle.from_buffer_copy(exported, 8), ctypes.c_uint64()
     _call("cuIpcOpenMemHandle_v2", ctypes.byref(base), handle, LAZY_ENABLE_PEER_ACCESS)
@@ -45,12 +47,13 @@ def open_memory(exported: bytes) -> tuple[int, int]:
 
 
 def close_memory(base: int) -> None:
+    """Unmaps memory from ``open_memory``."""
     _call("cuIpcCloseMemHandle", ctypes.c_uint64(base))
 
 
 def has_native_atomics(device: int, peer: int) -> bool:
-    """Whether a GPU can do atomic operations on another one's memory, as over NVLink but not over
-    PCIe. Devices are PyTorch's indices."""
+    """Returns whether a GPU can do atomic operations on a peer's memory, as NVLink supports but
+    PCIe does not. Devices are indices as in PyTorch."""
     value, handles = ctypes.c_int(), []
     _call("cuInit", 0)
     for index in (device, peer):

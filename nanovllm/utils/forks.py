@@ -1,4 +1,4 @@
-"""Objects of a process that a forked child of it must leave alone."""
+"""Objects that a forked child process must not destroy."""
 
 import ctypes
 import os
@@ -9,20 +9,20 @@ _owned: WeakSet[Any] = WeakSet()
 
 
 def leave_to_parent(thing: Any) -> None:
-    """Keeps every process that is forked from now on from destroying its copy of an object.
+    """Prevents child processes that are forked later from destroying their copy of an object.
 
-    The copy, and what its attributes hold at the time of the fork, are never freed in the child.
-    Destructors of process groups, stores and CUDA objects would wait there for threads that exist
-    in the parent alone, or end what the parent still uses.
+    The child never frees the copy, nor the objects in its attributes at the time of the fork. In
+    the child, destructors of process groups, stores and CUDA objects would wait for threads that
+    exist only in the parent, or destroy resources that the parent still uses.
 
     Args:
-        thing: an object with a ``__dict__`` that can be referenced weakly.
+        thing: an object with a ``__dict__`` and support for weak references.
     """
     _owned.add(thing)
 
 
 def _keep_alive() -> None:
-    # Neither a global nor a closure would do: the interpreter clears those when it ends.
+    # A leaked reference, because the interpreter clears globals and closures when it exits.
     for thing in _owned:
         for held in (thing, *vars(thing).values()):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))

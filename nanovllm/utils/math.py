@@ -2,17 +2,22 @@
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Returns a / b, rounded up."""
     return -(-a // b)
 
 
 def heads_per_rank(num_heads: int, num_ranks: int) -> int:
-    """Heads that each rank holds: an equal share, or a copy of one where ranks are more."""
+    """Returns the number of heads per rank: an equal share, or 1 if there are more ranks than
+    heads, which are then replicated."""
     return 1 if num_ranks % num_heads == 0 else divide(num_heads, num_ranks)
 
 
 def divide(a: int, b: int) -> int:
-    """a / b where b must divide a."""
+    """Returns a / b.
+
+    Raises:
+        ValueError: b does not divide a.
+    """
     if a % b:
         raise ValueError(f"{a} cannot be split evenly into {b} parts")
     return a // b

@@ -1,7 +1,10 @@
-"""Panics of libraries written in Rust: errors, though Python does not class them as Exceptions."""
+"""Handles panics of Rust libraries as errors, although they are no subclass of Exception."""
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether code has failed, rather than been interrupted: an Exception, or a panic of PyO3's,
-    whose class is derived from BaseException and cannot be imported."""
+    """Returns whether ``error`` is a failure and not an interruption such as KeyboardInterrupt.
+
+    Failures are Exceptions and panics of PyO3, whose class derives from BaseException and cannot be
+    imported.
+    """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"

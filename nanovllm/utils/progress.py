@@ -1,4 +1,4 @@
-"""Progress bars, and log lines beside them."""
+"""Progress bars that do not garble log lines."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -8,19 +8,20 @@ from time import perf_counter
 
 from tqdm.auto import tqdm
 
-BAR_SECONDS = 1.0  # work that takes less has no bar of its own
-SETTLED_SECONDS = 0.1  # after which the pace says how long it takes
+BAR_SECONDS = 1.0  # shorter work gets no bar of its own
+SETTLED_SECONDS = 0.1  # time after which the total time can be extrapolated
 
 
 def bar_maker(use_tqdm: bool | Callable[..., tqdm]) -> Callable[..., tqdm]:
-    """What makes a bar: ``use_tqdm`` itself, or tqdm, shown or not."""
+    """Returns a function that makes progress bars: ``use_tqdm`` itself if it is callable, otherwise
+    tqdm, enabled or disabled."""
     return use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
 
 
 @contextmanager
 def shown(bar: tqdm) -> Iterator[tqdm]:
-    """Closes a bar in the end. Until then it makes way for log lines, and the next update draws it
-    below them."""
+    """Context manager that closes a bar at the end. Until then, it clears the bar before each log
+    line of nanovllm. The next update draws the bar again below that line."""
     logger = logging.getLogger("nanovllm")
 
     def clear(record: logging.LogRecord) -> bool:
@@ -38,8 +39,8 @@ def shown(bar: tqdm) -> Iterator[tqdm]:
 def portions(
     count: int, size: int, make_bar: Callable[..., tqdm] | None = None, desc: str = ""
 ) -> Iterator[slice]:
-    """Cuts ``count`` items into slices of ``size``. Shows a bar of those that are done if all of
-    them will take over a second."""
+    """Yields slices of ``size`` that together cover ``count`` items. Shows a progress bar if all
+    items are expected to take longer than a second."""
     start, bar = perf_counter(), None
     try:
         for done in range(0, count, size):

@@ -1,7 +1,7 @@
-"""Whether Triton is there, and where other compilers keep their kernels.
+"""Makes Triton an optional dependency, and sets the caches of other kernel compilers.
 
-Every kernel file defines its kernels either way; without Triton the decorator does nothing, they
-are never launched, and the PyTorch references serve.
+Without Triton, kernel files can still be imported: the decorator ``triton.jit`` does nothing, and
+the PyTorch references run instead of kernels.
 """
 
 import os
@@ -20,7 +20,7 @@ except ImportError:  # no Triton on this platform
     HAS_TRITON = False
 
     class _Absent:
-        """Stands in for the names that kernel signatures mention."""
+        """Placeholder for ``triton`` and ``tl``, with the names that are used at import."""
 
         constexpr = object
 
@@ -32,9 +32,9 @@ except ImportError:  # no Triton on this platform
 
 __all__ = [
     "HAS_TRITON",
-    "chained",
     "keep_compiled_kernels",
     "num_multiprocessors",
+    "pdl_options",
     "shared_memory",
     "tl",
     "triton",
@@ -43,17 +43,17 @@ __all__ = [
 
 
 def use_triton(x: torch.Tensor) -> bool:
-    """Whether kernels on x's device are Triton's."""
+    """Returns whether operations on x run Triton kernels."""
     return HAS_TRITON and x.is_cuda
 
 
-def chained(x: torch.Tensor) -> dict[str, bool]:
-    """Launch arguments of a kernel on x's device that may start while the one before it ends
-    (programmatic dependent launch, from Hopper on), which saves a microsecond or so each.
+def pdl_options(x: torch.Tensor) -> dict[str, bool]:
+    """Returns launch arguments for programmatic dependent launch (PDL, on Hopper and later).
 
-    Such a kernel takes ``PDL`` and, where that is true, begins with ``gdc_launch_dependents``
-    and waits with ``gdc_wait`` before it reads what another kernel of this step writes, and before
-    it writes.
+    With PDL, a kernel may start while the previous kernel finishes, which saves about a microsecond
+    per launch. The kernel needs a parameter ``PDL``. If it is true, the kernel must begin with
+    ``gdc_launch_dependents`` and call ``gdc_wait`` before it reads results of other kernels of the
+    step, and before it writes.
     """
     if not x.is_cuda or not _has_pdl(x.device):
         return {"PDL": False}
@@ -61,9 +61,12 @@ def chained(x: torch.Tensor) -> dict[str, bool]:
 
 
 def keep_compiled_kernels() -> None:
-    """Has flash-attn 4 and quack keep the kernels that they compile, in the user's cache: by
-    themselves they compile at each start, or keep them in /tmp, where anyone could have put some
-    for us to load. Before their first import; what the environment says already stays."""
+    """Lets flash-attn 4 and quack cache compiled kernels in the user's cache folder.
+
+    By default they compile at each start, or cache under /tmp, where other users could plant
+    kernels. Must be called before their first import. Existing environment variables take
+    precedence.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm"
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache / "flash_attn_4"))
@@ -72,7 +75,7 @@ def keep_compiled_kernels() -> None:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one program can have on a CUDA GPU; 0 elsewhere."""
+    """Returns the bytes of shared memory that one program can use on a CUDA GPU; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     properties: Any = torch.cuda.get_device_properties(device)
@@ -81,7 +84,7 @@ def shared_memory(device: torch.device) -> int:
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a CUDA GPU; 1 elsewhere."""
+    """Returns the number of multiprocessors of a CUDA GPU; 1 on a CPU."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -24,7 +24,7 @@ from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.workers import decode, encode
 from nanovllm.kernels.sampling.logit_edits import add_bias, apply_mask, penalise
-from nanovllm.kernels.sampling.sample import SAMPLING_ROW
+from nanovllm.kernels.sampling.sampling_row import SAMPLING_ROW
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.context import Context
 

@@ -37,7 +37,7 @@ from nanovllm.utils.context import Context
 SHARED_MEMORY = 227 << 10
 LEAST_SHARED_MEMORY = 99 << 10  # of a GPU with bf16
 ALL_SIZES = "--few" not in sys.argv
-CHAINED = (
+PDL_MODULES = (
     all_reduce,
     decode,
     store_kvcache,
@@ -74,8 +74,8 @@ def compile_only() -> list[Any]:
         return kernel
 
     JITFunction.run = compile_kernel
-    for module in CHAINED:
-        module.chained = lambda x: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]
+    for module in PDL_MODULES:
+        module.pdl_options = lambda x: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]
     prefill.shared_memory = lambda device: SHARED_MEMORY
     return compiled
 
@@ -96,19 +96,19 @@ def launch_all(
     angles = torch.zeros(99, head_dim)
     sizes = (1, 64, 128, 256) if dtype is torch.bfloat16 else (1, 256)
     for num_seqs in sizes if all_sizes else (64,):
-        work = attention.plan_decode(np.ones(num_seqs, np.int32), kv_heads, head_dim, dtype)
+        work = attention.split_kv(np.ones(num_seqs, np.int32), kv_heads, head_dim, dtype)
         context = Context(
             slot_mapping=ints(num_seqs),
             block_tables=ints(num_seqs, 16),
             context_lens=ints(num_seqs),
-            decode_work=torch.from_numpy(work),
+            split_kv_schedule=torch.from_numpy(work),
             max_seqlen_k=1,
         )
         qkv = make(num_seqs, q_heads + 2 * kv_heads, head_dim)
         q, k, v = qkv.split((q_heads, kv_heads, kv_heads), dim=1)
         for weight in (None, make(head_dim)) if all_sizes else (make(head_dim),):
-            rotation = rope.Rotation(ints(num_seqs), angles, weight, weight, 1e-6)
-            attention.decode(q, cache, cache, context, 1.0, rope.NewTokens(rotation, k, v))
+            inputs = rope.RopeInputs(ints(num_seqs), angles, weight, weight, 1e-6)
+            attention.decode(q, cache, cache, context, 1.0, rope.NewKV(inputs, k, v))
     q, k, weight = make(64, q_heads, head_dim), make(64, kv_heads, head_dim), make(head_dim)
     bounds = ints(2)
     for tables in (None, ints(1, 16)) if all_sizes else (ints(1, 16),):
@@ -122,13 +122,13 @@ def launch_all(
         )
         attention.prefill(q, k, k, cache, cache, prefill, 1.0)
     store_kvcache.store_kvcache_triton(k, k, cache, cache, ints(64))
-    block_tables.spread_block_tables_triton(ints(9), ints(1), ints(8, 16))
+    block_tables.unpack_block_tables_triton(ints(9), ints(1), ints(8, 16))
     slots = rope.CacheSlots(cache, cache, ints(64))
     for norms in ((None, None), (weight, weight)) if all_sizes else ((weight, weight),):
-        rotation = rope.Rotation(ints(64), angles, *norms, 1e-6)
+        inputs = rope.RopeInputs(ints(64), angles, *norms, 1e-6)
         most = flash_attn_4_backend.MAX_TILE - 1
         for num_finite in (0, most) if all_sizes else (most,):
-            rope.rotate_and_store_triton(rotation, q, k, k, slots, num_finite)
+            rope.apply_rope_and_store_triton(inputs, q, k, k, slots, num_finite)
     for residual in (None, make(8, 1024)):
         rms_norm.rms_norm_triton(make(8, 1024), make(1024), 1e-6, residual)
     silu_and_mul.silu_and_mul_triton(make(8, 6144))
@@ -160,7 +160,7 @@ def launch_all(
                     tiled.tile_linear(make(num_rows, width), make(out, width), bias)
     logits, rows = make(8, 151_936), ints(8, sample.ROW_WORDS)
     sample.sample_triton(logits, rows, truncates=True)  # a superset of the other
-    sample.best_of_shard_triton(make(8, 76_032), rows, 75_904, 76_032)
+    sample.sample_shard_triton(make(8, 76_032), rows, 75_904, 76_032)
     sampled_tokens.fill_in_sampled_triton(ints(8), torch.zeros(8, dtype=torch.int64))
     logprobs.top_logprobs_triton(logits, torch.zeros(8, dtype=torch.int64), 5)
     addresses = torch.zeros(2, dtype=torch.int64)

@@ -3,9 +3,9 @@ import torch
 
 from nanovllm.kernels.rope import (
     CacheSlots,
-    Rotation,
-    rotate_and_store_reference,
-    rotate_and_store_triton,
+    RopeInputs,
+    apply_rope_and_store_reference,
+    apply_rope_and_store_triton,
 )
 from tests.kernels.oracle import assert_as_good_as_eager, poisoned
 
@@ -15,7 +15,7 @@ from tests.kernels.oracle import assert_as_good_as_eager, poisoned
     ("tokens", "q_heads", "k_heads", "head_dim"),
     [(1, 1, 1, 64), (5, 9, 3, 64), (3, 4, 2, 96), (4, 16, 8, 128), (2, 2, 2, 256), (3, 3, 1, 6)],
 )
-def test_rotation_of_strided_heads(
+def test_rope_of_strided_heads(
     tokens, q_heads, k_heads, head_dim, with_norm, dtype, device, monkeypatch
 ):
     poisoned(monkeypatch)
@@ -28,9 +28,9 @@ def test_rotation_of_strided_heads(
     weights = (None, None)
     if with_norm:
         weights = tuple(torch.rand(head_dim, device=device).to(dtype) + 0.5 for _ in range(2))
-    rotation = Rotation(positions, cache, *weights, 1e-6)
-    ours = rotate_and_store_triton(rotation, q, k, v, None)
-    eager = rotate_and_store_reference(rotation, q, k, v, None)
+    rope = RopeInputs(positions, cache, *weights, 1e-6)
+    ours = apply_rope_and_store_triton(rope, q, k, v, None)
+    eager = apply_rope_and_store_reference(rope, q, k, v, None)
     wide = tuple(None if w is None else w.double() for w in weights)
     for a, b, given, w in zip(ours, eager, (q, k), wide, strict=True):
         x = given.double()
@@ -59,12 +59,11 @@ def test_keys_and_values_land_in_their_slots(
     slots = torch.randperm(4 * block_size + 4, device=device)[:tokens].int()
     slots[tokens // 2 :: 3] = -1
     caches = torch.full((2, 8, block_size, k_heads, head_dim), 7.0, device=device)
-    found = rotate_and_store_triton(
-        Rotation(positions, cos_sin), q, k, v, CacheSlots(*caches, slots)
+    found = apply_rope_and_store_triton(
+        RopeInputs(positions, cos_sin), q, k, v, CacheSlots(*caches, slots)
     )
-    assert all(torch.equal(a, b) for a, b in zip(
-        found, rotate_and_store_triton(Rotation(positions, cos_sin), q, k, v, None), strict=True
-    ))  # fmt: skip
+    unstored = apply_rope_and_store_triton(RopeInputs(positions, cos_sin), q, k, v, None)
+    assert all(torch.equal(a, b) for a, b in zip(found, unstored, strict=True))
     expected = torch.full_like(caches, 7.0).flatten(1, 2)
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
@@ -72,7 +71,7 @@ def test_keys_and_values_land_in_their_slots(
     assert torch.equal(caches.flatten(1, 2), expected)
 
 
-@pytest.mark.parametrize("kernel", [rotate_and_store_reference, rotate_and_store_triton])
+@pytest.mark.parametrize("kernel", [apply_rope_and_store_reference, apply_rope_and_store_triton])
 def test_the_first_values_of_prompts_are_made_finite(kernel, dtype, device):
     """And no others, nor what is not a value, nor the cache's copy."""
     qkv = torch.randn(20, 5, 48, device=device).to(dtype)
@@ -89,6 +88,6 @@ def test_the_first_values_of_prompts_are_made_finite(kernel, dtype, device):
     given = v.clone()
     slots = torch.arange(20, dtype=torch.int32, device=device)
     caches = torch.zeros(2, 1, 20, 2, 48, device=device, dtype=dtype)
-    kernel(Rotation(positions, cos_sin), q, k.repeat(1, 2, 1), v, CacheSlots(*caches, slots), 6)
+    kernel(RopeInputs(positions, cos_sin), q, k.repeat(1, 2, 1), v, CacheSlots(*caches, slots), 6)
     torch.testing.assert_close(qkv, expected, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(caches[1, 0], given, rtol=0, atol=0, equal_nan=True)

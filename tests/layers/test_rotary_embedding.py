@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from nanovllm.kernels.rope import rotate_and_store
+from nanovllm.kernels.rope import apply_rope_and_store
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RopeConfig, apply_rotary_emb, get_rope
 
@@ -49,7 +49,7 @@ HIGH_POSITIONS = torch.tensor([0, 1, 8191, 8192, 32767, 32768, 100_003, MAX_POSI
 
 
 def rotate(rope: Any, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *norms: Any):
-    return rotate_and_store(rope(positions, *norms), q, k, k, None)
+    return apply_rope_and_store(rope(positions, *norms), q, k, k, None)
 
 
 def oracle(kind: str, head_dim: int) -> LlamaRotaryEmbedding:

@@ -19,8 +19,8 @@ from nanovllm.kernels.sampling.logit_edits import (
     penalise,
 )
 from nanovllm.kernels.sampling.logprobs import pack_logprobs
-from nanovllm.kernels.sampling.sample import SAMPLING_ROW
-from nanovllm.layers.sampler import SamplingInputs, draw
+from nanovllm.kernels.sampling.sampling_row import SAMPLING_ROW
+from nanovllm.layers.sampler import SamplingInputs, sample_with_logprobs
 
 NUM_DRAWS = 5_000
 # 8 tokens of graded odds, and one that must never come.
@@ -42,7 +42,7 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs | None = None, **values:
     if inputs is None:
         truncates = not {"top_k", "top_p", "min_p"}.isdisjoint(values)
         inputs = SamplingInputs(rows=sampling_rows(len(logits), **values), truncates=truncates)
-    token_ids, logprobs = draw(logits, inputs)
+    token_ids, logprobs = sample_with_logprobs(logits, inputs)
     assert token_ids.dtype == torch.int64 and token_ids.shape == logits.shape[:1]
     assert logprobs is None
     return token_ids
@@ -307,7 +307,7 @@ def test_logprobs_are_those_of_the_logits_as_they_came(dtype, k):
         },
         num_logprobs=k,
     )
-    token_ids, packed = draw(logits, inputs)
+    token_ids, packed = sample_with_logprobs(logits, inputs)
     assert token_ids[:2].tolist() == [5, 6] and token_ids[4] == -1
     assert packed.dtype == torch.int32 and packed.shape == (5, 3 + 2 * k)
     reference = torch.log_softmax(logits.double(), -1)
@@ -325,8 +325,10 @@ def test_logprobs_are_those_of_the_logits_as_they_came(dtype, k):
 
 def test_logprobs_come_only_when_they_are_asked_for():
     rows = sampling_rows(2)
-    assert draw(torch.randn(2, 9), SamplingInputs(rows))[1] is None
-    assert draw(torch.randn(2, 9), SamplingInputs(rows, num_logprobs=0))[1] is not None
+    assert sample_with_logprobs(torch.randn(2, 9), SamplingInputs(rows))[1] is None
+    assert (
+        sample_with_logprobs(torch.randn(2, 9), SamplingInputs(rows, num_logprobs=0))[1] is not None
+    )
 
 
 def test_packed_logprobs_keep_every_bit():

@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache: the kernels, and the backends that use them."""
+"""Attention over the paged KV cache: kernels, and the backends that use them."""

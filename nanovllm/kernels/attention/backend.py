@@ -1,4 +1,4 @@
-"""The seam behind which attention is computed, and the choice of what stands there."""
+"""The interface of attention backends, and the selection of one."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from nanovllm.kernels.attention.flash_attn_4_backend import FlashAttention4
 from nanovllm.kernels.attention.flash_attn_backend import FlashAttention
 from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.kernels.attention.triton_backend import TritonAttention
-from nanovllm.kernels.rope import NewTokens, Rotation
+from nanovllm.kernels.rope import NewKV, RopeInputs
 from nanovllm.utils.compile_ahead import compiling_only
 from nanovllm.utils.context import Context
 
@@ -20,19 +20,22 @@ logger = logging.getLogger("nanovllm")
 
 
 class AttentionBackend(Protocol):
-    """Softmax attention over the paged cache, without state from step to step.
+    """Softmax attention over the paged KV cache. A backend keeps no state between steps.
 
-    q is [N, heads, head_dim]; k and v [N, kv_heads, head_dim]; the caches [blocks, block_size,
-    kv_heads, head_dim], already holding this step's keys and values, unless ``new`` has them. heads
-    is a multiple of kv_heads, query head h reading KV head h * kv_heads // heads. Results have q's
-    shape.
+    q is [N, heads, head_dim]. k and v are [N, kv_heads, head_dim]. The caches are [blocks,
+    block_size, kv_heads, head_dim] and already hold the keys and values of this step, unless
+    ``new`` is given. heads is a multiple of kv_heads, and query head h attends to KV head
+    h * kv_heads // heads. Results have q's shape.
+
+    Attributes:
+        name: as in the ``attention_backend`` option.
+        capturable: whether a CUDA graph can capture ``decode``, which then must not synchronise.
+        fuses_rope: whether ``decode`` itself applies RoPE, and stores the new keys and values.
     """
 
     name: str
-    # Whether decode runs without reading back from the device, as a CUDA graph needs.
     capturable: bool
-    # Whether decode rotates and stores new keys, and takes them as the projection gives them.
-    rotates: bool
+    fuses_rope: bool
 
     def prefill(
         self,
@@ -44,20 +47,29 @@ class AttentionBackend(Protocol):
         context: Context,
         scale: float,
     ) -> torch.Tensor:
-        """Causal attention of some tokens of each sequence, its last ones (any number, or none),
-        over its context, which may be empty. k and v have all of this step's tokens:
-        ``context.cu_seqlens_k`` where there are no block tables. Rows of q after the last
-        sequence's may give anything."""
+        """Computes causal attention of the last tokens of each sequence over its context.
+
+        A sequence may have any number of queries, also none, and its context may be empty. Keys
+        come from the caches if the context has block tables, otherwise from k and v, where
+        ``context.cu_seqlens_k`` delimits sequences. Result rows after the last sequence are
+        undefined."""
 
     def num_finite(self, context: Context) -> int:
-        """Of each prompt's first values, how many ``prefill`` needs to be finite, lest they spoil
-        other sequences (``rotate_and_store`` makes them so)."""
+        """Returns how many of each prompt's first values must be finite before ``prefill``, so that
+        NaN and inf cannot reach other sequences. ``apply_rope_and_store`` makes them finite."""
 
-    def plan_decode(
+    def split_kv(
         self, context_lens: np.ndarray, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> np.ndarray | None:
-        """``context.decode_work`` for a decode of these lengths, int32 [num_seqs], on the host; its
-        shape depends on num_seqs alone."""
+        """Computes the split-KV schedule of a decode step, on the host.
+
+        Args:
+            context_lens: int32 [num_seqs].
+
+        Returns:
+            ``context.split_kv_schedule``, whose shape depends only on num_seqs; None if the backend
+            needs no schedule.
+        """
 
     def decode(
         self,
@@ -66,15 +78,20 @@ class AttentionBackend(Protocol):
         v_cache: torch.Tensor,
         context: Context,
         scale: float,
-        new: NewTokens | None = None,
+        new: NewKV | None = None,
     ) -> torch.Tensor:
-        """Attention of one new token per sequence over ``context.context_lens`` tokens. All are
-        cached; but where ``rotates``, ``new`` has the new ones, which are rotated, as are the
-        queries, and stored."""
+        """Computes attention of one new token per sequence over ``context.context_lens`` tokens,
+        the new one included.
+
+        Args:
+            q: after RoPE, unless ``new`` is given.
+            new: keys and values of the new tokens, before RoPE. Only backends with ``fuses_rope``
+                take it. They apply RoPE to q and the new keys, and store keys and values.
+        """
 
 
-# Fastest first. On an H200 flash-attn 4 prefills long prompts about 1.3 times as fast as the Triton
-# kernels; those decode faster than flash-attn 2 at every batch size measured (benchmarks/results/).
+# Fastest first. On an H200, flash-attn 4 prefills long prompts about 1.3 times as fast as Triton.
+# Triton decodes faster than flash-attn 2 at every batch size measured (benchmarks/results/).
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "flash_attn_4": FlashAttention4,
     "triton": TritonAttention,
@@ -93,13 +110,13 @@ def select_attention_backend(
     dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionBackend:
-    """The backend of that name, or for "auto" the fastest that works for this shape.
+    """Returns the backend of the given name, or for "auto" the fastest that supports this shape.
 
-    Whether one works is tried out, on a tiny prefill and decode, so that a missing package or
-    an unserved shape shows at start and not in a forward pass.
+    Runs a tiny prefill and decode with each candidate, so that a missing package or an unsupported
+    shape is reported at start-up and not in a forward pass.
 
     Raises:
-        ValueError: the backend asked for does not work here; the message says why.
+        ValueError: the requested backend does not work here. The message says why.
     """
     candidates = [name]
     if name == "auto":
@@ -114,9 +131,9 @@ def select_attention_backend(
         except Exception as error:  # whatever a package or a compiler raises is the reason
             reasons.append(f"{candidate}: {type(error).__name__}: {error}")
             continue
-        why = "the fastest that works here" if name == "auto" else "as asked for"
-        lost = f"; passed over: {'; '.join(reasons)}" if reasons else ""
-        logger.info("attention backend %s: %s%s", candidate, why, lost)
+        why = "the fastest that works here" if name == "auto" else "as requested"
+        skipped = f"; skipped: {'; '.join(reasons)}" if reasons else ""
+        logger.info("attention backend %s: %s%s", candidate, why, skipped)
         return backend
     raise ValueError(
         f"attention backend {name!r} does not work for head_dim {head_dim}, block size "
@@ -134,8 +151,14 @@ def _try_out(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """A prefill, a prefill that reads the cache, and a decode; of two sequences of a token each, as
-    some kernels run between sequences only."""
+    """Runs a prefill, a prefill that reads the cache, and a decode.
+
+    The batch has two sequences of one token, because some backends launch further kernels when
+    there is more than one sequence.
+
+    Raises:
+        ValueError: a result is wrong.
+    """
 
     def ones(*shape: int) -> torch.Tensor:
         return torch.ones(shape, dtype=dtype, device=device)
@@ -144,21 +167,21 @@ def _try_out(
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     q, kv = ones(2, num_heads, head_dim), ones(2, num_kv_heads, head_dim)
-    cache = ones(1, block_size, num_kv_heads, head_dim)  # both have the same
+    cache = ones(1, block_size, num_kv_heads, head_dim)  # both sequences share its block
     bounds, table = ints(0, 1, 2), ints(0, 0).unsqueeze(1)
     prompt = Context(
         is_prefill=True, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=1, max_seqlen_k=1
     )
     cached = replace(prompt, block_tables=table)
-    work = backend.plan_decode(np.ones(2, np.int32), num_kv_heads, head_dim, dtype)
-    as_it_is = ones(1, head_dim).float()
-    as_it_is[:, head_dim // 2 :] = 0  # sines
-    new = NewTokens(Rotation(ints(0, 0), as_it_is), kv, kv) if backend.rotates else None
+    schedule = backend.split_kv(np.ones(2, np.int32), num_kv_heads, head_dim, dtype)
+    no_rotation = ones(1, head_dim).float()
+    no_rotation[:, head_dim // 2 :] = 0  # cosines are 1, sines 0
+    new = NewKV(RopeInputs(ints(0, 0), no_rotation), kv, kv) if backend.fuses_rope else None
     decode = Context(
         slot_mapping=ints(0, 0),
         block_tables=table,
         context_lens=ints(1, 1),
-        decode_work=None if work is None else torch.from_numpy(work).to(device),
+        split_kv_schedule=None if schedule is None else torch.from_numpy(schedule).to(device),
         max_seqlen_k=1,
     )
 
@@ -167,7 +190,7 @@ def _try_out(
             yield backend.prefill(q, kv, kv, cache, cache, context, 1.0)
         yield backend.decode(q, cache, cache, decode, 1.0, new)
 
-    with compiling_only():  # all at once
+    with compiling_only():  # compiles all kernels in parallel
         list(outputs())
     if not all(torch.equal(out, q) for out in outputs()):
         raise ValueError("its attention over one token is wrong")

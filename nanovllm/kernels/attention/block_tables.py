@@ -1,14 +1,14 @@
-"""Block tables of a captured step: they travel as wide as the step needs, and lie as wide as any
-step may need."""
+"""Unpacks block tables for CUDA graphs: the host sends only the columns that a step needs, and a
+captured step reads tables of the maximum width."""
 
 import torch
 
 from nanovllm.utils.triton_compat import tl, triton, use_triton
 
-BLOCK = 1024  # columns that a program copies
+BLOCK = 1024  # columns per program
 
 
-def spread_block_tables_reference(
+def unpack_block_tables_reference(
     packed: torch.Tensor, width: torch.Tensor, tables: torch.Tensor
 ) -> None:
     columns = int(width)
@@ -16,7 +16,7 @@ def spread_block_tables_reference(
 
 
 @triton.jit(do_not_specialize=["stride"])
-def _spread_block_tables_kernel(packed_ptr, width_ptr, tables_ptr, stride, BLOCK: tl.constexpr):
+def _unpack_block_tables_kernel(packed_ptr, width_ptr, tables_ptr, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     width = tl.load(width_ptr)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -24,24 +24,24 @@ def _spread_block_tables_kernel(packed_ptr, width_ptr, tables_ptr, stride, BLOCK
     tl.store(tables_ptr + row * stride + column, block, mask=column < width)
 
 
-def spread_block_tables_triton(
+def unpack_block_tables_triton(
     packed: torch.Tensor, width: torch.Tensor, tables: torch.Tensor
 ) -> None:
     num_rows, max_width = tables.shape
-    _spread_block_tables_kernel[(num_rows, triton.cdiv(max_width, BLOCK))](
+    _unpack_block_tables_kernel[(num_rows, triton.cdiv(max_width, BLOCK))](
         packed, width, tables, tables.stride(0), BLOCK=BLOCK
     )
 
 
-def spread_block_tables(packed: torch.Tensor, width: torch.Tensor, tables: torch.Tensor) -> None:
-    """Copies rows that lie end to end to the first columns of wider ones.
+def unpack_block_tables(packed: torch.Tensor, width: torch.Tensor, tables: torch.Tensor) -> None:
+    """Copies contiguous rows of ``width`` columns into the first columns of ``tables``.
 
-    The width is read on the device, so that a CUDA graph can replay this.
+    The kernel reads the width on the device, so a CUDA graph can replay it with another width.
 
     Args:
-        packed: int32, of which the first rows * width elements are copied.
-        width: int32 [1], at most the tables' width.
-        tables: int32 [rows, columns]; its other columns stay as they are.
+        packed: int32 [rows * width or more].
+        width: int32 [1], at most the number of columns.
+        tables: int32 [rows, columns]. Columns from ``width`` on keep their contents.
     """
-    spread = spread_block_tables_triton if use_triton(tables) else spread_block_tables_reference
-    spread(packed, width, tables)
+    unpack = unpack_block_tables_triton if use_triton(tables) else unpack_block_tables_reference
+    unpack(packed, width, tables)

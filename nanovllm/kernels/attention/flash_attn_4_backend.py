@@ -1,4 +1,4 @@
-"""Paged attention with its prefill by the flash-attn-4 package, which compiles at run time."""
+"""Attention backend with prefill by the flash-attn-4 package, which compiles at run time."""
 
 from typing import Any
 
@@ -8,26 +8,26 @@ from nanovllm.kernels.attention.triton_backend import TritonAttention
 from nanovllm.utils.context import Context
 from nanovllm.utils.triton_compat import keep_compiled_kernels
 
-MAX_SEQS = 256  # for more, which must be short, it would compile another kernel amid a run
-MAX_TILE = 128  # most keys that it loads at once
+MAX_SEQS = 256  # flash-attn-4 would compile another kernel for more, in the middle of a run
+MAX_TILE = 128  # the largest number of keys in a tile of flash-attn-4
 
 
 class FlashAttention4(TritonAttention):
-    """flash-attn-4's varlen function for prefill, in fp16 or bf16; our own kernels for decode.
+    """Uses flash-attn-4's varlen function for prefill, in fp16 or bf16, and Triton for decode.
 
-    In a prefill of several whole prompts, values that are not finite may count as the largest that
-    are.
+    A prefill of several prompts without block tables may treat NaN and infinite values as the
+    largest finite numbers.
 
     Raises:
         ImportError: the package is not installed.
-        ValueError: not a GPU that its paged kernels are for.
+        ValueError: the package has no paged kernels for this GPU.
     """
 
     name = "flash_attn_4"
 
     def __init__(self) -> None:
         super().__init__()
-        # What is refused here and below, the package refuses by asserts, so not under python -O.
+        # The package itself checks this, and the requirements below, with assert statements only.
         if not 9 <= torch.cuda.get_device_capability()[0] <= 11:
             raise ValueError("it needs a GPU of compute capability 9 to 11")
         keep_compiled_kernels()
@@ -55,18 +55,18 @@ class FlashAttention4(TritonAttention):
         if tables is None:
             keys = {"k": k, "v": v, "cu_seqlens_k": bounds_k}
         elif k_cache.size(1) > MAX_TILE:
-            # Of blocks that are no tile each, it reads only the slots that hold keys.
+            # With blocks larger than a tile, it reads only slots that hold keys.
             lens_k = bounds_k.diff()
             keys = {"k": k_cache, "v": v_cache, "seqused_k": lens_k, "page_table": tables}
         else:
             raise ValueError(f"it needs a kvcache_block_size of more than {MAX_TILE}")
-        # No max_seqlen_q, a hint for which short prompts would get a kernel of their own.
+        # Without the hint max_seqlen_q it compiles no separate kernel for short prompts.
         out, _ = self.varlen(q, **keys, cu_seqlens_q=bounds_q, softmax_scale=scale, causal=True)
         return out
 
     def num_finite(self, context: Context) -> int:
-        # A sequence's last tile goes on into the next ones, whose values get weight 0: NaN if they
-        # are not finite. The largest number instead spoils their own sequence only.
+        # A sequence's last tile also loads the first values of the next sequences, with weight 0.
+        # If these are NaN or inf, 0 * inf makes the sequence's result NaN. Finite values do not.
         bounds = context.cu_seqlens_k
         if bounds is None or context.block_tables is not None:
             return 0

@@ -1,24 +1,24 @@
-"""Paged attention by the flash-attn package (FlashAttention-2, arXiv:2307.08691)."""
+"""Attention backend that uses the flash-attn package (FlashAttention-2, arXiv:2307.08691)."""
 
 from typing import Any
 
 import numpy as np
 import torch
 
-from nanovllm.kernels.rope import NewTokens
+from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 
 
 class FlashAttention:
-    """flash-attn's varlen function for prefill, its KV-cache function for decode.
+    """Uses flash-attn's varlen function for prefill and its KV-cache function for decode.
 
     Raises:
-        ImportError: the package is not installed, or does not fit this PyTorch.
+        ImportError: the package is not installed, or was built for another PyTorch.
     """
 
     name = "flash_attn"
     capturable = True
-    rotates = False
+    fuses_rope = False
 
     def __init__(self) -> None:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
@@ -43,7 +43,7 @@ class FlashAttention:
             v_cache if paged else v,
             cu_seqlens_q=context.cu_seqlens_q,
             cu_seqlens_k=context.cu_seqlens_k,
-            max_seqlen_q=max(2, context.max_seqlen_q),  # for 1 it wants one query of each
+            max_seqlen_q=max(2, context.max_seqlen_q),  # 1 would require a query per sequence
             max_seqlen_k=context.max_seqlen_k,
             softmax_scale=scale,
             causal=True,
@@ -53,7 +53,7 @@ class FlashAttention:
     def num_finite(self, context: Context) -> int:
         return 0
 
-    def plan_decode(
+    def split_kv(
         self, context_lens: np.ndarray, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> None:
         return None
@@ -65,7 +65,7 @@ class FlashAttention:
         v_cache: torch.Tensor,
         context: Context,
         scale: float,
-        new: NewTokens | None = None,
+        new: NewKV | None = None,
     ) -> torch.Tensor:
         assert new is None
         return self.with_kvcache(

@@ -1,16 +1,16 @@
-"""Attention of a prefill, in Triton: new queries, packed end to end, over their sequences' keys.
+"""Prefill attention in Triton: the new queries of several sequences, concatenated, attend to the
+keys of their own sequence.
 
-The query heads that share a KV head are packed as rows of one tile, so that their keys and values
-are read once.
+The query heads that share a KV head are rows of one tile, so their keys and values are read once.
 """
 
 import torch
 
-from nanovllm.kernels.attention.tiles import LOG2_E, attend, precision
+from nanovllm.kernels.attention.tiles import LOG2_E, attend, dot_precision
 from nanovllm.utils.context import Context
-from nanovllm.utils.triton_compat import chained, shared_memory, tl, triton
+from nanovllm.utils.triton_compat import pdl_options, shared_memory, tl, triton
 
-SCAN = 128  # sequences that a program looks through at once for its own
+SCAN = 128  # sequences that a program compares at once, to find its own
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_seqs"])
@@ -40,10 +40,11 @@ def _prefill_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rows of a tile: row r is query token r // GROUP of the tile, head r % GROUP of the group.
+    """Computes one tile of queries of one sequence and KV head.
 
-    k and v are the paged caches [blocks x PAGE_SIZE, KV_HEADS, HEAD_DIM] or, where that is 0, the
-    step's own [N, KV_HEADS, HEAD_DIM].
+    Row r of the tile is query token r // GROUP and head r % GROUP of the group. k and v are the
+    paged caches [blocks x PAGE_SIZE, KV_HEADS, HEAD_DIM], or the keys and values of the step [N,
+    KV_HEADS, HEAD_DIM] if PAGE_SIZE is 0.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -51,17 +52,17 @@ def _prefill_kernel(
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     TILE: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
-    # The last tiles, which attend to most, start first. Those of sequence s begin at
-    # cu_seqlens_q[s] // TILE + s, so that each has room for as many as it needs.
-    place = tl.num_programs(0) - 1 - tl.program_id(0)
+    # The tiles of sequence s get indices from cu_seqlens_q[s] // TILE + s on, which leaves enough
+    # for each sequence. The last tiles start first, because they attend to the most keys.
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
     seq = -1
     for first in tl.range(0, num_seqs, SCAN):
         s = first + tl.arange(0, SCAN)
         begin = tl.load(cu_seqlens_q_ptr + s, mask=s < num_seqs, other=0) // TILE + s
-        seq += tl.sum(((begin <= place) & (s < num_seqs)).to(tl.int32))
+        seq += tl.sum(((begin <= index) & (s < num_seqs)).to(tl.int32))
     q_start = tl.load(cu_seqlens_q_ptr + seq)
     len_q = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start
-    tile = place - (q_start // TILE + seq)
+    tile = index - (q_start // TILE + seq)
     if tile * TILE >= len_q:
         return
     k_start = tl.load(cu_seqlens_k_ptr + seq)
@@ -78,7 +79,7 @@ def _prefill_kernel(
 
     first_position = len_k - len_q + tile * TILE
     end = tl.minimum(first_position + TILE, len_k)
-    _, total, acc = attend(
+    _, row_sum, acc = attend(
         q,
         k_ptr,
         v_ptr,
@@ -103,7 +104,7 @@ def _prefill_kernel(
         TAIL_N,
         PRECISION,
     )
-    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     out_row = (q_start + token).to(tl.int64) * Q_HEADS + head
     tl.store(
         out_ptr + out_row[:, None] * HEAD_DIM + dim[None, :],
@@ -131,11 +132,11 @@ def prefill_attention(
     assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
     assert context.cu_seqlens_q is not None
     group, wide = q_heads // kv_heads, head_dim > 128
-    # fp32 has no tensor cores: its products unroll into long code, kept short by small tiles.
+    # fp32 matmuls have no tensor cores and unroll into long code. Small tiles keep it short.
     exact = q.dtype is torch.float32
-    roomy = not (wide or exact) and shared_memory(q.device) >= 200 << 10
+    large_tiles = not (wide or exact) and shared_memory(q.device) >= 200 << 10
     block_m = max(16 if exact else 64 if wide else 128, triton.next_power_of_2(group))
-    block_n = 16 if exact else 32 if wide else 128 if roomy else 64
+    block_n = 16 if exact else 32 if wide else 128 if large_tiles else 64
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_seqs = len(context.cu_seqlens_q) - 1
     _prefill_kernel[(len(q) // (block_m // group) + num_seqs, kv_heads)](
@@ -161,9 +162,9 @@ def prefill_attention(
         BLOCK_N=block_n,
         TAIL_N=min(block_n, 64),
         SCAN=SCAN,
-        PRECISION=precision(q),
+        PRECISION=dot_precision(q),
         num_warps=4 if wide or exact else 8,
-        num_stages=3 if roomy else 2,
-        **chained(q),
+        num_stages=3 if large_tiles else 2,
+        **pdl_options(q),
     )
     return out

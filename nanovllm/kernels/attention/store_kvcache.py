@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.utils.triton_compat import chained, tl, triton, use_triton
+from nanovllm.utils.triton_compat import pdl_options, tl, triton, use_triton
 
 
 def store_kvcache_reference(
@@ -12,7 +12,7 @@ def store_kvcache_reference(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """What the kernel does, in plain PyTorch."""
+    """See ``store_kvcache``."""
     keep = slot_mapping >= 0
     if not bool(keep.all()):
         key, value, slot_mapping = key[keep], value[keep], slot_mapping[keep]
@@ -36,8 +36,8 @@ def _store_kvcache_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # One program a token: slot -1 (padding, or a token that is cached already) writes
-    # nothing. A cache can hold over 2^31 elements, so offsets are 64-bit.
+    # One program per token. Slot -1 (padding, or a token that is already cached) writes nothing.
+    # A cache can hold over 2^31 elements, so offsets are 64-bit.
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     if slot >= 0:
@@ -56,8 +56,8 @@ def store_kvcache_triton(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Launches the kernel. Each token's [kv_heads, head_dim] must be contiguous; tokens
-    may be strided (views into the packed q, k, v)."""
+    """See ``store_kvcache``. The [kv_heads, head_dim] of a token must be contiguous, and tokens may
+    be strided, as in views of the packed q, k and v."""
     num_tokens, num_kv_heads, head_dim = key.shape
     assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1)
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
@@ -74,7 +74,7 @@ def store_kvcache_triton(
         value.stride(0),
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
-        **chained(key),
+        **pdl_options(key),
     )
 
 
@@ -85,12 +85,13 @@ def store_kvcache(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Stores N tokens' keys and values.
+    """Stores the keys and values of N tokens in the paged KV cache.
 
     Args:
         key, value: [N, kv_heads, head_dim].
         k_cache, v_cache: [blocks, block_size, kv_heads, head_dim], written in place.
-        slot_mapping: int32 [N], block id x block_size + offset of each token; -1 skips it.
+        slot_mapping: int32 [N], the slot of each token: block id x block_size + offset in the
+            block. A token with slot -1 is not stored.
     """
     store = store_kvcache_triton if use_triton(key) else store_kvcache_reference
     store(key, value, k_cache, v_cache, slot_mapping)

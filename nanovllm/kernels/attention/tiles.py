@@ -1,7 +1,7 @@
-"""What the attention kernels of prefill and decode share: the loop over tiles of keys.
+"""Triton functions that the prefill and decode kernels share: the loop over tiles of keys.
 
-FlashAttention-2's online softmax (arXiv:2307.08691): scores are in base 2, and a row's largest and
-total are kept up to date tile by tile.
+It computes the online softmax of FlashAttention-2 (arXiv:2307.08691) in base 2. Each row of queries
+has a running maximum of the scaled scores and a running sum of exp2(score - maximum).
 """
 
 import torch
@@ -23,8 +23,8 @@ def attend(
     middle,
     end,
     position,
-    best,
-    total,
+    row_max,
+    row_sum,
     acc,
     scale_log2e,
     k_stride,
@@ -37,9 +37,14 @@ def attend(
     TAIL_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Adds keys [begin, end) to the softmax of the rows of q: tiles up to ``middle``, which all
-    rows see, need no mask; the rest does, by ``end`` and, if CAUSAL, by each row's ``position``.
-    PAGE_SIZE is 0 for keys and values that are not paged."""
+    """Lets the rows of q attend to keys [begin, end).
+
+    Tiles before ``middle`` are visible to all rows and need no mask. Tiles from ``middle`` on are
+    masked by ``end`` and, if CAUSAL, by the ``position`` of each row. PAGE_SIZE is 0 for keys and
+    values that are not paged.
+
+    Returns the updated ``row_max``, ``row_sum`` and ``acc``, the sum of weighted values.
+    """
     dim = tl.arange(0, BLOCK_D)
     for MASKED in tl.static_range(2):
         first = middle if MASKED else begin
@@ -60,27 +65,27 @@ def attend(
                 if CAUSAL:
                     visible = visible & (key[None, :] <= position[:, None])
                 scores = tl.where(visible, scores, -float("inf"))
-            p, alpha, best, total = add_scores(scores, scale_log2e, best, total)
+            p, alpha, row_max, row_sum = online_softmax_step(scores, scale_log2e, row_max, row_sum)
             v_tile = tile_pointers(
                 v_ptr, v_stride, offset, n, end, pages_ptr, k_start, PAGE_SIZE,
                 TAIL_N if MASKED else BLOCK_N,
             )  # fmt: skip
             v = tl.load(v_tile, mask=kv_mask, other=0.0)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return best, total, acc
+    return row_max, row_sum, acc
 
 
 @triton.jit
 def tile_pointers(
     ptr, stride, offset, n, end, pages_ptr, k_start, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Pointers to the tile of tokens [n, n + BLOCK_N), of which those from ``end`` on do not
-    count."""
+    """Returns pointers to the tile of tokens [n, n + BLOCK_N). Pointers to tokens from ``end`` on
+    are not meaningful."""
     column = tl.arange(0, BLOCK_N)
     if PAGE_SIZE == 0:
         first = (k_start + n).to(tl.int64)
         tile = ptr + first * stride + (column[:, None] * stride + offset[None, :])
-    elif PAGE_SIZE % BLOCK_N == 0:  # in one page, as n is a multiple of the tile
+    elif PAGE_SIZE % BLOCK_N == 0:  # all in one page, because n is a multiple of BLOCK_N
         page = tl.load(pages_ptr + n // PAGE_SIZE)
         first = page.to(tl.int64) * PAGE_SIZE + n % PAGE_SIZE
         tile = ptr + first * stride + (column[:, None] * stride + offset[None, :])
@@ -93,17 +98,21 @@ def tile_pointers(
 
 
 @triton.jit
-def add_scores(scores, scale, best, total):
-    """A step of the online softmax: weights, the factor of what was summed before, and the new
-    largest score (scaled) and total."""
-    new_best = tl.maximum(best, tl.max(scores, axis=1) * scale)
-    # A row that has seen nothing yet keeps -inf; 0 in its place avoids inf - inf.
-    shift = tl.where(new_best == -float("inf"), 0.0, new_best)
+def online_softmax_step(scores, scale, row_max, row_sum):
+    """Adds a tile of scores to the online softmax.
+
+    Returns the weights of the tile, the factor that rescales earlier sums, and the new ``row_max``
+    and ``row_sum``.
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
+    # A row whose scores are all masked so far has maximum -inf. Shifting by 0 avoids inf - inf.
+    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
     p = tl.exp2(scores * scale - shift[:, None])
-    alpha = tl.exp2(best - shift)
-    return p, alpha, new_best, total * alpha + tl.sum(p, axis=1)
+    alpha = tl.exp2(row_max - shift)
+    return p, alpha, new_max, row_sum * alpha + tl.sum(p, axis=1)
 
 
-def precision(q: torch.Tensor) -> str:
-    """fp32 stays fp32: the tensor cores' default, tf32, keeps 10 bits."""
+def dot_precision(q: torch.Tensor) -> str:
+    """Returns ``input_precision`` for ``tl.dot``: full fp32 for fp32 inputs, because the default,
+    tf32, has a mantissa of 10 bits only."""
     return "ieee" if q.dtype is torch.float32 else "tf32"

@@ -1,19 +1,19 @@
-"""Paged attention in plain PyTorch: for CPUs, and the reference for the other backends."""
+"""Attention backend in plain PyTorch: for CPUs, and the reference for the other backends."""
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.rope import NewTokens
+from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 
 
 class TorchAttention:
-    """One scaled_dot_product_attention per sequence, over its gathered blocks."""
+    """Calls scaled_dot_product_attention for each sequence, on keys gathered from its blocks."""
 
     name = "torch"
     capturable = False
-    rotates = False
+    fuses_rope = False
 
     def prefill(
         self,
@@ -42,7 +42,7 @@ class TorchAttention:
     def num_finite(self, context: Context) -> int:
         return 0
 
-    def plan_decode(
+    def split_kv(
         self, context_lens: np.ndarray, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> None:
         return None
@@ -54,13 +54,13 @@ class TorchAttention:
         v_cache: torch.Tensor,
         context: Context,
         scale: float,
-        new: NewTokens | None = None,
+        new: NewKV | None = None,
     ) -> torch.Tensor:
         assert new is None
         assert context.context_lens is not None and context.block_tables is not None
         out = torch.empty_like(q)
-        # One token attends to all of its context, with no mask, so the query heads that share a
-        # KV head can stand as that many query tokens: fewer and larger products.
+        # A single token attends to its whole context without a mask. So the query heads that share
+        # a KV head can be passed as query tokens, which gives fewer and larger matmuls.
         shape = (q.size(0), 1, k_cache.size(2), -1, q.size(2))
         for q_i, out_i, table, len_k in zip(
             q.view(shape),
@@ -82,10 +82,8 @@ class TorchAttention:
 
 
 def _gather(cache: torch.Tensor, block_table: list[int], length: int) -> torch.Tensor:
-    """The first ``length`` tokens of a sequence: [length, kv_heads, head_dim].
-
-    A single block is read where it lies; several are copied together.
-    """
+    """Returns the first ``length`` tokens of a sequence, [length, kv_heads, head_dim]: a view of a
+    single block, or a copy of several."""
     num_blocks = -(-length // cache.size(1))
     if num_blocks == 1:
         return cache[block_table[0]][:length]
@@ -95,7 +93,7 @@ def _gather(cache: torch.Tensor, block_table: list[int], length: int) -> torch.T
 def _attend(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Causal attention where q are the last tokens of keys: [len_q, heads, head_dim]."""
+    """Computes causal attention of q [len_q, heads, head_dim], the last tokens of the sequence."""
     len_q, len_k = q.size(0), keys.size(0)
     mask = None
     if 1 < len_q < len_k:

@@ -1,24 +1,25 @@
-"""Paged attention in Triton, for any GPU that Triton serves."""
+"""Attention backend in Triton, for all GPUs that Triton supports."""
 
 import numpy as np
 import torch
 
-from nanovllm.kernels.attention.decode import decode_attention, decode_tile, num_counters
+from nanovllm.kernels.attention.decode import decode_attention, decode_tile, num_arrival_counters
 from nanovllm.kernels.attention.prefill import prefill_attention
-from nanovllm.kernels.attention.split_kv import divide_decode
-from nanovllm.kernels.rope import NewTokens
+from nanovllm.kernels.attention.split_kv import make_split_kv_schedule
+from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 
 
 class TritonAttention:
-    """This project's own kernels: fp16, bf16 and fp32, any block size, head dims up to 256."""
+    """Uses the kernels of this package. They support fp16, bf16 and fp32, all block sizes, and head
+    dimensions up to 256."""
 
     name = "triton"
     capturable = True
-    rotates = True
+    fuses_rope = True
 
     def __init__(self) -> None:
-        # Programs of each sequence that have ended; one step's, so one backend's.
+        # Counters of the decode kernel. Launches can share them, because steps run in order.
         self._arrived: torch.Tensor | None = None
 
     def prefill(
@@ -36,11 +37,11 @@ class TritonAttention:
     def num_finite(self, context: Context) -> int:
         return 0
 
-    def plan_decode(
+    def split_kv(
         self, context_lens: np.ndarray, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> np.ndarray:
         tile = decode_tile(len(context_lens), kv_heads, head_dim, dtype)
-        return divide_decode(context_lens, kv_heads, tile.num_keys, tile.num_programs)
+        return make_split_kv_schedule(context_lens, kv_heads, tile.num_keys, tile.num_programs)
 
     def decode(
         self,
@@ -49,10 +50,10 @@ class TritonAttention:
         v_cache: torch.Tensor,
         context: Context,
         scale: float,
-        new: NewTokens | None = None,
+        new: NewKV | None = None,
     ) -> torch.Tensor:
         assert new is not None
         if self._arrived is None:
-            size = num_counters(k_cache.size(2))
+            size = num_arrival_counters(k_cache.size(2))
             self._arrived = torch.zeros(size, dtype=torch.int32, device=q.device)
         return decode_attention(q, k_cache, v_cache, context, scale, new, self._arrived)

@@ -1,1 +1,1 @@
-"""Communication among the GPUs of a tensor-parallel group."""
+"""Communication between the GPUs of a tensor-parallel group."""

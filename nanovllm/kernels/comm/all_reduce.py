@@ -1,13 +1,14 @@
-"""One-shot all-reduce of small tensors between GPUs that are linked by NVLink.
+"""One-shot all-reduce of small tensors between GPUs that NVLink connects.
 
-Each rank pushes its tensor into an inbox on every other one, raises a flag there, waits for the
-flags of the others and adds up what they have left: one trip over NVLink, where a ring takes
-several. Every program does this for its own blocks of the tensor, so none waits for a whole grid.
-Flags are atomic operations on the peer's memory, which PCIe does not have.
+Each rank writes its tensor into an inbox on every other rank and sets a flag there. Then it waits
+for the flags of the other ranks and sums the tensors in its own inboxes. This takes one trip over
+NVLink, where a ring takes several. Each program does so for its own blocks of the tensor, so
+programs of one rank do not wait for each other. Flags are set by atomic operations on the peer's
+memory, which PCIe does not support.
 
-Nothing that changes from call to call is an argument, so a CUDA graph can replay it: the number
-of a program's call (its epoch) is counted on the device. Inboxes are double: a peer that has
-raised flag e + 1 has read what was left at e, so call e + 2 may overwrite it.
+A CUDA graph can replay the kernel, because no argument changes from call to call: the device counts
+the calls of each block (the epoch). Inboxes are double-buffered. A peer that has set flag e + 1 has
+read the inbox of epoch e, so call e + 2 may overwrite it.
 """
 
 import logging
@@ -24,17 +25,17 @@ from nanovllm.utils.cuda_ipc import (
     open_memory,
 )
 from nanovllm.utils.distributed import TPGroup
-from nanovllm.utils.triton_compat import HAS_TRITON, chained, num_multiprocessors, tl, triton
+from nanovllm.utils.triton_compat import HAS_TRITON, num_multiprocessors, pdl_options, tl, triton
 
 logger = logging.getLogger("nanovllm")
 BLOCK = 2048  # elements
-NUM_BLOCKS = 1024  # of the largest tensor that goes this way, between two GPUs
+NUM_BLOCKS = 1024  # blocks of the largest tensor, for two ranks
 MAX_NUMEL = BLOCK * NUM_BLOCKS
-MAX_ROWS = 4 * BLOCK  # of sampled tokens
-# Each rank sends its tensor to every other one, which of several costs more than a ring's latency
-# from these sizes on.
-MAX_BYTES_OF_4, MAX_BYTES_OF_8 = 512 << 10, 256 << 10
-# Programs that a multiprocessor holds at once: with 256 threads of 64 registers, any since Volta.
+MAX_ROWS = 4 * BLOCK  # largest number of sampled tokens
+# Above these sizes a ring is faster for up to 4 and up to 8 ranks, because each rank of a one-shot
+# all-reduce sends its tensor to every other rank.
+MAX_BYTES_4_RANKS, MAX_BYTES_8_RANKS = 512 << 10, 256 << 10
+# Programs resident on a multiprocessor, with 256 threads of 64 registers. Holds since Volta.
 PROGRAMS_PER_MULTIPROCESSOR, REGISTERS = 4, 64
 
 
@@ -58,8 +59,8 @@ def _all_reduce_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # Programs that wait for a peer's must all be able to run at once, so there may be fewer of them
-    # than blocks. Each goes through its own in ascending order, as the peer's does.
+    # Programs wait for programs of peers, so all must be resident at once, and there may be fewer
+    # programs than blocks. Each processes its blocks in ascending order, as on the peers.
     for block in tl.range(tl.program_id(0), tl.cdiv(numel, BLOCK), tl.num_programs(0)):
         offset = block * BLOCK + tl.arange(0, BLOCK)
         mask = offset < numel
@@ -67,7 +68,7 @@ def _all_reduce_kernel(
         half = (epoch % 2) * SIZE
         x = tl.load(x_ptr + offset, mask=mask)
         for i in tl.static_range(1, SIZE):
-            # Addresses from memory say nothing of their alignment, and stores would be narrow.
+            # The hint allows wide stores: the compiler cannot know the alignment of this address.
             inbox = tl.multiple_of(tl.load(inboxes_ptr + (RANK + i) % SIZE).to(x_ptr.dtype), 16)
             tl.store(inbox + (half + RANK) * (BLOCK * NUM_BLOCKS) + offset, x, mask=mask)
         tl.debug_barrier()
@@ -86,19 +87,19 @@ def _all_reduce_kernel(
                     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
                     spins += 1
                     if spins % SPINS == 0:
-                        aborted = tl.load(abort_ptr, volatile=True)  # on the host, so seldom
+                        aborted = tl.load(abort_ptr, volatile=True)  # slow, in host memory
         tl.debug_barrier()
         own_inbox = tl.multiple_of(tl.load(inboxes_ptr + RANK).to(x_ptr.dtype), 16)
         total = x if TAKES_MAX else tl.zeros([BLOCK], tl.float32)
-        for rank in tl.static_range(SIZE):  # in the same order everywhere, for the same sum
-            left = x
+        for rank in tl.static_range(SIZE):  # the same order, and so the same sum, on all ranks
+            received = x
             if rank != RANK:
-                left_ptr = own_inbox + (half + rank) * (BLOCK * NUM_BLOCKS) + offset
-                left = tl.load(left_ptr, mask=mask, cache_modifier=".cg")
+                received_ptr = own_inbox + (half + rank) * (BLOCK * NUM_BLOCKS) + offset
+                received = tl.load(received_ptr, mask=mask, cache_modifier=".cg")
             if TAKES_MAX:
-                total = tl.maximum(total, left)
+                total = tl.maximum(total, received)
             else:
-                total += left.to(tl.float32)
+                total += received.to(tl.float32)
         tl.store(out_ptr + offset, total.to(x.dtype), mask=mask)
 
 
@@ -111,15 +112,17 @@ def all_reduce(
     rank: int,
     size: int,
 ) -> torch.Tensor:
-    """Sum of x over the ranks, in fp32 and rounded once; of int64, the largest at each place.
-    Every rank calls it with its own x.
+    """Reduces x over all ranks: the sum in fp32, rounded once, or for int64 the maximum.
+
+    Every rank calls it with its own x. The result does not alias x.
 
     Args:
         x: contiguous, at most num_blocks * BLOCK elements of fp32, bf16, fp16 or int64.
-        inboxes: int64 [size], addresses of [2, size, num_blocks * BLOCK] elements on each rank.
-        flags: int64 [size], addresses of int32 [size, num_blocks] on each rank, zeroed once.
-        epochs: int32 [num_blocks] on this rank, zeroed once.
-        abort: int32 [1] in pinned host memory; anything but 0 ends all waiting.
+        inboxes: int64 [size], the address of each rank's inboxes, [2, size, num_blocks * BLOCK]
+            elements of x's dtype.
+        flags: int64 [size], the address of each rank's flags, int32 [size, num_blocks], first 0.
+        epochs: int32 [num_blocks], this rank's call counters, first 0.
+        abort: int32 [1] in pinned host memory. A nonzero value ends all waiting.
     """
     assert x.is_contiguous() and x.numel() <= len(epochs) * BLOCK
     out = torch.empty_like(x)
@@ -139,26 +142,27 @@ def all_reduce(
         SPINS=4096,
         num_warps=8,
         **({} if torch.version.hip else {"maxnreg": REGISTERS}),
-        **chained(x),
+        **pdl_options(x),
     )
     return out
 
 
 def max_programs(device: torch.device) -> int:
-    """How many programs can run at once."""
+    """Returns the number of programs that can be resident at once."""
     return PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device)
 
 
 def max_numel(size: int, dtype: torch.dtype) -> int:
-    """Elements of the largest tensor for which one shot between so many GPUs is faster than NCCL:
-    whole blocks."""
+    """Returns the number of elements, a multiple of BLOCK, up to which a one-shot all-reduce of
+    ``size`` ranks is faster than NCCL."""
     if size == 2:
         return MAX_NUMEL
-    return (MAX_BYTES_OF_4 if size <= 4 else MAX_BYTES_OF_8) // dtype.itemsize // BLOCK * BLOCK
+    max_bytes = MAX_BYTES_4_RANKS if size <= 4 else MAX_BYTES_8_RANKS
+    return max_bytes // dtype.itemsize // BLOCK * BLOCK
 
 
 def can_one_shot(devices: Sequence[torch.device]) -> bool:
-    """Whether GPUs can all write each other's memory, and do atomic operations on it."""
+    """Returns whether all GPUs can write to each other's memory and do atomic operations there."""
     pairs = [(a.index, b.index) for a in devices for b in devices if a != b]
     return HAS_TRITON and all(
         torch.cuda.can_device_access_peer(a, b) and has_native_atomics(a, b) for a, b in pairs
@@ -168,15 +172,15 @@ def can_one_shot(devices: Sequence[torch.device]) -> bool:
 def make_one_shots(
     group: TPGroup, store: dist.Store, dtype: torch.dtype, devices: Sequence[torch.device]
 ) -> tuple["OneShotAllReduce", ...]:
-    """What reduces a group's small tensors: sums of ``dtype``, and maxima of int64. Every rank
-    calls it, and waits for the others.
+    """Makes the one-shot all-reduces of a group: sums of ``dtype``, and maxima of int64.
 
-    Empty, on all ranks alike, where not all of their devices are linked, or where one rank cannot
-    share its memory, as with expandable segments in PyTorch's allocator.
+    A collective: every rank calls it and waits for the others. Returns an empty tuple, on all
+    ranks, if NVLink does not connect all devices, or if a rank cannot share its memory, as with
+    expandable segments in PyTorch's allocator.
 
     Args:
-        store: where ranks leave word for each other.
-        devices: of all ranks.
+        store: through which ranks exchange memory handles.
+        devices: the device of each rank.
     """
     device, reason = devices[group.rank], ""
     made: list[OneShotAllReduce] = []
@@ -186,16 +190,16 @@ def make_one_shots(
             reason = "not all GPUs are linked by NVLink"
     except DriverError as error:
         reason = str(error)
-    for kind, numel in sizes.items():
-        # Ranks that went different ways would wait for each other.
+    for one_dtype, numel in sizes.items():
+        # All ranks must agree before they wait for each other.
         if not group.min(not reason, device):
             break
         try:
-            made.append(OneShotAllReduce(group.rank, group.size, store, kind, device, numel))
+            made.append(OneShotAllReduce(group.rank, group.size, store, one_dtype, device, numel))
         except DriverError as error:
             reason = str(error)
     if group.min(not reason and len(made) == len(sizes), device):
-        return tuple(made)  # all ranks have zeroed their flags by now, so one may be raised
+        return tuple(made)  # by now all ranks have zeroed their flags
     if group.rank == 0:
         logger.info("all-reduce by NCCL alone: %s", reason or "another rank cannot share memory")
     for one_shot in made:
@@ -204,13 +208,14 @@ def make_one_shots(
 
 
 class OneShotAllReduce:
-    """The inboxes of one engine's ranks, each written by all. Blocks until all ranks have made
-    theirs.
+    """A one-shot all-reduce of one dtype, with its inboxes and flags.
+
+    The constructor is a collective: it blocks until all ranks have made theirs.
 
     Args:
-        store: where ranks leave word for each other.
-        dtype: of what is to be reduced.
-        max_numel: elements of the largest tensor.
+        store: through which ranks exchange memory handles.
+        dtype: of the tensors.
+        max_numel: largest number of elements.
 
     Raises:
         DriverError: this rank or another cannot share its memory.
@@ -243,12 +248,12 @@ class OneShotAllReduce:
         self.flags = self.inboxes + inbox_bytes
 
     def _exchange(self, store: dist.Store) -> list[int]:
-        """The addresses of all ranks' memory."""
+        """Exchanges memory handles. Returns the address of each rank's memory."""
         name = f"inbox/{self.dtype}"
         try:
             exported = export_memory(self.memory).hex()
         except DriverError:
-            store.set(f"{name}/{self.rank}", "")  # or others would wait for it
+            store.set(f"{name}/{self.rank}", "")  # tells the other ranks, which wait for this key
             raise
         store.set(f"{name}/{self.rank}", exported)
         addresses = []
@@ -264,7 +269,8 @@ class OneShotAllReduce:
             addresses.append(address)
         return addresses
 
-    def serves(self, x: torch.Tensor) -> bool:
+    def supports(self, x: torch.Tensor) -> bool:
+        """Returns whether x has the right dtype and is small enough."""
         return x.numel() <= len(self.epochs) * BLOCK and x.dtype == self.dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -273,11 +279,11 @@ class OneShotAllReduce:
         )
 
     def abort(self) -> None:
-        """Ends all waiting for peers; what comes out of it is no sum."""
+        """Ends all waiting for peers. The results of running calls are undefined."""
         self.aborted.fill_(1)
 
     def close(self) -> None:
-        """Lets go of the peers' memory; nothing may be running."""
+        """Unmaps the peers' memory. No call may be running."""
         for base in self._opened:
             close_memory(base)
         self._opened = []

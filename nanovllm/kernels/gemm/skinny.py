@@ -13,7 +13,7 @@ kernel that produces its input.
 
 import torch
 
-from nanovllm.utils.triton_compat import chained, tl, triton
+from nanovllm.utils.triton_compat import pdl_options, tl, triton
 
 MAX_ROWS = 16
 # With a limit the compiler uses registers up to it. Without one it saves registers by loading parts
@@ -235,7 +235,7 @@ def skinny_linear(
         num_warps=num_warps,
         num_stages=1,
         **REGISTERS,
-        **chained(x),
+        **pdl_options(x),
     )
     return out
 
@@ -274,7 +274,7 @@ def skinny_norm_linear(
         HAS_NORM=norm is not None,
         SILU=silu,
         num_warps=num_warps,
-        **chained(x),
+        **pdl_options(x),
     )
     return out, total
 

@@ -11,7 +11,7 @@ core instructions; the rows of x may be few.
 
 import torch
 
-from nanovllm.utils.triton_compat import chained, shared_memory, tl, triton, use_triton
+from nanovllm.utils.triton_compat import pdl_options, shared_memory, tl, triton, use_triton
 
 BLOCK_N, BLOCK_K, NUM_STAGES = 64, 128, 4
 PART = 512  # most columns per part of a split-K
@@ -147,7 +147,7 @@ def tile_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         STAGES=NUM_STAGES,
         HAS_BIAS=bias is not None and is_whole,
         num_warps=4,
-        **chained(x),
+        **pdl_options(x),
     )
     if not is_whole:
         block = 1024
@@ -161,7 +161,7 @@ def tile_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
             BLOCK=block,
             HAS_BIAS=bias is not None,
             num_warps=4,
-            **chained(x),
+            **pdl_options(x),
         )
     return out
 

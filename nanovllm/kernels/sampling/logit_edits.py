@@ -1,5 +1,7 @@
-"""Changes to logits before sampling, in place. Each touches only the rows, and the tokens, that
-ask for it; none reads anything back from the device."""
+"""In-place edits of logits before sampling: penalties, logit bias, token masks.
+
+Each edit touches only the rows and tokens that need it. None synchronises with the host.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -9,12 +11,13 @@ import torch
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import tl, triton, use_triton
 
-# Functions of this module, in the order to call them, and what each takes after the logits.
+# Edit functions of this module, in calling order, with their arguments after ``logits``.
 LogitEdits = Mapping[Callable[..., None], tuple[torch.Tensor, ...]]
 
 
 def edit_logits(logits: torch.Tensor, edits: LogitEdits) -> torch.Tensor:
-    """fp32 logits with all edits made, in a copy; without any, the logits as they came."""
+    """Returns an fp32 copy of the logits with all edits applied, or ``logits`` itself if there are
+    none."""
     if not edits:
         return logits
     edited = logits.to(torch.float32, copy=True)
@@ -30,15 +33,15 @@ def penalise(
     token_ids: torch.Tensor,
     generated: torch.Tensor,
 ) -> None:
-    """Repetition penalty on every token of the histories; then frequency and presence penalties
-    on the generated ones (as vLLM and the OpenAI API define them).
+    """Applies the repetition penalty to all tokens of a row's prompt and output, then the frequency
+    and presence penalties to its output tokens, as vLLM and the OpenAI API define them.
 
     Args:
         logits: fp32 [N, vocab_size].
-        penalties: fp32 [N, 3]: repetition, frequency, presence; 1, 0 and 0 for none.
-        rows: int [total], the row of each token of all histories, in any order.
+        penalties: fp32 [N, 3]: repetition, frequency, presence. Neutral values are 1, 0, 0.
+        rows: int [total], the row of each prompt and output token, in any order.
         token_ids: int [total].
-        generated: bool [total], false for a prompt's tokens.
+        generated: bool [total], true for output tokens.
     """
     index = rows.long() * logits.size(1) + token_ids
     counts = torch.zeros_like(logits).view(-1)
@@ -48,14 +51,14 @@ def penalise(
     values = logits.view(-1)[index]
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= frequency * count + presence * (count > 0)
-    # A token that occurs often is written often, each time with the same value.
+    # A repeated token is written repeatedly, each time with the same value.
     logits.view(-1)[index] = values
 
 
 def add_bias(
     logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor
 ) -> None:
-    """Adds fp32 values [total] to single logits; -inf forbids the token."""
+    """Adds fp32 values [total] to the logits at (row, token). A value of -inf forbids the token."""
     logits.view(-1).index_add_(0, rows.long() * logits.size(1) + token_ids, values)
 
 
@@ -76,7 +79,7 @@ def _mask_kernel(logits_ptr, rows_ptr, mask_ptr, vocab_size, num_words, BLOCK: t
 
 
 def bit_mask(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
-    """A row of ``apply_mask``'s mask, with the bits of these tokens set."""
+    """Returns one row of the mask of ``apply_mask`` that allows the given tokens."""
     bits = np.zeros(cdiv(vocab_size, 32) * 32, np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view("<i4")
@@ -87,8 +90,8 @@ def apply_mask(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> 
 
     Args:
         logits: fp32 [N, vocab_size].
-        rows: int32 [M], each at most once.
-        mask: int32 [M, ceil(vocab_size / 32)]; bit i of word w stands for token 32 * w + i.
+        rows: int32 [M], the distinct rows to mask.
+        mask: int32 [M, ceil(vocab_size / 32)]. Bit i of word w stands for token 32 * w + i.
     """
     if use_triton(logits):
         apply_mask_triton(logits, rows, mask)

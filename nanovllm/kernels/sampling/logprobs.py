@@ -1,8 +1,9 @@
-"""Log-probabilities of the token at each position and of the most likely ones.
+"""Log-probabilities of a given token and of the k most likely tokens of each row.
 
-The k largest of a row lie within the k groups of 128 tokens that have the largest maxima, so two
-small top-k replace one over the vocabulary. The same pass that finds the maxima sums each group's
-exponentials, for the log-sum-exp, and counts the tokens ahead of the given one, for its rank.
+The k largest logits of a row lie in the k groups of 128 tokens with the largest maxima. So a top-k
+over group maxima and one over k groups replace a top-k over the vocabulary. The kernel reads the
+logits once. Besides each group's maximum it computes the group's sum of exponentials, for the
+log-sum-exp, and counts the logits above the given token's, for its rank.
 """
 
 import torch
@@ -28,7 +29,7 @@ def _group_kernel(
     token_ids_ptr,
     group_max_ptr,
     group_sum_ptr,
-    tile_ahead_ptr,
+    tile_above_ptr,
     vocab_size,
     num_groups,
     GROUP: tl.constexpr,
@@ -47,8 +48,8 @@ def _group_kernel(
     slot = row * num_groups + groups
     tl.store(group_max_ptr + slot, largest, mask=groups < num_groups)
     tl.store(group_sum_ptr + slot, sums, mask=groups < num_groups)
-    ahead = tl.sum((logits > own).to(tl.int32))
-    tl.store(tile_ahead_ptr + row * tl.num_programs(1) + tile, ahead)
+    above = tl.sum((logits > own).to(tl.int32))
+    tl.store(tile_above_ptr + row * tl.num_programs(1) + tile, above)
 
 
 def top_logprobs_triton(
@@ -60,43 +61,44 @@ def top_logprobs_triton(
     num_tiles = triton.cdiv(num_groups, tile)
     group_max = logits.new_empty(num_rows, num_groups, dtype=torch.float32)
     group_sum = torch.empty_like(group_max)
-    ahead = logits.new_empty(num_rows, num_tiles, dtype=torch.int32)
+    num_above = logits.new_empty(num_rows, num_tiles, dtype=torch.int32)
     _group_kernel[(num_rows, num_tiles)](
         logits,
         token_ids,
         group_max,
         group_sum,
-        ahead,
+        num_above,
         vocab_size,
         num_groups,
         GROUP=GROUP,
         TILE=tile,
         num_warps=8,
     )
-    total = (group_max + group_sum.log()).logsumexp(-1, keepdim=True)
+    log_sum_exp = (group_max + group_sum.log()).logsumexp(-1, keepdim=True)
     groups = group_max.topk(min(k, num_groups), sorted=False).indices.unsqueeze(-1)
     candidates = (groups * GROUP + torch.arange(GROUP, device=logits.device)).flatten(1)
     values = logits.gather(1, candidates.clamp(max=vocab_size - 1)).float()
     values.masked_fill_(candidates >= vocab_size, -torch.inf)
-    best, places = values.topk(k)
-    ids = torch.cat((token_ids.unsqueeze(1), candidates.gather(1, places)), 1)
+    best, indices = values.topk(k)
+    ids = torch.cat((token_ids.unsqueeze(1), candidates.gather(1, indices)), 1)
     own = logits.gather(1, token_ids.unsqueeze(1)).float()
-    return ids, torch.cat((own, best), 1) - total, ahead.sum(-1) + 1
+    return ids, torch.cat((own, best), 1) - log_sum_exp, num_above.sum(-1) + 1
 
 
 def top_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Natural logarithms of softmax(logits), for one given token a row and the k most likely.
+    """Computes log-probabilities of one given token per row and of the k most likely tokens.
 
     Args:
         logits: [N, vocab_size], N at least 1.
-        token_ids: int64 [N].
+        token_ids: int64 [N], the given tokens.
         k: at most vocab_size.
 
     Returns:
-        Token ids, int64 [N, 1 + k], the given one first and then from the most likely; their
-        logprobs, fp32 [N, 1 + k]; and the given token's rank, int64 [N], 1 for the most likely.
+        Token ids, int64 [N, 1 + k]: the given token, then the k most likely in descending order.
+        Their log-probabilities, fp32 [N, 1 + k].
+        The given token's rank, int64 [N]. The most likely token has rank 1.
     """
     if use_triton(logits):
         return top_logprobs_triton(logits, token_ids, k)
@@ -104,9 +106,13 @@ def top_logprobs(
 
 
 def pack_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> torch.Tensor:
-    """int32 [N, 1 + 2 * (1 + k)] on the logits' device, one buffer to copy to the host: the rank
-    of each row's token (int64 [N]), then pairs of token id and fp32 logprob, its own and the k
-    best."""
+    """Packs the results of ``top_logprobs`` into one buffer, so that one copy brings them to the
+    host.
+
+    Returns:
+        int32 [N, 1 + 2 * (1 + k)]: the rank, then a pair of token id and bits of the fp32 logprob
+        for each of the 1 + k tokens.
+    """
     ids, logprobs, ranks = top_logprobs(logits, token_ids, k)
     pairs = torch.stack((ids.int(), logprobs.contiguous().view(torch.int32)), dim=-1).flatten(1)
     return torch.cat((ranks.int().unsqueeze(1), pairs), dim=1)

@@ -1,10 +1,11 @@
-"""Random numbers as a function of (seed, position, item): no state, so no order to keep.
+"""Counter-based random numbers: a function of (seed, position, stream, item), without state.
 
-Philox4x32-7 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; seven rounds are
-the fewest that pass all their tests) turns a key and a counter into four 32-bit words. Here the
-key is the request's seed. The counter is a number for four items, the position of the token to
-draw, and the stream: what the noise is for. Items are candidate tokens, or groups of them: of each
-GROUP of 128 consecutive items, those 32 apart share a counter. ``tl.philox`` is the same function.
+Philox4x32-7 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") maps a key and a
+counter to four 32-bit words. Seven rounds are the fewest that pass all tests of the paper. The key
+is the request's seed. The counter consists of the position of the sampled token, the stream (the
+purpose of the noise), and a number that four items share. Items are tokens or groups of tokens. In
+each GROUP of 128 consecutive items, the items 32 apart share a counter. ``tl.philox`` computes the
+same function.
 """
 
 import numpy as np
@@ -13,8 +14,8 @@ GROUP = 128
 LANES = 4  # words per counter
 WIDTH = GROUP // LANES  # counters per group
 ROUNDS = 7
-GROUPS, TOKENS, REDRAW = range(3)  # streams: independent, as their counters differ
-LARGEST_UNIFORM = np.float32(1 - 2**-24)  # infinite noise would lose even for a lone token
+GROUPS, TOKENS, RESAMPLE = range(3)  # streams: independent because their counters differ
+LARGEST_UNIFORM = np.float32(1 - 2**-24)  # 1 would give infinite noise, and a score of -inf
 
 _MASK = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
@@ -23,13 +24,16 @@ _WEYL = 0x9E3779B9, 0xBB67AE85
 
 
 def philox(seed: int, counter: np.ndarray, position: int, stream: int) -> list[np.ndarray]:
-    """Four uint64 arrays of 32-bit words, in the counter's shape.
+    """Computes Philox4x32 for an array of counters.
 
     Args:
-        seed: 64 bits.
-        counter: uint64, each below 2^32.
-        position: the counter's second word.
-        stream: its third.
+        seed: the key, 64 bits.
+        counter: uint64, the first word of each counter, below 2^32.
+        position: the second word.
+        stream: the third word.
+
+    Returns:
+        Four uint64 arrays of 32-bit words, in the shape of ``counter``.
     """
     key = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
     c0, c1 = counter, np.full_like(counter, position)
@@ -44,11 +48,11 @@ def philox(seed: int, counter: np.ndarray, position: int, stream: int) -> list[n
 
 
 def exponential_noise(seed: int, position: int, stream: int, start: int, end: int) -> np.ndarray:
-    """fp32 [end - start]: a draw from Exp(1) for each of the items from start to end."""
+    """Returns a sample of Exp(1) for each of the items [start, end), fp32 [end - start]."""
     first, last = start // GROUP, -(-end // GROUP)
     counter = np.arange(first * WIDTH, last * WIDTH, dtype=np.uint64)
     lanes = [word.reshape(-1, WIDTH) for word in philox(seed, counter, position, stream)]
     words = np.stack(lanes, axis=1).ravel()[start - first * GROUP : end - first * GROUP]
-    # The winners of a race are the small numbers, so that is where the resolution is: 2^-32.
+    # Small noise wins the argmax, so small numbers get the finest resolution, 2^-32.
     uniform = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2**-32)
     return -np.log1p(-np.minimum(uniform, LARGEST_UNIFORM))

@@ -1,6 +1,7 @@
-"""The logits that tokens are sampled from, for ``logprobs_mode="processed_logprobs"``.
+"""Processed logits, which define the sampling distribution, for
+``logprobs_mode="processed_logprobs"``.
 
-Sampling itself never builds them: it needs one token, not the distribution (sampling.py).
+Sampling itself does not compute them: sample.py finds one token without the distribution.
 """
 
 import math
@@ -11,13 +12,13 @@ import torch
 def processed_logits(
     logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, truncates: bool
 ) -> torch.Tensor:
-    """Logits after temperature, min-p, top-k and top-p, in this order; -inf for what these cut off.
+    """Applies temperature, min-p, top-k and top-p, in this order. Truncated logits become -inf.
 
-    Tokens tied with the last one kept are kept too, and so is the sampled token, which rounding
-    could put on the other side of a border. Rows with temperature 0 are not scaled.
+    Tokens tied with the last kept token are kept. The sampled token is always kept, because
+    sampling may round differently. Rows with temperature 0 are not scaled.
 
     Args:
-        logits: [N, vocab_size], masks, biases and penalties included.
+        logits: [N, vocab_size], after masks, biases and penalties.
         rows: int32 [N, 8], a SAMPLING_ROW each.
         token_ids: int64 [N], the sampled tokens.
         truncates: whether any row has min-p, top-k or top-p.

@@ -1,4 +1,4 @@
-"""Puts the tokens that the last step drew in place of what stands for them in the next inputs."""
+"""Replaces the placeholders in a step's input ids by the tokens that the previous step sampled."""
 
 import torch
 
@@ -25,13 +25,15 @@ def fill_in_sampled_triton(input_ids: torch.Tensor, sampled_tokens: torch.Tensor
 
 
 def fill_in_sampled(input_ids: torch.Tensor, sampled_tokens: torch.Tensor) -> None:
-    """Makes them, in place, the token ids that a step computes.
+    """Replaces placeholders in ``input_ids`` by sampled tokens, in place.
+
+    The tokens stay on the device, so a step can be launched before the host knows them.
 
     Args:
-        input_ids: int32 [N]; -1 - row stands for the token that was sampled in this row of the
-            last step.
-        sampled_tokens: int64 [rows or more], the tokens of the last step; for -1, where none was
-            allowed, comes token 0: what is computed from it is dropped.
+        input_ids: int32 [N]. The value -1 - row is a placeholder for the token that the previous
+            step sampled in this row.
+        sampled_tokens: int64 [rows or more], the tokens of the previous step. A token of -1, which
+            means that no token was allowed, becomes token 0. Its results are discarded.
     """
     fill_in = fill_in_sampled_triton if use_triton(input_ids) else fill_in_sampled_reference
     fill_in(input_ids, sampled_tokens)

@@ -10,7 +10,7 @@ from nanovllm.kernels.attention import decode, prefill, triton_backend
 from nanovllm.kernels.attention.decode import DecodeTile, decode_tile
 from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.kernels.attention.triton_backend import TritonAttention
-from nanovllm.kernels.rope import NewTokens, Rotation, rotate_and_store_reference
+from nanovllm.kernels.rope import NewKV, RopeInputs, apply_rope_and_store_reference
 from nanovllm.utils.context import Context
 from tests.kernels.conftest import DEVICE, DTYPES
 from tests.kernels.oracle import assert_as_good_as_eager, poisoned
@@ -57,13 +57,13 @@ class Paged:
         if decode:
             lens = torch.tensor(self.contexts, dtype=torch.int32, device=self.device)
             kv_heads, head_dim = self.k_cache.shape[2:]
-            work = TritonAttention().plan_decode(
+            work = TritonAttention().split_kv(
                 np.array(self.contexts, np.int32), kv_heads, head_dim, self.k_cache.dtype
             )
             return Context(
                 block_tables=self.tables,
                 context_lens=lens,
-                decode_work=torch.from_numpy(work).to(self.device),
+                split_kv_schedule=torch.from_numpy(work).to(self.device),
                 max_seqlen_k=max(self.contexts),
             )
         return Context(
@@ -98,8 +98,8 @@ class Paged:
         positions = torch.tensor(self.contexts, dtype=torch.int32, device=device) - 1
         angles = torch.rand(int(positions.max()) + 1, head_dim // 2, device=device) * 6
         cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
-        rotation = Rotation(positions, cos_sin, *(weights if norms else (None, None)), 1e-6)
-        turned_q, turned_k = rotate_and_store_reference(rotation, q, k, v, None)
+        rope = RopeInputs(positions, cos_sin, *(weights if norms else (None, None)), 1e-6)
+        turned_q, turned_k = apply_rope_and_store_reference(rope, q, k, v, None)
         block = self.k_cache.size(1)
         slots = []
         for i, length in enumerate(self.contexts):
@@ -109,7 +109,7 @@ class Paged:
             slots.append(int(page) * block + (length - 1) % block)
             for cache in (self.k_cache, self.v_cache):
                 cache.flatten(0, 1)[slots[-1]] = float("nan")
-        return q, NewTokens(rotation, k, v), turned_k, slots
+        return q, NewKV(rope, k, v), turned_k, slots
 
     def check_decode(self, backend, norms, monkeypatch):
         """Equal to rotating and storing first."""
@@ -278,12 +278,12 @@ def test_rows_that_pad_a_graph_give_zeros_and_store_nothing(norms, device):
     paged = Paged([20, 20], [1, 1], 4, 2, 64, 16, torch.float32, device)
     q, new, _, _ = paged.draw_new(norms)
     backend = TritonAttention()
-    work = backend.plan_decode(np.zeros(2, np.int32), 2, 64, q.dtype)
+    work = backend.split_kv(np.zeros(2, np.int32), 2, 64, q.dtype)
     context = Context(
         slot_mapping=torch.full((2,), -1, dtype=torch.int32, device=device),
         block_tables=torch.zeros(2, 4, dtype=torch.int32, device=device),
         context_lens=torch.zeros(2, dtype=torch.int32, device=device),
-        decode_work=torch.from_numpy(work).to(device),
+        split_kv_schedule=torch.from_numpy(work).to(device),
     )
     before = paged.k_cache.clone(), paged.v_cache.clone()
     assert not backend.decode(q, paged.k_cache, paged.v_cache, context, 1.0, new).any()

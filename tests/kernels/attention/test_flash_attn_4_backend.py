@@ -14,7 +14,7 @@ from nanovllm.kernels.attention import backend as selection
 from nanovllm.kernels.attention import flash_attn_4_backend
 from nanovllm.kernels.attention.backend import select_attention_backend
 from nanovllm.kernels.attention.flash_attn_4_backend import FlashAttention4
-from nanovllm.kernels.rope import Rotation
+from nanovllm.kernels.rope import RopeInputs
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import step_context
 from tests.kernels.attention.test_attention import Paged
@@ -202,7 +202,7 @@ def test_what_is_not_finite_stays_in_its_own_sequence(backend, bad, spoilt, devi
             getattr(paged, f"{name}s")[2][100] = value
         qkv = [torch.cat(x) for x in (paged.qs, paged.ks, paged.vs)]
         with step_context(paged.context(paged=False)):
-            out = layer(*qkv, Rotation(positions, as_it_is))
+            out = layer(*qkv, RopeInputs(positions, as_it_is))
         outs.append(out.split(lens))
     for i, (clean, got) in enumerate(zip(*outs, strict=True)):
         if i != 2:
@@ -271,7 +271,7 @@ class TestChoice:
     def refused(self, caplog, reason, **settings) -> None:
         with caplog.at_level("INFO", "nanovllm"):
             assert self.choose(**settings) == "triton"
-        assert f"passed over: flash_attn_4: {reason}" in caplog.text
+        assert f"skipped: flash_attn_4: {reason}" in caplog.text
         with pytest.raises(ValueError, match=f"flash_attn_4: {reason}"):
             self.choose("flash_attn_4", **settings)
 

@@ -8,21 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.kernels.attention.split_kv import (
-    WORK_ITEM,
-    divide_decode,
-    num_partial_slots,
-    num_work_items,
+    KV_SPLIT,
+    make_split_kv_schedule,
+    max_num_splits,
+    max_partial_slots,
 )
 
 
 def divide(lens: list[int], kv_heads: int, tile: int, num_programs: int) -> np.ndarray:
     """The items that are any."""
-    rows = divide_decode(np.array(lens, np.int32), kv_heads, tile, num_programs)
+    rows = make_split_kv_schedule(np.array(lens, np.int32), kv_heads, tile, num_programs)
     assert rows.dtype == np.int32
-    assert len(rows) == num_work_items(len(lens), kv_heads, num_programs)
-    items = rows.view(WORK_ITEM)[:, 0]
-    used = items[items["num_parts"] > 0]
-    assert (items[: len(used)]["num_parts"] > 0).all(), "what is nothing comes last"
+    assert len(rows) == max_num_splits(len(lens), kv_heads, num_programs)
+    items = rows.view(KV_SPLIT)[:, 0]
+    used = items[items["num_splits"] > 0]
+    assert (items[: len(used)]["num_splits"] > 0).all(), "what is nothing comes last"
     return used
 
 
@@ -33,25 +33,25 @@ def divide(lens: list[int], kv_heads: int, tile: int, num_programs: int) -> np.n
     st.sampled_from([16, 32, 64, 128]),
     st.sampled_from([264, 528]),
 )
-def test_each_token_is_in_one_part(lens, kv_heads, tile, num_programs):
+def test_each_token_is_in_one_split(lens, kv_heads, tile, num_programs):
     items = divide(lens, kv_heads, tile, num_programs)
     found: dict[int, list[tuple[int, int]]] = {}
     slots: list[int] = []
-    for item in items[np.lexsort((items["part"], items["seq"]))]:
-        parts = found.setdefault(int(item["seq"]), [])
-        assert item["part"] == len(parts)
-        parts.append((int(item["begin"]), int(item["end"])))
-        if item["num_parts"] > 1:
-            slots.append(int(item["first_slot"] + item["part"]))
+    for item in items[np.lexsort((items["split"], items["seq"]))]:
+        splits = found.setdefault(int(item["seq"]), [])
+        assert item["split"] == len(splits)
+        splits.append((int(item["begin"]), int(item["end"])))
+        if item["num_splits"] > 1:
+            slots.append(int(item["first_slot"] + item["split"]))
     assert sorted(found) == list(range(len(lens)))
-    for seq, parts in found.items():
-        assert (items[items["seq"] == seq]["num_parts"] == len(parts)).all()
-        assert parts[0][0] == 0 and parts[-1][1] == lens[seq]
-        assert all(end == begin for (_, end), (begin, _) in pairwise(parts))
-        assert all(begin % tile == 0 for begin, _ in parts)
-        assert len(parts) == 1 or all(begin < end for begin, end in parts), "an empty part"
+    for seq, splits in found.items():
+        assert (items[items["seq"] == seq]["num_splits"] == len(splits)).all()
+        assert splits[0][0] == 0 and splits[-1][1] == lens[seq]
+        assert all(end == begin for (_, end), (begin, _) in pairwise(splits))
+        assert all(begin % tile == 0 for begin, _ in splits)
+        assert len(splits) == 1 or all(begin < end for begin, end in splits), "an empty split"
     assert len(set(slots)) == len(slots)
-    assert max(slots, default=0) < num_partial_slots(kv_heads, num_programs)
+    assert max(slots, default=0) < max_partial_slots(kv_heads, num_programs)
     sizes = items["end"] - items["begin"]
     assert (sizes[:-1] >= sizes[1:]).all(), "not the longest first"
 
@@ -61,7 +61,7 @@ def test_each_token_is_in_one_part(lens, kv_heads, tile, num_programs):
 @pytest.mark.parametrize(
     "lens", [[4000], [8000, 100, 100], [500] * 8, [100, 2000] * 8, list(range(100, 1400, 20))]
 )
-def test_no_part_is_much_longer_than_an_even_share(kv_heads, lens, num_programs):
+def test_no_split_is_much_longer_than_an_even_share(kv_heads, lens, num_programs):
     """Guards a program that runs on alone."""
     items = divide(lens, kv_heads, 64, num_programs)
     share = sum(lens) * kv_heads / num_programs

@@ -8,7 +8,7 @@ from nanovllm.kernels.sampling.philox import (
     GROUP,
     GROUPS,
     LANES,
-    REDRAW,
+    RESAMPLE,
     TOKENS,
     WIDTH,
     exponential_noise,
@@ -16,7 +16,7 @@ from nanovllm.kernels.sampling.philox import (
 )
 from nanovllm.utils.triton_compat import tl, triton
 
-STREAMS = [GROUPS, TOKENS, REDRAW]
+STREAMS = [GROUPS, TOKENS, RESAMPLE]
 
 
 def test_known_answer():
@@ -35,7 +35,7 @@ def _philox_kernel(out_ptr, seed_ptr, position, stream, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**32 + 5, -(2**63), 0x0123456789ABCDEF])
-@pytest.mark.parametrize("position, stream", [(0, GROUPS), (7, TOKENS), (2**31 - 1, REDRAW)])
+@pytest.mark.parametrize("position, stream", [(0, GROUPS), (7, TOKENS), (2**31 - 1, RESAMPLE)])
 def test_equals_tritons(seed, position, stream, device):
     out = torch.empty(4, 256, dtype=torch.int32, device=device)
     _philox_kernel[(1,)](out, torch.tensor([seed], device=device), position, stream, N=256)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from nanovllm.kernels.sampling.processed_logits import processed_logits
-from nanovllm.kernels.sampling.sample import SAMPLING_ROW, sample_reference
+from nanovllm.kernels.sampling.sample_reference import sample_reference
+from nanovllm.kernels.sampling.sampling_row import SAMPLING_ROW
 
 SETTINGS = [
     {},

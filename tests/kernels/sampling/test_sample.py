@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels.sampling.philox import GROUP, GROUPS, REDRAW, TOKENS, exponential_noise
+from nanovllm.kernels.sampling.philox import GROUP, GROUPS, RESAMPLE, TOKENS, exponential_noise
 from nanovllm.kernels.sampling.sample import (
-    SAMPLING_ROW,
-    best_of_shard_reference,
-    best_of_shard_triton,
     sample_reference,
+    sample_shard_reference,
+    sample_shard_triton,
     sample_triton,
-    winning_token,
+    unpack_token_ids,
 )
+from nanovllm.kernels.sampling.sampling_row import SAMPLING_ROW
 
 ON_GPU = torch.cuda.is_available()
 
@@ -85,7 +85,7 @@ def expected_token(logits: torch.Tensor, seed: int, position: int, **truncation)
     keep = kept_tokens(logits, **truncation)
     if keep[token]:
         return token
-    return winner(torch.where(keep, scores, -math.inf), seed, position, REDRAW)
+    return winner(torch.where(keep, scores, -math.inf), seed, position, RESAMPLE)
 
 
 TRUNCATIONS = [
@@ -308,8 +308,8 @@ def test_rare_tokens_come_as_often_as_they_should(fast_sampler, device):
     assert abs(num_rare - n * 0.01) < 5 * math.sqrt(n * 0.01)
 
 
-@pytest.fixture(params=[best_of_shard_reference, best_of_shard_triton], ids=["reference", "triton"])
-def best_of_shard(request):
+@pytest.fixture(params=[sample_shard_reference, sample_shard_triton], ids=["reference", "triton"])
+def sample_shard(request):
     return request.param
 
 
@@ -326,7 +326,7 @@ def best_of_shard(request):
     ],
 )
 def test_the_best_of_all_shards_is_the_draw_from_the_whole(
-    num_shards, shard, vocab_size, dtype, best_of_shard, device
+    num_shards, shard, vocab_size, dtype, sample_shard, device
 ):
     """Shards of padded width, the last ones short or empty; groups of several blocks of noise."""
     n = 8
@@ -343,21 +343,21 @@ def test_the_best_of_all_shards_is_the_draw_from_the_whole(
         padded = torch.zeros(n, shard, dtype=dtype, device=device)
         own = logits[:, start : start + shard]
         padded[:, : own.size(1)] = own
-        found.append(best_of_shard(padded, settings_, own.size(1), start))
+        found.append(sample_shard(padded, settings_, own.size(1), start))
     best = torch.stack(found).amax(0)
     assert best.dtype == torch.int64
-    assert torch.equal(winning_token(best), expected)
+    assert torch.equal(unpack_token_ids(best), expected)
     assert expected[[3, 4, 5, 6, 7]].tolist() == [-1] * 5
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
-def test_a_tie_between_shards_goes_to_the_first_token(num_shards, best_of_shard, device):
+def test_a_tie_between_shards_goes_to_the_first_token(num_shards, sample_shard, device):
     logits = torch.zeros(4, 256, device=device)
     logits[:, [100, 200]] = 1
     size, settings_ = 256 // num_shards, rows(4, device, temperature=0)
     shards = [logits[:, i : i + size].contiguous() for i in range(0, 256, size)]
-    best = [best_of_shard(x, settings_, size, i * size) for i, x in enumerate(shards)]
-    assert winning_token(torch.stack(best).amax(0)).tolist() == [100] * 4
+    best = [sample_shard(x, settings_, size, i * size) for i, x in enumerate(shards)]
+    assert unpack_token_ids(torch.stack(best).amax(0)).tolist() == [100] * 4
 
 
 @pytest.mark.gpu

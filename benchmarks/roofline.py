@@ -1,10 +1,10 @@
-"""The least time a workload can take on a device: bytes over bandwidth, or operations over rate.
+"""The roofline: the least time that a workload can take on a device, from its peak memory bandwidth
+and matmul rate.
 
-Prefill is bound by arithmetic: every prompt token through every matrix, and causal attention; but
-in the last layer, of all but the last one only the key and the value are needed.
-Each decode step reads all weights once (or multiplies by them, whichever takes longer at its
-batch size) and every sequence's keys and values once. Launches, sampling, norms and
-communication are free here.
+Prefill is compute-bound: the matmuls of all prompt tokens, and causal attention. In the last layer,
+only a prompt's last token needs more than its key and value. A decode step reads all weights once,
+or takes the time of its matmuls if that is longer, and reads the keys and values of each sequence
+once. Launches, sampling, norms and communication count as free.
 """
 
 from time import perf_counter
@@ -15,8 +15,12 @@ from benchmarks.workloads import Workload
 from nanovllm.models.model_config import ModelConfig
 
 
-def measure_ceilings(device: torch.device) -> tuple[float, float]:
-    """(bytes/s of a large copy, counting reads and writes; FLOP/s of an 8192^3 bf16 product)."""
+def measure_peaks(device: torch.device) -> tuple[float, float]:
+    """Measures the peaks of a GPU.
+
+    Returns:
+        Bytes/s of a large copy, counting reads and writes, and FLOP/s of an 8192^3 bf16 matmul.
+    """
     pair = torch.randint(0, 100, (2, 1 << 29), dtype=torch.int32, device=device)
     bandwidth = pair.nbytes / _seconds(lambda: pair[0].copy_(pair[1]))
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
@@ -24,17 +28,23 @@ def measure_ceilings(device: torch.device) -> tuple[float, float]:
     return bandwidth, rate
 
 
-def floor_seconds(
+def roofline_seconds(
     model: ModelConfig, workload: Workload, bandwidth: float, rate: float, itemsize: int = 2
 ) -> float:
-    """Seconds for the workload with all of its sequences resident from the start."""
+    """Returns the least time of a workload, as if all of its sequences ran from the start.
+
+    Args:
+        bandwidth: bytes/s.
+        rate: FLOP/s.
+        itemsize: bytes per element of weights and KV cache.
+    """
     kv = 2 * model.hidden_size * model.head_dim * model.num_key_value_heads
     layer = kv + 2 * model.hidden_size * model.head_dim * model.num_attention_heads
     layer += 3 * model.hidden_size * model.layers[0].mlp.intermediate_size
     head = model.vocab_size * model.hidden_size
     layers = model.num_hidden_layers * layer
     kv_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * itemsize
-    attention = 4 * model.num_attention_heads * model.head_dim  # of a query and a key
+    attention = 4 * model.num_attention_heads * model.head_dim  # FLOP per query and key
     all_but_last = model.num_hidden_layers - 1
 
     lens = [len(prompt) for prompt in workload.prompts]
@@ -57,7 +67,7 @@ def floor_seconds(
 
 
 def _seconds(run: object, repeats: int = 10) -> float:
-    """Mean time of one call, after a warm-up."""
+    """Returns the mean time of a call, after a warm-up."""
     for count in (2, repeats):
         torch.cuda.synchronize()
         start = perf_counter()

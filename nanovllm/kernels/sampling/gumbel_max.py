@@ -1,0 +1,142 @@
+"""Triton functions for sampling by the Gumbel-max trick: argmax(log w - log E) over items with
+weights w, with noise E ~ Exp(1) from philox.py. sample.py explains the algorithm.
+
+Items lie in groups of LANES * WIDTH = 128. One Philox counter gives the noise of LANES items of a
+group, which are WIDTH apart.
+"""
+
+from nanovllm.utils.triton_compat import tl, triton
+
+
+@triton.jit
+def sample_untruncated(
+    logits_ptr,
+    group_lse_ptr,
+    row_ptr,
+    num_tokens,
+    num_groups,
+    first_token,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+):
+    """Samples a group by its log-sum-exp and then a token of this group, for one row and without
+    top-k, top-p and min-p.
+
+    Returns the score of the group and the token. The token is -1 if there is none. The score is
+    +inf if a logit is NaN or +inf.
+    """
+    temperature = tl.load(row_ptr).to(tl.float32, bitcast=True)
+    GROUP: tl.constexpr = LANES * WIDTH
+    first_group = first_token // GROUP
+    score, group = gumbel_scores(
+        group_lse_ptr - first_group,
+        first_group // GROUP + tl.arange(0, MAX_BLOCKS),
+        first_group,
+        first_group + num_groups,
+        -0x80000000,
+        tl.where(temperature > 0, 1.0, 0.0),  # the log-sum-exps are scaled already
+        row_ptr,
+        0,  # philox.GROUPS
+        LANES,
+        WIDTH,
+    )
+    best = tl.max(score)
+    group = tl.maximum(argmax_item(score, group), first_group)
+    score, token = gumbel_scores(
+        logits_ptr - first_token,
+        group + tl.zeros([1], tl.int32),
+        first_token,
+        first_token + num_tokens,
+        -0x80000000,
+        temperature,
+        row_ptr,
+        1,  # philox.TOKENS
+        LANES,
+        WIDTH,
+    )
+    return best, tl.where(best < float("inf"), argmax_item(score, token), -1)
+
+
+@triton.jit
+def gumbel_scores(
+    values_ptr,
+    groups,
+    start,
+    end,
+    threshold,
+    temperature,
+    row_ptr,
+    stream,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Scores the items of some groups. An item's log weight is value / temperature. With
+    temperature 0 its score is the value itself.
+
+    Skips items outside [start, end) and items whose ``sort_key`` is below ``threshold``.
+
+    Returns the best score of each set of LANES items that share a counter, and its item:
+    [groups, WIDTH] each.
+    """
+    column = tl.arange(0, WIDTH)[None, :]
+    counter = groups[:, None] * WIDTH + column
+    zero = counter * 0
+    w0 = zero
+    w1 = zero
+    w2 = zero
+    w3 = zero
+    if temperature > 0:
+        position = zero + tl.load(row_ptr + 6)
+        # philox.ROUNDS
+        words = tl.philox(_load_seed(row_ptr), counter, position, zero + stream, zero, 7)
+        w0 = words[0].to(tl.int32, bitcast=True)
+        w1 = words[1].to(tl.int32, bitcast=True)
+        w2 = words[2].to(tl.int32, bitcast=True)
+        w3 = words[3].to(tl.int32, bitcast=True)
+    best = tl.full(counter.shape, -float("inf"), tl.float32)
+    best_item = zero
+    for lane in tl.static_range(LANES):
+        item = (groups[:, None] * LANES + lane) * WIDTH + column
+        exists = (item >= start) & (item < end)
+        value = tl.load(values_ptr + item, mask=exists, other=-float("inf")).to(tl.float32)
+        word = w0 if lane == 0 else (w1 if lane == 1 else (w2 if lane == 2 else w3))
+        score = value
+        if temperature > 0:
+            score = _score(value * (1 / temperature), word)
+        score = tl.where(sort_key(value) >= threshold, score, -float("inf"))
+        best_item = tl.where(score > best, item, best_item)
+        best = tl.maximum(best, score)
+    return best, best_item
+
+
+@triton.jit
+def _score(log_weight, word):
+    """log w - log E, with E from a random 32-bit word."""
+    uniform = (word.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    uniform = tl.minimum(uniform, 0.99999994)  # as philox.LARGEST_UNIFORM
+    # Small u use the Taylor series of -log(1 - u), because fp32 rounds 1 - u to 1.
+    series = uniform * (1 + uniform * (0.5 + uniform * 0.33333334))
+    noise = tl.where(uniform < 1e-3, series, -tl.log(1 - uniform))
+    return log_weight - tl.log(noise)
+
+
+@triton.jit
+def _load_seed(row_ptr):
+    low = tl.load(row_ptr + 4).to(tl.int64) & 0xFFFFFFFF
+    return (tl.load(row_ptr + 5).to(tl.int64) << 32) | low
+
+
+@triton.jit
+def argmax_item(score, item):
+    """The item with the highest score, the lowest such item in a tie; -1 if all scores are -inf."""
+    best = tl.max(score)
+    winner = tl.min(tl.where(score == best, item, 0x7FFFFFFF))
+    return tl.where(best > -float("inf"), winner, -1)
+
+
+@triton.jit
+def sort_key(x):
+    """Maps fp32 to int32 in the same order. Adding 0 turns -0 into +0."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

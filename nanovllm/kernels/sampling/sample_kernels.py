@@ -1,0 +1,137 @@
+"""The Triton kernels of sampling. Launched by sample.py, which explains the algorithm."""
+
+from nanovllm.kernels.sampling.gumbel_max import sample_untruncated, sort_key
+from nanovllm.kernels.sampling.truncation import resample_if_truncated
+from nanovllm.utils.triton_compat import tl, triton
+
+
+# Specialised on vocab_size and stride alone: the others follow from them.
+@triton.jit(do_not_specialize=["num_groups"])
+def group_stats_kernel(
+    logits_ptr,
+    rows_ptr,
+    group_max_ptr,
+    group_lse_ptr,
+    vocab_size,
+    stride,
+    num_groups,
+    ROW_WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Computes the largest logit and the log-sum-exp of logits / temperature for TILE groups of one
+    row. The log-sum-exp is the largest logit for temperature 0, and +inf if a logit is NaN or
+    +inf."""
+    row, tile = tl.program_id(0), tl.program_id(1)
+    temperature = tl.load(rows_ptr + row * ROW_WORDS).to(tl.float32, bitcast=True)
+    scale = 1 / tl.where(temperature > 0, temperature, 1.0)
+    groups = tile * TILE + tl.arange(0, TILE)
+    # Each thread holds tokens of all four quarters of a group, which saves warp shuffles.
+    token = groups[:, None] * (LANES * WIDTH) + tl.arange(0, WIDTH)[None, :]
+    logits_ptr += row.to(tl.int64) * stride
+    z0 = _load(logits_ptr, token, vocab_size)
+    z1 = _load(logits_ptr, token + WIDTH, vocab_size)
+    z2 = _load(logits_ptr, token + 2 * WIDTH, vocab_size)
+    z3 = _load(logits_ptr, token + 3 * WIDTH, vocab_size)
+    largest = tl.max(tl.maximum(tl.maximum(z0, z1), tl.maximum(z2, z3)), axis=1)
+    shift = tl.maximum(largest, -3.4028234663852886e38)[:, None]  # finite for groups of -inf
+    base2 = scale * 1.4426950408889634
+    weights = tl.exp2((z0 - shift) * base2) + tl.exp2((z1 - shift) * base2)
+    weights += tl.exp2((z2 - shift) * base2) + tl.exp2((z3 - shift) * base2)
+    total = tl.sum(weights, axis=1)
+    lse = tl.where(temperature > 0, largest * scale + tl.log(total), largest)
+    lse = tl.where(total == total, lse, float("inf"))
+    slot = row * num_groups + groups
+    tl.store(group_max_ptr + slot, largest, mask=groups < num_groups)
+    tl.store(group_lse_ptr + slot, lse, mask=groups < num_groups)
+
+
+@triton.jit
+def _load(logits_ptr, token, vocab_size):
+    """Loads logits as fp32, -inf past the end."""
+    return tl.load(logits_ptr + token, mask=token < vocab_size, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_groups"])
+def sample_kernel(
+    logits_ptr,
+    rows_ptr,
+    group_max_ptr,
+    group_lse_ptr,
+    candidates_ptr,
+    token_ptr,
+    vocab_size,
+    num_groups,
+    TRUNCATES: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+    MAX_GROUPS: tl.constexpr,
+):
+    """Samples the token of one row."""
+    row = tl.program_id(0)
+    row_ptr = rows_ptr + row * ROW_WORDS
+    logits_ptr += row.to(tl.int64) * vocab_size
+    group_lse_ptr += row * num_groups
+    _score, token = sample_untruncated(
+        logits_ptr,
+        group_lse_ptr,
+        row_ptr,
+        vocab_size,
+        num_groups,
+        0,
+        LANES,
+        WIDTH,
+        MAX_BLOCKS,
+    )
+    if TRUNCATES:
+        token = resample_if_truncated(
+            token,
+            logits_ptr,
+            row_ptr,
+            group_max_ptr + row * num_groups,
+            group_lse_ptr,
+            candidates_ptr + row * num_groups,
+            vocab_size,
+            num_groups,
+            LANES,
+            WIDTH,
+            TILE,
+            MAX_GROUPS,
+        )
+    tl.store(token_ptr + row, token.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "stride", "num_groups", "first_token"])
+def sample_shard_kernel(
+    logits_ptr,
+    rows_ptr,
+    group_lse_ptr,
+    out_ptr,
+    num_tokens,
+    stride,
+    num_groups,
+    first_token,
+    ROW_WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+):
+    """Samples the token of one row from one shard, and packs its score and id into an int64."""
+    row = tl.program_id(0)
+    score, token = sample_untruncated(
+        logits_ptr + row.to(tl.int64) * stride,
+        group_lse_ptr + row * num_groups,
+        rows_ptr + row * ROW_WORDS,
+        num_tokens,
+        num_groups,
+        first_token,
+        LANES,
+        WIDTH,
+        MAX_BLOCKS,
+    )
+    key = sort_key(score).to(tl.int64)
+    tl.store(out_ptr + row, (key << 32) | (0x7FFFFFFF - tl.maximum(token, 0)))

@@ -1,0 +1,102 @@
+"""Sampling in PyTorch and NumPy: for CPUs, and the reference of the kernels. See sample.py for the
+algorithm."""
+
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels.sampling.philox import GROUP, GROUPS, RESAMPLE, TOKENS, exponential_noise
+from nanovllm.kernels.sampling.sampling_row import SAMPLING_ROW
+
+
+def sample_reference(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """See ``sample``."""
+    params = rows.cpu().numpy().view(SAMPLING_ROW)[:, 0]
+    if not params["temperature"].any():
+        return torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), -1)
+    tokens = [_sample_row(z, p) for z, p in zip(logits.float().cpu(), params, strict=True)]
+    return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+
+
+def sample_shard_reference(
+    logits: torch.Tensor, rows: torch.Tensor, num_tokens: int, first_token: int
+) -> torch.Tensor:
+    """See ``sample_shard``."""
+    params = rows.cpu().numpy().view(SAMPLING_ROW)[:, 0]
+    sampled = [
+        _sample_untruncated(z, temperature, seed, position, first_token)
+        for z, (temperature, seed, position) in zip(
+            logits[:, :num_tokens].float().cpu(),
+            params[["temperature", "seed", "position"]].tolist(),
+            strict=True,
+        )
+    ]
+    score, token = torch.tensor(sampled, dtype=torch.float64).view(-1, 2).unbind(1)
+    bits = (score.float() + 0.0).view(torch.int32)
+    key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    return ((key << 32) | (0x7FFFFFFF - token.long().clamp(min=0))).to(logits.device)
+
+
+def _sample_row(logits: torch.Tensor, params: np.void) -> int:
+    """Samples one token from fp32 logits [vocab_size]. Returns -1 if all logits are -inf or any is
+    NaN or +inf."""
+    temperature, top_k, top_p, min_p, seed, position, _ = params.item()
+    _, token = _sample_untruncated(logits, temperature, seed, position)
+    if token < 0 or temperature == 0:
+        return token
+    max_logit = logits.max()
+    threshold = torch.tensor(-math.inf)
+    if min_p > 0:
+        threshold = max_logit + temperature * math.log(min_p)
+    if 0 < top_k < len(logits):
+        threshold = torch.maximum(threshold, logits.topk(top_k).values[-1])
+    if top_p < 1:
+        weights = ((logits - max_logit) / temperature).exp()
+        top_p_weight = top_p * weights[logits >= threshold].sum()
+    scores = None
+    while logits[token] < threshold or (
+        top_p < 1 and weights[logits > logits[token]].sum() >= top_p_weight
+    ):
+        if scores is None:
+            scores = _gumbel_scores(logits * (1 / temperature), seed, position, RESAMPLE, 0)
+        scores[(logits < threshold) | (logits <= logits[token])] = -math.inf
+        token = int(scores.argmax())
+    return token
+
+
+def _sample_untruncated(
+    logits: torch.Tensor, temperature: float, seed: int, position: int, first_token: int = 0
+) -> tuple[float, int]:
+    """Samples a group and then a token of it, without top-k, top-p and min-p.
+
+    Args:
+        logits: fp32 [num_tokens], of the tokens from ``first_token`` on.
+
+    Returns:
+        The score of the group and the token. The token is -1 if there is none. The score is +inf if
+        a logit is NaN or +inf.
+    """
+    if not (logits < math.inf).all():
+        return math.inf, -1
+    # Padding makes at least one group, even of a shard without tokens.
+    groups = F.pad(logits, (0, GROUP - len(logits) % GROUP), value=-math.inf).view(-1, GROUP)
+    scores = groups.amax(1)
+    if temperature > 0:
+        log_sum_exp = (groups * (1 / temperature)).logsumexp(1)
+        scores = _gumbel_scores(log_sum_exp, seed, position, GROUPS, first_token // GROUP)
+    group = int(scores.argmax())
+    best, start = scores[group].item(), first_token + group * GROUP
+    scores = groups[group]
+    if temperature > 0:
+        scores = _gumbel_scores(scores * (1 / temperature), seed, position, TOKENS, start)
+    return best, start + int(scores.argmax()) if best > -math.inf else -1
+
+
+def _gumbel_scores(
+    log_weights: torch.Tensor, seed: int, position: int, stream: int, start: int
+) -> torch.Tensor:
+    """log w - log E for items ``start``, ``start + 1``, ...; their argmax is the sample."""
+    noise = exponential_noise(seed, position, stream, start, start + len(log_weights))
+    return log_weights - torch.from_numpy(noise).log()

@@ -1,0 +1,17 @@
+"""The memory layout in which a token's sampling parameters travel to the kernels."""
+
+import numpy as np
+
+# The parameters of one token: 32 bytes, a row of the int32 tensors [N, ROW_WORDS] called ``rows``.
+SAMPLING_ROW = np.dtype(
+    [
+        ("temperature", "<f4"),  # 0 is greedy
+        ("top_k", "<i4"),  # 0 disables
+        ("top_p", "<f4"),  # 1 disables
+        ("min_p", "<f4"),  # 0 disables
+        ("seed", "<i8"),
+        ("position", "<i4"),  # of the token to sample, in its sequence
+        ("padding", "<i4"),
+    ]
+)
+ROW_WORDS = SAMPLING_ROW.itemsize // 4
