@@ -535,8 +535,8 @@ class TestChat:
             ([{"content": "x"}], ValueError, "role"),
             ([{"role": 5, "content": "x"}], ValueError, "role"),
             ([{"role": "nobody", "content": "x"}], ValueError, "no such role"),
-            ([user([{"type": "image_url", "image_url": {}}])], ValueError, "only text"),
-            ([user([5])], ValueError, "only text"),
+            ([user([{"type": "image_url", "image_url": {}}])], ValueError, "content must be text"),
+            ([user([5])], ValueError, "content must be text"),
         ],
         ids=str,
     )

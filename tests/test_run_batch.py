@@ -274,7 +274,7 @@ def test_lines_that_cannot_run_have_an_error_and_cost_no_other(llm: LLM, tmp_pat
         "good": request("good", temperature=0),
         "not JSON": b"{",
         "custom_id must": {**request("x"), "custom_id": 5},
-        "has the custom_id 'good' already": request("good", prompt="other"),
+        "already has the custom_id 'good'": request("good", prompt="other"),
         "method must": {**request("a"), "method": "PUT"},
         "temperature must": request("b", temperature=-1),
         '"stream" is not supported': request("c", CHAT, stream=True),
@@ -286,7 +286,7 @@ def test_lines_that_cannot_run_have_an_error_and_cost_no_other(llm: LLM, tmp_pat
         "stop_token_ids holds": request("i", CHAT, stop_token_ids=[10**30]),
         "needs a 'role'": request("j", CHAT, messages=[{"content": "x"}]),
         "no such role": request("k", CHAT, messages=[{"role": "nobody", "content": "x"}]),
-        "only text": request(
+        "content must be text": request(
             "l", CHAT, messages=[{"role": "user", "content": [{"type": "image"}]}]
         ),
         "--trust-request-chat-template": request("m", CHAT, chat_template="{{ 1 }}"),
@@ -868,8 +868,8 @@ def test_the_help_describes_every_option(capsys):
         main(["--help"])
     assert info.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "number of ranks that one model is split over (default: 1)" in text
-    assert "75 interrupted. After 70 and 75 the same command goes on." in text
+    assert "number of GPUs (ranks) over which the model is split (default: 1)" in text
+    assert "75 interrupted. After 70 and 75, the same command resumes the job." in text
     for action in make_parser()._actions:
         assert action.help and action.help.strip() != "(default: None)", action.option_strings
 
@@ -960,7 +960,7 @@ def test_what_ends_a_job_on_its_way_can_be_mended(model_path, tmp_path, monkeypa
 
     monkeypatch.setattr(Writer, "write", write)
     assert main(arguments(model_path, in_, out)) == INTERRUPTED
-    assert "No space left on device; when that is mended, the same" in capfd.readouterr().err
+    assert "No space left on device; when that is fixed, run the same" in capfd.readouterr().err
     assert len(read_output(out)) == 3
     calls = count()
     assert main(arguments(model_path, in_, out)) == FAULT
@@ -1080,7 +1080,7 @@ def test_a_signal_while_the_engine_starts_ends_the_job(model_path, tmp_path, mon
     monkeypatch.setattr(cli, "LLM", make_llm)
     in_ = write_input(tmp_path / "in", [request("a")])
     assert main(arguments(model_path, in_, tmp_path / "out")) == INTERRUPTED
-    assert "interrupted; the same command goes on" in capfd.readouterr().err
+    assert "interrupted; run the same command again" in capfd.readouterr().err
 
 
 class Jobs:

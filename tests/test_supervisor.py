@@ -319,7 +319,7 @@ def test_a_journal_that_is_cut_off_or_foreign_is_read_as_far_as_it_goes(tmp_path
     for cut in range(len(text)):
         path.write_bytes(text[:cut])
         if 0 < cut < 37:
-            with pytest.raises(ValueError, match="is something else"):
+            with pytest.raises(ValueError, match="is not a job's journal"):
                 Journal(path, 0)
             continue
         found = Journal(path, 0)
@@ -334,7 +334,7 @@ def test_a_file_that_is_no_journal_is_kept(tmp_path: Path, text):
     path = tmp_path / "journal"
     path.write_bytes(text)
     for read in (partial(Journal, path, 0), partial(note_death, path)):
-        with pytest.raises(ValueError, match="is something else"):
+        with pytest.raises(ValueError, match="is not a job's journal"):
             read()
     assert path.read_bytes() == text
     (tmp_path / "link").symlink_to(path)
