@@ -7,8 +7,8 @@ from nanovllm.quantization.base import PLAIN, InputFormat
 
 
 class SiluAndMul(nn.Module):
-    """silu(gate) * up, with gate and up concatenated in the input: [N, 2 I] -> [N, I]. The result is
-    in the format that the next linear layer takes."""
+    """silu(gate) * up, with gate and up concatenated in the input: [N, 2 I] -> [N, I]. The result
+    is in the format that the next linear layer takes."""
 
     def __init__(self, output_format: InputFormat = PLAIN) -> None:
         super().__init__()

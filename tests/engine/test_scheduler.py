@@ -1063,6 +1063,14 @@ class TestSiblings:
         engine.run()
         engine.check_results()
 
+    def test_copies_of_a_step_that_does_not_fit_are_made_by_the_next_one(self):
+        engine = Engine(make_scheduler())
+        engine.add(Request([2] * 6, several(4)))
+        engine.step()
+        assert len(engine.step(does_not_fit="run").block_copies) == 3
+        engine.run()
+        engine.check_results()
+
     @pytest.mark.parametrize("num_steps", range(6))
     def test_an_abort_drops_all_completions_and_no_other(self, num_steps: int):
         """Waiting, half prefilled, with copies due, decoding."""

@@ -323,7 +323,6 @@ SLOW = {
     "a_cache_that_does_not_fit",
     "terminated",
     "all_killed_while_starting",
-    "two_engines_at_once",
     "never_closed",
 }
 

@@ -3,6 +3,7 @@ the edits of logits written out one token at a time."""
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from nanovllm.kernels.sampling.logit_edits import (
 )
 from nanovllm.kernels.sampling.logprobs import pack_logprobs
 from nanovllm.kernels.sampling.sampling_row import SAMPLING_ROW
-from nanovllm.layers.sampler import SamplingInputs, sample_with_logprobs
+from nanovllm.layers.sampler import Sampler, SamplingInputs, sample_with_logprobs
 
 NUM_DRAWS = 5_000
 # 8 tokens of graded odds, and one that must never come.
@@ -174,6 +175,22 @@ def test_impossible_tokens_are_never_drawn(temperature):
     logits[[7, 123, 499]] = torch.tensor([0.0, 1.0, 0.5])
     tokens = sample(logits.expand(500, -1), temperature=temperature)
     assert set(tokens.tolist()) <= {7, 123, 499}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_rank_that_samples_for_itself_leaves_out_the_padding_of_the_vocabulary(temperature):
+    """The second of two ranks has tokens 256 to 299, then padding, whose logits are the largest."""
+    tp = SimpleNamespace(size=2, all_reduce=lambda x: x)
+    head: Any = SimpleNamespace(
+        tp=tp, gather=None, vocab_start=256, num_embeddings_per_rank=256, num_embeddings=300
+    )
+    logits = torch.full((8, 256), 9.0)
+    logits[:, :44] = torch.randn(8, 44)
+    inputs = SamplingInputs(rows=sampling_rows(8, temperature=temperature))
+    token_ids, _ = Sampler(head)(logits, inputs, each_rank=True)
+    assert token_ids.min() >= 256 and token_ids.max() < 300
+    if not temperature:
+        assert torch.equal(token_ids, logits[:, :44].argmax(-1) + 256)
 
 
 @pytest.mark.parametrize("values", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}], ids=str)

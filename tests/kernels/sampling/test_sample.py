@@ -124,6 +124,23 @@ def test_ties_at_the_floor_are_all_kept(truncation, sampler, device):
     assert drawn == [expected_token(z, i * 7919 - 3, 5, **truncation) for i, z in enumerate(logits)]
 
 
+@pytest.mark.parametrize(
+    ("truncation", "others"),
+    [
+        ({"min_p": 0.3, "temperature": 0.5}, {-1.0: 1000}),  # the ratio is of probabilities
+        ({"min_p": 0.5, "top_p": 0.01}, {-0.5: 100, -3.0: 2000}),  # the share is of what is left
+        ({"top_k": 101, "top_p": 0.01}, {-0.5: 100, -3.0: 2000}),
+    ],
+    ids=str,
+)
+def test_one_token_is_left(truncation, others, sampler, device):
+    """Which the others, if they were kept too, would hardly ever let win."""
+    logits = torch.tensor([0.0, *(value for value, n in others.items() for _ in range(n))])
+    assert kept_tokens(logits, **truncation).sum() == 1
+    drawn = sampler(logits.repeat(3, 1).to(device), rows(3, device, **truncation)).tolist()
+    assert drawn == [0, 0, 0]
+
+
 @settings(deadline=None, max_examples=200 if ON_GPU else 25)
 @given(st.data())
 def test_kernels_agree_with_the_reference(data):
