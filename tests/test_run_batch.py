@@ -1151,7 +1151,7 @@ def wait_until(condition: Callable[[], Any], seconds: float = 30) -> None:
         time.sleep(0.0002)
 
 
-@pytest.mark.parametrize("most_kills", [10, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most_kills", [16, pytest.param(20, marks=pytest.mark.slow)])
 def test_jobs_that_are_killed_again_and_again_lose_and_repeat_nothing(
     jobs: Jobs, model_path: Path, tmp_path: Path, most_kills: int
 ):
@@ -1252,7 +1252,7 @@ def test_a_second_interrupt_ends_a_job_at_once(jobs: Jobs, model_path: Path, tmp
     in_, out, log = write_input(tmp_path / "in", items), tmp_path / "out", tmp_path / "log"
     with running(jobs, arguments(model_path, in_, out, "--grace=1000"), out, log) as pid:
         os.kill(pid, signal.SIGINT)
-        wait_until(lambda: "ending" in log.read_text())
+        wait_until(lambda: "stopping" in log.read_text())
         os.kill(pid, signal.SIGINT)
         assert jobs.wait(pid, 5) == INTERRUPTED
     assert "Traceback" not in log.read_text()

@@ -96,11 +96,12 @@ def break_steps(llm: LLM, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -
     def breaking(part: str) -> Any:
         whole = getattr(llm.model_runner, part)
 
-        def call(batch: Any) -> Any:
+        def call(argument: Any) -> Any:
+            batch = argument if part == "run" else argument.batch
             if rng.random() < 0.0025 and batch.num_tokens > 1:
                 broken.append(part)
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return whole(batch)
+            return whole(argument)
 
         return call
 

@@ -13,6 +13,7 @@ from nanovllm.engine.memory import describe_memory, is_out_of_memory, release_un
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Finish, Sequence
+from nanovllm.utils.forks import leave_to_parent
 from nanovllm.utils.panics import is_failure
 
 logger = logging.getLogger("nanovllm")
@@ -50,6 +51,7 @@ class StepLoop:
         self.model_runner = model_runner
         self.in_flight: InFlightStep | None = None
         self._text_turns = cycle(range(TEXT_STEPS))
+        leave_to_parent(self)  # and the step in flight, which a forked child must not free
 
     def step(self) -> AppliedStep:
         """Launches the next step and, while it runs, applies the step before it: the device never

@@ -12,7 +12,7 @@ import pytest
 import nanovllm
 from nanovllm.compat import __main__ as command
 from nanovllm.compat import alias
-from nanovllm.compat.alias import STARTUP
+from nanovllm.compat.alias import STARTUP_DIR
 
 # A development installation finds nanovllm's modules wherever the package itself was found.
 NO_EDITABLE_INSTALLS = (
@@ -39,7 +39,7 @@ def run(code, **env):
 
 def child(code):
     """As ``run``, in a Python that inherits the alias; nothing is imported but by ``code``."""
-    return run(code, PYTHONPATH=STARTUP)
+    return run(code, PYTHONPATH=STARTUP_DIR)
 
 
 def test_the_modules_are_there_with_all_their_names():
@@ -128,7 +128,7 @@ def test_it_refuses_where_the_real_vllm_is_imported(tmp_path):
 
 def test_it_hides_a_vllm_that_is_only_installed(tmp_path):
     (tmp_path / "vllm.py").write_text("raise SystemExit('the other one')")
-    path = os.pathsep.join([STARTUP, str(tmp_path)])
+    path = os.pathsep.join([STARTUP_DIR, str(tmp_path)])
     assert run("import vllm; print(vllm.__file__)", PYTHONPATH=path) == f"{alias.__file__}\n"
 
 
@@ -165,7 +165,7 @@ def test_child_processes_inherit_it(tmp_path):
 
 def test_another_sitecustomize_still_runs(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('the other one')")
-    path = os.pathsep.join([STARTUP, str(tmp_path)])
+    path = os.pathsep.join([STARTUP_DIR, str(tmp_path)])
     out = run("import vllm, sitecustomize; print(sitecustomize.__file__)", PYTHONPATH=path)
     assert out.splitlines() == ["the other one", str(tmp_path / "sitecustomize.py")]
 
@@ -177,7 +177,7 @@ def test_a_python_without_nanovllm_is_left_alone():
     import os
     sys.path = [path for path in sys.path if not os.path.isdir(os.path.join(path, "nanovllm"))]
     import runpy
-    runpy.run_path("{STARTUP}/sitecustomize.py")
+    runpy.run_path("{STARTUP_DIR}/sitecustomize.py")
     print("nanovllm.compat.alias" in sys.modules)
     """
     assert run(code, PYTHONPATH="") == "False\n"
@@ -212,7 +212,7 @@ def test_programs_run_as_python_runs_them(form, tmp_path):
             [sys.executable, *start, "--flag", "-m", "x"],
             check=True,
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": STARTUP},
+            env={**os.environ, "PYTHONPATH": STARTUP_DIR},
             stdout=subprocess.PIPE,
         )
         outs.append(result.stdout)

@@ -141,18 +141,22 @@ def test_norm_and_swiglu_produce_the_input_of_the_next_layer(taken):
 @pytest.mark.parametrize("num_rows", [1, 4])
 @pytest.mark.parametrize("has_fused_kernels", [False, True])
 def test_an_unquantised_layer_feeds_a_quantised_one(
-    num_rows, has_fused_kernels, monkeypatch, taken
+    num_rows, has_fused_kernels, device, monkeypatch, taken
 ):
     """Some checkpoints leave some layers as they are. Guards a SwiGLU in a fused kernel, which
     returns a plain tensor."""
     if has_fused_kernels:
         monkeypatch.setattr(unquantized, "use_triton", lambda x: True)
-    gate_up = MergedColumnParallelLinear(8, [6, 6])
+    with torch.device(device):
+        gate_up, norm, x = (
+            MergedColumnParallelLinear(8, [6, 6]),
+            RMSNorm(8),
+            torch.randn(num_rows, 8),
+        )
+        with use_quantization(CONFIG):
+            down = RowParallelLinear(6, 8)
     nn.init.normal_(gate_up.weight)
-    with use_quantization(CONFIG):
-        down = RowParallelLinear(6, 8)
-    weight = load(down, None, 8, 6)
-    norm, x = RMSNorm(8), torch.randn(num_rows, 8)
+    weight = load(down, None, 8, 6).to(device)
     with torch.inference_mode():
         y, _ = gate_up.after_norm(norm, x, None, SiluAndMul(down.linear_weight.input_format))
         normed = rms_norm(x, norm.weight, norm.eps)

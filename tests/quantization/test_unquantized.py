@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.checkpoints.weights import load_model
 from nanovllm.kernels.gemm import swiglu, tiled
 from nanovllm.kernels.gemm.skinny import skinny_linear, skinny_norm_linear
 from nanovllm.kernels.gemm.tiled import tile_linear
@@ -25,7 +26,6 @@ from nanovllm.quantization import unquantized
 from nanovllm.quantization.base import PLAIN
 from nanovllm.quantization.unquantized import UnquantizedWeight, choose_kernel
 from nanovllm.utils.distributed import TPGroup, use_tp_group
-from nanovllm.utils.loader import load_model
 from tests.kernels.oracle import assert_as_good_as_eager
 
 MIB = 1 << 20

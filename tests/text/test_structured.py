@@ -346,7 +346,7 @@ def test_what_cannot_be_served_is_refused(compiler, name):
 @pytest.mark.parametrize(
     "tokenizer, eos, message",
     [
-        (None, EOS, "need a model with a tokenizer"),
+        (None, EOS, "the model has no tokenizer"),
         (make_tokenizer(), set(), "no EOS token"),
         (make_tokenizer(), {len(VOCAB)}, "no EOS token"),
         (

@@ -112,7 +112,7 @@ def test_the_tokenizer_is_asked_once_for_a_whole_token(byte_level, monkeypatch):
     encoder = PromptEncoder(byte_level, len(byte_level))
     token_ids = byte_level("a plain text", add_special_tokens=False)["input_ids"]
     encoder.decode_logprob_tokens([], token_ids)
-    monkeypatch.setattr(encoder._texts_of(False, True), "decode", None)
+    monkeypatch.setattr(encoder._get_token_texts(False, True), "decode", None)
     assert encoder.decode_logprob_tokens(token_ids, token_ids)[0] == "a"
 
 
