@@ -1,7 +1,7 @@
 """Unquantised weights: which kernel multiplies, what is fused, and loading into a packed weight."""
 
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from nanovllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from nanovllm.models.model_config import WeightNames
 from nanovllm.quantization import unquantized
 from nanovllm.quantization.base import PLAIN
 from nanovllm.quantization.unquantized import UnquantizedWeight, choose_kernel
@@ -210,16 +211,13 @@ def test_loading_into_a_packed_weight(name, loads_in_inference_mode, device):
 class Tied(nn.Module):
     """Embedding and head, which share a weight or not."""
 
-    packed_modules_mapping: ClassVar[dict] = {}
+    weight_names = WeightNames((), {})
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
         self.embedding, self.head = VocabParallelEmbedding(40, 8), ParallelLMHead(40, 8)
         if tied:
             self.head.weight = self.embedding.weight
-
-    def is_redundant_weight(self, name: str) -> bool:
-        return False
 
     def load(self, *weights: torch.Tensor) -> None:
         names = ("embedding.weight", "head.weight")
