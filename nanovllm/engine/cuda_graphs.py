@@ -1,4 +1,4 @@
-"""Steps captured as CUDA graphs: one launch goes from the last tokens to the next."""
+"""CUDA graphs of whole steps: one launch takes the last tokens to the next ones."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -16,15 +16,15 @@ MAX_DECODE_SEQS = 2048
 MAX_PREFILL_SEQS = 64
 PREFILL_TOKENS = [16, 32, 64, 128, 192, 256, 384, 512]
 PREFILL_TOKENS += [768, 1024, 1280, 1536, 2048, 2560, 3072, 4096]
-# Tokens times parameters of a prefill that keeps a device busy for about as long as the host needs
-# to launch its kernels, 20 ms. A larger one is only delayed by padding.
+# A prefill of so many tokens x parameters keeps the device busy for 20 ms, about as long as the
+# host needs to launch its kernels. A larger prefill would only be delayed by padding.
 MAX_PREFILL_WORK = 6e12
-GRAPH_BYTES = 8 << 20  # or more that the driver keeps for each; it takes memory for several at once
+GRAPH_BYTES = 8 << 20  # least to assume for a graph: the driver allocates for several at once
 
 
 def decode_sizes(max_num_seqs: int) -> list[GraphSize]:
-    """Decodes to capture, ascending: dense where padding costs most; the last is the largest
-    batch, up to 2,048."""
+    """Returns the decodes to capture, ascending. Small sizes are dense, because padding costs most
+    there. The last one is the largest batch, up to 2,048 sequences."""
     largest = min(max_num_seqs, MAX_DECODE_SEQS)
     sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32)]
     sizes += [*range(576, 1025, 64), *range(1152, MAX_DECODE_SEQS, 128)]
@@ -33,8 +33,8 @@ def decode_sizes(max_num_seqs: int) -> list[GraphSize]:
 
 
 def prefill_sizes(max_num_tokens: int, max_num_seqs: int, num_params: int) -> list[GraphSize]:
-    """Prefills to capture, ascending: those of few tokens, up to 64 sequences. ``num_params`` are
-    those of this rank's layers."""
+    """Returns the prefills to capture, ascending: few tokens, and up to 64 sequences.
+    ``num_params`` is the number of parameters of this rank's layers."""
     most_tokens = min(max_num_tokens, MAX_PREFILL_WORK // num_params)
     most_seqs = min(max_num_seqs, MAX_PREFILL_SEQS)
     sizes = [size for size in PREFILL_TOKENS if size <= most_tokens]
@@ -42,11 +42,11 @@ def prefill_sizes(max_num_tokens: int, max_num_seqs: int, num_params: int) -> li
 
 
 def graph_bytes(added: list[int], num_graphs: int) -> int:
-    """A bound on the memory of graphs in one pool.
+    """Returns a bound on the memory of graphs in one pool.
 
     Args:
-        added: by the largest, and by the second largest after it, if there are so many.
-        num_graphs: how many there will be.
+        added: bytes that the largest graph added, and then the second largest.
+        num_graphs: number of graphs to capture.
     """
     return sum(added[:1]) + max([GRAPH_BYTES, *added[1:]]) * max(num_graphs - 1, 0)
 
@@ -56,10 +56,10 @@ class StepGraph:
     """A captured step.
 
     Attributes:
-        graph: all that it launches.
-        buffer: on the device, where it reads its inputs.
-        tables: on the device, where it puts block tables.
-        logits: what it gives, until the next replay of any.
+        graph: its kernels.
+        buffer: the device buffer that it reads its inputs from.
+        tables: the device buffer that it unpacks block tables into.
+        logits: its result, until the next replay of any graph.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -71,14 +71,14 @@ class StepGraph:
 class StepGraphs:
     """Graphs of ``forward`` for steps of fixed sizes, in one memory pool.
 
-    Only one step runs at a time, so all graphs share one buffer of inputs, one of block tables, and
+    Only one step runs at a time, so all graphs share one input buffer, one block table buffer, and
     the memory of activations and logits.
 
     Args:
         forward: ModelInputs -> logits, of this rank; must not read back from the device.
-        prepare: inputs of a batch, padded to a size.
-        table_width: most columns of block tables.
-        warming_up: around a step that is run for its kernels only, once before its capture.
+        prepare: (batch, size) -> its inputs, padded to the size.
+        table_width: maximum number of columns of block tables.
+        warming_up: entered around each step that runs once before its capture.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class StepGraphs:
         self.graphs: dict[GraphSize, StepGraph] = {}
 
     def capture(self, sizes: list[GraphSize]) -> None:
-        """From the largest size down, so that the smaller ones reuse its memory."""
+        """Captures steps from the largest size down, so that smaller ones reuse its memory."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
-        torch.cuda.empty_cache()  # torch.cuda.graph would before each capture, and synchronize
+        torch.cuda.empty_cache()  # once: torch.cuda.graph would do it for each capture
         for size, step in self.make_steps(sizes):
             with self.warming_up():
-                step()  # compiles kernels and picks algorithms, outside the capture
+                step()  # compiles kernels and chooses algorithms, which a capture cannot
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(capture_stream(self.device)):
                 graph.capture_begin(self.pool, capture_error_mode="thread_local")
@@ -119,8 +119,8 @@ class StepGraphs:
     def make_steps(
         self, sizes: list[GraphSize]
     ) -> Iterator[tuple[GraphSize, Callable[[], torch.Tensor]]]:
-        """Steps that take their inputs from the buffer, from the largest size down. Padding alone
-        is there for each as it comes."""
+        """Yields steps that read their inputs from the buffer, from the largest size down. The
+        buffer holds padding for each one when it is yielded."""
         blanks = {
             size: self.prepare(Batch((), is_prefill=size.is_prefill), size)
             for size in sorted(sizes, reverse=True)
@@ -130,7 +130,7 @@ class StepGraphs:
         num_words = max((start + rows * self.table_width for start, rows in places), default=0)
         if num_words > len(self.buffer) or num_rows > len(self.tables):
             self.buffer = torch.empty(num_words, dtype=torch.int32, device=self.device)
-            # A kernel may load entries that it does not use: they have to name some block.
+            # Kernels may load entries that they do not use, so all entries must be valid blocks.
             shape = num_rows, self.table_width
             self.tables = torch.zeros(shape, dtype=torch.int32, device=self.device)
         for size, blank in blanks.items():
@@ -145,19 +145,19 @@ class StepGraphs:
         inputs = replace(inputs, context=replace(inputs.context, block_tables=tables))
 
         def step() -> torch.Tensor:
-            # Attention may load block tables before the kernel ahead of it has ended, so they are
-            # spread here, with kernels between that wait for all before them.
+            # With PDL, attention may load block tables before the previous kernel ends. So they are
+            # unpacked first, with kernels in between that wait for all kernels before them.
             unpack_block_tables(packed, width, tables)
             return self.forward(inputs)
 
         return step
 
     def size_for(self, batch: Batch) -> GraphSize | None:
-        """The smallest captured size that holds the batch; None if it has to run eagerly."""
+        """Returns the smallest captured size that fits the batch; None if it must run eagerly."""
         num_seqs = len(batch)
         num_tokens = batch.num_tokens if batch.is_prefill else num_seqs
         if batch.is_prefill and any(item.seq.wants_prompt_logprobs for item in batch.items):
-            return None  # needs what the model gives for every token
+            return None  # needs the hidden states of every token
         fitting = (
             size
             for size in self.graphs
@@ -179,17 +179,18 @@ class StepGraphs:
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all captures on a GPU; PyTorch's own is on the GPU of its first capture. With
-    one for each set of graphs every kernel starts 0.3 to 0.7 us later (H200, CUDA 13)."""
+    """Returns the stream of all captures on a GPU. (PyTorch's capture stream belongs to the GPU of
+    its first capture.) With a stream for each StepGraphs, every kernel would start 0.3 to 0.7 us
+    later (H200, CUDA 13)."""
     return torch.cuda.Stream(device)
 
 
 def borrowed(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous CUDA tensor's memory once more, without keeping it: when the tensor is gone,
-    other captures of its pool may use it too."""
+    """Returns a tensor that shares a contiguous CUDA tensor's memory without owning it. When the
+    original is freed, other captures in its pool may reuse the memory."""
     assert tensor.is_contiguous()
-    # As PyTorch's own graph trees do it. A tensor of __cuda_array_interface__ would call Python
-    # when it is freed, which crashes where the interpreter has ended before.
+    # As in PyTorch's CUDA graph trees. A tensor made through __cuda_array_interface__ would call
+    # Python when it is freed, which crashes after the interpreter's end.
     storage = torch._C._construct_storage_from_data_pointer(
         tensor.data_ptr(), tensor.device, tensor.nbytes
     )

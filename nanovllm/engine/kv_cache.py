@@ -1,4 +1,4 @@
-"""How many KV blocks fit."""
+"""How many KV blocks fit into memory."""
 
 from nanovllm.engine.memory import available_bytes
 from nanovllm.models.model_config import ModelConfig
@@ -8,7 +8,8 @@ CPU_CACHE_BYTES = 4 << 30
 
 
 def block_bytes(config: ModelConfig, block_size: int, tp_size: int, itemsize: int) -> int:
-    """Memory of one block on one rank: keys and values of ``block_size`` tokens, all layers."""
+    """Returns the bytes of one block on one rank: keys and values of ``block_size`` tokens in all
+    layers."""
     kv_heads = heads_per_rank(config.num_key_value_heads, tp_size)
     return 2 * config.num_hidden_layers * block_size * kv_heads * config.head_dim * itemsize
 
@@ -16,8 +17,8 @@ def block_bytes(config: ModelConfig, block_size: int, tp_size: int, itemsize: in
 def num_blocks_on_cpu(
     bytes_per_block: int, block_size: int, max_num_seqs: int, max_model_len: int
 ) -> int:
-    """As many blocks as every resident sequence could fill, within 4 GiB and half of the available
-    memory. Pages are only taken from the system when they are first written."""
+    """Returns as many blocks as all resident sequences could fill, within 4 GiB and half of the
+    available memory. The system allocates pages only when they are first written."""
     wanted = max_num_seqs * cdiv(max_model_len, block_size)
     return min(wanted, max(1, min(CPU_CACHE_BYTES, available_bytes() // 2) // bytes_per_block))
 
@@ -35,19 +36,19 @@ def num_blocks_on_gpu(
     max_model_len: int,
     may_shorten: bool,
 ) -> int:
-    """Blocks that fit beside everything else within ``utilization`` of the GPU.
+    """Returns how many blocks fit within ``utilization`` of the GPU's memory.
 
-    Other processes are not charged against the budget, but what they hold cannot be had either.
+    Memory of other processes does not count against that budget, but it is not free either.
 
     Args:
-        total_bytes, free_bytes: of the GPU; free after the warm-up, its buffers returned.
-        own_bytes: what this engine holds then, weights above all.
-        peak_bytes: what it held at most in the warm-up; the difference is the activations.
-        graph_bytes: what CUDA graphs will take.
-        may_shorten: whether sequences may be shorter than ``max_model_len``, down to a block.
+        total_bytes, free_bytes: of the GPU; free after the warm-up, with its buffers released.
+        own_bytes: what this engine holds then, mainly weights.
+        peak_bytes: the most it held during the warm-up; the difference is the activations.
+        graph_bytes: a bound on the memory of CUDA graphs.
+        may_shorten: whether ``max_model_len`` may be lowered, down to one block.
 
     Raises:
-        ValueError: not even one sequence fits; the message gives figures.
+        ValueError: not even one sequence fits. The message has the figures.
     """
     activations = peak_bytes - own_bytes
     budget = int(total_bytes * utilization)

@@ -1,4 +1,4 @@
-"""The loop: schedule, run, postprocess; and what stands at its two ends, prompts and results."""
+"""The engine: requests from prompts to results, around the loop of steps."""
 
 import logging
 import os
@@ -34,8 +34,8 @@ from nanovllm.utils.forks import leave_to_parent
 from nanovllm.utils.progress import bar_maker, portions, shown
 
 logger = logging.getLogger("nanovllm")
-PORTION = 256  # prompts that are tokenised together
-Checked: TypeAlias = PreparedRequest | Exception  # what is wrong with a request
+PORTION = 256  # prompts tokenised together
+Checked: TypeAlias = PreparedRequest | Exception  # a request, or why it is refused
 NOT_ALONE = (
     "{} needs the engine to itself: finish the other requests with step, drop them with "
     "abort_request, or close the stream that they belong to"
@@ -65,16 +65,16 @@ class LLMEngine:
     """
 
     def __init__(self, model: str | os.PathLike[str], **kwargs: Any) -> None:
-        self._closed = True  # until there is something to close
+        self._closed = True  # until start-up succeeds
         leave_to_parent(self)
         config = self.config = Config.create(model, **kwargs)
         checkpoint = open_checkpoint(config.model)
         max_model_len = limit_model_len(config.max_model_len, checkpoint.config)
         checkpoint.config.check_split(config.tensor_parallel_size)
-        with ThreadPoolExecutor(1) as executor:  # the tokenizer's library takes long to import
+        with ThreadPoolExecutor(1) as executor:  # importing the tokenizer's library takes long
             encoder = executor.submit(load_encoder, config, checkpoint, max_model_len)
             self.model_runner = start_ranks(config, checkpoint, max_model_len)
-            # When the engine is collected, and at the latest before the interpreter ends.
+            # Runs when the engine is garbage collected, or before the interpreter exits.
             self._close_runner = weakref.finalize(self, self.model_runner.close)
             try:
                 start = perf_counter()
@@ -90,7 +90,7 @@ class LLMEngine:
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             eos_token_id = self.tokenizer.eos_token_id
             eos_token_ids.add(eos_token_id)
-        # Some files name tokens that the model has no logits for.
+        # Some checkpoints name EOS tokens outside the vocabulary.
         eos_token_ids = {i for i in eos_token_ids if 0 <= i < checkpoint.config.vocab_size}
         self.scheduler = Scheduler(
             num_blocks=self.model_runner.num_kvcache_blocks,
@@ -117,7 +117,7 @@ class LLMEngine:
         self._requests: dict[str, Request] = {}
         self._device = self.model_runner.device
         self._request_ids = count()
-        self._turn = Condition()  # its lock is held by the call that runs
+        self._turn = Condition()  # the running call holds its lock
         self._closed = False
         logger.info(
             "%s on %s in %s: %d KV blocks of %d tokens, sequences of up to %d tokens (%s)",
@@ -139,8 +139,8 @@ class LLMEngine:
     ) -> PreparedRequest:
         """Checks and tokenises one prompt and compiles its grammar, for ``add_request``.
 
-        Any thread may call this: it waits for no other call, and holds up none. So a program can
-        prepare requests, whose grammars may take seconds, while another thread steps.
+        Any thread may call this. It neither waits for other calls nor delays them, so that a
+        program can prepare requests, whose grammars may take seconds, while another thread steps.
 
         Raises:
             TypeError: not a prompt, or not SamplingParams.
@@ -180,9 +180,9 @@ class LLMEngine:
             return self._add(prompt).request_id
 
     def step(self) -> list[RequestOutput]:
-        """Launches the next step, and returns the requests that the one before it finished.
+        """Launches the next step. Returns the results of requests that finished in the step before.
 
-        If it raises, every unfinished request is dropped and the engine is ready for new ones.
+        If it raises, all unfinished requests are dropped, and the engine accepts new ones.
         """
         with self._running(STREAM_OPEN, alone=False):
             if self.is_finished():
@@ -218,23 +218,24 @@ class LLMEngine:
     ) -> list[RequestOutput]:
         """Completes prompts and returns the results in their order.
 
-        A request that fails on its way (its logits turn NaN, its grammar leads nowhere) ends alone,
-        with finish reason "error" and the message in ``error``.
+        A request that fails while it runs (its logits are NaN, or no token satisfies its grammar)
+        ends alone, with finish reason "error" and the message in ``error``.
 
         Args:
             prompts: one prompt or several; each a string, a list of token ids, or vLLM's
                 ``{"prompt": ...}`` or ``{"prompt_token_ids": [...]}``.
             sampling_params: one for all prompts, or one each; None for the model's own defaults
                 (``get_default_sampling_params``).
-            use_tqdm: show a bar of finished prompts with the throughput, after one of tokenised
-                prompts if that takes over a second; or what makes the bars, called as ``tqdm`` is.
-            on_error: what becomes of prompts that cannot run: "raise" refuses the whole call,
-                "return" gives them results with finish reason "error", and runs the others,
-                starting while later ones are still tokenised and grammars compiled.
+            use_tqdm: show a progress bar of finished prompts with the throughput, after one of
+                tokenised prompts if tokenising takes over a second; or a callable like ``tqdm``
+                that makes the bars.
+            on_error: "raise" refuses the whole call if a prompt cannot run. "return" gives such
+                prompts results with finish reason "error" and runs the others. They start while
+                later prompts are tokenised and grammars compiled.
 
         Raises:
-            TypeError, ValueError: a bad argument; of several prompts the message names all bad
-                ones by index. Nothing has run then.
+            TypeError, ValueError: a bad argument. The message names all bad prompts by index.
+                Nothing has run.
         """
         return self._generate(as_prompt_list(prompts), sampling_params, use_tqdm, on_error)
 
@@ -243,14 +244,14 @@ class LLMEngine:
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Completes prompts, yielding what there is of each request whenever it has grown.
+        """Completes prompts, and yields a request's output whenever it has new tokens.
 
-        Each output holds all of its request's tokens and text so far (whole characters only,
-        and no part of a stop string); the last one of a request has ``finished`` set. Leaving
-        the loop early drops the requests that are unfinished.
+        Each output has all tokens and text of its request so far: whole characters only, and no
+        part of a stop string. The last output of a request has ``finished`` set. Leaving the loop
+        early drops the unfinished requests.
 
         Raises:
-            TypeError, ValueError: as ``generate``, when the first output is asked for.
+            TypeError, ValueError: as ``generate``, when the first output is requested.
         """
         with self._closed_meanwhile():
             good = self._prepare_all(as_prompt_list(prompts), sampling_params, "prompts")
@@ -274,10 +275,11 @@ class LLMEngine:
                 self._turn.notify_all()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends, else vLLM's defaults.
+        """Returns the sampling parameters that the checkpoint's generation_config.json recommends,
+        with vLLM's defaults for the others.
 
         Raises:
-            ValueError: it recommends what cannot be.
+            ValueError: it recommends impossible values.
         """
         try:
             return SamplingParams(**self.recommended_sampling)
@@ -285,15 +287,15 @@ class LLMEngine:
             raise ValueError(f"the checkpoint's generation_config.json: {error}") from error
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes, and returns True. Raises ValueError while requests of this
-        thread are unfinished."""
+        """Empties the prefix cache, and returns True. Raises ValueError if requests of this thread
+        are unfinished."""
         in_use = "the prefix cache is in use: finish or abort the requests first"
         with self._running(in_use):
             self.scheduler.reset()
         return True
 
     def metrics(self) -> EngineMetrics:
-        """What the engine is doing."""
+        """Returns figures of the engine's state and throughput."""
         self._check_open()
         scheduler, blocks = self.scheduler, self.scheduler.block_manager
         prompt_rate, generated_rate = self.throughput.rates()
@@ -314,11 +316,11 @@ class LLMEngine:
     def close(self) -> None:
         """Frees the model and the KV cache; the engine cannot be used again.
 
-        Any thread may close it. A call that is running in another thread ends at its next step,
-        and drops its requests; calls that wait for their turn, and streams that are not at their
-        end, end too. All of them raise ValueError. When ``close`` returns, the memory is free.
+        Any thread may close it. A call in another thread stops at its next step and drops its
+        requests. Calls that wait for their turn, and unfinished streams, end too. All of them raise
+        ValueError. When ``close`` returns, the memory is free.
         """
-        self._closed = True  # which ends the calls of other threads
+        self._closed = True  # ends the calls of other threads
         with self._turn:
             self._requests.clear()
             if (loop := vars(self).pop("loop", None)) is not None:
@@ -365,8 +367,8 @@ class LLMEngine:
         num_prompts: int,
         use_tqdm: bool | Callable[..., tqdm],
     ) -> list[RequestOutput | Exception]:
-        """Runs requests to their end, and makes the results of those that finish while the others
-        run; what cannot run stays the exception that says why."""
+        """Runs requests to their end, and makes results while other requests run. A request that
+        cannot run has the exception that says why as its result."""
         progress = bar_maker(use_tqdm)(total=num_prompts, desc="Generating")
 
         def advance() -> None:
@@ -401,7 +403,7 @@ class LLMEngine:
                 num_tokens += self.scheduler.count_new_tokens(request.seqs[0])
                 if num_tokens >= self.config.max_num_batched_tokens:
                     num_tokens = 0
-                    advance()  # the others are added while it runs
+                    advance()  # a step, during which more requests are added
             progress.update(sum(isinstance(item, Exception) for item in outputs.values()))
             while self._requests:
                 advance()
@@ -409,12 +411,12 @@ class LLMEngine:
 
     @contextmanager
     def _running(self, conflict: str, alone: bool = True) -> Iterator[None]:
-        """Holds the engine for one call, after requests of other threads that are in its way: all,
-        or if it need not be ``alone``, those of a stream.
+        """Holds the engine for one call. Waits first until other threads have no unfinished
+        requests, or no unfinished stream if the call need not be ``alone``.
 
         Raises:
-            ValueError: the requests in its way are this thread's own, so that waiting would never
-                end; with the message ``conflict``.
+            ValueError: with the message ``conflict``, if the unfinished requests are this thread's
+                own, because waiting would never end.
         """
         self._check_open()
         with self._turn:
@@ -427,7 +429,7 @@ class LLMEngine:
             ):
                 if current_thread() in threads or not any(t.is_alive() for t in threads):
                     raise ValueError(conflict)
-                self._turn.wait(1.0)  # a thread that dies notifies nobody
+                self._turn.wait(1.0)  # with a timeout, because a thread that dies does not notify
             self._check_open(CLOSED_MEANWHILE)
             try:
                 yield
@@ -457,7 +459,7 @@ class LLMEngine:
         return step.sampled, done
 
     def _add(self, prepared: PreparedRequest, streams: bool = False) -> Request:
-        """Queues a request; if anything raises, nothing has changed."""
+        """Queues a request. If this raises, nothing has changed."""
         request_id = str(next(self._request_ids))
         params, token_ids = prepared.sampling.params, prepared.prompt_token_ids
         states = self.sampling_states.make(prepared.sampling, token_ids)
@@ -496,7 +498,7 @@ class LLMEngine:
         what: str,
         make_bar: Callable[..., tqdm] | None = None,
     ) -> list[PreparedRequest]:
-        """What to add; raises one exception that names all that cannot run."""
+        """Checks and tokenises all prompts. Raises one exception that names all that cannot run."""
         checked = self._validate(prompts, sampling_params, make_bar)
         ready = dict(self.grammars.when_compiled(checked, grammar_of, self._check_open))
         return raise_errors([ready[i] for i in range(len(prompts))], what)
@@ -507,8 +509,8 @@ class LLMEngine:
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
         make_bar: Callable[..., tqdm] | None = None,
     ) -> Iterator[Checked]:
-        """For each prompt what to add, its grammar not compiled yet, or what is wrong with it;
-        looked at some at a time, as they are asked for."""
+        """Yields a request for each prompt, with its grammar not compiled yet, or the exception
+        that says what is wrong. Prompts are checked in portions, on demand."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, (list, tuple)):
@@ -528,7 +530,7 @@ class LLMEngine:
         each: Seq[Any],
         make_bar: Callable[..., tqdm] | None = None,
     ) -> Iterator[Checked]:
-        copies: dict[int, PreparedParams] = {}  # by id: each object is copied and checked once
+        copies: dict[int, PreparedParams] = {}  # by id(): each object is checked and copied once
         engine = weakref.ref(self)
         for portion in portions(len(prompts), PORTION, make_bar, "Tokenizing"):
             self._check_open()
@@ -561,18 +563,19 @@ class LLMEngine:
 
     @contextmanager
     def _reset_on_error(self) -> Iterator[None]:
-        """After an exception or Ctrl-C: no request is left, nothing half computed is cached."""
+        """After an exception or Ctrl-C, drops all requests and the prefix cache, which may be
+        partly computed."""
         try:
             yield
         except BaseException:
-            if not self._closed:  # or close does the same, and more
+            if not self._closed:  # else ``close`` does it
                 self._requests.clear()
                 self.loop.reset()
             raise
 
     @contextmanager
     def _closed_meanwhile(self) -> Iterator[None]:
-        """Says so where ``close`` is to blame for an error."""
+        """Replaces an error that ``close`` has caused by one that says so."""
         self._check_open()
         try:
             yield
@@ -587,11 +590,12 @@ class LLMEngine:
 
 
 def limit_model_len(max_model_len: int | None, model: ModelConfig) -> int:
-    """``max_model_len``; None for all of the model's positions, or those of a sliding window.
+    """Returns the maximum length of a sequence, by default the model's number of positions or its
+    sliding window.
 
     Raises:
-        ValueError: longer than the model's positions, or than a sliding window, which attention
-            here does not apply.
+        ValueError: ``max_model_len`` exceeds the model's positions, or its sliding window, which
+            attention does not implement.
     """
     if max_model_len is None:
         return min(model.max_position_embeddings, model.sliding_window or MAX_INT32, MAX_INT32)

@@ -1,4 +1,4 @@
-"""Memory: how much a process can have, and running out of it told from other errors."""
+"""How much memory a process can use, and which errors mean that it ran out."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,29 +6,29 @@ from pathlib import Path
 import psutil
 import torch
 
-# What libraries say, where it is no exception of PyTorch's own kind.
-SIGNS = ("out of memory", "can't allocate memory", "_ALLOC_FAILED")
+# In messages of libraries that do not raise PyTorch's OutOfMemoryError.
+MESSAGES = ("out of memory", "can't allocate memory", "_ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in MESSAGES)
     )
 
 
 def release_unused(device: torch.device) -> None:
-    """Gives back what PyTorch keeps for later, on a GPU."""
+    """Releases the GPU memory that PyTorch caches."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def held_bytes(device: torch.device) -> int | None:
-    """What this process holds of the GPU through PyTorch; None on a CPU."""
+    """Returns the GPU memory that PyTorch holds in this process; None on a CPU."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else None
 
 
 def describe_memory(device: torch.device) -> str:
-    """What is in use, for a message."""
+    """Describes the memory in use, for a message."""
     if device.type != "cuda":
         return "the CPU's"
     free, total = torch.cuda.mem_get_info(device)
@@ -38,13 +38,13 @@ def describe_memory(device: torch.device) -> str:
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """What this process can still have of the machine's memory without swapping, or of what its
-    container may use; the page cache, which gives way, is not counted as used."""
+    """Returns how much memory this process can still use without swapping, within its container's
+    limits. The page cache does not count as used, because it can be dropped."""
     return min([psutil.virtual_memory().available, *_left_in_cgroups(root)])
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """For each limit on this process's control groups, of version 1 or 2, what is left of it."""
+    """Yields what is left of each memory limit of this process's control groups (v1 or v2)."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # not on Linux
@@ -58,8 +58,8 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
             names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
         else:
             continue
-        # Limits of the groups above count too. In a container the path may be the host's, which is
-        # not there; the container's own group is at the top.
+        # Limits of parent groups count too. In a container the path may be the host's, which does
+        # not exist; the container's own group is at the top.
         group = top / path.lstrip("/")
         for place in (group, *group.parents):
             left = _left_in_cgroup(place, *names) if place.is_relative_to(top) else None

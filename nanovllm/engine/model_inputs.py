@@ -1,7 +1,7 @@
-"""Turns a scheduled batch into tensors. Pure: reads sequences, changes nothing.
+"""Turns a scheduled batch into tensors, without changing it.
 
-Everything is int32 (a cache of 2^31 slots would fill terabytes), so that a step's inputs travel
-to the device as one buffer in one copy.
+All tensors are int32 (a cache of 2^31 slots would fill terabytes), so that a step's inputs are one
+buffer and one copy to the device.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,15 @@ from nanovllm.utils.context import Context
 from nanovllm.utils.math import cdiv
 
 ALIGNMENT = 4  # in int32: kernels are compiled for pointers at multiples of 16 bytes
-# Of ModelInputs, beside the context's.
+# Tensors of ModelInputs that are not the context's.
 OWN_TENSORS = ("input_ids", "positions", "sampling_rows", "table_width")
-LAST = "block_tables"  # in the buffer, so that the place of all others is fixed in a captured step
+LAST = (
+    "block_tables"  # last in the buffer, so that a captured step finds all others at fixed offsets
+)
 
 
 class GraphSize(NamedTuple):
-    """What a captured step holds: as many new tokens, of as many sequences, or fewer."""
+    """The size of a captured step: the most new tokens and the most sequences that it fits."""
 
     is_prefill: bool
     num_tokens: int
@@ -33,16 +35,15 @@ class GraphSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """What one step takes.
+    """The inputs of one step.
 
     Attributes:
-        input_ids: int32 [N]; -1 - row for the token that the last step drew in this row.
+        input_ids: int32 [N]; -1 - row for the token that the last step sampled in this row.
         positions: int32 [N].
-        context: the metadata.
-        sampling_rows: int32 [num_seqs, ROW_WORDS], how to draw the next tokens, where no more than
-            that is asked for, then rows for nothing; None for a step that ends with logits.
-        table_width: int32 [1], columns of the block tables, for a captured step; None for any
-            other.
+        context: the metadata for attention and the output head.
+        sampling_rows: int32 [num_seqs, ROW_WORDS], how to sample the next tokens, and padding rows.
+            None for a step that ends with logits.
+        table_width: int32 [1], the number of columns of the block tables; for a captured step only.
     """
 
     input_ids: torch.Tensor
@@ -52,14 +53,14 @@ class ModelInputs:
     table_width: torch.Tensor | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors by field name, in the buffer's order."""
+        """Returns all tensors by field name, in the buffer's order."""
         values = {field.name: getattr(self.context, field.name) for field in fields(Context)}
         values |= {name: getattr(self, name) for name in OWN_TENSORS}
         values[LAST] = values.pop(LAST)
         return {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
 
     def pack(self, graph_size: GraphSize | None = None, pin_memory: bool = False) -> "PackedInputs":
-        """All tensors end to end in one buffer on the host."""
+        """Concatenates all tensors in one buffer on the host."""
         tensors = self.tensors()
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         size = sum(map(_space, shapes.values()))
@@ -72,13 +73,13 @@ class ModelInputs:
 
 @dataclass(frozen=True, slots=True)
 class PackedInputs:
-    """ModelInputs as they travel: to the device in one copy, to other ranks in one message.
+    """ModelInputs in one buffer, for one copy to the device and one message to other ranks.
 
     Attributes:
-        shapes: of each tensor, in the buffer's order.
-        context: all that is no tensor.
+        shapes: the shape of each tensor, in the buffer's order.
+        context: the context's fields that are not tensors.
         buffer: int32, on the host.
-        graph_size: the captured step that they are padded for; None if they are not.
+        graph_size: the captured step that they are padded for, if any.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -88,11 +89,11 @@ class PackedInputs:
 
     @property
     def tables_start(self) -> int:
-        """Where the block tables begin in the buffer."""
+        """The offset of the block tables in the buffer."""
         return sum(_space(shape) for name, shape in self.shapes.items() if name != LAST)
 
     def unpack(self, buffer: torch.Tensor | None = None) -> ModelInputs:
-        """The inputs as views of the buffer, or of a copy of it."""
+        """Returns the inputs as views of the buffer, or of a copy of it."""
         views = _views(self.buffer if buffer is None else buffer, self.shapes)
         own = {name: views.pop(name, None) for name in OWN_TENSORS}
         return ModelInputs(context=replace(self.context, **views), **own)
@@ -103,30 +104,30 @@ class PackedInputs:
         return self.unpack(self.copy_to(torch.empty_like(self.buffer, device=device)))
 
     def copy_to(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Starts the copy to the front of a buffer on the device, and returns that."""
+        """Starts a copy to the beginning of a device buffer. Returns that buffer."""
         pinned = self.buffer
-        if buffer.is_cuda and not pinned.is_pinned():  # as it came to another rank
+        if buffer.is_cuda and not pinned.is_pinned():  # received from rank 0
             pinned = pinned.pin_memory()
         buffer[: len(pinned)].copy_(pinned, non_blocking=True)
         return buffer
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # An array, which pickle can pass by without a copy.
+        # A numpy array is pickled out of band, without a copy.
         return _from_array, (self.shapes, self.context, self.buffer.numpy(), self.graph_size)
 
 
 def prepare_prefill(
     batch: Batch, block_size: int, num_tokens: int = 0, num_seqs: int = 0, max_context: int = 0
 ) -> ModelInputs:
-    """All new tokens of all sequences end to end, with the bounds of each sequence's part.
+    """Builds a prefill: the new tokens of all sequences, concatenated, and each sequence's bounds.
 
-    Block tables are given only if some sequence has cached keys to read. As many rows get logits as
-    there are sequences: those that sample, then row 0 for nothing. Of the last layer's output no
-    others are asked for, unless a sequence wants logprobs of its prompt.
+    Block tables are included only if a sequence reads cached keys. One row for each sequence gets
+    logits: the rows that sample, and row 0 as padding. The last layer computes only these rows,
+    unless a sequence wants logprobs of its prompt.
 
     For a captured step, with contexts of up to ``max_context`` tokens, all shapes but the block
-    tables' width follow from the other arguments alone: block tables are given in any case, padding
-    tokens, up to ``num_tokens``, belong to no sequence and store nothing (slot -1), and padding
+    tables' width depend on the other arguments only. Block tables are always included. Padding
+    tokens, up to ``num_tokens``, belong to no sequence and store nothing (slot -1). Padding
     sequences, up to ``num_seqs``, have no tokens.
     """
     items = batch.items
@@ -165,12 +166,12 @@ def prepare_decode(
     batch: Batch,
     block_size: int,
     padded_size: int = 0,
-    plan: Callable[[np.ndarray], np.ndarray | None] | None = None,
+    split_kv: Callable[[np.ndarray], np.ndarray | None] | None = None,
 ) -> ModelInputs:
-    """Each sequence's last token.
+    """Builds a decode: each sequence's last token.
 
     For a captured step, padding rows, up to ``padded_size``, store nothing (slot -1) and attend to
-    nothing (context length 0). ``plan`` divides contexts of given lengths.
+    nothing (context length 0). ``split_kv`` makes the split-KV schedule for context lengths.
     """
     seqs = [item.seq for item in batch.items]
     num_seqs = len(seqs)
@@ -182,7 +183,7 @@ def prepare_decode(
     positions[:num_seqs] = context_lens[:num_seqs] - 1
     last_blocks = np.array([seq.block_table[-1] for seq in seqs], dtype=np.int32)
     slot_mapping[:num_seqs] = last_blocks * block_size + positions[:num_seqs] % block_size
-    work = None if plan is None else plan(context_lens)
+    schedule = None if split_kv is None else split_kv(context_lens)
     tables = prepare_block_tables(batch, size)
     return ModelInputs(
         input_ids=torch.from_numpy(input_ids),
@@ -192,14 +193,14 @@ def prepare_decode(
             block_tables=tables,
             max_seqlen_k=int(context_lens.max()),
             context_lens=torch.from_numpy(context_lens),
-            split_kv_schedule=None if work is None else torch.from_numpy(work),
+            split_kv_schedule=None if schedule is None else torch.from_numpy(schedule),
         ),
         table_width=_width(tables) if padded_size else None,
     )
 
 
 def prepare_block_tables(batch: Batch, num_rows: int = 0) -> torch.Tensor:
-    """int32 [sequences or more, longest table], padded with block 0, which is never read."""
+    """Returns int32 [num_seqs or num_rows, longest table]; padding is block 0, which is not read."""
     tables = [item.seq.block_table for item in batch.items]
     lens = np.array([len(table) for table in tables], np.int32)
     out = np.zeros((max(len(tables), num_rows), lens.max(initial=1)), dtype=np.int32)
@@ -209,7 +210,7 @@ def prepare_block_tables(batch: Batch, num_rows: int = 0) -> torch.Tensor:
 
 
 def _slots(item: ScheduledSequence, positions: np.ndarray, block_size: int) -> np.ndarray:
-    """KV slot of each new token; -1 for one that is computed only for its logits."""
+    """Returns the KV slot of each new token; -1 for tokens computed only for their logits."""
     blocks = np.asarray(item.seq.block_table, dtype=np.int32)
     slots = blocks[positions // block_size] * block_size + positions % block_size
     slots[positions < item.seq.num_cached_tokens] = -1
@@ -222,24 +223,24 @@ def _width(tables: torch.Tensor | None) -> torch.Tensor:
 
 
 def _padded(values: Any, size: int, padding: int = 0) -> np.ndarray:
-    """int32 [size], the values and then padding."""
+    """Returns int32 [size]: the values, then padding."""
     out = np.full(size, padding, np.int32)
     out[: len(values)] = values
     return out
 
 
 def _joined(parts: list[np.ndarray], size: int, padding: int = 0) -> np.ndarray:
-    """int32 [size], the parts end to end and then padding."""
+    """Returns int32 [size]: the concatenated parts, then padding."""
     return _padded(np.concatenate(parts) if parts else (), size, padding)
 
 
 def _cumulated(counts: Any, size: int) -> np.ndarray:
-    """int32 [size + 1]: 0, and the sums up to each count; padding counts are 0."""
+    """Returns int32 [size + 1], cumulative sums from 0 on; padding counts are 0."""
     return np.append(np.int32(0), np.cumsum(_padded(counts, size), dtype=np.int32))
 
 
 def _views(buffer: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Where each tensor is in the buffer, which is a tensor or an array."""
+    """Returns a view of the buffer, a tensor or an array, for each shape."""
     views, start = {}, 0
     for name, shape in shapes.items():
         views[name] = buffer[start : start + prod(shape)].reshape(shape)

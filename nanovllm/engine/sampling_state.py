@@ -1,4 +1,4 @@
-"""What one sequence keeps for sampling its tokens. Lives on rank 0."""
+"""Sampling parameters of one sequence in the form that steps need. On rank 0 only."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -17,12 +17,12 @@ from nanovllm.utils.panics import is_failure
 
 
 class SamplingKind(NamedTuple):
-    """What the steps of a sequence involve.
+    """What sampling a sequence's tokens involves. Steps look at the few kinds of their batch.
 
     Attributes:
         truncates: top_k, top_p or min_p.
         edits: logits may have to be edited before a token is sampled from them.
-        num_logprobs: of how many most likely tokens to report them; None for none.
+        num_logprobs: how many of the most likely tokens to report logprobs for; None for none.
         processed_logprobs: report those of the logits that tokens are sampled from.
     """
 
@@ -33,7 +33,7 @@ class SamplingKind(NamedTuple):
 
 
 class SamplingState:
-    """Sampling parameters in the form that steps need, worked out once.
+    """Sampling parameters in the form that steps need, computed once.
 
     Args:
         params: the request's.
@@ -41,14 +41,14 @@ class SamplingState:
         prompt_token_ids: the prompt.
         vocab_size: the model's.
         eos_token_ids: the model's.
-        bad_words: each as the token ids that may not be generated in a row.
-        grammar: what the text has to match.
+        bad_words: sequences of token ids that must not be generated.
+        grammar: the grammar that the text must match, if any.
         processed_logprobs: report log-probabilities of the logits that tokens are sampled from.
 
     Attributes:
-        row: a SAMPLING_ROW as bytes; steps fill in the position.
-        kind: what its steps involve.
-        history: int32 token ids so far, if there are penalties.
+        row: a SAMPLING_ROW as bytes, without its position, which each step fills in.
+        kind: what sampling involves.
+        history: int32 token ids so far; None without penalties.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class SamplingState:
 
     @property
     def follows_tokens(self) -> bool:
-        """Whether ``append_token`` has anything to do."""
+        """Whether the state depends on sampled tokens: ``append_token`` must be called."""
         return self.history is not None or self.grammar is not None
 
     def append_token(self, token_id: int) -> None:
         """Records a sampled token.
 
         Raises:
-            ValueError: the grammar has become too complex to follow; else it takes what it allows.
+            ValueError: the grammar has become too complex to follow.
         """
         if self.history is not None:
             self.history.append(token_id)
@@ -133,8 +133,11 @@ class SamplingState:
         return not allowed.any()
 
     def biases(self, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Single logits to change for the token after these, the prompt's and the generated:
-        int32 token ids, and fp32 what to add."""
+        """Returns what to add to which logits of the next token: int32 token ids and fp32 values.
+
+        Args:
+            token_ids: all tokens so far, prompt and generated.
+        """
         num_generated = len(token_ids) - self.num_prompt_tokens
         forbidden = dict.fromkeys(self.stop_ids if num_generated < self.min_tokens else ())
         for *start, last in self.bad_words:
@@ -152,12 +155,12 @@ class SamplingState:
 
 
 class PreparedParams(NamedTuple):
-    """Checked sampling parameters, the caller's no more, with what only a tokenizer knows of them.
+    """A checked copy of sampling parameters, with what a tokenizer made of them.
 
     Attributes:
         params: a copy of the caller's.
-        bad_words: each as the token ids that may not be generated in a row.
-        grammar: what the text has to match, compiled or still to be; None for any text.
+        bad_words: sequences of token ids that must not be generated.
+        grammar: the grammar that the text must match, compiled or not yet; None for any text.
     """
 
     params: SamplingParams
@@ -166,13 +169,13 @@ class PreparedParams(NamedTuple):
 
 
 class SamplingStateFactory:
-    """Makes the states of one engine's sequences.
+    """Makes the sampling states of one engine's sequences.
 
     Args:
         tokenizer: a transformers tokenizer, or None.
         vocab_size: the model's.
         eos_token_ids: the model's.
-        seed: where the seeds of requests without one come from.
+        seed: of the generator of seeds, for requests without a seed.
         max_logprobs, logprobs_mode: Config's.
     """
 
@@ -190,13 +193,13 @@ class SamplingStateFactory:
         self.max_logprobs = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
         self.processed_logprobs = logprobs_mode == "processed_logprobs"
         self.eos_token_ids = frozenset(eos_token_ids)
-        # Two sources of seeds, as requests with grammars may start later than those after them.
+        # Two generators, because requests with grammars may start later than requests after them.
         self.random, self.grammar_random = Random(seed), Random(f"{seed}/grammars")
         self.grammars = GrammarCompiler(tokenizer, vocab_size, self.eos_token_ids)
 
     def prepare(self, params: SamplingParams) -> PreparedParams:
-        """Copies and checks what a caller gave, who may change it later. Any thread may call this.
-        A grammar is not compiled yet.
+        """Checks and copies parameters, which the caller may change later. Any thread may call
+        this. It does not compile the grammar.
 
         Raises:
             TypeError: not SamplingParams.
@@ -242,7 +245,7 @@ class SamplingStateFactory:
     def make(
         self, prepared: PreparedParams, prompt_token_ids: Sequence[int]
     ) -> list[SamplingState]:
-        """A state for each of the request's ``n`` completions."""
+        """Makes a state for each of the request's ``n`` completions."""
         params, bad_words, grammar = prepared
         budget = CPUBudget()
         seed = params.seed
@@ -251,7 +254,7 @@ class SamplingStateFactory:
         return [
             SamplingState(
                 params,
-                # The first completion is the one that the seed gives alone.
+                # The first completion is the same as with n=1.
                 xxhash.xxh64_intdigest(f"{seed % 2**64}/{i}".encode()) if i else seed,
                 prompt_token_ids,
                 self.vocab_size,
@@ -264,7 +267,7 @@ class SamplingStateFactory:
         ]
 
     def _spellings(self, word: str) -> list[list[int]]:
-        """Token ids of a word at the start of a text and after a space."""
+        """Returns the token ids of a word at the start of a text, and after a space."""
         word = word.lstrip() or word
         texts = dict.fromkeys((word, " " + word))
         ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]

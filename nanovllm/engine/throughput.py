@@ -1,4 +1,4 @@
-"""How fast an engine has been of late."""
+"""Recent throughput of an engine."""
 
 from time import perf_counter
 
@@ -6,10 +6,11 @@ WINDOW_SECONDS = 5.0
 
 
 class Throughput:
-    """Counts tokens, and tokens per second over the last window that was full, or else so far.
+    """Counts tokens, and tokens per second over the last full window, or the current one if there
+    is none.
 
     Attributes:
-        num_generated_tokens: of all time.
+        num_generated_tokens: since the engine was made.
     """
 
     def __init__(self) -> None:
@@ -17,13 +18,13 @@ class Throughput:
         self.restart()
 
     def restart(self) -> None:
-        """The time until now was spent on nothing."""
+        """Starts a new window; the time before it does not count."""
         self._start = perf_counter()
         self._tokens = [0, 0]  # prefilled, generated
         self._full: tuple[float, float] | None = None
 
     def add(self, num_prefilled: int, num_generated: int) -> bool:
-        """Counts a step. True if it filled a window."""
+        """Counts a step. Returns whether it completed a window."""
         self.num_generated_tokens += num_generated
         self._tokens = [self._tokens[0] + num_prefilled, self._tokens[1] + num_generated]
         if perf_counter() - self._start < WINDOW_SECONDS:
@@ -34,7 +35,7 @@ class Throughput:
         return True
 
     def rates(self) -> tuple[float, float]:
-        """Tokens prefilled and tokens generated per second."""
+        """Returns the tokens prefilled and the tokens generated per second."""
         return self._full or self._rates()
 
     def _rates(self) -> tuple[float, float]:

@@ -1,14 +1,14 @@
-"""Worker processes of tensor parallelism: started, called, watched and ended by rank 0.
+"""The worker processes of tensor parallelism. Rank 0 starts, calls, monitors and ends them.
 
-A call travels as a message through shared memory: rank 0 writes a chunk and wakes each worker by
-its semaphore; the workers copy it out and acknowledge it; the next chunk waits for all
-acknowledgements. What goes wrong on a worker comes back through a pipe; a thread of rank 0 waits
-for that and for deaths, and cuts short what would wait for a dead rank.
+A call is a message through shared memory. Rank 0 writes a chunk and wakes each worker by its
+semaphore. The workers copy the chunk and acknowledge it. Rank 0 writes the next chunk when all have
+acknowledged. A worker reports an error through a pipe. A thread of rank 0 reads the pipes, notices
+workers that die, and aborts what would wait for them.
 
-Memory, semaphores and pipes have no names: workers inherit their descriptors. No other user can
-open them, and a killed run leaves none behind.
+Shared memory, semaphores and pipes have no names: workers inherit their descriptors. No other user
+can open them, and nothing is left behind when a run is killed.
 
-Workers belong to the process that started them: a forked child of it neither calls nor ends them.
+Workers belong to the process that started them. A forked child neither calls nor ends them.
 """
 
 import mmap
@@ -42,16 +42,17 @@ from nanovllm.utils.distributed import close_store, open_store
 from nanovllm.utils.forks import leave_to_parent
 
 CHUNK_BYTES = 1 << 20
-SPIN_SECONDS = 0.002  # a decode step on a GPU takes no longer; then the worker sleeps
-GRACE_SECONDS = 3.0  # to end by themselves
+SPIN_SECONDS = 0.002  # about a decode step on a GPU; after that the worker sleeps
+GRACE_SECONDS = 3.0  # for workers to end before they are killed
 _context = mp.get_context("spawn")
 
 
 @contextmanager
 def interrupts_delayed() -> Iterator[None]:
-    """Ctrl-C takes effect at the end: ranks that part in the middle of a step wait for ever."""
+    """Delays Ctrl-C until the end of the block. If one rank left in the middle of a step, the
+    others would wait for it forever."""
     pending: list[Any] = []
-    handler = signal.getsignal(signal.SIGINT)  # None is not Python's, so not ours to replace
+    handler = signal.getsignal(signal.SIGINT)  # None: not installed by Python, so not replaceable
     delays = handler is not None and threading.current_thread() is threading.main_thread()
     if delays:
         signal.signal(signal.SIGINT, lambda *args: pending.append(args))
@@ -69,12 +70,12 @@ class WorkerError(RuntimeError):
 
 
 class Channel:
-    """One way, from rank 0 to every worker: whole messages of any size. A process that is spawned
-    with it shares its memory.
+    """Sends messages of any size from rank 0 to all workers, through memory that spawned processes
+    share.
 
     Args:
-        num_workers: how many read.
-        fd: the memory of another Channel, which this one closes; None makes new memory.
+        num_workers: how many workers read.
+        fd: the memory of another Channel, which this one closes; None allocates new memory.
     """
 
     def __init__(self, num_workers: int, fd: int | None = None) -> None:
@@ -86,7 +87,8 @@ class Channel:
             os.ftruncate(fd, size)
         self.fd, self.memory = fd, mmap.mmap(fd, size)
         numbers = np.frombuffer(self.memory, np.int64, words)
-        # Number of the chunk, its size, the message's bytes after it; last chunk of each worker.
+        # header: chunk number, chunk size, bytes of the message after it.
+        # acknowledged: the number of the last chunk that each worker has copied.
         self.header, self.acknowledged = numbers[:3], numbers[3:]
         self.data = memoryview(self.memory)[8 * words :]
 
@@ -132,7 +134,7 @@ def _inherited_channel(num_workers: int, handle: Any) -> Channel:
 
 
 class Semaphore:
-    """Wakes one worker, as often as it is released. Unlike multiprocessing's, it has no name."""
+    """Wakes one worker once for each release. Unlike multiprocessing's, it has no name."""
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC) if fd is None else fd
@@ -144,7 +146,7 @@ class Semaphore:
         os.eventfd_write(self.fd, 1)
 
     def acquire(self, spin_seconds: float = 0.0) -> None:
-        """Waits for a release: at first awake, which is faster, then asleep."""
+        """Waits for a release: spins for ``spin_seconds``, which reacts faster, then sleeps."""
         if spin_seconds:
             poll, end = select.poll(), monotonic() + spin_seconds
             poll.register(self.fd, select.POLLIN)
@@ -154,7 +156,7 @@ class Semaphore:
 
     def close(self) -> None:
         os.close(self.fd)
-        self.fd = -1  # the number may be another file's by now
+        self.fd = -1  # another file may get this number
 
 
 def _inherited_semaphore(handle: Any) -> Semaphore:
@@ -162,19 +164,19 @@ def _inherited_semaphore(handle: Any) -> Semaphore:
 
 
 def encode(method: str, args: tuple[Any, ...]) -> bytearray:
-    """A call as one message. Arrays travel as raw bytes beside the pickle."""
+    """Encodes a call as one message. Arrays follow the pickle as raw bytes."""
     buffers: list[Any] = []
     head = pickle.dumps((method, args), protocol=5, buffer_callback=buffers.append)
     message = bytearray()
     for part in (head, *(buffer.raw() for buffer in buffers)):
         message += len(part).to_bytes(8, "little")
         message += part
-        message += b"\0" * (-len(message) % 8)  # what follows is aligned for its dtype
+        message += b"\0" * (-len(message) % 8)  # aligns the next array for its dtype
     return message
 
 
 def decode(message: bytearray) -> tuple[str, tuple[Any, ...]]:
-    """The call again; its arrays are views of the message."""
+    """Decodes a message of ``encode``. Arrays are views of the message."""
     left, parts = memoryview(message), []
     while left:
         size = int.from_bytes(left[:8], "little")
@@ -184,12 +186,12 @@ def decode(message: bytearray) -> tuple[str, tuple[Any, ...]]:
 
 
 class Workers:
-    """Ranks 1 to size - 1, as rank 0 sees them.
+    """Rank 0's handle on ranks 1 to size - 1.
 
     Args:
-        size: ranks in all.
-        target: what a worker runs: ``target(worker, *args)``, a function of some module.
-        args: further arguments, sent to the processes by pickle.
+        size: number of ranks, rank 0 included.
+        target: a module's function; each worker runs ``target(worker, *args)``.
+        args: further arguments; they are pickled.
 
     Raises:
         ValueError: this is not Linux.
@@ -198,7 +200,7 @@ class Workers:
     def __init__(self, size: int, target: Callable[..., None], *args: Any) -> None:
         if sys.platform != "linux":
             raise ValueError("tensor_parallel_size > 1 needs Linux: leave it at 1")
-        # Its name is random, and it is made only when the ranks are ready to use it.
+        # The name is random. The folder is created when the ranks are ready to use it.
         self._folder = os.path.join(tempfile.gettempdir(), f"nanovllm-{secrets.token_hex(16)}")
         self.channel = Channel(size - 1)
         self._semaphores = [Semaphore() for _ in range(size - 1)]
@@ -214,12 +216,12 @@ class Workers:
         self._state = _State(processes, self._folder)
         self._times_awaited = 0
         leave_to_parent(self)
-        # Also at the end of the interpreter, and when the engine is collected.
+        # Also runs when the interpreter exits, and when the engine is garbage collected.
         self.close = weakref.finalize(self, _end, self._state, self.channel, self._semaphores)
         with _main_hidden(), _interrupts_blocked():
             for process in processes:
                 process.start()
-        # multiprocessing would end them at the exit of a forked child too.
+        # Otherwise multiprocessing would end them when a forked child exits.
         mp_process._children.difference_update(processes)  # type: ignore[attr-defined]
         for _, theirs in pipes:
             theirs.close()
@@ -229,24 +231,24 @@ class Workers:
         self._state.watcher = watcher
 
     def wait_ready(self) -> None:
-        """Waits until every worker has got as far (``Worker.report_ready``)."""
+        """Waits until every worker has called ``report_ready`` as often as this was called."""
         state = self._state
         self._times_awaited += 1
         with state.changed:
             while min(state.times_ready) < self._times_awaited and not state.failure:
-                state.changed.wait(1.0)  # in slices, so that Ctrl-C gets through
+                state.changed.wait(1.0)  # with a timeout, so that Ctrl-C is handled
         self.check()
 
     @contextmanager
     def open_store(self) -> Iterator[dist.Store]:
-        """Where ranks leave word for each other while they make their process groups; all enter
-        this at once. No rank needs it any more when rank 0 leaves: then it is gone.
+        """Opens the store through which ranks make their process groups. All ranks enter this at
+        the same time. The store is removed when rank 0 leaves, after all ranks have used it.
 
         Raises:
-            WorkerError: a worker has failed. One that fails later ends waiting for the store.
+            WorkerError: a worker has failed. If one fails later, waiting for the store ends.
         """
         state = self._state
-        os.mkdir(self._folder, 0o700)  # for this user alone; never one that is there already
+        os.mkdir(self._folder, 0o700)  # for this user only; raises if it exists
         try:
             state.store = open_store(self._folder)
             self.check()
@@ -256,7 +258,7 @@ class Workers:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def send(self, method: str, args: tuple[Any, ...]) -> None:
-        """Makes every worker call a method of its runner."""
+        """Sends a call of a runner's method to every worker."""
         self.check()
         self.channel.send(encode(method, args), self._wake, self.check)
 
@@ -266,14 +268,14 @@ class Workers:
             raise WorkerError(self._state.failure)
 
     def on_failure(self, action: Callable[[], None]) -> None:
-        """What else to do, in the watching thread, when a worker fails."""
+        """Adds what the monitoring thread does when a worker fails."""
         self._state.actions.append(action)
 
     def fail(self, error: BaseException) -> None:
-        """Rank 0 is out of step with the others: ends them. Raises WorkerError if one of them
-        turns out to be the cause."""
+        """Ends the workers, because a call has failed on rank 0 and the ranks are out of step.
+        Raises WorkerError if a worker is the cause."""
         state = self._state
-        if isinstance(error, RuntimeError):  # as collectives raise where a peer is gone
+        if isinstance(error, RuntimeError):  # which a collective raises if a peer has died
             with state.changed:
                 state.changed.wait_for(lambda: bool(state.failure), 1.0)
             if state.failure and not isinstance(error, WorkerError):
@@ -287,12 +289,13 @@ class Workers:
 
 @dataclass
 class Worker:
-    """Rank 0 and its calls, as one worker sees them.
+    """A worker's handle on rank 0.
 
     Attributes:
-        rank, size: of this worker, and of all.
-        store_folder: where rank 0 puts the store, once all are ready.
-        num_threads: for PyTorch, as many as rank 0 has.
+        rank: of this worker.
+        size: number of ranks.
+        store_folder: where rank 0 creates the store when all ranks are ready.
+        num_threads: of PyTorch, as on rank 0.
     """
 
     rank: int
@@ -308,25 +311,25 @@ class Worker:
 
     @contextmanager
     def open_store(self) -> Iterator[dist.Store]:
-        """As rank 0's."""
+        """Opens rank 0's store; see ``Workers.open_store``."""
         while not os.path.exists(self.store_folder):
             sleep(0.001)
-        # Kept, since its destructor would look for a file that rank 0 is about to remove.
+        # Kept, because its destructor needs a file that rank 0 is about to remove.
         self._store = open_store(self.store_folder)
         yield self._store
         close_store(self._store)
 
     def receive(self) -> tuple[str, tuple[Any, ...]]:
-        """The next call: a method and its arguments."""
+        """Returns the next call: a method's name and its arguments."""
         return decode(self.channel.receive(self.rank - 1, self._sleep_until_woken))
 
     def _sleep_until_woken(self) -> None:
-        # With a GPU the next step is near, and a core can be spared.
+        # On a GPU the next step comes soon, so spinning for it is worth a core.
         self.semaphore.acquire(SPIN_SECONDS if torch.cuda.is_initialized() else 0.0)
 
 
 class _State:
-    """What the watching thread and rank 0's other threads share."""
+    """State that the monitoring thread and rank 0's other threads share."""
 
     def __init__(self, processes: list[Any], store_folder: str) -> None:
         self.pid = os.getpid()
@@ -346,7 +349,7 @@ class _State:
             self.changed.notify_all()
 
     def fail(self, failure: str) -> None:
-        """Ends all workers, for good; the first reason counts."""
+        """Kills all workers. The first failure is the one that is reported."""
         if os.getpid() != self.pid:
             return
         with self.changed:
@@ -357,14 +360,14 @@ class _State:
         self.end_store()
 
     def end_store(self) -> None:
-        """Removes the store, if it is there. Waiting for it ends within two seconds."""
+        """Removes the store if it exists. Ranks that wait for it stop within two seconds."""
         if self.store is not None:
             close_store(self.store)
             shutil.rmtree(self.store_folder, ignore_errors=True)
 
 
 def _watch(state: _State, pipes: list[Connection]) -> None:
-    """Rank 0's thread: reads the workers' pipes until one of them ends."""
+    """Reads the workers' pipes, in a thread of rank 0, until one of the workers ends."""
     ranks = {pipe: rank for rank, pipe in enumerate(pipes, start=1)}
     while not state.closing:
         for pipe in wait(list(ranks)):
@@ -386,11 +389,11 @@ def _watch(state: _State, pipes: list[Connection]) -> None:
 
 
 def _cause(processes: list[Any], rank: int, error: str) -> str:
-    """What went wrong first: a death rather than the error that a peer of the dead reports."""
+    """Returns what went wrong first: a worker's death before the errors that its peers report."""
     if not error:
         processes[rank - 1].join(GRACE_SECONDS)
     for dead, process in enumerate(processes, start=1):
-        if wait([process.sentinel], 0):  # its files are closed, so its exit code is near
+        if wait([process.sentinel], 0):  # it is exiting, so its exit code comes soon
             process.join(GRACE_SECONDS)
         if (process.exitcode or 0) < 0:
             reason = signal.strsignal(-process.exitcode) or f"signal {-process.exitcode}"
@@ -400,8 +403,8 @@ def _cause(processes: list[Any], rank: int, error: str) -> str:
 
 
 def _end(state: _State, channel: Channel, semaphores: list[Semaphore]) -> None:
-    """Ends the workers, by themselves if they can, and frees what they shared with rank 0; does
-    nothing in a forked child."""
+    """Asks the workers to exit, kills those that do not, and frees what they share with rank 0.
+    Does nothing in a forked child."""
     if os.getpid() != state.pid:
         return
     state.closing = True
@@ -424,7 +427,7 @@ def _end(state: _State, channel: Channel, semaphores: list[Semaphore]) -> None:
                 process.kill()
                 process.join()
         if state.watcher not in (None, threading.current_thread()):
-            state.watcher.join(GRACE_SECONDS)  # it holds the pipes, which have just ended
+            state.watcher.join(GRACE_SECONDS)  # the pipes are closed, so it ends
         state.end_store()
         channel.close()
         for semaphore in semaphores:
@@ -433,10 +436,10 @@ def _end(state: _State, channel: Channel, semaphores: list[Semaphore]) -> None:
 
 @contextmanager
 def _main_hidden() -> Iterator[None]:
-    """Keeps spawned processes from importing the program's main module, which they do not need
-    and which would run a script without a ``__name__ == "__main__"`` guard once more."""
+    """Keeps spawned processes from importing the program's main module. They do not need it, and
+    it would run a script without an ``if __name__ == "__main__"`` guard again."""
     main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")  # which comes from no file
+    sys.modules["__main__"] = ModuleType("__main__")  # has no file to import
     try:
         yield
     finally:
@@ -445,9 +448,9 @@ def _main_hidden() -> Iterator[None]:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Ctrl-C arrives at the end, and never at the processes started within: a terminal sends it
-    to all, but rank 0 decides what it means."""
-    with interrupts_delayed():  # the mask is this thread's alone, and others may get the signal
+    """Delays Ctrl-C until the end of the block, and blocks it in processes started in the block: a
+    terminal sends it to all processes, but rank 0 handles it."""
+    with interrupts_delayed():  # the mask is of this thread only; others may get the signal
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             yield
@@ -459,7 +462,7 @@ def _worker_main(worker: Worker, target: Callable[..., None], args: tuple[Any, .
     threading.Thread(target=_follow_parent, daemon=True).start()
     try:
         target(worker, *args)
-        os._exit(0)  # at once: libraries' destructors may wait for peers
+        os._exit(0)  # without destructors of libraries, which may wait for peers
     except BaseException as error:
         with suppress(OSError):  # rank 0 may be gone
             worker.pipe.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
@@ -467,9 +470,9 @@ def _worker_main(worker: Worker, target: Callable[..., None], args: tuple[Any, .
 
 
 def _follow_parent() -> None:
-    """Ends this process with rank 0's, whatever the main thread is stuck in."""
+    """Ends this process when rank 0's ends, even if the main thread is blocked."""
     parent = mp.parent_process()
     assert parent is not None
     while os.getppid() == parent.pid:
-        parent.join(1.0)  # which other children of rank 0 may keep from noticing
+        parent.join(1.0)  # may miss the end if other children of rank 0 keep its pipe open
     os._exit(1)
