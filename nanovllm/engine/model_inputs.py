@@ -200,7 +200,7 @@ def prepare_decode(
 
 
 def prepare_block_tables(batch: Batch, num_rows: int = 0) -> torch.Tensor:
-    """Returns int32 [num_seqs or num_rows, longest table]; padding is block 0, which is not read."""
+    """Returns int32 [num_seqs or num_rows, longest table]; padding is block 0, never read."""
     tables = [item.seq.block_table for item in batch.items]
     lens = np.array([len(table) for table in tables], np.int32)
     out = np.zeros((max(len(tables), num_rows), lens.max(initial=1)), dtype=np.int32)
