@@ -9,7 +9,8 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Finish, Sequence, SequenceStatus
 
 NO_TOKEN = (
-    "no token could be drawn: the model's logits are NaN or infinite, or its parameters allow none"
+    "no token could be sampled: the model's logits are NaN or infinite, or its parameters allow "
+    "no token"
 )
 ADMISSION_SHARE = 16  # prompts are admitted when 1/16 of max_num_seqs is free, or all can be
 RECOVERY_STEPS = 100  # after so many, limits that running out of memory has lowered double
