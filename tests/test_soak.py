@@ -90,7 +90,7 @@ def resident_bytes() -> int:
 
 
 def break_steps(llm: LLM, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Makes one in three hundred steps run out of memory, before or after the model has run."""
+    """Makes one in two hundred steps run out of memory, before or after the model has run."""
     broken: list[str] = []
 
     def breaking(part: str) -> Any:

@@ -108,7 +108,9 @@ def _checked(hf: Mapping[str, Any]) -> dict[str, Any]:
             f"num_key_value_heads in the config"
         )
     if head_dim % 2 or not head_dim:
-        raise ValueError(f"a head_dim of {head_dim} in the config cannot be rotated in halves")
+        raise ValueError(
+            f"head_dim must be even and positive for RoPE, got {head_dim}: check the config"
+        )
     if hf.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {hf['hidden_act']!r:.80} is not served, only 'silu'")
     if quantisation := hf.get("quantization_config"):
