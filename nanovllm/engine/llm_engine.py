@@ -17,7 +17,6 @@ from tqdm.auto import tqdm
 from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.config import MAX_INT32, Config
 from nanovllm.engine.completion import Completion
-from nanovllm.engine.memory import held_bytes
 from nanovllm.engine.request import PreparedRequest, Request, grammar_of, make_outputs, refused
 from nanovllm.engine.sampling_state import PreparedParams, SamplingStateFactory
 from nanovllm.engine.scheduler import Scheduler
@@ -31,6 +30,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import EVERY_TOKEN
 from nanovllm.text.prompts import Prompt, as_prompt_list, load_encoder, raise_errors
 from nanovllm.utils.forks import leave_to_parent
+from nanovllm.utils.memory import held_bytes
 from nanovllm.utils.progress import bar_maker, portions, shown
 
 logger = logging.getLogger("nanovllm")
