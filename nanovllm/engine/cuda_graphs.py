@@ -13,7 +13,6 @@ from nanovllm.engine import startup
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.kernels.attention.block_tables import unpack_block_tables
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
 from nanovllm.utils.compile_ahead import compiling_only
 from nanovllm.utils.math import cdiv
@@ -138,21 +137,19 @@ class StepGraph:
     Attributes:
         graph: its kernels.
         buffer: the device buffer that it reads its inputs from.
-        tables: the device buffer that it unpacks block tables into.
         logits: its result, until the next replay of any graph.
     """
 
     graph: torch.cuda.CUDAGraph
     buffer: torch.Tensor
-    tables: torch.Tensor
     logits: torch.Tensor
 
 
 class StepGraphs:
     """Graphs of ``forward`` for steps of fixed sizes, in one memory pool.
 
-    Only one step runs at a time, so all graphs share one input buffer, one block table buffer, and
-    the memory of activations and logits.
+    Only one step runs at a time, so all graphs share one input buffer and the memory of activations
+    and logits.
 
     Args:
         forward: ModelInputs -> logits, of this rank; must not read back from the device.
@@ -175,7 +172,6 @@ class StepGraphs:
         self.table_width = table_width
         self.warming_up = warming_up
         self.buffer = torch.empty(0, dtype=torch.int32, device=device)
-        self.tables = torch.empty(0, table_width, dtype=torch.int32, device=device)
         self.pool: Any = None
         self.graphs: dict[GraphSize, StepGraph] = {}
 
@@ -193,7 +189,7 @@ class StepGraphs:
                     logits = step()
                 finally:
                     graph.capture_end()
-            self.graphs[size] = StepGraph(graph, self.buffer, self.tables, borrowed(logits))
+            self.graphs[size] = StepGraph(graph, self.buffer, borrowed(logits))
             del logits
 
     def make_steps(
@@ -205,32 +201,24 @@ class StepGraphs:
             size: self.prepare(Batch((), is_prefill=size.is_prefill), size)
             for size in sorted(sizes, reverse=True)
         }
-        places = [(blank.tables_start, size.num_seqs) for size, blank in blanks.items()]
-        num_rows = max((rows for _, rows in places), default=0)
-        num_words = max((start + rows * self.table_width for start, rows in places), default=0)
-        if num_words > len(self.buffer) or num_rows > len(self.tables):
+        num_words = max(
+            (
+                blank.new_blocks_start + size.num_seqs * self.table_width
+                for size, blank in blanks.items()
+            ),
+            default=0,
+        )
+        if num_words > len(self.buffer):
             self.buffer = torch.empty(num_words, dtype=torch.int32, device=self.device)
-            # Kernels may load entries that they do not use, so all entries must be valid blocks.
-            shape = num_rows, self.table_width
-            self.tables = torch.zeros(shape, dtype=torch.int32, device=self.device)
         for size, blank in blanks.items():
             blank.copy_to(self.buffer)
             yield size, self._make_step(blank)
 
     def _make_step(self, blank: PackedInputs) -> Callable[[], torch.Tensor]:
         inputs = blank.unpack(self.buffer)
-        packed, width = self.buffer[blank.tables_start :], inputs.table_width
-        assert inputs.context.block_tables is not None and width is not None
-        tables = self.tables[: len(inputs.context.block_tables)]
-        inputs = replace(inputs, context=replace(inputs.context, block_tables=tables))
-
-        def step() -> torch.Tensor:
-            # With PDL, attention may load block tables before the previous kernel ends. So they are
-            # unpacked first, with kernels in between that wait for all kernels before them.
-            unpack_block_tables(packed, width, tables)
-            return self.forward(inputs)
-
-        return step
+        new_blocks = self.buffer[blank.new_blocks_start :]  # as many as a step may have
+        inputs = replace(inputs, tables=inputs.tables._replace(new_blocks=new_blocks))
+        return lambda: self.forward(inputs)
 
     def size_for(self, batch: Batch) -> GraphSize | None:
         """Returns the smallest captured size that fits the batch; None if it must run eagerly."""

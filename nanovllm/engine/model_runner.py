@@ -18,6 +18,7 @@ from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs
 from nanovllm.engine.sampling_inputs import prepare_sample, sampling_rows
 from nanovllm.kernels.attention.backend import AttentionBackend
+from nanovllm.kernels.attention.block_tables import BlockTables
 from nanovllm.kernels.sampling.logprobs import pack_logprobs
 from nanovllm.kernels.sampling.sampled_tokens import fill_in_sampled
 from nanovllm.layers.sampler import Sampler, SamplingInputs
@@ -26,7 +27,7 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.context import step_context
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.forks import leave_to_parent
-from nanovllm.utils.math import heads_per_rank
+from nanovllm.utils.math import cdiv, heads_per_rank
 from nanovllm.utils.tracebacks import clear_frames
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class ModelRunner:
         tp: the tensor-parallel group.
         backend: of attention.
         kv_cache: [2, layers, blocks, block_size, kv_heads / ranks, head_dim].
+        block_tables: of all sequences with blocks; one group, as all layers share a table.
         num_kvcache_blocks: blocks that the cache has.
         graphs: captured steps.
         sampled_tokens: int64 [max_num_seqs], the buffer in which each step leaves its tokens, row
@@ -94,6 +96,7 @@ class ModelRunner:
     model: DecoderForCausalLM
     sampler: Sampler
     kv_cache: torch.Tensor
+    block_tables: BlockTables
     num_kvcache_blocks: int
     graphs: "StepGraphs | NoGraphs"
     sampled_tokens: torch.Tensor
@@ -224,9 +227,16 @@ class ModelRunner:
         """Computes the hidden states [N, hidden_size] and this rank's logits [num_seqs, vocabulary
         / ranks], and samples the next tokens if the inputs have sampling rows. Fills in
         ``inputs.input_ids``."""
-        if not inputs.context.is_prefill:
+        context, block_size = inputs.context, self.config.kvcache_block_size
+        # With PDL, attention may load block tables before the previous kernel ends. So they are
+        # updated first, with kernels in between that wait for all kernels before them.
+        tables = self.block_tables.update(inputs.tables)[0]
+        if inputs.reads_cache:
+            columns = cdiv(context.max_seqlen_k, block_size) or None  # unknown in a capture: all
+            context = replace(context, block_tables=tables[:, :columns])
+        if not context.is_prefill:
             fill_in_sampled(inputs.input_ids, self.sampled_tokens)
-        with step_context(inputs.context):
+        with step_context(context):
             hidden_states = self.model(inputs.input_ids, inputs.positions)
             logits = self.model.compute_logits(hidden_states)
         if inputs.sampling_rows is not None:
@@ -284,7 +294,15 @@ class ModelRunner:
     @on_device
     def exit(self) -> None:
         """Frees graphs, cache and weights, as far as there are any."""
-        for name in ("graphs", "kv_cache", "model", "backend", "sampler", "sampled_tokens"):
+        for name in (
+            "graphs",
+            "kv_cache",
+            "block_tables",
+            "model",
+            "backend",
+            "sampler",
+            "sampled_tokens",
+        ):
             vars(self).pop(name, None)
         gc.collect()  # parameters and their weight loaders refer to each other
         if self.device.type == "cuda":

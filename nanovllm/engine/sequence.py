@@ -51,6 +51,8 @@ class Sequence:
         last_token: the newest token's id; -1 - row while it is only on the device, sampled in that
             row of the last step.
         block_table: physical KV block of each logical block.
+        table_row: its row in the device's block tables while it has blocks.
+        num_sent_blocks: leading entries of ``block_table`` that are in this row.
         block_hashes: chain hash of each full block hashed so far (see BlockManager).
         siblings: other completions of the same prompt. The scheduler starts them with copies of
             this sequence's blocks when the prompt is computed.
@@ -83,6 +85,8 @@ class Sequence:
         self.num_cached_tokens = 0
         self.last_token = self.token_ids[-1]
         self.block_table: list[int] = []
+        self.table_row = -1
+        self.num_sent_blocks = 0
         self.block_hashes: list[int] = []
         self.siblings: list[Sequence] = []
         self.num_cached_prompt_tokens: int | None = None

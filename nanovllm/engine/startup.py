@@ -12,6 +12,7 @@ from nanovllm.engine.model_runner import ModelRunner, NoGraphs, on_device
 from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.attention.backend import select_attention_backend
+from nanovllm.kernels.attention.block_tables import BlockTables
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
@@ -141,6 +142,7 @@ def warmup_model(runner: ModelRunner) -> None:
             seq = Sequence([0] * min(length, runner.max_model_len))
             seq.completion = completion
             seq.block_table = [0] * cdiv(len(seq), runner.config.kvcache_block_size)
+            seq.table_row = i
             items.append(ScheduledSequence(seq, 0, len(seq), samples=True))
         runner.run_step(None, runner.prepare(Batch(tuple(items), is_prefill=True), None))
 
@@ -166,6 +168,8 @@ def allocate_kv_cache(runner: ModelRunner, num_blocks: int) -> None:
             f"num_kvcache_blocks"
         ) from error
     runner.num_kvcache_blocks = num_blocks
+    width = cdiv(runner.max_model_len, runner.config.kvcache_block_size)
+    runner.block_tables = BlockTables(1, runner.config.max_step_seqs, width, runner.device)
     for layer, k_cache, v_cache in zip(layers, *runner.kv_cache, strict=True):
         layer.k_cache, layer.v_cache = k_cache, v_cache
 

@@ -15,6 +15,7 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graphs import StepGraphs, decode_sizes, graph_bytes, prefill_sizes
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs, prepare_decode
 from nanovllm.engine.model_runner import ModelRunner
+from tests.invariants import check_scheduler
 from tests.tiny_models import VOCAB_SIZE
 
 
@@ -161,7 +162,7 @@ def run(model_path, capture: Callable | None) -> tuple[list, list, dict[bool, in
             graphs = capture(llm.model_runner)
             assert {size.is_prefill for size in graphs.graphs} == {True, False}
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        llm.scheduler.check_invariants()
+        check_scheduler(llm.scheduler)
         assert llm.metrics().num_preemptions
         tokens = [x.token_ids for output in outputs for x in output.outputs]
         found = [output.prompt_logprobs for output in outputs]
