@@ -203,7 +203,7 @@ class StepGraphs:
         }
         num_words = max(
             (
-                blank.new_blocks_start + size.num_seqs * self.table_width
+                blank.tensors.start_of_last() + size.num_seqs * self.table_width
                 for size, blank in blanks.items()
             ),
             default=0,
@@ -211,12 +211,12 @@ class StepGraphs:
         if num_words > len(self.buffer):
             self.buffer = torch.empty(num_words, dtype=torch.int32, device=self.device)
         for size, blank in blanks.items():
-            blank.copy_to(self.buffer)
+            blank.tensors.copy_to(self.buffer)
             yield size, self._make_step(blank)
 
     def _make_step(self, blank: PackedInputs) -> Callable[[], torch.Tensor]:
         inputs = blank.unpack(self.buffer)
-        new_blocks = self.buffer[blank.new_blocks_start :]  # as many as a step may have
+        new_blocks = self.buffer[blank.tensors.start_of_last() :]  # as many as a step may have
         inputs = replace(inputs, tables=inputs.tables._replace(new_blocks=new_blocks))
         return lambda: self.forward(inputs)
 
@@ -240,7 +240,7 @@ class StepGraphs:
         replay overwrites."""
         assert inputs.graph_size is not None
         step = self.graphs[inputs.graph_size]
-        inputs.copy_to(step.buffer)
+        inputs.tensors.copy_to(step.buffer)
         step.graph.replay()
         return step.logits
 

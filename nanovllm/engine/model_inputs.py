@@ -1,12 +1,10 @@
 """Turns a scheduled batch into tensors, without changing it.
 
-All tensors are int32 (a cache of 2^31 slots would fill terabytes), so that a step's inputs are one
-buffer and one copy to the device.
+All tensors are int32 (a cache of 2^31 slots would fill terabytes), so that one buffer holds them.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,12 +13,10 @@ import torch
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.kernels.attention.block_tables import BlockTableUpdate
 from nanovllm.utils.context import Context
-from nanovllm.utils.math import cdiv
+from nanovllm.utils.packed_tensors import PackedTensors
 
-ALIGNMENT = 4  # in int32: kernels are compiled for pointers at multiples of 16 bytes
 # Tensors of ModelInputs that are not the context's.
 OWN_TENSORS = ("input_ids", "positions", "sampling_rows")
-LAST = "new_blocks"  # last in the buffer, so that a captured step finds all others at fixed offsets
 
 
 class GraphSize(NamedTuple):
@@ -52,54 +48,41 @@ class ModelInputs:
     reads_cache: bool
     sampling_rows: torch.Tensor | None = None
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns all tensors by field name, in the buffer's order."""
-        values = {field.name: getattr(self.context, field.name) for field in fields(Context)}
-        values |= {name: getattr(self, name) for name in OWN_TENSORS}
-        values |= self.tables._asdict()
-        return {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
-
     def pack(self, graph_size: GraphSize | None = None, pin_memory: bool = False) -> "PackedInputs":
-        """Concatenates all tensors in one buffer on the host."""
-        tensors = self.tensors()
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        size = sum(map(_space, shapes.values()))
-        buffer = torch.empty(size, dtype=torch.int32, pin_memory=pin_memory)
-        for name, place in _views(buffer.numpy(), shapes).items():
-            place[...] = tensors[name].numpy()
-        no_tensors: dict[str, Any] = dict.fromkeys(
-            tensors.keys() - {*OWN_TENSORS, *BlockTableUpdate._fields}
+        """Copies all tensors to one buffer on the host, the new blocks last, so that a captured
+        step finds all others at fixed offsets."""
+        context = {field.name: getattr(self.context, field.name) for field in fields(Context)}
+        own = {name: getattr(self, name) for name in OWN_TENSORS}
+        values = {**context, **own, **self.tables._asdict()}
+        tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
+        no_tensors: dict[str, Any] = dict.fromkeys(tensors.keys() & context.keys())
+        return PackedInputs(
+            PackedTensors.pack(tensors, pin_memory),
+            replace(self.context, **no_tensors),
+            self.reads_cache,
+            graph_size,
         )
-        context = replace(self.context, **no_tensors)
-        return PackedInputs(shapes, context, self.reads_cache, buffer, graph_size)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedInputs:
-    """ModelInputs in one buffer, for one copy to the device and one message to other ranks.
+    """ModelInputs in one buffer.
 
     Attributes:
-        shapes: the shape of each tensor, in the buffer's order.
+        tensors: of the context, the inputs and the block tables, by field name.
         context: the context's fields that are not tensors.
         reads_cache: see ModelInputs.
-        buffer: int32, on the host.
         graph_size: the captured step that they are padded for, if any.
     """
 
-    shapes: dict[str, tuple[int, ...]]
+    tensors: PackedTensors
     context: Context
     reads_cache: bool
-    buffer: torch.Tensor
     graph_size: GraphSize | None = None
-
-    @property
-    def new_blocks_start(self) -> int:
-        """The offset of the new blocks in the buffer."""
-        return sum(_space(shape) for name, shape in self.shapes.items() if name != LAST)
 
     def unpack(self, buffer: torch.Tensor | None = None) -> ModelInputs:
         """Returns the inputs as views of the buffer, or of a copy of it."""
-        views = _views(self.buffer if buffer is None else buffer, self.shapes)
+        views = self.tensors.views(self.tensors.buffer if buffer is None else buffer)
         own = {name: views.pop(name, None) for name in OWN_TENSORS}
         tables = BlockTableUpdate(*[views.pop(name) for name in BlockTableUpdate._fields])
         context = replace(self.context, **views)
@@ -108,20 +91,8 @@ class PackedInputs:
     def to(self, device: torch.device) -> ModelInputs:
         if device.type == "cpu":
             return self.unpack()
-        return self.unpack(self.copy_to(torch.empty_like(self.buffer, device=device)))
-
-    def copy_to(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Starts a copy to the beginning of a device buffer. Returns that buffer."""
-        pinned = self.buffer
-        if buffer.is_cuda and not pinned.is_pinned():  # received from rank 0
-            pinned = pinned.pin_memory()
-        buffer[: len(pinned)].copy_(pinned, non_blocking=True)
-        return buffer
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A numpy array is pickled out of band, without a copy.
-        fields = self.shapes, self.context, self.reads_cache, self.buffer.numpy(), self.graph_size
-        return _from_array, fields
+        buffer = torch.empty_like(self.tensors.buffer, device=device)
+        return self.unpack(self.tensors.copy_to(buffer))
 
 
 def prepare_prefill(
@@ -243,22 +214,3 @@ def _joined(parts: list[np.ndarray], size: int, padding: int = 0) -> np.ndarray:
 def _cumulated(counts: Any, size: int) -> np.ndarray:
     """Returns int32 [size + 1], cumulative sums from 0 on; padding counts are 0."""
     return np.append(np.int32(0), np.cumsum(_padded(counts, size), dtype=np.int32))
-
-
-def _views(buffer: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Returns a view of the buffer, a tensor or an array, for each shape."""
-    views, start = {}, 0
-    for name, shape in shapes.items():
-        views[name] = buffer[start : start + prod(shape)].reshape(shape)
-        start += _space(shape)
-    return views
-
-
-def _space(shape: tuple[int, ...]) -> int:
-    return cdiv(prod(shape), ALIGNMENT) * ALIGNMENT
-
-
-def _from_array(
-    shapes: Any, context: Context, reads_cache: bool, buffer: np.ndarray, size: Any
-) -> PackedInputs:
-    return PackedInputs(shapes, context, reads_cache, torch.from_numpy(buffer), size)

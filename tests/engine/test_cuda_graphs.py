@@ -109,7 +109,7 @@ class PlainGraphs(StepGraphs):
         step = self.graphs[inputs.graph_size]
         self.num_replays[inputs.context.is_prefill] += 1
         self.buffer.fill_(-1)
-        inputs.copy_to(self.buffer)
+        inputs.tensors.copy_to(self.buffer)
         return step()
 
 

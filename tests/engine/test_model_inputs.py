@@ -78,6 +78,11 @@ def check(tensor: torch.Tensor | None, expected: list, dtype: torch.dtype = torc
     assert tensor.is_contiguous()
 
 
+def packed_views(inputs: ModelInputs) -> dict[str, torch.Tensor]:
+    packed = inputs.pack().tensors
+    return packed.views(packed.buffer)
+
+
 def check_tables(inputs: ModelInputs, batch: Batch, padding: int = 0) -> None:
     """A device that holds what has been sent of the block tables gets the rest."""
     tables = BlockTables(1, 8, 6, torch.device("cpu"))
@@ -170,7 +175,7 @@ def test_a_worker_receives_the_same_inputs_in_a_message(case: Case):
     method, (packed, copies) = decode(encode("run_step", (ours.pack(size), ((1, 2),))))
     assert (method, packed.graph_size, copies) == ("run_step", size, ((1, 2),))
     assert_equal(ours, packed.unpack())
-    assert packed.buffer.numpy().flags.aligned
+    assert packed.tensors.buffer.numpy().flags.aligned
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -256,7 +261,7 @@ def test_only_new_blocks_are_sent():
 def test_inputs_stay_where_they_are_on_a_cpu():
     inputs = prepare_decode(Batch((make_item(3, [1], 4, cached=2),), is_prefill=False), 4).pack()
     moved = inputs.to(torch.device("cpu"))
-    assert moved.input_ids.untyped_storage().data_ptr() == inputs.buffer.data_ptr()
+    assert moved.input_ids.untyped_storage().data_ptr() == inputs.tensors.buffer.data_ptr()
     sampling = prepare_sample(sampled_batch([make_sampled([1, 2], [3], SamplingParams(top_k=5))]))
     assert sampling.to(torch.device("cpu")) is sampling
 
@@ -267,12 +272,12 @@ def test_inputs_survive_the_trip_in_one_buffer(case: Case):
     prepare = prepare_prefill if case.batch.is_prefill else prepare_decode
     inputs = prepare(case.batch, case.block_size)
     packed = inputs.pack()
-    buffer = packed.buffer
+    buffer = packed.tensors.buffer
     assert buffer.dtype == torch.int32
-    assert packed.shapes["input_ids"] == inputs.input_ids.shape
+    assert packed.tensors.shapes["input_ids"] == inputs.input_ids.shape
     moved = packed.unpack()
     assert_equal(moved, inputs)
-    for name, tensor in moved.tensors().items():
+    for name, tensor in packed.tensors.views(buffer).items():
         assert tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr(), name
         assert tensor.storage_offset() % 4 == 0, f"{name}: kernels expect 16-byte alignment"
 
@@ -300,9 +305,10 @@ def test_a_padded_prefill_is_a_prefill_and_padding(case: Case, tokens: int, seqs
     assert (after.max_seqlen_q, after.max_seqlen_k) == (num_tokens, most)
     # As graphs are captured with.
     blank = prepare_prefill(Batch((), is_prefill=True), *args)
-    assert list(blank.tensors()) == list(padded.tensors())
-    for name, tensor in blank.tensors().items():
-        other = padded.tensors()[name]
+    blanks, others = packed_views(blank), packed_views(padded)
+    assert list(blanks) == list(others)
+    for name, tensor in blanks.items():
+        other = others[name]
         shape = other.shape if name != "new_blocks" else (0,)
         assert (tensor.shape, tensor.dtype) == (shape, other.dtype), name
     check(blank.context.slot_mapping, [-1] * num_tokens)
@@ -312,9 +318,10 @@ def test_a_decode_can_be_padding_alone():
     """As graphs are captured with."""
     batch = Batch((make_item(3, [1], 4, cached=2),), is_prefill=False)
     padded, blank = (prepare_decode(x, 4, 8) for x in (batch, Batch((), is_prefill=False)))
-    assert list(padded.tensors()) == list(blank.tensors())
-    for name, tensor in blank.tensors().items():
-        other = padded.tensors()[name]
+    blanks, others = packed_views(blank), packed_views(padded)
+    assert list(blanks) == list(others)
+    for name, tensor in blanks.items():
+        other = others[name]
         if name not in BlockTableUpdate._fields:
             assert (tensor.shape, tensor.dtype) == (other.shape, other.dtype), name
             assert torch.equal(tensor[1:], other[1:]), name
@@ -334,9 +341,9 @@ def test_inputs_are_no_larger_for_longer_limits_or_contexts(is_prefill: bool):
         packed = prepare_prefill(batch, 16, 64, 8, 131_072).pack()
     else:
         packed = prepare_decode(batch, 16, 8).pack()
-    assert packed.shapes["new_blocks"] == (3,)
-    assert packed.new_blocks_start + 4 == len(packed.buffer), "they come last"
-    assert len(packed.buffer) < 400
+    assert packed.tensors.shapes["new_blocks"] == (3,)
+    assert packed.tensors.start_of_last() + 4 == len(packed.tensors.buffer), "they come last"
+    assert len(packed.tensors.buffer) < 400
 
 
 VOCAB_SIZE = 70  # three words of a mask, the last one short

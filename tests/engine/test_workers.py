@@ -190,10 +190,8 @@ def test_packed_inputs_survive_the_trip():
     packed = prepare_decode(Batch((), is_prefill=False), 4, 5).pack()
     _, (found,) = decode(encode("run_step", (packed,)))
     assert isinstance(found, PackedInputs)
-    assert (found.shapes, found.context) == (packed.shapes, packed.context)
-    assert torch.equal(found.buffer, packed.buffer)
-    for name, tensor in packed.unpack().tensors().items():
-        assert torch.equal(found.unpack().tensors()[name], tensor), name
+    assert (found.tensors.shapes, found.context) == (packed.tensors.shapes, packed.context)
+    assert torch.equal(found.tensors.buffer, packed.tensors.buffer)
 
 
 def test_interrupts_take_effect_at_the_end_and_once():
