@@ -96,9 +96,7 @@ class Channel:
     def __reduce__(self) -> tuple[Any, ...]:
         return _inherited, (Channel, reduction.DupFd(self.fd), len(self.acknowledged))
 
-    def send(
-        self, message: bytes | bytearray, wake: Callable[[], None], check: Callable[[], None]
-    ) -> None:
+    def send(self, message: bytes, wake: Callable[[], None], check: Callable[[], None]) -> None:
         """Writes a message. ``check`` is called while waiting for workers, and may raise."""
         left = memoryview(message)
         while True:
@@ -161,26 +159,14 @@ def _inherited(kind: Callable[..., Any], handle: Any, *args: Any) -> Any:
     return kind(*args, handle.detach())
 
 
-def encode(method: str, args: tuple[Any, ...]) -> bytearray:
-    """Encodes a call as one message. Arrays follow the pickle as raw bytes."""
-    buffers: list[Any] = []
-    head = pickle.dumps((method, args), protocol=5, buffer_callback=buffers.append)
-    message = bytearray()
-    for part in (head, *(buffer.raw() for buffer in buffers)):
-        message += len(part).to_bytes(8, "little")
-        message += part
-        message += b"\0" * (-len(message) % 8)  # aligns the next array for its dtype
-    return message
+def encode(method: str, args: tuple[Any, ...]) -> bytes:
+    """Encodes a call as one message."""
+    return pickle.dumps((method, args), protocol=5)
 
 
 def decode(message: bytearray) -> tuple[str, tuple[Any, ...]]:
-    """Decodes a message of ``encode``. Arrays are views of the message."""
-    left, parts = memoryview(message), []
-    while left:
-        size = int.from_bytes(left[:8], "little")
-        parts.append(left[8 : 8 + size])
-        left = left[8 + size + -size % 8 :]
-    return pickle.loads(parts[0], buffers=parts[1:])
+    """Decodes a message of ``encode``. Arrays are aligned and writable."""
+    return pickle.loads(message)
 
 
 class Workers:
