@@ -401,7 +401,7 @@ class TestFailuresOnTheWay:
             backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
             backend.pre_tokenizer = pre_tokenizers.Whitespace()
             llm.tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-            llm.prompt_encoder = PromptEncoder(llm.tokenizer, VOCAB_SIZE)
+            llm.preparer.encoder = PromptEncoder(llm.tokenizer, VOCAB_SIZE)
             texts = ["w1 w2", f"w1 w{VOCAB_SIZE}", f"w{VOCAB_SIZE - 1}"]
             with pytest.raises(ValueError, match=rf"token id {VOCAB_SIZE} .*0 to {VOCAB_SIZE - 1}"):
                 llm.add_request(texts[1], params())
@@ -496,7 +496,7 @@ def with_words(tiny_models: TinyModels, llm: LLM, monkeypatch: pytest.MonkeyPatc
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     monkeypatch.setattr(llm, "tokenizer", tokenizer)
     monkeypatch.setattr(llm.sampling_states, "tokenizer", tokenizer)
-    monkeypatch.setattr(llm, "prompt_encoder", PromptEncoder(tokenizer, VOCAB_SIZE))
+    monkeypatch.setattr(llm.preparer, "encoder", PromptEncoder(tokenizer, VOCAB_SIZE))
     return llm, ["w1 w2 w3", "w400 w7 w9", "w20"]
 
 

@@ -29,7 +29,13 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.outputs import EngineMetrics, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import EVERY_TOKEN
-from nanovllm.text.prompts import Prompt, as_prompt_list, load_encoder, raise_errors
+from nanovllm.text.prompts import (
+    Prompt,
+    PromptEncoder,
+    as_prompt_list,
+    load_encoder,
+    raise_errors,
+)
 from nanovllm.utils.forks import leave_to_parent
 from nanovllm.utils.progress import bar_maker, shown
 
@@ -75,13 +81,13 @@ class LLMEngine:
             self._close_runner = weakref.finalize(self, self.model_runner.close)
             try:
                 start = perf_counter()
-                self.prompt_encoder = encoder.result()
+                prompt_encoder = encoder.result()
                 waited = round(perf_counter() - start, 3)
                 self.model_runner.startup_seconds["tokenizer, after all else"] = waited
             except BaseException:
                 self._close_runner()
                 raise
-        self.tokenizer = self.prompt_encoder.tokenizer
+        self.tokenizer = prompt_encoder.tokenizer
         eos_token_ids = set(checkpoint.eos_token_ids)
         eos_token_id = min(eos_token_ids) if len(eos_token_ids) == 1 else None
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
@@ -109,7 +115,7 @@ class LLMEngine:
             config.logprobs_mode,
         )
         self.preparer = RequestPreparer(
-            self.prompt_encoder,
+            prompt_encoder,
             self.sampling_states,
             self.scheduler.check_prompt_len,
         )
@@ -134,6 +140,10 @@ class LLMEngine:
             if max_model_len == config.max_model_len
             else "the model's limit",
         )
+
+    @property
+    def prompt_encoder(self) -> PromptEncoder:
+        return self.preparer.encoder
 
     def prepare(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
