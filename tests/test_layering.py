@@ -51,6 +51,8 @@ CAPABILITIES = {
     "engine/tensor_parallel.py": "With several ranks, start_ranks makes a MainRunner instead of a "
     "ModelRunner.",
     "engine/workers.py": "Only MainRunner and WorkerRunner know it.",
+    "engine/warmup.py": "On a GPU, start-up calls compile_kernels, and measure_kv_cache calls "
+    "warmup_model.",
     "kernels/comm/*.py": "RankRunner puts its all-reduces into TPGroup.one_shots.",
     "checkpoints/gguf*.py": "open_checkpoint opens a .gguf file with GGUFCheckpoint.",
     "compat/**/*.py": "nanovllm.LLM is its subclass of LLM, or without it that class itself.",

@@ -9,14 +9,11 @@ from typing import Any
 
 import torch
 
-from nanovllm.engine import startup
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
-from nanovllm.utils.compile_ahead import compiling_only
 from nanovllm.utils.math import cdiv
-from nanovllm.utils.triton_compat import HAS_TRITON
 
 MAX_DECODE_SEQS = 2048
 MAX_PREFILL_SEQS = 64
@@ -112,22 +109,6 @@ def _free_bytes(device: torch.device) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
-
-
-@torch.inference_mode()
-def compile_kernels(runner: ModelRunner) -> None:
-    """Compiles the kernels that steps launch, several at once, instead of each at its first launch.
-    They differ among small batches, and little among large decodes."""
-    if not HAS_TRITON:
-        return
-    startup.allocate_kv_cache(runner, 1)
-    sizes = graph_sizes(runner) if runner.backend.capturable else []
-    decodes = [size for size in sizes if not size.is_prefill and size.num_tokens % 64 == 0]
-    few = [size for size in sizes if size.num_tokens <= 64]
-    with compiling_only(), runner.model.model.few_layers():
-        startup.warmup_model(runner)
-        for _, step in make_graphs(runner).make_steps([*{*few, *decodes, *sizes[-1:]}]):
-            step()
 
 
 @dataclass(frozen=True, slots=True)

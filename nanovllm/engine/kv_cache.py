@@ -3,8 +3,8 @@
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine import startup
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.startup import allocate_kv_cache
 from nanovllm.utils.math import cdiv, heads_per_rank
 from nanovllm.utils.memory import available_bytes
 from nanovllm.utils.timer import Timer
@@ -41,10 +41,11 @@ def measure_kv_cache(runner: ModelRunner, bytes_before: int, timed: Timer) -> in
     if device.type == "cpu":
         return num_blocks_on_cpu(config, block_bytes(runner), runner.max_model_len)
     from nanovllm.engine.cuda_graphs import measure_graphs
+    from nanovllm.engine.warmup import warmup_model
 
-    startup.allocate_kv_cache(runner, 1)
+    allocate_kv_cache(runner, 1)
     torch.cuda.reset_peak_memory_stats(device)
-    startup.warmup_model(runner)
+    warmup_model(runner)
     peak = torch.cuda.max_memory_allocated(device)
     timed("warm-up")
     graph_bytes = measure_graphs(runner)

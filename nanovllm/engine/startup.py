@@ -1,16 +1,11 @@
-"""From a checkpoint to a ModelRunner that can step: device, ranks, weights, warm-up, the KV cache's
-size, CUDA graphs."""
+"""From a checkpoint to a ModelRunner that can step: device, ranks, model, weights, KV cache."""
 
 import torch
 
 from nanovllm.checkpoints.checkpoint import Checkpoint
 from nanovllm.checkpoints.weights import fill_with_dummy_weights, load_model
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch, ScheduledSequence
-from nanovllm.engine.completion import Completion
 from nanovllm.engine.model_runner import ModelRunner, NoGraphs, on_device
-from nanovllm.engine.sampling_state import SamplingState
-from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.attention.backend import select_attention_backend
 from nanovllm.kernels.attention.block_tables import BlockTables
 from nanovllm.layers.attention import Attention
@@ -18,7 +13,6 @@ from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.device import select_device, select_dtype
 from nanovllm.utils.distributed import use_tp_group
 from nanovllm.utils.math import cdiv, heads_per_rank
@@ -86,7 +80,7 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
     runner.barrier()
     timed("weights")
     if on_gpu:
-        from nanovllm.engine.cuda_graphs import capture_cudagraph, compile_kernels
+        from nanovllm.engine.warmup import compile_kernels
 
         compile_kernels(runner)  # for packed weights: not while they are loaded
     timed("kernels")
@@ -99,6 +93,8 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
     allocate_kv_cache(runner, num_blocks)
     timed("KV cache")
     if on_gpu:
+        from nanovllm.engine.cuda_graphs import capture_cudagraph
+
         capture_cudagraph(runner)
     runner.barrier()
     timed("CUDA graphs")
@@ -127,24 +123,6 @@ def load_weights(runner: ModelRunner, checkpoint: Checkpoint) -> None:
     for module in runner.model.modules():
         if isinstance(module, (LinearBase, ParallelLMHead)):
             module.pack()
-
-
-@torch.inference_mode()
-def warmup_model(runner: ModelRunner) -> None:
-    """Runs prefills of as many tokens as a step takes, of the most sequences and of the fewest, for
-    which a backend may have another kernel. All sequences sample, and share one block."""
-    num_tokens, most = runner.config.max_num_batched_tokens, runner.config.max_step_seqs
-    completion = Completion(SamplingState(SamplingParams(), 0, [], runner.model_config.vocab_size))
-    for num_seqs in {most, min(most, cdiv(num_tokens, runner.max_model_len))}:
-        items = []
-        for i in range(num_seqs):
-            length = num_tokens // num_seqs + (i < num_tokens % num_seqs)
-            seq = Sequence([0] * min(length, runner.max_model_len))
-            seq.completion = completion
-            seq.block_table = [0] * cdiv(len(seq), runner.config.kvcache_block_size)
-            seq.table_row = i
-            items.append(ScheduledSequence(seq, 0, len(seq), samples=True))
-        runner.run_step(None, runner.prepare(Batch(tuple(items), is_prefill=True), None))
 
 
 def limit_model_len(runner: ModelRunner, num_blocks: int) -> None:
