@@ -136,10 +136,13 @@ def files(globs: Iterable[str]) -> set[Path]:
     return {path for glob in globs for path in PACKAGE.glob(glob)}
 
 
+def spine_files() -> list[Path]:
+    return sorted(files(SPINE) - files(CAPABILITIES))
+
+
 def spine_lines() -> dict[str, int]:
     """The code lines of each of the spine's files."""
-    paths = sorted(files(SPINE) - files(CAPABILITIES))
-    return {str(path.relative_to(PACKAGE)): code_lines(path) for path in paths}
+    return {str(path.relative_to(PACKAGE)): code_lines(path) for path in spine_files()}
 
 
 def test_code_lines_are_counted_without_blanks_comments_and_docstrings(tmp_path: Path):
@@ -188,8 +191,8 @@ def run_without(glob: str, model: str) -> list[list[int]]:
     """Imports the spine and generates, in a process that has not imported the package yet."""
     names = {module_name(path) for path in files([glob])}
     sys.meta_path.insert(0, Without(names))
-    for name in spine_lines():
-        import_module(module_name(PACKAGE / name))
+    for path in spine_files():
+        import_module(module_name(path))
     from nanovllm import LLM, SamplingParams
 
     settings: dict[str, Any] = {"device": "cpu", "load_format": "dummy", "num_kvcache_blocks": 8}
@@ -202,7 +205,10 @@ def run_without(glob: str, model: str) -> list[list[int]]:
 def run_without_each(model: str) -> None:
     """Prints what ``run_without`` returns, or why it fails, for nothing and for each glob. Each
     runs in a fork of this process, which has imported what is slow to import."""
-    import torch  # noqa: F401
+    import torch
+    import tqdm.auto  # noqa: F401
+
+    torch.set_num_threads(1)  # threads would not survive a fork
 
     for glob in ("no file", *CAPABILITIES, NO_CAPABILITY):
         if os.fork() == 0:
