@@ -101,6 +101,11 @@ class Config:
             given["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
         return cls(os.fspath(model), **given)
 
+    @property
+    def max_step_seqs(self) -> int:
+        """Most sequences in one step, each of which has at least one token."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ValueError("model must name a checkpoint directory, a .gguf file or a hub id")

@@ -17,11 +17,17 @@ from gguf import GGMLQuantizationType as Quant
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import startup
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.completion import Completion
-from nanovllm.engine.cuda_graphs import StepGraphs, borrowed, decode_sizes, prefill_sizes
+from nanovllm.engine.cuda_graphs import (
+    StepGraphs,
+    borrowed,
+    decode_sizes,
+    make_graphs,
+    prefill_sizes,
+)
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs
+from nanovllm.engine.model_runner import NoGraphs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
 from tests.checkpoints.test_gguf import write_gguf
@@ -187,7 +193,7 @@ def test_graphs_and_eager_give_the_same_tokens(small_model):
     results = []
     for enforce_eager in (False, True):
         with LLM(small_model, dtype="float32", max_num_seqs=32, enforce_eager=enforce_eager) as llm:
-            assert bool(llm.model_runner.graphs.graphs) != enforce_eager
+            assert isinstance(llm.model_runner.graphs, NoGraphs) == enforce_eager
             outputs = llm.generate((PROMPTS * 2)[:32], each, False)
             results.append([out["token_ids"] for out in outputs])
     assert results[0] == results[1]
@@ -489,9 +495,10 @@ def test_logits_of_graphs_share_memory(small_model):
     """Each of them kept its own."""
     with LLM(small_model, max_num_seqs=256, num_kvcache_blocks=300) as llm:
         runner = llm.model_runner
-        runner.graphs = startup.make_graphs(runner)
+        runner.graphs = make_graphs(runner)
         before = torch.cuda.memory_allocated()
-        startup.capture_cudagraph(runner, decode_sizes(256))
+        with torch.inference_mode(), small_cublas_workspace():
+            runner.graphs.capture(decode_sizes(256))
         kept = torch.cuda.memory_allocated() - before
         inputs = runner.graphs.buffer.nbytes
         logits = sum(graph.logits.nbytes for graph in runner.graphs.graphs.values())

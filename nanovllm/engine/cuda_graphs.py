@@ -4,12 +4,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.kernels.gemm.cublas import small_cublas_workspace
+from nanovllm.utils.math import cdiv
 
 MAX_DECODE_SEQS = 2048
 MAX_PREFILL_SEQS = 64
@@ -48,6 +52,63 @@ def graph_bytes(added: list[int], num_graphs: int) -> int:
         num_graphs: number of graphs to capture.
     """
     return sum(added[:1]) + max([GRAPH_BYTES, *added[1:]]) * max(num_graphs - 1, 0)
+
+
+def uses_graphs(runner: ModelRunner) -> bool:
+    return runner.backend.capturable and not runner.config.enforce_eager
+
+
+def graph_sizes(runner: ModelRunner) -> list[GraphSize]:
+    """Steps to capture, ascending within prefills, then within decodes."""
+    max_seqs = runner.config.max_step_seqs
+    max_tokens = min(runner.config.max_num_batched_tokens, max_seqs * runner.max_model_len)
+    num_params = sum(p.numel() for p in runner.model.model.layers.parameters())
+    return prefill_sizes(max_tokens, max_seqs, num_params) + decode_sizes(max_seqs)
+
+
+def make_graphs(runner: ModelRunner) -> "StepGraphs":
+    """No graph yet, but what captures them."""
+    return StepGraphs(
+        lambda inputs: runner.run_model(inputs)[1],
+        runner.prepare,
+        runner.device,
+        cdiv(runner.max_model_len, runner.config.kvcache_block_size),
+        runner.model.model.few_layers,
+    )
+
+
+@torch.inference_mode()
+def capture_cudagraph(runner: ModelRunner) -> None:
+    """Captures the runner's steps, unless they run eagerly."""
+    if uses_graphs(runner):
+        with small_cublas_workspace():
+            runner.graphs = graphs = make_graphs(runner)
+            graphs.capture(graph_sizes(runner))
+
+
+@torch.inference_mode()
+def measure_graphs(runner: ModelRunner) -> int:
+    """Returns a bound on the memory of all graphs, of prefills and of decodes: captures the two
+    largest of each on a cache of one block."""
+    if not uses_graphs(runner):
+        return 0
+    graphs, num_bytes = make_graphs(runner), 0
+    with small_cublas_workspace():  # for all of it: the other one's memory would count as well
+        for is_prefill in (True, False):
+            sizes = [size for size in graph_sizes(runner) if size.is_prefill == is_prefill]
+            free = [_free_bytes(runner.device)]
+            for size in sizes[-2:][::-1]:
+                graphs.capture([size])
+                free.append(_free_bytes(runner.device))
+            added = [before - after for before, after in pairwise(free)]
+            num_bytes += graph_bytes(added, len(sizes))
+    return num_bytes
+
+
+def _free_bytes(device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from time import perf_counter
 
 import torch
 
-from nanovllm.engine.memory import held_bytes
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step_loop import AppliedStep
 from nanovllm.outputs import EngineMetrics
+from nanovllm.utils.memory import held_bytes
 
 logger = logging.getLogger("nanovllm")
 WINDOW_SECONDS = 5.0
