@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from nanovllm.kernels.sampling.logit_edits import bit_mask
-from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.text.grammar_check import GrammarChecker
 from nanovllm.text.grammar_tokenizer import make_grammar_tokenizer
 from nanovllm.text.json_schema import close_objects
