@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nanovllm.compat.llm import LLM
     from nanovllm.outputs import CompletionOutput, EngineMetrics, Logprob, RequestOutput
-    from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+    from nanovllm.sampling_params import SamplingParams
+    from nanovllm.structured_outputs import StructuredOutputsParams
     from nanovllm.text.prompts import TextPrompt, TokensPrompt
 
 __version__ = "0.1.0"
@@ -33,7 +34,7 @@ _MODULES = {
     "Logprob": "nanovllm.outputs",
     "RequestOutput": "nanovllm.outputs",
     "SamplingParams": "nanovllm.sampling_params",
-    "StructuredOutputsParams": "nanovllm.sampling_params",
+    "StructuredOutputsParams": "nanovllm.structured_outputs",
     "TextPrompt": "nanovllm.text.prompts",
     "TokensPrompt": "nanovllm.text.prompts",
 }

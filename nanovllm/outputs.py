@@ -1,10 +1,7 @@
 """The outputs of requests, and the engine's metrics."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 
 @dataclass(slots=True)
@@ -25,57 +22,9 @@ class Logprob:
 LogprobList = list[dict[int, Logprob] | None]
 
 
-class PackedLogprobs:
-    """The log-probabilities of a sequence in one array, which is smaller than a dict per token.
-
-    Args:
-        rows: int32 [positions, 1 + 2 * (1 + k)]. Each row has the rank of the token at the
-            position, then pairs of a token id and the bits of its fp32 log-probability: first the
-            token at the position, then the k most likely tokens.
-        decode: returns the texts of candidate tokens for a position. Its arguments are the token
-            ids before the position and the candidates' ids. None leaves the texts out.
-        starts_with_none: whether the list starts with None, for a prompt's first token, which has
-            no log-probability.
-    """
-
-    __slots__ = ("decode", "rows", "starts_with_none")
-
-    def __init__(
-        self,
-        rows: np.ndarray,
-        decode: Callable[[Sequence[int], Sequence[int]], Sequence[str | None]] | None = None,
-        starts_with_none: bool = False,
-    ) -> None:
-        self.rows = rows
-        self.decode = decode
-        self.starts_with_none = starts_with_none
-
-    def token_logprobs(self) -> np.ndarray:
-        """Returns the log-probability of the token at each position, fp32 [positions]."""
-        return self.rows[:, 2].view(np.float32)
-
-    def to_list(self) -> LogprobList:
-        """Returns a dict of token id -> Logprob for each position. The first entry is the token at
-        the position; the k most likely tokens follow in order."""
-        out: LogprobList = [None] if self.starts_with_none else []
-        before: list[int] = []
-        for row in self.rows:
-            ids, logprobs = row[1::2].tolist(), row[2::2].view(np.float32).tolist()
-            ranks = [int(row[0]), *range(1, len(ids))]
-            texts = [None] * len(ids) if self.decode is None else self.decode(before, ids)
-            position: dict[int, Logprob] = {}
-            for token_id, logprob, rank, text in zip(ids, logprobs, ranks, texts, strict=True):
-                position.setdefault(token_id, Logprob(logprob, rank, text))
-            out.append(position)
-            before = [*before[-3:], ids[0]]  # at most 4 tokens form a character, which has 4 bytes
-        return out
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return list, (self.to_list(),)  # pickles to a plain list, without the tokenizer
-
-
 class _Logprobs:
-    """A dataclass field that converts PackedLogprobs to a plain list when it is first read."""
+    """A dataclass field. A value with a method ``to_list`` becomes that list when it is first
+    read."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = f"_{name}"
@@ -84,11 +33,11 @@ class _Logprobs:
         if instance is None:
             return None
         value = vars(instance)[self.name]
-        if isinstance(value, PackedLogprobs):
+        if hasattr(value, "to_list"):
             value = vars(instance)[self.name] = value.to_list()
         return value
 
-    def __set__(self, instance: Any, value: PackedLogprobs | LogprobList | None) -> None:
+    def __set__(self, instance: Any, value: Any) -> None:
         vars(instance)[self.name] = None if value is self else value  # self is the field's default
 
 

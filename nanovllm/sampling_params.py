@@ -1,22 +1,33 @@
 """Sampling parameters of a request, with vLLM's names and defaults."""
 
 import copy
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from enum import Enum
-from numbers import Integral, Real
-from typing import Any
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
+from nanovllm.utils.validation import (
+    boolean,
+    ignored,
+    integer,
+    neutral,
+    number,
+    optional,
+    strings,
+    token_biases,
+    token_ids,
+    validators_of,
+)
+
+if TYPE_CHECKING:
+    from nanovllm.structured_outputs import StructuredOutputsParams
+
 MAX_MAGNITUDE = 1e30  # well within the range of fp32
 MAX_COMPLETIONS = 2**14  # of one prompt
-MAX_STRINGS = 4096  # stop strings or bad words; each is searched for at every token
-MAX_CHOICES = 100_000
-MAX_CHARS = 100_000  # total of all stop strings, or of all bad words
 GREEDY_TEMPERATURE = 1e-5  # sampling is greedy below it, where logits / temperature could overflow
-LIST_TYPES = (list, tuple, set, frozenset)
+_search_strings = strings(max_count=4096, max_chars=100_000)  # every token is searched for them
 
 
 class RequestOutputKind(Enum):
@@ -27,70 +38,42 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-IMMUTABLE = frozenset((bool, int, float, str, type(None), RequestOutputKind))
+def _seed(name: str, value: Any) -> int | None:
+    seed = optional(integer(-(2**63), 2**64 - 1))(name, value)
+    return None if seed == -1 else seed
 
 
-@dataclass
-class StructuredOutputsParams:
-    """The constraint that the text of a completion must satisfy. Exactly one of the first five
-    attributes must be set.
+def _num_logprobs(name: str, value: Any) -> int | None:
+    if isinstance(value, (bool, np.bool_)):
+        value = int(value) or None
+    return optional(integer(-1))(name, value)
 
-    Attributes:
-        json: a JSON schema as a dict or a string, or a pydantic model class.
-        regex: a regular expression that matches the whole text.
-        choice: a list of allowed texts.
-        grammar: a context-free grammar in Lark's syntax, or in EBNF with a ``root`` rule.
-        json_object: True for any JSON object.
-        disable_any_whitespace, disable_additional_properties: accepted and ignored. JSON always
-            has at most one space between symbols, and only the keys that the schema allows.
-        whitespace_pattern, structural_tag: exist for vLLM; not supported.
 
-    Raises:
-        TypeError: a field has the wrong type.
-        ValueError: none or several of the first five are set, or an unsupported field is set.
-    """
+def _stop(name: str, value: Any) -> list[str]:
+    values = [value] if isinstance(value, str) else value
+    return [] if value is None else _search_strings(name, values)
 
-    json: str | Mapping[str, Any] | type | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
-    whitespace_pattern: str | None = None
-    structural_tag: str | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("whitespace_pattern", "structural_tag"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"vLLM's structured_outputs.{name} is not supported here")
-        names = ("json", "regex", "choice", "grammar", "json_object")
-        given = [name for name in names if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
-            raise ValueError(
-                f"structured_outputs needs exactly one of {', '.join(names)}, "
-                f"got {', '.join(given) or 'none'}"
-            )
-        if not (
-            self.json is None
-            or isinstance(self.json, (str, Mapping))
-            or hasattr(self.json, "model_json_schema")
-        ):
-            raise TypeError(
-                f"json must be a schema (dict or string) or a pydantic model class, "
-                f"got {self.json!r:.80}"
-            )
-        for name in ("regex", "grammar"):
-            if not isinstance(getattr(self, name), (str, type(None))):
-                raise TypeError(f"{name} must be a string, got {getattr(self, name)!r:.80}")
-        if self.choice is not None:
-            self.choice = _validate_strings(
-                "choice", self.choice, MAX_CHOICES, math.inf, may_be_empty=True
-            )
-            if not self.choice:
-                raise ValueError("choice needs at least one text to choose")
-        if not isinstance(self.json_object, (bool, type(None))):
-            raise TypeError(f"json_object must be True or False, got {self.json_object!r:.80}")
+def _bad_words(name: str, value: Any) -> list[str]:
+    return [] if value is None else list(dict.fromkeys(_search_strings(name, value)))
+
+
+def _stop_token_ids(name: str, value: Any) -> list[int]:
+    return [] if value is None else token_ids(name, value)
+
+
+def _allowed_token_ids(name: str, value: Any) -> list[int]:
+    if not (ids := token_ids(name, value)):
+        raise ValueError(f"{name} must name at least one token")
+    return ids
+
+
+def _structured_outputs(name: str, value: Any) -> "StructuredOutputsParams":
+    from nanovllm.structured_outputs import StructuredOutputsParams
+
+    if not isinstance(value, StructuredOutputsParams):
+        raise TypeError(f"{name} must be StructuredOutputsParams, got {value!r:.80}")
+    return value
 
 
 @dataclass(kw_only=True)
@@ -142,58 +125,67 @@ class SamplingParams:
             match.
 
     The other fields exist for compatibility with vLLM. They are accepted only at values that have
-    no effect (``NEUTRAL_VALUES``).
+    no effect (``NEUTRAL_VALUES``), or at any value, without effect (``IGNORED_FIELDS``).
 
     Raises:
         TypeError: a value has the wrong type, or a field is unknown.
         ValueError: a value is out of range, or two values contradict each other.
     """
 
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    logit_bias: dict[int, float] | None = None
-    structured_outputs: StructuredOutputsParams | None = None
-    output_kind: RequestOutputKind = field(default=RequestOutputKind.CUMULATIVE, repr=False)
-    extra_args: dict[str, Any] | None = field(default=None, repr=False)
-    skip_clone: bool = field(default=False, repr=False)
-    skip_reading_prefix_cache: bool | None = field(default=None, repr=False)
-    stream_interval: int | None = field(default=None, repr=False)
-    watermarking: bool | None = field(default=None, repr=False)
-    flat_logprobs: bool = field(default=False, repr=False)
-    logprob_token_ids: list[int] | None = field(default=None, repr=False)
-    prompt_logprob_token_ids: Any = field(default=None, repr=False)
-    prompt_logprob_start: int | None = field(default=None, repr=False)
-    thinking_token_budget: int | None = field(default=None, repr=False)
-    repetition_detection: Any = field(default=None, repr=False)
-    routed_experts_prompt_start: int = field(default=0, repr=False)
-    trace_decode_token_ids: list[int] | None = field(default=None, repr=False)
-    logits_processors: list[Any] | None = field(default=None, repr=False)
+    n: Annotated[int, integer(1, MAX_COMPLETIONS)] = 1
+    presence_penalty: Annotated[float, number(-2, 2)] = 0.0
+    frequency_penalty: Annotated[float, number(-2, 2)] = 0.0
+    repetition_penalty: Annotated[float, number(1e-4, 1e4)] = 1.0
+    temperature: Annotated[float, number(0, MAX_MAGNITUDE)] = 1.0
+    top_p: Annotated[float, number(0, 1, above=True)] = 1.0
+    top_k: Annotated[int, integer(-1)] = 0
+    min_p: Annotated[float, number(0, 1)] = 0.0
+    seed: Annotated[int | None, _seed] = None
+    stop: Annotated[str | list[str] | None, _stop] = None
+    stop_token_ids: Annotated[list[int] | None, _stop_token_ids] = None
+    ignore_eos: Annotated[bool, boolean] = False
+    max_tokens: Annotated[int | None, optional(integer(1))] = 16
+    min_tokens: Annotated[int, integer(0)] = 0
+    logprobs: Annotated[int | None, _num_logprobs] = None
+    prompt_logprobs: Annotated[int | None, _num_logprobs] = None
+    detokenize: Annotated[bool, boolean] = True
+    skip_special_tokens: Annotated[bool, boolean] = True
+    spaces_between_special_tokens: Annotated[bool, boolean] = True
+    include_stop_str_in_output: Annotated[bool, boolean] = False
+    bad_words: Annotated[list[str] | None, _bad_words] = None
+    allowed_token_ids: Annotated[list[int] | None, optional(_allowed_token_ids)] = None
+    logit_bias: Annotated[dict[int, float] | None, optional(token_biases(MAX_MAGNITUDE))] = None
+    structured_outputs: Annotated[
+        "StructuredOutputsParams | None", optional(_structured_outputs)
+    ] = None
+    output_kind: RequestOutputKind = neutral(
+        RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY
+    )
+    extra_args: dict[str, Any] | None = ignored()
+    skip_clone: bool = ignored(False)
+    skip_reading_prefix_cache: bool | None = ignored()
+    stream_interval: int | None = ignored()
+    watermarking: bool | None = neutral(None, False)
+    flat_logprobs: bool = neutral(False)
+    logprob_token_ids: list[int] | None = neutral(None)
+    prompt_logprob_token_ids: Any = neutral(None)
+    prompt_logprob_start: int | None = neutral(None)
+    thinking_token_budget: int | None = neutral(None, -1)
+    repetition_detection: Any = neutral(None)
+    routed_experts_prompt_start: int = neutral(0)
+    trace_decode_token_ids: list[int] | None = neutral(None)
+    logits_processors: list[Any] | None = neutral(None, [])
 
     def __setattr__(self, name: str, value: Any) -> None:
-        validate = VALIDATORS.get(name)
-        if validate is not None:
-            value = validate(name, value)
-        elif type(self) is SamplingParams:  # a subclass may have more fields
+        if name in VALIDATORS:
+            value = VALIDATORS[name](name, value)
+        elif name in NEUTRAL_VALUES:
+            if not any(value is known or value == known for known in NEUTRAL_VALUES[name]):
+                raise ValueError(
+                    f"vLLM's sampling parameter {name} is not supported here, got {value!r:.80}"
+                )
+        elif name not in IGNORED_FIELDS and type(self) is SamplingParams:
+            # A subclass may have more fields.
             raise AttributeError(f"SamplingParams has no field {name!r}")
         object.__setattr__(self, name, value)
 
@@ -209,7 +201,7 @@ class SamplingParams:
         Raises:
             TypeError, ValueError: a value is invalid, or fields contradict each other.
         """
-        for name in LISTS_AND_DICTS:
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias"):
             setattr(self, name, getattr(self, name))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
@@ -229,23 +221,23 @@ class SamplingParams:
             try:
                 values["logit_bias"] = {int(i): min(100.0, max(-100.0, b)) for i, b in bias.items()}
             except (AttributeError, TypeError, ValueError):
-                raise ValueError(
-                    f"logit_bias must map token ids to numbers: {bias!r:.80}"
-                ) from None
-        optional = ("n", "temperature", "top_p", *PENALTIES)
-        return SamplingParams(
-            **{k: v for k, v in values.items() if v is not None or k not in optional}
-        )
+                message = f"logit_bias must map token ids to numbers: {bias!r:.80}"
+                raise ValueError(message) from None
+        penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+        for name in ("n", "temperature", "top_p", *penalties):
+            if values.get(name) is None:
+                values.pop(name, None)
+        return SamplingParams(**values)
 
     def clone(self) -> "SamplingParams":
         """Returns a deep copy."""
         new = object.__new__(type(self))
-        vars(new).update(
-            {
-                name: value if type(value) in IMMUTABLE else _copy(value)
-                for name, value in vars(self).items()
-            }
-        )
+        try:
+            for name, value in vars(self).items():
+                is_immutable = type(value) in (bool, int, float, NoneType, RequestOutputKind)
+                vars(new)[name] = value if is_immutable else copy.deepcopy(value)
+        except RecursionError:
+            raise ValueError("a parameter is nested too deeply") from None
         return new
 
     @property
@@ -266,203 +258,27 @@ class SamplingParams:
     def penalises(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
-
-def _copy(value: Any) -> Any:
-    """Returns a deep copy."""
-    if type(value) is list:  # a list of ids or strings, which are immutable
-        return value.copy()
-    try:
-        return copy.deepcopy(value)
-    except RecursionError:
-        raise ValueError("a parameter is nested too deeply") from None
+    @property
+    def edits_logits(self) -> bool:
+        """Whether a parameter forbids tokens, or changes their logits before sampling."""
+        names = ("bad_words", "min_tokens", "logit_bias", "allowed_token_ids", "structured_outputs")
+        return self.penalises or any(getattr(self, name) for name in names)
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+def __getattr__(name: str) -> Any:
+    if name == "StructuredOutputsParams":  # vLLM has it here
+        from nanovllm.structured_outputs import StructuredOutputsParams
+
+        return StructuredOutputsParams
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _int_validator(
-    minimum: int, maximum: float = math.inf, optional: bool = False
-) -> Callable[..., Any]:
-    def validate(name: str, value: Any) -> int | None:
-        if optional and value is None:
-            return None
-        if not _is_int(value):
-            kind = "an int or None" if optional else "an int"
-            raise TypeError(f"{name} must be {kind}, got {value!r:.80}")
-        if not minimum <= value <= maximum:
-            bound = f"at least {minimum}" if value < minimum else f"at most {maximum}"
-            raise ValueError(f"{name} must be {bound}, got {value!s:.40}")
-        return int(value)
-
-    return validate
-
-
-def _number_validator(low: float, high: float, above: bool = False) -> Callable[[str, Any], float]:
-    def validate(name: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{name} must be a number, got {value!r:.80}")
-        if not low <= value <= high or (above and value == low):  # type: ignore[operator]
-            bound = "above" if above else "at least"
-            raise ValueError(f"{name} must be {bound} {low} and at most {high}, got {value!r:.40}")
-        return float(value)
-
-    return validate
-
-
-def _validate_bool(name: str, value: Any) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} must be True or False, got {value!r:.80}")
-    return bool(value)
-
-
-def _validate_seed(name: str, value: Any) -> int | None:
-    seed = _int_validator(-(2**63), 2**64 - 1, optional=True)(name, value)
-    return None if seed == -1 else seed
-
-
-def _validate_num_logprobs(name: str, value: Any) -> int | None:
-    if isinstance(value, (bool, np.bool_)):
-        return 1 if value else None
-    return _int_validator(-1, optional=True)(name, value)
-
-
-def _validate_strings(
-    name: str,
-    values: Any,
-    max_count: int = MAX_STRINGS,
-    max_chars: float = MAX_CHARS,
-    may_be_empty: bool = False,
-) -> list[str]:
-    if not isinstance(values, LIST_TYPES) or not all(isinstance(v, str) for v in values):
-        raise TypeError(f"{name} must be a list of strings, got {values!r:.80}")
-    if len(values) > max_count:
-        raise ValueError(f"{name} has {len(values)} strings, but may have {max_count}")
-    if (num_chars := sum(map(len, values))) > max_chars:
-        raise ValueError(f"{name} has {num_chars} characters, but may have {max_chars}")
-    for value in values:
-        if not value and not may_be_empty:
-            raise ValueError(f"{name} must not contain an empty string")
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{name} holds {value!r:.80}, which is not valid Unicode") from None
-    return list(values)
-
-
-def _validate_stop(name: str, value: Any) -> list[str]:
-    if value is None:
-        return []
-    return _validate_strings(name, [value] if isinstance(value, str) else value)
-
-
-def _validate_bad_words(name: str, value: Any) -> list[str]:
-    return [] if value is None else list(dict.fromkeys(_validate_strings(name, value)))
-
-
-def _validate_ids(name: str, values: Any) -> list[int]:
-    """Returns token ids as Python ints without duplicates."""
-    if not isinstance(values, LIST_TYPES):
-        raise TypeError(f"{name} must be a list of token ids, got {values!r:.80}")
-    for value in values:
-        if not _is_int(value):
-            raise TypeError(f"{name} holds {value!r:.80}, which is not a token id")
-        if value < 0:
-            raise ValueError(f"{name} holds {value}: token ids are at least 0")
-    return list(dict.fromkeys(map(int, values)))
-
-
-def _validate_stop_token_ids(name: str, values: Any) -> list[int]:
-    return [] if values is None else _validate_ids(name, values)
-
-
-def _validate_allowed_token_ids(name: str, values: Any) -> list[int] | None:
-    if values is None:
-        return None
-    ids = _validate_ids(name, values)
-    if not ids:
-        raise ValueError(f"{name} must name at least one token")
-    return ids
-
-
-def _validate_logit_bias(name: str, value: Any) -> dict[int, float] | None:
-    if value is None:
-        return None
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must map token ids to numbers, got {value!r:.80}")
-    _validate_ids(name, list(value))
-    for token_id, bias in value.items():
-        is_number = isinstance(bias, Real) and not isinstance(bias, bool)
-        if not is_number:
-            raise TypeError(f"{name}[{token_id}] must be a number, got {bias!r:.80}")
-        if not -MAX_MAGNITUDE <= bias <= MAX_MAGNITUDE:
-            raise ValueError(
-                f"{name}[{token_id}] must be within {MAX_MAGNITUDE} of 0, got {bias!r:.40}: use "
-                f"allowed_token_ids or bad_words to forbid tokens"
-            )
-    return {int(token_id): float(bias) for token_id, bias in value.items()}
-
-
-def _validate_structured_outputs(name: str, value: Any) -> StructuredOutputsParams | None:
-    if not isinstance(value, (StructuredOutputsParams, type(None))):
-        raise TypeError(f"{name} must be StructuredOutputsParams, got {value!r:.80}")
-    return value
-
-
-def _validate_neutral(name: str, value: Any) -> Any:
-    if not any(value is neutral or value == neutral for neutral in NEUTRAL_VALUES[name]):
-        raise ValueError(
-            f"vLLM's sampling parameter {name} is not supported here, got {value!r:.80}"
-        )
-    return value
-
-
-def _accept_anything(name: str, value: Any) -> Any:
-    return value
-
-
-PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 # The attribute of msgspec.Struct, vLLM's base class. The package outlines uses it to copy objects.
 SamplingParams.__struct_fields__ = tuple(f.name for f in fields(SamplingParams))  # type: ignore[attr-defined]
+VALIDATORS = validators_of(SamplingParams)
 # Unsupported fields of vLLM, with the values at which they have no effect.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "output_kind": (RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY),
-    "watermarking": (None, False),
-    "flat_logprobs": (False,),
-    "logprob_token_ids": (None,),
-    "prompt_logprob_token_ids": (None,),
-    "prompt_logprob_start": (None,),
-    "thinking_token_budget": (None, -1),
-    "repetition_detection": (None,),
-    "routed_experts_prompt_start": (0,),
-    "trace_decode_token_ids": (None,),
-    "logits_processors": (None, []),
+    f.name: f.metadata["neutral"] for f in fields(SamplingParams) if "neutral" in f.metadata
 }
-LISTS_AND_DICTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias")
 # Fields of vLLM that do not affect results and are accepted at any value.
-IGNORED_FIELDS = ("extra_args", "skip_clone", "skip_reading_prefix_cache", "stream_interval")
-# The function that checks and normalises each field: (name, value) -> value.
-VALIDATORS: dict[str, Callable[[str, Any], Any]] = {
-    **{f.name: _validate_bool for f in fields(SamplingParams) if f.type is bool},
-    "n": _int_validator(1, MAX_COMPLETIONS),
-    "presence_penalty": _number_validator(-2, 2),
-    "frequency_penalty": _number_validator(-2, 2),
-    "repetition_penalty": _number_validator(1e-4, 1e4),
-    "temperature": _number_validator(0, MAX_MAGNITUDE),
-    "top_p": _number_validator(0, 1, above=True),
-    "top_k": _int_validator(-1),
-    "min_p": _number_validator(0, 1),
-    "seed": _validate_seed,
-    "stop": _validate_stop,
-    "stop_token_ids": _validate_stop_token_ids,
-    "max_tokens": _int_validator(1, optional=True),
-    "min_tokens": _int_validator(0),
-    "logprobs": _validate_num_logprobs,
-    "prompt_logprobs": _validate_num_logprobs,
-    "bad_words": _validate_bad_words,
-    "allowed_token_ids": _validate_allowed_token_ids,
-    "logit_bias": _validate_logit_bias,
-    "structured_outputs": _validate_structured_outputs,
-    **dict.fromkeys(NEUTRAL_VALUES, _validate_neutral),
-    **dict.fromkeys(IGNORED_FIELDS, _accept_anything),
-}
+IGNORED_FIELDS = tuple(f.name for f in fields(SamplingParams) if "ignored" in f.metadata)

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
-from nanovllm.outputs import PackedLogprobs
+from nanovllm.engine.logprobs import PackedLogprobs
 from nanovllm.run_batch import lines, writer
 from nanovllm.run_batch.lines import Line, read_lines
 from nanovllm.run_batch.records import RequestError, encode_record, error_record, success_record

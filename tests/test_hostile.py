@@ -29,7 +29,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import RequestOutput
 from nanovllm.run_batch.job import Job
 from nanovllm.run_batch.runner import Runner
-from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.structured_outputs import StructuredOutputsParams
 from tests.conftest import check_idle
 from tests.data.hostile import CASES, EITHER, RESULT, TRUSTED, Case
 from tests.data.hostile.case import CHAT, COMPLETIONS, encode

@@ -23,6 +23,8 @@ PACKAGE = ROOT / "nanovllm"
 LEAVES = ("config", "sampling_params", "outputs")
 LAYERS = (
     "utils",
+    "structured_outputs",
+    "leaves",
     "kernels",
     "quantization",
     "layers",
@@ -92,7 +94,7 @@ def part_of(path: Path) -> str:
 def rank(part: str) -> int:
     """A part not named here is built on top; only the package's own __init__ is above it."""
     if part in LEAVES:
-        return -1
+        part = "leaves"
     return LAYERS.index(part) if part in LAYERS else len(LAYERS) + (part == "__init__")
 
 

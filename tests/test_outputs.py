@@ -11,13 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanovllm.outputs import (
-    CompletionOutput,
-    Logprob,
-    PackedLogprobs,
-    RequestMetrics,
-    RequestOutput,
-)
+from nanovllm.engine.logprobs import PackedLogprobs
+from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 
 def text_of(token_id: int) -> str:

@@ -384,7 +384,9 @@ class TestFailuresOnTheWay:
             expected = tokens(run(llm, PROMPTS, params()))
             ids = [llm.add_request(prompt, params()) for prompt in PROMPTS]
             bad = llm.add_request(PROMPTS[0], bound)
-            llm._requests[bad].seqs[0].completion.sampling.grammar._matcher = SimpleNamespace(
+            llm._requests[bad].seqs[0].completion.sampling.edits[
+                0
+            ].grammar._matcher = SimpleNamespace(
                 compute_bitmask=panic, is_stopped=lambda: False, is_accepting=lambda: False
             )
             results = {}
@@ -450,7 +452,7 @@ class TestFailuresOnTheWay:
             assert good[1] == "abcd"
             pairs = [("one", params()), ("two", choice)] * 2
             ids = [llm.add_request(*pair) for pair in pairs]
-            grammar = llm._requests[ids[1]].seqs[0].completion.sampling.grammar
+            grammar = llm._requests[ids[1]].seqs[0].completion.sampling.edits[0].grammar
             grammar._matcher = StuckMatcher(grammar._matcher, where)
             results = {}
             while not llm.is_finished():

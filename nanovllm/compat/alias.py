@@ -57,7 +57,8 @@ MODULES: dict[str, dict[str, str]] = {
     "vllm.renderers": {},
     "vllm.renderers.hf": {_NAMES: "resolve_chat_template"},
     "vllm.sampling_params": {
-        "nanovllm.sampling_params": "RequestOutputKind SamplingParams StructuredOutputsParams",
+        "nanovllm.sampling_params": "RequestOutputKind SamplingParams",
+        "nanovllm.structured_outputs": "StructuredOutputsParams",
         _NAMES: "BeamSearchParams",
     },
     "vllm.sequence": _LOGPROBS,

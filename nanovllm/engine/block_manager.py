@@ -130,7 +130,8 @@ class BlockManager:
         device, and registers the blocks that the tokens fill. Skips finished sequences."""
         for seq, start, end, _ in batch.items:
             if not seq.is_finished:
-                seq.num_cached_tokens = max(end, seq.num_cached_tokens)
+                if end > seq.num_cached_tokens:
+                    seq.num_cached_tokens = end
                 seq.num_sent_blocks = len(seq.block_table)
                 # One token fills a block only in its last slot.
                 if batch.is_prefill or end % self.block_size == 0:

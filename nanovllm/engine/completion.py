@@ -1,6 +1,6 @@
 """What the user gets of a sequence: its text, its log-probabilities, and how it ended."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,7 +48,7 @@ class Completion:
         state, text, finish = self.sampling, self.detokenizer, None
         if token_id >= 0 and state.follows_tokens:
             state.append_token(token_id)
-            if state.grammar is not None and state.grammar.is_finished and not seq.is_finished:
+            if state.is_finished and not seq.is_finished:
                 finish = Finish("stop")
         if text is None:
             return finish
@@ -66,14 +66,3 @@ class Completion:
         if not self.processes_every_token:
             self.tokens_to_process = text.stop_candidates
         return finish if stop is None else Finish("stop", stop)
-
-
-def collect_logprobs(sampled: list[Sequence], token_ids: Iterable[int], rows: np.ndarray) -> None:
-    """Hands each completion that asks for them the packed logprobs of its new token."""
-    for seq, token_id, row in zip(sampled, token_ids, rows, strict=True):
-        completion = seq.completion
-        k = completion.sampling.kind.num_logprobs
-        if k is not None and token_id >= 0:
-            # A view keeps the whole step's rows alive: fine where they are no wider than it needs.
-            narrow = row if len(row) == 3 + 2 * k else row[: 3 + 2 * k].copy()
-            completion.logprobs.append(narrow)

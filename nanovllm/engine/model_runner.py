@@ -19,7 +19,6 @@ from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs
 from nanovllm.engine.sampling_inputs import prepare_sample, sampling_rows
 from nanovllm.kernels.attention.backend import AttentionBackend
 from nanovllm.kernels.attention.block_tables import BlockTables
-from nanovllm.kernels.sampling.logprobs import pack_logprobs
 from nanovllm.kernels.sampling.sampled_tokens import fill_in_sampled
 from nanovllm.layers.sampler import Sampler, SamplingInputs
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -33,8 +32,6 @@ from nanovllm.utils.tracebacks import clear_frames
 if TYPE_CHECKING:
     from nanovllm.engine.cuda_graphs import StepGraphs
 
-# Prompt positions whose logits exist at once where prompt_logprobs are asked for.
-PROMPT_LOGITS_ROWS = 256
 P = ParamSpec("P")
 R = TypeVar("R")
 Runner = TypeVar("Runner", bound="ModelRunner")
@@ -164,8 +161,10 @@ class ModelRunner:
         batch = step.batch
         assert batch is not None
         num_sampled = len(batch.sampled)
-        if batch.is_prefill:
-            step.prompt_logprobs = self.compute_prompt_logprobs(step, batch)
+        if batch.is_prefill and any(item.seq.wants_prompt_logprobs for item in batch.items):
+            from nanovllm.engine.logprobs import compute_prompt_logprobs
+
+            step.prompt_logprobs = compute_prompt_logprobs(self, step, batch)
         if num_sampled and not self.samples_in_step(batch):
             step.sampling = self.prepare_sample(batch)
             self.call("sample_step", step, num_sampled)
@@ -243,30 +242,6 @@ class ModelRunner:
             rows = SamplingInputs(inputs.sampling_rows, truncates=self.tp.size == 1)
             self.sampled_tokens[: len(logits)] = self.sampler(logits, rows, each_rank=True)[0]
         return hidden_states, logits
-
-    def compute_prompt_logprobs(self, step: InFlightStep, batch: Batch) -> dict[int, np.ndarray]:
-        """Returns the packed logprobs of the prompt tokens that follow this step's tokens, by
-        seq_id, of sequences that ask for them."""
-        found: dict[int, np.ndarray] = {}
-        offset = 0
-        for item in batch.items:
-            seq, first = item.seq, item.seq.num_prompt_logprobs
-            last = min(item.end, seq.num_prompt_tokens - 1)
-            if seq.wants_prompt_logprobs and first < last:
-                k = seq.sampling_params.prompt_logprobs
-                assert k is not None
-                parts = []
-                for start in range(first, last, PROMPT_LOGITS_ROWS):
-                    stop = min(start + PROMPT_LOGITS_ROWS, last)
-                    row = offset - item.start
-                    logits = self.call("compute_logits", step, row + start, row + stop)
-                    # The logits of a token are those of the token before it.
-                    ids = torch.tensor(seq.token_ids[start + 1 : stop + 1], device=self.device)
-                    width = logits.size(1) if k == -1 else k
-                    parts.append(pack_logprobs(logits, ids, width).numpy(force=True))
-                found[seq.seq_id] = np.concatenate(parts)
-            offset += item.num_tokens
-        return found
 
     def prepare(self, batch: Batch, size: GraphSize | None) -> PackedInputs:
         """Builds a step's inputs on the host, padded to ``size`` for a captured step."""

@@ -5,11 +5,9 @@ from threading import Thread, current_thread
 from typing import Any
 from weakref import ReferenceType
 
-import numpy as np
-
 from nanovllm.engine.sampling_state import PreparedParams
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import CompletionOutput, PackedLogprobs, RequestMetrics, RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import PromptEncoder
 from nanovllm.text.structured import Once
@@ -79,41 +77,28 @@ def make_outputs(requests: list[Request], encoder: PromptEncoder) -> list[Reques
     outputs = []
     for request in requests:
         first, ids = request.seqs[0], request.prompt_token_ids
-        completions = [
-            _completion(i, seq, request.params, encoder) for i, seq in enumerate(request.seqs)
-        ]
-        prompt_logprobs = None
-        if request.params.prompt_logprobs is not None:
-            rows = first.completion.prompt_logprobs or [np.empty((0, 3), np.int32)]
-            decode = encoder.decode_logprob_tokens if request.params.detokenize else None
-            prompt_logprobs = PackedLogprobs(np.concatenate(rows), decode, starts_with_none=True)
-        outputs.append(
-            RequestOutput(
-                request_id=request.request_id,
-                prompt=request.prompt,
-                prompt_token_ids=ids if request.is_finished else ids[:],
-                outputs=completions,
-                finished=request.is_finished,
-                prompt_logprobs=prompt_logprobs,
-                num_cached_tokens=first.num_cached_prompt_tokens or 0,
-                metrics=replace(request.metrics),
-            )
+        output = RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=ids if request.is_finished else ids[:],
+            outputs=[_completion(i, seq) for i, seq in enumerate(request.seqs)],
+            finished=request.is_finished,
+            num_cached_tokens=first.num_cached_prompt_tokens or 0,
+            metrics=replace(request.metrics),
         )
+        if request.params.logprobs is not None or request.params.prompt_logprobs is not None:
+            from nanovllm.engine.logprobs import add_logprobs
+
+            decode = encoder.decode_logprob_tokens if request.params.detokenize else None
+            add_logprobs(output, request.seqs, decode)
+        outputs.append(output)
     return outputs
 
 
-def _completion(
-    index: int, seq: Sequence, params: SamplingParams, encoder: PromptEncoder
-) -> CompletionOutput:
+def _completion(index: int, seq: Sequence) -> CompletionOutput:
     completion, text = seq.completion, ""
     if (detokenizer := completion.detokenizer) is not None:
         text = detokenizer.text if seq.is_finished else detokenizer.stable_text()
-    logprobs = total = None
-    if params.logprobs is not None:
-        rows = np.array(completion.logprobs) if completion.logprobs else np.empty((0, 3), np.int32)
-        decode = encoder.decode_logprob_tokens if params.detokenize else None
-        logprobs = PackedLogprobs(rows, decode)
-        total = float(logprobs.token_logprobs().sum(dtype=np.float64))
     finish = completion.finish
     return CompletionOutput(
         index=index,
@@ -121,7 +106,5 @@ def _completion(
         token_ids=seq.completion_token_ids,
         finish_reason=finish and finish.reason,
         stop_reason=finish and finish.stop_reason,
-        cumulative_logprob=total,
-        logprobs=logprobs,
         error=finish and finish.error,
     )

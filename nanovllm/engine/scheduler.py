@@ -96,6 +96,13 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queues a request; refuses one that could never run with ValueError."""
         self.check_prompt_len(len(seq))
+        for each in (seq, *seq.siblings):
+            params = each.sampling_params
+            eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
+            each.stop_token_ids = eos_token_ids.union(params.stop_token_ids or ())
+            each.max_len = self.max_len
+            if params.max_tokens is not None:
+                each.max_len = min(self.max_len, each.num_prompt_tokens + params.max_tokens)
         self.waiting.add(seq)
 
     def count_new_tokens(self, seq: Sequence) -> int:
@@ -143,16 +150,19 @@ class Scheduler:
         """
         finished: dict[Sequence, Finish] = {}
         for item, token_id in zip(batch.sampled, token_ids, strict=True):
-            seq = item.seq
-            if seq.is_finished:
+            seq, finish = item.seq, None
+            if seq.status is SequenceStatus.FINISHED:
                 continue
             if token_id < 0:
-                finish: Finish | None = Finish("error", error=NO_TOKEN)
+                finish = Finish("error", error=NO_TOKEN)
                 self.block_manager.forget(seq)
             else:
                 seq.append_token(token_id)
-                finish = self._check_stop(seq)
-            if finish:
+                if token_id in seq.stop_token_ids:
+                    finish = self._check_stop(seq)
+                if finish is None and seq.num_tokens >= seq.max_len:
+                    finish = Finish("length")
+            if finish is not None:
                 if seq.status is SequenceStatus.WAITING:  # preempted meanwhile
                     self.waiting.remove(seq)
                 seq.status = SequenceStatus.FINISHED
@@ -174,7 +184,7 @@ class Scheduler:
             seq = item.seq
             if not seq.is_finished:
                 seq.expect_token(row)
-                if self._reaches_limit(seq, seq.num_tokens):
+                if seq.num_tokens >= seq.max_len:
                     self.block_manager.deallocate(seq)
                     left.add(seq)
         if left:
@@ -295,30 +305,24 @@ class Scheduler:
         self.waiting.extendleft(reversed(left))
 
     def _schedule_decode(self) -> tuple[ScheduledSequence, ...]:
-        manager = self.block_manager
+        manager, running = self.block_manager, self.running
         items: list[ScheduledSequence] = []
-        while len(items) < len(self.running):
-            seq = self.running[len(items)]
-            if manager.can_append(seq):
+        while len(items) < len(running):
+            seq = running[len(items)]
+            num_tokens = seq.num_tokens
+            if num_tokens > len(seq.block_table) * manager.block_size:
+                if not manager.can_append(seq):
+                    self.preempt(running[-1])
+                    continue
                 manager.may_append(seq)
-                num_tokens = seq.num_tokens
-                items.append(ScheduledSequence(seq, num_tokens - 1, num_tokens, samples=True))
-            else:
-                self.preempt(self.running[-1])
+            items.append(ScheduledSequence(seq, num_tokens - 1, num_tokens, True))
         assert items or not self.running, "a lone sequence always fits: max_len is within the cache"
         return tuple(items)
 
     def _check_stop(self, seq: Sequence) -> Finish | None:
-        """Returns how the newest token ends the sequence; None if it does not."""
+        """Returns how a stop token ends the sequence; None if it is too early for that."""
         params, token_id = seq.sampling_params, seq.last_token
-        is_eos = token_id in self.eos_token_ids and not params.ignore_eos
-        is_stop = params.stop_token_ids is not None and token_id in params.stop_token_ids
-        if (is_eos or is_stop) and seq.num_completion_tokens > params.min_tokens:
-            stop_reason = None if is_eos and token_id == self.eos_token_id else token_id
-            return Finish("stop", stop_reason, ends_with_stop_token=True)
-        return Finish("length") if self._reaches_limit(seq, len(seq.token_ids)) else None
-
-    def _reaches_limit(self, seq: Sequence, num_tokens: int) -> bool:
-        """Whether a sequence of ``num_tokens`` tokens has reached its length limit."""
-        num_generated = num_tokens - seq.num_prompt_tokens
-        return num_generated == seq.sampling_params.max_tokens or num_tokens >= self.max_len
+        if seq.num_completion_tokens <= params.min_tokens:
+            return None
+        is_primary = token_id == self.eos_token_id and not params.ignore_eos
+        return Finish("stop", None if is_primary else token_id, ends_with_stop_token=True)

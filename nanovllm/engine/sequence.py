@@ -61,11 +61,15 @@ class Sequence:
             first time: blocks of others may have been the cause.
         wants_prompt_logprobs: needs the logits of each prompt token.
         num_prompt_logprobs: prompt tokens, from the first on, whose log-probabilities are known.
+        stop_token_ids: tokens that end it; set by the scheduler, as is max_len.
+        max_len: number of tokens, prompt included, at which it ends.
         completion: what the user gets of it; set by the engine.
     """
 
     counter = count()
     completion: "Completion"
+    stop_token_ids: frozenset[int]
+    max_len: int
 
     def __init__(
         self,

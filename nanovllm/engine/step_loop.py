@@ -7,7 +7,6 @@ from itertools import cycle
 from typing import Any
 
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.completion import collect_logprobs
 from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
@@ -118,6 +117,8 @@ class StepLoop:
         sampled = [batch.sampled[row].seq for row in rows]
         token_ids = [output.token_ids[row] for row in rows]
         if output.logprobs is not None:
+            from nanovllm.engine.logprobs import collect_logprobs
+
             collect_logprobs(sampled, token_ids, output.logprobs[rows])
         for seq, finish in finished.items():
             seq.completion.finish = finish
@@ -134,8 +135,8 @@ class StepLoop:
             if not finish.error:
                 continue
             state = seq.completion.sampling
-            if state.grammar is not None and state.grammar.error:
-                finished[seq] = finish._replace(error=state.grammar.error)
+            if state.error:
+                finished[seq] = finish._replace(error=state.error)
             elif not seq.is_isolated and not state.allows_none(seq.token_ids):
                 message = "request %s: %s; computing it once more, alone"
                 logger.warning(message, seq.request_id, finish.error)

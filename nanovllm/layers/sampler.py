@@ -1,15 +1,16 @@
 """Samples the next tokens from logits."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
-from nanovllm.kernels.sampling.logit_edits import LogitEdits, edit_logits
-from nanovllm.kernels.sampling.logprobs import pack_logprobs
-from nanovllm.kernels.sampling.processed_logits import processed_logits
 from nanovllm.kernels.sampling.sample import sample, sample_shard, unpack_token_ids
 from nanovllm.layers.embed_head import ParallelLMHead
+
+# Functions that edit logits in place, in calling order, with their arguments after the logits.
+LogitEdits = Mapping[Callable[..., None], tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,19 @@ def sample_with_logprobs(
     token_ids = sample(edited, inputs.rows, inputs.truncates)
     if inputs.num_logprobs is None:
         return token_ids, None
+    from nanovllm.kernels.sampling.logprobs import pack_logprobs
+    from nanovllm.kernels.sampling.processed_logits import processed_logits
+
     valid_ids = token_ids.clamp(min=0)
     if inputs.processed_logprobs:
         logits = processed_logits(edited, inputs.rows, valid_ids, inputs.truncates)
     return token_ids, pack_logprobs(logits, valid_ids, inputs.num_logprobs)
+
+
+def edit_logits(logits: torch.Tensor, edits: LogitEdits) -> torch.Tensor:
+    """Returns an fp32 copy of the logits with all edits applied, or ``logits`` itself if there are
+    none."""
+    edited = logits.to(torch.float32, copy=True) if edits else logits
+    for edit, tensors in edits.items():
+        edit(edited, *tensors)
+    return edited

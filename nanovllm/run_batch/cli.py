@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -165,9 +165,10 @@ def _make_runner(
 def _add_engine_options(group: Any) -> None:
     """Adds a command-line option for each field of Config."""
     descriptions = _field_docs(Config)
+    types = get_type_hints(Config)  # without their validators
     for field in fields(Config):
         option = f"--{field.name.replace('_', '-')}"
-        kind = field.type
+        kind = types[field.name]
         if isinstance(kind, UnionType):  # such as ``int | None``
             (kind,) = (arg for arg in get_args(kind) if arg is not type(None))
         described = descriptions.get(field.name, "").removesuffix(".").replace("%", "%%")

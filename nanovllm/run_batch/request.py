@@ -11,7 +11,8 @@ import xxhash
 
 from nanovllm.run_batch.lines import MAX_LINE_BYTES, Line
 from nanovllm.run_batch.records import Record, RequestError, error_record
-from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.text.chat import normalize_message
 
 CHAT_URL = "/v1/chat/completions"

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from nanovllm.kernels.sampling.logit_edits import bit_mask
-from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.text.grammar_check import GrammarChecker
 from nanovllm.text.grammar_tokenizer import make_grammar_tokenizer
 from nanovllm.text.json_schema import close_objects
@@ -200,16 +200,17 @@ class GrammarCompiler:
             for future in futures.values():
                 future.cancel()
 
-    def start(self, grammar: Once, budget: "CPUBudget") -> "Grammar":
-        """Returns the state of a grammar from ``find`` before the first token. All completions of a
-        request share its ``budget``. Raises ValueError as ``check`` does."""
+    def start(self, grammar: Once, n: int = 1) -> list["Grammar"]:
+        """Returns ``n`` states of a grammar from ``find`` before the first token. They share the
+        CPU budget of one request. Raises ValueError as ``check`` does."""
         self.check(grammar)
-        return Grammar(grammar.get().deep_copy(), self, budget)
+        budget = CPUBudget()
+        return [Grammar(grammar.get().deep_copy(), self, budget) for _ in range(n)]
 
     def compile(self, params: StructuredOutputsParams) -> "Grammar":
         """Compiles the grammar of ``params`` and returns its state before the first token. Raises
         ValueError as ``check`` does."""
-        return self.start(self.find(params), CPUBudget())
+        return self.start(self.find(params))[0]
 
     def close(self) -> None:
         """Ends the threads: waits for running compilations and cancels the others."""

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanovllm.engine.completion import Completion, collect_logprobs
+from nanovllm.engine.completion import Completion
+from nanovllm.engine.logprobs import collect_logprobs
 from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Finish, Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
@@ -27,7 +28,7 @@ def make(token_ids: list[int], finish: Finish | None = None, **params: Any) -> S
     if finish is not None:
         seq.status = SequenceStatus.FINISHED
     text = IncrementalDetokenizer(TokenTexts(tokenizer), stop=sampling_params.stop)
-    state = SamplingState(sampling_params, 0, [A], len(WORDS))
+    state = SamplingState(sampling_params, 0, (), len(WORDS))
     seq.completion = Completion(state, text, text.stop_candidates, finish)
     return seq
 

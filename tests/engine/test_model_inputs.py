@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.completion import Completion
+from nanovllm.engine.logit_edits import PreparedEdits
 from nanovllm.engine.model_inputs import (
     GraphSize,
     ModelInputs,
@@ -20,7 +21,7 @@ from nanovllm.engine.model_inputs import (
     prepare_prefill,
 )
 from nanovllm.engine.sampling_inputs import prepare_sample
-from nanovllm.engine.sampling_state import SamplingState
+from nanovllm.engine.sampling_state import SamplingState, SamplingStateFactory
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.workers import decode, encode
 from nanovllm.kernels.attention.block_tables import BlockTables, BlockTableUpdate
@@ -372,7 +373,10 @@ def make_sampled(
 ) -> Sampled:
     bad_words = bad_words or []
     seq = Sequence(prompt, params)
-    state = SamplingState(params, seed, prompt, VOCAB_SIZE, EOS, bad_words)
+    prepared = PreparedEdits(params, SamplingStateFactory(None, VOCAB_SIZE, EOS, seed=0))
+    prepared.bad_words = bad_words
+    (edits,) = prepared.start(prompt)
+    state = SamplingState(params, seed, edits, VOCAB_SIZE)
     seq.completion = Completion(state)
     for token in completion:
         seq.append_token(token)

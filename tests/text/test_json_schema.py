@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.text.json_schema import close_objects
 from nanovllm.text.structured import Grammar, GrammarCompiler
 

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from example import fetch_smollm2
-from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.text import structured
 from nanovllm.text.structured import Grammar, GrammarCompiler
 

@@ -3,27 +3,13 @@
 Each edit touches only the rows and tokens that need it. None synchronises with the host.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import tl, triton, use_triton
-
-# Edit functions of this module, in calling order, with their arguments after ``logits``.
-LogitEdits = Mapping[Callable[..., None], tuple[torch.Tensor, ...]]
-
-
-def edit_logits(logits: torch.Tensor, edits: LogitEdits) -> torch.Tensor:
-    """Returns an fp32 copy of the logits with all edits applied, or ``logits`` itself if there are
-    none."""
-    if not edits:
-        return logits
-    edited = logits.to(torch.float32, copy=True)
-    for edit, tensors in edits.items():
-        edit(edited, *tensors)
-    return edited
 
 
 def penalise(
