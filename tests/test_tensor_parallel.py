@@ -189,7 +189,7 @@ def test_messages_of_several_chunks(tiny_models: TinyModels):
             results.append(tokens(generate(llm, params, prompts)))
     assert results[0] == results[1]
     assert len(sizes) == 4, "three steps and the end"
-    assert min(sizes[:3]) > CHUNK_BYTES
+    assert sizes[0] > CHUNK_BYTES, "the prefill's"
 
 
 @pytest.mark.parametrize(
