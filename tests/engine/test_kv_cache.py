@@ -1,13 +1,18 @@
 """How many KV blocks fit into memory."""
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from nanovllm.config import Config
+from nanovllm.engine import cuda_graphs, kv_cache, warmup
 from nanovllm.engine.kv_cache import num_blocks_on_cpu, num_blocks_on_gpu
+from nanovllm.utils.distributed import TPGroup
 
 GIB = 1 << 30
 
@@ -70,3 +75,41 @@ def test_a_gpu_with_too_little_for_the_longest_sequence():
     assert on_gpu(free_bytes=4 * GIB, may_shorten=True) == 64
     with pytest.raises(ValueError, match=r"but 0.00 GiB are left"):
         on_gpu(free_bytes=3 * GIB, may_shorten=True)
+
+
+def test_what_a_gpu_holds_is_measured_around_the_largest_steps(monkeypatch):
+    """The peak of the warm-up above what stays is activations; what was there before the runner is
+    not its own. The figures of the GPU are made up, and graphs take 1 GiB."""
+    config = Config("model", kvcache_block_size=16, gpu_memory_utilization=0.5)
+    runner: Any = SimpleNamespace(
+        config=config,
+        device=torch.device("cuda", 0),
+        dtype=torch.bfloat16,
+        tp=TPGroup(),
+        max_model_len=4096,
+        model_config=SimpleNamespace(num_key_value_heads=8, num_hidden_layers=4, head_dim=64),
+    )
+    events: list[Any] = []
+    for module, name in (
+        (kv_cache, "allocate_kv_cache"),
+        (warmup, "warmup_model"),
+        (cuda_graphs, "measure_graphs"),
+    ):
+
+        def note(*args: Any, name: str = name) -> int:
+            events.append((name, *args[1:]))
+            return GIB
+
+        monkeypatch.setattr(module, name, note)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: events.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 7 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 5 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * GIB, 80 * GIB))
+    num_blocks = kv_cache.measure_kv_cache(runner, 2 * GIB, lambda part: None)
+    assert events == [("allocate_kv_cache", 1), "reset", ("warmup_model",), ("measure_graphs",)]
+    left = 40 * GIB - (3 * GIB + kv_cache.CONTEXT_BYTES) - 2 * GIB - GIB
+    assert num_blocks == left // (2 * 4 * 16 * 8 * 64 * 2)
+    assert kv_cache.most_blocks(runner) == 40 * GIB // (2 * 4 * 16 * 8 * 64 * 2)
+    runner.config = replace(config, num_kvcache_blocks=9)
+    assert kv_cache.measure_kv_cache(runner, 2 * GIB, lambda part: None) == 9
+    assert len(events) == 8, "the largest steps run in any case"
