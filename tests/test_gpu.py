@@ -23,7 +23,6 @@ from nanovllm.engine.cuda_graphs import (
     StepGraphs,
     borrowed,
     decode_sizes,
-    make_graphs,
     prefill_sizes,
 )
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs
@@ -495,7 +494,7 @@ def test_logits_of_graphs_share_memory(small_model):
     """Each of them kept its own."""
     with LLM(small_model, max_num_seqs=256, num_kvcache_blocks=300) as llm:
         runner = llm.model_runner
-        runner.graphs = make_graphs(runner)
+        runner.graphs = StepGraphs(runner)
         before = torch.cuda.memory_allocated()
         with torch.inference_mode(), small_cublas_workspace():
             runner.graphs.capture(decode_sizes(256))

@@ -1,7 +1,6 @@
 """CUDA graphs of whole steps: one launch takes the last tokens to the next ones."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -10,10 +9,9 @@ from typing import Any
 import torch
 
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs
+from nanovllm.engine.model_inputs import GraphSize, PackedInputs
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
-from nanovllm.utils.math import cdiv
 
 MAX_DECODE_SEQS = 2048
 MAX_PREFILL_SEQS = 64
@@ -66,23 +64,12 @@ def graph_sizes(runner: ModelRunner) -> list[GraphSize]:
     return prefill_sizes(max_tokens, max_seqs, num_params) + decode_sizes(max_seqs)
 
 
-def make_graphs(runner: ModelRunner) -> "StepGraphs":
-    """No graph yet, but what captures them."""
-    return StepGraphs(
-        lambda inputs: runner.run_model(inputs)[1],
-        runner.prepare,
-        runner.device,
-        cdiv(runner.max_model_len, runner.config.kvcache_block_size),
-        runner.model.model.few_layers,
-    )
-
-
 @torch.inference_mode()
 def capture_cudagraph(runner: ModelRunner) -> None:
     """Captures the runner's steps, unless they run eagerly."""
     if uses_graphs(runner):
         with small_cublas_workspace():
-            runner.graphs = graphs = make_graphs(runner)
+            runner.graphs = graphs = StepGraphs(runner)
             graphs.capture(graph_sizes(runner))
 
 
@@ -92,7 +79,7 @@ def measure_graphs(runner: ModelRunner) -> int:
     largest of each on a cache of one block."""
     if not uses_graphs(runner):
         return 0
-    graphs, num_bytes = make_graphs(runner), 0
+    graphs, num_bytes = StepGraphs(runner), 0
     with small_cublas_workspace():  # for all of it: the other one's memory would count as well
         for is_prefill in (True, False):
             sizes = [size for size in graph_sizes(runner) if size.is_prefill == is_prefill]
@@ -127,32 +114,15 @@ class StepGraph:
 
 
 class StepGraphs:
-    """Graphs of ``forward`` for steps of fixed sizes, in one memory pool.
+    """Graphs of a runner's steps of fixed sizes, in one memory pool.
 
     Only one step runs at a time, so all graphs share one input buffer and the memory of activations
     and logits.
-
-    Args:
-        forward: ModelInputs -> logits, of this rank; must not read back from the device.
-        prepare: (batch, size) -> its inputs, padded to the size.
-        table_width: maximum number of columns of block tables.
-        warming_up: entered around each step that runs once before its capture.
     """
 
-    def __init__(
-        self,
-        forward: Callable[[ModelInputs], torch.Tensor],
-        prepare: Callable[[Batch, GraphSize], PackedInputs],
-        device: torch.device,
-        table_width: int,
-        warming_up: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self.forward = forward
-        self.prepare = prepare
-        self.device = device
-        self.table_width = table_width
-        self.warming_up = warming_up
-        self.buffer = torch.empty(0, dtype=torch.int32, device=device)
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.buffer = torch.empty(0, dtype=torch.int32, device=runner.device)
         self.pool: Any = None
         self.graphs: dict[GraphSize, StepGraph] = {}
 
@@ -161,10 +131,10 @@ class StepGraphs:
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()  # once: torch.cuda.graph would do it for each capture
         for size, step in self.make_steps(sizes):
-            with self.warming_up():
+            with self.runner.model.model.few_layers():
                 step()  # compiles kernels and chooses algorithms, which a capture cannot
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.stream(capture_stream(self.device)):
+            with torch.cuda.stream(capture_stream(self.runner.device)):
                 graph.capture_begin(self.pool, capture_error_mode="thread_local")
                 try:
                     logits = step()
@@ -179,18 +149,16 @@ class StepGraphs:
         """Yields steps that read their inputs from the buffer, from the largest size down. The
         buffer holds padding for each one when it is yielded."""
         blanks = {
-            size: self.prepare(Batch((), is_prefill=size.is_prefill), size)
+            size: self.runner.prepare(Batch((), is_prefill=size.is_prefill), size)
             for size in sorted(sizes, reverse=True)
         }
-        num_words = max(
-            (
-                blank.tensors.start_of_last() + size.num_seqs * self.table_width
-                for size, blank in blanks.items()
-            ),
-            default=0,
-        )
+        width = self.runner.block_tables.resident.size(-1)
+        ends = [
+            blank.tensors.start_of_last() + size.num_seqs * width for size, blank in blanks.items()
+        ]
+        num_words = max(ends, default=0)
         if num_words > len(self.buffer):
-            self.buffer = torch.empty(num_words, dtype=torch.int32, device=self.device)
+            self.buffer = torch.empty(num_words, dtype=torch.int32, device=self.runner.device)
         for size, blank in blanks.items():
             blank.tensors.copy_to(self.buffer)
             yield size, self._make_step(blank)
@@ -199,7 +167,7 @@ class StepGraphs:
         inputs = blank.unpack(self.buffer)
         new_blocks = self.buffer[blank.tensors.start_of_last() :]  # as many as a step may have
         inputs = replace(inputs, tables=inputs.tables._replace(new_blocks=new_blocks))
-        return lambda: self.forward(inputs)
+        return lambda: self.runner.run_model(inputs)[1]
 
     def size_for(self, batch: Batch) -> GraphSize | None:
         """Returns the smallest captured size that fits the batch; None if it must run eagerly."""

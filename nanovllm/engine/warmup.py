@@ -4,7 +4,7 @@ import torch
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.completion import Completion
-from nanovllm.engine.cuda_graphs import graph_sizes, make_graphs
+from nanovllm.engine.cuda_graphs import StepGraphs, graph_sizes
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Sequence
@@ -42,5 +42,5 @@ def compile_kernels(runner: ModelRunner) -> None:
     few = [size for size in sizes if size.num_tokens <= 64]
     with compiling_only(), runner.model.model.few_layers():
         warmup_model(runner)
-        for _, step in make_graphs(runner).make_steps([*{*few, *decodes, *sizes[-1:]}]):
+        for _, step in StepGraphs(runner).make_steps([*{*few, *decodes, *sizes[-1:]}]):
             step()

@@ -5,6 +5,8 @@ import weakref
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graphs import StepGraphs, decode_sizes, graph_bytes, prefill_sizes
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs, prepare_decode
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.kernels.attention.block_tables import BlockTables
 from tests.invariants import check_scheduler
 from tests.tiny_models import VOCAB_SIZE
 
@@ -79,15 +82,22 @@ def test_captures_leave_other_threads_alone_and_keep_no_logits(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(cuda_graphs, "borrowed", lambda tensor: tensor.shape)
 
-    def forward(inputs: ModelInputs) -> torch.Tensor:
+    def run_model(inputs: ModelInputs) -> tuple[None, torch.Tensor]:
         out = torch.zeros(len(inputs.input_ids), 100)
         logits.append(weakref.ref(out))
-        return out
+        return None, out
 
     def prepare(batch: Batch, size: GraphSize) -> PackedInputs:
         return prepare_decode(batch, 16, size.num_seqs).pack(size)
 
-    graphs = StepGraphs(forward, prepare, torch.device("cpu"), 4)
+    runner: Any = SimpleNamespace(
+        device=torch.device("cpu"),
+        block_tables=BlockTables(1, 8, 4, torch.device("cpu")),
+        model=SimpleNamespace(model=SimpleNamespace(few_layers=nullcontext)),
+        prepare=prepare,
+        run_model=run_model,
+    )
+    graphs = StepGraphs(runner)
     graphs.capture(decode_sizes(8))
     shapes = [graph.logits for graph in graphs.graphs.values()]
     assert shapes == [(8, 100), (4, 100), (2, 100), (1, 100)]
