@@ -1,6 +1,5 @@
 """The engine: requests from prompts to results, around the loop of steps."""
 
-import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +33,6 @@ from nanovllm.utils.forks import leave_to_parent
 from nanovllm.utils.progress import bar_maker, shown
 from nanovllm.utils.throughput import Throughput
 
-logger = logging.getLogger("nanovllm")
 NOT_ALONE = (
     "{} needs the engine to itself: finish the other requests with step, drop them with "
     "abort_request, or close the stream that they belong to"

@@ -1,6 +1,5 @@
 """The loop: schedule, run, apply. The next step is launched before the last one's tokens arrive."""
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -15,7 +14,6 @@ from nanovllm.utils.forks import leave_to_parent
 from nanovllm.utils.memory import release_unused
 from nanovllm.utils.panics import is_failure
 
-logger = logging.getLogger("nanovllm")
 TEXT_STEPS = 32  # in so many steps, the new tokens of every sequence become text once
 
 
