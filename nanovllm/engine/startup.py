@@ -12,7 +12,7 @@ from nanovllm.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.checkpoints.weights import fill_with_dummy_weights, load_model
 from nanovllm.config import MAX_INT32, Config
 from nanovllm.engine.model_runner import ModelRunner, NoGraphs, on_device
-from nanovllm.kernels.attention.backend import select_attention_backend
+from nanovllm.kernels.attention.backend import AttentionShape, select_attention_backend
 from nanovllm.kernels.attention.block_tables import BlockTables
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead
@@ -162,15 +162,15 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
     bytes_before = torch.cuda.memory_allocated(device) if on_gpu else 0
     timed("device")
     size = config.tensor_parallel_size
-    runner.backend = select_attention_backend(
-        config.attention_backend,
-        num_heads=model_config.num_attention_heads // size,
-        num_kv_heads=heads_per_rank(model_config.num_key_value_heads, size),
-        head_dim=model_config.head_dim,
-        block_size=config.kvcache_block_size,
-        dtype=runner.dtype,
-        device=device,
+    shape = AttentionShape(
+        model_config.num_attention_heads // size,
+        heads_per_rank(model_config.num_key_value_heads, size),
+        model_config.head_dim,
+        config.kvcache_block_size,
+        runner.dtype,
+        device,
     )
+    runner.backend = select_attention_backend(config.attention_backend, shape)
     timed("attention backend")
     runner.join_ranks()
     timed("ranks")

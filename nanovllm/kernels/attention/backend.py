@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -100,16 +100,18 @@ BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
 }
 
 
-def select_attention_backend(
-    name: str,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> AttentionBackend:
+class AttentionShape(NamedTuple):
+    """What a backend has to support on one rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def select_attention_backend(name: str, shape: AttentionShape) -> AttentionBackend:
     """Returns the backend of the given name, or for "auto" the fastest that supports this shape.
 
     Runs a tiny prefill and decode with each candidate, so that a missing package or an unsupported
@@ -120,14 +122,14 @@ def select_attention_backend(
     """
     candidates = [name]
     if name == "auto":
-        candidates = list(BACKENDS) if device.type == "cuda" else ["torch"]
+        candidates = list(BACKENDS) if shape.device.type == "cuda" else ["torch"]
     reasons = []
     for candidate in candidates:
         try:
-            if candidate != "torch" and device.type != "cuda":
+            if candidate != "torch" and shape.device.type != "cuda":
                 raise ValueError("it needs a CUDA GPU")
             backend = BACKENDS[candidate]()
-            _try_out(backend, num_heads, num_kv_heads, head_dim, block_size, dtype, device)
+            _try_out(backend, shape)
         except Exception as error:  # whatever a package or a compiler raises is the reason
             reasons.append(f"{candidate}: {type(error).__name__}: {error}")
             continue
@@ -136,21 +138,13 @@ def select_attention_backend(
         logger.info("attention backend %s: %s%s", candidate, why, skipped)
         return backend
     raise ValueError(
-        f"attention backend {name!r} does not work for head_dim {head_dim}, block size "
-        f"{block_size}, {dtype} on {device.type} ({'; '.join(reasons)}): "
+        f"attention backend {name!r} does not work for head_dim {shape.head_dim}, block size "
+        f"{shape.block_size}, {shape.dtype} on {shape.device.type} ({'; '.join(reasons)}): "
         f"leave attention_backend at 'auto'"
     )
 
 
-def _try_out(
-    backend: AttentionBackend,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
+def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
     """Runs a prefill, a prefill that reads the cache, and a decode.
 
     The batch has two sequences of one token, because some backends launch further kernels when
@@ -159,6 +153,7 @@ def _try_out(
     Raises:
         ValueError: a result is wrong.
     """
+    num_heads, num_kv_heads, head_dim, block_size, dtype, device = shape
 
     def ones(*shape: int) -> torch.Tensor:
         return torch.ones(shape, dtype=dtype, device=device)

@@ -12,7 +12,7 @@ import torch
 from nanovllm.config import ATTENTION_BACKENDS
 from nanovllm.kernels.attention import backend as selection
 from nanovllm.kernels.attention import flash_attn_4_backend
-from nanovllm.kernels.attention.backend import select_attention_backend
+from nanovllm.kernels.attention.backend import AttentionShape, select_attention_backend
 from nanovllm.kernels.attention.flash_attn_4_backend import FlashAttention4
 from nanovllm.kernels.rope import RopeInputs
 from nanovllm.layers.attention import Attention
@@ -250,19 +250,14 @@ class TestChoice:
     def _tried_out_here(self, monkeypatch, device):
         """Backends for a GPU are tried out on the device that there is."""
         on, here = selection._try_out, torch.device(device)
-        monkeypatch.setattr(selection, "_try_out", lambda *args: on(*args[:-1], here))
+        monkeypatch.setattr(
+            selection, "_try_out", lambda backend, shape: on(backend, shape._replace(device=here))
+        )
 
     def choose(self, name="auto", head_dim=64, block_size=256, dtype=torch.float16) -> str:
         """The name of what is chosen for a GPU."""
-        return select_attention_backend(
-            name,
-            num_heads=2,
-            num_kv_heads=1,
-            head_dim=head_dim,
-            block_size=block_size,
-            dtype=dtype,
-            device=torch.device("cuda"),
-        ).name
+        shape = AttentionShape(2, 1, head_dim, block_size, dtype, torch.device("cuda"))
+        return select_attention_backend(name, shape).name
 
     def test_it_comes_first_where_it_works(self, monkeypatch):
         install(monkeypatch, stand_in)
