@@ -84,8 +84,8 @@ def apply_rope_and_store_reference(
         q and k after RoPE, contiguous.
     """
     if rope.q_weight is not None and rope.k_weight is not None:
-        q = rms_norm_reference(q, rope.q_weight, rope.eps)
-        k = rms_norm_reference(k, rope.k_weight, rope.eps)
+        q = rms_norm_reference(q, rope.q_weight, rope.eps)[0]
+        k = rms_norm_reference(k, rope.k_weight, rope.eps)[0]
     cos, sin = rope.cos_sin_cache[rope.positions].unsqueeze(1).chunk(2, dim=-1)
     q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
     if slots is not None:
