@@ -2,13 +2,18 @@
 
 import torch
 
-from nanovllm.utils.triton_compat import pdl_options, tl, triton, use_triton
+from nanovllm.utils.triton_compat import by_device, pdl_options, tl, triton
 
 
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    x32 = x.float()
+def rms_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes total / rms(total) * weight over the last dimension, in fp32, where total is
+    x + residual, or x without a residual. Returns (norm, total)."""
+    total = x if residual is None else x + residual
+    x32 = total.float()
     scale = torch.rsqrt(x32.square().mean(-1, keepdim=True).add_(eps))
-    return (x32 * scale).to(x.dtype) * weight
+    return (x32 * scale).to(x.dtype) * weight, total
 
 
 @triton.jit
@@ -21,7 +26,6 @@ def _rms_norm_kernel(
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Backwards: the kernel before wrote the last rows last, so they may still be in the L2 cache.
@@ -33,7 +37,7 @@ def _rms_norm_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row * WIDTH + column, mask=mask, other=0.0)
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * WIDTH + column, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(sum_ptr + row * WIDTH + column, x, mask=mask)
@@ -45,9 +49,8 @@ def _rms_norm_kernel(
 
 def rms_norm_triton(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns (norm, sum) with a residual, (norm, None) without. Both are contiguous and have x's
-    shape."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``rms_norm_reference``. All tensors are contiguous."""
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape == x.shape[-1:]
     assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
     width = x.size(-1)
@@ -63,27 +66,10 @@ def rms_norm_triton(
         eps,
         WIDTH=width,
         BLOCK=block,
-        HAS_RESIDUAL=residual is not None,
         num_warps=min(8, max(1, block // 512)),
         **pdl_options(x),
     )
-    return out, total
+    return out, x if total is None else total
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Computes x / rms(x) * weight over the last dimension of x [..., width], in fp32."""
-    if use_triton(x):
-        return rms_norm_triton(x, weight, eps)[0]
-    return rms_norm_reference(x, weight, eps)
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (rms_norm(x + residual), x + residual)."""
-    if use_triton(x):
-        out, total = rms_norm_triton(x, weight, eps, residual)
-        assert total is not None
-        return out, total
-    total = x + residual
-    return rms_norm_reference(total, weight, eps), total
+rms_norm = by_device(rms_norm_reference, rms_norm_triton)

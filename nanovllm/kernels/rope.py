@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels.attention.store_kvcache import store_kvcache_reference
+from nanovllm.kernels.attention.store_kvcache import store_kvcache
 from nanovllm.kernels.rms_norm import rms_norm_reference
-from nanovllm.utils.triton_compat import pdl_options, tl, triton, use_triton
+from nanovllm.utils.triton_compat import by_device, pdl_options, tl, triton
 
 BLOCK_HEADS = 8  # heads per program
 
@@ -70,14 +70,26 @@ def apply_rope_and_store_reference(
     slots: CacheSlots | None,
     num_finite: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``apply_rope_and_store``."""
+    """Applies RoPE to queries and keys and stores keys and values in the KV cache, in one kernel.
+
+    Args:
+        rope: positions, cosines and sines, and weights of the norms before RoPE, if any.
+        q: [N, heads, D].
+        k, v: [N, kv_heads, D].
+        slots: where to store; None stores nothing.
+        num_finite: makes ``v`` finite, in place, at positions below this number: NaN and +inf
+            become the largest finite number, -inf the smallest. The KV cache gets the original.
+
+    Returns:
+        q and k after RoPE, contiguous.
+    """
     if rope.q_weight is not None and rope.k_weight is not None:
-        q = rms_norm_reference(q, rope.q_weight, rope.eps)
-        k = rms_norm_reference(k, rope.k_weight, rope.eps)
+        q = rms_norm_reference(q, rope.q_weight, rope.eps)[0]
+        k = rms_norm_reference(k, rope.k_weight, rope.eps)[0]
     cos, sin = rope.cos_sin_cache[rope.positions].unsqueeze(1).chunk(2, dim=-1)
     q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
     if slots is not None:
-        store_kvcache_reference(k, v, *slots)
+        store_kvcache(k, v, *slots)
     if num_finite:
         first, largest = rope.positions < num_finite, torch.finfo(v.dtype).max
         v[first] = v[first].nan_to_num(nan=largest, posinf=largest, neginf=-largest)
@@ -189,8 +201,8 @@ def apply_rope_and_store_triton(
     slots: CacheSlots | None,
     num_finite: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``apply_rope_and_store``. The heads of a token must be contiguous, and tokens may be
-    strided. Results are contiguous."""
+    """See ``apply_rope_and_store_reference``. The heads of a token must be contiguous, and tokens
+    may be strided."""
     num_tokens, q_heads, head_dim = q.shape
     k_heads = k.size(1)
     assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
@@ -235,26 +247,6 @@ def apply_rope_and_store_triton(
     return q_out, k_out
 
 
-def apply_rope_and_store(
-    rope: RopeInputs,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    slots: CacheSlots | None,
-    num_finite: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Applies RoPE to queries and keys and stores keys and values in the KV cache, in one kernel.
-
-    Args:
-        rope: positions, cosines and sines, and weights of the norms before RoPE, if any.
-        q: [N, heads, D].
-        k, v: [N, kv_heads, D].
-        slots: where to store; None stores nothing.
-        num_finite: makes ``v`` finite, in place, at positions below this number: NaN and +inf
-            become the largest finite number, -inf the smallest. The KV cache gets the original.
-
-    Returns:
-        q and k after RoPE, contiguous.
-    """
-    kernel = apply_rope_and_store_triton if use_triton(q) else apply_rope_and_store_reference
-    return kernel(rope, q, k, v, slots, num_finite)
+apply_rope_and_store = by_device(
+    apply_rope_and_store_reference, apply_rope_and_store_triton, tensor=1
+)

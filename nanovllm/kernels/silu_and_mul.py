@@ -3,10 +3,11 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.utils.triton_compat import pdl_options, tl, triton, use_triton
+from nanovllm.utils.triton_compat import by_device, pdl_options, tl, triton
 
 
 def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
+    """Computes silu(gate) * up, with gate and up concatenated in x: [N, 2 I] -> [N, I]."""
     gate, up = x.chunk(2, -1)
     return F.silu(gate).mul_(up)
 
@@ -44,6 +45,4 @@ def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Computes silu(gate) * up, with gate and up concatenated in x: [N, 2 I] -> [N, I]."""
-    return silu_and_mul_triton(x) if use_triton(x) else silu_and_mul_reference(x)
+silu_and_mul = by_device(silu_and_mul_reference, silu_and_mul_triton)

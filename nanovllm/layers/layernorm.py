@@ -3,13 +3,14 @@
 import torch
 from torch import nn
 
-from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
+from nanovllm.kernels.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, computed in fp32. Inputs are not modified.
 
-    With a residual, returns (norm of x + residual, x + residual), as a pre-norm transformer needs.
+    With a residual, the norm of x + residual. Only ``LinearWeight.norm_matmul`` returns this sum
+    too.
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
@@ -17,9 +18,5 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size))
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        if residual is None:
-            return rms_norm(x, self.weight, self.eps)
-        return add_rms_norm(x, residual, self.weight, self.eps)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps, residual)[0]

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.quantization import new_linear_weight
-from nanovllm.quantization.base import Shard
+from nanovllm.quantization.base import InputFormat, Shard
 from nanovllm.utils.distributed import get_tp_group
 from nanovllm.utils.math import divide, heads_per_rank
 
@@ -54,11 +53,10 @@ class LinearBase(nn.Module):
         norm: RMSNorm,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        activation: SiluAndMul | None = None,
+        swiglu: InputFormat | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """activation(self(norm(x + residual))) and x + residual, in fewer kernels. A residual of
-        None stands for zero."""
-        swiglu = None if activation is None else activation.output_format
+        """self(norm(x + residual)) and x + residual, in fewer kernels. A residual of None stands
+        for zero. SwiGLU follows if its output format is given."""
         return self.linear_weight.norm_matmul(x, residual, norm, swiglu)
 
 

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nanovllm.kernels.rope import RopeInputs, apply_rotary_emb
+from nanovllm.kernels.rope import RopeInputs
 from nanovllm.layers.layernorm import RMSNorm
-
-__all__ = ["RopeConfig", "RotaryEmbedding", "apply_rotary_emb", "get_rope"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +38,8 @@ class RotaryEmbedding(nn.Module):
     """Rotary embedding with precomputed cosines and sines.
 
     ``cos_sin_cache`` is fp32 [max_position, head_dim]: head_dim / 2 cosines, then as many sines.
+    If ``rope`` is None, every angle is 0, so that the same kernels leave queries and keys as they
+    are.
     """
 
     cos_sin_cache: torch.Tensor
@@ -66,12 +66,6 @@ class RotaryEmbedding(nn.Module):
             return RopeInputs(positions, self.cos_sin_cache)
         weights = q_norm.weight, k_norm.weight
         return RopeInputs(positions, self.cos_sin_cache, *weights, q_norm.eps)
-
-
-def get_rope(head_dim: int, max_position: int, rope: RopeConfig | None) -> RotaryEmbedding:
-    """Returns the rotary embedding that layers of equal ``rope`` share. None is for layers without
-    RoPE: every angle is 0, so that the same kernels leave queries and keys as they are."""
-    return RotaryEmbedding(head_dim, max_position, rope)
 
 
 def _inv_freq(head_dim: int, rope: RopeConfig | None) -> torch.Tensor:

@@ -12,7 +12,6 @@ from functools import cache
 import torch
 from torch import nn
 
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
@@ -21,7 +20,7 @@ from nanovllm.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.model_config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig
 from nanovllm.utils.context import get_context
 
@@ -72,12 +71,12 @@ class DecoderMLP(nn.Module):
         hidden, inner = config.hidden_size, spec.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], spec.bias)
         self.down_proj = RowParallelLinear(inner, hidden, spec.bias)
-        self.act_fn = SiluAndMul(self.down_proj.linear_weight.input_format)
+        self.swiglu_format = self.down_proj.linear_weight.input_format
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x, residual = self.gate_up_proj.after_norm(norm, x, residual, self.act_fn)
+        x, residual = self.gate_up_proj.after_norm(norm, x, residual, self.swiglu_format)
         return self.down_proj.add_to(residual, x)
 
 
@@ -117,7 +116,7 @@ class DecoderModel(nn.Module):
     def __init__(self, config: ModelConfig, max_position: int) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        rope = cache(get_rope)
+        rope = cache(RotaryEmbedding)  # layers of equal settings share one
         self.layers = nn.ModuleList(
             DecoderLayer(config, spec, rope(config.head_dim, max_position, spec.attention.rope))
             for spec in config.layers
@@ -142,9 +141,7 @@ class DecoderModel(nn.Module):
             hidden_states, residual = layer(positions, hidden_states, residual)
         outputs = get_context().output_indices  # nobody attends to what the last layer gives
         hidden_states, residual = last(positions, hidden_states, residual, outputs)
-        if residual is None:
-            return self.norm(hidden_states)
-        return self.norm(hidden_states, residual)[0]
+        return self.norm(hidden_states, residual)
 
 
 class DecoderForCausalLM(nn.Module):

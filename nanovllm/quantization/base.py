@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
+from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 
 _config: ContextVar[Mapping[str, Any] | None] = ContextVar("quantization_config", default=None)
@@ -42,17 +42,15 @@ class InputFormat:
     The kernels of an FP8 format, for example, would return values with their scales.
 
     Attributes:
-        rms_norm: (x, norm weight, eps) -> input.
-        add_rms_norm: (x, residual, norm weight, eps) -> (input, x + residual).
+        rms_norm: (x, norm weight, eps, residual or None) -> (input, x + residual).
         silu_and_mul: gate and up side by side, [N, 2 I] -> input [N, I].
     """
 
-    rms_norm: Callable[[Tensor, Tensor, float], Any]
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Any, Tensor]]
+    rms_norm: Callable[[Tensor, Tensor, float, Tensor | None], tuple[Any, Tensor]]
     silu_and_mul: Callable[[Tensor], Any]
 
 
-PLAIN = InputFormat(rms_norm, add_rms_norm, silu_and_mul)  # one tensor of the model's dtype
+PLAIN = InputFormat(rms_norm, silu_and_mul)  # one tensor of the model's dtype
 
 
 class Shard(NamedTuple):
@@ -139,8 +137,5 @@ class LinearWeight(ABC):
         Returns:
             (the projection [N, out] or its SwiGLU [N, out / 2], x + residual).
         """
-        if residual is None:
-            normed, total = self.input_format.rms_norm(x, norm.weight, norm.eps), x
-        else:
-            normed, total = self.input_format.add_rms_norm(x, residual, norm.weight, norm.eps)
+        normed, total = self.input_format.rms_norm(x, norm.weight, norm.eps, residual)
         return self.matmul(normed) if swiglu is None else self.matmul_swiglu(normed, swiglu), total

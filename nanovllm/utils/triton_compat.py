@@ -5,9 +5,10 @@ the PyTorch references run instead of kernels.
 """
 
 import os
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -22,7 +23,9 @@ except ImportError:  # no Triton on this platform
     class _Absent:
         """Placeholder for ``triton`` and ``tl``, with the names that are used at import."""
 
-        constexpr = object
+        @staticmethod
+        def constexpr(value: Any) -> Any:
+            return value
 
         @staticmethod
         def jit(function: Any = None, **_: Any) -> Any:
@@ -30,8 +33,11 @@ except ImportError:  # no Triton on this platform
 
     triton = tl = _Absent()
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 __all__ = [
     "HAS_TRITON",
+    "by_device",
     "keep_compiled_kernels",
     "num_multiprocessors",
     "pdl_options",
@@ -45,6 +51,22 @@ __all__ = [
 def use_triton(x: torch.Tensor) -> bool:
     """Returns whether operations on x run Triton kernels."""
     return HAS_TRITON and x.is_cuda
+
+
+def by_device(reference: F, kernel: F, tensor: int = 0) -> F:
+    """Returns the function that launches a kernel for tensors that ``use_triton`` accepts, and
+    calls its PyTorch reference for others.
+
+    Args:
+        reference: has the docstring of both.
+        tensor: the positional argument whose device decides.
+    """
+
+    @wraps(reference)
+    def function(*args: Any) -> Any:
+        return (kernel if use_triton(args[tensor]) else reference)(*args)
+
+    return cast(F, function)
 
 
 def pdl_options(x: torch.Tensor) -> dict[str, bool]:

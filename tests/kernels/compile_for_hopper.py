@@ -25,7 +25,6 @@ from nanovllm.kernels.attention import (
     decode,
     flash_attn_4_backend,
     prefill,
-    store_kvcache,
     triton_backend,
 )
 from nanovllm.kernels.comm import all_reduce
@@ -40,7 +39,6 @@ ALL_SIZES = "--few" not in sys.argv
 PDL_MODULES = (
     all_reduce,
     decode,
-    store_kvcache,
     prefill,
     rms_norm,
     rope,
@@ -121,7 +119,6 @@ def launch_all(
             block_tables=tables,
         )
         attention.prefill(q, k, k, cache, cache, prefill, 1.0)
-    store_kvcache.store_kvcache_triton(k, k, cache, cache, ints(64))
     update = block_tables.BlockTableUpdate(ints(8), ints(1, 8), ints(1, 9), ints(9))
     block_tables.update_triton(ints(1, 8, 16), update, ints(1, 8, 16))
     slots = rope.CacheSlots(cache, cache, ints(64))

@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from nanovllm.kernels.rope import apply_rope_and_store
+from nanovllm.kernels.rope import apply_rope_and_store, apply_rotary_emb
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.rotary_embedding import RopeConfig, apply_rotary_emb, get_rope
+from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 
 MAX_POSITION = 131072
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -98,7 +98,7 @@ def test_equals_transformers(kind, head_dim):
     """At positions where transformers' fp32 angles are good to 1e-4."""
     positions = torch.randint(0, 1000, (50,))
     q, k = torch.randn(50, 6, head_dim), torch.randn(50, 2, head_dim)
-    rope = get_rope(head_dim, 1000, KINDS[kind][0])
+    rope = RotaryEmbedding(head_dim, 1000, KINDS[kind][0])
     cos, sin = oracle(kind, head_dim)(q, positions[None])
     expected = apply_rotary_pos_emb(q, k, cos[0], sin[0])
     torch.testing.assert_close(rotate(rope, positions, q, k), expected, rtol=0, atol=1e-3)
@@ -108,7 +108,7 @@ def test_equals_transformers(kind, head_dim):
 @each_head_dim
 def test_frequencies_equal_transformers(kind, head_dim):
     """Read off the cache at position 1, where no angle has wrapped round."""
-    cos, sin = get_rope(head_dim, 2, KINDS[kind][0]).cos_sin_cache[1].flatten().chunk(2)
+    cos, sin = RotaryEmbedding(head_dim, 2, KINDS[kind][0]).cos_sin_cache[1].flatten().chunk(2)
     expected = oracle(kind, head_dim).inv_freq
     torch.testing.assert_close(torch.atan2(sin, cos), expected, rtol=1e-5, atol=0)
 
@@ -118,7 +118,7 @@ def test_frequencies_equal_transformers(kind, head_dim):
 def test_high_positions_are_exact(kind, head_dim):
     """Guards angles computed in fp32, which are off by 4e-3 at position 100,000."""
     q, k = torch.randn(8, 6, head_dim), torch.randn(8, 2, head_dim)
-    rope = get_rope(head_dim, MAX_POSITION, KINDS[kind][0])
+    rope = RotaryEmbedding(head_dim, MAX_POSITION, KINDS[kind][0])
     inv_freq = inv_freq_fp64(kind, head_dim)
     for x, rotated in zip((q, k), rotate(rope, HIGH_POSITIONS, q, k), strict=True):
         expected = rotate_fp64(x, HIGH_POSITIONS, inv_freq)
@@ -127,7 +127,7 @@ def test_high_positions_are_exact(kind, head_dim):
 
 @each_kind
 def test_scores_depend_on_the_distance_alone(kind):
-    rope = get_rope(64, MAX_POSITION, KINDS[kind][0])
+    rope = RotaryEmbedding(64, MAX_POSITION, KINDS[kind][0])
     q, k = torch.randn(1, 1, 64), torch.randn(1, 1, 64)
 
     def score(q_position: int, k_position: int) -> torch.Tensor:
@@ -147,7 +147,7 @@ def test_norms_come_before_the_rotation(dtype):
     norms = [RMSNorm(40, eps=1e-3).to(dtype).requires_grad_(False) for _ in "qk"]
     for norm in norms:
         norm.weight.uniform_(0.5, 1.5)
-    rope, positions = get_rope(40, 100, RopeConfig()), torch.randint(0, 100, (7,))
+    rope, positions = RotaryEmbedding(40, 100, RopeConfig()), torch.randint(0, 100, (7,))
     found = rotate(rope, positions, q, k, *norms)
     expected = rotate(rope, positions, norms[0](q), norms[1](k))
     assert all(map(torch.equal, found, expected))
@@ -156,7 +156,7 @@ def test_norms_come_before_the_rotation(dtype):
 
 def test_position_0_is_the_identity():
     q, k = torch.randn(3, 2, 16), torch.randn(3, 1, 16)
-    rotated = rotate(get_rope(16, 4, RopeConfig()), torch.zeros(3, dtype=torch.int64), q, k)
+    rotated = rotate(RotaryEmbedding(16, 4, RopeConfig()), torch.zeros(3, dtype=torch.int64), q, k)
     assert all(map(torch.equal, rotated, (q, k)))
 
 
@@ -166,8 +166,8 @@ def test_stated_divisors_replace_the_scaling():
     plain = 500000.0 ** -(torch.arange(32).double() / 32)
     divisors = tuple((plain / inv_freq_fp64("llama3", 64)).tolist())
     stated = RopeConfig(llama3.theta, freq_divisors=divisors)
-    expected = get_rope(64, 5000, llama3).cos_sin_cache
-    torch.testing.assert_close(get_rope(64, 5000, stated).cos_sin_cache, expected)
+    expected = RotaryEmbedding(64, 5000, llama3).cos_sin_cache
+    torch.testing.assert_close(RotaryEmbedding(64, 5000, stated).cos_sin_cache, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -175,7 +175,7 @@ def test_dtype_is_kept_and_inputs_stay_as_they_are(dtype):
     positions = torch.tensor([5, 77, 3])
     q, k = torch.randn(3, 4, 16).to(dtype), torch.randn(3, 2, 16).to(dtype)
     copies = q.clone(), k.clone()
-    rope = get_rope(16, 100, RopeConfig())
+    rope = RotaryEmbedding(16, 100, RopeConfig())
     rotated = rotate(rope, positions, q, k)
     assert all(map(torch.equal, (q, k), copies))
     # The rotation runs in fp32 whatever the dtype, so the only error is the last rounding.
@@ -191,7 +191,7 @@ def test_apply_rotary_emb_turns_halves_against_each_other():
 
 
 def test_the_cache_is_not_part_of_the_checkpoint():
-    rope = get_rope(16, 10, RopeConfig())
+    rope = RotaryEmbedding(16, 10, RopeConfig())
     assert rope.cos_sin_cache.numel() == 10 * 16 and rope.cos_sin_cache.dtype == torch.float32
     assert not rope.state_dict() and not list(rope.parameters())
 
@@ -200,7 +200,7 @@ def test_the_cache_is_not_part_of_the_checkpoint():
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_without_rope_heads_stay_as_they_are(has_norm, dtype):
     """Bit for bit, at any position; a norm before it is applied still."""
-    rope, positions = get_rope(16, 200, None), torch.tensor([0, 1, 100, 199])
+    rope, positions = RotaryEmbedding(16, 200, None), torch.tensor([0, 1, 100, 199])
     q, k = torch.randn(4, 4, 16).to(dtype), torch.randn(4, 2, 16).to(dtype)
     norms = (RMSNorm(16), RMSNorm(16)) if has_norm else ()
     for norm in norms:

@@ -18,7 +18,6 @@ from nanovllm.kernels.attention.split_kv import KV_SPLIT_WORDS, max_partial_slot
 from nanovllm.kernels.attention.tiles import (
     LOG2_E,
     attend,
-    dot_precision,
     online_softmax_step,
     tile_pointers,
 )
@@ -32,6 +31,7 @@ NUM_MULTIPROCESSORS = 132  # of a Hopper GPU
 NUM_PROGRAMS, NUM_PROGRAMS_SMALL_BATCH = 2 * NUM_MULTIPROCESSORS, 4 * NUM_MULTIPROCESSORS
 # Sequences times KV heads from which on programs have a single warp, and the smallest tiles.
 LARGE_BATCH, VERY_LARGE_BATCH = 1024, 1536
+SPLIT_WORDS = tl.constexpr(KV_SPLIT_WORDS)
 
 
 class DecodeTile(NamedTuple):
@@ -77,50 +77,6 @@ def _repeat_rows(x, ROWS: tl.constexpr):
     return tl.reshape(tl.broadcast_to(x[None, :, :], (ROWS // N, N, D)), (ROWS, D))
 
 
-@triton.jit
-def _combine_splits(
-    partial_ptr,
-    lse_ptr,
-    out_ptr,
-    first_row,
-    num_splits,
-    out_row,
-    Q_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """Combines the partial results of a sequence's splits for the query heads of one KV head,
-    weighted by their log-sum-exps, SPLITS splits at a time.
-
-    ``first_row`` is the row of the first split and the first head in the partial results.
-    """
-    head = tl.arange(0, BLOCK_G)
-    dim = tl.arange(0, BLOCK_D)
-    row_max = tl.full([BLOCK_G], -float("inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for start in range(0, num_splits, SPLITS):
-        split = start + tl.arange(0, SPLITS)
-        exists = (head < GROUP)[:, None] & (split < num_splits)[None, :]
-        row = first_row + split[None, :] * Q_HEADS + head[:, None]
-        lse = tl.load(lse_ptr + row, mask=exists, other=-float("inf"), cache_modifier=".cg")
-        partial = tl.load(
-            partial_ptr + row[:, :, None] * HEAD_DIM + dim[None, None, :],
-            mask=exists[:, :, None] & (dim < HEAD_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        weight, alpha, row_max, row_sum = online_softmax_step(lse, 1.0, row_max, row_sum)
-        acc = acc * alpha[:, None] + tl.sum(partial * weight[:, :, None], axis=1)
-    mean = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-    out_offset = (out_row + head)[:, None] * HEAD_DIM + dim[None, :]
-    mask = (head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    tl.store(out_ptr + out_offset, mean.to(out_ptr.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q_ptr,
@@ -145,10 +101,8 @@ def _decode_kernel(
     new_k_stride,
     new_v_stride,
     table_stride,
-    HAS_NORM: tl.constexpr,
     PREFETCHES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    KV_SPLIT_WORDS: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -158,7 +112,6 @@ def _decode_kernel(
     TAIL_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
     COMBINE_ROWS: tl.constexpr,
-    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Computes one KV head and one KV_SPLIT, a row of the schedule.
@@ -170,8 +123,9 @@ def _decode_kernel(
     int32 [slots, KV_HEADS] and counts finished programs; it is zero before and after a launch.
     """
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
+    HAS_NORM: tl.constexpr = q_weight_ptr is not None
     kv_head = tl.program_id(0)
-    schedule_ptr += tl.program_id(1) * KV_SPLIT_WORDS
+    schedule_ptr += tl.program_id(1) * SPLIT_WORDS
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     # The first use of a loaded value stalls the program and delays all later loads. So independent
@@ -267,10 +221,10 @@ def _decode_kernel(
     q = _repeat_rows(q, BLOCK_M)
     row_max = tl.reshape(_repeat_rows(row_max[:, None], BLOCK_M), (BLOCK_M,))
     if PREFETCHES:
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores = tl.where(is_cached[None, :], scores, -float("inf"))
         p, alpha, row_max, row_sum = online_softmax_step(scores, scale_log2e, row_max, row_sum)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         begin += BLOCK_N
     if begin < cached_end:
         row_max, row_sum, acc = attend(
@@ -293,10 +247,8 @@ def _decode_kernel(
             PAGE_SIZE,
             False,
             HEAD_DIM,
-            BLOCK_D,
             BLOCK_N,
             TAIL_N,
-            PRECISION,
         )
     safe_sum = tl.where(row_sum > 0, row_sum, 1.0)
     out = acc / safe_sum[:, None]
@@ -312,22 +264,30 @@ def _decode_kernel(
     arrived_ptr += first_slot * KV_HEADS + kv_head
     if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") < num_splits - 1:
         return
-    # The last program to arrive combines the splits.
+    # The last program to arrive combines the splits, weighted by their log-sum-exps.
     tl.store(arrived_ptr, 0)
-    _combine_splits(
-        partial_ptr,
-        lse_ptr,
-        out_ptr,
-        first_slot * Q_HEADS + kv_head * GROUP,
-        num_splits,
-        out_row + kv_head * GROUP,
-        Q_HEADS,
-        GROUP,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_G,
-        COMBINE_ROWS // BLOCK_G,
-    )
+    SPLITS: tl.constexpr = COMBINE_ROWS // BLOCK_G
+    first_row = first_slot * Q_HEADS + kv_head * GROUP
+    out_row = out_row + kv_head * GROUP
+    row_max = tl.full([BLOCK_G], -float("inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for start in range(0, num_splits, SPLITS):
+        splits = start + tl.arange(0, SPLITS)
+        exists = (member < GROUP)[:, None] & (splits < num_splits)[None, :]
+        split_row = first_row + splits[None, :] * Q_HEADS + member[:, None]
+        lse = tl.load(lse_ptr + split_row, mask=exists, other=-float("inf"), cache_modifier=".cg")
+        partial = tl.load(
+            partial_ptr + split_row[:, :, None] * HEAD_DIM + dim[None, None, :],
+            mask=exists[:, :, None] & in_head[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        weight, rescale, row_max, row_sum = online_softmax_step(lse, 1.0, row_max, row_sum)
+        acc = acc * rescale[:, None] + tl.sum(partial * weight[:, :, None], axis=1)
+    mean = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+    out_offset = (out_row + member)[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(out_ptr + out_offset, mean.to(out_ptr.dtype.element_ty), mask=g_mask)
 
 
 def decode_attention(
@@ -381,10 +341,8 @@ def decode_attention(
         new.k.stride(0),
         new.v.stride(0),
         context.block_tables.stride(0),
-        HAS_NORM=new.rope.q_weight is not None,
         PREFETCHES=tile.prefetches,
         PAGE_SIZE=page_size,
-        KV_SPLIT_WORDS=KV_SPLIT_WORDS,
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
@@ -394,7 +352,6 @@ def decode_attention(
         TAIL_N=min(tile.num_keys, 64 if tile.num_warps == 4 else 32),  # fastest when measured
         BLOCK_G=group,
         COMBINE_ROWS=max(COMBINE_ROWS, group),
-        PRECISION=dot_precision(q),
         num_warps=tile.num_warps,
         num_stages=2,
         **pdl_options(q),

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 
+from nanovllm.kernels.attention.base import AttentionBackend
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 
 
-class FlashAttention:
+class FlashAttention(AttentionBackend):
     """Uses flash-attn's varlen function for prefill and its KV-cache function for decode.
 
     Raises:
@@ -17,8 +17,6 @@ class FlashAttention:
     """
 
     name = "flash_attn"
-    capturable = True
-    fuses_rope = False
 
     def __init__(self) -> None:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
@@ -49,14 +47,6 @@ class FlashAttention:
             causal=True,
             block_table=context.block_tables,
         )
-
-    def num_finite(self, context: Context) -> int:
-        return 0
-
-    def split_kv(
-        self, context_lens: np.ndarray, kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> None:
-        return None
 
     def decode(
         self,

@@ -6,7 +6,7 @@ The query heads that share a KV head are rows of one tile, so their keys and val
 
 import torch
 
-from nanovllm.kernels.attention.tiles import LOG2_E, attend, dot_precision
+from nanovllm.kernels.attention.tiles import LOG2_E, attend
 from nanovllm.utils.context import Context
 from nanovllm.utils.triton_compat import pdl_options, shared_memory, tl, triton
 
@@ -37,7 +37,6 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     TAIL_N: tl.constexpr,
     SCAN: tl.constexpr,
-    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Computes one tile of queries of one sequence and KV head.
@@ -99,10 +98,8 @@ def _prefill_kernel(
         PAGE_SIZE,
         True,
         HEAD_DIM,
-        BLOCK_D,
         BLOCK_N,
         TAIL_N,
-        PRECISION,
     )
     out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     out_row = (q_start + token).to(tl.int64) * Q_HEADS + head
@@ -162,7 +159,6 @@ def prefill_attention(
         BLOCK_N=block_n,
         TAIL_N=min(block_n, 64),
         SCAN=SCAN,
-        PRECISION=dot_precision(q),
         num_warps=4 if wide or exact else 8,
         num_stages=3 if large_tiles else 2,
         **pdl_options(q),

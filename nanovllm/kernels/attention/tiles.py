@@ -1,10 +1,9 @@
 """Triton functions that the prefill and decode kernels share: the loop over tiles of keys.
 
 It computes the online softmax of FlashAttention-2 (arXiv:2307.08691) in base 2. Each row of queries
-has a running maximum of the scaled scores and a running sum of exp2(score - maximum).
+has a running maximum of the scaled scores and a running sum of exp2(score - maximum). Matmuls of
+fp32 inputs are exact ("ieee"), because the default, tf32, has a mantissa of 10 bits only.
 """
-
-import torch
 
 from nanovllm.utils.triton_compat import tl, triton
 
@@ -32,10 +31,8 @@ def attend(
     PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TAIL_N: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Lets the rows of q attend to keys [begin, end).
 
@@ -45,7 +42,7 @@ def attend(
 
     Returns the updated ``row_max``, ``row_sum`` and ``acc``, the sum of weighted values.
     """
-    dim = tl.arange(0, BLOCK_D)
+    dim = tl.arange(0, q.shape[1])
     for MASKED in tl.static_range(2):
         first = middle if MASKED else begin
         for n in tl.range(first, end if MASKED else middle, TAIL_N if MASKED else BLOCK_N):
@@ -59,7 +56,7 @@ def attend(
                 TAIL_N if MASKED else BLOCK_N,
             )  # fmt: skip
             k = tl.load(k_tile, mask=kv_mask, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if MASKED:
                 visible = (key < end)[None, :]
                 if CAUSAL:
@@ -71,7 +68,7 @@ def attend(
                 TAIL_N if MASKED else BLOCK_N,
             )  # fmt: skip
             v = tl.load(v_tile, mask=kv_mask, other=0.0)
-            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return row_max, row_sum, acc
 
 
@@ -110,9 +107,3 @@ def online_softmax_step(scores, scale, row_max, row_sum):
     p = tl.exp2(scores * scale - shift[:, None])
     alpha = tl.exp2(row_max - shift)
     return p, alpha, new_max, row_sum * alpha + tl.sum(p, axis=1)
-
-
-def dot_precision(q: torch.Tensor) -> str:
-    """Returns ``input_precision`` for ``tl.dot``: full fp32 for fp32 inputs, because the default,
-    tf32, has a mantissa of 10 bits only."""
-    return "ieee" if q.dtype is torch.float32 else "tf32"

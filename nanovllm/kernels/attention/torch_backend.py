@@ -1,19 +1,18 @@
 """Attention backend in plain PyTorch: for CPUs, and the reference for the other backends."""
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.attention.base import AttentionBackend
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 
 
-class TorchAttention:
+class TorchAttention(AttentionBackend):
     """Calls scaled_dot_product_attention for each sequence, on keys gathered from its blocks."""
 
     name = "torch"
     capturable = False
-    fuses_rope = False
 
     def prefill(
         self,
@@ -38,14 +37,6 @@ class TorchAttention:
                 keys, values = (_gather(cache, tables[i], len_k) for cache in (k_cache, v_cache))
             out[new] = _attend(q[new], keys, values, scale)
         return out
-
-    def num_finite(self, context: Context) -> int:
-        return 0
-
-    def split_kv(
-        self, context_lens: np.ndarray, kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> None:
-        return None
 
     def decode(
         self,

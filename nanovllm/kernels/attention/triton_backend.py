@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from nanovllm.kernels.attention.base import AttentionBackend
 from nanovllm.kernels.attention.decode import decode_attention, decode_tile, num_arrival_counters
 from nanovllm.kernels.attention.prefill import prefill_attention
 from nanovllm.kernels.attention.split_kv import make_split_kv_schedule
@@ -10,32 +11,18 @@ from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 
 
-class TritonAttention:
+class TritonAttention(AttentionBackend):
     """Uses the kernels of this package. They support fp16, bf16 and fp32, all block sizes, and head
     dimensions up to 256."""
 
     name = "triton"
-    capturable = True
     fuses_rope = True
 
     def __init__(self) -> None:
         # Counters of the decode kernel. Launches can share them, because steps run in order.
         self._arrived: torch.Tensor | None = None
 
-    def prefill(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        context: Context,
-        scale: float,
-    ) -> torch.Tensor:
-        return prefill_attention(q, k, v, k_cache, v_cache, context, scale)
-
-    def num_finite(self, context: Context) -> int:
-        return 0
+    prefill = staticmethod(prefill_attention)
 
     def split_kv(
         self, context_lens: np.ndarray, kv_heads: int, head_dim: int, dtype: torch.dtype

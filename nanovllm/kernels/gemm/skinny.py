@@ -22,13 +22,11 @@ REGISTERS = {} if torch.version.hip else {"maxnreg": 128}
 
 
 @triton.jit
-def _load_bias(
-    bias_ptr, feature, mask, out_features, HAS_BIAS: tl.constexpr, SILU: tl.constexpr
-):  # fmt: skip
+def _load_bias(bias_ptr, feature, mask, out_features, SILU: tl.constexpr):
     """(bias of the features, bias of the up projection's features with SwiGLU)."""
     bias = 0.0
     up_bias = 0.0
-    if HAS_BIAS:
+    if bias_ptr is not None:
         bias = tl.load(bias_ptr + feature, mask=mask, other=0.0).to(tl.float32)
         if SILU:
             up_bias = tl.load(bias_ptr + out_features + feature, mask=mask, other=0.0)
@@ -37,11 +35,9 @@ def _load_bias(
 
 
 @triton.jit
-def _finish(
-    y, up, bias, up_bias, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, DTYPE: tl.constexpr
-):  # fmt: skip
+def _finish(y, up, bias_ptr, bias, up_bias, SILU: tl.constexpr, DTYPE: tl.constexpr):
     """Bias and SwiGLU, rounded where separate kernels would round."""
-    if HAS_BIAS:
+    if bias_ptr is not None:
         y += bias
         if SILU:
             up += up_bias
@@ -65,9 +61,6 @@ def _vector_kernel(
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -82,7 +75,7 @@ def _vector_kernel(
     up_weight = weight
     if SILU:
         up_weight = tl.load(up_ptr + column[None, :], mask=mask, other=0.0)
-    bias, up_bias = _load_bias(bias_ptr, feature, in_weight, out_features, HAS_BIAS, SILU)
+    bias, up_bias = _load_bias(bias_ptr, feature, in_weight, out_features, SILU)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -98,22 +91,22 @@ def _vector_kernel(
                 up_weight = tl.load(up_ptr + column[None, :], mask=mask, other=0.0)
         in_row = column < K
         x = tl.load(x_ptr + column, mask=in_row, other=0.0)
-        if HAS_RESIDUAL:
+        if residual_ptr is not None:
             residual = tl.load(residual_ptr + column, mask=in_row, other=0.0)
             x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
             is_first = column * 0 + tl.program_id(0) == 0
             tl.store(sum_ptr + column, x, mask=in_row & is_first)
         x = x.to(tl.float32)
-        if HAS_NORM:
+        if norm_ptr is not None:
             squares += x * x
             x *= tl.load(norm_ptr + column, mask=in_row, other=0.0).to(tl.float32)
         acc += weight.to(tl.float32) * x[None, :]
         if SILU:
             up_acc += up_weight.to(tl.float32) * x[None, :]
-    scale = tl.rsqrt(tl.sum(squares) / K + eps) if HAS_NORM else 1.0
+    scale = tl.rsqrt(tl.sum(squares) / K + eps) if norm_ptr is not None else 1.0
     y = tl.sum(acc, axis=1) * scale
     up = tl.sum(up_acc, axis=1) * scale if SILU else y
-    out = _finish(y, up, bias, up_bias, HAS_BIAS, SILU, out_ptr.dtype.element_ty)
+    out = _finish(y, up, bias_ptr, bias, up_bias, SILU, out_ptr.dtype.element_ty)
     tl.store(out_ptr + feature, out, mask=in_weight)
 
 
@@ -161,9 +154,7 @@ def _matrix_kernel(
     BLOCK_K: tl.constexpr,
     WARPS: tl.constexpr,
     UNROLL: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
-    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Several rows, on the tensor cores, with the weight as the operand that fills a tile. Each
@@ -173,24 +164,24 @@ def _matrix_kernel(
     weight = _load_tile(weight_ptr, first, out_features, 0, K, BLOCK_N, PARTS, BLOCK_K, WARPS)
     feature = first + tl.arange(0, BLOCK_N)[:, None]
     in_weight = feature < out_features
-    bias, up_bias = _load_bias(bias_ptr, feature, in_weight, out_features, HAS_BIAS, SILU)
+    bias, up_bias = _load_bias(bias_ptr, feature, in_weight, out_features, SILU)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     x = _load_tile(x_ptr, 0, num_rows, 0, K, BLOCK_M, 1, BLOCK_K, WARPS)
     acc = tl.zeros([WARPS, PARTS * BLOCK_N, BLOCK_M], tl.float32)
     for start in tl.range(BLOCK_K, K, BLOCK_K, loop_unroll_factor=UNROLL):
-        acc = tl.dot(weight, tl.permute(x, (0, 2, 1)), acc, input_precision=PRECISION)
+        acc = tl.dot(weight, tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
         weight = _load_tile(
             weight_ptr, first, out_features, start, K, BLOCK_N, PARTS, BLOCK_K, WARPS
         )
         x = _load_tile(x_ptr, 0, num_rows, start, K, BLOCK_M, 1, BLOCK_K, WARPS)
-    acc = tl.dot(weight, tl.permute(x, (0, 2, 1)), acc, input_precision=PRECISION)
+    acc = tl.dot(weight, tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
     y = tl.sum(acc, axis=0)
     up = y
     if SILU:
         y, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
-    out = _finish(y, up, bias, up_bias, HAS_BIAS, SILU, out_ptr.dtype.element_ty)
+    out = _finish(y, up, bias_ptr, bias, up_bias, SILU, out_ptr.dtype.element_ty)
     row = tl.arange(0, BLOCK_M)[None, :]
     mask = (row < num_rows) & in_weight
     tl.store(out_ptr + row * out_features + feature, out, mask=mask)
@@ -229,9 +220,7 @@ def skinny_linear(
         # Unrolled, loads run ahead of the matmuls as far as registers go. An fp32 matmul has too
         # many instructions for that.
         UNROLL=max(1, triton.cdiv(width, block_k) - 1) if is_half else 1,
-        HAS_BIAS=bias is not None,
         SILU=silu,
-        PRECISION="tf32" if is_half else "ieee",
         num_warps=num_warps,
         num_stages=1,
         **REGISTERS,
@@ -269,9 +258,6 @@ def skinny_norm_linear(
         K=width,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        HAS_NORM=norm is not None,
         SILU=silu,
         num_warps=num_warps,
         **pdl_options(x),

@@ -50,7 +50,6 @@ def _tile_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_M rows of BLOCK_N features, summed over ``columns`` columns: the result, or one part of
@@ -69,7 +68,7 @@ def _tile_kernel(
         _prefetch(weight_ptr, width, columns, BLOCK_N)
     feature = first + tl.arange(0, BLOCK_N)[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         acc += tl.load(bias_ptr + feature).to(tl.float32)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     column = tl.arange(0, BLOCK_K)
@@ -93,7 +92,6 @@ def _sum_kernel(
     out_features,
     NUM_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Adds the parts of a split-K and the bias: [NUM_PARTS, size] -> [size]."""
@@ -105,7 +103,7 @@ def _sum_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(NUM_PARTS):
         total += tl.load(parts_ptr + part * size + index, mask=mask, other=0.0)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         total += tl.load(bias_ptr + index % out_features, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + index, total.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -135,7 +133,7 @@ def tile_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     _tile_kernel[(triton.cdiv(len(x), block_m), out_features // BLOCK_N, num_parts)](
         x,
         weight,
-        bias,
+        bias if is_whole else None,
         parts,
         len(x),
         out_features,
@@ -145,7 +143,6 @@ def tile_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K,
         STAGES=NUM_STAGES,
-        HAS_BIAS=bias is not None and is_whole,
         num_warps=4,
         **pdl_options(x),
     )
@@ -159,7 +156,6 @@ def tile_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
             out_features,
             NUM_PARTS=num_parts,
             BLOCK=block,
-            HAS_BIAS=bias is not None,
             num_warps=4,
             **pdl_options(x),
         )

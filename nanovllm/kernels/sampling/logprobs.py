@@ -8,7 +8,7 @@ log-sum-exp, and counts the logits above the given token's, for its rank.
 
 import torch
 
-from nanovllm.utils.triton_compat import tl, triton, use_triton
+from nanovllm.utils.triton_compat import by_device, tl, triton
 
 GROUP = 128
 
@@ -16,6 +16,18 @@ GROUP = 128
 def top_logprobs_reference(
     logits: torch.Tensor, token_ids: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Computes log-probabilities of one given token per row and of the k most likely tokens.
+
+    Args:
+        logits: [N, vocab_size], N at least 1.
+        token_ids: int64 [N], the given tokens.
+        k: at most vocab_size.
+
+    Returns:
+        Token ids, int64 [N, 1 + k]: the given token, then the k most likely in descending order.
+        Their log-probabilities, fp32 [N, 1 + k].
+        The given token's rank, int64 [N]. The most likely token has rank 1.
+    """
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, token_ids.unsqueeze(1))
     best, best_ids = logprobs.topk(k, dim=-1)
@@ -55,6 +67,7 @@ def _group_kernel(
 def top_logprobs_triton(
     logits: torch.Tensor, token_ids: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``top_logprobs_reference``."""
     assert logits.is_contiguous() and token_ids.shape == logits.shape[:1]
     num_rows, vocab_size = logits.shape
     num_groups, tile = triton.cdiv(vocab_size, GROUP), 32
@@ -85,24 +98,7 @@ def top_logprobs_triton(
     return ids, torch.cat((own, best), 1) - log_sum_exp, num_above.sum(-1) + 1
 
 
-def top_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes log-probabilities of one given token per row and of the k most likely tokens.
-
-    Args:
-        logits: [N, vocab_size], N at least 1.
-        token_ids: int64 [N], the given tokens.
-        k: at most vocab_size.
-
-    Returns:
-        Token ids, int64 [N, 1 + k]: the given token, then the k most likely in descending order.
-        Their log-probabilities, fp32 [N, 1 + k].
-        The given token's rank, int64 [N]. The most likely token has rank 1.
-    """
-    if use_triton(logits):
-        return top_logprobs_triton(logits, token_ids, k)
-    return top_logprobs_reference(logits, token_ids, k)
+top_logprobs = by_device(top_logprobs_reference, top_logprobs_triton)
 
 
 def pack_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> torch.Tensor:

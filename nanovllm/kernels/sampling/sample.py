@@ -39,7 +39,7 @@ from nanovllm.kernels.sampling.sample_kernels import (
 )
 from nanovllm.kernels.sampling.sample_reference import sample_reference, sample_shard_reference
 from nanovllm.kernels.sampling.sampling_row import ROW_WORDS
-from nanovllm.utils.triton_compat import triton, use_triton
+from nanovllm.utils.triton_compat import by_device, triton, use_triton
 
 STATS_TILE = 32  # groups that a program of group_stats_kernel reads
 SAMPLE_TILE = 64  # groups that a program of sample_kernel reads at a time
@@ -59,28 +59,6 @@ def sample(logits: torch.Tensor, rows: torch.Tensor, truncates: bool) -> torch.T
     if use_triton(logits):
         return sample_triton(logits, rows, truncates)
     return sample_reference(logits, rows)
-
-
-def sample_shard(
-    logits: torch.Tensor, rows: torch.Tensor, num_tokens: int, first_token: int
-) -> torch.Tensor:
-    """Samples one token per row from one shard of the vocabulary, ignoring top-k, top-p and min-p.
-
-    The maximum of the results over all shards is the sample over the whole vocabulary, and
-    ``unpack_token_ids`` extracts its token. The lowest token wins a tie.
-
-    Args:
-        logits: [N, num_tokens or more], of the tokens from ``first_token`` on.
-        rows: int32 [N, ROW_WORDS], a SAMPLING_ROW each.
-        num_tokens: size of the shard.
-        first_token: a multiple of GROUP.
-
-    Returns:
-        int64 [N]: the score, as a sortable key, in the high 32 bits and the token in the low ones.
-    """
-    assert first_token % GROUP == 0
-    kernel = sample_shard_triton if use_triton(logits) else sample_shard_reference
-    return kernel(logits, rows, num_tokens, first_token)
 
 
 def unpack_token_ids(packed: torch.Tensor) -> torch.Tensor:
@@ -128,8 +106,8 @@ def sample_triton(logits: torch.Tensor, rows: torch.Tensor, truncates: bool) -> 
 def sample_shard_triton(
     logits: torch.Tensor, rows: torch.Tensor, num_tokens: int, first_token: int
 ) -> torch.Tensor:
-    """See ``sample_shard``."""
-    assert logits.stride(1) == 1
+    """See ``sample_shard_reference``."""
+    assert logits.stride(1) == 1 and first_token % GROUP == 0
     _, group_lse = _group_stats(logits, rows, num_tokens)
     out = logits.new_empty(len(logits), dtype=torch.int64)
     num_groups = group_lse.size(1)
@@ -150,6 +128,9 @@ def sample_shard_triton(
         num_warps=8,
     )
     return out
+
+
+sample_shard = by_device(sample_shard_reference, sample_shard_triton)
 
 
 def _group_stats(

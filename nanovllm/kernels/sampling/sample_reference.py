@@ -23,7 +23,21 @@ def sample_reference(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def sample_shard_reference(
     logits: torch.Tensor, rows: torch.Tensor, num_tokens: int, first_token: int
 ) -> torch.Tensor:
-    """See ``sample_shard``."""
+    """Samples one token per row from one shard of the vocabulary, ignoring top-k, top-p and min-p.
+
+    The maximum of the results over all shards is the sample over the whole vocabulary, and
+    ``unpack_token_ids`` extracts its token. The lowest token wins a tie.
+
+    Args:
+        logits: [N, num_tokens or more], of the tokens from ``first_token`` on.
+        rows: int32 [N, ROW_WORDS], a SAMPLING_ROW each.
+        num_tokens: size of the shard.
+        first_token: a multiple of GROUP.
+
+    Returns:
+        int64 [N]: the score, as a sortable key, in the high 32 bits and the token in the low ones.
+    """
+    assert first_token % GROUP == 0
     params = rows.cpu().numpy().view(SAMPLING_ROW)[:, 0]
     sampled = [
         _sample_untruncated(z, temperature, seed, position, first_token)

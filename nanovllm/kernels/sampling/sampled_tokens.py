@@ -2,10 +2,20 @@
 
 import torch
 
-from nanovllm.utils.triton_compat import tl, triton, use_triton
+from nanovllm.utils.triton_compat import by_device, tl, triton
 
 
 def fill_in_sampled_reference(input_ids: torch.Tensor, sampled_tokens: torch.Tensor) -> None:
+    """Replaces placeholders in ``input_ids`` by sampled tokens, in place.
+
+    The tokens stay on the device, so a step can be launched before the host knows them.
+
+    Args:
+        input_ids: int32 [N]. The value -1 - row is a placeholder for the token that the previous
+            step sampled in this row.
+        sampled_tokens: int64 [rows or more], the tokens of the previous step. A token of -1, which
+            means that no token was allowed, becomes token 0. Its results are discarded.
+    """
     sampled = sampled_tokens[(-1 - input_ids).clamp(min=0)].clamp(min=0)
     input_ids.copy_(torch.where(input_ids < 0, sampled.to(input_ids.dtype), input_ids))
 
@@ -24,16 +34,4 @@ def fill_in_sampled_triton(input_ids: torch.Tensor, sampled_tokens: torch.Tensor
     _fill_in_sampled_kernel[grid](input_ids, sampled_tokens, len(input_ids), BLOCK=block)
 
 
-def fill_in_sampled(input_ids: torch.Tensor, sampled_tokens: torch.Tensor) -> None:
-    """Replaces placeholders in ``input_ids`` by sampled tokens, in place.
-
-    The tokens stay on the device, so a step can be launched before the host knows them.
-
-    Args:
-        input_ids: int32 [N]. The value -1 - row is a placeholder for the token that the previous
-            step sampled in this row.
-        sampled_tokens: int64 [rows or more], the tokens of the previous step. A token of -1, which
-            means that no token was allowed, becomes token 0. Its results are discarded.
-    """
-    fill_in = fill_in_sampled_triton if use_triton(input_ids) else fill_in_sampled_reference
-    fill_in(input_ids, sampled_tokens)
+fill_in_sampled = by_device(fill_in_sampled_reference, fill_in_sampled_triton)

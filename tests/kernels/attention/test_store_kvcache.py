@@ -1,20 +1,35 @@
-"""The kernel that writes new keys and values into the paged cache, against its reference."""
+"""Writing new keys and values into the paged cache: the kernel that does so after RoPE, and its
+reference."""
 
 import pytest
 import torch
 
-from nanovllm.kernels.attention.store_kvcache import (
-    store_kvcache,
-    store_kvcache_reference,
-    store_kvcache_triton,
-)
+from nanovllm.kernels.attention.store_kvcache import store_kvcache
+from nanovllm.kernels.rope import CacheSlots, RopeInputs, apply_rope_and_store_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # (kv_heads, head_dim): powers of two, and widths between them.
-HEADS = [(1, 1), (2, 16), (8, 128), (3, 40), (5, 17), (1, 96)]
+HEADS = [(1, 2), (2, 16), (8, 128), (3, 40), (5, 18), (1, 96)]
 NUM_BLOCKS = 6
-STORES = [store_kvcache_triton, store_kvcache_reference, store_kvcache]
+
+
+def store_after_rope(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Runs the kernel with angles of 0."""
+    head_dim = key.size(2)
+    cos_sin = (torch.arange(head_dim, device=DEVICE) < head_dim // 2).float().unsqueeze(0)
+    rope = RopeInputs(torch.zeros(len(key), dtype=torch.int32, device=DEVICE), cos_sin)
+    slots = CacheSlots(k_cache, v_cache, slot_mapping)
+    apply_rope_and_store_triton(rope, key, key, value, slots)
+
+
+STORES = [store_after_rope, store_kvcache]
 each_store = pytest.mark.parametrize("store", STORES, ids=lambda store: store.__name__)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -107,16 +122,16 @@ def test_no_other_token_is_overwritten(store):
     assert torch.equal(written, ~v_cache.flatten(0, 1).isnan().flatten(1).any(1))
 
 
-# Two caches of 2^31 elements and a bit. One-byte elements do (a copy knows no dtype), and pages
-# that nothing touches take no memory. Below each cache lies as much again, so that an offset
-# that wraps round to a negative one lands there and not in another's memory.
+# Two caches of 2^31 elements and a bit. Pages that nothing touches take no memory. Below each cache
+# lies as much again, so that an offset that wraps round to a negative one lands there and not in
+# another's memory.
 GUARD = 2**31
 
 
 def huge_cache(heads: tuple[int, int]) -> torch.Tensor:
     width = heads[0] * heads[1]
     num_slots = 2**31 // width + 4
-    memory = torch.empty(GUARD + num_slots * width, dtype=torch.int8, device=DEVICE)
+    memory = torch.empty(GUARD + num_slots * width, dtype=torch.float16, device=DEVICE)
     return memory[GUARD:].view(num_slots // 2, 2, *heads)
 
 
@@ -126,8 +141,8 @@ def test_slots_beyond_2_to_the_31_elements(slot_dtype):
     heads = (2, 64)
     k_cache, v_cache = huge_cache(heads), huge_cache(heads)
     slots = [2**31 // 128 + 1, 0, k_cache.size(0) * 2 - 1]
-    key, value = (torch.randint(1, 100, (3, *heads), dtype=torch.int8, device=DEVICE) for _ in "kv")
-    store_kvcache_triton(
+    key, value = (draw(3, heads, torch.float16) for _ in "kv")
+    store_after_rope(
         key, value, k_cache, v_cache, torch.tensor(slots, dtype=slot_dtype, device=DEVICE)
     )
     assert torch.equal(k_cache.flatten(0, 1)[slots], key)
@@ -139,9 +154,9 @@ def test_tokens_beyond_2_to_the_31_elements():
     heads = (2, 64)
     source = huge_cache(heads).flatten()
     key = source.as_strided((3, *heads), (2**30, 64, 1), source.storage_offset())
-    key.copy_(torch.randint(1, 100, (3, *heads)))
-    k_cache = torch.zeros(2, 2, *heads, dtype=torch.int8, device=DEVICE)
+    key.copy_(draw(3, heads, torch.float16))
+    k_cache = torch.zeros(2, 2, *heads, dtype=torch.float16, device=DEVICE)
     v_cache = torch.zeros_like(k_cache)
-    store_kvcache_triton(key, key, k_cache, v_cache, torch.tensor([3, 0, 2], device=DEVICE))
+    store_after_rope(key, key, k_cache, v_cache, torch.tensor([3, 0, 2], device=DEVICE))
     assert torch.equal(k_cache.flatten(0, 1)[[3, 0, 2]], key)
     assert torch.equal(v_cache, k_cache)

@@ -77,7 +77,7 @@ def test_norm_and_residual_before_it(dtype, all_flags, device):
         bias = make(out, dtype=dtype, device=device) if has_bias else None
         norm = make(width, dtype=dtype, device=device)
         total = x + residual if has_residual else x
-        expected = F.linear(rms_norm_reference(total, norm, EPS), weight, bias)
+        expected = F.linear(rms_norm_reference(total, norm, EPS)[0], weight, bias)
         if silu:
             expected = silu_and_mul_reference(expected)
         before = x.clone(), residual.clone()
@@ -114,9 +114,9 @@ def test_a_chain_of_layers_in_a_cuda_graph(model, num_rows):
         for qkv, o, gate_up, down in weights:
             if plain:
                 total = total + x
-                x = F.linear(rms_norm_reference(total, *norm), qkv)[:, :q_size].contiguous()
+                x = F.linear(rms_norm_reference(total, *norm)[0], qkv)[:, :q_size].contiguous()
                 total = total + F.linear(x, o)
-                x = F.linear(rms_norm_reference(total, *norm), gate_up)
+                x = F.linear(rms_norm_reference(total, *norm)[0], gate_up)
                 x = F.linear(silu_and_mul_reference(x), down)
             else:
                 x, total = make_weight(qkv).norm_matmul(x, total, norm, None)

@@ -1,0 +1,85 @@
+"""The interface of attention backends."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from nanovllm.kernels.rope import NewKV
+from nanovllm.utils.context import Context
+
+
+class AttentionBackend(ABC):
+    """Softmax attention over the paged KV cache. A backend keeps no state between steps.
+
+    q is [N, heads, head_dim]. k and v are [N, kv_heads, head_dim]. The caches are [blocks,
+    block_size, kv_heads, head_dim] and already hold the keys and values of this step, unless
+    ``new`` is given. heads is a multiple of kv_heads, and query head h attends to KV head
+    h * kv_heads // heads. Results have q's shape.
+
+    Attributes:
+        name: as in the ``attention_backend`` option.
+        capturable: whether a CUDA graph can capture ``decode``, which then must not synchronise.
+        fuses_rope: whether ``decode`` itself applies RoPE, and stores the new keys and values.
+    """
+
+    name: ClassVar[str]
+    capturable: ClassVar[bool] = True
+    fuses_rope: ClassVar[bool] = False
+
+    @abstractmethod
+    def prefill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        context: Context,
+        scale: float,
+    ) -> torch.Tensor:
+        """Computes causal attention of the last tokens of each sequence over its context.
+
+        A sequence may have any number of queries, also none, and its context may be empty. Keys
+        come from the caches if the context has block tables, otherwise from k and v, where
+        ``context.cu_seqlens_k`` delimits sequences. Result rows after the last sequence are
+        undefined."""
+
+    def num_finite(self, context: Context) -> int:
+        """Returns how many of each prompt's first values must be finite before ``prefill``, so that
+        NaN and inf cannot reach other sequences. ``apply_rope_and_store`` makes them finite."""
+        return 0
+
+    def split_kv(
+        self, context_lens: np.ndarray, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> np.ndarray | None:
+        """Computes the split-KV schedule of a decode step, on the host.
+
+        Args:
+            context_lens: int32 [num_seqs].
+
+        Returns:
+            ``context.split_kv_schedule``, whose shape depends only on num_seqs; None if the backend
+            needs no schedule.
+        """
+        return None
+
+    @abstractmethod
+    def decode(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        context: Context,
+        scale: float,
+        new: NewKV | None = None,
+    ) -> torch.Tensor:
+        """Computes attention of one new token per sequence over ``context.context_lens`` tokens,
+        the new one included.
+
+        Args:
+            q: after RoPE, unless ``new`` is given.
+            new: keys and values of the new tokens, before RoPE. Only backends with ``fuses_rope``
+                take it. They apply RoPE to q and the new keys, and store keys and values.
+        """
