@@ -74,7 +74,7 @@ class LLMEngine:
         self.scheduler = Scheduler(
             num_blocks=self.model_runner.num_kvcache_blocks,
             block_size=config.kvcache_block_size,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.max_step_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=started.max_model_len,
             eos_token_ids=started.eos_token_ids,

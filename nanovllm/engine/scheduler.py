@@ -30,9 +30,9 @@ class Scheduler:
     Args:
         num_blocks: KV blocks to hand out.
         block_size: tokens per block.
-        max_num_seqs: most sequences resident at once.
-        max_num_batched_tokens: most tokens per step. Every resident decodes one token a step,
-            so it bounds residents too.
+        max_num_seqs: most sequences resident at once; at most max_num_batched_tokens, because
+            every resident decodes one token a step.
+        max_num_batched_tokens: most tokens per step.
         max_model_len: longest prompt + completion, in tokens.
         eos_token_ids: tokens that end a sequence.
         eos_token_id: the primary EOS token, reported with ``stop_reason=None``. Any other EOS token
@@ -54,7 +54,8 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         policy: FirstComeFirstServed | None = None,
     ) -> None:
-        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        assert max_num_seqs <= max_num_batched_tokens, "each resident decodes a token in a step"
+        self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         # Lower than the limits above for some steps after one ran out of memory.
         self._max_tokens_now, self._max_seqs_now = max_num_batched_tokens, self.max_num_seqs

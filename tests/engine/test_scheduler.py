@@ -37,7 +37,10 @@ def make_scheduler(**kwargs: Any) -> Scheduler:
         "eos_token_ids": EOS,
         "eos_token_id": min(EOS),
     }
-    return Scheduler(**{**defaults, **kwargs})
+    settings = {**defaults, **kwargs}
+    # As Config.max_step_seqs.
+    settings["max_num_seqs"] = min(settings["max_num_seqs"], settings["max_num_batched_tokens"])
+    return Scheduler(**settings)
 
 
 def launch(scheduler: Scheduler) -> Batch:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.utils.triton_compat import tl, triton, use_triton
+from nanovllm.utils.triton_compat import by_device, tl, triton
 
 BLOCK = 1024  # columns per program
 
@@ -45,12 +45,13 @@ class BlockTables:
         """Stores a step's new blocks. Returns int32 [groups, num_seqs, width], the block tables of
         its sequences, until the next update."""
         step = self.step[:, : len(update.rows)]
-        apply = update_triton if use_triton(step) else update_reference
-        apply(self.resident, update, step)
+        update_block_tables(self.resident, update, step)
         return step
 
 
 def update_reference(resident: torch.Tensor, update: BlockTableUpdate, step: torch.Tensor) -> None:
+    """Stores new blocks in the resident tables, and copies the step's tables to ``step``, [groups,
+    num_seqs, width]. What comes after a table keeps its contents."""
     rows = update.rows.long().clamp(min=0)
     for group, (num_blocks, cu_new) in enumerate(
         zip(update.num_blocks, update.cu_new_blocks, strict=True)
@@ -101,3 +102,6 @@ def update_triton(resident: torch.Tensor, update: BlockTableUpdate, step: torch.
     _update_kernel[grid](
         resident, *update, step, num_seqs, step.stride(0), step.stride(1), BLOCK=BLOCK
     )
+
+
+update_block_tables = by_device(update_reference, update_triton)
