@@ -30,7 +30,7 @@ class PreparedEdits:
 
     Args:
         params: the request's, checked.
-        model: has the engine's tokenizer, vocabulary size, EOS tokens and GrammarCompiler.
+        model: has the engine's tokenizer, vocabulary size, EOS tokens and grammars.
 
     Attributes:
         grammar: the grammar that the text must match, compiled or not yet; None for any text.
@@ -47,7 +47,7 @@ class PreparedEdits:
     def __init__(self, params: SamplingParams, model: "SamplingStateFactory") -> None:
         self.params, self.grammars = params, model.grammars
         structured, bias = params.structured_outputs, params.logit_bias or {}
-        self.grammar = None if structured is None else self.grammars.find(structured)
+        self.grammar = None if structured is None else self.grammars.compiler.find(structured)
         self.allowed = np.full(cdiv(model.vocab_size, 32), -1, np.int32)
         if params.allowed_token_ids is not None:
             self.allowed = bit_mask(params.allowed_token_ids, model.vocab_size)
@@ -64,7 +64,7 @@ class PreparedEdits:
         Raises ValueError if the grammar cannot be compiled."""
         grammars: list[Any] = [None] * self.params.n
         if self.grammar is not None:
-            grammars = self.grammars.start(self.grammar, self.params.n)
+            grammars = self.grammars.compiler.start(self.grammar, self.params.n)
         kinds = [kind for kind in EDITS if kind.is_needed(self)]
         return [[kind(self, prompt_token_ids, grammar) for kind in kinds] for grammar in grammars]
 
@@ -173,7 +173,7 @@ class TokenBias(LogitEdit):
 
     def biases(self, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Returns what to add to which logits after these tokens: int32 token ids and fp32 values.
-        No token comes twice."""
+        A forbidden token may have a bias, too."""
         request, num_generated = self.request, len(token_ids) - self.num_prompt_tokens
         is_short = num_generated < request.params.min_tokens
         forbidden = dict.fromkeys(request.stop_ids if is_short else ())
@@ -181,15 +181,9 @@ class TokenBias(LogitEdit):
             place = len(token_ids) - len(start)
             if place >= self.num_prompt_tokens and list(token_ids[place:]) == start:
                 forbidden[last] = None
-        if not forbidden:
-            return request.bias_tokens, request.bias_values
         tokens = np.array(list(forbidden), np.int32)
-        others = ~np.isin(request.bias_tokens, tokens)
-        infinite = np.full(len(tokens), -np.inf, np.float32)
-        return (
-            np.concatenate((request.bias_tokens[others], tokens)),
-            np.concatenate((request.bias_values[others], infinite)),
-        )
+        values = np.full(len(tokens), -np.inf, np.float32)
+        return np.append(request.bias_tokens, tokens), np.append(request.bias_values, values)
 
     @staticmethod
     def arrays(rows: Rows, num_rows: int) -> Arrays:
