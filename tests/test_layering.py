@@ -12,6 +12,7 @@ LEAVES = ("config", "sampling_params", "outputs")
 LAYERS = (
     "utils",
     "structured_outputs",
+    "vllm_fields",
     "leaves",
     "kernels",
     "quantization",

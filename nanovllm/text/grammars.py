@@ -1,6 +1,7 @@
 """An engine's grammars. The compiler is imported when the first request needs one."""
 
 from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 from itertools import chain
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -48,8 +49,10 @@ class Grammars:
         rest = iter(items)
         for start, item in enumerate(rest):
             if grammar_of(item) is not None:
-                compiled = self.compiler.when_compiled(chain([item], rest), grammar_of, meanwhile)
-                yield from ((start + index, each) for index, each in compiled)
+                ready = self.compiler.when_compiled(chain([item], rest), grammar_of, meanwhile)
+                with closing(ready):
+                    for index, each in ready:
+                        yield start + index, each
             else:
                 yield start, item
 
