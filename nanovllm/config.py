@@ -112,6 +112,11 @@ class Config:
         given = {name: value for name, value in kwargs.items() if value is not None}
         return cls(model, **given)  # type: ignore[arg-type]
 
+    @property
+    def max_step_seqs(self) -> int:
+        """Most sequences in one step, each of which has at least one token."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
     def __post_init__(self) -> None:
         for name, validate in validators_of(Config).items():
             object.__setattr__(self, name, validate(name, getattr(self, name)))

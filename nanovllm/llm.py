@@ -7,7 +7,8 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.engine.llm_engine import PORTION, LLMEngine
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.preparation import PORTION
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat import Message, to_conversation_list

@@ -36,8 +36,10 @@ needs_asserts = pytest.mark.skipif(not __debug__, reason="python -O leaves asser
 
 def check_idle(llm: "LLM") -> None:
     """It has no request, and all of its blocks are free."""
+    from tests.invariants import check_scheduler
+
     assert llm.is_finished()
-    llm.scheduler.check_invariants()
+    check_scheduler(llm.scheduler)
     manager = llm.scheduler.block_manager
     assert not manager.used_block_ids
     assert len(manager.free_block_ids) == llm.model_runner.num_kvcache_blocks

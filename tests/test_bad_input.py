@@ -28,6 +28,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, StepOutput
 from nanovllm.utils.context import Context, get_context
+from tests.invariants import check_scheduler
 from tests.mistakes import (
     BAD_CONFIG,
     BAD_PARAMS,
@@ -73,11 +74,11 @@ def llm(shared_llm: LLM, expected: list[list[int]]) -> Iterator[LLM]:
 
 def check_sound(llm: LLM, expected: list[list[int]]) -> None:
     assert llm.is_finished()
-    llm.scheduler.check_invariants()
+    check_scheduler(llm.scheduler)
     assert not llm.scheduler.block_manager.used_block_ids
     assert get_context() == Context()
     assert generate(llm) == expected
-    llm.scheduler.check_invariants()
+    check_scheduler(llm.scheduler)
 
 
 @pytest.fixture
@@ -349,7 +350,7 @@ class TestResults:
             outputs = llm.generate([[1], [2] * 20, [3] * 31], params, use_tqdm=False)
             assert [len(out["token_ids"]) for out in outputs] == [31, 12, 1]
             assert {out.outputs[0].finish_reason for out in outputs} == {"length"}
-            llm.scheduler.check_invariants()
+            check_scheduler(llm.scheduler)
 
     def test_the_bar_counts_finished_prompts(self, llm, capsys):
         llm.generate(PROMPTS, GREEDY, use_tqdm=True)
@@ -381,7 +382,7 @@ class TestStepLoop:
             for out in llm.step():
                 assert out.request_id not in results
                 results[out.request_id] = out["token_ids"]
-            llm.scheduler.check_invariants()
+            check_scheduler(llm.scheduler)
         return results
 
     def test_step_equals_generate(self, llm, expected):
@@ -407,7 +408,7 @@ class TestStepLoop:
             assert llm.step() == []
         llm.abort_request(ids[1])
         llm.abort_request(ids[3])
-        llm.scheduler.check_invariants()
+        check_scheduler(llm.scheduler)
         refused(lambda: llm.abort_request(ids[1]), ValueError, "no unfinished request")
         results = self.run(llm)
         assert results == {ids[0]: expected[0], ids[2]: expected[2]}

@@ -21,6 +21,7 @@ from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 from nanovllm.engine.batch import Batch, StepOutput
 from nanovllm.engine.in_flight import InFlightStep
 from tests.conftest import check_idle
+from tests.invariants import check_scheduler
 from tests.tiny_models import VOCAB_SIZE
 from tests.tiny_tokenizer import BOS, CHAT_TEMPLATE, EOS, LETTERS, WORDS
 
@@ -75,7 +76,7 @@ def run_steps(llm: LLM, requests: Sequence[tuple[Any, SamplingParams]]) -> list[
         for out in llm.step():
             assert out.finished and out.request_id not in results
             results[out.request_id] = out
-        llm.scheduler.check_invariants()
+        check_scheduler(llm.scheduler)
     check_idle(llm)
     return [results[request_id] for request_id in ids]
 
@@ -201,11 +202,11 @@ class TestSeveralCompletions:
         for _ in range(num_steps):
             assert llm.step() == []
         llm.abort_request(aborted)
-        llm.scheduler.check_invariants()
+        check_scheduler(llm.scheduler)
         outputs = []
         while not llm.is_finished():
             outputs += llm.step()
-            llm.scheduler.check_invariants()
+            check_scheduler(llm.scheduler)
         assert [out.request_id for out in outputs] == others
         assert tokens(outputs) == expected
 

@@ -13,20 +13,25 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from gguf import GGMLQuantizationType as Quant
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import startup
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.completion import Completion
-from nanovllm.engine.cuda_graphs import StepGraphs, borrowed, decode_sizes, prefill_sizes
+from nanovllm.engine.cuda_graphs import (
+    StepGraphs,
+    borrowed,
+    decode_sizes,
+    make_graphs,
+    prefill_sizes,
+)
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.model_runner import NoGraphs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
 from tests.checkpoints.test_gguf import write_gguf
+from tests.invariants import check_scheduler
 from tests.test_parity import PROMPTS
 from tests.tiny_models import BASE, CONFIGS, TinyModels
 from tests.tiny_tokenizer import save_tokenizer
@@ -117,11 +122,9 @@ def decode_batch(llm: LLM, num_seqs: int) -> Batch:
     return llm.scheduler.schedule()
 
 
-def widened(inputs: ModelInputs, runner: ModelRunner) -> ModelInputs:
+def widened(inputs: ModelInputs) -> ModelInputs:
     """With block tables as wide as a graph's: flash-attn chooses its KV splits by that."""
-    tables = inputs.context.block_tables
-    tables = F.pad(tables, (0, runner.graphs.table_width - tables.size(1)))
-    return replace(inputs, context=replace(inputs.context, block_tables=tables))
+    return replace(inputs, context=replace(inputs.context, max_seqlen_k=0))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -190,7 +193,7 @@ def test_graphs_and_eager_give_the_same_tokens(small_model):
     results = []
     for enforce_eager in (False, True):
         with LLM(small_model, dtype="float32", max_num_seqs=32, enforce_eager=enforce_eager) as llm:
-            assert bool(llm.model_runner.graphs.graphs) != enforce_eager
+            assert isinstance(llm.model_runner.graphs, NoGraphs) == enforce_eager
             outputs = llm.generate((PROMPTS * 2)[:32], each, False)
             results.append([out["token_ids"] for out in outputs])
     assert results[0] == results[1]
@@ -324,7 +327,7 @@ def test_a_long_job_survives_nan_and_a_full_gpu(caplog, tmp_path):
             elif num_steps == 120:
                 hogs.clear()
         assert done == lengths.keys()
-        llm.scheduler.check_invariants()
+        check_scheduler(llm.scheduler)
         assert not llm.scheduler.block_manager.used_block_ids
     assert "out of memory in a step of" in caplog.text
     print(f"{num_steps} steps, {caplog.text.count('out of memory in a step')} out of memory")
@@ -492,11 +495,12 @@ def test_logits_of_graphs_share_memory(small_model):
     """Each of them kept its own."""
     with LLM(small_model, max_num_seqs=256, num_kvcache_blocks=300) as llm:
         runner = llm.model_runner
-        runner.graphs = startup.make_graphs(runner)
+        runner.graphs = make_graphs(runner)
         before = torch.cuda.memory_allocated()
-        startup.capture_cudagraph(runner, decode_sizes(256))
+        with torch.inference_mode(), small_cublas_workspace():
+            runner.graphs.capture(decode_sizes(256))
         kept = torch.cuda.memory_allocated() - before
-        inputs = runner.graphs.buffer.nbytes + runner.graphs.tables.nbytes
+        inputs = runner.graphs.buffer.nbytes
         logits = sum(graph.logits.nbytes for graph in runner.graphs.graphs.values())
         assert kept - inputs < logits / 4
         assert all(len(token_ids) == 12 for token_ids in tokens_of(llm))

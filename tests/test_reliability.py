@@ -12,8 +12,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from nanovllm.engine import llm_engine, throughput
+from nanovllm.engine import metrics, preparation
 from nanovllm.text.prompts import PromptEncoder
+from tests.invariants import check_scheduler
 from tests.tiny_models import VOCAB_SIZE, TinyModels
 
 SMALL: dict[str, Any] = {
@@ -47,7 +48,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 def check_clean(llm: LLM) -> None:
     assert llm.is_finished()
-    llm.scheduler.check_invariants()
+    check_scheduler(llm.scheduler)
     assert not llm.scheduler.block_manager.used_block_ids
 
 
@@ -106,7 +107,7 @@ class TestBadRequests:
 
     @pytest.mark.parametrize("name", ["greedy", "sampled"])
     def test_others_run_while_the_rest_is_looked_at(self, llm, name, monkeypatch):
-        monkeypatch.setattr(llm_engine, "PORTION", 2)
+        monkeypatch.setattr(preparation, "PORTION", 2)
         good = [[100 + i, *prompt] for i, prompt in enumerate(PROMPTS * 4)]
         expected = tokens(run(llm, good, params(name, max_tokens=1)))
         llm.reset_prefix_cache()
@@ -402,7 +403,7 @@ class TestFailuresOnTheWay:
             backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
             backend.pre_tokenizer = pre_tokenizers.Whitespace()
             llm.tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-            llm.prompt_encoder = PromptEncoder(llm.tokenizer, VOCAB_SIZE)
+            llm.preparer.encoder = PromptEncoder(llm.tokenizer, VOCAB_SIZE)
             texts = ["w1 w2", f"w1 w{VOCAB_SIZE}", f"w{VOCAB_SIZE - 1}"]
             with pytest.raises(ValueError, match=rf"token id {VOCAB_SIZE} .*0 to {VOCAB_SIZE - 1}"):
                 llm.add_request(texts[1], params())
@@ -420,7 +421,7 @@ class TestFailuresOnTheWay:
         self, with_words, portion, monkeypatch
     ):
         llm, prompts = with_words
-        monkeypatch.setattr(llm_engine, "PORTION", portion)
+        monkeypatch.setattr(preparation, "PORTION", portion)
         expected = run(llm, prompts, params())
         tokenize = llm.prompt_encoder.tokenize
 
@@ -497,7 +498,7 @@ def with_words(tiny_models: TinyModels, llm: LLM, monkeypatch: pytest.MonkeyPatc
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     monkeypatch.setattr(llm, "tokenizer", tokenizer)
     monkeypatch.setattr(llm.sampling_states, "tokenizer", tokenizer)
-    monkeypatch.setattr(llm, "prompt_encoder", PromptEncoder(tokenizer, VOCAB_SIZE))
+    monkeypatch.setattr(llm.preparer, "encoder", PromptEncoder(tokenizer, VOCAB_SIZE))
     return llm, ["w1 w2 w3", "w400 w7 w9", "w20"]
 
 
@@ -615,7 +616,7 @@ class TestOutOfMemory:
             Memory(llm, patch, "run", lambda batch: False)
             request_id = llm.add_request(prompt, params())
             llm.step()  # taken back
-            llm.scheduler.check_invariants()
+            check_scheduler(llm.scheduler)
             llm.abort_request(request_id)
         assert tokens(run(llm, [other, prompt], params()))[1:] == expected
 
@@ -653,7 +654,7 @@ class TestMetrics:
             assert llm.metrics().num_preemptions == llm.scheduler.num_preemptions > 0
 
     def test_a_long_run_logs_a_line_now_and_then(self, llm, monkeypatch, caplog):
-        monkeypatch.setattr(throughput, "WINDOW_SECONDS", 0.0)
+        monkeypatch.setattr(metrics, "WINDOW_SECONDS", 0.0)
         with caplog.at_level(logging.INFO, "nanovllm"):
             run(llm)
         lines = [message for message in caplog.messages if message.startswith("running ")]

@@ -15,6 +15,7 @@ from transformers import Qwen3Config
 
 from nanovllm import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanovllm.quantization.unquantized import UnquantizedWeight
+from tests.invariants import check_scheduler
 from tests.tiny_models import BASE, VOCAB_SIZE, TinyModels
 from tests.tiny_tokenizer import LETTERS, save_tokenizer
 
@@ -138,14 +139,14 @@ def test_every_request_finishes_once_with_what_it_has_without_pressure(
                 number = number_of.pop(output.request_id)  # once, and never after an abort
                 assert output.finished and number not in results
                 results[number] = digest(output)
-            llm.scheduler.check_invariants()
+            check_scheduler(llm.scheduler)
             num_steps += 1
             if number_of and rng.random() < 0.02:
                 request_id = rng.choice(list(number_of))
                 llm.abort_request(request_id)
                 del number_of[request_id]
                 num_aborted += 1
-        llm.scheduler.check_invariants()
+        check_scheduler(llm.scheduler)
         manager = llm.scheduler.block_manager
         assert llm.is_finished() and not manager.used_block_ids
         assert len(manager.free_block_ids) == TIGHT["num_kvcache_blocks"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.engine import model_runner
+from nanovllm.engine import tensor_parallel
 from nanovllm.engine.batch import Batch, StepOutput
 from nanovllm.engine.workers import CHUNK_BYTES
 from tests.tiny_models import BASE, CONFIGS, TinyModels
@@ -208,7 +208,7 @@ def test_messages_of_several_chunks(tiny_models: TinyModels):
 def test_a_model_that_does_not_split_is_refused_before_any_process_starts(
     changes: dict[str, Any], size: int, match: str, tmp_path: Path, monkeypatch
 ):
-    monkeypatch.setattr(model_runner, "Workers", None)
+    monkeypatch.setattr(tensor_parallel, "Workers", None)
     CONFIGS["qwen3"][0](**{**BASE, **changes}, architectures=["Qwen3ForCausalLM"]).save_pretrained(
         tmp_path
     )
@@ -218,7 +218,7 @@ def test_a_model_that_does_not_split_is_refused_before_any_process_starts(
 
 @pytest.mark.skipif(torch.cuda.device_count() > 7, reason="has GPUs enough")
 def test_too_few_gpus_are_refused_before_any_process_starts(tiny_models: TinyModels, monkeypatch):
-    monkeypatch.setattr(model_runner, "Workers", None)
+    monkeypatch.setattr(tensor_parallel, "Workers", None)
     settings = {**TIGHT, "device": "cuda"}
     match = "GPUs: lower it" if torch.cuda.is_available() else "no CUDA GPU"
     with pytest.raises(ValueError, match=match):

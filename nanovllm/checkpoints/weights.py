@@ -57,6 +57,17 @@ def load_model(
         raise ValueError(f"the checkpoint does not fit its config: it {' and '.join(problems)}")
 
 
+def fill_with_dummy_weights(model: nn.Module, seed: int) -> None:
+    """Norm weights stay 1, biases become 0, matrices are sampled from N(0, 0.02)."""
+    params = dict(model.named_parameters())
+    generator = torch.Generator(next(iter(params.values())).device).manual_seed(seed)
+    for name, param in params.items():
+        if param.dim() > 1:
+            param.normal_(0, 0.02, generator=generator)
+        elif name.endswith("bias"):
+            param.zero_()
+
+
 def _expected_tensors(
     params: dict[str, nn.Parameter], names: WeightNames
 ) -> tuple[dict[str, Callable[[torch.Tensor], Any]], set[str]]:

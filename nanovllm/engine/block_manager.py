@@ -1,11 +1,11 @@
 """Hands out KV-cache blocks and remembers what they hold. Counts and hashes; no tensors."""
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections import OrderedDict
 
 import numpy as np
 import xxhash
 
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.sequence import Sequence
 
 
@@ -53,6 +53,8 @@ class BlockManager:
         # Least recently freed first. Ordered, with O(1) removal from the middle for cache hits.
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.used_block_ids: set[int] = set()
+        self.free_rows: list[int] = []
+        self.num_rows = 0  # of block tables, as many as there ever were sequences with blocks
 
     @staticmethod
     def compute_hash(token_ids: list[int], prefix: int | None = None) -> int:
@@ -89,6 +91,7 @@ class BlockManager:
                 self.blocks[block_id].ref_count = 1
         seq.block_table = prefix
         seq.num_cached_tokens = len(prefix) * self.block_size
+        self._take_row(seq)
         while len(seq.block_table) < seq.num_blocks:
             seq.block_table.append(self._open_block())
 
@@ -107,6 +110,7 @@ class BlockManager:
         for block_id in child.block_table:
             self.blocks[block_id].ref_count += 1
         child.block_table.append(self._open_block())
+        self._take_row(child)
         if child.num_cached_tokens % self.block_size == 0:
             return None
         return parent.block_table[num_shared], child.block_table[num_shared]
@@ -120,6 +124,18 @@ class BlockManager:
         """Opens a block if the sequence's last token is the first of one."""
         if seq.num_tokens > len(seq.block_table) * self.block_size:
             seq.block_table.append(self._open_block())
+
+    def mark_computed(self, batch: Batch) -> None:
+        """Counts the tokens of a launched step as computed and its block tables as sent to the
+        device, and registers the blocks that the tokens fill. Skips finished sequences."""
+        for seq, start, end, _ in batch.items:
+            if not seq.is_finished:
+                if end > seq.num_cached_tokens:
+                    seq.num_cached_tokens = end
+                seq.num_sent_blocks = len(seq.block_table)
+                # One token fills a block only in its last slot.
+                if batch.is_prefill or end % self.block_size == 0:
+                    self.seal(seq, start, end)
 
     def seal(self, seq: Sequence, start: int, end: int) -> None:
         """Registers the blocks that tokens [start, end) fill for sharing. Their keys and values are
@@ -147,6 +163,8 @@ class BlockManager:
 
     def deallocate(self, seq: Sequence) -> None:
         """Frees the sequence's blocks, last to first, so that prefixes are evicted last."""
+        if seq.block_table:
+            self.free_rows.append(seq.table_row)
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
@@ -155,27 +173,6 @@ class BlockManager:
                 self.free_block_ids[block_id] = None
         seq.block_table = []
         seq.num_cached_tokens = 0
-
-    def check_invariants(self, holders: Iterable[Sequence]) -> None:
-        """Asserts that reference counts, queues and hashes agree with the block tables of all
-        sequences that hold blocks."""
-        holders = list(holders)
-        refs = Counter(block_id for seq in holders for block_id in seq.block_table)
-        free, used = set(self.free_block_ids), self.used_block_ids
-        assert not free & used and free | used == set(range(len(self.blocks)))
-        assert used == set(refs)
-        for block in self.blocks:
-            assert block.ref_count == refs[block.block_id]
-            shareable = block.hash is not None or not self.enable_prefix_caching
-            assert shareable or block.ref_count <= 1, "an open block is shared"
-            assert (block.hash is None) == (not block.token_ids)
-        for hash_, block_id in self.hash_to_block_id.items():
-            assert self.blocks[block_id].hash == hash_, "a stale hash entry"
-        for seq in holders:
-            assert len(set(seq.block_table)) == len(seq.block_table)
-            for i, block_id in enumerate(seq.block_table):
-                block = self.blocks[block_id]
-                assert block.hash is None or block.token_ids == seq.block(i)
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         """Blocks that hold the sequence's longest cached prefix; the first miss ends it."""
@@ -195,6 +192,12 @@ class BlockManager:
             prefix = seq.block_hashes[-1] if seq.block_hashes else None
             seq.block_hashes.append(self.compute_hash(seq.block(len(seq.block_hashes)), prefix))
         return seq.block_hashes[i]
+
+    def _take_row(self, seq: Sequence) -> None:
+        if not self.free_rows:
+            self.free_rows.append(self.num_rows)
+            self.num_rows += 1
+        seq.table_row, seq.num_sent_blocks = self.free_rows.pop(), 0
 
     def _open_block(self) -> int:
         block_id, _ = self.free_block_ids.popitem(last=False)

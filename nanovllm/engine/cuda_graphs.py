@@ -4,13 +4,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs
-from nanovllm.kernels.attention.block_tables import unpack_block_tables
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.kernels.gemm.cublas import small_cublas_workspace
+from nanovllm.utils.math import cdiv
 
 MAX_DECODE_SEQS = 2048
 MAX_PREFILL_SEQS = 64
@@ -51,6 +54,63 @@ def graph_bytes(added: list[int], num_graphs: int) -> int:
     return sum(added[:1]) + max([GRAPH_BYTES, *added[1:]]) * max(num_graphs - 1, 0)
 
 
+def uses_graphs(runner: ModelRunner) -> bool:
+    return runner.backend.capturable and not runner.config.enforce_eager
+
+
+def graph_sizes(runner: ModelRunner) -> list[GraphSize]:
+    """Steps to capture, ascending within prefills, then within decodes."""
+    max_seqs = runner.config.max_step_seqs
+    max_tokens = min(runner.config.max_num_batched_tokens, max_seqs * runner.max_model_len)
+    num_params = sum(p.numel() for p in runner.model.model.layers.parameters())
+    return prefill_sizes(max_tokens, max_seqs, num_params) + decode_sizes(max_seqs)
+
+
+def make_graphs(runner: ModelRunner) -> "StepGraphs":
+    """No graph yet, but what captures them."""
+    return StepGraphs(
+        lambda inputs: runner.run_model(inputs)[1],
+        runner.prepare,
+        runner.device,
+        cdiv(runner.max_model_len, runner.config.kvcache_block_size),
+        runner.model.model.few_layers,
+    )
+
+
+@torch.inference_mode()
+def capture_cudagraph(runner: ModelRunner) -> None:
+    """Captures the runner's steps, unless they run eagerly."""
+    if uses_graphs(runner):
+        with small_cublas_workspace():
+            runner.graphs = graphs = make_graphs(runner)
+            graphs.capture(graph_sizes(runner))
+
+
+@torch.inference_mode()
+def measure_graphs(runner: ModelRunner) -> int:
+    """Returns a bound on the memory of all graphs, of prefills and of decodes: captures the two
+    largest of each on a cache of one block."""
+    if not uses_graphs(runner):
+        return 0
+    graphs, num_bytes = make_graphs(runner), 0
+    with small_cublas_workspace():  # for all of it: the other one's memory would count as well
+        for is_prefill in (True, False):
+            sizes = [size for size in graph_sizes(runner) if size.is_prefill == is_prefill]
+            free = [_free_bytes(runner.device)]
+            for size in sizes[-2:][::-1]:
+                graphs.capture([size])
+                free.append(_free_bytes(runner.device))
+            added = [before - after for before, after in pairwise(free)]
+            num_bytes += graph_bytes(added, len(sizes))
+    return num_bytes
+
+
+def _free_bytes(device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
 @dataclass(frozen=True, slots=True)
 class StepGraph:
     """A captured step.
@@ -58,21 +118,19 @@ class StepGraph:
     Attributes:
         graph: its kernels.
         buffer: the device buffer that it reads its inputs from.
-        tables: the device buffer that it unpacks block tables into.
         logits: its result, until the next replay of any graph.
     """
 
     graph: torch.cuda.CUDAGraph
     buffer: torch.Tensor
-    tables: torch.Tensor
     logits: torch.Tensor
 
 
 class StepGraphs:
     """Graphs of ``forward`` for steps of fixed sizes, in one memory pool.
 
-    Only one step runs at a time, so all graphs share one input buffer, one block table buffer, and
-    the memory of activations and logits.
+    Only one step runs at a time, so all graphs share one input buffer and the memory of activations
+    and logits.
 
     Args:
         forward: ModelInputs -> logits, of this rank; must not read back from the device.
@@ -95,7 +153,6 @@ class StepGraphs:
         self.table_width = table_width
         self.warming_up = warming_up
         self.buffer = torch.empty(0, dtype=torch.int32, device=device)
-        self.tables = torch.empty(0, table_width, dtype=torch.int32, device=device)
         self.pool: Any = None
         self.graphs: dict[GraphSize, StepGraph] = {}
 
@@ -113,7 +170,7 @@ class StepGraphs:
                     logits = step()
                 finally:
                     graph.capture_end()
-            self.graphs[size] = StepGraph(graph, self.buffer, self.tables, borrowed(logits))
+            self.graphs[size] = StepGraph(graph, self.buffer, borrowed(logits))
             del logits
 
     def make_steps(
@@ -125,32 +182,24 @@ class StepGraphs:
             size: self.prepare(Batch((), is_prefill=size.is_prefill), size)
             for size in sorted(sizes, reverse=True)
         }
-        places = [(blank.tables_start, size.num_seqs) for size, blank in blanks.items()]
-        num_rows = max((rows for _, rows in places), default=0)
-        num_words = max((start + rows * self.table_width for start, rows in places), default=0)
-        if num_words > len(self.buffer) or num_rows > len(self.tables):
+        num_words = max(
+            (
+                blank.tensors.start_of_last() + size.num_seqs * self.table_width
+                for size, blank in blanks.items()
+            ),
+            default=0,
+        )
+        if num_words > len(self.buffer):
             self.buffer = torch.empty(num_words, dtype=torch.int32, device=self.device)
-            # Kernels may load entries that they do not use, so all entries must be valid blocks.
-            shape = num_rows, self.table_width
-            self.tables = torch.zeros(shape, dtype=torch.int32, device=self.device)
         for size, blank in blanks.items():
-            blank.copy_to(self.buffer)
+            blank.tensors.copy_to(self.buffer)
             yield size, self._make_step(blank)
 
     def _make_step(self, blank: PackedInputs) -> Callable[[], torch.Tensor]:
         inputs = blank.unpack(self.buffer)
-        packed, width = self.buffer[blank.tables_start :], inputs.table_width
-        assert inputs.context.block_tables is not None and width is not None
-        tables = self.tables[: len(inputs.context.block_tables)]
-        inputs = replace(inputs, context=replace(inputs.context, block_tables=tables))
-
-        def step() -> torch.Tensor:
-            # With PDL, attention may load block tables before the previous kernel ends. So they are
-            # unpacked first, with kernels in between that wait for all kernels before them.
-            unpack_block_tables(packed, width, tables)
-            return self.forward(inputs)
-
-        return step
+        new_blocks = self.buffer[blank.tensors.start_of_last() :]  # as many as a step may have
+        inputs = replace(inputs, tables=inputs.tables._replace(new_blocks=new_blocks))
+        return lambda: self.forward(inputs)
 
     def size_for(self, batch: Batch) -> GraphSize | None:
         """Returns the smallest captured size that fits the batch; None if it must run eagerly."""
@@ -172,7 +221,7 @@ class StepGraphs:
         replay overwrites."""
         assert inputs.graph_size is not None
         step = self.graphs[inputs.graph_size]
-        inputs.copy_to(step.buffer)
+        inputs.tensors.copy_to(step.buffer)
         step.graph.replay()
         return step.logits
 

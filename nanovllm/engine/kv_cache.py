@@ -1,61 +1,110 @@
 """How many KV blocks fit into memory."""
 
-from nanovllm.engine.memory import available_bytes
-from nanovllm.models.model_config import ModelConfig
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.startup import allocate_kv_cache
 from nanovllm.utils.math import cdiv, heads_per_rank
+from nanovllm.utils.memory import available_bytes
+from nanovllm.utils.timer import Timer
 
 CPU_CACHE_BYTES = 4 << 30
+# The CUDA context and libraries take up to this much that PyTorch does not count (H200, CUDA 13).
+CONTEXT_BYTES = 600 << 20
 
 
-def block_bytes(config: ModelConfig, block_size: int, tp_size: int, itemsize: int) -> int:
-    """Returns the bytes of one block on one rank: keys and values of ``block_size`` tokens in all
-    layers."""
-    kv_heads = heads_per_rank(config.num_key_value_heads, tp_size)
-    return 2 * config.num_hidden_layers * block_size * kv_heads * config.head_dim * itemsize
+def most_blocks(runner: ModelRunner) -> int:
+    """No KV cache that is measured has more blocks than these."""
+    num_bytes = CPU_CACHE_BYTES
+    if runner.device.type == "cuda":
+        total_bytes = torch.cuda.mem_get_info(runner.device)[1]
+        num_bytes = int(total_bytes * runner.config.gpu_memory_utilization)
+    return max(1, num_bytes // block_bytes(runner))
 
 
-def num_blocks_on_cpu(
-    bytes_per_block: int, block_size: int, max_num_seqs: int, max_model_len: int
-) -> int:
+def block_bytes(runner: ModelRunner) -> int:
+    """Returns the bytes of one block on one rank: keys and values of all layers."""
+    model = runner.model_config
+    kv_heads = heads_per_rank(model.num_key_value_heads, runner.tp.size)
+    num_values = 2 * model.num_hidden_layers * kv_heads * model.head_dim
+    return num_values * runner.config.kvcache_block_size * runner.dtype.itemsize
+
+
+def measure_kv_cache(runner: ModelRunner, bytes_before: int, timed: Timer) -> int:
+    """Returns how many KV blocks to have. On a GPU it runs the largest steps to know.
+
+    Args:
+        bytes_before: what PyTorch held of the GPU before this runner.
+    """
+    config, device = runner.config, runner.device
+    if device.type == "cpu":
+        return num_blocks_on_cpu(config, block_bytes(runner), runner.max_model_len)
+    from nanovllm.engine.cuda_graphs import measure_graphs
+    from nanovllm.engine.warmup import warmup_model
+
+    allocate_kv_cache(runner, 1)
+    torch.cuda.reset_peak_memory_stats(device)
+    warmup_model(runner)
+    peak = torch.cuda.max_memory_allocated(device)
+    timed("warm-up")
+    graph_bytes = measure_graphs(runner)
+    timed("memory of CUDA graphs")
+    if config.num_kvcache_blocks != -1:
+        return config.num_kvcache_blocks
+    held = torch.cuda.memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return num_blocks_on_gpu(
+        config,
+        block_bytes(runner),
+        runner.max_model_len,
+        total_bytes=total,
+        free_bytes=free,
+        own_bytes=held - bytes_before + CONTEXT_BYTES,
+        activation_bytes=peak - held,
+        graph_bytes=graph_bytes,
+    )
+
+
+def num_blocks_on_cpu(config: Config, bytes_per_block: int, max_model_len: int) -> int:
     """Returns as many blocks as all resident sequences could fill, within 4 GiB and half of the
     available memory. The system allocates pages only when they are first written."""
-    wanted = max_num_seqs * cdiv(max_model_len, block_size)
+    wanted = config.max_num_seqs * cdiv(max_model_len, config.kvcache_block_size)
     return min(wanted, max(1, min(CPU_CACHE_BYTES, available_bytes() // 2) // bytes_per_block))
 
 
 def num_blocks_on_gpu(
+    config: Config,
+    bytes_per_block: int,
+    max_model_len: int,
     *,
     total_bytes: int,
     free_bytes: int,
     own_bytes: int,
-    peak_bytes: int,
+    activation_bytes: int,
     graph_bytes: int,
-    utilization: float,
-    bytes_per_block: int,
-    block_size: int,
-    max_model_len: int,
-    may_shorten: bool,
 ) -> int:
-    """Returns how many blocks fit within ``utilization`` of the GPU's memory.
+    """Returns how many blocks fit within ``gpu_memory_utilization`` of the GPU's memory.
 
     Memory of other processes does not count against that budget, but it is not free either.
+    Unless the user has set ``max_model_len``, it may be lowered, down to one block.
 
     Args:
         total_bytes, free_bytes: of the GPU; free after the warm-up, with its buffers released.
         own_bytes: what this engine holds then, mainly weights.
-        peak_bytes: the most it held during the warm-up; the difference is the activations.
+        activation_bytes: what it held on top of that, at most, during the warm-up.
         graph_bytes: a bound on the memory of CUDA graphs.
-        may_shorten: whether ``max_model_len`` may be lowered, down to one block.
 
     Raises:
         ValueError: not even one sequence fits. The message has the figures.
     """
-    activations = peak_bytes - own_bytes
+    utilization = config.gpu_memory_utilization
     budget = int(total_bytes * utilization)
-    left = min(budget - own_bytes, free_bytes) - activations - graph_bytes
+    left = min(budget - own_bytes, free_bytes) - activation_bytes - graph_bytes
     num_blocks = left // bytes_per_block
-    needed = cdiv(max_model_len, block_size)
-    if num_blocks < (1 if may_shorten else needed):
+    needed = cdiv(max_model_len, config.kvcache_block_size)
+    if num_blocks < (1 if config.max_model_len is None else needed):
 
         def gib(num_bytes: int) -> str:
             return f"{num_bytes / 2**30:.2f} GiB"
@@ -64,7 +113,7 @@ def num_blocks_on_gpu(
             f"the KV cache of one sequence of max_model_len={max_model_len} takes "
             f"{gib(needed * bytes_per_block)}, but {gib(max(0, left))} are left: of "
             f"{gib(total_bytes)} x {utilization} = {gib(budget)} ({gib(free_bytes)} free), "
-            f"weights and context take {gib(own_bytes)}, activations {gib(activations)}, CUDA "
+            f"weights and context take {gib(own_bytes)}, activations {gib(activation_bytes)}, CUDA "
             f"graphs {gib(graph_bytes)}. Lower max_model_len or max_num_batched_tokens, or raise "
             f"gpu_memory_utilization"
         )

@@ -10,38 +10,41 @@ from contextlib import closing, contextmanager
 from itertools import count
 from threading import Condition, current_thread
 from time import perf_counter, time
-from typing import Any, TypeAlias
+from typing import Any
 
 from tqdm.auto import tqdm
 
 from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.config import MAX_INT32, Config
 from nanovllm.engine.completion import Completion
-from nanovllm.engine.memory import held_bytes
+from nanovllm.engine.metrics import Metrics
+from nanovllm.engine.preparation import CLOSED, Checked, RequestPreparer
 from nanovllm.engine.request import PreparedRequest, Request, grammar_of, make_outputs, refused
-from nanovllm.engine.sampling_state import PreparedParams, SamplingStateFactory
+from nanovllm.engine.sampling_state import SamplingStateFactory
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.startup import start_ranks
 from nanovllm.engine.step_loop import StepLoop
-from nanovllm.engine.throughput import Throughput
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.outputs import EngineMetrics, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import EVERY_TOKEN
-from nanovllm.text.prompts import Prompt, as_prompt_list, load_encoder, raise_errors
+from nanovllm.text.prompts import (
+    Prompt,
+    PromptEncoder,
+    as_prompt_list,
+    load_encoder,
+    raise_errors,
+)
 from nanovllm.utils.forks import leave_to_parent
-from nanovllm.utils.progress import bar_maker, portions, shown
+from nanovllm.utils.progress import bar_maker, shown
 
 logger = logging.getLogger("nanovllm")
-PORTION = 256  # prompts tokenised together
-Checked: TypeAlias = PreparedRequest | Exception  # a request, or why it is refused
 NOT_ALONE = (
     "{} needs the engine to itself: finish the other requests with step, drop them with "
     "abort_request, or close the stream that they belong to"
 )
 STREAM_OPEN = "generate_stream is not at its end: exhaust, close or abort it first"
-CLOSED = "this engine is closed: make a new one"
 CLOSED_MEANWHILE = "this engine was closed, by another call, before this one had finished"
 
 
@@ -78,13 +81,13 @@ class LLMEngine:
             self._close_runner = weakref.finalize(self, self.model_runner.close)
             try:
                 start = perf_counter()
-                self.prompt_encoder = encoder.result()
+                prompt_encoder = encoder.result()
                 waited = round(perf_counter() - start, 3)
                 self.model_runner.startup_seconds["tokenizer, after all else"] = waited
             except BaseException:
                 self._close_runner()
                 raise
-        self.tokenizer = self.prompt_encoder.tokenizer
+        self.tokenizer = prompt_encoder.tokenizer
         eos_token_ids = set(checkpoint.eos_token_ids)
         eos_token_id = min(eos_token_ids) if len(eos_token_ids) == 1 else None
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
@@ -111,11 +114,15 @@ class LLMEngine:
             config.max_logprobs,
             config.logprobs_mode,
         )
+        self.preparer = RequestPreparer(
+            prompt_encoder,
+            self.sampling_states,
+            self.scheduler.check_prompt_len,
+        )
         self.grammars = self.sampling_states.grammars
         self.recommended_sampling = checkpoint.recommended_sampling
-        self.throughput = Throughput()
+        self.throughput = Metrics(self.scheduler, self.model_runner.device)
         self._requests: dict[str, Request] = {}
-        self._device = self.model_runner.device
         self._request_ids = count()
         self._turn = Condition()  # the running call holds its lock
         self._closed = False
@@ -134,6 +141,10 @@ class LLMEngine:
             else "the model's limit",
         )
 
+    @property
+    def prompt_encoder(self) -> PromptEncoder:
+        return self.preparer.encoder
+
     def prepare(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> PreparedRequest:
@@ -149,7 +160,7 @@ class LLMEngine:
         with self._closed_meanwhile():
             if sampling_params is None:
                 sampling_params = self.get_default_sampling_params()
-            checked = self._validate_each([prompt], [sampling_params])
+            checked = self.preparer.prepare_each([prompt], [sampling_params])
             (prepared,) = raise_errors([*checked], "prompts")
             self.grammars.check(prepared.sampling.grammar)
             self._check_open()
@@ -174,7 +185,7 @@ class LLMEngine:
             prompt = self.prepare(prompt, sampling_params)
         elif sampling_params is not None:
             raise ValueError("a prepared request has its sampling_params: give none with it")
-        elif prompt.engine() is not self:
+        elif prompt.preparer() is not self.preparer:
             raise ValueError("this request was prepared by another engine: prepare it again")
         with self._running(STREAM_OPEN, alone=False):
             return self._add(prompt).request_id
@@ -254,7 +265,9 @@ class LLMEngine:
             TypeError, ValueError: as ``generate``, when the first output is requested.
         """
         with self._closed_meanwhile():
-            good = self._prepare_all(as_prompt_list(prompts), sampling_params, "prompts")
+            if sampling_params is None:
+                sampling_params = self.get_default_sampling_params()
+            good = self.preparer.prepare_all(as_prompt_list(prompts), sampling_params, "prompts")
         with self._running(NOT_ALONE.format("generate_stream")), self._reset_on_error():
             requests = [self._add(item, streams=True) for item in good]
         own = {request.request_id: request for request in requests}
@@ -297,21 +310,7 @@ class LLMEngine:
     def metrics(self) -> EngineMetrics:
         """Returns figures of the engine's state and throughput."""
         self._check_open()
-        scheduler, blocks = self.scheduler, self.scheduler.block_manager
-        prompt_rate, generated_rate = self.throughput.rates()
-        return EngineMetrics(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            kv_cache_usage=len(blocks.used_block_ids) / len(blocks.blocks),
-            num_prompt_tokens=scheduler.num_prompt_tokens,
-            num_generated_tokens=self.throughput.num_generated_tokens,
-            prefix_cache_hit_rate=scheduler.num_cached_prompt_tokens
-            / max(1, scheduler.num_prompt_tokens),
-            num_preemptions=scheduler.num_preemptions,
-            prompt_tokens_per_second=prompt_rate,
-            generated_tokens_per_second=generated_rate,
-            gpu_memory_bytes=held_bytes(self._device),
-        )
+        return self.throughput.read()
 
     def close(self) -> None:
         """Frees the model and the KV cache; the engine cannot be used again.
@@ -321,6 +320,7 @@ class LLMEngine:
         ValueError. When ``close`` returns, the memory is free.
         """
         self._closed = True  # ends the calls of other threads
+        self.preparer.is_closed = True
         with self._turn:
             self._requests.clear()
             if (loop := vars(self).pop("loop", None)) is not None:
@@ -350,10 +350,13 @@ class LLMEngine:
             raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
         checked: Iterable[Checked]
         with self._closed_meanwhile():
+            if sampling_params is None:
+                sampling_params = self.get_default_sampling_params()
             if on_error == "raise":
-                checked = self._prepare_all(prompts, sampling_params, what, bar_maker(use_tqdm))
+                make_bar = bar_maker(use_tqdm)
+                checked = self.preparer.prepare_all(prompts, sampling_params, what, make_bar)
             else:
-                checked = self._validate(prompts, sampling_params)
+                checked = self.preparer.prepare_each(prompts, sampling_params)
             with self._running(NOT_ALONE.format("generate")):
                 outputs = self._run(checked, len(prompts), use_tqdm)
         return [
@@ -444,8 +447,7 @@ class LLMEngine:
         for seq, new in step.retried.items():
             seqs = self._requests[seq.request_id].seqs
             seqs[seqs.index(seq)] = new
-        if self.throughput.add(step.num_prefilled, len(step.sampled)):
-            self._log_metrics()
+        self.throughput.add(step)
         now = time()
         if step.is_prefill:
             for seq in step.sampled:
@@ -490,76 +492,6 @@ class LLMEngine:
             self.scheduler.abort(seqs[0])
             raise
         return request
-
-    def _prepare_all(
-        self,
-        prompts: Seq[Any],
-        sampling_params: SamplingParams | Seq[SamplingParams] | None,
-        what: str,
-        make_bar: Callable[..., tqdm] | None = None,
-    ) -> list[PreparedRequest]:
-        """Checks and tokenises all prompts. Raises one exception that names all that cannot run."""
-        checked = self._validate(prompts, sampling_params, make_bar)
-        ready = dict(self.grammars.when_compiled(checked, grammar_of, self._check_open))
-        return raise_errors([ready[i] for i in range(len(prompts))], what)
-
-    def _validate(
-        self,
-        prompts: Seq[Any],
-        sampling_params: SamplingParams | Seq[SamplingParams] | None,
-        make_bar: Callable[..., tqdm] | None = None,
-    ) -> Iterator[Checked]:
-        """Yields a request for each prompt, with its grammar not compiled yet, or the exception
-        that says what is wrong. Prompts are checked in portions, on demand."""
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        if isinstance(sampling_params, (list, tuple)):
-            if len(sampling_params) != len(prompts):
-                raise ValueError(
-                    f"{len(prompts)} prompts but {len(sampling_params)} sampling_params: give one "
-                    f"for all or one each"
-                )
-            return self._validate_each(prompts, sampling_params, make_bar)
-        prepared = self.sampling_states.prepare(sampling_params)  # type: ignore[arg-type]
-        self.grammars.check(prepared.grammar)
-        return self._validate_each(prompts, [prepared] * len(prompts), make_bar)
-
-    def _validate_each(
-        self,
-        prompts: Seq[Any],
-        each: Seq[Any],
-        make_bar: Callable[..., tqdm] | None = None,
-    ) -> Iterator[Checked]:
-        copies: dict[int, PreparedParams] = {}  # by id(): each object is checked and copied once
-        engine = weakref.ref(self)
-        for portion in portions(len(prompts), PORTION, make_bar, "Tokenizing"):
-            self._check_open()
-            encoded = self.prompt_encoder.encode(prompts[portion])
-            for item, params in zip(encoded, each[portion], strict=True):
-                try:
-                    if not isinstance(params, PreparedParams) and id(params) not in copies:
-                        copies[id(params)] = self.sampling_states.prepare(params)
-                    if isinstance(item, Exception):
-                        raise item
-                    self.scheduler.check_prompt_len(len(item[1]))
-                except (TypeError, ValueError) as error:
-                    yield error
-                else:
-                    yield PreparedRequest(*item, copies.get(id(params), params), engine)
-
-    def _log_metrics(self) -> None:
-        now = self.metrics()
-        logger.info(
-            "running %d, waiting %d, KV cache %.0f%%, prefix hits %.0f%%, preemptions %d, "
-            "prefill %.0f tok/s, decode %.0f tok/s",
-            now.num_running,
-            now.num_waiting,
-            100 * now.kv_cache_usage,
-            100 * now.prefix_cache_hit_rate,
-            now.num_preemptions,
-            now.prompt_tokens_per_second,
-            now.generated_tokens_per_second,
-        )
 
     @contextmanager
     def _reset_on_error(self) -> Iterator[None]:

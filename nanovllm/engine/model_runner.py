@@ -3,9 +3,10 @@
 import gc
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -13,12 +14,11 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine import model_inputs
 from nanovllm.engine.batch import Batch, StepOutput
-from nanovllm.engine.cuda_graphs import StepGraphs
 from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs
 from nanovllm.engine.sampling_inputs import prepare_sample, sampling_rows
-from nanovllm.engine.workers import Worker, Workers, interrupts_delayed
 from nanovllm.kernels.attention.backend import AttentionBackend
+from nanovllm.kernels.attention.block_tables import BlockTables
 from nanovllm.kernels.sampling.sampled_tokens import fill_in_sampled
 from nanovllm.layers.sampler import Sampler, SamplingInputs
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -26,20 +26,25 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.context import step_context
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.forks import leave_to_parent
-from nanovllm.utils.math import heads_per_rank
+from nanovllm.utils.math import cdiv, heads_per_rank
+from nanovllm.utils.tracebacks import clear_frames
+
+if TYPE_CHECKING:
+    from nanovllm.engine.cuda_graphs import StepGraphs
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Runner = TypeVar("Runner", bound="ModelRunner")
 
 
 def on_device(
-    method: Callable[Concatenate["ModelRunner", P], R],
-) -> Callable[Concatenate["ModelRunner", P], R]:
+    method: Callable[Concatenate[Runner, P], R],
+) -> Callable[Concatenate[Runner, P], R]:
     """Makes the runner's GPU PyTorch's current device during a call, whatever the user's program,
     another thread or another engine has chosen. In a forked child the call is a ValueError."""
 
     @wraps(method)
-    def call(self: "ModelRunner", *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: Runner, *args: P.args, **kwargs: P.kwargs) -> R:
         if self.is_forked:
             raise ValueError(
                 f"this engine belongs to process {self._pid}, of which this one is a forked child: "
@@ -53,10 +58,21 @@ def on_device(
     return call
 
 
+class NoGraphs:
+    """Stands for captured steps (``StepGraphs``) where there are none."""
+
+    def size_for(self, batch: Batch) -> GraphSize | None:
+        """No captured size fits."""
+
+    def replay(self, inputs: PackedInputs) -> torch.Tensor:
+        raise NotImplementedError
+
+
 class ModelRunner:
     """One rank: the model's shard, its part of the KV cache, and the steps run on them.
 
-    ``engine.startup`` makes one and sets what has to be loaded, measured or captured first.
+    ``engine.startup`` makes one and sets what has to be loaded, measured or captured first. With
+    several ranks, runners are those of ``engine.tensor_parallel``.
 
     Attributes:
         device: where it runs; a GPU has an index.
@@ -64,8 +80,9 @@ class ModelRunner:
         tp: the tensor-parallel group.
         backend: of attention.
         kv_cache: [2, layers, blocks, block_size, kv_heads / ranks, head_dim].
+        block_tables: of all sequences with blocks; one group, as all layers share a table.
         num_kvcache_blocks: blocks that the cache has.
-        graphs: captured steps, if any.
+        graphs: captured steps.
         sampled_tokens: int64 [max_num_seqs], the buffer in which each step leaves its tokens, row
             by row, and where the next one, captured or not, finds them.
         startup_seconds: how long each part of start-up took.
@@ -76,8 +93,9 @@ class ModelRunner:
     model: DecoderForCausalLM
     sampler: Sampler
     kv_cache: torch.Tensor
+    block_tables: BlockTables
     num_kvcache_blocks: int
-    graphs: StepGraphs
+    graphs: "StepGraphs | NoGraphs"
     sampled_tokens: torch.Tensor
 
     def __init__(
@@ -86,15 +104,11 @@ class ModelRunner:
         model_config: ModelConfig,
         max_model_len: int,
         device: torch.device,
-        workers: Workers | None = None,
-        worker: Worker | None = None,
     ) -> None:
         self.config = config
         self.model_config = model_config
         self.max_model_len = max_model_len
         self.device = device
-        self.workers = workers
-        self.worker = worker
         self.tp = TPGroup()
         self.startup_seconds: dict[str, float] = {}
         self._pid = os.getpid()
@@ -112,36 +126,14 @@ class ModelRunner:
         Raises:
             WorkerError: another rank has failed; so does every later call.
         """
-        if self.workers is None:
-            return getattr(self, method)(step, *args)
-        with interrupts_delayed():
-            try:
-                self.write_shm(method, *args)
-                return getattr(self, method)(step, *args)
-            except BaseException as error:
-                self.workers.fail(error)
-                raise
+        return getattr(self, method)(step, *args)
 
-    def write_shm(self, method: str, *args: Any) -> None:
-        """Rank 0: mirrors a call to the workers."""
-        assert self.workers is not None
-        self.workers.send(method, args)
+    def join_ranks(self) -> None:
+        """Connects the ranks, if there are several."""
 
-    def read_shm(self) -> tuple[str, tuple[Any, ...]]:
-        """A worker: the next call to mirror."""
-        assert self.worker is not None
-        return self.worker.receive()
-
-    @on_device
-    def loop(self) -> None:
-        """The worker loop: does what rank 0 does, until ``exit``."""
-        step: InFlightStep | None = None
-        while True:
-            method, args = self.read_shm()
-            if method == "exit":
-                return self.exit()
-            result = getattr(self, method)(step, *args)
-            step = result if isinstance(result, InFlightStep) else step
+    def barrier(self) -> None:
+        """Rank 0 goes on once all ranks have come as far, and hears at once of one that has failed;
+        collectives, which would wait for it, start only then."""
 
     @on_device
     @torch.inference_mode()
@@ -187,10 +179,7 @@ class ModelRunner:
         Raises:
             WorkerError: another rank has failed; so does every later call.
         """
-        output = step.wait()
-        if self.workers is not None:
-            self.workers.check()  # on a GPU, a rank that dies leaves sums that are none
-        return output
+        return step.wait()
 
     def samples_in_step(self, batch: Batch) -> bool:
         """Whether the forward pass samples: sampling needs no more than the sampling rows, which
@@ -237,9 +226,16 @@ class ModelRunner:
         """Computes the hidden states [N, hidden_size] and this rank's logits [num_seqs, vocabulary
         / ranks], and samples the next tokens if the inputs have sampling rows. Fills in
         ``inputs.input_ids``."""
-        if not inputs.context.is_prefill:
+        context, block_size = inputs.context, self.config.kvcache_block_size
+        # With PDL, attention may load block tables before the previous kernel ends. So they are
+        # updated first, with kernels in between that wait for all kernels before them.
+        tables = self.block_tables.update(inputs.tables)[0]
+        if inputs.reads_cache:
+            columns = cdiv(context.max_seqlen_k, block_size) or None  # unknown in a capture: all
+            context = replace(context, block_tables=tables[:, :columns])
+        if not context.is_prefill:
             fill_in_sampled(inputs.input_ids, self.sampled_tokens)
-        with step_context(inputs.context):
+        with step_context(context):
             hidden_states = self.model(inputs.input_ids, inputs.positions)
             logits = self.model.compute_logits(hidden_states)
         if inputs.sampling_rows is not None:
@@ -273,7 +269,15 @@ class ModelRunner:
     @on_device
     def exit(self) -> None:
         """Frees graphs, cache and weights, as far as there are any."""
-        for name in ("graphs", "kv_cache", "model", "backend", "sampler", "sampled_tokens"):
+        for name in (
+            "graphs",
+            "kv_cache",
+            "block_tables",
+            "model",
+            "backend",
+            "sampler",
+            "sampled_tokens",
+        ):
             vars(self).pop(name, None)
         gc.collect()  # parameters and their weight loaders refer to each other
         if self.device.type == "cuda":
@@ -283,9 +287,14 @@ class ModelRunner:
         self.tp = TPGroup()
 
     def close(self) -> None:
-        """Rank 0: ends itself, then the workers; does nothing in a forked child."""
-        if self.is_forked:
-            return
-        self.exit()
-        if self.workers is not None:
-            self.workers.close()
+        """Rank 0: ends itself, then the others; does nothing in a forked child."""
+        if not self.is_forked:
+            self.exit()
+
+    def abandon(self, error: BaseException) -> None:
+        """Rank 0: frees what a start that failed has made. The frames in the error's traceback
+        would keep that for as long as somebody keeps the exception, as notebooks do."""
+        self.tp.abort()  # no kernel waits for a peer any longer
+        clear_frames(error)
+        with suppress(RuntimeError):  # a GPU that has failed fails again
+            self.close()

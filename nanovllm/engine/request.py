@@ -24,13 +24,13 @@ class PreparedRequest:
         prompt: its text; None if it came as token ids.
         prompt_token_ids: its token ids.
         sampling: how to complete it.
-        engine: the engine that prepared it, the only one that takes it.
+        preparer: that of the only engine that takes it.
     """
 
     prompt: str | None
     prompt_token_ids: list[int]
     sampling: PreparedParams
-    engine: ReferenceType[Any] = field(repr=False)
+    preparer: ReferenceType[Any] = field(repr=False)
 
 
 @dataclass(slots=True)

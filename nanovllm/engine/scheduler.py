@@ -1,11 +1,11 @@
 """Decides which sequences run in each step. Counts tokens and blocks; never touches a tensor."""
 
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.policy import FirstComeFirstServed
 from nanovllm.engine.sequence import Finish, Sequence, SequenceStatus
 
 NO_TOKEN = (
@@ -19,7 +19,7 @@ RECOVERY_STEPS = 100  # after so many, limits that running out of memory has low
 class Scheduler:
     """Continuous batching over two queues.
 
-    Prompts are admitted first come, first served, several at a time. Prefills run before decodes; a
+    Prompts are admitted in the policy's order, several at a time. Prefills run before decodes; a
     prompt longer than the token budget is prefilled in chunks. When decodes run out of free blocks,
     the youngest running sequence is preempted: it returns to the head of the waiting queue and is
     recomputed later.
@@ -38,6 +38,7 @@ class Scheduler:
         eos_token_id: the primary EOS token, reported with ``stop_reason=None``. Any other EOS token
             is reported as the stop reason.
         enable_prefix_caching: share the blocks of equal prefixes.
+        policy: the order in which waiting sequences are admitted, first come, first served if None.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Scheduler:
         eos_token_ids: Iterable[int] = (),
         eos_token_id: int | None = None,
         enable_prefix_caching: bool = True,
+        policy: FirstComeFirstServed | None = None,
     ) -> None:
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -62,7 +64,7 @@ class Scheduler:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.eos_token_id = eos_token_id
         self.block_manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = FirstComeFirstServed() if policy is None else policy
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # of prompts started so far
@@ -94,7 +96,14 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queues a request; refuses one that could never run with ValueError."""
         self.check_prompt_len(len(seq))
-        self.waiting.append(seq)
+        for each in (seq, *seq.siblings):
+            params = each.sampling_params
+            eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
+            each.stop_token_ids = eos_token_ids.union(params.stop_token_ids or ())
+            each.max_len = self.max_len
+            if params.max_tokens is not None:
+                each.max_len = min(self.max_len, each.num_prompt_tokens + params.max_tokens)
+        self.waiting.add(seq)
 
     def count_new_tokens(self, seq: Sequence) -> int:
         """Returns how many tokens of a waiting sequence are not in the prefix cache."""
@@ -141,16 +150,19 @@ class Scheduler:
         """
         finished: dict[Sequence, Finish] = {}
         for item, token_id in zip(batch.sampled, token_ids, strict=True):
-            seq = item.seq
-            if seq.is_finished:
+            seq, finish = item.seq, None
+            if seq.status is SequenceStatus.FINISHED:
                 continue
             if token_id < 0:
-                finish: Finish | None = Finish("error", error=NO_TOKEN)
+                finish = Finish("error", error=NO_TOKEN)
                 self.block_manager.forget(seq)
             else:
                 seq.append_token(token_id)
-                finish = self._check_stop(seq)
-            if finish:
+                if token_id in seq.stop_token_ids:
+                    finish = self._check_stop(seq)
+                if finish is None and seq.num_tokens >= seq.max_len:
+                    finish = Finish("length")
+            if finish is not None:
                 if seq.status is SequenceStatus.WAITING:  # preempted meanwhile
                     self.waiting.remove(seq)
                 seq.status = SequenceStatus.FINISHED
@@ -163,20 +175,16 @@ class Scheduler:
     def launched(self, batch: Batch) -> None:
         """Applies what a step does whatever tokens it samples. Sequences that reach their length
         limit leave: steps launched later may have their blocks."""
-        for seq, start, end, samples in batch.items:
-            if not seq.is_finished:
-                seq.num_cached_tokens = max(end, seq.num_cached_tokens)
-                # One token fills a block only in its last slot.
-                if batch.is_prefill or end % self.block_manager.block_size == 0:
-                    self.block_manager.seal(seq, start, end)
-                if samples and seq.siblings:
-                    self._start_siblings(seq)
+        self.block_manager.mark_computed(batch)
+        for item in batch.sampled:
+            if item.seq.siblings and not item.seq.is_finished:
+                self._start_siblings(item.seq)
         left = set()
         for row, item in enumerate(batch.sampled):
             seq = item.seq
             if not seq.is_finished:
                 seq.expect_token(row)
-                if self._reaches_limit(seq, seq.num_tokens):
+                if seq.num_tokens >= seq.max_len:
                     self.block_manager.deallocate(seq)
                     left.add(seq)
         if left:
@@ -186,7 +194,7 @@ class Scheduler:
         """Queues a finished sequence to be computed again from the start, without blocks of others:
         theirs may have been the cause of its error. Returns the sequence that takes its place."""
         new = seq.alone()
-        self.waiting.appendleft(new)
+        self.waiting.put_back(new)
         return new
 
     def preempt(self, seq: Sequence) -> None:
@@ -194,7 +202,7 @@ class Scheduler:
         self.running.remove(seq)
         self.block_manager.deallocate(seq)
         seq.status = SequenceStatus.WAITING
-        self.waiting.appendleft(seq)
+        self.waiting.put_back(seq)
         self.num_preemptions += 1
 
     def abort(self, seq: Sequence) -> None:
@@ -217,17 +225,6 @@ class Scheduler:
         self._block_copies = []
         self._max_tokens_now, self._max_seqs_now = self.max_num_batched_tokens, self.max_num_seqs
         self._num_steps = 0
-
-    def check_invariants(self) -> None:
-        """Asserts what holds between any two steps."""
-        assert len(self.running) <= self.max_num_seqs
-        assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
-        assert all(seq.status is SequenceStatus.WAITING for seq in self.waiting)
-        assert all(not seq.block_table for seq in self.waiting)
-        for seq in self.running:
-            assert len(seq.block_table) in (seq.num_blocks, seq.num_blocks - 1)
-            assert len(seq) < self.max_len
-        self.block_manager.check_invariants(self.running)
 
     def _schedule_prefill(self) -> tuple[ScheduledSequence, ...]:
         """Returns the prefills that fit into the token budget: the next chunk of a prompt that has
@@ -308,30 +305,24 @@ class Scheduler:
         self.waiting.extendleft(reversed(left))
 
     def _schedule_decode(self) -> tuple[ScheduledSequence, ...]:
-        manager = self.block_manager
+        manager, running = self.block_manager, self.running
         items: list[ScheduledSequence] = []
-        while len(items) < len(self.running):
-            seq = self.running[len(items)]
-            if manager.can_append(seq):
+        while len(items) < len(running):
+            seq = running[len(items)]
+            num_tokens = seq.num_tokens
+            if num_tokens > len(seq.block_table) * manager.block_size:
+                if not manager.can_append(seq):
+                    self.preempt(running[-1])
+                    continue
                 manager.may_append(seq)
-                num_tokens = seq.num_tokens
-                items.append(ScheduledSequence(seq, num_tokens - 1, num_tokens, samples=True))
-            else:
-                self.preempt(self.running[-1])
+            items.append(ScheduledSequence(seq, num_tokens - 1, num_tokens, True))
         assert items or not self.running, "a lone sequence always fits: max_len is within the cache"
         return tuple(items)
 
     def _check_stop(self, seq: Sequence) -> Finish | None:
-        """Returns how the newest token ends the sequence; None if it does not."""
+        """Returns how a stop token ends the sequence; None if it is too early for that."""
         params, token_id = seq.sampling_params, seq.last_token
-        is_eos = token_id in self.eos_token_ids and not params.ignore_eos
-        is_stop = params.stop_token_ids is not None and token_id in params.stop_token_ids
-        if (is_eos or is_stop) and seq.num_completion_tokens > params.min_tokens:
-            stop_reason = None if is_eos and token_id == self.eos_token_id else token_id
-            return Finish("stop", stop_reason, ends_with_stop_token=True)
-        return Finish("length") if self._reaches_limit(seq, len(seq.token_ids)) else None
-
-    def _reaches_limit(self, seq: Sequence, num_tokens: int) -> bool:
-        """Whether a sequence of ``num_tokens`` tokens has reached its length limit."""
-        num_generated = num_tokens - seq.num_prompt_tokens
-        return num_generated == seq.sampling_params.max_tokens or num_tokens >= self.max_len
+        if seq.num_completion_tokens <= params.min_tokens:
+            return None
+        is_primary = token_id == self.eos_token_id and not params.ignore_eos
+        return Finish("stop", None if is_primary else token_id, ends_with_stop_token=True)

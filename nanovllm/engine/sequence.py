@@ -51,6 +51,8 @@ class Sequence:
         last_token: the newest token's id; -1 - row while it is only on the device, sampled in that
             row of the last step.
         block_table: physical KV block of each logical block.
+        table_row: its row in the device's block tables while it has blocks.
+        num_sent_blocks: leading entries of ``block_table`` that are in this row.
         block_hashes: chain hash of each full block hashed so far (see BlockManager).
         siblings: other completions of the same prompt. The scheduler starts them with copies of
             this sequence's blocks when the prompt is computed.
@@ -59,11 +61,15 @@ class Sequence:
             first time: blocks of others may have been the cause.
         wants_prompt_logprobs: needs the logits of each prompt token.
         num_prompt_logprobs: prompt tokens, from the first on, whose log-probabilities are known.
+        stop_token_ids: tokens that end it; set by the scheduler, as is max_len.
+        max_len: number of tokens, prompt included, at which it ends.
         completion: what the user gets of it; set by the engine.
     """
 
     counter = count()
     completion: "Completion"
+    stop_token_ids: frozenset[int]
+    max_len: int
 
     def __init__(
         self,
@@ -83,6 +89,8 @@ class Sequence:
         self.num_cached_tokens = 0
         self.last_token = self.token_ids[-1]
         self.block_table: list[int] = []
+        self.table_row = -1
+        self.num_sent_blocks = 0
         self.block_hashes: list[int] = []
         self.siblings: list[Sequence] = []
         self.num_cached_prompt_tokens: int | None = None

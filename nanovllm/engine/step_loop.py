@@ -8,11 +8,11 @@ from typing import Any
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.in_flight import InFlightStep
-from nanovllm.engine.memory import describe_memory, is_out_of_memory, release_unused
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Finish, Sequence
 from nanovllm.utils.forks import leave_to_parent
+from nanovllm.utils.memory import describe_memory, is_out_of_memory, release_unused
 from nanovllm.utils.panics import is_failure
 
 logger = logging.getLogger("nanovllm")

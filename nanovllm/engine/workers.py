@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import process as mp_process
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
@@ -93,11 +94,9 @@ class Channel:
         self.data = memoryview(self.memory)[8 * words :]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _inherited_channel, (len(self.acknowledged), reduction.DupFd(self.fd))
+        return _inherited, (Channel, reduction.DupFd(self.fd), len(self.acknowledged))
 
-    def send(
-        self, message: bytes | bytearray, wake: Callable[[], None], check: Callable[[], None]
-    ) -> None:
+    def send(self, message: bytes, wake: Callable[[], None], check: Callable[[], None]) -> None:
         """Writes a message. ``check`` is called while waiting for workers, and may raise."""
         left = memoryview(message)
         while True:
@@ -129,10 +128,6 @@ class Channel:
         os.close(self.fd)
 
 
-def _inherited_channel(num_workers: int, handle: Any) -> Channel:
-    return Channel(num_workers, handle.detach())
-
-
 class Semaphore:
     """Wakes one worker once for each release. Unlike multiprocessing's, it has no name."""
 
@@ -140,7 +135,7 @@ class Semaphore:
         self.fd = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC) if fd is None else fd
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _inherited_semaphore, (reduction.DupFd(self.fd),)
+        return _inherited, (Semaphore, reduction.DupFd(self.fd))
 
     def release(self) -> None:
         os.eventfd_write(self.fd, 1)
@@ -159,30 +154,19 @@ class Semaphore:
         self.fd = -1  # another file may get this number
 
 
-def _inherited_semaphore(handle: Any) -> Semaphore:
-    return Semaphore(handle.detach())
+def _inherited(kind: Callable[..., Any], handle: Any, *args: Any) -> Any:
+    """Rebuilds a Channel or a Semaphore in a worker."""
+    return kind(*args, handle.detach())
 
 
-def encode(method: str, args: tuple[Any, ...]) -> bytearray:
-    """Encodes a call as one message. Arrays follow the pickle as raw bytes."""
-    buffers: list[Any] = []
-    head = pickle.dumps((method, args), protocol=5, buffer_callback=buffers.append)
-    message = bytearray()
-    for part in (head, *(buffer.raw() for buffer in buffers)):
-        message += len(part).to_bytes(8, "little")
-        message += part
-        message += b"\0" * (-len(message) % 8)  # aligns the next array for its dtype
-    return message
+def encode(method: str, args: tuple[Any, ...]) -> bytes:
+    """Encodes a call as one message."""
+    return pickle.dumps((method, args), protocol=5)
 
 
 def decode(message: bytearray) -> tuple[str, tuple[Any, ...]]:
-    """Decodes a message of ``encode``. Arrays are views of the message."""
-    left, parts = memoryview(message), []
-    while left:
-        size = int.from_bytes(left[:8], "little")
-        parts.append(left[8 : 8 + size])
-        left = left[8 + size + -size % 8 :]
-    return pickle.loads(parts[0], buffers=parts[1:])
+    """Decodes a message of ``encode``. Arrays are aligned and writable."""
+    return pickle.loads(message)
 
 
 class Workers:
@@ -197,6 +181,8 @@ class Workers:
         ValueError: this is not Linux.
     """
 
+    rank = 0
+
     def __init__(self, size: int, target: Callable[..., None], *args: Any) -> None:
         if sys.platform != "linux":
             raise ValueError("tensor_parallel_size > 1 needs Linux: leave it at 1")
@@ -207,7 +193,7 @@ class Workers:
         pipes = [_context.Pipe(duplex=False) for _ in range(size - 1)]
         own, processes = (self._folder, torch.get_num_threads(), self.channel), []
         for rank, (semaphore, pipe) in enumerate(zip(self._semaphores, pipes, strict=True), 1):
-            worker = Worker(rank, size, *own, semaphore, pipe[1])
+            worker = Worker(rank, *own, semaphore, pipe[1])
             name = f"nanovllm-rank{rank}"
             all_args = worker, target, args
             processes.append(
@@ -230,8 +216,8 @@ class Workers:
         watcher.start()
         self._state.watcher = watcher
 
-    def wait_ready(self) -> None:
-        """Waits until every worker has called ``report_ready`` as often as this was called."""
+    def barrier(self) -> None:
+        """Waits until every worker has called its ``barrier`` as often as this was called."""
         state = self._state
         self._times_awaited += 1
         with state.changed:
@@ -260,7 +246,7 @@ class Workers:
     def send(self, method: str, args: tuple[Any, ...]) -> None:
         """Sends a call of a runner's method to every worker."""
         self.check()
-        self.channel.send(encode(method, args), self._wake, self.check)
+        self.channel.send(encode(method, args), partial(_wake, self._semaphores), self.check)
 
     def check(self) -> None:
         """Raises WorkerError if a worker has failed."""
@@ -282,10 +268,6 @@ class Workers:
                 raise WorkerError(state.failure) from error
         state.fail(f"rank 0 failed: {type(error).__name__}: {error}")
 
-    def _wake(self) -> None:
-        for semaphore in self._semaphores:
-            semaphore.release()
-
 
 @dataclass
 class Worker:
@@ -293,20 +275,19 @@ class Worker:
 
     Attributes:
         rank: of this worker.
-        size: number of ranks.
         store_folder: where rank 0 creates the store when all ranks are ready.
         num_threads: of PyTorch, as on rank 0.
     """
 
     rank: int
-    size: int
     store_folder: str
     num_threads: int
     channel: Channel
     semaphore: Semaphore
     pipe: Connection
 
-    def report_ready(self) -> None:
+    def barrier(self) -> None:
+        """Tells rank 0 that this worker has come as far; does not wait."""
         self.pipe.send(None)
 
     @contextmanager
@@ -343,11 +324,6 @@ class _State:
         self.watcher: threading.Thread | None = None
         self.actions: list[Callable[[], None]] = []
 
-    def set_ready(self, rank: int) -> None:
-        with self.changed:
-            self.times_ready[rank - 1] += 1
-            self.changed.notify_all()
-
     def fail(self, failure: str) -> None:
         """Kills all workers. The first failure is the one that is reported."""
         if os.getpid() != self.pid:
@@ -378,7 +354,9 @@ def _watch(state: _State, pipes: list[Connection]) -> None:
             except (EOFError, OSError):
                 error = ""
             if error is None:
-                state.set_ready(rank)
+                with state.changed:
+                    state.times_ready[rank - 1] += 1
+                    state.changed.notify_all()
                 continue
             if not state.closing:
                 state.fail(_cause(state.processes, rank, error))
@@ -402,6 +380,11 @@ def _cause(processes: list[Any], rank: int, error: str) -> str:
     return f"rank {rank} failed: {error or f'its process ended with exit code {code}'}"
 
 
+def _wake(semaphores: list[Semaphore]) -> None:
+    for semaphore in semaphores:
+        semaphore.release()
+
+
 def _end(state: _State, channel: Channel, semaphores: list[Semaphore]) -> None:
     """Asks the workers to exit, kills those that do not, and frees what they share with rank 0.
     Does nothing in a forked child."""
@@ -410,17 +393,13 @@ def _end(state: _State, channel: Channel, semaphores: list[Semaphore]) -> None:
     state.closing = True
     end = monotonic() + (0.0 if state.failure else GRACE_SECONDS)
 
-    def wake() -> None:
-        for semaphore in semaphores:
-            semaphore.release()
-
     def check() -> None:
         if monotonic() > end:
             raise TimeoutError
 
     with interrupts_delayed():
         with suppress(TimeoutError):
-            channel.send(encode("exit", ()), wake, check)
+            channel.send(encode("exit", ()), partial(_wake, semaphores), check)
         for process in state.processes:
             if process.pid is not None:
                 process.join(max(0.0, end - monotonic()))

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.checkpoints.gguf import ARCHITECTURES, TENSOR_NAMES
-from nanovllm.engine.device import select_dtype
+from nanovllm.utils.device import select_dtype
 from tests.tiny_models import LLAMA3_ROPE, VOCAB_SIZE, TinyModels
 
 pytestmark = pytest.mark.smoke

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 from tests.conftest import needs_asserts
+from tests.invariants import check_blocks
 
 Tokens = tuple[int, ...]
 # Uneven, so that prefixes meet and equal blocks are computed twice.
@@ -269,7 +270,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @invariant()
     def agrees_with_the_model(self) -> None:
         manager, model = self.manager, self.model
-        manager.check_invariants(self.holders.values())
+        check_blocks(manager, self.holders.values())
         assert list(manager.free_block_ids) == model.free
         assert manager.used_block_ids == {block for block, refs in model.refs.items() if refs}
         assert {s.seq_id: s.block_table for s in self.holders.values()} == model.tables
@@ -312,14 +313,14 @@ def test_equal_content_under_another_prefix_is_not_shared():
     assert not set(a.block_table) & set(b.block_table)
     c = admit(manager, [5, 5, 5, 5])
     assert not set(c.block_table) & set(a.block_table + b.block_table)
-    manager.check_invariants([a, b, c])
+    check_blocks(manager, [a, b, c])
 
 
 def test_equal_blocks_within_a_sequence_get_a_block_each():
     manager = BlockManager(4, 2)
     seq = admit(manager, [7] * 8)
     assert len(set(seq.block_table)) == 4
-    manager.check_invariants([seq])
+    check_blocks(manager, [seq])
 
 
 def test_used_blocks_are_shared_up_to_the_first_miss():
@@ -331,7 +332,7 @@ def test_used_blocks_are_shared_up_to_the_first_miss():
     assert not set(b.block_table[1:]) & set(a.block_table)
     assert b.num_cached_tokens == 2
     assert [manager.blocks[i].ref_count for i in a.block_table] == [2, 1, 1]
-    manager.check_invariants([a, b])
+    check_blocks(manager, [a, b])
 
 
 def test_a_miss_makes_all_later_blocks_misses():
@@ -353,7 +354,7 @@ def test_a_miss_makes_all_later_blocks_misses():
     late = Sequence([1, 2, 3, 4], block_size=2)
     manager.allocate(late)
     assert late.num_cached_tokens == 0
-    manager.check_invariants([b, late])
+    check_blocks(manager, [b, late])
 
 
 def test_open_block_is_not_shared():
@@ -396,7 +397,7 @@ def test_freed_block_is_revived_with_its_content():
     b = Sequence([1, 2, 3, 4], block_size=2)
     manager.allocate(b)
     assert (b.block_table, b.num_cached_tokens) == (table, 4)
-    manager.check_invariants([b])
+    check_blocks(manager, [b])
 
 
 def test_revived_block_is_not_free_to_others():
@@ -447,7 +448,7 @@ def test_handing_out_a_block_drops_its_stale_hash_entry():
     manager.allocate(seq)
     assert manager.hash_to_block_id == {}
     assert (manager.blocks[0].hash, manager.blocks[0].token_ids) == (None, [])
-    manager.check_invariants([seq])
+    check_blocks(manager, [seq])
 
 
 def test_evicting_a_duplicate_keeps_the_registered_block():
@@ -462,7 +463,7 @@ def test_evicting_a_duplicate_keeps_the_registered_block():
     manager.deallocate(b)
     filler = admit(manager, [5, 5, 6, 6])
     assert a.block_table[0] in manager.hash_to_block_id.values()
-    manager.check_invariants([a, filler])
+    check_blocks(manager, [a, filler])
 
 
 def test_lookup_compares_token_ids(monkeypatch: pytest.MonkeyPatch):
@@ -474,7 +475,7 @@ def test_lookup_compares_token_ids(monkeypatch: pytest.MonkeyPatch):
     manager.allocate(b)
     assert b.num_cached_tokens == 0
     assert not set(a.block_table) & set(b.block_table)
-    manager.check_invariants([a, b])
+    check_blocks(manager, [a, b])
 
 
 def test_without_prefix_caching_nothing_is_hashed_or_shared(monkeypatch: pytest.MonkeyPatch):
@@ -487,7 +488,7 @@ def test_without_prefix_caching_nothing_is_hashed_or_shared(monkeypatch: pytest.
     manager.allocate(again)
     assert again.num_cached_tokens == 0
     assert manager.hash_to_block_id == {}
-    manager.check_invariants([b, again])
+    check_blocks(manager, [b, again])
 
 
 def test_prompt_tokens_whose_logits_are_wanted_are_computed_again():
@@ -499,7 +500,7 @@ def test_prompt_tokens_whose_logits_are_wanted_are_computed_again():
     manager.allocate(b)
     assert b.num_cached_tokens == 0
     assert not set(a.block_table) & set(b.block_table)
-    manager.check_invariants([a, b])
+    check_blocks(manager, [a, b])
 
 
 @pytest.mark.parametrize(
@@ -519,7 +520,7 @@ def test_fork_shares_full_blocks_and_copies_the_one_that_is_written(
     assert len(child.block_table) == num_shared + 1 and child.num_uncached_tokens == 1
     assert child.block_table[-1] not in parent.block_table
     assert copy == ((parent.block_table[-1], child.block_table[-1]) if copies else None)
-    manager.check_invariants([parent, child])
+    check_blocks(manager, [parent, child])
     for seq in (parent, child):
         manager.deallocate(seq)
     assert not manager.used_block_ids
@@ -634,19 +635,19 @@ class Corrupt:
 
 @needs_asserts
 @pytest.mark.parametrize("name", [name for name in vars(Corrupt) if not name.startswith("_")])
-def test_check_invariants_notices(name: str):
+def test_invariants_notice(name: str):
     manager = BlockManager(4, 2)
     a, b = admit(manager, [6, 6, 6, 6]), admit(manager, [8])
-    manager.check_invariants([a, b])
+    check_blocks(manager, [a, b])
     getattr(Corrupt, name)(manager, a, b)
     with pytest.raises(AssertionError):
-        manager.check_invariants([a, b])
+        check_blocks(manager, [a, b])
 
 
 @needs_asserts
-def test_check_invariants_notices_a_holder_left_out():
+def test_invariants_notice_a_holder_left_out():
     manager = BlockManager(4, 2)
     a, b = admit(manager, [6, 6, 6, 6]), admit(manager, [8])
     with pytest.raises(AssertionError):
-        manager.check_invariants([a])
-    manager.check_invariants([a, b])
+        check_blocks(manager, [a])
+    check_blocks(manager, [a, b])

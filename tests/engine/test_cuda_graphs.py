@@ -2,19 +2,20 @@
 
 import random
 import weakref
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import cuda_graphs, startup
+from nanovllm.engine import cuda_graphs
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graphs import StepGraphs, decode_sizes, graph_bytes, prefill_sizes
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs, prepare_decode
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.utils.math import cdiv
+from tests.invariants import check_scheduler
 from tests.tiny_models import VOCAB_SIZE
 
 
@@ -108,25 +109,27 @@ class PlainGraphs(StepGraphs):
         step = self.graphs[inputs.graph_size]
         self.num_replays[inputs.context.is_prefill] += 1
         self.buffer.fill_(-1)
-        inputs.copy_to(self.buffer)
+        inputs.tensors.copy_to(self.buffer)
         return step()
 
 
 @pytest.fixture
-def padding(monkeypatch):
-    """Engines that pad steps to captured sizes, on a CPU."""
+def capture(monkeypatch) -> Callable[[ModelRunner], PlainGraphs]:
+    """Makes a runner on a CPU pad its steps to captured sizes, and returns its graphs."""
     monkeypatch.setattr(cuda_graphs, "PREFILL_TOKENS", [16, 48])
+    monkeypatch.setattr(cuda_graphs, "StepGraphs", PlainGraphs)
+    monkeypatch.setattr(cuda_graphs, "small_cublas_workspace", nullcontext)
 
-    def new_graphs(runner: ModelRunner) -> StepGraphs:
-        width = cdiv(runner.max_model_len, runner.config.kvcache_block_size)
-        graphs = PlainGraphs(lambda x: runner.run_model(x)[1], runner.prepare, runner.device, width)
-        runner.capture = lambda: graphs.capture(startup.graph_sizes(runner))
-        return graphs
+    def capture_on_cpu(runner: ModelRunner) -> PlainGraphs:
+        monkeypatch.setattr(runner.backend, "capturable", True, raising=False)
+        cuda_graphs.capture_cudagraph(runner)
+        assert isinstance(runner.graphs, PlainGraphs)
+        return runner.graphs
 
-    monkeypatch.setattr(startup, "make_graphs", new_graphs)
+    return capture_on_cpu
 
 
-def run(model_path, captures: bool) -> tuple[list, list, dict[bool, int]]:
+def run(model_path, capture: Callable | None) -> tuple[list, list, dict[bool, int]]:
     """Prompts with common prefixes, long ones in chunks, several samples and logprobs, in a cache
     that is too small for all."""
     draw = random.Random(0)
@@ -154,13 +157,12 @@ def run(model_path, captures: bool) -> tuple[list, list, dict[bool, int]]:
         num_kvcache_blocks=36,
         max_model_len=140,
     ) as llm:
-        graphs = llm.model_runner.graphs
-        if captures:
-            with torch.inference_mode():
-                llm.model_runner.capture()
+        graphs = None
+        if capture is not None:
+            graphs = capture(llm.model_runner)
             assert {size.is_prefill for size in graphs.graphs} == {True, False}
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        llm.scheduler.check_invariants()
+        check_scheduler(llm.scheduler)
         assert llm.metrics().num_preemptions
         tokens = [x.token_ids for output in outputs for x in output.outputs]
         found = [output.prompt_logprobs for output in outputs]
@@ -174,21 +176,20 @@ def run(model_path, captures: bool) -> tuple[list, list, dict[bool, int]]:
         return tokens, logprobs, dict(getattr(graphs, "num_replays", {}))
 
 
-def test_padded_steps_give_the_same_tokens(model_path, padding):
-    expected, expected_logprobs, none = run(model_path, captures=False)
+def test_padded_steps_give_the_same_tokens(model_path, capture):
+    expected, expected_logprobs, none = run(model_path, None)
     assert not none and len(expected_logprobs) > 50
-    tokens, logprobs, num_replays = run(model_path, captures=True)
+    tokens, logprobs, num_replays = run(model_path, capture)
     assert tokens == expected
     for found, plain in zip(logprobs, expected_logprobs, strict=True):
         assert found == pytest.approx(plain, abs=1e-4)
     assert num_replays[True] >= 5 and num_replays[False] >= 20
 
 
-def test_what_is_too_large_runs_eagerly(model_path, padding):
+def test_what_is_too_large_runs_eagerly(model_path, capture):
     with LLM(model_path, max_num_seqs=3, num_kvcache_blocks=60, kvcache_block_size=4) as llm:
         runner = llm.model_runner
-        with torch.inference_mode():
-            runner.capture()
+        capture(runner)
         for prompts, size in (
             ([[1] * 10], (True, 16, 3)),
             ([[1] * 10, [2] * 6], (True, 16, 3)),

@@ -24,6 +24,7 @@ from nanovllm.engine.sampling_inputs import prepare_sample
 from nanovllm.engine.sampling_state import SamplingState, SamplingStateFactory
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.workers import decode, encode
+from nanovllm.kernels.attention.block_tables import BlockTables, BlockTableUpdate
 from nanovllm.kernels.sampling.logit_edits import add_bias, apply_mask, penalise
 from nanovllm.kernels.sampling.sampling_row import SAMPLING_ROW
 from nanovllm.sampling_params import SamplingParams
@@ -36,11 +37,14 @@ def make_item(
     block_size: int,
     cached: int = 0,
     num_new: int | None = None,
+    row: int = 0,
+    num_sent: int = 0,
 ) -> ScheduledSequence:
     """A sequence of ``num_tokens``, the next ``num_new`` (default: all) uncached to compute."""
     tokens = range(100 * block_table[0], 100 * block_table[0] + num_tokens)
     seq = Sequence(tokens, block_size=block_size)
     seq.block_table, seq.num_cached_tokens = block_table, cached
+    seq.table_row, seq.num_sent_blocks = row, num_sent
     start = min(cached, num_tokens - 1)
     end = num_tokens if num_new is None else start + num_new
     return ScheduledSequence(seq, start, end, samples=end == num_tokens)
@@ -57,14 +61,15 @@ def cases(draw: st.DrawFn, is_prefill: bool) -> Case:
     block_size = draw(st.integers(1, 5))
     items = []
     blocks = iter(draw(st.permutations(range(40))))
-    for _ in range(draw(st.integers(1, 5))):
+    for row in draw(st.permutations(range(5)))[: draw(st.integers(1, 5))]:
         num_tokens = draw(st.integers(1, 6 * block_size))
         cached, num_new = num_tokens - 1, None
         if is_prefill:
             cached = draw(st.integers(0, num_tokens))
             num_new = draw(st.none() | st.integers(1, max(num_tokens - cached, 1)))
         table = [next(blocks) for _ in range(-(-num_tokens // block_size))]
-        items.append(make_item(num_tokens, table, block_size, cached, num_new))
+        sent = draw(st.integers(0, len(table)))
+        items.append(make_item(num_tokens, table, block_size, cached, num_new, row, sent))
     return Case(Batch(tuple(items), is_prefill), block_size)
 
 
@@ -74,11 +79,23 @@ def check(tensor: torch.Tensor | None, expected: list, dtype: torch.dtype = torc
     assert tensor.is_contiguous()
 
 
-def naive_block_tables(batch: Batch) -> list[list[int]]:
-    width = max(len(item.seq.block_table) for item in batch.items)
-    return [
-        item.seq.block_table + [0] * (width - len(item.seq.block_table)) for item in batch.items
-    ]
+def packed_views(inputs: ModelInputs) -> dict[str, torch.Tensor]:
+    packed = inputs.pack().tensors
+    return packed.views(packed.buffer)
+
+
+def check_tables(inputs: ModelInputs, batch: Batch, padding: int = 0) -> None:
+    """A device that holds what has been sent of the block tables gets the rest."""
+    tables = BlockTables(1, 8, 6, torch.device("cpu"))
+    for item in batch.items:
+        row, sent = item.seq.table_row, item.seq.num_sent_blocks
+        tables.resident[0, row, :sent] = torch.tensor(item.seq.block_table[:sent]).int()
+    step = tables.update(inputs.tables)
+    assert step.shape[:2] == (1, len(batch) + padding)
+    for row, item in zip(step[0], batch.items, strict=False):
+        assert row[: len(item.seq.block_table)].tolist() == item.seq.block_table
+    num_new = [len(item.seq.block_table) - item.seq.num_sent_blocks for item in batch.items]
+    assert len(inputs.tables.new_blocks) == sum(num_new), "nothing is sent twice"
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
@@ -114,17 +131,14 @@ def test_prefill_is_what_a_loop_over_tokens_gives(case: Case):
     assert context.max_seqlen_q == max(item.num_tokens for item in case.batch.items)
     assert context.max_seqlen_k == max(item.end for item in case.batch.items)
     assert context.context_lens is None
-    if reads_cache:
-        check(context.block_tables, naive_block_tables(case.batch))
-    else:
-        assert context.block_tables is None
+    check_tables(inputs, case.batch)
+    assert inputs.reads_cache == reads_cache
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(cases(is_prefill=False), st.integers(0, 8))
 def test_decode_is_what_a_loop_over_sequences_gives(case: Case, padded_size: int):
     token_ids, positions, slots, lens = [], [], [], []
-    tables = naive_block_tables(case.batch)
     for item in case.batch.items:
         tokens = item.seq.token_ids
         token_ids.append(tokens[-1])
@@ -137,19 +151,15 @@ def test_decode_is_what_a_loop_over_sequences_gives(case: Case, padded_size: int
         positions.append(0)
         slots.append(-1)
         lens.append(0)
-        tables.append([0] * len(tables[0]))
     inputs = prepare_decode(case.batch, case.block_size, padded_size)
     context = inputs.context
-    if padded_size:
-        check(inputs.table_width, [len(tables[0])])
-    else:
-        assert inputs.table_width is None
     check(inputs.input_ids, token_ids)
     check(inputs.positions, positions)
     assert not context.is_prefill
     check(context.slot_mapping, slots)
     check(context.context_lens, lens)
-    check(context.block_tables, tables)
+    check_tables(inputs, case.batch, max(0, padded_size - len(case.batch)))
+    assert inputs.reads_cache
     assert context.max_seqlen_k == max(lens)
     assert context.logits_indices is None
     assert context.cu_seqlens_q is None
@@ -166,7 +176,7 @@ def test_a_worker_receives_the_same_inputs_in_a_message(case: Case):
     method, (packed, copies) = decode(encode("run_step", (ours.pack(size), ((1, 2),))))
     assert (method, packed.graph_size, copies) == ("run_step", size, ((1, 2),))
     assert_equal(ours, packed.unpack())
-    assert packed.buffer.numpy().flags.aligned
+    assert packed.tensors.buffer.numpy().flags.aligned
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -183,6 +193,7 @@ def test_building_inputs_changes_nothing(case: Case):
 def assert_equal(a: ModelInputs, b: ModelInputs) -> None:
     assert torch.equal(a.input_ids, b.input_ids)
     assert torch.equal(a.positions, b.positions)
+    assert all(map(torch.equal, a.tables, b.tables)) and a.reads_cache == b.reads_cache
     for field in fields(Context):
         x, y = getattr(a.context, field.name), getattr(b.context, field.name)
         if isinstance(x, torch.Tensor):
@@ -191,18 +202,20 @@ def assert_equal(a: ModelInputs, b: ModelInputs) -> None:
             assert x == y, field.name
 
 
-def test_whole_prompts_need_no_block_tables():
+def test_whole_prompts_do_not_read_the_cache():
     batch = Batch((make_item(5, [3, 1], 4), make_item(2, [7], 4)), is_prefill=True)
-    context = prepare_prefill(batch, 4).context
-    assert context.block_tables is None
+    inputs = prepare_prefill(batch, 4)
+    context = inputs.context
+    assert not inputs.reads_cache
     check(context.slot_mapping, [12, 13, 14, 15, 4, 28, 29])
     check(context.output_indices, [4, 6])
 
 
-def test_one_sequence_that_reads_the_cache_gives_all_a_block_table():
-    items = (make_item(5, [3, 1], 4), make_item(7, [7, 6], 4, cached=4))
-    context = prepare_prefill(Batch(items, is_prefill=True), 4).context
-    check(context.block_tables, [[3, 1], [7, 6]])
+def test_one_sequence_that_reads_the_cache_makes_all_read_it():
+    items = (make_item(5, [3, 1], 4), make_item(7, [7, 6], 4, cached=4, row=1))
+    inputs = prepare_prefill(Batch(items, is_prefill=True), 4)
+    context = inputs.context
+    assert inputs.reads_cache
     check(context.cu_seqlens_q, [0, 5, 8])
     check(context.cu_seqlens_k, [0, 5, 12])
 
@@ -237,16 +250,19 @@ def test_logprobs_of_a_prompt_take_all_outputs():
     check(context.logits_indices, [8, 0])
 
 
-def test_short_block_tables_are_padded():
-    items = (make_item(1, [9], 2), make_item(5, [4, 5, 6], 2))
-    tables = prepare_block_tables(Batch(items, is_prefill=False))
-    check(tables, [[9, 0, 0], [4, 5, 6]])
+def test_only_new_blocks_are_sent():
+    items = (make_item(1, [9], 2, row=3), make_item(7, [4, 5, 6, 7], 2, row=1, num_sent=2))
+    tables = prepare_block_tables(Batch(items, is_prefill=False), 3)
+    check(tables.rows, [3, 1, -1])
+    check(tables.num_blocks, [[1, 4, 0]])
+    check(tables.cu_new_blocks, [[0, 1, 3, 3]])
+    check(tables.new_blocks, [9, 6, 7])
 
 
 def test_inputs_stay_where_they_are_on_a_cpu():
     inputs = prepare_decode(Batch((make_item(3, [1], 4, cached=2),), is_prefill=False), 4).pack()
     moved = inputs.to(torch.device("cpu"))
-    assert moved.input_ids.untyped_storage().data_ptr() == inputs.buffer.data_ptr()
+    assert moved.input_ids.untyped_storage().data_ptr() == inputs.tensors.buffer.data_ptr()
     sampling = prepare_sample(sampled_batch([make_sampled([1, 2], [3], SamplingParams(top_k=5))]))
     assert sampling.to(torch.device("cpu")) is sampling
 
@@ -257,12 +273,12 @@ def test_inputs_survive_the_trip_in_one_buffer(case: Case):
     prepare = prepare_prefill if case.batch.is_prefill else prepare_decode
     inputs = prepare(case.batch, case.block_size)
     packed = inputs.pack()
-    buffer = packed.buffer
+    buffer = packed.tensors.buffer
     assert buffer.dtype == torch.int32
-    assert packed.shapes["input_ids"] == inputs.input_ids.shape
+    assert packed.tensors.shapes["input_ids"] == inputs.input_ids.shape
     moved = packed.unpack()
     assert_equal(moved, inputs)
-    for name, tensor in moved.tensors().items():
+    for name, tensor in packed.tensors.views(buffer).items():
         assert tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr(), name
         assert tensor.storage_offset() % 4 == 0, f"{name}: kernels expect 16-byte alignment"
 
@@ -282,9 +298,7 @@ def test_a_padded_prefill_is_a_prefill_and_padding(case: Case, tokens: int, seqs
     check(
         after.cu_seqlens_k, before.cu_seqlens_k.tolist() + before.cu_seqlens_k.tolist()[-1:] * seqs
     )
-    tables = naive_block_tables(case.batch)
-    check(after.block_tables, tables + [[0] * len(tables[0])] * seqs)
-    check(padded.table_width, [len(tables[0])])
+    check_tables(padded, case.batch, seqs)
     check(after.output_indices, before.output_indices.tolist() + [0] * seqs)
     counts = [int(item.samples) for item in case.batch.items] + [0] * seqs
     check(after.cu_num_outputs, np.cumsum([0, *counts]).tolist())
@@ -292,10 +306,11 @@ def test_a_padded_prefill_is_a_prefill_and_padding(case: Case, tokens: int, seqs
     assert (after.max_seqlen_q, after.max_seqlen_k) == (num_tokens, most)
     # As graphs are captured with.
     blank = prepare_prefill(Batch((), is_prefill=True), *args)
-    assert list(blank.tensors()) == list(padded.tensors())
-    for name, tensor in blank.tensors().items():
-        other = padded.tensors()[name]
-        shape = other.shape if name != "block_tables" else (num_seqs, 1)
+    blanks, others = packed_views(blank), packed_views(padded)
+    assert list(blanks) == list(others)
+    for name, tensor in blanks.items():
+        other = others[name]
+        shape = other.shape if name != "new_blocks" else (0,)
         assert (tensor.shape, tensor.dtype) == (shape, other.dtype), name
     check(blank.context.slot_mapping, [-1] * num_tokens)
 
@@ -304,26 +319,32 @@ def test_a_decode_can_be_padding_alone():
     """As graphs are captured with."""
     batch = Batch((make_item(3, [1], 4, cached=2),), is_prefill=False)
     padded, blank = (prepare_decode(x, 4, 8) for x in (batch, Batch((), is_prefill=False)))
-    assert list(padded.tensors()) == list(blank.tensors())
-    for name, tensor in blank.tensors().items():
-        other = padded.tensors()[name]
-        assert (tensor.shape, tensor.dtype) == (other.shape, other.dtype), name
-        assert torch.equal(tensor[1:], other[1:]), name
+    blanks, others = packed_views(blank), packed_views(padded)
+    assert list(blanks) == list(others)
+    for name, tensor in blanks.items():
+        other = others[name]
+        if name not in BlockTableUpdate._fields:
+            assert (tensor.shape, tensor.dtype) == (other.shape, other.dtype), name
+            assert torch.equal(tensor[1:], other[1:]), name
+    check(blank.tables.rows, [-1] * 8)
+    check(blank.tables.cu_new_blocks, [[0] * 9])
     check(blank.context.slot_mapping, [-1] * 8)
 
 
 @pytest.mark.parametrize("is_prefill", [False, True])
-def test_inputs_of_a_captured_step_are_no_larger_for_longer_limits(is_prefill: bool):
+def test_inputs_are_no_larger_for_longer_limits_or_contexts(is_prefill: bool):
     """Block tables as wide as max_model_len were built, copied and sent to all ranks each step:
     16 MiB for 512 sequences of a model of 131,072 tokens, in blocks of 16."""
-    batch = Batch((make_item(40, [3, 1, 2], 16, cached=17),), is_prefill)
+    table = list(range(8000))
+    item = make_item(8000 * 16, table, 16, cached=8000 * 16 - 1, num_sent=7997)
+    batch = Batch((item,), is_prefill)
     if is_prefill:
         packed = prepare_prefill(batch, 16, 64, 8, 131_072).pack()
     else:
         packed = prepare_decode(batch, 16, 8).pack()
-    assert packed.shapes["block_tables"] == (8, 3)
-    assert packed.tables_start + 8 * 3 == len(packed.buffer), "they come last"
-    assert len(packed.buffer) < 400
+    assert packed.tensors.shapes["new_blocks"] == (3,)
+    assert packed.tensors.start_of_last() + 4 == len(packed.tensors.buffer), "they come last"
+    assert len(packed.tensors.buffer) < 400
 
 
 VOCAB_SIZE = 70  # three words of a mask, the last one short

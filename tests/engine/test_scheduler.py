@@ -1,10 +1,11 @@
 """The scheduler, run with a simulated device that remembers what each KV slot holds."""
 
 import random
+from bisect import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from hypothesis import strategies as st
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_inputs import prepare_decode, prepare_prefill
+from nanovllm.engine.policy import FirstComeFirstServed
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Finish, Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 from tests.conftest import needs_asserts
+from tests.invariants import check_scheduler
 
 EOS = (3, 4)
 STOP_TEXT = "a stop string"
@@ -87,6 +90,7 @@ class Device:
         self.prefixes = Prefixes()
         self.cache: dict[int, int] = {}
         self.drawn: dict[Sequence, int] = {}  # by the last step, in the order of its rows
+        self.block_tables: dict[int, list[int]] = {}  # by row
 
     def tokens(self, seq: Sequence) -> list[int]:
         """A sequence's tokens, the one that is still on its way included."""
@@ -119,8 +123,14 @@ class Device:
             assert (slot == -1) == (position < seq.num_cached_tokens)
             if slot != -1:
                 self.cache[slot] = number
-        for item, numbers in zip(batch.items, truth, strict=True):
-            assert self.read(item.seq.block_table, item.end) == numbers
+        tables = inputs.tables
+        table_rows, lens, bounds = tables.rows.tolist(), *tables.num_blocks, *tables.cu_new_blocks
+        for row, length, (first, end) in zip(table_rows, lens, pairwise(bounds), strict=True):
+            kept = self.block_tables.get(row, [])[: length - (end - first)]
+            self.block_tables[row] = kept + tables.new_blocks[first:end].tolist()
+        for row, item, numbers in zip(table_rows, batch.items, truth, strict=True):
+            assert self.block_tables[row] == item.seq.block_table
+            assert self.read(self.block_tables[row], item.end) == numbers
 
     def copy(self, block_copies: Iterable[tuple[int, int]]) -> None:
         size = self.block_size
@@ -303,6 +313,8 @@ class Engine:
             assert item.samples == (item.end == len(item.seq))
         seqs = [item.seq for item in batch.items]
         assert len(set(seqs)) == len(seqs)
+        rows = {seq.table_row for seq in scheduler.running}
+        assert len(rows) == len(scheduler.running) and rows <= {*range(scheduler.max_num_seqs)}
         if batch.is_prefill:
             assert scheduler.num_preemptions == preemptions
             assert seqs == scheduler.running[-len(seqs) :]
@@ -334,7 +346,7 @@ class Engine:
         return num_tokens * (1 + len(self.unfinished) * chunks) + len(self.unfinished)
 
     def check(self) -> None:
-        self.scheduler.check_invariants()
+        check_scheduler(self.scheduler)
         self.device.check(self.scheduler)
         self.check_order()
         if not self.overlap:
@@ -480,6 +492,25 @@ def test_prompts_are_admitted_in_order_of_arrival():
         assert [(i.seq, i.start, i.end) for i in batch.items] == [(seq, 0, 6)]
     engine.run()
     engine.check_results()
+
+
+def test_a_policy_decides_who_is_admitted_next():
+    """Preempted sequences stay ahead of those that have not run."""
+
+    class ShortestFirst(FirstComeFirstServed):
+        def add(self, seq: Sequence) -> None:
+            self.insert(bisect(self, len(seq), key=len), seq)
+
+    scheduler = make_scheduler(num_blocks=9, max_num_seqs=3, policy=ShortestFirst())
+    seqs = [Sequence([i] * (1 + i * 7 % 12), greedy(max_tokens=12), 4) for i in range(12)]
+    for seq in seqs:
+        scheduler.add(seq)
+    admitted: dict[Sequence, None] = {}
+    for batch in drain(scheduler):
+        admitted |= dict.fromkeys(item.seq for item in batch.items)
+    assert list(admitted) == sorted(seqs, key=lambda seq: seq.num_prompt_tokens)
+    assert all(seq.num_completion_tokens == 12 for seq in seqs)
+    assert scheduler.num_preemptions > 0
 
 
 def test_a_prompt_that_does_not_fit_holds_up_later_ones():
@@ -661,7 +692,7 @@ def test_each_end_has_its_reason(case: str):
     assert (seq.completion_token_ids, finish.reason, finish.stop_reason) == expected
     assert finish.ends_with_stop_token == (finish.reason == "stop")
     assert scheduler.running == [other]
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def test_finished_sequences_free_their_blocks_at_once():
@@ -1110,7 +1141,7 @@ class TestSiblings:
         finishes |= scheduler.postprocess(launch(scheduler), [7, -1])
         assert [*finishes] == [seqs[0], seqs[2]]
         assert {finish.reason for finish in finishes.values()} == {"error"}
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
         list(drain(scheduler))
         assert all(seq.is_finished for seq in seqs)
         assert [len(seq.completion_token_ids) for seq in seqs] == [0, 4, 0]
@@ -1164,8 +1195,8 @@ class Corrupt:
 
 @needs_asserts
 @pytest.mark.parametrize("name", [name for name in vars(Corrupt) if not name.startswith("_")])
-def test_check_invariants_notices(name: str):
+def test_invariants_notice(name: str):
     engine, seq = in_state("decoding")
     getattr(Corrupt, name)(engine.scheduler, seq)
     with pytest.raises(AssertionError):
-        engine.scheduler.check_invariants()
+        check_scheduler(engine.scheduler)

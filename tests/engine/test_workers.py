@@ -178,22 +178,17 @@ def test_arrays_arrive_equal_aligned_and_writable(shapes: list[Any], method: str
         assert array.flags.writeable or array.ndim == 0
 
 
-def test_an_array_travels_beside_the_pickle():
+def test_an_array_takes_little_more_than_its_bytes():
     array = np.zeros(1 << 16, np.int32)
-    message = encode("run_step", (array,))
-    assert len(message) < array.nbytes + 500
-    _, (found,) = decode(message)
-    assert np.shares_memory(found, np.frombuffer(message, np.uint8))
+    assert len(encode("run_step", (array,))) < array.nbytes + 500
 
 
 def test_packed_inputs_survive_the_trip():
     packed = prepare_decode(Batch((), is_prefill=False), 4, 5).pack()
     _, (found,) = decode(encode("run_step", (packed,)))
     assert isinstance(found, PackedInputs)
-    assert (found.shapes, found.context) == (packed.shapes, packed.context)
-    assert torch.equal(found.buffer, packed.buffer)
-    for name, tensor in packed.unpack().tensors().items():
-        assert torch.equal(found.unpack().tensors()[name], tensor), name
+    assert (found.tensors.shapes, found.context) == (packed.tensors.shapes, packed.context)
+    assert torch.equal(found.tensors.buffer, packed.tensors.buffer)
 
 
 def test_interrupts_take_effect_at_the_end_and_once():

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import startup
+from nanovllm.engine import kv_cache, startup, tensor_parallel
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.startup import run_worker
+from nanovllm.engine.tensor_parallel import run_worker
 from nanovllm.engine.workers import Worker, WorkerError, Workers
 
 SMALL: dict[str, Any] = {
@@ -102,8 +102,8 @@ def listening_ports_of(pid: int) -> list[str]:
 class WatchedWorkers(Workers):
     """Looks at what the ranks share while they start."""
 
-    def wait_ready(self) -> None:
-        super().wait_ready()
+    def barrier(self) -> None:
+        super().barrier()
         assert not named_memory_of(os.getsid(0))
         assert not temporary_files()
 
@@ -120,7 +120,7 @@ class WatchedWorkers(Workers):
 def make(
     folder: Path, size: int = 2, model: str = "qwen3", workers: Any = WatchedWorkers, **kwargs: Any
 ) -> LLM:
-    startup.Workers = workers  # type: ignore[misc]
+    tensor_parallel.Workers = workers  # type: ignore[misc]
     llm = LLM(folder.parent / model, tensor_parallel_size=size, **{**SMALL, **kwargs})
     assert len(processes_of(os.getsid(0))) >= size - 1
     assert not named_memory_of(os.getsid(0))
@@ -257,7 +257,7 @@ def raises_in_loading(worker: Worker, *args: Any) -> None:
 
 
 def leaves_before_meeting(worker: Worker, *args: Any) -> None:
-    startup.make_tp_group = lambda *args: os._exit(7)
+    tensor_parallel.make_tp_group = lambda *args: os._exit(7)
     run_worker(worker, *args)
 
 
@@ -265,20 +265,20 @@ def raises_after_meeting(worker: Worker, *args: Any) -> None:
     def failing(*args: Any) -> int:
         raise MemoryError("no room")
 
-    startup.measure_kv_cache = failing
+    kv_cache.measure_kv_cache = failing
     run_worker(worker, *args)
 
 
 def an_exception_in_a_step(folder: Path) -> None:
-    startup.run_worker = raises_in_a_step
+    tensor_parallel.run_worker = raises_in_a_step
     llm = make(folder)
     fail_dead(llm, "rank 1 failed: KeyError: 'the third step'", "Traceback", "in raises_in_a_step")
 
 
-def _fails_to_start(folder: Path, target: Any, *parts: str) -> None:
-    startup.run_worker = target
+def _fails_to_start(folder: Path, target: Any, *parts: str, **kwargs: Any) -> None:
+    tensor_parallel.run_worker = target
     with deadline("error, start included"):
-        fails(lambda: make(folder), "rank 1 failed", *parts)
+        fails(lambda: make(folder, **kwargs), "rank 1 failed", *parts)
     check_nothing_left()
 
 
@@ -293,7 +293,8 @@ def a_worker_that_never_meets_the_others(folder: Path) -> None:
 
 def a_cache_that_does_not_fit(folder: Path) -> None:
     """While rank 0 waits for it in a collective."""
-    _fails_to_start(folder, raises_after_meeting, "MemoryError: no room", "Traceback")
+    parts = ("MemoryError: no room", "Traceback")
+    _fails_to_start(folder, raises_after_meeting, *parts, num_kvcache_blocks=-1)
 
 
 # Scenarios: rank 0 fails, or is interrupted.
@@ -387,7 +388,7 @@ def all_killed(folder: Path) -> None:
 
 
 class KilledWorkers(WatchedWorkers):
-    def wait_ready(self) -> None:
+    def barrier(self) -> None:
         os.killpg(0, signal.SIGKILL)
 
 

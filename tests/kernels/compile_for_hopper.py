@@ -122,7 +122,8 @@ def launch_all(
         )
         attention.prefill(q, k, k, cache, cache, prefill, 1.0)
     store_kvcache.store_kvcache_triton(k, k, cache, cache, ints(64))
-    block_tables.unpack_block_tables_triton(ints(9), ints(1), ints(8, 16))
+    update = block_tables.BlockTableUpdate(ints(8), ints(1, 8), ints(1, 9), ints(9))
+    block_tables.update_triton(ints(1, 8, 16), update, ints(1, 8, 16))
     slots = rope.CacheSlots(cache, cache, ints(64))
     for norms in ((None, None), (weight, weight)) if all_sizes else ((weight, weight),):
         inputs = rope.RopeInputs(ints(64), angles, *norms, 1e-6)

@@ -1,5 +1,6 @@
-"""Unpacks block tables for CUDA graphs: the host sends only the columns that a step needs, and a
-captured step reads tables of the maximum width."""
+"""Block tables on the device: the host sends only the blocks added since the last step."""
+
+from typing import NamedTuple
 
 import torch
 
@@ -8,40 +9,95 @@ from nanovllm.utils.triton_compat import tl, triton, use_triton
 BLOCK = 1024  # columns per program
 
 
-def unpack_block_tables_reference(
-    packed: torch.Tensor, width: torch.Tensor, tables: torch.Tensor
-) -> None:
-    columns = int(width)
-    tables[:, :columns] = packed[: len(tables) * columns].view(len(tables), columns)
+class BlockTableUpdate(NamedTuple):
+    """What a step changes in the block tables, and which rows it reads. All tensors are int32.
+
+    Attributes:
+        rows: [num_seqs], the row of each sequence; -1 for padding.
+        num_blocks: [groups, num_seqs], the length of each sequence's block table.
+        cu_new_blocks: [groups, num_seqs + 1], where in ``new_blocks`` the last blocks of each
+            table begin that the device does not have yet.
+        new_blocks: [total number of new blocks or more].
+    """
+
+    rows: torch.Tensor
+    num_blocks: torch.Tensor
+    cu_new_blocks: torch.Tensor
+    new_blocks: torch.Tensor
 
 
-@triton.jit(do_not_specialize=["stride"])
-def _unpack_block_tables_kernel(packed_ptr, width_ptr, tables_ptr, stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    width = tl.load(width_ptr)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    block = tl.load(packed_ptr + row * width + column, mask=column < width)
-    tl.store(tables_ptr + row * stride + column, block, mask=column < width)
-
-
-def unpack_block_tables_triton(
-    packed: torch.Tensor, width: torch.Tensor, tables: torch.Tensor
-) -> None:
-    num_rows, max_width = tables.shape
-    _unpack_block_tables_kernel[(num_rows, triton.cdiv(max_width, BLOCK))](
-        packed, width, tables, tables.stride(0), BLOCK=BLOCK
-    )
-
-
-def unpack_block_tables(packed: torch.Tensor, width: torch.Tensor, tables: torch.Tensor) -> None:
-    """Copies contiguous rows of ``width`` columns into the first columns of ``tables``.
-
-    The kernel reads the width on the device, so a CUDA graph can replay it with another width.
+class BlockTables:
+    """The block tables of all sequences with KV blocks, in rows that stay theirs, and the tables of
+    the current step's sequences in batch order.
 
     Args:
-        packed: int32 [rows * width or more].
-        width: int32 [1], at most the number of columns.
-        tables: int32 [rows, columns]. Columns from ``width`` on keep their contents.
+        num_groups: groups of attention layers that share a block table.
+        num_rows: maximum number of sequences.
+        width: maximum number of blocks of a sequence.
     """
-    unpack = unpack_block_tables_triton if use_triton(tables) else unpack_block_tables_reference
-    unpack(packed, width, tables)
+
+    def __init__(self, num_groups: int, num_rows: int, width: int, device: torch.device) -> None:
+        # Kernels may load entries that they do not use, so all entries must be valid blocks.
+        shape = num_groups, num_rows, width
+        self.resident, self.step = torch.zeros(2, *shape, dtype=torch.int32, device=device)
+
+    def update(self, update: BlockTableUpdate) -> torch.Tensor:
+        """Stores a step's new blocks. Returns int32 [groups, num_seqs, width], the block tables of
+        its sequences, until the next update."""
+        step = self.step[:, : len(update.rows)]
+        apply = update_triton if use_triton(step) else update_reference
+        apply(self.resident, update, step)
+        return step
+
+
+def update_reference(resident: torch.Tensor, update: BlockTableUpdate, step: torch.Tensor) -> None:
+    rows = update.rows.long().clamp(min=0)
+    for group, (num_blocks, cu_new) in enumerate(
+        zip(update.num_blocks, update.cu_new_blocks, strict=True)
+    ):
+        num_new = cu_new.diff()
+        seqs = torch.arange(len(rows), device=rows.device).repeat_interleave(num_new)
+        places = torch.arange(int(cu_new[0]), int(cu_new[-1]), device=rows.device)
+        columns = num_blocks[seqs] - cu_new[seqs + 1] + places
+        resident[group, rows[seqs], columns] = update.new_blocks[places]
+        width = int(num_blocks.max()) if len(rows) else 0
+        used = torch.arange(width, device=rows.device) < num_blocks[:, None]
+        step[group, :, :width][used] = resident[group, rows, :width][used]
+
+
+@triton.jit(do_not_specialize=["num_seqs", "group_stride", "row_stride"])
+def _update_kernel(
+    resident_ptr,
+    rows_ptr,
+    num_blocks_ptr,
+    cu_new_blocks_ptr,
+    new_blocks_ptr,
+    step_ptr,
+    num_seqs,
+    group_stride,
+    row_stride,
+    BLOCK: tl.constexpr,
+):
+    seq, group = tl.program_id(0), tl.program_id(2)
+    row = tl.load(rows_ptr + seq)
+    num_blocks = tl.load(num_blocks_ptr + group * num_seqs + seq)
+    cu_new_blocks_ptr += group * (num_seqs + 1) + seq
+    first, end = tl.load(cu_new_blocks_ptr), tl.load(cu_new_blocks_ptr + 1)
+    num_old = num_blocks - (end - first)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    used = column < num_blocks
+    is_new = used & (column >= num_old)
+    resident_ptr += group.to(tl.int64) * group_stride + row.to(tl.int64) * row_stride + column
+    step_ptr += group.to(tl.int64) * group_stride + seq.to(tl.int64) * row_stride + column
+    old = tl.load(resident_ptr, mask=column < num_old)
+    new = tl.load(new_blocks_ptr + first + column - num_old, mask=is_new)
+    tl.store(resident_ptr, new, mask=is_new)
+    tl.store(step_ptr, tl.where(is_new, new, old), mask=used)
+
+
+def update_triton(resident: torch.Tensor, update: BlockTableUpdate, step: torch.Tensor) -> None:
+    num_groups, num_seqs, width = step.shape
+    grid = num_seqs, triton.cdiv(width, BLOCK), num_groups
+    _update_kernel[grid](
+        resident, *update, step, num_seqs, step.stride(0), step.stride(1), BLOCK=BLOCK
+    )

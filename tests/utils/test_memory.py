@@ -1,6 +1,5 @@
-"""How much memory a process can have, in containers too, and how many KV blocks that holds."""
+"""How much memory a process can have, in containers too."""
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,8 +7,7 @@ from typing import Any
 import psutil
 import pytest
 
-from nanovllm.engine.kv_cache import num_blocks_on_cpu, num_blocks_on_gpu
-from nanovllm.engine.memory import available_bytes
+from nanovllm.utils.memory import available_bytes
 
 GIB = 1 << 30
 STAT = "anon 1\nactive_file {0}\ninactive_file {0}\ntotal_active_file {1}\ntotal_inactive_file {1}"
@@ -73,50 +71,3 @@ def test_what_is_available_is_within_the_limits_of_control_groups(
 
 def test_this_machine_has_some():
     assert 1 << 20 < available_bytes() <= psutil.virtual_memory().total
-
-
-def test_a_cache_on_a_cpu_needs_no_sysconf(machine: SimpleNamespace, monkeypatch):
-    """The number of free pages was asked for, which macOS does not have, so every start failed."""
-    monkeypatch.setattr(os, "sysconf", lambda name: {}[name])
-    assert num_blocks_on_cpu(1 << 20, 16, 256, 4096) == 4096, "within 4 GiB"
-    assert num_blocks_on_cpu(1 << 20, 16, 1, 160) == 10, "of as many as sequences can fill"
-
-
-def test_the_page_cache_of_a_busy_machine_is_available(machine: SimpleNamespace, monkeypatch):
-    """Free pages, of which a busy machine has few, were all that counted."""
-    monkeypatch.setattr(os, "sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else 10)
-    machine.available = 2 * GIB
-    assert num_blocks_on_cpu(1 << 20, 16, 256, 4096) == 1024, "half of what is available"
-    machine.available = 0
-    assert num_blocks_on_cpu(1 << 20, 16, 256, 4096) == 1
-
-
-def on_gpu(**changes: Any) -> int:
-    settings: dict[str, Any] = {
-        "total_bytes": 80 * GIB,
-        "free_bytes": 70 * GIB,
-        "own_bytes": 8 * GIB,
-        "peak_bytes": 10 * GIB,
-        "graph_bytes": GIB,
-        "utilization": 0.5,
-        "bytes_per_block": 16 << 20,
-        "block_size": 256,
-        "max_model_len": 131_072,
-        "may_shorten": False,
-    }
-    return num_blocks_on_gpu(**{**settings, **changes})
-
-
-def test_blocks_fill_what_is_left_of_a_gpu():
-    assert on_gpu() == (40 - 8 - 2 - 1) * 64
-    assert on_gpu(free_bytes=20 * GIB) == (20 - 2 - 1) * 64, "others have the rest"
-
-
-def test_a_gpu_with_too_little_for_the_longest_sequence():
-    """Refused if the length was asked for; by default sequences become shorter."""
-    little: dict[str, Any] = {"free_bytes": 4 * GIB}
-    with pytest.raises(ValueError, match=r"max_model_len=131072 takes 8.00 GiB, but 1.00 GiB are"):
-        on_gpu(**little)
-    assert on_gpu(**little, may_shorten=True) == 64
-    with pytest.raises(ValueError, match=r"but 0.00 GiB are left"):
-        on_gpu(free_bytes=3 * GIB, may_shorten=True)

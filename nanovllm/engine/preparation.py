@@ -1,0 +1,102 @@
+"""From prompts and sampling parameters to requests that the engine can add."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from typing import Any, TypeAlias
+
+from tqdm.auto import tqdm
+
+from nanovllm.engine.request import PreparedRequest, grammar_of
+from nanovllm.engine.sampling_state import PreparedParams, SamplingStateFactory
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.prompts import PromptEncoder, raise_errors
+from nanovllm.utils.progress import portions
+
+CLOSED = "this engine is closed: make a new one"
+PORTION = 256  # prompts tokenised together
+Checked: TypeAlias = PreparedRequest | Exception  # a request, or why it is refused
+
+
+class RequestPreparer:
+    """Checks and tokenises prompts, and compiles their grammars. Any thread may use it.
+
+    Args:
+        encoder: tokenises prompts.
+        sampling_states: checks sampling parameters.
+        check_prompt_len: raises ValueError for a number of prompt tokens that can never run.
+
+    Attributes:
+        is_closed: whether the engine has been closed, which ends what is being prepared.
+    """
+
+    def __init__(
+        self,
+        encoder: PromptEncoder,
+        sampling_states: SamplingStateFactory,
+        check_prompt_len: Callable[[int], None],
+    ) -> None:
+        self.encoder = encoder
+        self.sampling_states = sampling_states
+        self.grammars = sampling_states.grammars
+        self.check_prompt_len = check_prompt_len
+        self.is_closed = False
+
+    def prepare_all(
+        self,
+        prompts: Seq[Any],
+        sampling_params: SamplingParams | Seq[SamplingParams],
+        what: str,
+        make_bar: Callable[..., tqdm] | None = None,
+    ) -> list[PreparedRequest]:
+        """Prepares all prompts. Raises one exception that names all that cannot run as ``what``."""
+        checked = self.prepare_each(prompts, sampling_params, make_bar)
+        ready = dict(self.grammars.when_compiled(checked, grammar_of, self.check_open))
+        return raise_errors([ready[i] for i in range(len(prompts))], what)
+
+    def prepare_each(
+        self,
+        prompts: Seq[Any],
+        sampling_params: SamplingParams | Seq[SamplingParams],
+        make_bar: Callable[..., tqdm] | None = None,
+    ) -> Iterator[Checked]:
+        """Yields a request for each prompt, with its grammar not compiled yet, or the exception
+        that says what is wrong. Prompts are checked in portions, on demand.
+
+        Args:
+            sampling_params: one for all prompts, which is checked at once, or one each.
+        """
+        if isinstance(sampling_params, (list, tuple)):
+            if len(sampling_params) != len(prompts):
+                raise ValueError(
+                    f"{len(prompts)} prompts but {len(sampling_params)} sampling_params: give one "
+                    f"for all or one each"
+                )
+            return self._prepare_each(prompts, sampling_params, make_bar)
+        prepared = self.sampling_states.prepare(sampling_params)  # type: ignore[arg-type]
+        self.grammars.check(prepared.grammar)
+        return self._prepare_each(prompts, [prepared] * len(prompts), make_bar)
+
+    def check_open(self) -> None:
+        if self.is_closed:
+            raise ValueError(CLOSED)
+
+    def _prepare_each(
+        self, prompts: Seq[Any], each: Seq[Any], make_bar: Callable[..., tqdm] | None
+    ) -> Iterator[Checked]:
+        copies: dict[int, PreparedParams] = {}  # by id(): each object is checked and copied once
+        preparer = weakref.ref(self)
+        for portion in portions(len(prompts), PORTION, make_bar, "Tokenizing"):
+            self.check_open()
+            encoded = self.encoder.encode(prompts[portion])
+            for item, params in zip(encoded, each[portion], strict=True):
+                try:
+                    if not isinstance(params, PreparedParams) and id(params) not in copies:
+                        copies[id(params)] = self.sampling_states.prepare(params)
+                    if isinstance(item, Exception):
+                        raise item
+                    self.check_prompt_len(len(item[1]))
+                except (TypeError, ValueError) as error:
+                    yield error
+                else:
+                    yield PreparedRequest(*item, copies.get(id(params), params), preparer)

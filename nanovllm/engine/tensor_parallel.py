@@ -1,0 +1,115 @@
+"""Tensor parallelism: a runner for each rank. Rank 0's mirrors each of its calls to the others."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nanovllm.checkpoints.checkpoint import open_checkpoint
+from nanovllm.config import Config
+from nanovllm.engine.batch import StepOutput
+from nanovllm.engine.in_flight import InFlightStep
+from nanovllm.engine.model_runner import ModelRunner, on_device
+from nanovllm.engine.startup import start
+from nanovllm.engine.workers import Worker, Workers, interrupts_delayed
+from nanovllm.kernels.comm.all_reduce import make_one_shots
+from nanovllm.utils.device import select_device
+from nanovllm.utils.distributed import make_tp_group
+
+
+class RankRunner(ModelRunner):
+    """One of several ranks.
+
+    Attributes:
+        link: to the other ranks: rank 0's Workers, or a Worker.
+    """
+
+    link: Workers | Worker
+
+    def barrier(self) -> None:
+        self.link.barrier()
+
+    def join_ranks(self) -> None:
+        self.barrier()  # workers import, and try out their backends, while rank 0 does
+        rank, size, device = self.link.rank, self.config.tensor_parallel_size, self.device
+        with self.link.open_store() as store:
+            self.tp = make_tp_group(rank, size, store, device)
+            self.tp.min(0, device)  # the first collective, in which NCCL uses the store
+            if device.type == "cuda":
+                devices = [select_device(self.config.device, rank, size) for rank in range(size)]
+                one_shots = make_one_shots(self.tp, store, self.dtype, devices)
+                self.tp = replace(self.tp, one_shots=one_shots)
+
+
+class MainRunner(RankRunner):
+    """Rank 0. Making it starts the processes of the others.
+
+    Attributes:
+        workers: its handle on them.
+    """
+
+    def __init__(self, config: Config, *args: Any) -> None:
+        super().__init__(config, *args)
+        size = config.tensor_parallel_size
+        self.link = self.workers = Workers(size, run_worker, config, self.max_model_len)
+        self.workers.on_failure(self._abort)
+
+    def _abort(self) -> None:
+        self.tp.abort()  # the group of the day
+
+    def call(self, method: str, step: InFlightStep | None, *args: Any) -> Any:
+        with interrupts_delayed():
+            try:
+                self.workers.send(method, args)
+                return super().call(method, step, *args)
+            except BaseException as error:
+                self.workers.fail(error)
+                raise
+
+    def wait(self, step: InFlightStep) -> StepOutput:
+        output = super().wait(step)
+        self.workers.check()  # on a GPU, a rank that dies leaves sums that are none
+        return output
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self.workers.close()
+
+    def abandon(self, error: BaseException) -> None:
+        try:
+            self.workers.fail(error)  # the others first: they wait for this rank
+        finally:
+            super().abandon(error)
+
+
+class WorkerRunner(RankRunner):
+    """A worker's: does what rank 0 does."""
+
+    link: Worker
+
+    def __init__(self, worker: Worker, *args: Any) -> None:
+        super().__init__(*args)
+        self.link = worker
+
+    @on_device
+    def loop(self) -> None:
+        """The worker loop: makes the calls of rank 0, until ``exit``."""
+        step: InFlightStep | None = None
+        while True:
+            method, args = self.link.receive()
+            if method == "exit":
+                return self.exit()
+            result = getattr(self, method)(step, *args)
+            step = result if isinstance(result, InFlightStep) else step
+
+
+def run_worker(worker: Worker, config: Config, max_model_len: int) -> None:
+    """What a worker process does."""
+    torch.set_num_threads(worker.num_threads)
+    checkpoint = open_checkpoint(config.model)
+    device = select_device(config.device, worker.rank, config.tensor_parallel_size)
+    runner = WorkerRunner(worker, config, checkpoint.config, max_model_len, device)
+    start(runner, checkpoint)
+    runner.loop()

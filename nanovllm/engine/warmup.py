@@ -1,0 +1,46 @@
+"""The largest steps, run or compiled ahead of the first request on a GPU."""
+
+import torch
+
+from nanovllm.engine.batch import Batch, ScheduledSequence
+from nanovllm.engine.completion import Completion
+from nanovllm.engine.cuda_graphs import graph_sizes, make_graphs
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.sampling_state import SamplingState
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.startup import allocate_kv_cache
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.compile_ahead import compiling_only
+from nanovllm.utils.math import cdiv
+
+
+@torch.inference_mode()
+def warmup_model(runner: ModelRunner) -> None:
+    """Runs prefills of as many tokens as a step takes, of the most sequences and of the fewest, for
+    which a backend may have another kernel. All sequences sample, and share one block."""
+    num_tokens, most = runner.config.max_num_batched_tokens, runner.config.max_step_seqs
+    completion = Completion(SamplingState(SamplingParams(), 0, [], runner.model_config.vocab_size))
+    for num_seqs in {most, min(most, cdiv(num_tokens, runner.max_model_len))}:
+        items = []
+        for i in range(num_seqs):
+            length = num_tokens // num_seqs + (i < num_tokens % num_seqs)
+            seq = Sequence([0] * min(length, runner.max_model_len))
+            seq.completion = completion
+            seq.block_table = [0] * cdiv(len(seq), runner.config.kvcache_block_size)
+            seq.table_row = i
+            items.append(ScheduledSequence(seq, 0, len(seq), samples=True))
+        runner.run_step(None, runner.prepare(Batch(tuple(items), is_prefill=True), None))
+
+
+@torch.inference_mode()
+def compile_kernels(runner: ModelRunner) -> None:
+    """Compiles the kernels that steps launch, several at once, instead of each at its first launch.
+    They differ among small batches, and little among large decodes."""
+    allocate_kv_cache(runner, 1)
+    sizes = graph_sizes(runner) if runner.backend.capturable else []
+    decodes = [size for size in sizes if not size.is_prefill and size.num_tokens % 64 == 0]
+    few = [size for size in sizes if size.num_tokens <= 64]
+    with compiling_only(), runner.model.model.few_layers():
+        warmup_model(runner)
+        for _, step in make_graphs(runner).make_steps([*{*few, *decodes, *sizes[-1:]}]):
+            step()

@@ -1,0 +1,72 @@
+"""How many KV blocks fit into memory."""
+
+import os
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from nanovllm.config import Config
+from nanovllm.engine.kv_cache import num_blocks_on_cpu, num_blocks_on_gpu
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Has 64 GiB available."""
+    memory = SimpleNamespace(available=64 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    return memory
+
+
+def on_cpu(max_num_seqs: int, max_model_len: int) -> int:
+    config = Config("model", kvcache_block_size=16, max_num_seqs=max_num_seqs)
+    return num_blocks_on_cpu(config, 1 << 20, max_model_len)
+
+
+def test_a_cache_on_a_cpu_needs_no_sysconf(machine: SimpleNamespace, monkeypatch):
+    """The number of free pages was asked for, which macOS does not have, so every start failed."""
+    monkeypatch.setattr(os, "sysconf", lambda name: {}[name])
+    assert on_cpu(256, 4096) == 4096, "within 4 GiB"
+    assert on_cpu(1, 160) == 10, "of as many as sequences can fill"
+
+
+def test_the_page_cache_of_a_busy_machine_is_available(machine: SimpleNamespace, monkeypatch):
+    """Free pages, of which a busy machine has few, were all that counted."""
+    monkeypatch.setattr(os, "sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else 10)
+    machine.available = 2 * GIB
+    assert on_cpu(256, 4096) == 1024, "half of what is available"
+    machine.available = 0
+    assert on_cpu(256, 4096) == 1
+
+
+def on_gpu(may_shorten: bool = False, free_bytes: int = 70 * GIB) -> int:
+    length = 131_072
+    config = Config(
+        "model", gpu_memory_utilization=0.5, max_model_len=None if may_shorten else length
+    )
+    return num_blocks_on_gpu(
+        config,
+        16 << 20,
+        length,
+        total_bytes=80 * GIB,
+        free_bytes=free_bytes,
+        own_bytes=8 * GIB,
+        activation_bytes=2 * GIB,
+        graph_bytes=GIB,
+    )
+
+
+def test_blocks_fill_what_is_left_of_a_gpu():
+    assert on_gpu() == (40 - 8 - 2 - 1) * 64
+    assert on_gpu(free_bytes=20 * GIB) == (20 - 2 - 1) * 64, "others have the rest"
+
+
+def test_a_gpu_with_too_little_for_the_longest_sequence():
+    """Refused if the length was asked for; by default sequences become shorter."""
+    with pytest.raises(ValueError, match=r"max_model_len=131072 takes 8.00 GiB, but 1.00 GiB are"):
+        on_gpu(free_bytes=4 * GIB)
+    assert on_gpu(free_bytes=4 * GIB, may_shorten=True) == 64
+    with pytest.raises(ValueError, match=r"but 0.00 GiB are left"):
+        on_gpu(free_bytes=3 * GIB, may_shorten=True)
