@@ -173,8 +173,10 @@ class TokenBias(LogitEdit):
             place = len(token_ids) - len(start)
             if place >= self.num_prompt_tokens and list(token_ids[place:]) == start:
                 forbidden.add(last)
-        tokens = np.append(request.bias_tokens, np.array([*forbidden], np.int32))
-        values = np.append(request.bias_values, np.full(len(forbidden), -np.inf, np.float32))
+        tokens, values = request.bias_tokens, request.bias_values
+        if forbidden:
+            tokens = np.concatenate((tokens, np.array([*forbidden], np.int32)))
+            values = np.concatenate((values, np.full(len(forbidden), -np.inf, np.float32)))
         return (np.full(len(tokens), row, np.int32), tokens, values) if len(tokens) else ()
 
 
@@ -186,7 +188,7 @@ class Penalties(LogitEdit):
 
     def __init__(self, request: PreparedEdits, prompt: Sequence[int], grammar: Any) -> None:
         super().__init__(request, prompt, grammar)
-        self.history = array("i", prompt)
+        self.history, self.generated = array("i", prompt), bytearray(len(prompt))
 
     @staticmethod
     def is_needed(request: PreparedEdits) -> bool:
@@ -194,10 +196,11 @@ class Penalties(LogitEdit):
 
     def append_token(self, token_id: int) -> None:
         self.history.append(token_id)
+        self.generated.append(1)
 
     def arrays(self, row: int, token_ids: Sequence[int]) -> Arrays:
         history = np.frombuffer(self.history, np.int32)
-        generated = np.arange(len(history)) >= self.num_prompt_tokens
+        generated = np.frombuffer(self.generated, np.bool_)
         rows, lens = np.array([[row], [len(history)]], np.int32)
         return rows, self.request.penalties, lens, history, generated
 
