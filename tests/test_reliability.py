@@ -12,8 +12,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from nanovllm.engine import metrics, preparation
+from nanovllm.engine import preparation
 from nanovllm.text.prompts import PromptEncoder
+from nanovllm.utils import throughput
 from tests.invariants import check_scheduler
 from tests.tiny_models import VOCAB_SIZE, TinyModels
 
@@ -654,7 +655,7 @@ class TestMetrics:
             assert llm.metrics().num_preemptions == llm.scheduler.num_preemptions > 0
 
     def test_a_long_run_logs_a_line_now_and_then(self, llm, monkeypatch, caplog):
-        monkeypatch.setattr(metrics, "WINDOW_SECONDS", 0.0)
+        monkeypatch.setattr(throughput, "WINDOW_SECONDS", 0.0)
         with caplog.at_level(logging.INFO, "nanovllm"):
             run(llm)
         lines = [message for message in caplog.messages if message.startswith("running ")]

@@ -1,31 +1,25 @@
 """The engine: requests from prompts to results, around the loop of steps."""
 
-import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from itertools import count
 from threading import Condition, current_thread
-from time import perf_counter, time
+from time import time
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.checkpoints.checkpoint import open_checkpoint
-from nanovllm.config import MAX_INT32, Config
+from nanovllm.config import Config
 from nanovllm.engine.completion import Completion
-from nanovllm.engine.metrics import Metrics
 from nanovllm.engine.preparation import CLOSED, Checked, RequestPreparer
 from nanovllm.engine.request import PreparedRequest, Request, grammar_of, make_outputs, refused
 from nanovllm.engine.sampling_state import SamplingStateFactory
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.startup import start_ranks
 from nanovllm.engine.step_loop import StepLoop
-from nanovllm.models.model_config import ModelConfig
 from nanovllm.outputs import EngineMetrics, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import EVERY_TOKEN
@@ -33,13 +27,12 @@ from nanovllm.text.prompts import (
     Prompt,
     PromptEncoder,
     as_prompt_list,
-    load_encoder,
     raise_errors,
 )
 from nanovllm.utils.forks import leave_to_parent
 from nanovllm.utils.progress import bar_maker, shown
+from nanovllm.utils.throughput import Throughput
 
-logger = logging.getLogger("nanovllm")
 NOT_ALONE = (
     "{} needs the engine to itself: finish the other requests with step, drop them with "
     "abort_request, or close the stream that they belong to"
@@ -71,75 +64,43 @@ class LLMEngine:
         self._closed = True  # until start-up succeeds
         leave_to_parent(self)
         config = self.config = Config.create(model, **kwargs)
-        checkpoint = open_checkpoint(config.model)
-        max_model_len = limit_model_len(config.max_model_len, checkpoint.config)
-        checkpoint.config.check_split(config.tensor_parallel_size)
-        with ThreadPoolExecutor(1) as executor:  # importing the tokenizer's library takes long
-            encoder = executor.submit(load_encoder, config, checkpoint, max_model_len)
-            self.model_runner = start_ranks(config, checkpoint, max_model_len)
-            # Runs when the engine is garbage collected, or before the interpreter exits.
-            self._close_runner = weakref.finalize(self, self.model_runner.close)
-            try:
-                start = perf_counter()
-                prompt_encoder = encoder.result()
-                waited = round(perf_counter() - start, 3)
-                self.model_runner.startup_seconds["tokenizer, after all else"] = waited
-            except BaseException:
-                self._close_runner()
-                raise
-        self.tokenizer = prompt_encoder.tokenizer
-        eos_token_ids = set(checkpoint.eos_token_ids)
-        eos_token_id = min(eos_token_ids) if len(eos_token_ids) == 1 else None
-        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            eos_token_id = self.tokenizer.eos_token_id
-            eos_token_ids.add(eos_token_id)
-        # Some checkpoints name EOS tokens outside the vocabulary.
-        eos_token_ids = {i for i in eos_token_ids if 0 <= i < checkpoint.config.vocab_size}
+        from nanovllm.engine.startup import start_up
+
+        started = start_up(config)
+        self.model_runner = started.model_runner
+        # Runs when the engine is garbage collected, or before the interpreter exits.
+        self._close_runner = weakref.finalize(self, self.model_runner.close)
+        self.tokenizer = started.prompt_encoder.tokenizer
         self.scheduler = Scheduler(
             num_blocks=self.model_runner.num_kvcache_blocks,
             block_size=config.kvcache_block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            eos_token_ids=eos_token_ids,
-            eos_token_id=eos_token_id,
+            max_model_len=started.max_model_len,
+            eos_token_ids=started.eos_token_ids,
+            eos_token_id=started.eos_token_id,
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self.loop = StepLoop(self.scheduler, self.model_runner)
         self.sampling_states = SamplingStateFactory(
             self.tokenizer,
-            checkpoint.config.vocab_size,
-            eos_token_ids,
+            started.prompt_encoder.vocab_size,
+            started.eos_token_ids,
             config.seed,
             config.max_logprobs,
             config.logprobs_mode,
         )
         self.preparer = RequestPreparer(
-            prompt_encoder,
-            self.sampling_states,
-            self.scheduler.check_prompt_len,
+            started.prompt_encoder, self.sampling_states, self.scheduler.check_prompt_len
         )
         self.grammars = self.sampling_states.grammars
-        self.recommended_sampling = checkpoint.recommended_sampling
-        self.throughput = Metrics(self.scheduler, self.model_runner.device)
+        self.recommended_sampling = started.recommended_sampling
+        self.throughput = Throughput()
         self._requests: dict[str, Request] = {}
+        self._device = self.model_runner.device
         self._request_ids = count()
         self._turn = Condition()  # the running call holds its lock
         self._closed = False
-        logger.info(
-            "%s on %s in %s: %d KV blocks of %d tokens, sequences of up to %d tokens (%s)",
-            checkpoint.config.architecture,
-            self.model_runner.device,
-            str(self.model_runner.dtype).removeprefix("torch."),
-            self.model_runner.num_kvcache_blocks,
-            config.kvcache_block_size,
-            self.scheduler.max_len,
-            "as many as the KV cache holds"
-            if self.scheduler.max_len < max_model_len
-            else "max_model_len"
-            if max_model_len == config.max_model_len
-            else "the model's limit",
-        )
 
     @property
     def prompt_encoder(self) -> PromptEncoder:
@@ -310,7 +271,9 @@ class LLMEngine:
     def metrics(self) -> EngineMetrics:
         """Returns figures of the engine's state and throughput."""
         self._check_open()
-        return self.throughput.read()
+        from nanovllm.engine.metrics import read_metrics
+
+        return read_metrics(self.scheduler, self.throughput, self._device)
 
     def close(self) -> None:
         """Frees the model and the KV cache; the engine cannot be used again.
@@ -447,7 +410,10 @@ class LLMEngine:
         for seq, new in step.retried.items():
             seqs = self._requests[seq.request_id].seqs
             seqs[seqs.index(seq)] = new
-        self.throughput.add(step)
+        if self.throughput.add(step.num_prefilled, len(step.sampled)):
+            from nanovllm.engine.metrics import log_metrics
+
+            log_metrics(self.metrics())
         now = time()
         if step.is_prefill:
             for seq in step.sampled:
@@ -519,26 +485,3 @@ class LLMEngine:
     def _check_open(self, message: str = CLOSED) -> None:
         if self._closed:
             raise ValueError(message)
-
-
-def limit_model_len(max_model_len: int | None, model: ModelConfig) -> int:
-    """Returns the maximum length of a sequence, by default the model's number of positions or its
-    sliding window.
-
-    Raises:
-        ValueError: ``max_model_len`` exceeds the model's positions, or its sliding window, which
-            attention does not implement.
-    """
-    if max_model_len is None:
-        return min(model.max_position_embeddings, model.sliding_window or MAX_INT32, MAX_INT32)
-    if max_model_len > model.max_position_embeddings:
-        raise ValueError(
-            f"max_model_len={max_model_len} is more than the model's "
-            f"{model.max_position_embeddings} positions: lower it, or leave it out"
-        )
-    if model.sliding_window is not None and max_model_len > model.sliding_window:
-        raise ValueError(
-            f"{model.architecture} attends within a sliding window of {model.sliding_window} "
-            f"tokens, which is not served: set max_model_len to at most {model.sliding_window}"
-        )
-    return max_model_len

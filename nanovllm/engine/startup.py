@@ -1,10 +1,16 @@
-"""From a checkpoint to a ModelRunner that can step: device, ranks, model, weights, KV cache."""
+"""From a checkpoint to a ModelRunner that can step: tokenizer, device, ranks, weights, KV cache."""
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
 
 import torch
 
-from nanovllm.checkpoints.checkpoint import Checkpoint
+from nanovllm.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.checkpoints.weights import fill_with_dummy_weights, load_model
-from nanovllm.config import Config
+from nanovllm.config import MAX_INT32, Config
 from nanovllm.engine.model_runner import ModelRunner, NoGraphs, on_device
 from nanovllm.kernels.attention.backend import select_attention_backend
 from nanovllm.kernels.attention.block_tables import BlockTables
@@ -13,10 +19,113 @@ from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.text.prompts import PromptEncoder, load_encoder
 from nanovllm.utils.device import select_device, select_dtype
 from nanovllm.utils.distributed import use_tp_group
 from nanovllm.utils.math import cdiv, heads_per_rank
 from nanovllm.utils.timer import Timer
+
+logger = logging.getLogger("nanovllm")
+
+
+@dataclass(frozen=True, slots=True)
+class StartedModel:
+    """What an engine is built on.
+
+    Attributes:
+        max_model_len: the user's or the model's limit of a sequence, in tokens.
+        eos_token_ids: the tokens that end a sequence.
+        eos_token_id: the primary one; None if there are several and the tokenizer names none.
+        recommended_sampling: sampling parameters of the checkpoint's generation_config.json.
+    """
+
+    model_runner: ModelRunner
+    prompt_encoder: PromptEncoder
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    eos_token_id: int | None
+    recommended_sampling: dict[str, Any]
+
+
+def start_up(config: Config) -> StartedModel:
+    """Loads the tokenizer, and the model on all ranks.
+
+    Raises:
+        ValueError: a checkpoint or a setting that cannot work.
+        Exception: as ``start_ranks``.
+    """
+    checkpoint = open_checkpoint(config.model)
+    model_config = checkpoint.config
+    max_model_len = limit_of_model(config.max_model_len, model_config)
+    model_config.check_split(config.tensor_parallel_size)
+    with ThreadPoolExecutor(1) as executor:  # importing the tokenizer's library takes long
+        encoder = executor.submit(load_encoder, config, checkpoint, max_model_len)
+        runner = start_ranks(config, checkpoint, max_model_len)
+        try:
+            start = perf_counter()
+            prompt_encoder = encoder.result()
+            waited = round(perf_counter() - start, 3)
+            runner.startup_seconds["tokenizer, after all else"] = waited
+        except BaseException:
+            runner.close()
+            raise
+    eos_token_ids, eos_token_id = checkpoint.eos_token_ids, None
+    if len(eos_token_ids) == 1:
+        (eos_token_id,) = eos_token_ids
+    tokenizer = prompt_encoder.tokenizer
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos_token_id = tokenizer.eos_token_id
+        eos_token_ids |= {eos_token_id}
+    # Some checkpoints name EOS tokens outside the vocabulary.
+    eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < model_config.vocab_size)
+    block_size, num_blocks = config.kvcache_block_size, runner.num_kvcache_blocks
+    most = num_blocks * block_size
+    logger.info(
+        "%s on %s in %s: %d KV blocks of %d tokens, sequences of up to %d tokens (%s)",
+        model_config.architecture,
+        runner.device,
+        str(runner.dtype).removeprefix("torch."),
+        num_blocks,
+        block_size,
+        min(max_model_len, most),
+        "as many as the KV cache holds"
+        if most < max_model_len
+        else "max_model_len"
+        if max_model_len == config.max_model_len
+        else "the model's limit",
+    )
+    return StartedModel(
+        runner,
+        prompt_encoder,
+        max_model_len,
+        eos_token_ids,
+        eos_token_id,
+        checkpoint.recommended_sampling,
+    )
+
+
+def limit_of_model(max_model_len: int | None, model: ModelConfig) -> int:
+    """Returns the maximum length of a sequence, by default the model's number of positions or its
+    sliding window.
+
+    Raises:
+        ValueError: ``max_model_len`` exceeds the model's positions, or its sliding window, which
+            attention does not implement.
+    """
+    if max_model_len is None:
+        return min(model.max_position_embeddings, model.sliding_window or MAX_INT32, MAX_INT32)
+    if max_model_len > model.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len={max_model_len} is more than the model's "
+            f"{model.max_position_embeddings} positions: lower it, or leave it out"
+        )
+    if model.sliding_window is not None and max_model_len > model.sliding_window:
+        raise ValueError(
+            f"{model.architecture} attends within a sliding window of {model.sliding_window} "
+            f"tokens, which is not served: set max_model_len to at most {model.sliding_window}"
+        )
+    return max_model_len
 
 
 def start_ranks(config: Config, checkpoint: Checkpoint, max_model_len: int) -> ModelRunner:

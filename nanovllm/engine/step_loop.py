@@ -1,6 +1,5 @@
 """The loop: schedule, run, apply. The next step is launched before the last one's tokens arrive."""
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -12,10 +11,9 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Finish, Sequence
 from nanovllm.utils.forks import leave_to_parent
-from nanovllm.utils.memory import describe_memory, is_out_of_memory, release_unused
+from nanovllm.utils.memory import release_unused
 from nanovllm.utils.panics import is_failure
 
-logger = logging.getLogger("nanovllm")
 TEXT_STEPS = 32  # in so many steps, the new tokens of every sequence become text once
 
 
@@ -73,31 +71,16 @@ class StepLoop:
     def _run_part(
         self, batch: Batch, part: Callable[[Any], InFlightStep], argument: Any
     ) -> InFlightStep | None:
-        """Runs a part of a step. If memory runs out, the step is rolled back, and smaller ones
-        compute the same later. (Not with several ranks: the others cannot roll back.)
-
-        Raises:
-            RuntimeError: not even the smallest step fits.
-        """
-        runner = self.model_runner
+        """Runs a part of a step. Returns None if memory ran out: the step is rolled back then, and
+        smaller ones compute the same later."""
         try:
             return part(argument)
         except Exception as error:
-            if runner.tp.size > 1 or not is_out_of_memory(error):
-                raise
-            memory = describe_memory(runner.device)
-            if not self.scheduler.roll_back(batch):
-                raise RuntimeError(
-                    f"out of memory in the smallest step ({memory}). Unfinished requests are "
-                    f"dropped. Lower gpu_memory_utilization, max_num_batched_tokens or "
-                    f"max_num_seqs, or end what else uses this memory"
-                ) from error
-            logger.warning(
-                "out of memory in a step of %d tokens; going on with smaller ones (%s)",
-                batch.num_tokens,
-                memory,
-            )
-        release_unused(runner.device)  # only now are the tensors in the exception's frames gone
+            from nanovllm.engine.recovery import roll_back
+
+            roll_back(error, batch, self.scheduler, self.model_runner)
+        # Only now are the tensors in the exception's frames gone.
+        release_unused(self.model_runner.device)
         return None
 
     def _apply(self, step: InFlightStep) -> AppliedStep:
@@ -111,8 +94,11 @@ class StepLoop:
                 item.seq.num_prompt_logprobs += len(logprobs)
         rows = [i for i, item in enumerate(batch.sampled) if not item.seq.is_finished]
         finished = self.scheduler.postprocess(batch, output.token_ids)
-        retried = self._retry_alone(finished)
-        if retried:
+        retried: dict[Sequence, Sequence] = {}
+        if any(finish.error for finish in finished.values()):
+            from nanovllm.engine.recovery import retry_alone
+
+            retried = retry_alone(finished, self.scheduler)
             rows = [row for row in rows if batch.sampled[row].seq not in retried]
         sampled = [batch.sampled[row].seq for row in rows]
         token_ids = [output.token_ids[row] for row in rows]
@@ -125,25 +111,6 @@ class StepLoop:
         finished |= self._process_text(sampled, token_ids, finished)
         num_prefilled = batch.num_tokens if batch.is_prefill else 0
         return AppliedStep(num_prefilled, batch.is_prefill, sampled, finished, retried)
-
-    def _retry_alone(self, finished: dict[Sequence, Finish]) -> dict[Sequence, Sequence]:
-        """Takes out the sequences that ended because no token could be sampled, and queues each to
-        be computed again once, alone: the NaN may have come with a prefix that another sequence
-        computed. Returns them, and the sequences that take their place."""
-        retried = {}
-        for seq, finish in reversed([*finished.items()]):
-            if not finish.error:
-                continue
-            state = seq.completion.sampling
-            if state.error:
-                finished[seq] = finish._replace(error=state.error)
-            elif not seq.is_isolated and not state.allows_none(seq.token_ids):
-                message = "request %s: %s; computing it once more, alone"
-                logger.warning(message, seq.request_id, finish.error)
-                retried[seq] = self.scheduler.retry_alone(seq)
-                seq.completion.prompt_logprobs = []
-                del finished[seq]
-        return retried
 
     def _process_text(
         self, sampled: list[Sequence], token_ids: list[int], finished: Iterable[Sequence]
