@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanovllm.utils.lazy_list import LazyList
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -17,28 +19,6 @@ class Logprob:
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
-
-
-LogprobList = list[dict[int, Logprob] | None]
-
-
-class _Logprobs:
-    """A dataclass field. A value with a method ``to_list`` becomes that list when it is first
-    read."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = f"_{name}"
-
-    def __get__(self, instance: Any, owner: type) -> LogprobList | None:
-        if instance is None:
-            return None
-        value = vars(instance)[self.name]
-        if hasattr(value, "to_list"):
-            value = vars(instance)[self.name] = value.to_list()
-        return value
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        vars(instance)[self.name] = None if value is self else value  # self is the field's default
 
 
 @dataclass(slots=True)
@@ -82,7 +62,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: Any = field(default=_Logprobs(), repr=False)
+    logprobs: Any = field(default=LazyList(), repr=False)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: None = field(default=None, repr=False)
@@ -116,7 +96,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int] = field(repr=False)
-    prompt_logprobs: Any = field(default=_Logprobs(), repr=False)
+    prompt_logprobs: Any = field(default=LazyList(), repr=False)
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = True
     metrics: RequestMetrics | None = field(default=None, repr=False)

@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import dataclass, fields
-from enum import Enum
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,9 +9,7 @@ import numpy as np
 
 from nanovllm.utils.validation import (
     boolean,
-    ignored,
     integer,
-    neutral,
     number,
     optional,
     strings,
@@ -20,6 +17,7 @@ from nanovllm.utils.validation import (
     token_ids,
     validators_of,
 )
+from nanovllm.vllm_fields import VLLM_VALIDATORS, RequestOutputKind, VLLMFields
 
 if TYPE_CHECKING:
     from nanovllm.structured_outputs import StructuredOutputsParams
@@ -28,14 +26,6 @@ MAX_MAGNITUDE = 1e30  # well within the range of fp32
 MAX_COMPLETIONS = 2**14  # of one prompt
 GREEDY_TEMPERATURE = 1e-5  # sampling is greedy below it, where logits / temperature could overflow
 _search_strings = strings(max_count=4096, max_chars=100_000)  # every token is searched for them
-
-
-class RequestOutputKind(Enum):
-    """vLLM's kinds of streaming output. DELTA is not supported."""
-
-    CUMULATIVE = 0
-    DELTA = 1
-    FINAL_ONLY = 2
 
 
 def _seed(name: str, value: Any) -> int | None:
@@ -77,7 +67,7 @@ def _structured_outputs(name: str, value: Any) -> "StructuredOutputsParams":
 
 
 @dataclass(kw_only=True)
-class SamplingParams:
+class SamplingParams(VLLMFields):
     """Sampling parameters of one request.
 
     Each field is checked and normalised when it is set: numpy numbers become Python numbers, and a
@@ -124,8 +114,8 @@ class SamplingParams:
         structured_outputs: a JSON schema, regex, list of choices or grammar that the text must
             match.
 
-    The other fields exist for compatibility with vLLM. They are accepted only at values that have
-    no effect (``NEUTRAL_VALUES``), or at any value, without effect (``IGNORED_FIELDS``).
+    The fields of ``VLLMFields`` exist for compatibility with vLLM and have no effect. Most are
+    accepted only at values that have none in vLLM either.
 
     Raises:
         TypeError: a value has the wrong type, or a field is unknown.
@@ -158,34 +148,11 @@ class SamplingParams:
     structured_outputs: Annotated[
         "StructuredOutputsParams | None", optional(_structured_outputs)
     ] = None
-    output_kind: RequestOutputKind = neutral(
-        RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY
-    )
-    extra_args: dict[str, Any] | None = ignored()
-    skip_clone: bool = ignored(False)
-    skip_reading_prefix_cache: bool | None = ignored()
-    stream_interval: int | None = ignored()
-    watermarking: bool | None = neutral(None, False)
-    flat_logprobs: bool = neutral(False)
-    logprob_token_ids: list[int] | None = neutral(None)
-    prompt_logprob_token_ids: Any = neutral(None)
-    prompt_logprob_start: int | None = neutral(None)
-    thinking_token_budget: int | None = neutral(None, -1)
-    repetition_detection: Any = neutral(None)
-    routed_experts_prompt_start: int = neutral(0)
-    trace_decode_token_ids: list[int] | None = neutral(None)
-    logits_processors: list[Any] | None = neutral(None, [])
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in VALIDATORS:
             value = VALIDATORS[name](name, value)
-        elif name in NEUTRAL_VALUES:
-            if not any(value is known or value == known for known in NEUTRAL_VALUES[name]):
-                raise ValueError(
-                    f"vLLM's sampling parameter {name} is not supported here, got {value!r:.80}"
-                )
-        elif name not in IGNORED_FIELDS and type(self) is SamplingParams:
-            # A subclass may have more fields.
+        elif type(self) is SamplingParams:  # a subclass may have more fields
             raise AttributeError(f"SamplingParams has no field {name!r}")
         object.__setattr__(self, name, value)
 
@@ -211,23 +178,6 @@ class SamplingParams:
             raise ValueError("stop strings are found in text: leave detokenize=True")
         if self.n > 1 and self.is_greedy:
             raise ValueError(f"n={self.n} greedy completions would be equal: raise temperature")
-
-    @staticmethod
-    def from_optional(**values: Any) -> "SamplingParams":
-        """Creates an object as vLLM's method of this name does. None means the default of ``n``,
-        the penalties, ``temperature`` and ``top_p``. The keys of ``logit_bias`` may be strings, and
-        its values are clipped to [-100, 100]."""
-        if (bias := values.get("logit_bias")) is not None:
-            try:
-                values["logit_bias"] = {int(i): min(100.0, max(-100.0, b)) for i, b in bias.items()}
-            except (AttributeError, TypeError, ValueError):
-                message = f"logit_bias must map token ids to numbers: {bias!r:.80}"
-                raise ValueError(message) from None
-        penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-        for name in ("n", "temperature", "top_p", *penalties):
-            if values.get(name) is None:
-                values.pop(name, None)
-        return SamplingParams(**values)
 
     def clone(self) -> "SamplingParams":
         """Returns a deep copy."""
@@ -275,10 +225,4 @@ def __getattr__(name: str) -> Any:
 
 # The attribute of msgspec.Struct, vLLM's base class. The package outlines uses it to copy objects.
 SamplingParams.__struct_fields__ = tuple(f.name for f in fields(SamplingParams))  # type: ignore[attr-defined]
-VALIDATORS = validators_of(SamplingParams)
-# Unsupported fields of vLLM, with the values at which they have no effect.
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    f.name: f.metadata["neutral"] for f in fields(SamplingParams) if "neutral" in f.metadata
-}
-# Fields of vLLM that do not affect results and are accepted at any value.
-IGNORED_FIELDS = tuple(f.name for f in fields(SamplingParams) if "ignored" in f.metadata)
+VALIDATORS = VLLM_VALIDATORS | validators_of(SamplingParams)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.utils.validation import optional, strings
+from nanovllm.utils.validation import boolean, optional, strings
 
 MAX_CHOICES = 100_000
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -63,5 +63,4 @@ class StructuredOutputsParams:
         self.choice = optional(strings(MAX_CHOICES, may_be_empty=True))("choice", self.choice)
         if self.choice == []:
             raise ValueError("choice needs at least one text to choose")
-        if not isinstance(self.json_object, (bool, type(None))):
-            raise TypeError(f"json_object must be True or False, got {self.json_object!r:.80}")
+        self.json_object = optional(boolean)("json_object", self.json_object)

@@ -24,6 +24,7 @@ LEAVES = ("config", "sampling_params", "outputs")
 LAYERS = (
     "utils",
     "structured_outputs",
+    "vllm_fields",
     "leaves",
     "kernels",
     "quantization",
@@ -60,6 +61,11 @@ CAPABILITIES = {
     "engine/workers.py": "Only MainRunner and WorkerRunner know it.",
     "engine/warmup.py": "On a GPU, start-up calls compile_kernels, and measure_kv_cache calls "
     "warmup_model.",
+    "kernels/sampling/logit_edits.py": "Only LogitEdit's classes and grammars know it.",
+    "kernels/sampling/logprobs.py": "sample_with_logprobs calls pack_logprobs.",
+    "kernels/sampling/processed_logits.py": "sample_with_logprobs calls processed_logits.",
+    "text/structured.py": "Grammars makes a GrammarCompiler for the first grammar.",
+    "structured_outputs.py": "SamplingParams checks that structured_outputs is of its class.",
     "kernels/comm/*.py": "RankRunner puts its all-reduces into TPGroup.one_shots.",
     "checkpoints/gguf*.py": "open_checkpoint opens a .gguf file with GGUFCheckpoint.",
     "compat/**/*.py": "nanovllm.LLM is its subclass of LLM, or without it that class itself.",

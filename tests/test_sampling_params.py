@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams, StructuredOutputsParams
-from nanovllm.sampling_params import IGNORED_FIELDS, NEUTRAL_VALUES, VALIDATORS, RequestOutputKind
+from nanovllm.sampling_params import VALIDATORS, RequestOutputKind
+from nanovllm.vllm_fields import NEUTRAL_VALUES, VLLM_VALIDATORS
 from tests.tables import each
 
 VLLM_DEFAULTS: dict[str, Any] = {
@@ -90,14 +91,13 @@ def cases(kind: int) -> list[tuple[str, Any]]:
 
 def test_defaults_are_those_of_vllm():
     params = SamplingParams()
-    own = {f.name for f in fields(SamplingParams)} - NEUTRAL_VALUES.keys() - set(IGNORED_FIELDS)
+    own = {f.name for f in fields(SamplingParams)} - VLLM_VALIDATORS.keys()
     assert {name: getattr(params, name) for name in own} == VLLM_DEFAULTS
 
 
 def test_every_field_has_its_values_here():
     assert set(VALUES) == set(VLLM_DEFAULTS)
-    checked = {*VALIDATORS, *NEUTRAL_VALUES, *IGNORED_FIELDS}
-    assert checked == {f.name for f in fields(SamplingParams)}
+    assert set(VALIDATORS) == {f.name for f in fields(SamplingParams)}
 
 
 @each("name, value", cases(0))

@@ -247,7 +247,7 @@ class TestGrammars:
         step = text_llm._step
 
         def step_after_both() -> Any:
-            assert all(grammar.is_done for grammar in text_llm.grammars._cache.values())
+            assert all(grammar.is_done for grammar in text_llm.grammars.compiler._cache.values())
             return step()
 
         monkeypatch.setattr(text_llm, "_step", step_after_both)

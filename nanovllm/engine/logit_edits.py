@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from nanovllm.engine.sampling_state import SamplingStateFactory
     from nanovllm.engine.sequence import Sequence as EngineSequence
 
-Rows = list[tuple[int, Any, Sequence[int]]]  # edited row, its edit, all tokens before it
 Arrays = tuple[np.ndarray, ...]
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
@@ -30,14 +29,14 @@ class PreparedEdits:
 
     Args:
         params: the request's, checked.
-        model: has the engine's tokenizer, vocabulary size, EOS tokens and GrammarCompiler.
+        model: has the engine's tokenizer, vocabulary size, EOS tokens and grammars.
 
     Attributes:
         grammar: the grammar that the text must match, compiled or not yet; None for any text.
         allowed: int32 [ceil(vocab_size / 32)], the bits of ``allowed_token_ids``.
         bias_tokens, bias_values: int32 and fp32 [any], from ``logit_bias``.
         bad_words: sequences of token ids that must not be generated.
-        penalties: PENALTIES' values.
+        penalties: fp32 [1, 3].
         stop_ids: the tokens that end a completion.
 
     Raises:
@@ -47,13 +46,13 @@ class PreparedEdits:
     def __init__(self, params: SamplingParams, model: "SamplingStateFactory") -> None:
         self.params, self.grammars = params, model.grammars
         structured, bias = params.structured_outputs, params.logit_bias or {}
-        self.grammar = None if structured is None else self.grammars.find(structured)
+        self.grammar = None if structured is None else self.grammars.compiler.find(structured)
         self.allowed = np.full(cdiv(model.vocab_size, 32), -1, np.int32)
         if params.allowed_token_ids is not None:
             self.allowed = bit_mask(params.allowed_token_ids, model.vocab_size)
         self.bias_tokens = np.array(list(bias), np.int32)
         self.bias_values = np.array(list(bias.values()), np.float32)
-        self.penalties = [getattr(params, name) for name in PENALTIES]
+        self.penalties = np.array([[getattr(params, name) for name in PENALTIES]], np.float32)
         words = params.bad_words or ()
         self.bad_words = [ids for word in words for ids in _spellings(model.tokenizer, word)]
         stops = set(params.stop_token_ids or ())
@@ -64,7 +63,7 @@ class PreparedEdits:
         Raises ValueError if the grammar cannot be compiled."""
         grammars: list[Any] = [None] * self.params.n
         if self.grammar is not None:
-            grammars = self.grammars.start(self.grammar, self.params.n)
+            grammars = self.grammars.compiler.start(self.grammar, self.params.n)
         kinds = [kind for kind in EDITS if kind.is_needed(self)]
         return [[kind(self, prompt_token_ids, grammar) for kind in kinds] for grammar in grammars]
 
@@ -106,13 +105,13 @@ class LogitEdit:
     def is_needed(request: PreparedEdits) -> bool:
         raise NotImplementedError
 
-    @staticmethod
-    def arrays(rows: Rows, num_rows: int) -> Arrays:
-        """Returns the kernel's arguments for a step; empty if there is nothing to edit.
+    def arrays(self, row: int, token_ids: Sequence[int]) -> Arrays:
+        """Returns the kernel's arguments to edit one row of logits; empty if there is nothing to
+        edit. Those of several rows are concatenated.
 
         Args:
-            rows: each edited row of the logits, its edit of this kind, and all tokens before it.
-            num_rows: of the logits.
+            row: of the step's logits.
+            token_ids: all tokens before it, prompt and generated.
         """
         raise NotImplementedError
 
@@ -121,7 +120,7 @@ class LogitEdit:
 
     def apply(self, logits: torch.Tensor, token_ids: Sequence[int]) -> None:
         """Edits logits [1, vocab_size] on the CPU, as they follow ``token_ids``."""
-        if arrays := self.arrays([(0, self, token_ids)], 1):
+        if arrays := self.arrays(0, token_ids):
             type(self).kernel(logits, *map(torch.from_numpy, arrays))
 
 
@@ -146,19 +145,14 @@ class TokenMask(LogitEdit):
             if not accepted:
                 raise ValueError(self.grammar.error)
 
-    def mask(self) -> np.ndarray:
-        """Returns the bits of the tokens that may be sampled next."""
-        if self.grammar is None:
-            return self.request.allowed
-        mask = np.empty_like(self.request.allowed)
-        self.grammar.fill_mask(mask)
-        self.error = self.grammar.error
-        return mask & self.request.allowed
-
-    @staticmethod
-    def arrays(rows: Rows, num_rows: int) -> Arrays:
-        masks = np.stack([edit.mask() for _, edit, _ in rows])
-        return np.array([row for row, _, _ in rows], np.int32), masks
+    def arrays(self, row: int, token_ids: Sequence[int]) -> Arrays:
+        mask = self.request.allowed
+        if self.grammar is not None:
+            mask = np.empty_like(mask)
+            self.grammar.fill_mask(mask)
+            self.error = self.grammar.error
+            mask &= self.request.allowed
+        return np.array([row], np.int32), mask[None]
 
 
 class TokenBias(LogitEdit):
@@ -171,34 +165,19 @@ class TokenBias(LogitEdit):
     def is_needed(request: PreparedEdits) -> bool:
         return bool(request.params.logit_bias or request.bad_words or request.params.min_tokens)
 
-    def biases(self, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns what to add to which logits after these tokens: int32 token ids and fp32 values.
-        No token comes twice."""
+    def arrays(self, row: int, token_ids: Sequence[int]) -> Arrays:
         request, num_generated = self.request, len(token_ids) - self.num_prompt_tokens
         is_short = num_generated < request.params.min_tokens
-        forbidden = dict.fromkeys(request.stop_ids if is_short else ())
+        forbidden = set(request.stop_ids if is_short else ())
         for *start, last in request.bad_words:
             place = len(token_ids) - len(start)
             if place >= self.num_prompt_tokens and list(token_ids[place:]) == start:
-                forbidden[last] = None
-        if not forbidden:
-            return request.bias_tokens, request.bias_values
-        tokens = np.array(list(forbidden), np.int32)
-        others = ~np.isin(request.bias_tokens, tokens)
-        infinite = np.full(len(tokens), -np.inf, np.float32)
-        return (
-            np.concatenate((request.bias_tokens[others], tokens)),
-            np.concatenate((request.bias_values[others], infinite)),
-        )
-
-    @staticmethod
-    def arrays(rows: Rows, num_rows: int) -> Arrays:
-        tokens, values = zip(*(edit.biases(ids) for _, edit, ids in rows), strict=True)
-        lens = [len(each) for each in tokens]
-        if not any(lens):
-            return ()
-        bias_rows = np.repeat(np.array([row for row, _, _ in rows], np.int32), lens)
-        return bias_rows, np.concatenate(tokens), np.concatenate(values)
+                forbidden.add(last)
+        tokens, values = request.bias_tokens, request.bias_values
+        if forbidden:
+            tokens = np.concatenate((tokens, np.array([*forbidden], np.int32)))
+            values = np.concatenate((values, np.full(len(forbidden), -np.inf, np.float32)))
+        return (np.full(len(tokens), row, np.int32), tokens, values) if len(tokens) else ()
 
 
 class Penalties(LogitEdit):
@@ -209,7 +188,7 @@ class Penalties(LogitEdit):
 
     def __init__(self, request: PreparedEdits, prompt: Sequence[int], grammar: Any) -> None:
         super().__init__(request, prompt, grammar)
-        self.history = array("i", prompt)
+        self.history, self.generated = array("i", prompt), bytearray(len(prompt))
 
     @staticmethod
     def is_needed(request: PreparedEdits) -> bool:
@@ -217,19 +196,13 @@ class Penalties(LogitEdit):
 
     def append_token(self, token_id: int) -> None:
         self.history.append(token_id)
+        self.generated.append(1)
 
-    @staticmethod
-    def arrays(rows: Rows, num_rows: int) -> Arrays:
-        indices = [row for row, _, _ in rows]
-        penalties = np.tile(np.array([1, 0, 0], np.float32), (num_rows, 1))
-        penalties[indices] = [edit.request.penalties for _, edit, _ in rows]
-        histories = [np.frombuffer(edit.history, np.int32) for _, edit, _ in rows]
-        lens = np.array([len(history) for history in histories])
-        starts = np.cumsum(lens) - lens
-        first_generated = starts + [edit.num_prompt_tokens for _, edit, _ in rows]
-        generated = np.arange(lens.sum()) >= np.repeat(first_generated, lens)
-        history_rows = np.repeat(np.array(indices, np.int32), lens)
-        return penalties, history_rows, np.concatenate(histories), generated
+    def arrays(self, row: int, token_ids: Sequence[int]) -> Arrays:
+        history = np.frombuffer(self.history, np.int32)
+        generated = np.frombuffer(self.generated, np.bool_)
+        rows, lens = np.array([[row], [len(history)]], np.int32)
+        return rows, self.request.penalties, lens, history, generated
 
 
 EDITS: tuple[type[LogitEdit], ...] = (TokenMask, TokenBias, Penalties)  # in calling order
@@ -238,13 +211,13 @@ EDITS: tuple[type[LogitEdit], ...] = (TokenMask, TokenBias, Penalties)  # in cal
 def step_edits(seqs: "list[EngineSequence]") -> dict[Callable[..., None], tuple[torch.Tensor, ...]]:
     """Returns the kernels that edit a step's logits, in calling order, and their arguments after
     the logits. ``seqs`` has the sequence of each row; finished ones ask for no edit."""
-    groups: dict[type[LogitEdit], Rows] = {kind: [] for kind in EDITS}
+    found: dict[type[LogitEdit], list[Arrays]] = {kind: [] for kind in EDITS}
     for row, seq in enumerate(seqs):
         for edit in () if seq.is_finished else seq.completion.sampling.edits:
-            groups[type(edit)].append((row, edit, seq.token_ids))
-    found = {kind: kind.arrays(rows, len(seqs)) for kind, rows in groups.items() if rows}
+            if arrays := edit.arrays(row, seq.token_ids):
+                found[type(edit)].append(arrays)
     return {
-        kind.kernel: tuple(map(torch.from_numpy, arrays))
-        for kind, arrays in found.items()
-        if arrays
+        kind.kernel: tuple(torch.from_numpy(np.concatenate(c)) for c in zip(*parts, strict=True))
+        for kind, parts in found.items()
+        if parts
     }

@@ -12,7 +12,7 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.sampling.logprobs import pack_logprobs
-from nanovllm.outputs import Logprob, LogprobList, RequestOutput
+from nanovllm.outputs import Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # The number of prompt positions whose logits exist at once.
 PROMPT_LOGITS_ROWS = 256
+LogprobList = list[dict[int, Logprob] | None]
 Decode = Callable[[Seq[int], Seq[int]], Seq[str | None]]
 
 

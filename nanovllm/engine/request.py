@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from threading import Thread, current_thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType
 
 from nanovllm.engine.sampling_state import PreparedParams
@@ -10,7 +10,9 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import PromptEncoder
-from nanovllm.text.structured import Once
+
+if TYPE_CHECKING:
+    from nanovllm.text.structured import Once
 
 
 @dataclass(slots=True)
@@ -60,7 +62,7 @@ class Request:
         return all(seq.is_finished for seq in self.seqs)
 
 
-def grammar_of(item: PreparedRequest | Exception) -> Once | None:
+def grammar_of(item: PreparedRequest | Exception) -> "Once | None":
     """Returns the grammar that the request's text has to match, if any."""
     return None if isinstance(item, Exception) else item.sampling.grammar
 

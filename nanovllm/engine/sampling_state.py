@@ -10,11 +10,12 @@ import xxhash
 
 from nanovllm.kernels.sampling.sampling_row import SAMPLING_ROW
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.structured import GrammarCompiler, Once
+from nanovllm.text.grammars import Grammars
 from nanovllm.utils.panics import is_failure
 
 if TYPE_CHECKING:
     from nanovllm.engine.logit_edits import LogitEdit, PreparedEdits
+    from nanovllm.text.structured import Once
 
 
 class SamplingKind(NamedTuple):
@@ -112,7 +113,7 @@ class PreparedParams(NamedTuple):
     edits: "PreparedEdits | None"
 
     @property
-    def grammar(self) -> Once | None:
+    def grammar(self) -> "Once | None":
         """The grammar that the text must match, compiled or not yet; None for any text."""
         return None if self.edits is None else self.edits.grammar
 
@@ -144,7 +145,7 @@ class SamplingStateFactory:
         self.eos_token_ids = frozenset(eos_token_ids)
         # Two generators, because requests with grammars may start later than requests after them.
         self.random, self.grammar_random = Random(seed), Random(f"{seed}/grammars")
-        self.grammars = GrammarCompiler(tokenizer, vocab_size, self.eos_token_ids)
+        self.grammars = Grammars(tokenizer, vocab_size, self.eos_token_ids)
 
     def prepare(self, params: SamplingParams) -> PreparedParams:
         """Checks and copies parameters, which the caller may change later. Any thread may call

@@ -5,7 +5,7 @@ A field names its validator in its annotation: ``n: Annotated[int, integer(1, 8)
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import field, fields
+from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
 
@@ -130,17 +130,6 @@ def token_biases(limit: float) -> Validator:
         return {int(token_id): float(bias) for token_id, bias in value.items()}
 
     return validate
-
-
-def neutral(*values: Any) -> Any:
-    """Returns a dataclass field that may only have these values, the default first. They have no
-    effect."""
-    return field(default=values[0], repr=False, metadata={"neutral": values})
-
-
-def ignored(default: Any = None) -> Any:
-    """Returns a dataclass field that has no effect, at any value."""
-    return field(default=default, repr=False, metadata={"ignored": True})
 
 
 def _is_list(value: Any) -> bool:

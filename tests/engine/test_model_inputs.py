@@ -466,8 +466,7 @@ def test_sampling_inputs_are_what_a_loop_over_sequences_gives(sequences: list[Sa
     biases = {i: naive_biases(s) for i, s in enumerate(sampled) if naive_biases(s)}
     if biases:
         found = grouped(*edits.pop(add_bias))
-        assert {i: dict(pairs) for i, pairs in found.items()} == biases
-        assert all(len(pairs) == len(biases[i]) for i, pairs in found.items())
+        assert {i: dict(sorted(pairs, reverse=True)) for i, pairs in found.items()} == biases
 
     histories = {
         i: [
@@ -478,9 +477,10 @@ def test_sampling_inputs_are_what_a_loop_over_sequences_gives(sequences: list[Sa
         if naive_penalties(s.params) != (1, 0, 0)
     }
     if histories:
-        penalties, *history = edits.pop(penalise)
-        assert grouped(*history) == histories
-        check(penalties, [list(naive_penalties(p)) for p in params], torch.float32)
+        rows, penalties, lens, *history = edits.pop(penalise)
+        assert grouped(rows.repeat_interleave(lens), *history) == histories
+        expected = [list(naive_penalties(params[i])) for i in histories]
+        check(penalties, expected, torch.float32)
     assert not edits, "what nobody asks for is not there"
     in_order = [edit for edit in (apply_mask, add_bias, penalise) if edit in inputs.edits]
     assert list(inputs.edits) == in_order
@@ -515,9 +515,9 @@ def test_a_sequence_that_has_finished_meanwhile_asks_for_nothing():
     done, open_ = make_sampled([1], [2], params), make_sampled([1], [2], params)
     done.item.seq.status = SequenceStatus.FINISHED
     inputs = prepare_sample(sampled_batch([done, open_]))
-    (mask_rows, _), (bias_rows, *_), (_, history_rows, *_) = inputs.edits.values()
-    for rows in (mask_rows, bias_rows, history_rows):
+    for rows, *_ in inputs.edits.values():
         assert set(rows.tolist()) == {1}
+    assert list(inputs.edits) == [apply_mask, add_bias, penalise]
     assert len(inputs.rows) == 2
 
 

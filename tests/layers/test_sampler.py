@@ -243,22 +243,22 @@ def edits(draw: st.DrawFn) -> tuple[torch.Tensor, SamplingInputs, torch.Tensor]:
         for (i, t), bias in biases.items():
             expected[i, t] += bias
     if penalised := draw(st.lists(row, unique=True)):
-        penalties = torch.tensor([1.0, 0.0, 0.0]).repeat(num_rows, 1)
-        entries = []
+        penalties, lens, entries = [], [], []
         for i in penalised:
             repetition = draw(st.sampled_from([0.5, 1.0, 1.5]))
             frequency, presence = (draw(st.sampled_from([-0.75, 0.0, 0.5])) for _ in range(2))
-            penalties[i] = torch.tensor([repetition, frequency, presence])
+            penalties.append([repetition, frequency, presence])
             history = draw(st.lists(st.tuples(token, st.booleans()), min_size=1, max_size=8))
-            entries += [(i, *entry) for entry in history]
+            lens.append(len(history))
+            entries += history
             for t in {t for t, _ in history}:
                 z = float(expected[i, t])
                 z = z / repetition if z > 0 else z * repetition
                 count = history.count((t, True))
                 expected[i, t] = z - count * frequency - (presence if count else 0)
-        entries = draw(st.permutations(entries))
-        rows, tokens, generated = zip(*entries, strict=True)
-        given |= {penalise: (penalties, int32(rows), int32(tokens), torch.tensor(generated))}
+        tokens, generated = zip(*entries, strict=True)
+        columns = torch.tensor(penalties), int32(lens), int32(tokens), torch.tensor(generated)
+        given |= {penalise: (int32(penalised), *columns)}
     return logits, SamplingInputs(sampling_rows(num_rows, temperature=0), edits=given), expected
 
 
@@ -287,10 +287,11 @@ def test_edited_logits_are_drawn_from_by_their_softmax():
         apply_mask: (rows, mask_of({1, 2, 3, 4, 5, 8}, vocab_size=9).expand(n, -1).contiguous()),
         add_bias: (rows, torch.full((n,), 4, dtype=torch.int32), torch.full((n,), 1.5)),
         penalise: (
+            rows,
             torch.tensor([[2.0, 0.25, 0.5]]).expand(n, -1),
-            rows.repeat(3),
-            int32([1, 1, 5]).repeat_interleave(n),
-            torch.tensor([True, True, False]).repeat_interleave(n),
+            torch.full((n,), 3, dtype=torch.int32),
+            int32([1, 1, 5]).repeat(n),
+            torch.tensor([True, True, False]).repeat(n),
         ),
     }
     inputs = SamplingInputs(sampling_rows(n), edits=edits)

@@ -14,8 +14,9 @@ from nanovllm.utils.triton_compat import tl, triton, use_triton
 
 def penalise(
     logits: torch.Tensor,
-    penalties: torch.Tensor,
     rows: torch.Tensor,
+    penalties: torch.Tensor,
+    lens: torch.Tensor,
     token_ids: torch.Tensor,
     generated: torch.Tensor,
 ) -> None:
@@ -24,15 +25,17 @@ def penalise(
 
     Args:
         logits: fp32 [N, vocab_size].
-        penalties: fp32 [N, 3]: repetition, frequency, presence. Neutral values are 1, 0, 0.
-        rows: int [total], the row of each prompt and output token, in any order.
-        token_ids: int [total].
+        rows: int [M], the distinct rows to penalise.
+        penalties: fp32 [M, 3]: repetition, frequency, presence. Neutral values are 1, 0, 0.
+        lens: int [M], how many of the tokens belong to each row.
+        token_ids: int [total], the prompt and output tokens, row by row.
         generated: bool [total], true for output tokens.
     """
-    index = rows.long() * logits.size(1) + token_ids
+    entries = torch.repeat_interleave(lens, output_size=len(token_ids))  # index into rows
+    index = rows[entries].long() * logits.size(1) + token_ids
     counts = torch.zeros_like(logits).view(-1)
     counts.index_add_(0, index, generated.to(counts.dtype))
-    repetition, frequency, presence = penalties[rows.long()].unbind(1)
+    repetition, frequency, presence = penalties[entries].unbind(1)
     count = counts[index]
     values = logits.view(-1)[index]
     values = torch.where(values > 0, values / repetition, values * repetition)

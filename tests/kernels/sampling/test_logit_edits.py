@@ -18,13 +18,14 @@ def penalise_rows(logits, penalties, prompts, completions):
     """``penalise`` for one history a row."""
     device = logits.device
     history = [
-        (row, token, generated)
-        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+        (token, generated)
+        for prompt, completion in zip(prompts, completions, strict=True)
         for tokens, generated in ((prompt, False), (completion, True))
         for token in tokens
     ]
-    columns = (torch.tensor(column, device=device) for column in zip(*history, strict=True))
-    penalise(logits, torch.tensor(penalties, device=device), *columns)
+    lens = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
+    columns = (range(len(lens)), penalties, lens, *zip(*history, strict=True))
+    penalise(logits, *(torch.tensor(column, device=device) for column in columns))
 
 
 def histories(seed: int) -> tuple[list[list[int]], list[list[int]]]:

@@ -1,0 +1,84 @@
+"""vLLM's sampling parameters that have no effect here, so that scripts which name them run."""
+
+# ruff: noqa: RUF009 (neutral and ignored return dataclass fields)
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any, Self
+
+
+class RequestOutputKind(Enum):
+    """vLLM's kinds of streaming output. DELTA is not supported."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+def neutral(*values: Any) -> Any:
+    """Returns a field that is accepted at these values only, the default first."""
+    return field(default=values[0], repr=False, metadata={"neutral": values})
+
+
+def ignored(default: Any = None) -> Any:
+    """Returns a field that is accepted at any value, and ignored."""
+    return field(default=default, repr=False)
+
+
+@dataclass(kw_only=True)
+class VLLMFields:
+    """The fields, which ``SamplingParams`` inherits."""
+
+    output_kind: RequestOutputKind = neutral(
+        RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY
+    )
+    extra_args: dict[str, Any] | None = ignored()
+    skip_clone: bool = ignored(False)
+    skip_reading_prefix_cache: bool | None = ignored()
+    stream_interval: int | None = ignored()
+    watermarking: bool | None = neutral(None, False)
+    flat_logprobs: bool = neutral(False)
+    logprob_token_ids: list[int] | None = neutral(None)
+    prompt_logprob_token_ids: Any = neutral(None)
+    prompt_logprob_start: int | None = neutral(None)
+    thinking_token_budget: int | None = neutral(None, -1)
+    repetition_detection: Any = neutral(None)
+    routed_experts_prompt_start: int = neutral(0)
+    trace_decode_token_ids: list[int] | None = neutral(None)
+    logits_processors: list[Any] | None = neutral(None, [])
+
+    @classmethod
+    def from_optional(cls, **values: Any) -> Self:
+        """Creates an object as vLLM's method of this name does. None means the default of ``n``,
+        the penalties, ``temperature`` and ``top_p``. The keys of ``logit_bias`` may be strings, and
+        its values are clipped to [-100, 100]."""
+        if (bias := values.get("logit_bias")) is not None:
+            try:
+                values["logit_bias"] = {int(i): min(100.0, max(-100.0, b)) for i, b in bias.items()}
+            except (AttributeError, TypeError, ValueError):
+                message = f"logit_bias must map token ids to numbers: {bias!r:.80}"
+                raise ValueError(message) from None
+        penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+        for name in ("n", "temperature", "top_p", *penalties):
+            if values.get(name) is None:
+                values.pop(name, None)
+        return cls(**values)
+
+
+def _validate(name: str, value: Any) -> Any:
+    values = NEUTRAL_VALUES.get(name)  # None if the field is ignored
+    if values is not None and not any(value is known or value == known for known in values):
+        raise ValueError(
+            f"vLLM's sampling parameter {name} is not supported here, got {value!r:.80}"
+        )
+    return value
+
+
+# The values at which a field has no effect.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    f.name: f.metadata["neutral"] for f in fields(VLLMFields) if f.metadata
+}
+VLLM_VALIDATORS: dict[str, Callable[[str, Any], Any]] = {
+    f.name: _validate for f in fields(VLLMFields)
+}

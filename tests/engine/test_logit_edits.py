@@ -1,0 +1,54 @@
+"""Edits of a sequence's logits: whether they leave a token, and that plain sampling has none."""
+
+from typing import Any
+
+import pytest
+
+from nanovllm.engine.sampling_state import SamplingState, SamplingStateFactory
+from nanovllm.sampling_params import SamplingParams
+
+VOCAB_SIZE, EOS, PROMPT = 40, 0, [5, 6, 7]
+
+
+def make_state(**values: Any) -> SamplingState:
+    factory = SamplingStateFactory(None, VOCAB_SIZE, {EOS}, seed=0)
+    (state,) = factory.make(factory.prepare(SamplingParams(**values)), PROMPT)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("values", "num_generated", "allows_none"),
+    [
+        ({}, 0, False),
+        ({"presence_penalty": 2.0, "logit_bias": {EOS: -100.0}}, 1, False),
+        ({"allowed_token_ids": [EOS], "min_tokens": 2}, 1, True),
+        ({"allowed_token_ids": [EOS], "min_tokens": 2}, 2, False),
+        ({"allowed_token_ids": [EOS, 39], "min_tokens": 2}, 1, False),
+        ({"allowed_token_ids": [EOS, 39], "min_tokens": 2, "stop_token_ids": [39]}, 1, True),
+        ({"min_tokens": 2, "stop_token_ids": list(range(VOCAB_SIZE))}, 0, True),
+        ({"min_tokens": 2, "stop_token_ids": list(range(1, 39))}, 0, False),
+    ],
+)
+def test_edits_that_forbid_every_token_are_noticed(
+    values: dict[str, Any], num_generated: int, allows_none: bool
+):
+    state = make_state(**values)
+    for _ in range(num_generated):
+        state.append_token(8)
+    assert state.allows_none(PROMPT + [8] * num_generated) == allows_none
+
+
+@pytest.mark.parametrize(
+    ("values", "num_edits"),
+    [
+        ({"temperature": 0.5, "top_p": 0.9, "logprobs": 2, "stop_token_ids": [3]}, 0),
+        ({"repetition_penalty": 1.1}, 1),
+        ({"allowed_token_ids": [3], "logit_bias": {3: 1.0}, "frequency_penalty": 1.0}, 3),
+    ],
+)
+def test_only_parameters_that_edit_logits_make_edits(values: dict[str, Any], num_edits: int):
+    state = make_state(**values)
+    assert len(state.edits) == num_edits
+    assert state.kind.edits == (num_edits > 0)
+    assert state.follows_tokens == any(name.endswith("_penalty") for name in values)
+    assert (state.is_finished, state.error) == (False, "")
