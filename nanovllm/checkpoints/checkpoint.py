@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from safetensors import safe_open
 
-from nanovllm.checkpoints.files import CPU, check_regular, check_side_file, refusing
+from nanovllm.checkpoints.files import CPU, check_regular, check_side_file
 from nanovllm.checkpoints.tensor_reader import read_tensors
 from nanovllm.checkpoints.tokenizer_growth import check_growth, parts_of
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import get_family
+from nanovllm.utils.panics import as_value_error
 
 if TYPE_CHECKING:  # it takes a second to import, which runs of token ids need not wait for
     from transformers import PreTrainedTokenizerBase
@@ -96,7 +97,7 @@ class SafetensorsCheckpoint:
         known = {name: value for name, value in raw.items() if name in fields}
         eos_token_id = known.get("eos_token_id", family.defaults.get("eos_token_id"))
         self._known = {"model_type": family.model_type, **known}
-        with refusing(f"{path / 'config.json'} cannot be served"):
+        with as_value_error(f"{path / 'config.json'} cannot be served"):
             self.config = family.read(known)
             if self._files:  # none are needed for dummy weights
                 self.config.check_bytes(num_bytes)
@@ -112,7 +113,7 @@ class SafetensorsCheckpoint:
             yield from read_tensors(self._weight_files(), device)
             return
         for path in self._weight_files():
-            with refusing(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
+            with as_value_error(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (not a dict)
                     yield name, file.get_tensor(name)
 
@@ -169,7 +170,7 @@ def _read_tokenizer(
     for name in ("gguf_file", "fast_tokenizer_files"):  # they lead to files that are not checked
         if name in (_read_json(path / "tokenizer_config.json") or {}):
             raise ValueError(f"{path}: tokenizer_config.json must not name a {name}")
-    with refusing(f"the tokenizer in {path} cannot be read (remove it to use token ids)"):
+    with as_value_error(f"the tokenizer in {path} cannot be read (remove it to use token ids)"):
         check_growth(_read_json(path / "tokenizer.json") or {})
         from transformers import AutoConfig, AutoTokenizer
 
@@ -198,7 +199,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     check_side_file(path)
-    with refusing(f"{path} cannot be read"):
+    with as_value_error(f"{path} cannot be read"):
         value = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object")

@@ -1,13 +1,9 @@
 """What a checkpoint's files must be before anything opens them."""
 
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-
-from nanovllm.utils.panics import is_failure
 
 CPU = torch.device("cpu")
 
@@ -15,17 +11,6 @@ MAX_SIDE_BYTES = 2**26  # twice the largest tokenizer.json; JSON takes up to 25 
 MAX_CONFIG_BYTES = 2**23  # several times the largest; transformers makes copies of what they hold
 CONFIGS = ["config.json", "generation_config.json", "tokenizer_config.json"]
 CONFIGS += ["special_tokens_map.json", "added_tokens.json"]
-
-
-@contextmanager
-def refusing(what: str) -> Iterator[None]:
-    """Turns whatever a file makes other libraries raise into ValueError."""
-    try:
-        yield
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        raise ValueError(f"{what}: {error}") from error
 
 
 def check_regular(path: Path) -> int:

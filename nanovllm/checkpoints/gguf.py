@@ -9,12 +9,13 @@ import gguf
 import numpy as np
 import torch
 
-from nanovllm.checkpoints.files import CPU, refusing
+from nanovllm.checkpoints.files import CPU
 from nanovllm.checkpoints.gguf_file import GGUFFile
 from nanovllm.checkpoints.weights import expand
 from nanovllm.models.family import MAX_SIZES
 from nanovllm.models.model_config import ModelConfig, WeightNames
 from nanovllm.models.registry import get_family
+from nanovllm.utils.panics import as_value_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +59,7 @@ class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file = GGUFFile(path)
-        with refusing(f"{path} cannot be served"):
+        with as_value_error(f"{path} cannot be served"):
             self.arch = self._field("general.architecture", str)
             if self.arch not in ARCHITECTURES:
                 raise ValueError(
@@ -78,7 +79,10 @@ class GGUFCheckpoint:
             return None
         from transformers import PreTrainedTokenizerFast
 
-        with refusing(f"the tokenizer in {self.path} cannot be read"), TemporaryDirectory() as tmp:
+        with (
+            as_value_error(f"the tokenizer in {self.path} cannot be read"),
+            TemporaryDirectory() as tmp,
+        ):
             # transformers trusts a file, and takes up others beside it: it gets what was checked.
             self.file.write_fields(self._tokenizer_fields(), Path(tmp, "m.gguf"), self._tokenizer)
             # Where the file does not say, llama.cpp goes by the kind of its pre-tokenizer. What it
@@ -161,7 +165,9 @@ class GGUFCheckpoint:
         """fp32, in the row order that transformers uses."""
         kind, codes = self.file.tensors[name]
         # It may be of a type that gguf does not serve, or have rows that are no heads.
-        with refusing(f"{self.path}: tensor {name!r:.80} ({kind.name}) cannot be dequantised"):
+        with as_value_error(
+            f"{self.path}: tensor {name!r:.80} ({kind.name}) cannot be dequantised"
+        ):
             weight = torch.from_numpy(gguf.quants.dequantize(codes, kind).astype("float32"))
             if self._reorders and ".attn_q." in name:
                 return _to_half_split(weight, self.config.num_attention_heads)

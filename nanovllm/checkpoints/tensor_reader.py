@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from nanovllm.checkpoints.files import refusing
+from nanovllm.utils.panics import as_value_error
 
 NUM_THREADS = 8  # one copies from the page cache at a few GB/s, and waits for a disk
 CHUNK_BYTES = 8 << 20
@@ -55,7 +55,7 @@ def read_tensors(
     num_bytes = 0
     with ExitStack() as files, ThreadPoolExecutor(num_threads) as executor:
         for path in paths:
-            with refusing(f"{path} cannot be read"):
+            with as_value_error(f"{path} cannot be read"):
                 file = files.enter_context(path.open("rb", buffering=0)).fileno()
                 layout = _read_layout(path)
             for name, dtype, shape, start in layout:

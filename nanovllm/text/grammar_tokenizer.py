@@ -25,7 +25,6 @@ def make_grammar_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: list[
     Raises:
         ValueError: llguidance cannot read the tokenizer, or its token bytes differ from what the
             tokens decode to.
-        ImportError: llguidance is not installed.
     """
     from llguidance import LLTokenizer
 
