@@ -28,7 +28,7 @@ from nanovllm.utils.panics import as_value_error, is_failure
 
 # llguidance would refuse longer texts too, but only after minutes.
 MAX_CHARACTERS = {"json": 1_000_000, "choice": 4_000_000, "regex": 1_000_000, "grammar": 1_000_000}
-UNUSABLE = "structured_outputs cannot be used"
+UNUSABLE = "structured_outputs cannot be used:"
 T = TypeVar("T")
 CACHE_SIZE = 64  # compiled grammars, each with its lexer's tables
 BUDGET_SECONDS = 5.0  # CPU time for a request's masks and tokens, on top of ALLOWANCE_SECONDS
@@ -324,7 +324,7 @@ def _make_tokenizer(tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) ->
         raise ValueError("the model has no tokenizer or no EOS token")
     if find_spec("llguidance") is None:
         raise ValueError('llguidance is not installed: pip install "nanovllm[structured]"')
-    with as_value_error("llguidance cannot use this tokenizer"):
+    with as_value_error("llguidance cannot use this tokenizer:"):
         return make_grammar_tokenizer(tokenizer, vocab_size, sorted(eos_ids))
 
 

@@ -14,12 +14,12 @@ def is_failure(error: BaseException) -> bool:
 
 
 @contextmanager
-def as_value_error(what: str) -> Iterator[None]:
+def as_value_error(prefix: str) -> Iterator[None]:
     """Context manager that converts any failure to a ValueError, for code that runs other libraries
-    on a user's input. ``what`` precedes the message of the failure."""
+    on a user's input. The message is ``prefix`` and the message of the failure."""
     try:
         yield
     except BaseException as error:
         if not is_failure(error):
             raise
-        raise ValueError(f"{what}: {error}") from error
+        raise ValueError(f"{prefix} {error}") from error
