@@ -18,20 +18,6 @@ from nanovllm.utils.panics import as_value_error
 NUM_THREADS = 8  # a single thread copies a few GB/s from the page cache, or waits for the disk
 CHUNK_BYTES = 8 << 20
 AHEAD_BYTES = 512 << 20  # limit for tensors that are read ahead
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 def read_tensors(
@@ -84,19 +70,17 @@ def _take(
     return name, tensor
 
 
-def _read_layout(path: Path) -> list[tuple[str, torch.dtype, list[int], int]]:
+def _read_layout(path: Path) -> list[tuple[str, torch.dtype, torch.Size, int]]:
     """Returns the name, dtype, shape and start (in bytes) of each tensor, in the file's order."""
-    with safe_open(path, framework="pt"):  # checks sizes, bounds and gaps in the header
-        pass
-    with path.open("rb") as file:
+    layout = []
+    # safe_open checks sizes, bounds and gaps in the header, but does not tell where tensors start.
+    with safe_open(path, framework="pt") as tensors, path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(size))
-    header.pop("__metadata__", None)
-    layout = []
-    for name, info in header.items():
-        if (dtype := DTYPES.get(info["dtype"])) is None:
-            raise ValueError(f"tensor {name!r:.80}: dtype {info['dtype']!s:.80} is not supported")
-        layout.append((name, dtype, info["shape"], 8 + size + info["data_offsets"][0]))
+        for name in tensors.keys():  # noqa: SIM118 (not a dict)
+            view = tensors.get_tensor(name)  # maps the file into memory without reading it
+            start = 8 + size + header[name]["data_offsets"][0]
+            layout.append((name, view.dtype, view.shape, start))
     return sorted(layout, key=lambda entry: entry[-1])
 
 

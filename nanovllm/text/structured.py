@@ -204,11 +204,6 @@ class GrammarCompiler:
         self.check(grammar)
         return Grammar(grammar.get().deep_copy(), self, budget)
 
-    def compile(self, params: StructuredOutputsParams) -> "Grammar":
-        """Compiles the grammar of ``params`` and returns its state before the first token. Raises
-        ValueError as ``check`` does."""
-        return self.start(self.find(params), CPUBudget())
-
     def close(self) -> None:
         """Ends the threads: waits for running compilations and cancels the others."""
         self._pool.shutdown(cancel_futures=True)

@@ -30,17 +30,6 @@ except ImportError:  # no Triton on this platform
 
     triton = tl = _Absent()
 
-__all__ = [
-    "HAS_TRITON",
-    "keep_compiled_kernels",
-    "num_multiprocessors",
-    "pdl_options",
-    "shared_memory",
-    "tl",
-    "triton",
-    "use_triton",
-]
-
 
 def use_triton(x: torch.Tensor) -> bool:
     """Returns whether operations on x run Triton kernels."""

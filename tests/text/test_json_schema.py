@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from nanovllm import LLM, SamplingParams
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.text.json_schema import close_objects
-from nanovllm.text.structured import Grammar, GrammarCompiler
+from nanovllm.text.structured import CPUBudget, Grammar, GrammarCompiler
 
 EOS = 0
 CHARACTERS = '{}[]":, 0123' + ascii_lowercase
@@ -37,7 +37,9 @@ def start() -> Callable[[Any], Grammar]:
     tokenizer.add_special_tokens(["<eos>"])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
     compiler = GrammarCompiler(wrapped, len(vocab), {EOS})
-    return lambda schema: compiler.compile(StructuredOutputsParams(json=schema))
+    return lambda schema: compiler.start(
+        compiler.find(StructuredOutputsParams(json=schema)), CPUBudget()
+    )
 
 
 def accepts(grammar: Grammar, value: Any) -> bool:
