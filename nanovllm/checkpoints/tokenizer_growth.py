@@ -33,7 +33,7 @@ def check_growth(tokenizer: dict[str, Any]) -> None:
             MAX_STEPS steps, or has a step without a type.
     """
     for part in PARTS:
-        steps = [] if tokenizer.get(part) is None else [*_steps(tokenizer[part])]
+        steps = [] if tokenizer.get(part) is None else [*nested_steps(tokenizer[part])]
         if len(steps) > MAX_STEPS:
             raise ValueError(f"its {part} has {len(steps)} steps, but may have {MAX_STEPS}")
         length = 1.0
@@ -51,7 +51,7 @@ def parts_of(backend: Any) -> dict[str, Any]:
     return {name: json.loads(part.__getstate__()) for name, part in parts.items() if part}
 
 
-def _steps(step: Any) -> Iterator[dict[str, Any]]:
+def nested_steps(step: Any) -> Iterator[dict[str, Any]]:
     """Yields a step and the steps nested in it. Refuses steps without a type, which the library
     would guess."""
     if not isinstance(step, dict) or not isinstance(step.get("type"), str):
@@ -59,7 +59,7 @@ def _steps(step: Any) -> Iterator[dict[str, Any]]:
     yield step
     for value in step.values():
         for inner in value if isinstance(value, list) else ():
-            yield from _steps(inner)
+            yield from nested_steps(inner)
 
 
 def _growth(step: dict[str, Any]) -> tuple[float, int]:
