@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from operator import countOf
 from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar
 
@@ -64,7 +64,7 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_len = max_len
-        self._token_texts: dict[tuple[bool, bool], TokenTexts] = {}  # by options of ``decode``
+        self._get_token_texts = cache(partial(TokenTexts, tokenizer))
         self._checks_text_ids = False
         if tokenizer is not None:
             # Some tokenizers have tokens for which the model has no embedding.
@@ -114,12 +114,6 @@ class PromptEncoder:
         if self.tokenizer is None:
             return [None] * len(token_ids)
         return self._get_token_texts(False, True).decode_candidates(context_token_ids, token_ids)
-
-    def _get_token_texts(self, skip_special: bool, space_special: bool) -> TokenTexts:
-        options = skip_special, space_special
-        if options not in self._token_texts:
-            self._token_texts[options] = TokenTexts(self.tokenizer, *options)
-        return self._token_texts[options]
 
     def _parse(self, prompt: Any) -> str | tuple[str | None, list[int]]:
         """Returns a text to tokenize. If token ids are given, returns them and their text, if they
