@@ -15,6 +15,7 @@ DEFINITION_KEYWORDS = ("$defs", "definitions", "$id", "$anchor")
 ROOT_KEYWORDS = ("$schema", "x-guidance")  # llguidance reads them only at the root
 
 MAX_VISITS = 50_000  # visits of schemas and combinations; they take about a quarter of a second
+VISIT_CHARS = 1000  # characters of names, enums etc. whose copy takes as long as a visit
 
 
 def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,6 +79,9 @@ class _Closer:
         for schema in objects:
             for name, value in _declared_properties(schema).items():
                 properties.setdefault(name, []).append(value)
+        self._count_visits(
+            len(properties) // 16
+        )  # 16 take as long as a visit, even without schemas
         closing: dict[str, Any] = {}
         if properties:
             closing["properties"] = {k: self.close(*values) for k, values in properties.items()}
@@ -98,6 +102,8 @@ class _Closer:
             return schema
         new: dict[str, Any] = {}
         for keyword, content in schema.items():
+            if keyword in PROPERTY_KEYWORDS:
+                self._count_characters([*_mapping(content)])
             if keyword == "properties":
                 new[keyword] = dict.fromkeys(content, True) if _mapping(content) else content
             elif keyword == "patternProperties" and isinstance(content, Mapping):
@@ -108,6 +114,7 @@ class _Closer:
                 is_list = isinstance(content, list)
                 new[keyword] = [*map(self.close, content)] if is_list else self.close(content)
             elif keyword not in DEFINITION_KEYWORDS:
+                self._count_characters(content)
                 new[keyword] = content
         return new
 
@@ -130,7 +137,7 @@ class _Closer:
         """
         self._count_visits(1)
         if any(schema is outer for outer in path):
-            return []  # the other branches describe the same values without going round in a circle
+            return []  # the alternatives without this circle describe the same values
         if not isinstance(schema, Mapping):
             return [[schema]]
         factors: list[list[list[Any]]] = []
@@ -182,6 +189,9 @@ class _Closer:
         self._num_visits += num
         if self._num_visits > MAX_VISITS:
             raise ValueError("the schema has too many paths through its references and branches")
+
+    def _count_characters(self, copied: Any) -> None:
+        self._count_visits(len(repr(copied)) // VISIT_CHARS)
 
     def _resolve(self, reference: str) -> Any:
         """Returns the schema that a reference's JSON pointer points to."""

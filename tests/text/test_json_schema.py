@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from itertools import combinations, permutations
 from string import ascii_lowercase
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any, Literal
 
 import jsonschema
@@ -368,6 +368,27 @@ def test_definitions_that_all_refer_to_each_other_are_refused_in_time():
     with pytest.raises(ValueError, match="too many paths"):
         close_objects({"$ref": "#/$defs/D0", "$defs": definitions})
     assert perf_counter() - start < 10
+
+
+BRANCHES = {"anyOf": [{"properties": {f"a{i}": {}}} for i in range(5000)]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {}, "description": "x" * 500_000},
+        {"properties": {}, "enum": [*range(50_000)]},
+        {"properties": {"x" * 500_000: True}},
+        {"properties": {f"b{i}": True for i in range(50_000)}},
+    ],
+    ids=["description", "enum", "name", "names"],
+)
+def test_branches_beside_long_contents_are_refused_in_time(schema):
+    """Guards gigabytes: each branch has a copy of the contents beside it."""
+    start = process_time()
+    with pytest.raises(ValueError, match="too many paths"):
+        close_objects({**schema, **BRANCHES})
+    assert process_time() - start < 10
 
 
 @pytest.mark.parametrize("schema", [{"properties": None}, {"properties": {}, "required": True}])
