@@ -243,6 +243,16 @@ def test_a_reference_that_cannot_be_followed_is_refused(start, reference, messag
         start(has("a", {"$ref": reference}, allOf=[{}]))
 
 
+def test_a_circle_of_references_compiles_where_another_branch_ends_it(start):
+    """jsonschema would recurse without end; the circle adds no values to those of the branch."""
+    node = {**obj("b"), "anyOf": [{"$ref": "#/$defs/node"}, obj("a", required=("a",))]}
+    grammar = start({"$ref": "#/$defs/node", "properties": {"c": INT}, "$defs": {"node": node}})
+    for value in ({"a": 1}, {"b": 1, "a": 1}, {"b": 1, "a": 1, "c": 1}):
+        assert accepts(grammar, value), value
+    for value in ({}, {"b": 1}, {"a": 1, "d": 1}):
+        assert not accepts(grammar, value), value
+
+
 def test_branches_of_one_of_must_exclude_each_other_without_being_closed(start):
     """The second object matches both, for whoever reads the schema as it is."""
     schema = {"oneOf": [obj("a", "b", required=("a", "b")), obj("b", required=("b",))]}
