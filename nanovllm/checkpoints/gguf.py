@@ -20,14 +20,15 @@ from nanovllm.utils.panics import as_value_error
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# For each of llama.cpp's architectures: the model type in transformers, whether llama.cpp reorders
-# the rows of q and k (``_to_half_split``), and the architecture to give to transformers with the
-# tokenizer, because some releases do not know all of them. "llama" stands for Llama and Mistral.
+# llama.cpp's architectures, whose names are also model types in transformers. For each: whether
+# llama.cpp reorders the rows of q and k (``_to_half_split``), and the architecture to give to
+# transformers with the tokenizer, because some releases do not know all of them. "llama" stands for
+# Llama and Mistral.
 ARCHITECTURES = {
-    "llama": ("llama", True, "llama"),
-    "qwen2": ("qwen2", False, "qwen2"),
-    "qwen3": ("qwen3", False, "qwen3"),
-    "smollm3": ("smollm3", True, "llama"),
+    "llama": (True, "llama"),
+    "qwen2": (False, "qwen2"),
+    "qwen3": (False, "qwen3"),
+    "smollm3": (True, "llama"),
 }
 # The names of modules in llama.cpp and in transformers, the same for all architectures.
 TENSOR_NAMES = {
@@ -66,7 +67,7 @@ class GGUFCheckpoint:
                     f"GGUF architecture {self.arch!r:.80} is not supported; "
                     f"supported are {', '.join(ARCHITECTURES)}"
                 )
-            self._model_type, self._reorders, self._tokenizer = ARCHITECTURES[self.arch]
+            self._reorders, self._tokenizer_arch = ARCHITECTURES[self.arch]
             self.config = self._read_config()
             self.config.check_bytes(path.stat().st_size)
             eos_names = ("eos_token_id", "eot_token_id")
@@ -83,7 +84,8 @@ class GGUFCheckpoint:
         with as_value_error(message), TemporaryDirectory() as tmp:
             # transformers does not check the file, and reads other files beside it. So it gets a
             # copy of the checked fields, in an empty directory.
-            self.file.write_fields(self._tokenizer_fields(), Path(tmp, "m.gguf"), self._tokenizer)
+            fields, path = self._tokenizer_fields(), Path(tmp, "m.gguf")
+            self.file.write_fields(fields, path, self._tokenizer_arch)
             # If the file has no add_bos_token, llama.cpp decides by the pre-tokenizer. The value is
             # passed in any case, because transformers before 5.4 ignores the file's.
             default = self._field("tokenizer.ggml.pre", str, None) in PRE_TOKENIZERS_WITH_BOS
@@ -144,7 +146,7 @@ class GGUFCheckpoint:
             # trained in bf16, and some overflow in fp16.
             "dtype": "bfloat16",
         }
-        return get_family(self._model_type).read(hf)
+        return get_family(self.arch).read(hf)
 
     def _read_rope(self, fact: Any, head_dim: int) -> dict[str, Any]:
         kind = fact("rope.scaling.type", str, "none")
