@@ -1,5 +1,4 @@
-"""Checkpoints in safetensors: a directory, or a hub id to fetch one. ``gguf.py`` has the other
-format; ``open_checkpoint`` picks."""
+"""Opens checkpoints: directories with safetensors files, hub ids, and GGUF files (``gguf.py``)."""
 
 import json
 import os
@@ -10,23 +9,25 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from safetensors import safe_open
 
-from nanovllm.checkpoints.files import CPU, check_regular, check_side_file, refusing
+from nanovllm.checkpoints.files import CPU, check_regular, check_side_file
 from nanovllm.checkpoints.tensor_reader import read_tensors
 from nanovllm.checkpoints.tokenizer_growth import check_growth, parts_of
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import get_family
+from nanovllm.utils.panics import as_value_error
 
-if TYPE_CHECKING:  # it takes a second to import, which runs of token ids need not wait for
+if TYPE_CHECKING:  # the import takes a second, which a run without a tokenizer saves
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-# generation_config.json's names, and SamplingParams'.
+# Names of fields in generation_config.json, each with its name in SamplingParams.
 GENERATION_FIELDS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
 }
-# With the fields that its family has defaults for, all that is read of a config.json, and all that
-# transformers gets to choose a tokenizer by: no code to run, no file to read, nothing to build.
+# The fields that are read from a config.json, besides those that the family has defaults for. To
+# load a tokenizer, transformers gets only these fields, none of which can make it run code, read
+# other files or build models.
 CONFIG_FIELDS = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads head_dim "
     "num_key_value_heads max_position_embeddings rms_norm_eps hidden_act attention_bias mlp_bias "
@@ -35,7 +36,7 @@ CONFIG_FIELDS = (
     "tokenizer_class"
 )
 TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja"]
-# With these, all that transformers' tokenizers may open.
+# All files that transformers' tokenizers may open.
 SIDE_PATTERNS = [*TOKENIZER_PATTERNS, "*.spm", "*.codes", "*.tokenizer"]
 SIDE_PATTERNS += ["additional_chat_templates/*.jinja"]
 HUB_PATTERNS = [*TOKENIZER_PATTERNS, "*.safetensors"]
@@ -45,9 +46,9 @@ class Checkpoint(Protocol):
     """A model on disk.
 
     Attributes:
-        config: its facts.
-        eos_token_ids: every token that its files say ends a sequence.
-        recommended_sampling: what its files say of SamplingParams' fields.
+        config: the model's configuration.
+        eos_token_ids: the tokens that end a sequence, according to any of the files.
+        recommended_sampling: fields of SamplingParams that the files recommend, with their values.
     """
 
     config: ModelConfig
@@ -55,24 +56,27 @@ class Checkpoint(Protocol):
     recommended_sampling: dict[str, Any]
 
     def load_tokenizer(self) -> "PreTrainedTokenizerBase | None":
-        """The tokenizer, or None where the checkpoint has none."""
+        """Loads the tokenizer. Returns None if the checkpoint has none."""
 
     def tensors(self, device: torch.device = CPU) -> Iterator[tuple[str, torch.Tensor]]:
-        """Streams the weights as (transformers' name, tensor on ``device`` or a CPU)."""
+        """Yields each weight's name in transformers and its tensor, on ``device`` or on the CPU."""
 
 
 def open_checkpoint(model: str) -> Checkpoint:
-    """Opens a local directory, a ``.gguf`` file, or the hub repository of that id.
+    """Opens a checkpoint.
+
+    Args:
+        model: a local directory, a ``.gguf`` file, or the id of a repository on the hub.
 
     Raises:
-        ValueError: nothing there, or not a checkpoint that is served.
+        ValueError: there is no such checkpoint, or it is not supported.
     """
     path = Path(os.path.expanduser(model))
     if path.is_dir():
         return SafetensorsCheckpoint(path)
     if path.exists():
         if path.suffix != ".gguf":
-            raise ValueError(f"{path} is a file, but no .gguf: name the checkpoint's directory")
+            raise ValueError(f"{path} is not a .gguf file: give the checkpoint's directory instead")
         from nanovllm.checkpoints.gguf import GGUFCheckpoint
 
         return GGUFCheckpoint(path)
@@ -96,9 +100,9 @@ class SafetensorsCheckpoint:
         known = {name: value for name, value in raw.items() if name in fields}
         eos_token_id = known.get("eos_token_id", family.defaults.get("eos_token_id"))
         self._known = {"model_type": family.model_type, **known}
-        with refusing(f"{path / 'config.json'} cannot be served"):
+        with as_value_error(f"{path / 'config.json'} is not supported:"):
             self.config = family.read(known)
-            if self._files:  # none are needed for dummy weights
+            if self._files:  # dummy weights need no files
                 self.config.check_bytes(num_bytes)
         generation = _read_json(path / "generation_config.json") or {}
         self.eos_token_ids = _ids(eos_token_id) | _ids(generation.get("eos_token_id"))
@@ -112,12 +116,12 @@ class SafetensorsCheckpoint:
             yield from read_tensors(self._weight_files(), device)
             return
         for path in self._weight_files():
-            with refusing(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
+            with as_value_error(f"{path} cannot be read:"), safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (not a dict)
                     yield name, file.get_tensor(name)
 
     def _weight_files(self) -> list[Path]:
-        """The index's names are looked up among this directory's, so they lead nowhere else."""
+        """Returns the files that hold the weights, all of them in the checkpoint's directory."""
         index_path, single = self.path / "model.safetensors.index.json", "model.safetensors"
         index = _read_json(index_path)
         if index is not None:
@@ -125,25 +129,28 @@ class SafetensorsCheckpoint:
             names = list(weight_map.values()) if isinstance(weight_map, dict) else [""]
             if not all(isinstance(name, str) and name for name in names):
                 raise ValueError(f"{index_path} has no weight_map of tensor names to files")
-        else:  # others beside a single file hold the same weights in another layout
+        else:  # other files beside model.safetensors hold the same weights in another layout
             names = [single] if single in self._files else list(self._files)
         if not names:
             raise ValueError(
-                f"{self.path} has no .safetensors weights (pickled ones, as pytorch_model.bin, are "
-                f"never read; for random ones: load_format='dummy')"
+                f"{self.path} has no .safetensors weights (pickled weights such as "
+                f"pytorch_model.bin are never read; for random weights, set load_format='dummy')"
             )
         for name in names:
             if name not in self._files:
-                raise ValueError(f"{index_path} names {name!r:.80}, which is missing beside it")
+                raise ValueError(f"{index_path} names {name!r:.80}, which is not in its directory")
         return [self._files[name] for name in sorted(set(names))]
 
 
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
-    """The tokenizer in a local directory, which need hold nothing else, in a ``.gguf`` file, or in
-    the hub repository of that id.
+    """Loads a tokenizer.
+
+    Args:
+        name: a local directory (with or without a model), a ``.gguf`` file, or the id of a
+            repository on the hub.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no tokenizer, or it cannot be read.
     """
     path = Path(os.path.expanduser(name))
     if path.exists() and not path.is_dir():
@@ -158,24 +165,28 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
 def _read_tokenizer(
     path: Path, config: dict[str, Any] | None = None
 ) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer in a directory; None if it has none. ``config`` has the fields of a config.json
-    that transformers may choose its class by."""
+    """Loads the tokenizer in a directory. Returns None if there is none.
+
+    Args:
+        path: the directory.
+        config: fields of config.json, by which transformers may choose the tokenizer's class.
+    """
     if not any((path / name).exists() for name in TOKENIZER_FILES):
         return None
     for pattern in SIDE_PATTERNS:
         for file in path.glob(pattern):
-            if file.exists():  # a link may lead nowhere
+            if file.exists():  # false for a dangling link
                 check_side_file(file)
-    for name in ("gguf_file", "fast_tokenizer_files"):  # they lead to files that are not checked
+    for name in ("gguf_file", "fast_tokenizer_files"):  # they name files that are not checked
         if name in (_read_json(path / "tokenizer_config.json") or {}):
             raise ValueError(f"{path}: tokenizer_config.json must not name a {name}")
-    with refusing(f"the tokenizer in {path} cannot be read (remove it to use token ids)"):
+    with as_value_error(f"the tokenizer in {path} cannot be read (remove it to use token ids):"):
         check_growth(_read_json(path / "tokenizer.json") or {})
         from transformers import AutoConfig, AutoTokenizer
 
         hf_config = AutoConfig.for_model(**config) if config else None
         tokenizer = AutoTokenizer.from_pretrained(path, config=hf_config, trust_remote_code=False)
-        # What was made of a tokenizer.model, which has replacements, too.
+        # transformers may have converted a tokenizer.model, which has replacements too.
         check_growth(parts_of(getattr(tokenizer, "backend_tokenizer", None)))
         return tokenizer
 
@@ -189,16 +200,16 @@ def _download(model: str, patterns: list[str]) -> Path:
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
             f"{model!r} is neither a local directory, nor a .gguf file, nor a model that can be "
-            f"fetched from the hub ({type(error).__name__}: {error})"
+            f"downloaded from the hub ({type(error).__name__}: {error})"
         ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object, or None if there is no such file."""
+    """Reads a JSON object. Returns None if the file does not exist."""
     if not path.exists():
         return None
     check_side_file(path)
-    with refusing(f"{path} cannot be read"):
+    with as_value_error(f"{path} cannot be read:"):
         value = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object")
@@ -206,7 +217,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def sampling_fields(generation: dict[str, Any]) -> dict[str, Any]:
-    """What a generation_config.json says of SamplingParams' fields, by their names."""
+    """Returns the fields of SamplingParams that a generation_config.json sets."""
     return {
         ours: generation[theirs]
         for theirs, ours in GENERATION_FIELDS.items()
@@ -215,7 +226,7 @@ def sampling_fields(generation: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ids(value: Any) -> frozenset[int]:
-    """Token ids of a config's field: one, a list, or none."""
+    """Returns the token ids in a config's field, which may be an id, a list of ids or None."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
         raise ValueError(f"eos_token_id must be a token id or a list of them, got {value!r:.80}")

@@ -1,51 +1,45 @@
-"""What a checkpoint's files must be before anything opens them."""
+"""Checks the type and size of a checkpoint's files before they are opened."""
 
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from nanovllm.utils.panics import is_failure
-
 CPU = torch.device("cpu")
 
-MAX_SIDE_BYTES = 2**26  # twice the largest tokenizer.json; JSON takes up to 25 times as much memory
-MAX_CONFIG_BYTES = 2**23  # several times the largest; transformers makes copies of what they hold
+# Twice the largest known tokenizer.json. Parsed JSON takes up to 25 times as much memory.
+MAX_SIDE_BYTES = 2**26
+MAX_CONFIG_BYTES = 2**23  # several times the largest; transformers copies their contents
 CONFIGS = ["config.json", "generation_config.json", "tokenizer_config.json"]
 CONFIGS += ["special_tokens_map.json", "added_tokens.json"]
 
 
-@contextmanager
-def refusing(what: str) -> Iterator[None]:
-    """Turns whatever a file makes other libraries raise into ValueError."""
-    try:
-        yield
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        raise ValueError(f"{what}: {error}") from error
-
-
 def check_regular(path: Path) -> int:
-    """Returns a file's bytes. Raises ValueError unless it is a regular file or a link to one:
-    opening a pipe may never return, and a device has no end."""
+    """Returns a file's size in bytes.
+
+    Raises:
+        ValueError: it is not a regular file or a link to one. Opening a pipe may never return, and
+            reading a device may never end.
+    """
     try:
         status = path.stat()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path} is no regular file ({stat.filemode(status.st_mode)})")
+        raise ValueError(f"{path} is not a regular file ({stat.filemode(status.st_mode)})")
     return status.st_size
 
 
 def check_side_file(path: Path) -> None:
-    """The same for a file that is read whole: it has at most MAX_SIDE_BYTES, or, if it is one of
-    CONFIGS, MAX_CONFIG_BYTES."""
+    """Checks a file that will be read whole.
+
+    Raises:
+        ValueError: it is not a regular file, or has over MAX_SIDE_BYTES (MAX_CONFIG_BYTES for one
+            of CONFIGS).
+    """
     most = MAX_CONFIG_BYTES if path.name in CONFIGS else MAX_SIDE_BYTES
     if (size := check_regular(path)) > most:
         raise ValueError(
-            f"{path} has {size:,} bytes, of at most {most:,}: it is damaged, or no part of the "
-            f"checkpoint and must lie elsewhere"
+            f"{path} has {size:,} bytes, but at most {most:,} are allowed: it is damaged, or does "
+            f"not belong to the checkpoint and must be moved elsewhere"
         )

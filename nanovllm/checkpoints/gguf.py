@@ -1,4 +1,4 @@
-"""Checkpoints in GGUF, llama.cpp's single-file format: config, tokenizer and weights."""
+"""Checkpoints in GGUF, llama.cpp's single-file format, with config, tokenizer and weights."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,26 +9,28 @@ import gguf
 import numpy as np
 import torch
 
-from nanovllm.checkpoints.files import CPU, refusing
+from nanovllm.checkpoints.files import CPU
 from nanovllm.checkpoints.gguf_file import GGUFFile
 from nanovllm.checkpoints.weights import expand
 from nanovllm.models.family import MAX_SIZES
 from nanovllm.models.model_config import ModelConfig, WeightNames
 from nanovllm.models.registry import get_family
+from nanovllm.utils.panics import as_value_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# llama.cpp's architectures: transformers' model type, whether llama.cpp reorders rows of q and k
-# (``_to_half_split``), and the architecture as which every release of transformers can read the
-# tokenizer. "llama" is Llama's and Mistral's common graph.
+# llama.cpp's architectures, whose names are also model types in transformers. For each: whether
+# llama.cpp reorders the rows of q and k (``_to_half_split``), and the architecture to give to
+# transformers with the tokenizer, because some releases do not know all of them. "llama" stands for
+# Llama and Mistral.
 ARCHITECTURES = {
-    "llama": ("llama", True, "llama"),
-    "qwen2": ("qwen2", False, "qwen2"),
-    "qwen3": ("qwen3", False, "qwen3"),
-    "smollm3": ("smollm3", True, "llama"),
+    "llama": (True, "llama"),
+    "qwen2": (False, "qwen2"),
+    "qwen3": (False, "qwen3"),
+    "smollm3": (True, "llama"),
 }
-# llama.cpp's modules and transformers', the same for all architectures.
+# The names of modules in llama.cpp and in transformers, the same for all architectures.
 TENSOR_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -47,25 +49,25 @@ TENSOR_NAMES = {
 }
 PRE_TOKENIZERS_WITH_BOS = ("llama3", "llama-v3", "llama-bpe")
 TOKENS = "tokenizer.ggml.tokens"
-MAX_TOKENS = 2**20  # with the merges; the largest vocabularies have three quarters of that
+MAX_TOKENS = 2**20  # including merges; the largest vocabularies have three quarters of that
 MAX_TOKEN_LENGTH = 1024
 ROPE_DIVISORS = "rope_freqs.weight"
 
 
 class GGUFCheckpoint:
-    """A ``.gguf`` file; quantised weights are dequantised tensor by tensor as they are read."""
+    """A ``.gguf`` file. Its quantised weights are dequantised one tensor at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file = GGUFFile(path)
-        with refusing(f"{path} cannot be served"):
+        with as_value_error(f"{path} is not supported:"):
             self.arch = self._field("general.architecture", str)
             if self.arch not in ARCHITECTURES:
                 raise ValueError(
-                    f"GGUF architecture {self.arch!r:.80} is not served; "
-                    f"those served are {', '.join(ARCHITECTURES)}"
+                    f"GGUF architecture {self.arch!r:.80} is not supported; "
+                    f"supported are {', '.join(ARCHITECTURES)}"
                 )
-            self._model_type, self._reorders, self._tokenizer = ARCHITECTURES[self.arch]
+            self._reorders, self._tokenizer_arch = ARCHITECTURES[self.arch]
             self.config = self._read_config()
             self.config.check_bytes(path.stat().st_size)
             eos_names = ("eos_token_id", "eot_token_id")
@@ -78,13 +80,16 @@ class GGUFCheckpoint:
             return None
         from transformers import PreTrainedTokenizerFast
 
-        with refusing(f"the tokenizer in {self.path} cannot be read"), TemporaryDirectory() as tmp:
-            # transformers trusts a file, and takes up others beside it: it gets what was checked.
-            self.file.write_fields(self._tokenizer_fields(), Path(tmp, "m.gguf"), self._tokenizer)
-            # Where the file does not say, llama.cpp goes by the kind of its pre-tokenizer. What it
-            # says is repeated: transformers' first releases of version 5 ignore it.
-            is_usual = self._field("tokenizer.ggml.pre", str, None) in PRE_TOKENIZERS_WITH_BOS
-            adds_bos = self._field("tokenizer.ggml.add_bos_token", bool, is_usual)
+        message = f"the tokenizer in {self.path} cannot be read:"
+        with as_value_error(message), TemporaryDirectory() as tmp:
+            # transformers does not check the file, and reads other files beside it. So it gets a
+            # copy of the checked fields, in an empty directory.
+            fields, path = self._tokenizer_fields(), Path(tmp, "m.gguf")
+            self.file.write_fields(fields, path, self._tokenizer_arch)
+            # If the file has no add_bos_token, llama.cpp decides by the pre-tokenizer. The value is
+            # passed in any case, because transformers before 5.4 ignores the file's.
+            default = self._field("tokenizer.ggml.pre", str, None) in PRE_TOKENIZERS_WITH_BOS
+            adds_bos = self._field("tokenizer.ggml.add_bos_token", bool, default)
             bos = {"add_bos_token": True} if adds_bos else {}
             tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp, gguf_file="m.gguf", **bos)
         tokenizer.name_or_path = str(self.path)
@@ -99,15 +104,16 @@ class GGUFCheckpoint:
                 yield hf_names.get(name) or name, self._dequantize(name)
 
     def _tokenizer_fields(self) -> Iterator[str]:
-        """Names them; ValueError for those that transformers would hang over, or misread."""
+        """Yields the names of the tokenizer's fields. Raises ValueError for values that
+        transformers misreads or takes too long to read."""
         fields = {name: v for name, v in self.file.fields.items() if name.startswith("tokenizer.")}
         tokens = self._field(TOKENS, list)
         num_strings = sum(len(value) for value in fields.values() if isinstance(value, list))
         if num_strings > MAX_TOKENS or any(len(token) > MAX_TOKEN_LENGTH for token in tokens):
-            raise ValueError("too many tokens, or too long ones")
+            raise ValueError("the vocabulary has too many tokens, or too long ones")
         for name, value in fields.items():
             if name.endswith("_token_id") and value not in range(len(tokens)):
-                raise ValueError(f"{name} is {value!r:.80}, of {len(tokens)} tokens")
+                raise ValueError(f"{name} is {value!r:.80}, but there are {len(tokens)} tokens")
             if isinstance(value, np.ndarray) and len(value) != len(tokens):
                 raise ValueError(f"{len(value)} {name} for {len(tokens)} tokens")
             yield name
@@ -136,11 +142,11 @@ class GGUFCheckpoint:
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in tensors,
             "rope_parameters": self._read_rope(fact, head_dim),
-            # Quantised weights are of no dtype to compute in; most models were trained in bf16, and
-            # some overflow in fp16.
+            # The dtype of quantised weights does not tell the dtype to compute in. Most models were
+            # trained in bf16, and some overflow in fp16.
             "dtype": "bfloat16",
         }
-        return get_family(self._model_type).read(hf)
+        return get_family(self.arch).read(hf)
 
     def _read_rope(self, fact: Any, head_dim: int) -> dict[str, Any]:
         kind = fact("rope.scaling.type", str, "none")
@@ -151,17 +157,17 @@ class GGUFCheckpoint:
         }
         if kind == "linear":
             rope["factor"] = fact("rope.scaling.factor", float)
-        if ROPE_DIVISORS in self.file.tensors:  # Llama 3's scaling, worked out by the converter
+        if ROPE_DIVISORS in self.file.tensors:  # Llama 3's scaling, precomputed by the converter
             if self.file.tensors[ROPE_DIVISORS][1].size > 4 * MAX_SIZES["head_dim"]:
                 raise ValueError(f"{ROPE_DIVISORS} is too large for any head")
             rope["freq_divisors"] = self._dequantize(ROPE_DIVISORS).tolist()
         return rope
 
     def _dequantize(self, name: str) -> torch.Tensor:
-        """fp32, in the row order that transformers uses."""
+        """Returns a tensor in fp32, with its rows in transformers' order."""
         kind, codes = self.file.tensors[name]
-        # It may be of a type that gguf does not serve, or have rows that are no heads.
-        with refusing(f"{self.path}: tensor {name!r:.80} ({kind.name}) cannot be dequantised"):
+        message = f"{self.path}: tensor {name!r:.80} ({kind.name}) cannot be dequantised:"
+        with as_value_error(message):  # gguf may not support the type, or the shape not fit heads
             weight = torch.from_numpy(gguf.quants.dequantize(codes, kind).astype("float32"))
             if self._reorders and ".attn_q." in name:
                 return _to_half_split(weight, self.config.num_attention_heads)
@@ -181,8 +187,8 @@ class GGUFCheckpoint:
 
 
 def _to_half_split(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Undoes llama.cpp's reordering of q and k rows: it rotates neighbours (2i, 2i + 1) where
-    transformers rotates halves (i, i + D/2)."""
+    """Undoes llama.cpp's reordering of the rows of q or k. In llama.cpp, RoPE pairs rows 2i and
+    2i + 1 of a head; in transformers, rows i and i + head_dim / 2."""
     rows = weight.size(0)
     pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)

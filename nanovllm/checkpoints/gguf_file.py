@@ -1,8 +1,8 @@
-"""GGUF's container format, read as what it is: bytes that somebody else wrote.
+"""Reads GGUF's container format from files that are not trusted.
 
-Every count, length, type and offset is checked against the bytes that are left before anything is
-allocated, looped over or viewed. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md has the
-format.
+Every count, length, type and offset is checked against the bytes left in the file before it is used
+to allocate memory, loop or make a view. The format is described in
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 import math
@@ -17,21 +17,24 @@ import numpy as np
 
 from nanovllm.checkpoints.files import check_regular
 
-STRING, ARRAY = 8, 9  # types of values; the others are numbers, in struct's and numpy's letters:
+STRING, ARRAY = 8, 9  # types of values
+# The other types are numbers, with these format characters of struct and numpy.
 NUMBERS = {**dict(enumerate("BbHhIif?")), **dict(enumerate("Qqd", start=10))}
-MAX_HEADER_BYTES = 2**26  # several times what the largest vocabularies take
+MAX_HEADER_BYTES = 2**26  # several times the size of the largest vocabularies
 
 
 class GGUFFile:
     """A little-endian GGUF file of version 2 or 3, mapped into memory.
 
     Attributes:
-        fields: the metadata: int, float, bool, str, list of str, or an array of numbers.
-        tensors: (type, codes) by name; codes are uint8 [..., bytes of a row].
-            Both kinds of arrays are views of the file.
+        fields: the metadata by name. A value is an int, float, bool, str, list of str, or an array
+            of numbers.
+        tensors: (type, codes) by name. The codes are uint8 [..., bytes per row].
+            All arrays are views of the file.
 
     Raises:
-        ValueError: it is none, or anything in it is out of order; names the file and the fault.
+        ValueError: it is not such a file, or it is damaged. The message names the file and the
+            reason.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,11 +48,10 @@ class GGUFFile:
                 self._bytes = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
             self._read()
         except (OSError, ValueError, struct.error) as error:
-            raise ValueError(f"{path} is no GGUF, or truncated or damaged: {error}") from error
+            raise ValueError(f"{path} is not GGUF, or truncated or damaged: {error}") from error
 
     def write_fields(self, names: Iterable[str], path: Path, architecture: str) -> None:
-        """Writes a GGUF file of this architecture, of these fields as they lie in this file, and of
-        no tensors."""
+        """Writes a GGUF file without tensors, with this architecture and copies of these fields."""
         key, value = b"general.architecture", architecture.encode()
         layout = f"<Q{len(key)}sIQ{len(value)}s"
         raw: list[Any] = [struct.pack(layout, len(key), key, STRING, len(value), value)]
@@ -59,15 +61,15 @@ class GGUFFile:
     def _read(self) -> None:
         magic, version = self._number("4s"), self._number("I")
         _check(magic == b"GGUF" and version in (2, 3), f"starts with {magic}, version {version}")
-        num_tensors, num_fields = self._count(32), self._count(13)  # each takes as much or more
+        num_tensors, num_fields = self._count(32), self._count(13)  # their minimum sizes in bytes
         for _ in range(num_fields):
             start, name = self._at, self._string()
-            _check(name not in self.fields, f"field {name!r:.80} comes twice")
+            _check(name not in self.fields, f"field {name!r:.80} occurs twice")
             self.fields[name] = self._value(self._number("I"))
             self._raw_fields[name] = self._bytes[start : self._at]
         alignment = self.fields.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
         is_power = type(alignment) is int and alignment > 0 and alignment.bit_count() == 1
-        _check(is_power, f"alignment {alignment!r:.80} is no power of two")
+        _check(is_power, f"alignment {alignment!r:.80} is not a power of two")
         infos, end = [], 0
         for _ in range(num_tensors):
             name, num_dims = self._string(), self._number("I")
@@ -85,7 +87,7 @@ class GGUFFile:
         for name, shape, kind, offset in infos:
             codes = self._bytes[start + offset :][: math.prod(shape)]
             _check(len(codes) == math.prod(shape), f"tensor {name!r:.80} is cut off")
-            _check(name not in self.tensors, f"tensor {name!r:.80} comes twice")
+            _check(name not in self.tensors, f"tensor {name!r:.80} occurs twice")
             self.tensors[name] = kind, np.frombuffer(codes, np.uint8).reshape(shape)
 
     def _value(self, kind: int) -> Any:
@@ -96,7 +98,7 @@ class GGUFFile:
         item = self._number("I") if kind == ARRAY else -1
         if item == STRING:
             return [self._string() for _ in range(self._count(8))]
-        _check(item in NUMBERS, f"a value has type {kind}, its items {item}")  # no nested arrays
+        _check(item in NUMBERS, f"a value has type {kind}, its items {item}")  # nor nested arrays
         dtype = np.dtype("<" + NUMBERS[item])
         return np.frombuffer(self._take(self._count(dtype.itemsize) * dtype.itemsize), dtype)
 
@@ -104,10 +106,10 @@ class GGUFFile:
         return str(self._take(self._count(1)), "utf-8")
 
     def _count(self, size: int) -> int:
-        """The number that comes next: how many things follow, of ``size`` bytes or more each."""
+        """Reads the number of items that follow. Each item takes at least ``size`` bytes."""
         count, left = self._number("Q"), min(len(self._bytes), MAX_HEADER_BYTES) - self._at
         if count * size > left:
-            raise ValueError(f"{count} items of {size} bytes where {left} bytes are left")
+            raise ValueError(f"{count} items of {size} bytes do not fit into {left} bytes")
         return count
 
     def _number(self, letter: str) -> Any:
@@ -118,6 +120,6 @@ class GGUFFile:
         return self._bytes[self._at - size : self._at]
 
 
-def _check(holds: bool, fault: str) -> None:
+def _check(holds: bool, message: str) -> None:
     if not holds:
-        raise ValueError(fault)
+        raise ValueError(message)

@@ -1,4 +1,4 @@
-"""Tensors of safetensors files, read by several threads straight to a GPU."""
+"""Reads tensors from safetensors files to a GPU, in several threads."""
 
 import json
 import os
@@ -13,49 +13,35 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from nanovllm.checkpoints.files import refusing
+from nanovllm.utils.panics import as_value_error
 
-NUM_THREADS = 8  # one copies from the page cache at a few GB/s, and waits for a disk
+NUM_THREADS = 8  # a single thread copies a few GB/s from the page cache, or waits for the disk
 CHUNK_BYTES = 8 << 20
-AHEAD_BYTES = 512 << 20  # of tensors that nobody has taken yet
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+AHEAD_BYTES = 512 << 20  # limit for tensors that are read ahead
 
 
 def read_tensors(
     paths: list[Path], device: torch.device, num_threads: int = NUM_THREADS
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Streams the tensors of safetensors files, in the order in which they lie there.
+    """Yields the names and tensors of safetensors files, in the order of the files' data.
 
-    Each is whole for what the current stream does next. Some hundred MB lie on the device ahead of
-    the tensor that is given.
+    A tensor is complete for work that is later launched on the stream that is current now. Up to
+    AHEAD_BYTES of tensors are read ahead, in the device's memory.
 
     Args:
         paths: the files.
-        device: where the tensors are to be.
-        num_threads: that read at once, each through pinned memory of its own.
+        device: the tensors' device.
+        num_threads: threads that read, each with its own pinned memory.
 
     Raises:
-        ValueError: a file that is damaged, or has a dtype that PyTorch has not.
+        ValueError: a file is damaged, or has an unsupported dtype.
     """
     chunks = _ChunkReader(device)
     pending: deque[tuple[str, torch.Tensor, list[Future[None]]]] = deque()
     num_bytes = 0
     with ExitStack() as files, ThreadPoolExecutor(num_threads) as executor:
         for path in paths:
-            with refusing(f"{path} cannot be read"):
+            with as_value_error(f"{path} cannot be read:"):
                 file = files.enter_context(path.open("rb", buffering=0)).fileno()
                 layout = _read_layout(path)
             for name, dtype, shape, start in layout:
@@ -84,27 +70,25 @@ def _take(
     return name, tensor
 
 
-def _read_layout(path: Path) -> list[tuple[str, torch.dtype, list[int], int]]:
-    """Name, dtype, shape and place of each tensor in a file, as they lie there."""
-    with safe_open(path, framework="pt"):  # checks the header: sizes, bounds, gaps
-        pass
-    with path.open("rb") as file:
+def _read_layout(path: Path) -> list[tuple[str, torch.dtype, torch.Size, int]]:
+    """Returns the name, dtype, shape and start (in bytes) of each tensor, in the file's order."""
+    layout = []
+    # safe_open checks sizes, bounds and gaps in the header, but does not tell where tensors start.
+    with safe_open(path, framework="pt") as tensors, path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(size))
-    header.pop("__metadata__", None)
-    layout = []
-    for name, info in header.items():
-        if (dtype := DTYPES.get(info["dtype"])) is None:
-            raise ValueError(f"tensor {name!r:.80}: dtype {info['dtype']!s:.80} is not served")
-        layout.append((name, dtype, info["shape"], 8 + size + info["data_offsets"][0]))
+        for name in tensors.keys():  # noqa: SIM118 (not a dict)
+            view = tensors.get_tensor(name)  # maps the file into memory without reading it
+            start = 8 + size + header[name]["data_offsets"][0]
+            layout.append((name, view.dtype, view.shape, start))
     return sorted(layout, key=lambda entry: entry[-1])
 
 
 class _ChunkReader:
-    """Reads parts of files to a device, in any number of threads.
+    """Reads parts of files to a device. Any number of threads may use it.
 
-    The copies are in the stream that is current where this is made, and so in order with what the
-    maker's thread does there.
+    The copies run on the stream that is current when this object is created, in order with the
+    other work on that stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -115,9 +99,9 @@ class _ChunkReader:
 
     @torch.inference_mode()
     def read(self, path: Path, file: int, start: int, target: torch.Tensor) -> None:
-        """Fills ``target`` (uint8 [at most CHUNK_BYTES]) from byte ``start`` on. It is full once
-        the stream has come to it."""
-        with torch.cuda.stream(self._stream):  # does nothing for None
+        """Fills ``target`` (uint8 [at most CHUNK_BYTES]) with a file's bytes from ``start`` on,
+        asynchronously on the stream."""
+        with torch.cuda.stream(self._stream):  # no effect for None
             buffer, copied = self._next_buffer()
             if copied is not None:
                 copied.synchronize()
@@ -126,14 +110,15 @@ class _ChunkReader:
             while done < len(view):
                 num_read = os.preadv(file, [view[done:]], start + done)
                 if num_read == 0:
-                    raise ValueError(f"{path} cannot be read: it has become shorter")
+                    raise ValueError(f"{path} cannot be read: it was truncated meanwhile")
                 done += num_read
             target.copy_(buffer[: len(target)], non_blocking=True)
             if copied is not None:
                 copied.record()
 
     def _next_buffer(self) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """This thread's two buffers in turn: one is filled while the other is copied."""
+        """Returns one of this thread's two buffers, in turn: one is filled while the other is
+        copied. The event is recorded after its copy; None on a CPU."""
         own = self._own
         if not hasattr(own, "buffers"):
             own.buffers = deque(

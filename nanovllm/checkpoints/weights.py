@@ -1,4 +1,4 @@
-"""Moves checkpoint tensors into a model's parameters, and accounts for every one of them."""
+"""Loads a checkpoint's tensors into a model's parameters. Reports missing and unknown tensors."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
@@ -19,18 +19,18 @@ LARGE_BYTES = 10**9
 def load_model(
     model: DecoderForCausalLM, tensors: Iterable[tuple[str, torch.Tensor]], shows_bar: bool = False
 ) -> None:
-    """Fills all parameters from a stream, also those of a model that has weights already.
+    """Loads the weights of all parameters, which may have been loaded before.
 
-    A parameter's own ``weight_loader(param, tensor[, shard_id])`` places what it is given.
+    A parameter with a method ``weight_loader(param, tensor[, shard_id])`` is loaded by that method.
 
     Args:
-        model: whose parameters to fill, with the checkpoint's names of them.
-        tensors: (name, tensor) of the whole checkpoint, in any order.
-        shows_bar: shows a progress bar for over 1 GB of parameters, in a terminal.
+        model: the model, whose ``weight_names`` map names in the checkpoint to parameters.
+        tensors: the name and value of each tensor in the checkpoint, in any order.
+        shows_bar: whether to show a progress bar, in a terminal, for over 1 GB of parameters.
 
     Raises:
-        ValueError: a tensor that fits no parameter, comes twice or has the wrong shape; or a
-            parameter that nothing filled. The message names them.
+        ValueError: a tensor belongs to no parameter, occurs twice or has the wrong shape, or a
+            parameter has no tensor. The message names them.
     """
     expected, redundant = _expected_tensors(dict(model.named_parameters()), model.weight_names)
     missing, leftover = set(expected), []
@@ -42,7 +42,7 @@ def load_model(
                 leftover.append(name)
             continue
         if name not in missing:
-            raise ValueError(f"checkpoint tensor {name} comes twice")
+            raise ValueError(f"checkpoint tensor {name} occurs twice")
         missing.remove(name)
         try:
             expected[name](tensor)
@@ -52,7 +52,7 @@ def load_model(
     if missing:
         problems.append(f"lacks {_some(missing)}")
     if leftover:
-        problems.append(f"has {_some(leftover)}, for which the model has no place")
+        problems.append(f"has {_some(leftover)}, which the model does not have")
     if problems:
         raise ValueError(f"the checkpoint does not fit its config: it {' and '.join(problems)}")
 
@@ -71,7 +71,8 @@ def fill_with_dummy_weights(model: nn.Module, seed: int) -> None:
 def _expected_tensors(
     params: dict[str, nn.Parameter], names: WeightNames
 ) -> tuple[dict[str, Callable[[torch.Tensor], Any]], set[str]]:
-    """By the checkpoint's names: what places each tensor, and which tensors are not needed."""
+    """Returns the function that loads each tensor, by the tensor's name in the checkpoint, and the
+    names of tensors that are not needed."""
     expected, redundant, unnamed = {}, set(), set(params)
     for tensor, parameter, shard_id, indices in expand(names):
         if parameter is None:
@@ -88,8 +89,8 @@ def _loader(param: nn.Parameter, *shard_id: Any, **indices: Any) -> Callable[[to
 
 
 def expand(names: WeightNames) -> Iterator[tuple[str, str | None, list[Any], dict[str, Any]]]:
-    """Each tensor's name, its parameter's, its shard id if it has one, and the values of the fields
-    that the parameter's name does not have."""
+    """Yields each tensor's name, its parameter's name, a list with its shard id if it has one, and
+    the values of fields that only the tensor's name has."""
     for tensor, parameter, *shard_id in names.rows:
         fields = [field for field in names.fields if f"{{{field}}}" in tensor]
         for values in product(*(names.fields[field] for field in fields)):

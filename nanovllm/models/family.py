@@ -1,6 +1,6 @@
-"""A family of models: how its Hugging Face config is read, and the names in its checkpoints.
+"""Model families: reading a Hugging Face config, and the names of tensors in checkpoints.
 
-Families differ in data only. Each has a small file in this folder, and ``registry.py`` lists them.
+Families differ only in data. Each has a small file in this folder, and ``registry.py`` lists them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ import torch
 from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.models.model_config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, WeightNames
 
-# No model comes near these: a config beyond them is damaged, or made to exhaust memory.
+# Limits far above any real model's sizes. A config that exceeds them is damaged or malicious.
 LAYERS_AND_HEADS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 MAX_SIZES = {
     **dict.fromkeys(LAYERS_AND_HEADS, 2**10),
@@ -31,21 +31,21 @@ WEIGHT_NAMES = (
     (ATTENTION + "v_proj.{kind}", ATTENTION + "qkv_proj.{kind}", "v"),
     (MLP + "gate_proj.{kind}", MLP + "gate_up_proj.{kind}", 0),
     (MLP + "up_proj.{kind}", MLP + "gate_up_proj.{kind}", 1),
-    (ATTENTION + "rotary_emb.inv_freq", None),  # in old checkpoints; the config says the same
+    (ATTENTION + "rotary_emb.inv_freq", None),  # in old checkpoints; computed from the config
 )
-TIED_HEAD = (("lm_head.weight", None),)  # the embedding's weight
+TIED_HEAD = (("lm_head.weight", None),)  # the same as the embedding's weight
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What sets a family of models apart.
+    """What distinguishes one family of models from others.
 
     Attributes:
-        architecture: its class in transformers, which a config.json names: ``Qwen3ForCausalLM``.
-        model_type: transformers' name of its config: ``qwen3``.
-        layers: gives the layers of a config that has been checked.
-        defaults: transformers' values of the fields that a config leaves out.
-        weight_names: its checkpoints' names, rows of ``WeightNames``.
+        architecture: the model's class in transformers, as in a config.json: ``Qwen3ForCausalLM``.
+        model_type: the config's ``model_type`` in transformers: ``qwen3``.
+        layers: returns the layers for the fields of a checked config.
+        defaults: transformers' default values of the config's fields.
+        weight_names: names of tensors in checkpoints: the rows of ``WeightNames``.
     """
 
     architecture: str
@@ -55,11 +55,11 @@ class Family:
     weight_names: tuple[Any, ...] = WEIGHT_NAMES
 
     def read(self, hf: Mapping[str, Any]) -> ModelConfig:
-        """Reads a transformers config dict, in the spellings of releases 4 and 5.
+        """Reads the fields of a transformers config, as releases 4 or 5 write it.
 
         Raises:
-            ValueError: something that is not served (activation, rope kind, quantisation), or
-                a field that is missing or of an impossible value.
+            ValueError: the config asks for something unsupported (an activation, RoPE type or
+                quantisation method), or a field is missing or has an invalid value.
         """
         hf = _checked({**self.defaults, **hf})
         rows = self.weight_names + TIED_HEAD * hf["tie_word_embeddings"]
@@ -76,8 +76,12 @@ class Family:
 
 
 def equal_layers(hf: dict[str, Any], **flags: bool) -> list[LayerSpec]:
-    """Layers that are all alike: Llama's, with the sizes, RoPE and biases of a checked config.
-    ``flags`` overrule it: ``qk_norm``, ``qkv_bias``, ``o_bias``, ``mlp_bias``."""
+    """Returns identical layers, with the sizes, RoPE and biases of a checked config.
+
+    Args:
+        hf: the fields of the config.
+        flags: ``qk_norm``, ``qkv_bias``, ``o_bias`` or ``mlp_bias``. They override the config.
+    """
     bias = hf["attention_bias"]
     flags = {"qkv_bias": bias, "o_bias": bias, "mlp_bias": hf["mlp_bias"], **flags}
     mlp = MLPSpec(hf["intermediate_size"], flags.pop("mlp_bias"))
@@ -87,8 +91,8 @@ def equal_layers(hf: dict[str, Any], **flags: bool) -> list[LayerSpec]:
 
 
 def _checked(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are set, and what follows from them. Raises ValueError for one that is
-    missing, impossible or not served."""
+    """Returns the fields that are set, with defaults for some others. Raises ValueError if a field
+    is missing, invalid or unsupported."""
     hf = {**SWITCHES, **{name: value for name, value in hf.items() if value is not None}}
     for name, limit in MAX_SIZES.items():
         value = hf.get(name, 1)
@@ -112,11 +116,11 @@ def _checked(hf: Mapping[str, Any]) -> dict[str, Any]:
             f"head_dim must be even and positive for RoPE, got {head_dim}: check the config"
         )
     if hf.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act {hf['hidden_act']!r:.80} is not served, only 'silu'")
+        raise ValueError(f"hidden_act {hf['hidden_act']!r:.80} is not supported, only 'silu'")
     if quantisation := hf.get("quantization_config"):
         method = dict(quantisation).get("quant_method", "unknown")
         raise ValueError(
-            f"{method!r} quantisation is not served: use an unquantised or GGUF checkpoint"
+            f"{method!r} quantisation is not supported: use an unquantised or GGUF checkpoint"
         )
     return hf
 
@@ -130,13 +134,13 @@ def _positive(name: str, value: Any) -> float:
 def _read_dtype(dtype: Any) -> torch.dtype:
     found = DTYPES.get(str(dtype).removeprefix("torch."))
     if found is None:
-        raise ValueError(f"dtype {dtype!s:.80} in the config is not served: {', '.join(DTYPES)}")
+        raise ValueError(f"dtype {dtype!s:.80} in the config is not one of {', '.join(DTYPES)}")
     return found
 
 
 def _read_rope(hf: dict[str, Any]) -> RopeConfig:
-    # Release 5 keeps all in rope_parameters; release 4 in rope_theta and rope_scaling, whose
-    # kind was once spelled "type".
+    # transformers 5 has all fields in rope_parameters. Version 4 has rope_theta and rope_scaling;
+    # early releases name the field rope_type "type".
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"the config's rope parameters must be an object, got {rope!r:.80}")
@@ -144,24 +148,24 @@ def _read_rope(hf: dict[str, Any]) -> RopeConfig:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     partial = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
-        raise ValueError(f"a partial rotary embedding (factor {partial!r:.80}) is not served")
+        raise ValueError(f"a partial rotary embedding (factor {partial!r:.80}) is not supported")
     divisors = rope.get("freq_divisors")
     if divisors is not None:
         divisors = tuple(_positive("each of freq_divisors", divisor) for divisor in divisors)
         if len(divisors) != hf["head_dim"] // 2:
             raise ValueError(
-                f"{len(divisors)} frequency divisors do not suit heads of {hf['head_dim']}"
+                f"{len(divisors)} frequency divisors do not match head_dim {hf['head_dim']}"
             )
     if kind == "default":
         return RopeConfig(theta, freq_divisors=divisors)
     if kind not in ("linear", "llama3"):
-        raise ValueError(f"rope kind {kind!r:.80} is not served: default, linear and llama3 are")
-    factor = _positive("rope's factor", rope.get("factor"))
+        raise ValueError(f"rope type {kind!r:.80} is not supported: default, linear and llama3 are")
+    factor = _positive("the RoPE factor", rope.get("factor"))
     if kind == "linear":
         return RopeConfig(theta, kind, factor, freq_divisors=divisors)
     rope = {"original_max_position_embeddings": hf["max_position_embeddings"], **rope}
     ramp = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    low, high, length = (_positive(f"rope's {name}", rope.get(name)) for name in ramp)
+    low, high, length = (_positive(f"RoPE's {name}", rope.get(name)) for name in ramp)
     if low >= high:
-        raise ValueError(f"rope's low_freq_factor {low} must be under its high_freq_factor {high}")
+        raise ValueError(f"RoPE's low_freq_factor {low} must be below its high_freq_factor {high}")
     return RopeConfig(theta, kind, factor, low, high, int(length))

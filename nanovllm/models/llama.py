@@ -1,4 +1,4 @@
-"""Llama 2 and 3 (arXiv:2407.21783): the plain decoder, with biases where the config says so."""
+"""Llama 2 and 3 (arXiv:2407.21783): the plain decoder, with the biases that the config enables."""
 
 from nanovllm.models.family import Family, equal_layers
 

@@ -1,4 +1,4 @@
-"""Mistral (arXiv:2310.06825): the plain decoder, up to the length of its sliding window."""
+"""Mistral (arXiv:2310.06825): the plain decoder. Contexts end at the sliding window's length."""
 
 from nanovllm.models.family import Family, equal_layers
 

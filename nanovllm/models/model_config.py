@@ -1,4 +1,4 @@
-"""A decoder as data: what the model is built from, and what the engine and the loader go by."""
+"""The description of a model, from which the decoder, the engine and the weight loader work."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,10 +56,10 @@ class WeightNames:
     Attributes:
         rows: (tensor, parameter), or (tensor, parameter, shard id) for a part of a packed
             parameter. Names have fields in braces: ``model.layers.{layer}.mlp.up_proj.{kind}``.
-            The parameter is None for a tensor that is not needed. A parameter that no row names
-            has the same name in checkpoints.
-        fields: the values of each field. Fields that only the tensor's name has, as an expert's
-            index, are passed to the parameter's ``weight_loader`` by name.
+            The parameter is None for a tensor that is not needed. A parameter without a row has
+            the same name in checkpoints.
+        fields: the values of each field. A field that only the tensor's name has, such as an
+            expert's index, is passed to the parameter's ``weight_loader`` as a keyword argument.
     """
 
     rows: tuple[WeightName, ...]
@@ -71,11 +71,12 @@ class ModelConfig:
     """Shape and numerics of a decoder-only transformer.
 
     Attributes:
-        architecture: the class name in a Hugging Face config, as ``Qwen3ForCausalLM``.
-        layers: first to last. All have the same heads.
-        dtype: the checkpoint's.
-        sliding_window: how many tokens some layers attend to; None for all.
-        weight_names: the checkpoint's names of the parameters.
+        architecture: the class name in a Hugging Face config, such as ``Qwen3ForCausalLM``.
+        layers: the layers from first to last. All have the same attention heads.
+        dtype: the checkpoint's dtype.
+        sliding_window: the number of tokens to which some layers attend; None if all layers attend
+            to all tokens.
+        weight_names: the names of the parameters in the checkpoint.
     """
 
     architecture: str
@@ -106,10 +107,10 @@ class ModelConfig:
         return self.layers[0].attention.head_dim
 
     def check_split(self, num_ranks: int) -> None:
-        """Raises ValueError, with the reason, if so many ranks cannot share this model."""
+        """Raises ValueError if the model cannot be split evenly over ``num_ranks`` ranks."""
         sizes = [(self.num_attention_heads, "attention heads")]
         sizes += [(layer.mlp.intermediate_size, "MLP columns") for layer in self.layers]
-        if num_ranks % self.num_key_value_heads:  # or else each rank has a copy of one
+        if num_ranks % self.num_key_value_heads:  # otherwise each rank has a copy of one KV head
             sizes.append((self.num_key_value_heads, "key-value heads"))
         for size, what in sizes:
             if size % num_ranks:
@@ -119,10 +120,10 @@ class ModelConfig:
                 )
 
     def check_bytes(self, num_bytes: int) -> None:
-        """Raises ValueError if so many cannot hold this model's matrices, at a bit for each weight:
-        before anything of their size is allocated."""
+        """Raises ValueError if the weights do not fit in ``num_bytes``, even with one bit each.
+        Call this before memory for them is allocated."""
         attention = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
         layers = sum(attention + 3 * layer.mlp.intermediate_size for layer in self.layers)
         num_weights = self.hidden_size * (self.vocab_size + layers)
         if num_weights > 8 * num_bytes:
-            raise ValueError(f"{num_weights:,} weights are not in {num_bytes:,} bytes of files")
+            raise ValueError(f"{num_weights:,} weights do not fit in {num_bytes:,} bytes of files")

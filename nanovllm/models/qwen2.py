@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (arXiv:2407.10671): the plain decoder with biases on q, k and v."""
+"""Qwen2 and Qwen2.5 (arXiv:2407.10671): the plain decoder, with biases for q, k and v."""
 
 from nanovllm.models.family import Family, equal_layers
 

@@ -1,4 +1,4 @@
-"""Qwen3 (arXiv:2505.09388): the plain decoder with queries and keys normalised per head."""
+"""Qwen3 (arXiv:2505.09388): the plain decoder, with an RMSNorm on each query and key head."""
 
 from nanovllm.models.family import Family, equal_layers
 from nanovllm.models.qwen2 import DEFAULTS

@@ -1,4 +1,4 @@
-"""The families that are served, by architecture and by model type."""
+"""The supported model families."""
 
 from nanovllm.models.family import Family
 from nanovllm.models.llama import LLAMA
@@ -11,13 +11,13 @@ FAMILIES = (QWEN3, QWEN2, LLAMA, MISTRAL, SMOLLM3)
 
 
 def get_family(name: str) -> Family:
-    """The family with that architecture or model type.
+    """Returns the family with this architecture or model type.
 
     Raises:
-        ValueError: it is not served; the message lists those that are.
+        ValueError: it is not supported. The message lists the supported architectures.
     """
     for family in FAMILIES:
         if name in (family.architecture, family.model_type):
             return family
-    served = ", ".join(family.architecture for family in FAMILIES)
-    raise ValueError(f"architecture {name!r} is not served; those served are {served}")
+    supported = ", ".join(family.architecture for family in FAMILIES)
+    raise ValueError(f"architecture {name!r} is not supported; supported are {supported}")

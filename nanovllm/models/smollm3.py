@@ -1,4 +1,4 @@
-"""SmolLM3 (HuggingFaceTB/SmolLM3-3B): Llama, but every fourth layer has no RoPE."""
+"""SmolLM3 (HuggingFaceTB/SmolLM3-3B): the plain decoder, without RoPE in every fourth layer."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ def smollm3_layers(hf: dict[str, Any]) -> list[LayerSpec]:
     layer, num_layers = equal_layers(hf)[0], hf["num_hidden_layers"]
     if type(every := hf.get("no_rope_layer_interval")) is not int or every < 1:
         raise ValueError(f"no_rope_layer_interval must be a positive int, got {every!r:.80}")
-    # In spite of the name, 1 stands for a layer with RoPE.
+    # Despite the field's name, 1 marks a layer with RoPE.
     has_rope = hf.get("no_rope_layers", [int(i % every > 0) for i in range(1, num_layers + 1)])
     if not isinstance(has_rope, list) or any(rope not in (0, 1) for rope in has_rope):
         raise ValueError(f"no_rope_layers must be a list of 0 and 1, got {has_rope!r:.80}")

@@ -2,7 +2,6 @@
 
 import inspect
 import pickle
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from io import BytesIO
@@ -16,7 +15,6 @@ from nanovllm.text.prompts import map_each, map_valid
 TEMPLATE_PROCESS = str(Path(__file__).with_name("template_process.py"))
 RENDER_SECONDS = 5.0
 MEMORY_BYTES = 1 << 30
-HEAD_SIZE = struct.Struct("<Q")
 # Appended to the last message with ``continue_final_message``, to find its end in the prompt.
 END_OF_TEXT = "CONTINUE_FINAL_MESSAGE_TAG "
 
@@ -60,7 +58,7 @@ class ChatRenderer:
     def _render(
         self, head: bytes, prepared: Sequence[tuple[bytes, str | None]]
     ) -> list[str | Exception]:
-        responses = self._process.run(head + messages for messages, _ in prepared)
+        responses = self._process.run(_dump((head, messages)) for messages, _ in prepared)
         final_texts = (text for _, text in prepared)
         return map_each(_read_response, zip(responses, final_texts, strict=True))
 
@@ -73,7 +71,7 @@ def _read_options(
     continue_final_message: Any = False,
     **variables: Any,
 ) -> tuple[bytes, MessageFormat, bool]:
-    """Returns the start of every request to the process, the template's message format, and
+    """Returns the part that all requests to the process share, the template's message format, and
     whether the model continues the last message."""
     if not isinstance(continue_final_message, bool):
         raise TypeError(f"continue_final_message is True or False, not {continue_final_message!r}")
@@ -89,8 +87,7 @@ def _read_options(
         "tools": None if tools is None else [_describe(tool) for tool in tools],
         "add_generation_prompt": add_generation_prompt,
     }
-    head = _pack((template, shared))
-    return HEAD_SIZE.pack(len(head)) + head, detect_format(template), continue_final_message
+    return _pack((template, shared)), detect_format(template), continue_final_message
 
 
 def _describe(tool: Any) -> dict[str, Any]:

@@ -14,12 +14,11 @@ MEMORY_BYTES = 4 << 30
 GRAMMAR_PROCESS = str(Path(__file__).with_name("grammar_process.py"))
 
 
-class GrammarChecker:
-    """Compiles grammars in a process that may crash or run out of time or memory. The process
-    starts with the first grammar."""
+class GrammarChecker(LimitedProcess):
+    """A process that compiles grammars, and may crash or run out of time or memory."""
 
     def __init__(self) -> None:
-        self._process = LimitedProcess(GRAMMAR_PROCESS, CHECK_SECONDS, MEMORY_BYTES)
+        super().__init__(GRAMMAR_PROCESS, CHECK_SECONDS, MEMORY_BYTES)
 
     def check(self, lark: str) -> None:
         """Checks that the engine's process can compile a grammar safely. Does not check that the
@@ -28,12 +27,8 @@ class GrammarChecker:
         Raises:
             ValueError: compiling the grammar crashes, takes too long or takes too much memory.
         """
-        (response,) = self._process.run(iter([lark.encode()]))
+        (response,) = self.run(iter([lark.encode()]))
         if isinstance(response, ProcessTimeout):
             raise ValueError(f"the grammar {response} to compile")
         if isinstance(response, ProcessError):
             raise ValueError("the grammar is nested too deeply, or too large")
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._process.close()

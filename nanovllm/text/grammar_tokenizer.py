@@ -1,8 +1,9 @@
 """Converts a tokenizer to llguidance's format, which holds the bytes of every token."""
 
 import copy
-import json
 from typing import Any
+
+from nanovllm.text.token_text import decoder_steps
 
 # The UTF-8 of these contains every byte that can occur in a character of several bytes.
 MULTIBYTE_CODE_POINTS = (
@@ -25,9 +26,9 @@ def make_grammar_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: list[
     Raises:
         ValueError: llguidance cannot read the tokenizer, or its token bytes differ from what the
             tokens decode to.
-        ImportError: llguidance is not installed.
     """
     from llguidance import LLTokenizer
+    from tokenizers import decoders
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -37,21 +38,12 @@ def make_grammar_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: list[
     readable.no_truncation()
     # llguidance treats any decoder sequence with ByteFallback as SentencePiece's. For GGUF files,
     # some releases of transformers put ByteFallback before ByteLevel, where it has no effect.
-    if (byte_level := _find_byte_level(backend.decoder)) is not None:
-        readable.decoder = byte_level
+    if any(step["type"] == "ByteLevel" for step in decoder_steps(backend)):
+        readable.decoder = decoders.ByteLevel()
     n_vocab = max(vocab_size, len(tokenizer))
     ll_tokenizer = LLTokenizer(readable.to_str(), n_vocab=n_vocab, eos_token=eos_token_ids)
     _check_token_bytes(backend, ll_tokenizer, len(tokenizer), eos_token_ids[0])
     return ll_tokenizer
-
-
-def _find_byte_level(decoder: Any) -> Any:
-    """Returns a ByteLevel decoder if ``decoder`` is a sequence that contains one, else None."""
-    from tokenizers import decoders
-
-    state = json.loads(decoder.__getstate__()) if decoder is not None else {}
-    kinds = [step["type"] for step in state.get("decoders", [])]
-    return decoders.ByteLevel() if "ByteLevel" in kinds else None
 
 
 def _check_token_bytes(backend: Any, ll_tokenizer: Any, num_tokens: int, eos_token_id: int) -> None:

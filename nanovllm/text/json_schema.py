@@ -1,23 +1,21 @@
 """Changes a JSON schema so that objects cannot have undeclared keys."""
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, product
+from typing import Any
 from urllib.parse import unquote
 
 PROPERTY_KEYWORDS = ("properties", "patternProperties")  # their values map names to schemas
+BRANCH_KEYWORDS = ("anyOf", "oneOf")
 # Keywords whose value is a schema, or a list of schemas, of an object's or array's children.
 CHILD_KEYWORDS = ("additionalProperties", "items", "prefixItems", "additionalItems")
-BRANCH_KEYWORDS = ("anyOf", "oneOf")
 # Keywords that references need. The result has its own "$defs" and does not need the others.
 DEFINITION_KEYWORDS = ("$defs", "definitions", "$id", "$anchor")
+ROOT_KEYWORDS = ("$schema", "x-guidance")  # llguidance reads them only at the root
 
-MAX_VISITS = 50_000  # visits of applicators; they take about a quarter of a second
-
-# JSON Schema's term is "in-place applicator": a keyword with schemas for the same value. This is
-# ("$ref", reference), ("anyOf" or "oneOf", list of schemas) or ("allOf", one of its schemas).
-Applicator: TypeAlias = tuple[str, Any]
+MAX_VISITS = 50_000  # visits of schemas and combinations; they take about a quarter of a second
+VISIT_CHARS = 1000  # characters of names, enums etc. whose copy takes as long as a visit
 
 
 def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,222 +38,160 @@ def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
         closed = closer.close(schema)
     except RecursionError:
         raise ValueError("the schema's references are nested too deeply") from None
-    return {**closed, "$defs": closer.definitions} if closer.definitions else closed
-
-
-@dataclass(frozen=True)
-class _DeclaredKeys:
-    """The keys that one or more schemas declare for the same object.
-
-    Attributes:
-        properties: the schemas of each key in ``properties``. A key that is only in ``required``
-            (next to ``properties``) has none.
-        patterns: the keys of ``patternProperties``.
-        has_properties: whether a schema has ``properties`` or ``patternProperties``, even empty.
-        has_additional: whether a schema has ``additionalProperties``.
-        varies: whether branches declare further keys, which are not included here.
-    """
-
-    properties: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    patterns: tuple[str, ...] = ()
-    has_properties: bool = False
-    has_additional: bool = False
-    varies: bool = False
-
-    @classmethod
-    def of(cls, schema: Mapping[str, Any]) -> "_DeclaredKeys":
-        """Returns the keys that the schema's own keywords declare, without its applicators."""
-        properties, patterns = (_mapping(schema.get(keyword)) for keyword in PROPERTY_KEYWORDS)
-        required = schema.get("required") if properties else ()
-        if not isinstance(required, list):
-            required = []  # llguidance refuses the schema later
-        return cls(
-            {name: (value,) for name, value in properties.items()}
-            | {name: () for name in required if name not in properties},
-            tuple(patterns),
-            has_properties=any(keyword in schema for keyword in PROPERTY_KEYWORDS),
-            has_additional="additionalProperties" in schema,
-        )
-
-    def __or__(self, other: "_DeclaredKeys") -> "_DeclaredKeys":
-        ours, theirs = self.properties, other.properties
-        return _DeclaredKeys(
-            {name: ours.get(name, ()) + theirs.get(name, ()) for name in {**ours, **theirs}},
-            tuple(dict.fromkeys(self.patterns + other.patterns)),
-            self.has_properties or other.has_properties,
-            self.has_additional or other.has_additional,
-            self.varies or other.varies,
-        )
-
-
-NO_KEYS = _DeclaredKeys()
+    root = {keyword: schema[keyword] for keyword in ROOT_KEYWORDS if keyword in schema}
+    return {**root, **closed, **({"$defs": closer.definitions} if closer.definitions else {})}
 
 
 class _Closer:
     """Closes the objects of one schema: forbids undeclared keys.
 
-    The applicators of a schema (``$ref``, ``allOf``, ``anyOf``, ``oneOf``) describe the same value
-    as the schema. If the declared keys depend on the branch of an applicator, the object is closed
-    within each branch, and other applicators with branches move into that branch. A property is
-    shared if several schemas of the value describe it. A shared property is closed with the keys
-    of all these schemas.
+    ``$ref``, ``allOf``, ``anyOf`` and ``oneOf`` (in-place applicators, in JSON Schema's terms) hold
+    schemas for the same value as the schema around them. If several schemas of a value declare
+    keys, the value's schemas are combined: each combination takes one branch of each ``anyOf`` or
+    ``oneOf``, and is closed with the keys that all its schemas declare.
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self.definitions: dict[str, Any] = {}
         self._root = root
-        self._names: dict[object, str] = {}  # names of definitions, by reference and function
+        self._names: dict[str, str] = {}  # names of definitions, by reference
         self._num_visits = 0
 
-    def close(self, schema: Any) -> Any:
-        """Returns a copy of a value's only schema that allows no undeclared keys."""
-        counts = self._count_schemas(schema)
-        shared = tuple(name for name, count in counts.items() if count > 1)
-        return self._close(schema, NO_KEYS, (), shared)
+    def close(self, *schemas: Any) -> Any:
+        """Returns a schema that allows what all of a value's schemas allow, except for objects with
+        undeclared keys."""
+        if len(schemas) == 1:
+            (schema,) = schemas
+            if not isinstance(schema, Mapping):
+                return schema
+            num_declaring = sum(map(self._declares, self._applicators_of(schema)))
+            if num_declaring + _has_keys(schema) <= 1:
+                return self._close_combination([schema])
+        combinations = self._combine([self._alternatives(schema) for schema in schemas])
+        return {"anyOf": [self._close_combination(combination) for combination in combinations]}
 
-    def _close(
-        self, schema: Any, outer_keys: _DeclaredKeys, more: tuple[Any, ...], shared: tuple[str, ...]
-    ) -> Any:
-        """Returns a copy of one of a value's schemas that allows only the keys that any of the
-        value's schemas declares.
+    def _close_combination(self, schemas: list[Any]) -> dict[str, Any]:
+        """Does the same for schemas that ``_alternatives`` returned together, or for a single
+        schema of whose applicators at most one declares keys, if it declares none itself."""
+        copies = [self._copy(schema) for schema in schemas]
+        objects = [schema for schema in schemas if isinstance(schema, Mapping)]
+        properties: dict[str, list[Any]] = {}
+        for schema in objects:
+            for name, value in _declared_properties(schema).items():
+                properties.setdefault(name, []).append(value)
+        self._count_visits(
+            len(properties) // 16
+        )  # 16 take as long as a visit, even without schemas
+        closing: dict[str, Any] = {}
+        if properties:
+            closing["properties"] = {k: self.close(*values) for k, values in properties.items()}
+        keywords = set(chain.from_iterable(objects))
+        if "additionalProperties" not in keywords and not keywords.isdisjoint(PROPERTY_KEYWORDS):
+            closing["additionalProperties"] = False
+        if len(schemas) == 1:
+            return {**copies[0], **closing}
+        for schema in objects:
+            for pattern in _mapping(schema.get("patternProperties")):
+                closing.setdefault("patternProperties", {})[pattern] = True
+        return {"allOf": [*copies, closing]}
+
+    def _copy(self, schema: Any) -> Any:
+        """Returns a copy of a schema with its inner schemas closed, except for its properties."""
+        self._count_visits(1)
+        if not isinstance(schema, Mapping):
+            return schema
+        new: dict[str, Any] = {}
+        for keyword, content in schema.items():
+            if keyword in PROPERTY_KEYWORDS:
+                self._count_characters([*_mapping(content)])
+            if keyword == "properties":
+                new[keyword] = dict.fromkeys(content, True) if _mapping(content) else content
+            elif keyword == "patternProperties" and isinstance(content, Mapping):
+                new[keyword] = {pattern: self.close(value) for pattern, value in content.items()}
+            elif keyword == "$ref" and isinstance(content, str):
+                new[keyword] = self._define(content)
+            elif keyword in ("allOf", *BRANCH_KEYWORDS, *CHILD_KEYWORDS):
+                is_list = isinstance(content, list)
+                new[keyword] = [*map(self.close, content)] if is_list else self.close(content)
+            elif keyword not in DEFINITION_KEYWORDS:
+                self._count_characters(content)
+                new[keyword] = content
+        return new
+
+    def _define(self, reference: str) -> str:
+        """Stores the closed target of a reference as a definition, once. Returns a reference to
+        it."""
+        name = self._names.get(reference)
+        if name is None:
+            name = self._names[reference] = f"{len(self._names)}"
+            self.definitions[name] = self.close(self._resolve(reference))
+        return f"#/$defs/{name}"
+
+    def _alternatives(self, schema: Any, path: tuple[Any, ...] = ()) -> list[list[Any]]:
+        """Returns combinations of schemas whose applicators declare no keys. A value matches the
+        schema if it matches all schemas of one combination.
 
         Args:
-            schema: the schema to copy.
-            outer_keys: the keys that the other schemas of the value declare.
-            more: further schemas of the value, with branches, to include in the copy.
-            shared: properties that several of the value's schemas describe.
+            schema: the schema.
+            path: the schemas whose applicators lead to it.
         """
-        if schema is True and (more or outer_keys != NO_KEYS):
-            schema = {}
+        self._count_visits(1)
+        if any(schema is outer for outer in path):
+            return []  # the alternatives without this circle describe the same values
         if not isinstance(schema, Mapping):
-            return schema
-        own, applicators = _DeclaredKeys.of(schema), list(_applicators(schema))
-        declared = [self._declared_by(applicator) for applicator in applicators]
-        inner = [i for i, keys in enumerate(declared) if keys.varies]
-        if not inner and not more and own == outer_keys == NO_KEYS:
-            # If a single applicator declares all the keys, closing that applicator is enough.
-            declaring = [i for i, keys in enumerate(declared) if keys != NO_KEYS]
-            inner = declaring if len(declaring) == 1 else []
-        outside = [keys for i, keys in enumerate(declared) if i not in inner]
-        all_keys = self._merge([outer_keys, own, *outside])
-        more = (*(_as_schema(applicators[i]) for i in inner[1:]), *more)
+            return [[schema]]
+        factors: list[list[list[Any]]] = []
+        rest: dict[str, Any] = {}
+        for keyword, content in schema.items():
+            applicators = self._applicators(keyword, content)
+            if not any(map(self._declares, applicators)):
+                rest[keyword] = content
+                applicators = []
+            for options in applicators:
+                inner = [self._alternatives(option, (*path, schema)) for option in options]
+                factors.append([*chain.from_iterable(inner)])
+            if keyword == "properties":  # llguidance orders keys by the place of this keyword
+                factors.append([[rest]])
+        return self._combine(factors if "properties" in schema else [*factors, [[rest]]])
 
-        def new_content(i: int) -> Any:
-            if i not in inner:
-                return self._apply(applicators[i], self._close_children, shared)
-            if i == inner[0]:
-                return self._apply(applicators[i], self._close, all_keys, more, shared)
-            return None
+    def _combine(self, factors: list[list[list[Any]]]) -> list[list[Any]]:
+        """Returns the combinations of one element of each factor."""
+        self._count_visits(math.prod(map(len, factors)))
+        return [[*chain.from_iterable(chosen)] for chosen in product(*factors)]
 
-        new = self._assemble(schema, [new_content(i) for i in range(len(applicators))], shared)
-        if inner:
-            return new
-        if more:
-            return _with_all_of(new, self._close(more[0], all_keys, more[1:], shared))
-        return self._close_leaf(new, all_keys, shared)
+    def _declares(self, schemas: Iterable[Any], seen: set[int] | None = None) -> bool:
+        """Returns whether one of the schemas, or an applicator in it, declares keys."""
+        seen = set() if seen is None else seen
+        for schema in schemas:
+            self._count_visits(1)
+            if isinstance(schema, Mapping) and id(schema) not in seen:
+                seen.add(id(schema))
+                inner = chain.from_iterable(self._applicators_of(schema))
+                if _has_keys(schema) or self._declares(inner, seen):
+                    return True
+        return False
 
-    def _close_leaf(
-        self, schema: dict[str, Any], all_keys: _DeclaredKeys, shared: tuple[str, ...]
-    ) -> dict[str, Any]:
-        """Returns a schema without branches, closed, and with its shared properties closed."""
-        inside = {
-            name: self.close({"allOf": [*all_keys.properties[name]]})
-            for name in shared
-            if name in all_keys.properties
-        }
-        if not all_keys.has_properties or all_keys.has_additional:
-            return _with_all_of(schema, {"properties": inside}) if inside else schema
-        given = [tuple(_mapping(schema.get(keyword))) for keyword in PROPERTY_KEYWORDS]
-        if not inside and given == [tuple(all_keys.properties), all_keys.patterns]:
-            return {**schema, "additionalProperties": False}
-        closing = {
-            "properties": dict.fromkeys(all_keys.properties, True) | inside,
-            "patternProperties": dict.fromkeys(all_keys.patterns, True),
-            "additionalProperties": False,
-        }
-        return _with_all_of(schema, {key: value for key, value in closing.items() if value != {}})
+    def _applicators_of(self, schema: Mapping[str, Any]) -> Iterator[list[Any]]:
+        return chain.from_iterable(self._applicators(*item) for item in schema.items())
 
-    def _close_children(self, schema: Any, shared: tuple[str, ...] = ()) -> Any:
-        """Returns a copy of a value's schema in which only the value's children are closed."""
-        if not isinstance(schema, Mapping):
-            return schema
-        new = [self._apply(item, self._close_children, shared) for item in _applicators(schema)]
-        return self._assemble(schema, new, shared)
+    def _applicators(self, keyword: str, content: Any) -> list[list[Any]]:
+        """Returns the schemas of each applicator with this keyword. Each schema in ``allOf`` counts
+        as an applicator. A value matches one or more of an applicator's schemas."""
+        if keyword == "$ref" and isinstance(content, str):
+            return [[self._resolve(content)]]
+        if keyword == "allOf" and isinstance(content, list):
+            return [[schema] for schema in content]
+        return [content] if keyword in BRANCH_KEYWORDS and isinstance(content, list) else []
 
-    def _declared_by(
-        self, applicator: Applicator, seen: frozenset[str] = frozenset()
-    ) -> _DeclaredKeys:
-        """Returns the keys that an applicator declares. ``seen`` holds the references on the path
-        to it."""
-        self._count_visit()
-        keyword, schema = applicator
-        if keyword in BRANCH_KEYWORDS:
-            declared = [self._declared_by(("allOf", branch), seen) for branch in schema]
-            return _DeclaredKeys(varies=any(keys != NO_KEYS for keys in declared))
-        if keyword == "$ref":
-            if schema in seen:
-                return NO_KEYS
-            schema, seen = self._resolve(schema), seen | {schema}
-        if not isinstance(schema, Mapping):
-            return NO_KEYS
-        declared = [self._declared_by(inner, seen) for inner in _applicators(schema)]
-        return self._merge([_DeclaredKeys.of(schema), *declared])
-
-    def _merge(self, declared: Iterable[_DeclaredKeys]) -> _DeclaredKeys:
-        """Returns the union of keys that several schemas of one object declare."""
-        merged = NO_KEYS
-        for keys in declared:
-            if keys != NO_KEYS:
-                merged = keys if merged == NO_KEYS else merged | keys
-                self._count_visit(len(merged.properties) // 16)  # merging 16 takes as long as one
-        return merged
-
-    def _count_schemas(self, schema: Any, seen: frozenset[str] = frozenset()) -> Counter[str]:
-        """Counts, for each property, how many of the value's schemas describe it. Of the branches
-        of an ``anyOf`` or ``oneOf``, only the one with the highest count is counted."""
-        self._count_visit()
-        if not isinstance(schema, Mapping):
-            return Counter()
-        counts = Counter(_mapping(schema.get("properties")).keys())
-        for keyword, content in _applicators(schema):
-            if keyword in BRANCH_KEYWORDS:
-                most: dict[str, int] = {}
-                for branch in content:
-                    for name, count in self._count_schemas(branch, seen).items():
-                        most[name] = max(count, most.get(name, 0))
-                counts.update(most)
-            elif keyword == "allOf":
-                counts.update(self._count_schemas(content, seen))
-            elif content not in seen:
-                counts.update(self._count_schemas(self._resolve(content), seen | {content}))
-        return counts
-
-    def _count_visit(self, num: int = 1) -> None:
+    def _count_visits(self, num: int) -> None:
         """Counts visits, and raises ValueError after too many. Definitions that refer to each other
         have exponentially many paths."""
         self._num_visits += num
         if self._num_visits > MAX_VISITS:
             raise ValueError("the schema has too many paths through its references and branches")
 
-    def _apply(self, applicator: Applicator, function: Callable[..., Any], *context: Any) -> Any:
-        """Returns an applicator's content with ``function`` applied to each of its schemas."""
-        keyword, content = applicator
-        if keyword in BRANCH_KEYWORDS:
-            return [function(branch, *context) for branch in content]
-        if keyword == "$ref":
-            return self._define(content, function, *context)
-        return function(content, *context)
-
-    def _define(self, reference: str, function: Callable[..., Any], *context: Any) -> str:
-        """Applies ``function`` to the target of a reference, once, and stores the result as a
-        definition. Returns a reference to it."""
-        key = reference, function.__name__, repr(context)
-        name = self._names.get(key)
-        if name is None:
-            target = self._resolve(reference)
-            name = self._names[key] = f"{len(self._names)}"
-            self.definitions[name] = function(target, *context)
-        return f"#/$defs/{name}"
+    def _count_characters(self, copied: Any) -> None:
+        self._count_visits(len(repr(copied)) // VISIT_CHARS)
 
     def _resolve(self, reference: str) -> Any:
         """Returns the schema that a reference's JSON pointer points to."""
@@ -271,52 +207,19 @@ class _Closer:
                 raise ValueError(f"$ref {pointer!r:.80} does not exist") from None
         return target
 
-    def _assemble(
-        self, schema: Mapping[str, Any], new_contents: Iterable[Any], shared: tuple[str, ...]
-    ) -> dict[str, Any]:
-        """Returns a copy of the schema with new contents of its applicators, and children closed.
 
-        An applicator whose new content is None is dropped. Shared properties are not closed: that
-        takes the keys of all their schemas."""
-        contents: dict[str, list[Any]] = {}
-        for (keyword, _), content in zip(_applicators(schema), new_contents, strict=True):
-            contents.setdefault(keyword, []).extend([] if content is None else [content])
-        new: dict[str, Any] = {}
-        for keyword, content in schema.items():
-            if keyword in contents:
-                if found := contents[keyword]:
-                    new[keyword] = found if keyword == "allOf" else found[0]
-            elif keyword in PROPERTY_KEYWORDS and isinstance(content, Mapping):
-                unclosed = shared if keyword == "properties" else ()
-                new[keyword] = {
-                    key: self._close_children(value) if key in unclosed else self.close(value)
-                    for key, value in content.items()
-                }
-            elif keyword in CHILD_KEYWORDS:
-                is_list = isinstance(content, list)
-                new[keyword] = [*map(self.close, content)] if is_list else self.close(content)
-            elif keyword not in DEFINITION_KEYWORDS:
-                new[keyword] = content
-        return new
+def _has_keys(schema: Mapping[str, Any]) -> bool:
+    """Returns whether the schema's own keywords declare keys."""
+    return any(keyword in schema for keyword in (*PROPERTY_KEYWORDS, "additionalProperties"))
 
 
-def _applicators(schema: Mapping[str, Any]) -> Iterator[Applicator]:
-    """Yields the applicators of a schema, one for each schema in ``allOf``."""
-    for keyword, content in schema.items():
-        if keyword == "allOf" and isinstance(content, list):
-            yield from ((keyword, item) for item in content)
-        elif isinstance(content, {"anyOf": list, "oneOf": list, "$ref": str}.get(keyword, ())):
-            yield keyword, content
-
-
-def _as_schema(applicator: Applicator) -> Any:
-    """Returns a schema with the applicator alone."""
-    keyword, content = applicator
-    return content if keyword == "allOf" else {keyword: content}
-
-
-def _with_all_of(schema: dict[str, Any], other: Any) -> dict[str, Any]:
-    return {**schema, "allOf": [*schema.get("allOf", []), other]}
+def _declared_properties(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the schema of each declared key. A key that is only in ``required`` (next to
+    ``properties``, without ``additionalProperties``) has the schema True."""
+    properties, required = _mapping(schema.get("properties")), schema.get("required")
+    if not properties or "additionalProperties" in schema or not isinstance(required, list):
+        required = ()
+    return {**properties, **{name: True for name in required if name not in properties}}
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -175,8 +175,8 @@ class LimitedProcess:
         if (process := self._process) is not None:
             self._process = None
             self._kill.detach()
-            process.returncode = 0  # only the parent can wait for the process
-            _close_pipes(process)  # so that the process's input ends when the parent ends
+            with process:  # closes the pipes, so that the process's input ends when the parent ends
+                process.returncode = 0  # only the parent can wait for the process
 
 
 _instances: weakref.WeakSet[LimitedProcess] = weakref.WeakSet()
@@ -203,15 +203,8 @@ def _wait(process: subprocess.Popen[bytes], writes: bool, seconds: float) -> set
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    _close_pipes(process)
-
-
-def _close_pipes(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin and process.stdout
-    process.stdin.close()
-    process.stdout.close()
+    with process:  # closes the pipes and waits until the process has ended
+        process.kill()
 
 
 def serve(module: str, cpu_seconds: float, memory_bytes: int) -> None:

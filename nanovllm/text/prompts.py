@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from operator import countOf
 from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar
 
@@ -64,7 +64,7 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_len = max_len
-        self._token_texts: dict[tuple[bool, bool], TokenTexts] = {}  # by options of ``decode``
+        self._get_token_texts = cache(partial(TokenTexts, tokenizer))
         self._checks_text_ids = False
         if tokenizer is not None:
             # Some tokenizers have tokens for which the model has no embedding.
@@ -85,7 +85,9 @@ class PromptEncoder:
             TypeError or ValueError if the prompt is invalid.
         """
         parsed = map_each(self._parse, prompts)
-        return map_valid(lambda valid: self._encode(valid, add_special_tokens), parsed)
+        texts = [item for item in parsed if isinstance(item, str)]
+        encoded = iter(self._encode(texts, add_special_tokens))
+        return [next(encoded) if isinstance(item, str) else item for item in parsed]
 
     def detokenizer(
         self, last_prompt_token: int, params: SamplingParams
@@ -113,14 +115,9 @@ class PromptEncoder:
             return [None] * len(token_ids)
         return self._get_token_texts(False, True).decode_candidates(context_token_ids, token_ids)
 
-    def _get_token_texts(self, skip_special: bool, space_special: bool) -> TokenTexts:
-        options = skip_special, space_special
-        if options not in self._token_texts:
-            self._token_texts[options] = TokenTexts(self.tokenizer, *options)
-        return self._token_texts[options]
-
-    def _parse(self, prompt: Any) -> tuple[str | None, list[int] | None]:
-        """Returns a prompt's text, if it has one, and its token ids, if they are given."""
+    def _parse(self, prompt: Any) -> str | tuple[str | None, list[int]]:
+        """Returns a text to tokenize. If token ids are given, returns them and their text, if they
+        have one."""
         if isinstance(prompt, (TypeError, ValueError)):
             raise prompt
         if isinstance(prompt, dict):
@@ -144,7 +141,7 @@ class PromptEncoder:
                 prompt.encode()
             except UnicodeEncodeError as error:
                 raise ValueError(f"the prompt is not valid Unicode: {error}") from None
-            return prompt, None
+            return prompt
         return None, self._check_ids(prompt)
 
     def _check_ids(self, ids: Any) -> list[int]:
@@ -167,40 +164,33 @@ class PromptEncoder:
         return [int(token_id) for token_id in ids]
 
     def _encode(
-        self, parsed: list[tuple[str | None, list[int] | None]], add_special_tokens: bool
+        self, texts: list[str], add_special_tokens: bool
     ) -> list[tuple[str | None, list[int]] | Exception]:
-        """Tokenizes parsed prompts. If the tokenizer fails on a prompt, returns a ValueError for
-        it."""
+        """Tokenizes texts. If the tokenizer fails on a text, returns a ValueError for it."""
         try:
-            if any(text and len(text) > CHARS_PER_TOKEN * self.max_len for text, _ in parsed):
-                checked = map_each(self._check_length, parsed)
-                return map_valid(partial(self._tokenize_parsed, add=add_special_tokens), checked)
-            return self._tokenize_parsed(parsed, add_special_tokens)
+            checked = map_each(self._check_length, texts)
+            return map_valid(partial(self._tokenize_checked, add=add_special_tokens), checked)
         except BaseException as error:  # the tokenizer's code may raise anything
             if not is_failure(error):
                 raise
-            if len(parsed) > 1:
-                return [item for one in parsed for item in self._encode([one], add_special_tokens)]
+            if len(texts) > 1:
+                return [item for text in texts for item in self._encode([text], add_special_tokens)]
             return [ValueError(f"the tokenizer failed: {type(error).__name__}: {error}")]
 
-    def _tokenize_parsed(
-        self, parsed: list[tuple[str | None, list[int] | None]], add: bool
+    def _tokenize_checked(
+        self, texts: list[str], add: bool
     ) -> list[tuple[str | None, list[int]] | Exception]:
-        token_ids = iter(self.tokenize([text or "" for text, ids in parsed if ids is None], add))
-        encoded = ((text, next(token_ids) if ids is None else ids) for text, ids in parsed)
+        encoded = [*zip(texts, self.tokenize(texts, add), strict=True)]
         return map_each(self._check_text_ids, encoded) if self._checks_text_ids else [*encoded]
 
-    def _check_length(
-        self, parsed: tuple[str | None, list[int] | None]
-    ) -> tuple[str | None, list[int] | None]:
+    def _check_length(self, text: str) -> str:
         """Returns its argument. Raises ValueError for a text that is far too long, because
         tokenizing all of it would take seconds and gigabytes.
 
         Tokenizes the start of the text. The limit is more than twice ``max_len``, because the cut
         may split a long token, which changes the tokens before the cut too."""
-        text, ids = parsed
         size = CHARS_PER_TOKEN * self.max_len
-        while ids is None and text is not None and size < len(text):
+        while size < len(text):
             start = self.tokenizer(text[:size], add_special_tokens=False)["input_ids"]
             if len(start) > 2 * self.max_len + self._longest_token:
                 raise ValueError(
@@ -208,7 +198,7 @@ class PromptEncoder:
                     f"most of any sequence: shorten it or raise max_model_len"
                 )
             size *= 2
-        return parsed
+        return text
 
     @cached_property
     def _longest_token(self) -> int:

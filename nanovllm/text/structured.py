@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
+from importlib.util import find_spec
 from time import thread_time
 from typing import Any, TypeVar
 
@@ -23,10 +24,11 @@ from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.text.grammar_check import GrammarChecker
 from nanovllm.text.grammar_tokenizer import make_grammar_tokenizer
 from nanovllm.text.json_schema import close_objects
-from nanovllm.utils.panics import is_failure
+from nanovllm.utils.panics import as_value_error, is_failure
 
 # llguidance would refuse longer texts too, but only after minutes.
 MAX_CHARACTERS = {"json": 1_000_000, "choice": 4_000_000, "regex": 1_000_000, "grammar": 1_000_000}
+UNUSABLE = "structured_outputs cannot be used:"
 T = TypeVar("T")
 CACHE_SIZE = 64  # compiled grammars, each with its lexer's tables
 BUDGET_SECONDS = 5.0  # CPU time for a request's masks and tokens, on top of ALLOWANCE_SECONDS
@@ -41,10 +43,10 @@ GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # Lark writes "name:"
 
 
 class Once:
-    """A value that is computed at most once, by the first thread that calls ``run``.
+    """A value that is computed at most once, by the first thread that calls ``get``.
 
     Args:
-        make: computes the value. If it raises, ``get`` raises from then on.
+        make: computes the value. If it raises a ValueError, ``get`` raises the same from then on.
 
     Attributes:
         is_done: whether ``make`` has returned or raised.
@@ -60,21 +62,16 @@ class Once:
     def is_done(self) -> bool:
         return self._make is None
 
-    def run(self) -> None:
-        """Computes the value. If another thread is computing it, waits for that thread."""
-        with self._lock:
-            if self._make is None:
-                return
-            try:
-                self._value = self._make()
-            except BaseException as error:
-                if not is_failure(error):
-                    raise
-                self._error = str(error)  # the exception's traceback would keep objects alive
-            self._make = None
-
     def get(self) -> Any:
-        """Returns the value. Raises ValueError, with the original message, if ``make`` raised."""
+        """Returns the value. Computes it, or waits for the thread that is computing it, if
+        necessary. Raises ValueError if that failed."""
+        with self._lock:
+            if self._make is not None:
+                try:
+                    self._value = self._make()
+                except ValueError as error:
+                    self._error = str(error)  # the exception's traceback would keep objects alive
+                self._make = None
         if self._error is not None:
             raise ValueError(self._error)
         return self._value
@@ -120,7 +117,7 @@ class GrammarCompiler:
         Raises:
             ValueError: the JSON schema cannot be read, or the text is too long.
         """
-        with _raising_value_error():
+        with as_value_error(UNUSABLE):
             kind, text = _spec_of(params)
             if len(text) > (limit := MAX_CHARACTERS[kind]):
                 raise ValueError(f"the {kind} has {len(text)} characters, but may have {limit}")
@@ -150,7 +147,8 @@ class GrammarCompiler:
                 future.result()
             finally:
                 future.cancel()
-        grammar.get()
+        else:
+            grammar.get()
 
     def when_compiled(
         self,
@@ -170,7 +168,7 @@ class GrammarCompiler:
                 it had anything to do.
         """
         compiling: deque[tuple[int, T, Once]] = deque()
-        futures: dict[Once, Future[None]] = {}
+        futures: dict[Once, Future[Any]] = {}
 
         def compiled() -> Iterator[tuple[int, T | ValueError]]:
             while compiling and compiling[0][2].is_done:
@@ -207,21 +205,16 @@ class GrammarCompiler:
         budget = CPUBudget()
         return [Grammar(grammar.get().deep_copy(), self, budget) for _ in range(n)]
 
-    def compile(self, params: StructuredOutputsParams) -> "Grammar":
-        """Compiles the grammar of ``params`` and returns its state before the first token. Raises
-        ValueError as ``check`` does."""
-        return self.start(self.find(params))[0]
-
     def close(self) -> None:
         """Ends the threads: waits for running compilations and cancels the others."""
         self._pool.shutdown(cancel_futures=True)
         self._checker.close()
 
-    def _submit(self, grammar: Once) -> Future[None]:
+    def _submit(self, grammar: Once) -> Future[Any]:
         with self._lock:
             default = threading.stack_size(STACK_BYTES)
             try:
-                return self._pool.submit(grammar.run)
+                return self._pool.submit(grammar.get)
             finally:
                 threading.stack_size(default)
 
@@ -325,24 +318,20 @@ def _make_tokenizer(tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) ->
     """Converts the tokenizer to llguidance's format. Raises ValueError if that is impossible."""
     if tokenizer is None or not eos_ids:
         raise ValueError("the model has no tokenizer or no EOS token")
-    try:
+    if find_spec("llguidance") is None:
+        raise ValueError('llguidance is not installed: pip install "nanovllm[structured]"')
+    with as_value_error("llguidance cannot use this tokenizer:"):
         return make_grammar_tokenizer(tokenizer, vocab_size, sorted(eos_ids))
-    except ImportError:
-        message = 'llguidance is not installed: pip install "nanovllm[structured]"'
-        raise ValueError(message) from None
-    except ValueError as error:
-        raise ValueError(f"llguidance cannot use this tokenizer: {error}") from error
 
 
 def _compile(checker: GrammarChecker, tokenizer: Once, kind: str, text: str) -> Any:
-    """Compiles a grammar that ``_spec_of`` returned to an llguidance matcher in its start state.
-    Raises ValueError if that fails."""
-    with _raising_value_error():
-        tokenizer.run()
+    """Compiles a grammar that ``_spec_of`` returned. Raises ValueError if that fails."""
+    with as_value_error(UNUSABLE):
         return _make_matcher(checker, tokenizer.get(), kind, text)
 
 
 def _make_matcher(checker: GrammarChecker, ll_tokenizer: Any, kind: str, text: str) -> Any:
+    """Returns an llguidance matcher in its start state. Raises errors of any type."""
     from llguidance import LLMatcher, LLParserLimits
 
     lark = f"{_to_lark(kind, text, checker)}\n{LARK_OPTIONS}"
@@ -352,7 +341,8 @@ def _make_matcher(checker: GrammarChecker, ll_tokenizer: Any, kind: str, text: s
     matcher.compute_bitmask()  # reports errors that compilation does not
     if matcher.is_error():
         error = matcher.get_error()
-        raise ValueError("it matches no text" if error.startswith("NoExtension") else error)
+        is_empty = error.startswith("NoExtension")
+        raise ValueError("it matches no text" if is_empty else _shorten(error))
     return matcher
 
 
@@ -391,7 +381,7 @@ def _to_lark(kind: str, text: str, checker: GrammarChecker) -> str:
             checker.check(lark)
             error = LLMatcher.validate_grammar(lark)
             if error:
-                raise ValueError(error)
+                raise ValueError(_shorten(error))
         return _json_to_lark(close_objects(schema))
     if kind == "choice":
         texts = " | ".join(map(json.dumps, json.loads(text)))  # Lark quotes strings as JSON does
@@ -406,17 +396,6 @@ def _json_to_lark(schema: dict[str, Any]) -> str:
     return f"start: %json {json.dumps({**schema, 'x-guidance': options})}"
 
 
-@contextmanager
-def _raising_value_error() -> Iterator[None]:
-    """Converts any exception in its block to a ValueError."""
-    try:
-        yield
-    except BaseException as error:  # pydantic and llguidance raise many types of exceptions
-        if not is_failure(error):
-            raise
-        raise ValueError(f"structured_outputs cannot be used: {_shorten(error)}") from error
-
-
-def _shorten(error: object) -> str:
+def _shorten(error: str) -> str:
     """Returns an llguidance error message without the generated Lark grammar that it quotes."""
-    return re.sub(r"(?s)\n( *\d+ \| |<non-verbose/>).*", "", str(error))
+    return re.sub(r"(?s)\n( *\d+ \| |<non-verbose/>).*", "", error)

@@ -5,7 +5,6 @@ The Jinja environment has the same filters, functions and extensions as that of 
 
 import json
 import pickle
-import struct
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -21,7 +20,6 @@ MAX_TEXT_BYTES = 64 << 20
 MAX_ERROR_CHARS = 10_000
 CACHE_SIZE = 16  # compiled templates
 MAX_CACHED_CHARS = 1 << 16  # longer templates are not cached, to save memory
-HEAD_SIZE = struct.Struct("<Q")
 
 
 class GenerationBlock(Extension):
@@ -103,17 +101,16 @@ def handle(request: bytes) -> bytes:
     """Renders one conversation.
 
     Args:
-        request: the head's length; the head, which is the pickled template and the variables that
-            all conversations share; the pickled messages.
+        request: two pickles in a pickled tuple: the template with the variables that all
+            conversations share, and the messages.
 
     Returns:
         bytes: "T" and the text, or "E" and the error's class and message.
     """
     try:
-        start = HEAD_SIZE.size + HEAD_SIZE.unpack_from(request)[0]
-        template, variables = _read_head(request[HEAD_SIZE.size : start])
-        messages = pickle.loads(memoryview(request)[start:])
-        text = template.render(variables, messages=messages)
+        head, messages = pickle.loads(request)
+        template, variables = _read_head(head)
+        text = template.render(variables, messages=pickle.loads(messages))
         data = text.encode("utf-8", "surrogatepass")
         if len(data) > MAX_TEXT_BYTES:
             raise ValueError(f"the text is longer than {MAX_TEXT_BYTES >> 20} MiB")

@@ -2,10 +2,11 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
+from nanovllm.checkpoints.tokenizer_growth import nested_steps
 from nanovllm.utils.panics import is_failure
 
 REPLACEMENT_CHAR = "\ufffd"  # tokenizers decode bytes of an incomplete character to this
@@ -139,18 +140,16 @@ def _open(
     kind = type(tokenizer)
     if issubclass(kind, Fast) and (kind.decode, kind._decode) == (Fast.decode, Fast._decode):
         backend, skip = tokenizer.backend_tokenizer, options["skip_special_tokens"]
-        decoder = backend.decoder
-        steps = [] if decoder is None else [*_flatten(json.loads(decoder.__getstate__()))]
-        return lambda token_ids: backend.decode(token_ids, skip), steps
+        return lambda token_ids: backend.decode(token_ids, skip), decoder_steps(backend)
     return lambda ids: tokenizer.decode(ids, clean_up_tokenization_spaces=False, **options), []
 
 
-def _flatten(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    if decoder["type"] == "Sequence":
-        for step in decoder["decoders"]:
-            yield from _flatten(step)
-    else:
-        yield decoder
+def decoder_steps(backend: Any) -> list[dict[str, Any]]:
+    """Returns the steps of a ``tokenizers.Tokenizer``'s decoder, as in its tokenizer.json."""
+    if backend.decoder is None:
+        return []
+    steps = nested_steps(json.loads(backend.decoder.__getstate__()))
+    return [step for step in steps if step["type"] != "Sequence"]
 
 
 def _concatenates(decoders: list[dict[str, Any]], tokenizer: Any) -> bool:

@@ -60,19 +60,11 @@ def get_context() -> Context:
     return _context.get()
 
 
-def set_context(context: Context) -> None:
-    _context.set(context)
-
-
-def reset_context() -> None:
-    _context.set(_EMPTY)
-
-
 @contextmanager
 def step_context(context: Context) -> Iterator[None]:
     """Sets ``context`` for one forward pass, and resets it even if that raises."""
-    set_context(context)
+    token = _context.set(context)
     try:
         yield
     finally:
-        reset_context()
+        _context.reset(token)

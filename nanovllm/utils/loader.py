@@ -13,7 +13,7 @@ def copy_weight(target: torch.Tensor, loaded_weight: torch.Tensor) -> None:
     """
     check_shape(target.shape, loaded_weight)
     if not loaded_weight.is_floating_point():
-        raise ValueError(f"dtype {loaded_weight.dtype} is not served (quantised checkpoint?)")
+        raise ValueError(f"dtype {loaded_weight.dtype} is not supported (quantised checkpoint?)")
     target.copy_(loaded_weight)
 
 

@@ -35,18 +35,6 @@ except ImportError:  # no Triton on this platform
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-__all__ = [
-    "HAS_TRITON",
-    "by_device",
-    "keep_compiled_kernels",
-    "num_multiprocessors",
-    "pdl_options",
-    "shared_memory",
-    "tl",
-    "triton",
-    "use_triton",
-]
-
 
 def use_triton(x: torch.Tensor) -> bool:
     """Returns whether operations on x run Triton kernels."""

@@ -100,7 +100,7 @@ class TestLayout:
         tiny_models.load("qwen3").save_pretrained(tmp_path, max_shard_size="60KB")
         shard = sorted(tmp_path.glob("*.safetensors"))[1]
         shard.unlink()
-        refuse(tmp_path, f"{shard.name}', which is missing")
+        refuse(tmp_path, f"{shard.name}', which is not in")
 
     @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": [1, 2]}', '{"weight_map": null}'])
     def test_a_malformed_index_is_refused_by_file(self, copy, text):
@@ -138,7 +138,7 @@ class TestDamage:
     def test_a_damaged_weight_file_is_named(self, copy, damage):
         path = copy() / WEIGHTS
         path.write_bytes(damage(path.read_bytes()))
-        refuse(path.parent, rf"{path} cannot be read|weights are not in \d+ bytes")
+        refuse(path.parent, rf"{path} cannot be read|weights do not fit in \d+ bytes")
 
     def test_a_directory_without_config_is_refused(self, tmp_path):
         refuse(tmp_path, f"{tmp_path} has no config.json")
@@ -161,7 +161,7 @@ class TestDamage:
         """Guards nano-vLLM, which loads any architecture as Qwen3."""
         folder = copy()
         edit_json(folder / "config.json", architectures=architectures)
-        refuse(folder, "is not served.*" + ".*".join(family.architecture for family in FAMILIES))
+        refuse(folder, "is not supported.*" + ".*".join(family.architecture for family in FAMILIES))
 
     def test_an_invalid_field_is_refused_by_file(self, copy):
         folder = copy()
@@ -169,7 +169,7 @@ class TestDamage:
         refuse(folder, r"config\.json.*num_attention_heads")
 
     def test_a_file_that_is_no_gguf_is_refused(self, copy):
-        refuse(copy() / WEIGHTS, "name the checkpoint's directory")
+        refuse(copy() / WEIGHTS, "give the checkpoint's directory")
 
     @pytest.mark.parametrize(
         "model", ["/no/such/folder", "no/such-model", "./missing", "a/b/c", "~/no/such/folder"]
@@ -212,7 +212,7 @@ class TestTensors:
     def test_a_leftover_tensor_is_named(self, copy, name):
         folder = copy()
         edit_tensors(folder, lambda tensors: tensors.update({name: torch.zeros(64)}))
-        refuse(folder, f"has {name}, for which the model has no place")
+        refuse(folder, f"has {name}, which the model does not have")
 
     @pytest.mark.parametrize(
         ("name", "shape"),
@@ -231,7 +231,7 @@ class TestTensors:
     def test_an_integer_tensor_is_named(self, copy):
         folder, name = copy(), "model.layers.1.mlp.down_proj.weight"
         edit_tensors(folder, lambda tensors: tensors.update({name: tensors[name].char()}))
-        refuse(folder, rf"{name}: dtype torch\.int8 is not served")
+        refuse(folder, rf"{name}: dtype torch\.int8 is not supported")
 
     def test_a_tensor_in_two_files_is_named(self, copy):
         folder, name = copy(), "model.norm.weight"
@@ -239,7 +239,7 @@ class TestTensors:
         weight_map = dict.fromkeys(load_file(folder / WEIGHTS), WEIGHTS)
         weight_map["extra"] = "model-extra.safetensors"
         (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-        refuse(folder, f"{name} comes twice")
+        refuse(folder, f"{name} occurs twice")
 
     def test_a_tied_checkpoint_with_a_redundant_head_loads(self, copy, tiny_models):
         folder = copy("qwen3-tied")
@@ -299,12 +299,12 @@ class TestConfig:
         folder = copy()
         quantisation = {"quant_method": "gptq", "bits": 4}
         edit_json(folder / "config.json", quantization_config=quantisation)
-        refuse(folder, "'gptq' quantisation is not served")
+        refuse(folder, "'gptq' quantisation is not supported")
 
     def test_an_unknown_activation_is_refused(self, copy):
         folder = copy()
         edit_json(folder / "config.json", hidden_act="gelu")
-        refuse(folder, "hidden_act 'gelu' is not served")
+        refuse(folder, "hidden_act 'gelu' is not supported")
 
     def test_every_end_of_sequence_id_stops(self, copy, tiny_models):
         """Guards a list of EOS ids in generation_config.json that is ignored: the ids of the

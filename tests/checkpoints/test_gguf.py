@@ -413,7 +413,7 @@ class TestDamage:
     def test_a_leftover_tensor_is_named(self, tiny_models, tmp_path):
         path, extra = tmp_path / "m.gguf", {"blk.0.ffn_gate_exps.weight": np.zeros(32, np.float32)}
         write_gguf(path, tiny_models.load("qwen3"), "qwen3", edit=lambda t: t.update(extra))
-        refuse(path, r"has blk\.0\.ffn_gate_exps\.weight, for which the model has no place")
+        refuse(path, r"has blk\.0\.ffn_gate_exps\.weight, which the model does not have")
 
     def test_a_misshapen_tensor_is_named(self, tiny_models, tmp_path):
         path, wrong = tmp_path / "m.gguf", {"output_norm.weight": np.zeros(32, np.float32)}
@@ -435,7 +435,7 @@ class TestRefusals:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        refuse(path, "'gemma3' is not served; those served are llama, qwen2, qwen3")
+        refuse(path, "'gemma3' is not supported; supported are llama, qwen2, qwen3")
 
     @pytest.mark.parametrize(
         "name", ["context_length", "block_count", "attention.head_count", "embedding_length"]
@@ -468,7 +468,7 @@ class TestRefusals:
             "qwen3",
             fields=lambda writer: writer.add_string("qwen3.rope.scaling.type", "yarn"),
         )
-        refuse(path, "rope kind 'yarn' is not served")
+        refuse(path, "rope type 'yarn' is not supported")
 
     def test_a_partial_rotation_is_refused(self, tiny_models, tmp_path):
         path = write_gguf(

@@ -8,8 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm.checkpoints import tensor_reader
-from nanovllm.checkpoints.tensor_reader import DTYPES, read_tensors
+from nanovllm.checkpoints.tensor_reader import read_tensors
 
+DTYPES = (
+    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool"
+)
 CPU = torch.device("cpu")
 
 
@@ -21,7 +24,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     paths = []
     for file in range(2):
         shapes = [(), (0,), (7,), (1000,), (33, 77), (1, 5, 3), (250, 2), (4001,)] * 3
-        dtypes = [*DTYPES.values()] * 2
+        dtypes = [getattr(torch, name) for name in DTYPES.split()] * 2
         tensors = {
             f"{file}.{i}": torch.randint(0, 2, shape).to(dtype) if i % 3 else torch.ones(shape)
             for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))

@@ -330,7 +330,7 @@ CONTAINERS = {
     "nested-arrays": (container([field(b"a", 9, array(9, 1, array(0, 1, b"x")))], []), "type 9"),
     "unknown-type": (container([field(b"a", 13, bytes(8))], []), "type 13"),
     "unknown-item": (container([field(b"a", 9, array(200, 1, bytes(8)))], []), "items 200"),
-    "field-twice": (container([ONE, ONE], []), "'a' comes twice"),
+    "field-twice": (container([ONE, ONE], []), "'a' occurs twice"),
     "name-not-utf8": (container([field(b"\xff", 4, bytes(4))], []), "utf-8"),
     "value-not-utf8": (container([field(b"a", 8, text(b"\xc3"))], []), "utf-8"),
     "item-not-utf8": (container([field(b"a", 9, array(8, 1, text(b"\x80")))], []), "utf-8"),
@@ -378,7 +378,7 @@ CONTAINERS = {
     ),
     "tensor-twice": (
         container([], [info(b"t", (8,)), info(b"t", (8,), 0, 32)], bytes(64)),
-        "'t' comes twice",
+        "'t' occurs twice",
     ),
     "tensor-not-utf8": (container([], [info(b"\xf8", (8,))], bytes(64)), "utf-8"),
 }
@@ -712,9 +712,9 @@ def sparse(path: Path) -> None:
 
 FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "large": (sparse, "at most"),
-    "pipe": (os.mkfifo, "no regular file"),
-    "endless": (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
-    "folder": (Path.mkdir, "no regular file"),
+    "pipe": (os.mkfifo, "not a regular file"),
+    "endless": (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+    "folder": (Path.mkdir, "not a regular file"),
 }
 
 

@@ -137,7 +137,7 @@ def test_a_missing_tensor_is_named(name):
     ],
 )
 def test_a_leftover_tensor_is_named(name):
-    with pytest.raises(ValueError, match=rf"has {name}, for which the model has no place"):
+    with pytest.raises(ValueError, match=rf"has {name}, which the model does not have"):
         load({**checkpoint(), name: torch.zeros(4)})
 
 
@@ -158,7 +158,7 @@ def test_long_lists_are_cut_short():
 @pytest.mark.parametrize("name", ["embed.weight", "blocks.0.q_proj.weight"])
 def test_a_tensor_that_comes_twice_is_named(name):
     tensors = checkpoint()
-    with pytest.raises(ValueError, match=f"{name} comes twice"):
+    with pytest.raises(ValueError, match=f"{name} occurs twice"):
         load_model(Model(), [*tensors.items(), (name, tensors[name])])
 
 
@@ -189,7 +189,7 @@ def test_an_integer_tensor_is_refused(name, dtype):
     """Guards a quantised checkpoint of fitting shapes, whose codes are no weights."""
     tensors = checkpoint()
     tensors[name] = tensors[name].to(dtype)
-    with pytest.raises(ValueError, match=rf"{name}: dtype {dtype} is not served"):
+    with pytest.raises(ValueError, match=rf"{name}: dtype {dtype} is not supported"):
         load(tensors)
 
 
@@ -275,7 +275,7 @@ def test_a_missing_expert_is_named(name):
 
 def test_an_expert_too_many_is_named():
     name = "experts.3.up.weight"
-    with pytest.raises(ValueError, match=rf"has {name}, for which the model has no place"):
+    with pytest.raises(ValueError, match=rf"has {name}, which the model does not have"):
         tensors = {**expert_tensors(), name: torch.ones(4)}
         load_model(Experts(), tensors.items())
 

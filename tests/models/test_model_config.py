@@ -155,7 +155,7 @@ def test_unknown_rope_kinds_are_refused_by_name(kind, key, read):
     scaling: dict[str, Any] = {key: kind, "factor": 4.0, "original_max_position_embeddings": 512}
     if kind == "longrope":
         scaling.update(short_factor=[1.0] * 8, long_factor=[1.0] * 8)
-    with pytest.raises(ValueError, match=f"rope kind '{kind}' is not served.*llama3"):
+    with pytest.raises(ValueError, match=f"rope type '{kind}' is not supported.*llama3"):
         read({"rope_scaling": scaling})
 
 
@@ -179,14 +179,14 @@ def test_a_partial_rotation_is_refused(read):
 @each_reader
 @pytest.mark.parametrize("act", ["gelu", "relu"])
 def test_other_activations_are_refused_by_name(act, read):
-    with pytest.raises(ValueError, match=f"hidden_act '{act}' is not served"):
+    with pytest.raises(ValueError, match=f"hidden_act '{act}' is not supported"):
         read({"hidden_act": act})
 
 
 @each_reader
 @pytest.mark.parametrize("method", ["gptq", "awq", "fp8"])
 def test_quantised_checkpoints_are_refused_by_method(method, read):
-    with pytest.raises(ValueError, match=f"'{method}' quantisation is not served"):
+    with pytest.raises(ValueError, match=f"'{method}' quantisation is not supported"):
         read({"quantization_config": {"quant_method": method, "bits": 4}})
 
 
@@ -263,7 +263,7 @@ def test_architectures_differ_in_their_flags(changes, flags, read):
 
 def test_an_unknown_architecture_is_refused_with_those_served():
     """Guards nano-vLLM, which loads any architecture as Qwen3."""
-    with pytest.raises(ValueError, match="'GPT2LMHeadModel' is not served") as error:
+    with pytest.raises(ValueError, match="'GPT2LMHeadModel' is not supported") as error:
         get_family("GPT2LMHeadModel")
     assert all(family.architecture in str(error.value) for family in FAMILIES)
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from itertools import combinations, permutations
 from string import ascii_lowercase
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any, Literal
 
 import jsonschema
@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from nanovllm import LLM, SamplingParams
 from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.text.json_schema import close_objects
-from nanovllm.text.structured import Grammar, GrammarCompiler
+from nanovllm.text.structured import CPUBudget, Grammar, GrammarCompiler
 
 EOS = 0
 CHARACTERS = '{}[]":, 0123' + ascii_lowercase
@@ -37,7 +37,9 @@ def start() -> Callable[[Any], Grammar]:
     tokenizer.add_special_tokens(["<eos>"])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
     compiler = GrammarCompiler(wrapped, len(vocab), {EOS})
-    return lambda schema: compiler.compile(StructuredOutputsParams(json=schema))
+    return lambda schema: compiler.start(
+        compiler.find(StructuredOutputsParams(json=schema)), CPUBudget()
+    )
 
 
 def accepts(grammar: Grammar, value: Any) -> bool:
@@ -241,6 +243,16 @@ def test_a_reference_that_cannot_be_followed_is_refused(start, reference, messag
         start(has("a", {"$ref": reference}, allOf=[{}]))
 
 
+def test_a_circle_of_references_compiles_where_another_branch_ends_it(start):
+    """jsonschema would recurse without end; the circle adds no values to those of the branch."""
+    node = {**obj("b"), "anyOf": [{"$ref": "#/$defs/node"}, obj("a", required=("a",))]}
+    grammar = start({"$ref": "#/$defs/node", "properties": {"c": INT}, "$defs": {"node": node}})
+    for value in ({"a": 1}, {"b": 1, "a": 1}, {"b": 1, "a": 1, "c": 1}):
+        assert accepts(grammar, value), value
+    for value in ({}, {"b": 1}, {"a": 1, "d": 1}):
+        assert not accepts(grammar, value), value
+
+
 def test_branches_of_one_of_must_exclude_each_other_without_being_closed(start):
     """The second object matches both, for whoever reads the schema as it is."""
     schema = {"oneOf": [obj("a", "b", required=("a", "b")), obj("b", required=("b",))]}
@@ -366,6 +378,27 @@ def test_definitions_that_all_refer_to_each_other_are_refused_in_time():
     with pytest.raises(ValueError, match="too many paths"):
         close_objects({"$ref": "#/$defs/D0", "$defs": definitions})
     assert perf_counter() - start < 10
+
+
+BRANCHES = {"anyOf": [{"properties": {f"a{i}": {}}} for i in range(5000)]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {}, "description": "x" * 500_000},
+        {"properties": {}, "enum": [*range(50_000)]},
+        {"properties": {"x" * 500_000: True}},
+        {"properties": {f"b{i}": True for i in range(50_000)}},
+    ],
+    ids=["description", "enum", "name", "names"],
+)
+def test_branches_beside_long_contents_are_refused_in_time(schema):
+    """Guards gigabytes: each branch has a copy of the contents beside it."""
+    start = process_time()
+    with pytest.raises(ValueError, match="too many paths"):
+        close_objects({**schema, **BRANCHES})
+    assert process_time() - start < 10
 
 
 @pytest.mark.parametrize("schema", [{"properties": None}, {"properties": {}, "required": True}])
