@@ -14,7 +14,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat import Message, to_conversation_list
 from nanovllm.text.chat_renderer import ChatRenderer
 from nanovllm.text.prompts import TokensPrompt, map_valid, raise_errors
-from nanovllm.utils.progress import bar_maker, portions
+from nanovllm.utils.progress import bar_maker, slices
 
 
 class LLM(LLMEngine):
@@ -102,7 +102,7 @@ class LLM(LLMEngine):
         }
         conversations = to_conversation_list(messages)
         prompts: list[TokensPrompt | Exception] = []
-        for portion in portions(len(conversations), PORTION, make_bar, "Tokenizing"):
+        for portion in slices(len(conversations), PORTION, make_bar, "Tokenizing"):
             texts = self._chat_renderer.render(self.tokenizer, conversations[portion], options)
             # The rendered text contains all special tokens, BOS included.
             encoded = self.prompt_encoder.encode(texts, add_special_tokens=False)

@@ -156,7 +156,11 @@ BAD_SAMPLING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "n-without-randomness": ({"n": 2, "temperature": 0}, ValueError, "n=2 greedy .* temperature"),
     "empty-stop": ({"stop": ["a", ""]}, ValueError, "stop must not contain an empty string"),
     "min-over-max": ({"min_tokens": 17}, ValueError, "min_tokens is 17, more than max_tokens, 16"),
-    "infinite-bias": ({"logit_bias": {5: math.inf}}, ValueError, r"logit_bias\[5\] must be within"),
+    "infinite-bias": (
+        {"logit_bias": {5: math.inf}},
+        ValueError,
+        r"logit_bias\[5\] must be",
+    ),
     "unknown": ({"temprature": 1.0}, TypeError, "temprature"),
 }
 # Values that each field of Config refuses, naming itself.

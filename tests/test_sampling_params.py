@@ -385,7 +385,7 @@ def test_a_subclass_may_have_more_attributes():
 @pytest.mark.parametrize("name", ["stop", "bad_words"])
 def test_strings_that_each_token_is_compared_with_have_a_limit(name):
     assert len(getattr(SamplingParams(**{name: [f"{i}" for i in range(4096)]}), name)) == 4096
-    with pytest.raises(ValueError, match=f"{name} has 1000000 strings, but may have 4096"):
+    with pytest.raises(ValueError, match=f"{name} has 1000000 strings, but the limit is 4096"):
         SamplingParams(**{name: ["x"] * 1_000_000})
 
 
@@ -396,12 +396,12 @@ def test_choices_have_a_limit():
 
 @pytest.mark.parametrize("name", ["stop", "bad_words"])
 def test_strings_that_each_token_is_compared_with_are_short(name):
-    with pytest.raises(ValueError, match=f"{name} has 100001 characters, but may have 100000"):
+    with pytest.raises(ValueError, match=f"{name} has 100001 characters, but the limit is 100000"):
         SamplingParams(**{name: ["x" * 100_001]})
 
 
 def test_a_bias_of_any_size_is_compared():
-    with pytest.raises(ValueError, match=r"logit_bias\[5\] must be within"):
+    with pytest.raises(ValueError, match=r"logit_bias\[5\] must be between"):
         SamplingParams(logit_bias={5: 10**400})
 
 

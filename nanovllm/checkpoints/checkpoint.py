@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from safetensors import safe_open
 
-from nanovllm.checkpoints.files import CPU, check_regular, check_side_file
+from nanovllm.checkpoints.files import CPU, check_metadata_file, check_regular
 from nanovllm.checkpoints.tensor_reader import read_tensors
 from nanovllm.checkpoints.tokenizer_growth import check_growth, parts_of
 from nanovllm.models.model_config import ModelConfig
@@ -37,8 +37,8 @@ CONFIG_FIELDS = (
 )
 TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja"]
 # All files that transformers' tokenizers may open.
-SIDE_PATTERNS = [*TOKENIZER_PATTERNS, "*.spm", "*.codes", "*.tokenizer"]
-SIDE_PATTERNS += ["additional_chat_templates/*.jinja"]
+TOKENIZER_READ_PATTERNS = [*TOKENIZER_PATTERNS, "*.spm", "*.codes", "*.tokenizer"]
+TOKENIZER_READ_PATTERNS += ["additional_chat_templates/*.jinja"]
 HUB_PATTERNS = [*TOKENIZER_PATTERNS, "*.safetensors"]
 
 
@@ -97,11 +97,11 @@ class SafetensorsCheckpoint:
         architecture = str(named[0] if isinstance(named, list) and named else named)
         family = get_family(architecture)
         fields = {*CONFIG_FIELDS.split(), *family.defaults}
-        known = {name: value for name, value in raw.items() if name in fields}
-        eos_token_id = known.get("eos_token_id", family.defaults.get("eos_token_id"))
-        self._known = {"model_type": family.model_type, **known}
+        hf_config = {name: value for name, value in raw.items() if name in fields}
+        eos_token_id = hf_config.get("eos_token_id", family.defaults.get("eos_token_id"))
+        self._hf_config = {"model_type": family.model_type, **hf_config}
         with as_value_error(f"{path / 'config.json'} is not supported:"):
-            self.config = family.read(known)
+            self.config = family.read(hf_config)
             if self._files:  # dummy weights need no files
                 self.config.check_bytes(num_bytes)
         generation = _read_json(path / "generation_config.json") or {}
@@ -109,7 +109,7 @@ class SafetensorsCheckpoint:
         self.recommended_sampling = sampling_fields(generation)
 
     def load_tokenizer(self) -> "PreTrainedTokenizerBase | None":
-        return _read_tokenizer(self.path, self._known)
+        return _read_tokenizer(self.path, self._hf_config)
 
     def tensors(self, device: torch.device = CPU) -> Iterator[tuple[str, torch.Tensor]]:
         if device.type != "cpu":
@@ -173,10 +173,10 @@ def _read_tokenizer(
     """
     if not any((path / name).exists() for name in TOKENIZER_FILES):
         return None
-    for pattern in SIDE_PATTERNS:
+    for pattern in TOKENIZER_READ_PATTERNS:
         for file in path.glob(pattern):
             if file.exists():  # false for a dangling link
-                check_side_file(file)
+                check_metadata_file(file)
     for name in ("gguf_file", "fast_tokenizer_files"):  # they name files that are not checked
         if name in (_read_json(path / "tokenizer_config.json") or {}):
             raise ValueError(f"{path}: tokenizer_config.json must not name a {name}")
@@ -208,7 +208,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     """Reads a JSON object. Returns None if the file does not exist."""
     if not path.exists():
         return None
-    check_side_file(path)
+    check_metadata_file(path)
     with as_value_error(f"{path} cannot be read:"):
         value = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict):

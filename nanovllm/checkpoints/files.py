@@ -8,7 +8,7 @@ import torch
 CPU = torch.device("cpu")
 
 # Twice the largest known tokenizer.json. Parsed JSON takes up to 25 times as much memory.
-MAX_SIDE_BYTES = 2**26
+MAX_METADATA_BYTES = 2**26
 MAX_CONFIG_BYTES = 2**23  # several times the largest; transformers copies their contents
 CONFIGS = ["config.json", "generation_config.json", "tokenizer_config.json"]
 CONFIGS += ["special_tokens_map.json", "added_tokens.json"]
@@ -30,16 +30,16 @@ def check_regular(path: Path) -> int:
     return status.st_size
 
 
-def check_side_file(path: Path) -> None:
-    """Checks a file that will be read whole.
+def check_metadata_file(path: Path) -> None:
+    """Checks a file of the config, the tokenizer or the weights' index, which will be read whole.
 
     Raises:
-        ValueError: it is not a regular file, or has over MAX_SIDE_BYTES (MAX_CONFIG_BYTES for one
-            of CONFIGS).
+        ValueError: it is not a regular file, or has over MAX_METADATA_BYTES (MAX_CONFIG_BYTES if it
+            is one of CONFIGS).
     """
-    most = MAX_CONFIG_BYTES if path.name in CONFIGS else MAX_SIDE_BYTES
+    most = MAX_CONFIG_BYTES if path.name in CONFIGS else MAX_METADATA_BYTES
     if (size := check_regular(path)) > most:
         raise ValueError(
-            f"{path} has {size:,} bytes, but at most {most:,} are allowed: it is damaged, or does "
-            f"not belong to the checkpoint and must be moved elsewhere"
+            f"{path} has {size:,} bytes, but at most {most:,} are allowed: download it again if "
+            f"it is damaged, or move it elsewhere if it is not part of the checkpoint"
         )

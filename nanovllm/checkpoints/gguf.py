@@ -20,10 +20,10 @@ from nanovllm.utils.panics import as_value_error
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# llama.cpp's architectures, whose names are also model types in transformers. For each: whether
-# llama.cpp reorders the rows of q and k (``_to_half_split``), and the architecture to give to
-# transformers with the tokenizer, because some releases do not know all of them. "llama" stands for
-# Llama and Mistral.
+# llama.cpp's architectures, whose names are also model types in transformers. "llama" stands for
+# Llama and Mistral. For each: whether llama.cpp reorders the rows of q and k (``_to_half_split``),
+# and the architecture under which transformers loads the tokenizer. These differ where some
+# releases of transformers do not know the architecture itself.
 ARCHITECTURES = {
     "llama": (True, "llama"),
     "qwen2": (False, "qwen2"),
@@ -96,7 +96,7 @@ class GGUFCheckpoint:
         return tokenizer
 
     def tensors(self, device: torch.device = CPU) -> Iterator[tuple[str, torch.Tensor]]:
-        rows = tuple((f"{ours}.{{kind}}", f"{hf}.{{kind}}") for ours, hf in TENSOR_NAMES.items())
+        rows = tuple((f"{name}.{{kind}}", f"{hf}.{{kind}}") for name, hf in TENSOR_NAMES.items())
         names = WeightNames(rows, self.config.weight_names.fields)
         hf_names = {name: hf_name for name, hf_name, *_ in expand(names)}
         for name in self.file.tensors:
@@ -115,48 +115,48 @@ class GGUFCheckpoint:
             if name.endswith("_token_id") and value not in range(len(tokens)):
                 raise ValueError(f"{name} is {value!r:.80}, but there are {len(tokens)} tokens")
             if isinstance(value, np.ndarray) and len(value) != len(tokens):
-                raise ValueError(f"{len(value)} {name} for {len(tokens)} tokens")
+                raise ValueError(f"{name} has {len(value)} values for {len(tokens)} tokens")
             yield name
 
     def _read_config(self) -> ModelConfig:
-        def fact(name: str, kind: type, *default: Any) -> Any:
+        def read(name: str, kind: type, *default: Any) -> Any:
             return self._field(f"{self.arch}.{name}", kind, *default)
 
         tensors = self.file.tensors
-        heads, hidden_size = fact("attention.head_count", int), fact("embedding_length", int)
-        head_dim = fact("attention.key_length", int, hidden_size // heads if heads else 0)
-        vocab_size = fact("vocab_size", int, None) or len(self._field(TOKENS, list))
+        heads, hidden_size = read("attention.head_count", int), read("embedding_length", int)
+        head_dim = read("attention.key_length", int, hidden_size // heads if heads else 0)
+        vocab_size = read("vocab_size", int, None) or len(self._field(TOKENS, list))
         hf = {
             "vocab_size": vocab_size,
             "hidden_size": hidden_size,
-            "intermediate_size": fact("feed_forward_length", int),
-            "num_hidden_layers": fact("block_count", int),
+            "intermediate_size": read("feed_forward_length", int),
+            "num_hidden_layers": read("block_count", int),
             "num_attention_heads": heads,
-            "num_key_value_heads": fact("attention.head_count_kv", int, heads),
+            "num_key_value_heads": read("attention.head_count_kv", int, heads),
             "head_dim": head_dim,
-            "max_position_embeddings": fact("context_length", int),
-            "rms_norm_eps": fact("attention.layer_norm_rms_epsilon", float),
+            "max_position_embeddings": read("context_length", int),
+            "rms_norm_eps": read("attention.layer_norm_rms_epsilon", float),
             "tie_word_embeddings": "output.weight" not in tensors,
-            "sliding_window": fact("attention.sliding_window", int, None),
+            "sliding_window": read("attention.sliding_window", int, None),
             "use_sliding_window": True,
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-            "rope_parameters": self._read_rope(fact, head_dim),
+            "rope_parameters": self._read_rope(read, head_dim),
             # The dtype of quantised weights does not tell the dtype to compute in. Most models were
             # trained in bf16, and some overflow in fp16.
             "dtype": "bfloat16",
         }
         return get_family(self.arch).read(hf)
 
-    def _read_rope(self, fact: Any, head_dim: int) -> dict[str, Any]:
-        kind = fact("rope.scaling.type", str, "none")
+    def _read_rope(self, read: Any, head_dim: int) -> dict[str, Any]:
+        kind = read("rope.scaling.type", str, "none")
         rope: dict[str, Any] = {
-            "rope_theta": fact("rope.freq_base", float, 10000.0),
+            "rope_theta": read("rope.freq_base", float, 10000.0),
             "rope_type": "default" if kind == "none" else kind,
-            "partial_rotary_factor": fact("rope.dimension_count", int, head_dim) / max(head_dim, 1),
+            "partial_rotary_factor": read("rope.dimension_count", int, head_dim) / max(head_dim, 1),
         }
         if kind == "linear":
-            rope["factor"] = fact("rope.scaling.factor", float)
+            rope["factor"] = read("rope.scaling.factor", float)
         if ROPE_DIVISORS in self.file.tensors:  # Llama 3's scaling, precomputed by the converter
             if self.file.tensors[ROPE_DIVISORS][1].size > 4 * MAX_SIZES["head_dim"]:
                 raise ValueError(f"{ROPE_DIVISORS} is too large for any head")
@@ -165,10 +165,10 @@ class GGUFCheckpoint:
 
     def _dequantize(self, name: str) -> torch.Tensor:
         """Returns a tensor in fp32, with its rows in transformers' order."""
-        kind, codes = self.file.tensors[name]
+        kind, data = self.file.tensors[name]
         message = f"{self.path}: tensor {name!r:.80} ({kind.name}) cannot be dequantised:"
-        with as_value_error(message):  # gguf may not support the type, or the shape not fit heads
-            weight = torch.from_numpy(gguf.quants.dequantize(codes, kind).astype("float32"))
+        with as_value_error(message):  # an unsupported type, or a shape that does not fit heads
+            weight = torch.from_numpy(gguf.quants.dequantize(data, kind).astype("float32"))
             if self._reorders and ".attn_q." in name:
                 return _to_half_split(weight, self.config.num_attention_heads)
             if self._reorders and ".attn_k." in name:

@@ -29,8 +29,8 @@ class GGUFFile:
     Attributes:
         fields: the metadata by name. A value is an int, float, bool, str, list of str, or an array
             of numbers.
-        tensors: (type, codes) by name. The codes are uint8 [..., bytes per row].
-            All arrays are views of the file.
+        tensors: the type and the data of each tensor by name. The data are uint8 [..., bytes per
+            row], quantised as the type says, and are views of the file.
 
     Raises:
         ValueError: it is not such a file, or it is damaged. The message names the file and the
@@ -61,7 +61,7 @@ class GGUFFile:
     def _read(self) -> None:
         magic, version = self._number("4s"), self._number("I")
         _check(magic == b"GGUF" and version in (2, 3), f"starts with {magic}, version {version}")
-        num_tensors, num_fields = self._count(32), self._count(13)  # their minimum sizes in bytes
+        num_tensors, num_fields = self._count(32), self._count(13)  # minimum bytes of each
         for _ in range(num_fields):
             start, name = self._at, self._string()
             _check(name not in self.fields, f"field {name!r:.80} occurs twice")
@@ -79,26 +79,26 @@ class GGUFFile:
             block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
             shape = (*reversed(dims), row // block * block_bytes)
             size = math.prod(shape)
-            _check(row % block == 0 and size > 0, f"tensor {name!r:.80} has {dims} rows of {row}")
+            _check(row % block == 0 and size > 0, f"tensor {name!r:.80} has sizes {[row, *dims]}")
             _check(offset == end, f"tensor {name!r:.80} does not follow the one before it")
             infos.append((name, shape, kind, offset))
             end += size + -size % alignment
         start = self._at + -self._at % alignment
         for name, shape, kind, offset in infos:
-            codes = self._bytes[start + offset :][: math.prod(shape)]
-            _check(len(codes) == math.prod(shape), f"tensor {name!r:.80} is cut off")
+            data = self._bytes[start + offset :][: math.prod(shape)]
+            _check(len(data) == math.prod(shape), f"tensor {name!r:.80} is cut off")
             _check(name not in self.tensors, f"tensor {name!r:.80} occurs twice")
-            self.tensors[name] = kind, np.frombuffer(codes, np.uint8).reshape(shape)
+            self.tensors[name] = kind, np.frombuffer(data, np.uint8).reshape(shape)
 
     def _value(self, kind: int) -> Any:
         if kind in NUMBERS:
             return self._number(NUMBERS[kind])
         if kind == STRING:
             return self._string()
-        item = self._number("I") if kind == ARRAY else -1
+        item = self._number("I") if kind == ARRAY else -1  # -1 stands for no type
         if item == STRING:
             return [self._string() for _ in range(self._count(8))]
-        _check(item in NUMBERS, f"a value has type {kind}, its items {item}")  # nor nested arrays
+        _check(item in NUMBERS, f"values of type {kind} with items {item} are not supported")
         dtype = np.dtype("<" + NUMBERS[item])
         return np.frombuffer(self._take(self._count(dtype.itemsize) * dtype.itemsize), dtype)
 
@@ -112,8 +112,9 @@ class GGUFFile:
             raise ValueError(f"{count} items of {size} bytes do not fit into {left} bytes")
         return count
 
-    def _number(self, letter: str) -> Any:
-        return struct.unpack("<" + letter, self._take(struct.calcsize("<" + letter)))[0]
+    def _number(self, format: str) -> Any:
+        """Reads one value in a format of the struct module."""
+        return struct.unpack("<" + format, self._take(struct.calcsize("<" + format)))[0]
 
     def _take(self, size: int) -> memoryview:
         self._at += size

@@ -25,8 +25,9 @@ def read_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the names and tensors of safetensors files, in the order of the files' data.
 
-    A tensor is complete for work that is later launched on the stream that is current now. Up to
-    AHEAD_BYTES of tensors are read ahead, in the device's memory.
+    Copies to a GPU run on the stream that is current when the iteration begins, so work that is
+    launched on that stream afterwards sees complete tensors. Up to AHEAD_BYTES of tensors are read
+    ahead, in the device's memory.
 
     Args:
         paths: the files.
@@ -95,7 +96,7 @@ class _ChunkReader:
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._stream = torch.cuda.current_stream(device) if self._on_gpu else None
-        self._own = threading.local()
+        self._local = threading.local()
 
     @torch.inference_mode()
     def read(self, path: Path, file: int, start: int, target: torch.Tensor) -> None:
@@ -119,14 +120,14 @@ class _ChunkReader:
     def _next_buffer(self) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """Returns one of this thread's two buffers, in turn: one is filled while the other is
         copied. The event is recorded after its copy; None on a CPU."""
-        own = self._own
-        if not hasattr(own, "buffers"):
-            own.buffers = deque(
+        local = self._local
+        if not hasattr(local, "buffers"):
+            local.buffers = deque(
                 (
                     torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._on_gpu),
                     torch.cuda.Event() if self._on_gpu else None,
                 )
                 for _ in range(2)
             )
-        own.buffers.rotate()
-        return own.buffers[0]
+        local.buffers.rotate()
+        return local.buffers[0]

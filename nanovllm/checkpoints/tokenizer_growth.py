@@ -1,4 +1,4 @@
-"""Limits how much longer the steps of a tokenizer.json can make a text."""
+"""Checks that the steps of a tokenizer.json cannot make texts many times longer."""
 
 import json
 from base64 import b64decode
@@ -7,17 +7,19 @@ from typing import Any
 
 MAX_GROWTH = 1000
 MAX_STEPS = 100
-UNGROWN = (
+NOT_GROWING = (
     "Sequence Lowercase Strip StripAccents Nmt Prepend Metaspace Split Digits Punctuation "
     "Whitespace WhitespaceSplit UnicodeScripts BertPreTokenizer CharDelimiterSplit FixedLength "
     "ByteFallback Fuse WordPiece"
 )
-# The most characters that a step makes of one character, by the step's type. The worst cases of
-# Unicode normalization are U+FDFA and U+1F82. ByteLevel has a character for each byte. BPEDecoder
-# and CTC may insert a space between any two characters, because a suffix or delimiter may be empty.
+# The largest number of characters that a step can turn one character into, by the step's type. The
+# worst cases of Unicode normalization are U+FDFA and U+1F82. ByteLevel has a character for each
+# byte. BPEDecoder and CTC may insert a space between any two characters, because a suffix or
+# delimiter may be empty.
 GROWTH = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "BertNormalizer": 4}
-GROWTH |= dict.fromkeys(UNGROWN.split(), 1) | {"ByteLevel": 4, "BPEDecoder": 2, "CTC": 2}
-UNKNOWN = 4  # the library guesses the type of a step with an unknown type from its other fields
+GROWTH |= dict.fromkeys(NOT_GROWING.split(), 1) | {"ByteLevel": 4, "BPEDecoder": 2, "CTC": 2}
+# For other types. The library ignores an unknown type and guesses the type from the step's fields.
+UNKNOWN = 4
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
 
 
@@ -35,7 +37,7 @@ def check_growth(tokenizer: dict[str, Any]) -> None:
     for part in PARTS:
         steps = [] if tokenizer.get(part) is None else [*nested_steps(tokenizer[part])]
         if len(steps) > MAX_STEPS:
-            raise ValueError(f"its {part} has {len(steps)} steps, but may have {MAX_STEPS}")
+            raise ValueError(f"its {part} has {len(steps)} steps, but the limit is {MAX_STEPS}")
         length = 1.0
         for step in steps:
             factor, added = _growth(step)
@@ -63,8 +65,8 @@ def nested_steps(step: Any) -> Iterator[dict[str, Any]]:
 
 
 def _growth(step: dict[str, Any]) -> tuple[float, int]:
-    """Returns how many characters a step makes of one at most, and how many it adds to each piece
-    of a text."""
+    """Returns the largest number of characters that a step can turn one character into, and the
+    number of characters that it adds to each piece of a text."""
     kind, pattern, content = step["type"], step.get("pattern"), step.get("content")
     added = len(prefix) if isinstance(prefix := step.get("prepend"), str) else 0
     if kind in ("Metaspace", "ByteLevel", "WordPiece"):

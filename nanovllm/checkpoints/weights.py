@@ -19,7 +19,7 @@ LARGE_BYTES = 10**9
 def load_model(
     model: DecoderForCausalLM, tensors: Iterable[tuple[str, torch.Tensor]], shows_bar: bool = False
 ) -> None:
-    """Loads the weights of all parameters, which may have been loaded before.
+    """Loads the weights of all parameters. May be called again with other weights.
 
     A parameter with a method ``weight_loader(param, tensor[, shard_id])`` is loaded by that method.
 
@@ -58,7 +58,8 @@ def load_model(
 
 
 def fill_with_dummy_weights(model: nn.Module, seed: int) -> None:
-    """Norm weights stay 1, biases become 0, matrices are sampled from N(0, 0.02)."""
+    """Fills matrices with samples from a normal distribution with standard deviation 0.02, and
+    biases with 0. Norm weights stay 1."""
     params = dict(model.named_parameters())
     generator = torch.Generator(next(iter(params.values())).device).manual_seed(seed)
     for name, param in params.items():
@@ -73,14 +74,14 @@ def _expected_tensors(
 ) -> tuple[dict[str, Callable[[torch.Tensor], Any]], set[str]]:
     """Returns the function that loads each tensor, by the tensor's name in the checkpoint, and the
     names of tensors that are not needed."""
-    expected, redundant, unnamed = {}, set(), set(params)
+    expected, redundant, unmapped = {}, set(), set(params)
     for tensor, parameter, shard_id, indices in expand(names):
         if parameter is None:
             redundant.add(tensor)
         elif parameter in params:
             expected[tensor] = _loader(params[parameter], *shard_id, **indices)
-            unnamed.discard(parameter)
-    return expected | {name: _loader(params[name]) for name in unnamed}, redundant
+            unmapped.discard(parameter)
+    return expected | {name: _loader(params[name]) for name in unmapped}, redundant
 
 
 def _loader(param: nn.Parameter, *shard_id: Any, **indices: Any) -> Callable[[torch.Tensor], Any]:
@@ -89,8 +90,13 @@ def _loader(param: nn.Parameter, *shard_id: Any, **indices: Any) -> Callable[[to
 
 
 def expand(names: WeightNames) -> Iterator[tuple[str, str | None, list[Any], dict[str, Any]]]:
-    """Yields each tensor's name, its parameter's name, a list with its shard id if it has one, and
-    the values of fields that only the tensor's name has."""
+    """Yields the names that the patterns in ``names`` stand for.
+
+    Yields:
+        A tensor's name; its parameter's name, or None if the tensor is not needed; a list with the
+        shard id if there is one; and the values of the fields in braces that the tensor's
+        pattern has and the parameter's does not.
+    """
     for tensor, parameter, *shard_id in names.rows:
         fields = [field for field in names.fields if f"{{{field}}}" in tensor]
         for values in product(*(names.fields[field] for field in fields)):

@@ -30,7 +30,7 @@ from nanovllm.text.prompts import (
     raise_errors,
 )
 from nanovllm.utils.forks import leave_to_parent
-from nanovllm.utils.progress import bar_maker, shown
+from nanovllm.utils.progress import bar_maker, closing_bar
 from nanovllm.utils.throughput import Throughput
 
 NOT_ALONE = (
@@ -356,7 +356,7 @@ class LLMEngine:
         outputs: dict[int, RequestOutput | Exception] = {}
         with (
             self._reset_on_error(),
-            shown(progress),
+            closing_bar(progress),
             closing(self.grammars.when_compiled(checked, grammar_of, meanwhile)) as ready,
         ):
             num_tokens = 0

@@ -11,7 +11,7 @@ from nanovllm.engine.request import PreparedRequest, grammar_of
 from nanovllm.engine.sampling_state import PreparedParams, SamplingStateFactory
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import PromptEncoder, raise_errors
-from nanovllm.utils.progress import portions
+from nanovllm.utils.progress import slices
 
 CLOSED = "this engine is closed: make a new one"
 PORTION = 256  # prompts tokenised together
@@ -86,7 +86,7 @@ class RequestPreparer:
     ) -> Iterator[Checked]:
         copies: dict[int, PreparedParams] = {}  # by id(): each object is checked and copied once
         preparer = weakref.ref(self)
-        for portion in portions(len(prompts), PORTION, make_bar, "Tokenizing"):
+        for portion in slices(len(prompts), PORTION, make_bar, "Tokenizing"):
             self.check_open()
             encoded = self.encoder.encode(prompts[portion])
             for item, params in zip(encoded, each[portion], strict=True):

@@ -12,7 +12,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import PromptEncoder
 
 if TYPE_CHECKING:
-    from nanovllm.text.structured import Once
+    from nanovllm.text.structured import Lazy
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class Request:
         return all(seq.is_finished for seq in self.seqs)
 
 
-def grammar_of(item: PreparedRequest | Exception) -> "Once | None":
+def grammar_of(item: PreparedRequest | Exception) -> "Lazy | None":
     """Returns the grammar that the request's text has to match, if any."""
     return None if isinstance(item, Exception) else item.sampling.grammar
 

@@ -15,7 +15,7 @@ from nanovllm.utils.panics import is_failure
 
 if TYPE_CHECKING:
     from nanovllm.engine.logit_edits import LogitEdit, PreparedEdits
-    from nanovllm.text.structured import Once
+    from nanovllm.text.structured import Lazy
 
 
 class SamplingKind(NamedTuple):
@@ -113,7 +113,7 @@ class PreparedParams(NamedTuple):
     edits: "PreparedEdits | None"
 
     @property
-    def grammar(self) -> "Once | None":
+    def grammar(self) -> "Lazy | None":
         """The grammar that the text must match, compiled or not yet; None for any text."""
         return None if self.edits is None else self.edits.grammar
 

@@ -1,4 +1,4 @@
-"""Incremental detokenization: appends tokens to a text in whole characters, finds stop strings."""
+"""Incremental detokenization: decodes a completion token by token, and finds stop strings."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,10 @@ EVERY_TOKEN: Mapping[int, bool] = defaultdict(lambda: True)  # maps any token id
 class IncrementalDetokenizer:
     """Detokenizes a completion token by token, and looks for stop strings.
 
-    The text of most tokens is looked up in a table. A token with part of a character, and any token
-    of a tokenizer whose token texts do not concatenate, is pending until the text is final. Pending
-    tokens are decoded together, after a prefix of earlier tokens where the text depends on them.
+    The text of most tokens is looked up in a table. Other tokens become pending: those that hold
+    part of a character, and all tokens of a tokenizer whose token texts do not concatenate. Pending
+    tokens are decoded together, until later tokens can no longer change their text. If their text
+    depends on the tokens before them, some of these are decoded with them, as a prefix.
 
     Args:
         texts: the texts of the tokenizer's tokens.
@@ -41,7 +42,7 @@ class IncrementalDetokenizer:
         self._stop_candidates = texts.stop_candidates(self._last_characters) if stop else None
         self._max_overlap = max(map(len, stop), default=1) - 1
         self._chunks = [""]  # concatenated, they are the text
-        # The tokens to decode before the pending ones; None if any whole characters will do.
+        # The tokens to decode before the pending ones; None if the text does not depend on them.
         self._prefix = None if texts.concatenates and not texts.needs_context else list(context)
         self._pending: list[int] = []
         self._at_boundary = self._prefix is None  # the next token's text can be looked up
@@ -92,7 +93,7 @@ class IncrementalDetokenizer:
         return self._add(new, may_stop)
 
     def stable_text(self) -> str:
-        """Returns the text without an end that may be the start of a stop string."""
+        """Returns the text, without the part at its end that may be the start of a stop string."""
         text = self.text
         if self.keep_stop:
             return text

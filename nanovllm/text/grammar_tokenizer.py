@@ -5,7 +5,7 @@ from typing import Any
 
 from nanovllm.text.token_text import decoder_steps
 
-# The UTF-8 of these contains every byte that can occur in a character of several bytes.
+# Code points whose UTF-8 contains every byte that can occur in a multi-byte character.
 MULTIBYTE_CODE_POINTS = (
     *range(0x80, 0x800),
     *range(0x800, 0xD800, 0x400),
@@ -33,15 +33,15 @@ def make_grammar_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: list[
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"a {type(tokenizer).__name__} is not a fast tokenizer")
-    readable = copy.copy(backend)
-    readable.no_padding()
-    readable.no_truncation()
+    ll_backend = copy.copy(backend)
+    ll_backend.no_padding()
+    ll_backend.no_truncation()
     # llguidance treats any decoder sequence with ByteFallback as SentencePiece's. For GGUF files,
     # some releases of transformers put ByteFallback before ByteLevel, where it has no effect.
     if any(step["type"] == "ByteLevel" for step in decoder_steps(backend)):
-        readable.decoder = decoders.ByteLevel()
+        ll_backend.decoder = decoders.ByteLevel()
     n_vocab = max(vocab_size, len(tokenizer))
-    ll_tokenizer = LLTokenizer(readable.to_str(), n_vocab=n_vocab, eos_token=eos_token_ids)
+    ll_tokenizer = LLTokenizer(ll_backend.to_str(), n_vocab=n_vocab, eos_token=eos_token_ids)
     _check_token_bytes(backend, ll_tokenizer, len(tokenizer), eos_token_ids[0])
     return ll_tokenizer
 
@@ -52,8 +52,9 @@ def _check_token_bytes(backend: Any, ll_tokenizer: Any, num_tokens: int, eos_tok
     # A grammar never allows special tokens and tokens without bytes as text.
     ids = [i for i, b in enumerate(token_bytes) if b and not ll_tokenizer.is_special_token(i)]
 
-    # One call for all tokens takes a tenth of the time of a call per token. A separator, a token
-    # of plain text, keeps bytes from joining into characters and spaces from being stripped.
+    # One call for all tokens takes a tenth of the time of a call per token. A token of plain text
+    # between every two tokens separates them. Otherwise, bytes of different tokens could form a
+    # character, or the decoder could strip spaces.
     words = (i for i in ids if len(token_bytes[i]) > 1 and token_bytes[i].isalpha())
     separator = next(words, eos_token_id)
     start = _decode(backend, [separator])

@@ -1,4 +1,4 @@
-"""An engine's grammars. The compiler is imported when the first request needs one."""
+"""An engine's grammars. Imports the compiler when the first request has a grammar."""
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
@@ -7,7 +7,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from nanovllm.text.structured import GrammarCompiler, Once
+    from nanovllm.text.structured import GrammarCompiler, Lazy
 
 T = TypeVar("T")
 
@@ -16,7 +16,7 @@ class Grammars:
     """Makes the engine's GrammarCompiler when it is first needed. Thread-safe.
 
     Args:
-        arguments: those of GrammarCompiler.
+        arguments: the arguments of GrammarCompiler.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -33,7 +33,7 @@ class Grammars:
                 self._compiler = GrammarCompiler(*self._arguments)
             return self._compiler
 
-    def check(self, grammar: "Once | None") -> None:
+    def check(self, grammar: "Lazy | None") -> None:
         """Waits until a grammar is compiled. Raises ValueError if it cannot be compiled."""
         if grammar is not None:
             self.compiler.check(grammar)
@@ -41,7 +41,7 @@ class Grammars:
     def when_compiled(
         self,
         items: Iterable[T],
-        grammar_of: "Callable[[T], Once | None]",
+        grammar_of: "Callable[[T], Lazy | None]",
         meanwhile: Callable[[], bool | None],
     ) -> "Generator[tuple[int, T | ValueError]]":
         """Yields each item with its index, as soon as its grammar is compiled: see

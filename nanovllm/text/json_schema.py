@@ -14,17 +14,21 @@ CHILD_KEYWORDS = ("additionalProperties", "items", "prefixItems", "additionalIte
 DEFINITION_KEYWORDS = ("$defs", "definitions", "$id", "$anchor")
 ROOT_KEYWORDS = ("$schema", "x-guidance")  # llguidance reads them only at the root
 
-MAX_VISITS = 50_000  # visits of schemas and combinations; they take about a quarter of a second
-VISIT_CHARS = 1000  # characters of names, enums etc. whose copy takes as long as a visit
+# The limit of the work for one schema: a visit of a schema, or of a combination of schemas, counts
+# as one. MAX_VISITS take about a quarter of a second.
+MAX_VISITS = 50_000
+CHARS_PER_VISIT = 1000  # copying so many characters of names, enums etc. takes as long as a visit
+PROPERTIES_PER_VISIT = 16  # copying so many properties takes as long as a visit
 
 
 def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Forbids undeclared keys where a schema has ``properties`` or ``patternProperties`` and no
     ``additionalProperties``, at any depth.
 
-    As with ``"unevaluatedProperties": false``, ``$ref``, ``allOf`` and the matching branch of
-    ``anyOf`` or ``oneOf`` also declare keys. llguidance does not support that keyword, so the
-    result sets ``additionalProperties`` to false next to all keys that are declared for an object.
+    Keys may also be declared in ``$ref``, in ``allOf``, or in the matching branch of ``anyOf`` or
+    ``oneOf``. ``"unevaluatedProperties": false`` would have this effect, but llguidance does not
+    support that keyword. So the result lists all keys that are declared for an object in one place,
+    with ``"additionalProperties": false`` beside them.
 
     Returns:
         A new schema, whose references point to its own ``$defs``.
@@ -48,7 +52,7 @@ class _Closer:
     ``$ref``, ``allOf``, ``anyOf`` and ``oneOf`` (in-place applicators, in JSON Schema's terms) hold
     schemas for the same value as the schema around them. If several schemas of a value declare
     keys, the value's schemas are combined: each combination takes one branch of each ``anyOf`` or
-    ``oneOf``, and is closed with the keys that all its schemas declare.
+    ``oneOf``. It is closed with the union of the keys that its schemas declare.
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
@@ -71,17 +75,20 @@ class _Closer:
         return {"anyOf": [self._close_combination(combination) for combination in combinations]}
 
     def _close_combination(self, schemas: list[Any]) -> dict[str, Any]:
-        """Does the same for schemas that ``_alternatives`` returned together, or for a single
-        schema of whose applicators at most one declares keys, if it declares none itself."""
+        """Returns a schema that allows what all of ``schemas`` allow, except for objects with
+        undeclared keys.
+
+        Args:
+            schemas: a combination from ``_alternatives``; or a single schema whose keys are
+                declared in one place, in the schema itself or in one of its applicators.
+        """
         copies = [self._copy(schema) for schema in schemas]
         objects = [schema for schema in schemas if isinstance(schema, Mapping)]
         properties: dict[str, list[Any]] = {}
         for schema in objects:
             for name, value in _declared_properties(schema).items():
                 properties.setdefault(name, []).append(value)
-        self._count_visits(
-            len(properties) // 16
-        )  # 16 take as long as a visit, even without schemas
+        self._count_visits(len(properties) // PROPERTIES_PER_VISIT)
         closing: dict[str, Any] = {}
         if properties:
             closing["properties"] = {k: self.close(*values) for k, values in properties.items()}
@@ -96,7 +103,8 @@ class _Closer:
         return {"allOf": [*copies, closing]}
 
     def _copy(self, schema: Any) -> Any:
-        """Returns a copy of a schema with its inner schemas closed, except for its properties."""
+        """Returns a copy of a schema with its inner schemas closed. In ``properties``, each schema
+        is replaced by True: ``_close_combination`` adds the closed ones."""
         self._count_visits(1)
         if not isinstance(schema, Mapping):
             return schema
@@ -137,7 +145,7 @@ class _Closer:
         """
         self._count_visits(1)
         if any(schema is outer for outer in path):
-            return []  # the alternatives without this circle describe the same values
+            return []  # the alternatives without this cycle describe the same values
         if not isinstance(schema, Mapping):
             return [[schema]]
         factors: list[list[list[Any]]] = []
@@ -150,7 +158,7 @@ class _Closer:
             for options in applicators:
                 inner = [self._alternatives(option, (*path, schema)) for option in options]
                 factors.append([*chain.from_iterable(inner)])
-            if keyword == "properties":  # llguidance orders keys by the place of this keyword
+            if keyword == "properties":  # llguidance orders keys by this keyword's position
                 factors.append([[rest]])
         return self._combine(factors if "properties" in schema else [*factors, [[rest]]])
 
@@ -191,7 +199,7 @@ class _Closer:
             raise ValueError("the schema has too many paths through its references and branches")
 
     def _count_characters(self, copied: Any) -> None:
-        self._count_visits(len(repr(copied)) // VISIT_CHARS)
+        self._count_visits(len(repr(copied)) // CHARS_PER_VISIT)
 
     def _resolve(self, reference: str) -> Any:
         """Returns the schema that a reference's JSON pointer points to."""
@@ -223,5 +231,5 @@ def _declared_properties(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    """Returns the value if it is a mapping, else an empty one: llguidance refuses it later."""
+    """Returns the value, or an empty mapping if it is none: llguidance refuses the value later."""
     return value if isinstance(value, Mapping) else {}

@@ -1,6 +1,6 @@
 """A process with limited time and memory, for work on untrusted input.
 
-``LimitedProcess`` is the owner's side. The process itself runs this file as a script.
+``LimitedProcess`` is the parent's side. The child process runs this file as a script.
 """
 
 import os
@@ -18,7 +18,8 @@ from time import monotonic
 
 STARTUP_SECONDS = 60.0
 WALL_SECONDS = 25.0  # for one request, even on a busy machine
-# Less than a main thread's stack, so input that passes in this process fits the owner's stack too.
+# Less than a main thread's stack, so input that does not overflow the child's stack does not
+# overflow the parent's either.
 STACK_BYTES = 4 << 20
 PIPE_BYTES = 1 << 16
 MAX_RESPONSE_BYTES = 1 << 27
@@ -39,8 +40,8 @@ class LimitedProcess:
     alone.
 
     The process starts with the first request. It ends at ``close()``, when this object is garbage
-    collected, or when the owner's process ends. Several threads may call ``run``; they take turns.
-    A forked child of the owner does not use its parent's process, but starts its own.
+    collected, or when the parent process ends. Several threads may call ``run``; they take turns.
+    After a fork, the forked process does not use this process, but starts its own.
 
     Args:
         module: the path of a Python file that defines ``handle(request: bytes) -> bytes``.
@@ -118,7 +119,7 @@ class LimitedProcess:
                     end = LENGTH.size + LENGTH.unpack_from(incoming)[0]
                     if end > MAX_RESPONSE_BYTES:
                         self._stop()
-                        return ProcessError("has too long an answer")
+                        return ProcessError("has too long a response")
                     if end > len(incoming):
                         break
                     responses.append(incoming[LENGTH.size : end])
@@ -146,13 +147,13 @@ class LimitedProcess:
             [
                 *(sys.executable, "-I", os.path.abspath(__file__)),
                 *(self._module, str(self._cpu_seconds), str(self._memory_bytes)),
-                *filter(None, sys.path),  # imports resolve as in the owner
+                *filter(None, sys.path),  # imports resolve as in the parent
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            start_new_session=True,  # so that Ctrl-C interrupts only the owner
+            start_new_session=True,  # so that Ctrl-C interrupts only the parent
         )
         self._kill = weakref.finalize(self, _kill, process)
         assert process.stdin and process.stdout

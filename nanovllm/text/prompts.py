@@ -33,7 +33,7 @@ class TokensPrompt(TypedDict):
 
 T = TypeVar("T")
 CHARS_PER_TOKEN = 16  # more than the average in any language
-MAX_MESSAGES = 10  # errors whose messages are in a combined exception
+MAX_MESSAGES = 10  # a combined exception has the messages of the first 10 errors
 # vLLM's cache_salt, which keeps prompts from sharing cached prefixes, is ignored.
 PROMPT_KEYS = frozenset(("prompt", "prompt_token_ids", "cache_salt"))
 Prompt: TypeAlias = str | Seq[int] | TextPrompt | TokensPrompt
@@ -116,8 +116,8 @@ class PromptEncoder:
         return self._get_token_texts(False, True).decode_candidates(context_token_ids, token_ids)
 
     def _parse(self, prompt: Any) -> str | tuple[str | None, list[int]]:
-        """Returns a text to tokenize. If token ids are given, returns them and their text, if they
-        have one."""
+        """Checks a prompt. Returns the text to tokenize or, for a prompt with token ids, a tuple of
+        its text (None if it has none) and the ids."""
         if isinstance(prompt, (TypeError, ValueError)):
             raise prompt
         if isinstance(prompt, dict):
@@ -187,15 +187,16 @@ class PromptEncoder:
         """Returns its argument. Raises ValueError for a text that is far too long, because
         tokenizing all of it would take seconds and gigabytes.
 
-        Tokenizes the start of the text. The limit is more than twice ``max_len``, because the cut
-        may split a long token, which changes the tokens before the cut too."""
+        Tokenizes the start of the text only. Cutting the text may split a long token, and then
+        changes the tokens before the cut too. So the start may have more than twice ``max_len``
+        tokens before the text is refused."""
         size = CHARS_PER_TOKEN * self.max_len
         while size < len(text):
             start = self.tokenizer(text[:size], add_special_tokens=False)["input_ids"]
             if len(start) > 2 * self.max_len + self._longest_token:
                 raise ValueError(
                     f"the prompt of {len(text)} characters has over {self.max_len} tokens, the "
-                    f"most of any sequence: shorten it or raise max_model_len"
+                    f"maximum of a sequence: shorten it or raise max_model_len"
                 )
             size *= 2
         return text
@@ -258,18 +259,19 @@ def map_valid(function: Callable[[list[Any]], Iterable[T]], items: Seq[Any]) -> 
     return [item if isinstance(item, Exception) else next(results) for item in items]
 
 
-def raise_errors(items: Seq[T | Exception], what: str) -> list[T]:
+def raise_errors(items: Seq[T | Exception], name: str) -> list[T]:
     """Returns the items if none is an exception. Otherwise raises one exception with the indices of
-    all exceptions, and the messages of the first few."""
+    all exceptions and the messages of the first few. ``name`` is what the message calls the items,
+    such as "prompts"."""
     errors = {i: item for i, item in enumerate(items) if isinstance(item, Exception)}
     if not errors:
         return [item for item in items if not isinstance(item, Exception)]
     kind = TypeError if all(isinstance(e, TypeError) for e in errors.values()) else ValueError
-    lines = [f"{what}[{i}]: {error}" for i, error in list(errors.items())[:MAX_MESSAGES]]
+    lines = [f"{name}[{i}]: {error}" for i, error in list(errors.items())[:MAX_MESSAGES]]
     if len(errors) > 1:
-        lines.insert(0, f"{len(errors)} of {len(items)} {what} are invalid, so none was run:")
+        lines.insert(0, f"{len(errors)} of {len(items)} {name} are invalid, so none was run:")
     if more := list(errors)[MAX_MESSAGES:]:
-        lines.append(f"and {what} {', '.join(map(str, more))}")
+        lines.append(f"and {name} {', '.join(map(str, more))}")
     raise kind("\n".join(lines)) from next(iter(errors.values()))
 
 

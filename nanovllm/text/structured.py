@@ -31,8 +31,10 @@ MAX_CHARACTERS = {"json": 1_000_000, "choice": 4_000_000, "regex": 1_000_000, "g
 UNUSABLE = "structured_outputs cannot be used:"
 T = TypeVar("T")
 CACHE_SIZE = 64  # compiled grammars, each with its lexer's tables
-BUDGET_SECONDS = 5.0  # CPU time for a request's masks and tokens, on top of ALLOWANCE_SECONDS
-ALLOWANCE_SECONDS = 0.002  # usual CPU time for one mask, or for accepting one token
+# The limit of CPU time for a request's grammar is BUDGET_SECONDS, plus ALLOWANCE_SECONDS for each
+# mask and each accepted token. The allowance is what these usually take.
+BUDGET_SECONDS = 5.0
+ALLOWANCE_SECONDS = 0.002
 WAIT_SECONDS = 0.1  # longest wait between two calls of ``meanwhile``
 NUM_THREADS = 4
 STACK_BYTES = 16 << 20  # of a compiling thread: more than GrammarChecker's process has
@@ -42,8 +44,8 @@ LARK_OPTIONS = '%llguidance {"no_forcing": true}'
 GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # Lark writes "name:" instead
 
 
-class Once:
-    """A value that is computed at most once, by the first thread that calls ``get``.
+class Lazy:
+    """A value that is computed when it is first needed, by the first thread that calls ``get``.
 
     Args:
         make: computes the value. If it raises a ValueError, ``get`` raises the same from then on.
@@ -104,13 +106,13 @@ class GrammarCompiler:
         self.eos_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
         self.eos_mask = bit_mask(self.eos_ids, vocab_size)
         self.text_mask = bit_mask(set(range(vocab_size)) - self.eos_ids, vocab_size)
-        self._tokenizer = Once(partial(_make_tokenizer, tokenizer, vocab_size, self.eos_ids))
+        self._tokenizer = Lazy(partial(_make_tokenizer, tokenizer, vocab_size, self.eos_ids))
         self._checker = GrammarChecker()
         self._lock = threading.Lock()
-        self._cache: dict[tuple[str, bytes], Once] = {}  # least recently used first
+        self._cache: dict[tuple[str, bytes], Lazy] = {}  # least recently used first
         self._pool = ThreadPoolExecutor(NUM_THREADS, "nanovllm-grammars")
 
-    def find(self, params: StructuredOutputsParams) -> Once:
+    def find(self, params: StructuredOutputsParams) -> Lazy:
         """Returns the grammar of ``params``, from the cache if it is there. It may not be compiled
         yet: ``check`` waits for that.
 
@@ -120,24 +122,24 @@ class GrammarCompiler:
         with as_value_error(UNUSABLE):
             kind, text = _spec_of(params)
             if len(text) > (limit := MAX_CHARACTERS[kind]):
-                raise ValueError(f"the {kind} has {len(text)} characters, but may have {limit}")
+                raise ValueError(f"the {kind} has {len(text)} characters, but the limit is {limit}")
         key = kind, blake2b(text.encode(errors="surrogatepass")).digest()
         with self._lock:
             grammar = self._cache.pop(key, None)
             if grammar is None:
-                grammar = Once(partial(_compile, self._checker, self._tokenizer, kind, text))
+                grammar = Lazy(partial(_compile, self._checker, self._tokenizer, kind, text))
             self._cache[key] = grammar
             if len(self._cache) > CACHE_SIZE:
                 del self._cache[next(iter(self._cache))]
         return grammar
 
-    def check(self, grammar: Once | None) -> None:
+    def check(self, grammar: Lazy | None) -> None:
         """Compiles a grammar from ``find``, or waits until another thread has compiled it.
 
         Raises:
             ValueError: the schema, regex or grammar is malformed, cannot be enforced, or matches
-                no text; or llguidance is not installed, cannot read the tokenizer, or the model
-                has no EOS token.
+                no text; llguidance is not installed or cannot read the tokenizer; or the model has
+                no EOS token.
         """
         if grammar is None:
             return
@@ -153,22 +155,22 @@ class GrammarCompiler:
     def when_compiled(
         self,
         items: Iterable[T],
-        grammar_of: Callable[[T], Once | None],
+        grammar_of: Callable[[T], Lazy | None],
         meanwhile: Callable[[], bool | None],
     ) -> Generator[tuple[int, T | ValueError]]:
         """Yields each item with its index, as soon as its grammar is compiled.
 
-        Items without a grammar are yielded at once, items with a grammar in order among themselves.
-        If a grammar cannot be compiled, its ValueError is yielded in place of the item.
+        Items without a grammar are yielded immediately. Items with a grammar are yielded in their
+        order. If a grammar cannot be compiled, its ValueError is yielded in place of the item.
 
         Args:
             items: the items.
             grammar_of: returns an item's grammar, which ``find`` has returned, or None.
-            meanwhile: called repeatedly while only grammars are left to wait for. Returns whether
-                it had anything to do.
+            meanwhile: does other work. Called repeatedly once all items have been read, until all
+                grammars are compiled. Returns whether there was work to do.
         """
-        compiling: deque[tuple[int, T, Once]] = deque()
-        futures: dict[Once, Future[Any]] = {}
+        compiling: deque[tuple[int, T, Lazy]] = deque()
+        futures: dict[Lazy, Future[Any]] = {}
 
         def compiled() -> Iterator[tuple[int, T | ValueError]]:
             while compiling and compiling[0][2].is_done:
@@ -198,9 +200,9 @@ class GrammarCompiler:
             for future in futures.values():
                 future.cancel()
 
-    def start(self, grammar: Once, n: int = 1) -> list["Grammar"]:
-        """Returns ``n`` states of a grammar from ``find`` before the first token. They share the
-        CPU budget of one request. Raises ValueError as ``check`` does."""
+    def start(self, grammar: Lazy, n: int = 1) -> list["Grammar"]:
+        """Returns ``n`` independent states of a grammar from ``find``, each at the grammar's start.
+        They share the CPU budget of one request. Raises ValueError as ``check`` does."""
         self.check(grammar)
         budget = CPUBudget()
         return [Grammar(grammar.get().deep_copy(), self, budget) for _ in range(n)]
@@ -210,7 +212,7 @@ class GrammarCompiler:
         self._pool.shutdown(cancel_futures=True)
         self._checker.close()
 
-    def _submit(self, grammar: Once) -> Future[Any]:
+    def _submit(self, grammar: Lazy) -> Future[Any]:
         with self._lock:
             default = threading.stack_size(STACK_BYTES)
             try:
@@ -221,7 +223,7 @@ class GrammarCompiler:
 
 class CPUBudget:
     """A limit of the CPU time that a request spends on its grammar. An ambiguous grammar may take a
-    second for each token, and all other requests wait."""
+    second for each token, during which all other requests wait."""
 
     def __init__(self) -> None:
         self._seconds = BUDGET_SECONDS
@@ -243,7 +245,7 @@ class Grammar:
     """The state of a grammar within one completion.
 
     Attributes:
-        error: why no token satisfies the grammar, not even an EOS token; "" while one does.
+        error: if no token, not even an EOS token, satisfies the grammar, the reason; otherwise "".
     """
 
     def __init__(self, matcher: Any, compiler: GrammarCompiler, budget: CPUBudget) -> None:
@@ -324,7 +326,7 @@ def _make_tokenizer(tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) ->
         return make_grammar_tokenizer(tokenizer, vocab_size, sorted(eos_ids))
 
 
-def _compile(checker: GrammarChecker, tokenizer: Once, kind: str, text: str) -> Any:
+def _compile(checker: GrammarChecker, tokenizer: Lazy, kind: str, text: str) -> Any:
     """Compiles a grammar that ``_spec_of`` returned. Raises ValueError if that fails."""
     with as_value_error(UNUSABLE):
         return _make_matcher(checker, tokenizer.get(), kind, text)
@@ -376,7 +378,7 @@ def _to_lark(kind: str, text: str, checker: GrammarChecker) -> str:
 
     if kind == "json":
         schema = json.loads(text)
-        if '"oneOf"' in text:  # check the branches before closing makes them mutually exclusive
+        if '"oneOf"' in text:  # closing makes branches exclusive, so check the original ones
             lark = _json_to_lark(schema)
             checker.check(lark)
             error = LLMatcher.validate_grammar(lark)

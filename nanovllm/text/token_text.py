@@ -23,7 +23,8 @@ STOPS_CACHE_SIZE = 64  # sets of stop strings
 
 
 class TokenTexts(dict[int, str]):
-    """Maps each token id to the token's text in the middle of a text, decoded at its first use.
+    """Maps each token id to the text that the token has after other tokens. A token is decoded when
+    its text is first needed.
 
     REPLACEMENT_CHAR in the text of a token means that the token holds part of a character, which
     the tokens before or after it complete.
@@ -50,7 +51,7 @@ class TokenTexts(dict[int, str]):
         spaces_between_special_tokens: bool = True,
     ) -> None:
         super().__init__()
-        self.decode, steps = _open(
+        self.decode, steps = _decoder_of(
             tokenizer,
             skip_special_tokens=skip_special_tokens,
             spaces_between_special_tokens=spaces_between_special_tokens,
@@ -59,8 +60,9 @@ class TokenTexts(dict[int, str]):
         self.skipped_ids = frozenset(i for i, token in added if token.special)
         ids = tokenizer(" a", add_special_tokens=False)["input_ids"]
         once, twice = tokenizer.decode(ids), tokenizer.decode(ids + ids)
-        starts_apart = not START_DECODERS.isdisjoint(step["type"] for step in steps)
-        self.needs_context = starts_apart or once + once != twice
+        has_start_decoder = not START_DECODERS.isdisjoint(step["type"] for step in steps)
+        self.needs_context = has_start_decoder or once + once != twice
+        # A token to decode before others, so that these are not at the start of the text.
         self._anchor = ids[-1:] if self.needs_context else []
         self._anchor_length = len(self.decode(self._anchor))
         self.concatenates = _concatenates(steps, tokenizer) and (
@@ -105,7 +107,8 @@ class TokenTexts(dict[int, str]):
 class StopCandidates(dict[int, bool]):
     """Maps each token id to whether that token, after whole characters, may complete a stop string.
 
-    A token may if its text contains the last character of a stop string or part of a character.
+    A token may complete a stop string if its text contains the last character of one, or if it
+    holds part of a character.
 
     Args:
         texts: the texts of the tokenizer's tokens.
@@ -128,7 +131,7 @@ class StopCandidates(dict[int, bool]):
         return may
 
 
-def _open(
+def _decoder_of(
     tokenizer: Any, **options: bool
 ) -> tuple[Callable[[list[int]], str], list[dict[str, Any]]]:
     """Returns a tokenizer's ``decode`` and its decoder steps in the tokenizers library's format.
@@ -176,7 +179,8 @@ def _is_byte_level(tokenizer: Any, after: list[dict[str, Any]]) -> bool:
     """Returns whether a ByteLevel decoder maps each character of every token to a byte.
 
     ByteLevel leaves the whole text unchanged if it holds a character outside ByteLevel's alphabet.
-    The steps in ``after`` must not change a character of any token either."""
+    ``after`` holds the decoder steps that see the whole text. Its Replace steps must never match:
+    each of their patterns must contain a character that no token has."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     vocabulary = tokenizer.get_vocab()

@@ -34,9 +34,9 @@ def compiling_only() -> Iterator[None]:
         kernels: dict[int, Any] = {}  # by id, because a model launches each kernel many times
 
         def compile_kernel(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-            only = warmup or get_ident() == thread
-            kernel = run(self, *args, grid=grid, warmup=only, **kwargs)
-            if only:
+            compile_only = warmup or get_ident() == thread
+            kernel = run(self, *args, grid=grid, warmup=compile_only, **kwargs)
+            if compile_only:
                 kernels[id(kernel)] = kernel
             return kernel
 
@@ -53,8 +53,8 @@ def compiling_only() -> Iterator[None]:
 
 
 def _load(device: int, kernel: Any) -> None:
-    """Loads a compiled kernel, or a future one, and builds its launcher, which takes a C compiler
-    0.3 s per signature."""
+    """Loads a kernel and builds its launcher, for which a C compiler runs for 0.3 s per signature.
+    ``kernel`` is a compiled kernel or the future of one."""
     with suppress(Exception), torch.cuda.device(device):
         compiled = kernel.result() if hasattr(kernel, "result") else kernel
         _ = compiled.run  # loads it at the first access

@@ -1,8 +1,8 @@
 """Access to GPU memory of other processes on this host, through IPC handles of the CUDA driver.
 
 PyTorch has two alternatives, each with a defect. The rendezvous of its symmetric memory uses a
-counter per process, so a process that has had one group cannot join a group of new processes. Its
-shared tensors leave files under /dev/shm.
+counter per process, so a process that has had one group cannot join a group of new processes. The
+tensors that PyTorch shares between processes leave files under /dev/shm.
 """
 
 import ctypes

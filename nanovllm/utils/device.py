@@ -1,4 +1,4 @@
-"""Which device and dtype a rank runs in."""
+"""Chooses the device and the dtype of a rank."""
 
 import torch
 
@@ -8,7 +8,7 @@ def select_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
     Without an index, a single rank takes PyTorch's current GPU, and several start with GPU 0.
 
     Raises:
-        ValueError: there is no such GPU, or there are fewer than ranks.
+        ValueError: there is no such GPU, or there are fewer GPUs than ranks.
     """
     available = torch.cuda.is_available()
     if name.startswith("cuda") and not available:
@@ -28,8 +28,10 @@ def select_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
 
 
 def select_dtype(name: str, device: torch.device, checkpoint: torch.dtype) -> torch.dtype:
-    """Returns the dtype of weights and activations. "auto" is the checkpoint's on a GPU, or fp16 in
-    place of bf16 on a GPU without bf16; and fp32 on a CPU."""
+    """Returns the dtype of weights and activations.
+
+    "auto" is fp32 on a CPU and the checkpoint's dtype on a GPU. If that is bf16 and the GPU does
+    not support it, "auto" is fp16."""
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cpu":

@@ -43,8 +43,12 @@ class TPGroup:
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
-        """Returns the x of all ranks, which must have one shape, in rank order on rank 0, and None
-        on other ranks. The group must have at least two ranks."""
+        """Gathers x from all ranks to rank 0. It must have the same shape on every rank, and the
+        group must have at least two ranks.
+
+        Returns:
+            On rank 0 the tensors in rank order, on other ranks None.
+        """
         options = dist.GatherOptions()
         options.rootRank, options.asyncOp = 0, False
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []

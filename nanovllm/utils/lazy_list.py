@@ -1,11 +1,11 @@
-"""A dataclass field whose value may become a list only when it is read."""
+"""A dataclass field whose value is converted to a list when it is first read."""
 
 from typing import Any
 
 
 class LazyList:
-    """The default of a dataclass field whose default value is None. A value with a method
-    ``to_list`` becomes that list when it is first read."""
+    """Descriptor for a dataclass field, assigned as the field's default. The default value is then
+    None. A value with a method ``to_list`` is replaced by its list when it is first read."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = f"_{name}"

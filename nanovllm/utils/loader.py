@@ -6,10 +6,10 @@ import torch
 
 
 def copy_weight(target: torch.Tensor, loaded_weight: torch.Tensor) -> None:
-    """Copies, converting dtype and device; refuses to broadcast or to convert integers.
+    """Copies ``loaded_weight`` to ``target`` and converts its dtype and device. Does not broadcast.
 
     Raises:
-        ValueError: another shape than the target's, or not floating point.
+        ValueError: the shapes differ, or the loaded weight is not floating point.
     """
     check_shape(target.shape, loaded_weight)
     if not loaded_weight.is_floating_point():

@@ -12,7 +12,7 @@ MESSAGES = ("out of memory", "can't allocate memory", "_ALLOC_FAILED")
 
 def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(sign in str(error) for sign in MESSAGES)
+        isinstance(error, RuntimeError) and any(message in str(error) for message in MESSAGES)
     )
 
 
@@ -23,7 +23,7 @@ def release_unused(device: torch.device) -> None:
 
 
 def held_bytes(device: torch.device) -> int | None:
-    """Returns the GPU memory that PyTorch holds in this process; None on a CPU."""
+    """Returns the bytes of GPU memory that PyTorch has reserved in this process; None on a CPU."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else None
 
 
@@ -61,14 +61,14 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
         # Limits of parent groups count too. In a container the path may be the host's, which does
         # not exist; the container's own group is at the top.
         group = top / path.lstrip("/")
-        for place in (group, *group.parents):
-            left = _left_in_cgroup(place, *names) if place.is_relative_to(top) else None
+        for folder in (group, *group.parents):
+            left = _left_in_cgroup(folder, *names) if folder.is_relative_to(top) else None
             if left is not None:
                 yield left
 
 
 def _left_in_cgroup(group: Path, limit: str, usage: str, prefix: str) -> int | None:
-    """None without a limit."""
+    """Returns what is left of one control group's limit; None if it has no limit."""
     try:
         most, used = (int((group / name).read_text()) for name in (limit, usage))
         lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())

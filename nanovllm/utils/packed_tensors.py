@@ -26,25 +26,26 @@ class PackedTensors:
 
     @classmethod
     def pack(cls, tensors: dict[str, torch.Tensor], pin_memory: bool) -> "PackedTensors":
-        """Copies tensors on the host to a new buffer, pinned for asynchronous copies or not."""
+        """Copies tensors on the host to a new buffer. ``pin_memory`` pins the buffer, which makes
+        copies to a GPU asynchronous."""
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        size = sum(map(_space, shapes.values()))
+        size = sum(map(_padded_size, shapes.values()))
         packed = cls(shapes, torch.empty(size, dtype=torch.int32, pin_memory=pin_memory))
-        for name, place in packed.views(packed.buffer.numpy()).items():
-            place[...] = tensors[name].numpy()
+        for name, view in packed.views(packed.buffer.numpy()).items():
+            view[...] = tensors[name].numpy()
         return packed
 
     def views(self, buffer: Any) -> dict[str, Any]:
-        """Returns each tensor as a view of a buffer, a tensor or an array."""
+        """Returns each tensor as a view of ``buffer``, which may be a tensor or an array."""
         views, start = {}, 0
         for name, shape in self.shapes.items():
             views[name] = buffer[start : start + prod(shape)].reshape(shape)
-            start += _space(shape)
+            start += _padded_size(shape)
         return views
 
     def start_of_last(self) -> int:
         """Returns the offset of the last tensor in the buffer."""
-        return sum(map(_space, list(self.shapes.values())[:-1]))
+        return sum(map(_padded_size, list(self.shapes.values())[:-1]))
 
     def copy_to(self, buffer: torch.Tensor) -> torch.Tensor:
         """Starts a copy to the beginning of a device buffer. Returns that buffer."""
@@ -59,7 +60,7 @@ class PackedTensors:
         return _from_array, (self.shapes, self.buffer.numpy())
 
 
-def _space(shape: tuple[int, ...]) -> int:
+def _padded_size(shape: tuple[int, ...]) -> int:
     return cdiv(prod(shape), ALIGNMENT) * ALIGNMENT
 
 

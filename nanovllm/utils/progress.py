@@ -19,9 +19,9 @@ def bar_maker(use_tqdm: bool | Callable[..., tqdm]) -> Callable[..., tqdm]:
 
 
 @contextmanager
-def shown(bar: tqdm) -> Iterator[tqdm]:
-    """Context manager that closes a bar at the end. Until then, it clears the bar before each log
-    line of nanovllm. The next update draws the bar again below that line."""
+def closing_bar(bar: tqdm) -> Iterator[tqdm]:
+    """Context manager that closes a progress bar on exit. Inside it, the bar is cleared before each
+    log line of nanovllm, and the bar's next update draws it again below that line."""
     logger = logging.getLogger("nanovllm")
 
     def clear(record: logging.LogRecord) -> bool:
@@ -36,7 +36,7 @@ def shown(bar: tqdm) -> Iterator[tqdm]:
         bar.close()
 
 
-def portions(
+def slices(
     count: int, size: int, make_bar: Callable[..., tqdm] | None = None, desc: str = ""
 ) -> Iterator[slice]:
     """Yields slices of ``size`` that together cover ``count`` items. Shows a progress bar if all

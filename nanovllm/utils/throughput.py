@@ -1,4 +1,4 @@
-"""Recent throughput."""
+"""Measures recent throughput."""
 
 from time import perf_counter
 
@@ -6,11 +6,13 @@ WINDOW_SECONDS = 5.0
 
 
 class Throughput:
-    """Counts tokens, and tokens per second over the last full window, or the current one if there
-    is none.
+    """Counts tokens, and measures tokens per second in windows of WINDOW_SECONDS.
+
+    The rates are those of the last full window. Before the first window is full, they are those of
+    the current window.
 
     Attributes:
-        num_generated_tokens: since the object was made.
+        num_generated_tokens: the number of tokens generated since this object was created.
     """
 
     def __init__(self) -> None:

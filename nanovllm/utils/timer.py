@@ -1,4 +1,4 @@
-"""How long the parts of a task take."""
+"""Measures how long each part of a task takes."""
 
 from time import perf_counter
 
@@ -9,7 +9,8 @@ class Timer:
     """Records the seconds of each part of a task on a device.
 
     Args:
-        seconds: what it fills, by the parts' names.
+        seconds: receives the seconds of each part, by the part's name.
+        device: the device that the task runs on.
     """
 
     def __init__(self, seconds: dict[str, float], device: torch.device) -> None:
@@ -18,7 +19,7 @@ class Timer:
         self._last = perf_counter()
 
     def __call__(self, part: str) -> None:
-        """The part since the last one has ended, once the GPU has finished it."""
+        """Waits for the GPU, then records the time since the last call as that of ``part``."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         now = perf_counter()

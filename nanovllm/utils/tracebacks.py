@@ -1,4 +1,4 @@
-"""Tracebacks of exceptions that somebody keeps."""
+"""Frees what the tracebacks of a stored exception keep alive."""
 
 import traceback
 

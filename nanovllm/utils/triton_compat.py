@@ -46,8 +46,9 @@ def by_device(reference: F, kernel: F, tensor: int = 0) -> F:
     calls its PyTorch reference for others.
 
     Args:
-        reference: has the docstring of both.
-        tensor: the positional argument whose device decides.
+        reference: the PyTorch function. Its docstring describes the kernel too.
+        kernel: the function that launches the kernel, with the same arguments.
+        tensor: the index of the positional argument whose device decides.
     """
 
     @wraps(reference)

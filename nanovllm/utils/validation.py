@@ -47,7 +47,7 @@ def integer(minimum: int, maximum: float = math.inf) -> Validator:
 
 
 def number(low: float, high: float, above: bool = False) -> Validator:
-    """Accepts numbers from ``low`` to ``high``; not ``low`` itself if ``above``."""
+    """Accepts numbers from ``low`` to ``high``. If ``above`` is true, ``low`` itself is refused."""
 
     def validate(name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, Real):
@@ -84,9 +84,9 @@ def strings(max_count: int, max_chars: float = math.inf, may_be_empty: bool = Fa
         if not _is_list(values) or not all(isinstance(v, str) for v in values):
             raise TypeError(f"{name} must be a list of strings, got {values!r:.80}")
         if len(values) > max_count:
-            raise ValueError(f"{name} has {len(values)} strings, but may have {max_count}")
+            raise ValueError(f"{name} has {len(values)} strings, but the limit is {max_count}")
         if (num_chars := sum(map(len, values))) > max_chars:
-            raise ValueError(f"{name} has {num_chars} characters, but may have {max_chars}")
+            raise ValueError(f"{name} has {num_chars} characters, but the limit is {max_chars}")
         for value in values:
             if not value and not may_be_empty:
                 raise ValueError(f"{name} must not contain an empty string")
@@ -124,8 +124,8 @@ def token_biases(limit: float) -> Validator:
                 raise TypeError(f"{name}[{token_id}] must be a number, got {bias!r:.80}")
             if not -limit <= bias <= limit:  # type: ignore[operator]
                 raise ValueError(
-                    f"{name}[{token_id}] must be within {limit} of 0, got {bias!r:.40}: use "
-                    f"allowed_token_ids or bad_words to forbid tokens"
+                    f"{name}[{token_id}] must be between -{limit} and {limit}, got {bias!r:.40}: "
+                    f"use allowed_token_ids or bad_words to forbid tokens"
                 )
         return {int(token_id): float(bias) for token_id, bias in value.items()}
 

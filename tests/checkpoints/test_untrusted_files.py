@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.checkpoint import load_tokenizer, open_checkpoint
-from nanovllm.checkpoints.files import CONFIGS, MAX_CONFIG_BYTES, MAX_SIDE_BYTES
+from nanovllm.checkpoints.files import CONFIGS, MAX_CONFIG_BYTES, MAX_METADATA_BYTES
 from nanovllm.checkpoints.gguf_file import GGUFFile
 from nanovllm.checkpoints.tokenizer_growth import _growth
 from tests.tables import each
@@ -707,7 +707,7 @@ READ_BY_TRANSFORMERS += ["vocab.json", "merges.txt", "additional_chat_templates/
 
 def sparse(path: Path) -> None:
     path.touch()
-    os.truncate(path, 1 + (MAX_CONFIG_BYTES if path.name in CONFIGS else MAX_SIDE_BYTES))
+    os.truncate(path, 1 + (MAX_CONFIG_BYTES if path.name in CONFIGS else MAX_METADATA_BYTES))
 
 
 FILES: dict[str, tuple[Callable[[Path], None], str]] = {

@@ -108,8 +108,8 @@ def test_questions_are_made_when_there_is_room_for_them(process):
         (b"abort", r"ends its process"),
         (b"exit", r"ends its process"),
         (b"raise", r"ends its process"),
-        (b"babble", r"has too long an answer"),
-        (b"repeat 200000000", r"has too long an answer|takes too much memory"),
+        (b"babble", r"has too long a response"),
+        (b"repeat 200000000", r"has too long a response|takes too much memory"),
     ],
     ids=lambda value: str(value)[:12],
 )

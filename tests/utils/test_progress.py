@@ -8,7 +8,7 @@ import pytest
 from tqdm import tqdm
 
 from nanovllm.utils import progress
-from nanovllm.utils.progress import portions, shown
+from nanovllm.utils.progress import closing_bar, slices
 
 
 class Clock:
@@ -26,7 +26,7 @@ class Clock:
             return bars[-1]
 
         seen, items = [], []
-        for portion in portions(count, size, make, "Tokenizing"):
+        for portion in slices(count, size, make, "Tokenizing"):
             seen.append(int(bars[-1].n) if bars else -1)
             items += range(count)[portion]
             self.now += self.pace * len(range(count)[portion])
@@ -51,7 +51,7 @@ def test_quick_work_has_no_bar(monkeypatch):
 def test_a_bar_is_closed_where_work_ends_early(monkeypatch):
     clock, bars = Clock(1, monkeypatch), []
     make = partial(tqdm, file=io.StringIO())
-    work = portions(1000, 100, lambda **options: bars.append(make(**options)) or bars[0], "x")
+    work = slices(1000, 100, lambda **options: bars.append(make(**options)) or bars[0], "x")
     for _ in work:
         clock.now += 10
         if bars:
@@ -66,7 +66,7 @@ def test_a_log_line_has_its_line_to_itself():
     logger.addHandler(handler)
     logger.setLevel("INFO")
     try:
-        with shown(tqdm(total=9, file=stream, mininterval=0, ncols=30)) as bar:
+        with closing_bar(tqdm(total=9, file=stream, mininterval=0, ncols=30)) as bar:
             bar.update(4)
             logger.info("halfway")
             bar.update(5)
