@@ -48,8 +48,8 @@ def test_a_message_that_changed_is_found():
     assert not is_quoted("blocks ... only", [text])
 
 
-def test_each_message_has_its_cause_and_its_cure():
+def test_each_message_has_its_cause_and_its_fix():
     page = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
     for section in re.split(r"^##+ ", page, flags=re.MULTILINE)[1:]:
         if section.startswith("`"):
-            assert "**Cause.**" in section and "**Cure.**" in section, section
+            assert "**Cause.**" in section and "**Fix.**" in section, section
