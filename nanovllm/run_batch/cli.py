@@ -3,7 +3,6 @@
 import argparse
 import inspect
 import logging
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -152,9 +151,6 @@ def _make_runner(
     names = [*args.served_model_name, args.model]
     if args.replicas is None:
         return Runner(lambda: LLM(**options), names, job.journal)
-    # Ray reads this when it is imported. Without it, a Ray Data thread that outlives the job would
-    # start Ray again.
-    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
         from nanovllm.run_batch.replicas import Replicas
     except ImportError as error:

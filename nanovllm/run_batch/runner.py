@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import isqrt
 from time import monotonic, time
-from typing import Any, Protocol
+from typing import Any
 
 from nanovllm.engine.workers import WorkerError
 from nanovllm.llm import LLM
@@ -24,30 +24,18 @@ from nanovllm.run_batch.request import (
     read_body,
 )
 from nanovllm.run_batch.response import make_body
+from nanovllm.run_batch.stop import Stop
 
 logger = logging.getLogger("nanovllm.run_batch")
 
 MAX_ATTEMPTS = 3
 NUM_THREADS = 4  # for preparing requests
+EXHAUSTED: Any = object()
 WAIT_SECONDS = 0.1  # longest wait for these threads before ``stop`` is checked again
 
 
 class EngineLostError(RuntimeError):
     """The engine failed, and no new engine could be created."""
-
-
-class Stop(Protocol):
-    """Tells a run to end early.
-
-    Attributes:
-        requested: whether the run should end.
-        deadline: the time (``time.monotonic``) until which running requests may finish.
-    """
-
-    @property
-    def requested(self) -> bool: ...
-    @property
-    def deadline(self) -> float: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -140,10 +128,10 @@ class Runner:
         self._records: list[Record] = []  # to return from the next call
 
     def run(
-        self, requests: Iterable[BatchRequest | Record], stop: Stop | None = None
+        self, requests: Iterable[BatchRequest | Record | None], stop: Stop | None = None
     ) -> Iterator[Record]:
         """Yields the record of each request as it finishes. Records among ``requests`` are passed
-        through.
+        through. None among them means that there is no request yet.
 
         Reads only as many requests as the engine can take. Requests that ``stop`` ends get no
         record.
@@ -156,9 +144,11 @@ class Runner:
         try:
             while stop is None or not stop.requested:
                 if not is_exhausted and self.has_capacity:
-                    item = next(source, None)
-                    if item is None:
+                    item = next(source, EXHAUSTED)
+                    if item is EXHAUSTED:
                         is_exhausted = True
+                    elif item is None:
+                        yield from self.step()
                     elif isinstance(item, BatchRequest):
                         yield from self.add(item)
                     else:

@@ -1,6 +1,7 @@
 """Stops a run early on SIGTERM or SIGINT."""
 
 import signal
+from math import inf
 from time import monotonic
 from types import FrameType
 from typing import Any
@@ -8,7 +9,19 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class StopOnSignal:
+class Stop:
+    """Tells a run to end early.
+
+    Attributes:
+        requested: whether the run should end.
+        deadline: the time (``time.monotonic``) until which running requests may finish.
+    """
+
+    requested = False
+    deadline = inf
+
+
+class StopOnSignal(Stop):
     """Handles SIGTERM and SIGINT within its ``with`` block.
 
     The signals raise KeyboardInterrupt until ``is_running`` is set. From then on, the first signal
@@ -19,15 +32,11 @@ class StopOnSignal:
 
     Attributes:
         is_running: set by the caller while the running code checks ``requested``.
-        requested: whether to stop.
-        deadline: the time (``time.monotonic``) by which running work has to end.
     """
 
     def __init__(self, grace: float) -> None:
         self.grace = grace
         self.is_running = False
-        self.requested = False
-        self.deadline = float("inf")
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopOnSignal":
