@@ -459,13 +459,9 @@ def test_a_run_is_of_any_requests_and_takes_records_along(llm: LLM):
         assert records[0] == {"a": "record"}
         assert sorted(record["custom_id"] for record in records[1:]) == ["1", "2"]
     assert list(runner.run([])) == []
-    assert runner.add(BatchRequest(1, "0" * 32, "x", COMPLETIONS, {}))[0]["error"]
-    assert runner.add(items[0]) == []
-    assert not runner.is_idle
-    found = []
-    while not runner.is_idle:
-        found += runner.step()
-    assert [record["custom_id"] for record in found] == ["1"]
+    more = iter([BatchRequest(1, "0" * 32, "x", COMPLETIONS, {}), None, items[0], None])
+    found = list(runner.run(more))  # None where there is no request yet
+    assert [record["custom_id"] for record in found] == ["x", "1"] and found[0]["error"]
     wide = BatchRequest(3, "0" * 32, "3", COMPLETIONS, {"prompt": ["x"] * 50})
     left = runner.run([{"a": "record"}, items[0], wide])
     assert next(left) == {"a": "record"}
