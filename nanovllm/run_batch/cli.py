@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import MISSING, fields
 from pathlib import Path
-from types import UnionType
 from typing import TYPE_CHECKING, Any, get_args
 
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -162,21 +161,18 @@ def _add_engine_options(group: Any) -> None:
     """Adds a command-line option for each field of Config."""
     descriptions = _field_docs(Config)
     for field in fields(Config):
-        option = f"--{field.name.replace('_', '-')}"
-        kind = field.type
-        if isinstance(kind, UnionType):  # such as ``int | None``
-            (kind,) = (arg for arg in get_args(kind) if arg is not type(None))
-        described = descriptions.get(field.name, "").removesuffix(".").replace("%", "%%")
-        details: dict[str, Any] = {"help": f"{described} (default: {field.default})"}
+        kind, *_ = get_args(field.type) or [field.type]  # ``int`` of ``int | None``
+        details: dict[str, Any] = {"help": descriptions[field.name].replace("%", "%%")}
         if kind is bool:
             details["action"] = argparse.BooleanOptionalAction
         else:
             details |= {"type": kind, "metavar": METAVARS[kind]}
         if field.default is MISSING:
-            details |= {"help": described, "required": True}
+            details["required"] = True
         else:
             details["default"] = field.default
-        group.add_argument(option, **details)
+            details["help"] += f" (default: {field.default})"
+        group.add_argument(f"--{field.name.replace('_', '-')}", **details)
 
 
 def _field_docs(described: type) -> dict[str, str]:
@@ -185,7 +181,9 @@ def _field_docs(described: type) -> dict[str, str]:
     section = re.search(r"^Attributes:\n(.*?)(?:\n\n|\Z)", text, re.DOTALL | re.MULTILINE)
     entries = re.split(r"^    (\w+): ", section[1] if section else "", flags=re.MULTILINE)[1:]
     pairs = zip(entries[::2], entries[1::2], strict=True)
-    return {name: " ".join(entry.split()).replace("``", "") for name, entry in pairs}
+    return {
+        name: " ".join(entry.split()).replace("``", "").removesuffix(".") for name, entry in pairs
+    }
 
 
 def _exit(status: int, message: str) -> int:

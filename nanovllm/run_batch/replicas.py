@@ -30,16 +30,6 @@ START_SECONDS = 60.0  # longest wait for the other replicas after the first one 
 CLOSE_SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Resources:
-    """The resources that a replica needs, and the number of replicas that fit in the cluster."""
-
-    device: str
-    num_cpus: int
-    num_gpus: int
-    num_slots: int
-
-
 @dataclass(slots=True, eq=False)
 class _Slot:
     """The place of one replica. If its actor dies, another takes its place.
@@ -94,16 +84,14 @@ class Replicas:
         self._slots = [_Slot(f"nanovllm-{uuid4().hex}.journal") for _ in range(num_replicas)]
         self._started_ray = _connect()
         try:
-            resources = _find_resources(options, num_replicas)
-            self._make_actor = ray.remote(
-                num_cpus=resources.num_cpus,
-                num_gpus=resources.num_gpus,
-                max_concurrency=3,  # ``take``, ``put`` and ``stop``
-            )(Replica).remote
-            self._arguments = options | {"device": resources.device}, model_names
+            resources, num_fitting = _find_resources(options, num_replicas)
+            num_calls = 3  # ``take``, ``put`` and ``stop``
+            self._make_actor = ray.remote(max_concurrency=num_calls, **resources)(Replica).remote
+            device = "cuda" if resources["num_gpus"] else "cpu"
+            self._arguments = options | {"device": device}, model_names
             for slot in self._slots:
                 self._start(slot, num_attempts=1)
-            self._wait_for_replicas(min(num_replicas, resources.num_slots))
+            self._wait_for_replicas(min(num_replicas, num_fitting))
         except BaseException:
             self.close()
             raise
@@ -231,7 +219,7 @@ class Replicas:
         ray.kill(slot.actor)  # in case that it is alive and out of reach
         self._start(slot, RESTART_ATTEMPTS)
 
-    def _wait_for_replicas(self, num_slots: int) -> None:
+    def _wait_for_replicas(self, num_expected: int) -> None:
         """Waits for the first engine without a limit, then for the others up to START_SECONDS."""
         logged, first = monotonic(), inf
         while True:
@@ -240,7 +228,7 @@ class Replicas:
             now = monotonic()
             if num_ready:
                 first = min(first, now)
-            if num_ready >= num_slots or now - first > START_SECONDS:
+            if num_ready >= num_expected or now - first > START_SECONDS:
                 logger.info("%d of %d engines are ready", num_ready, len(self._slots))
                 return
             if now - logged > LOG_SECONDS:
@@ -265,8 +253,9 @@ def _connect() -> bool:
     return True
 
 
-def _find_resources(options: dict[str, Any], num_replicas: int) -> _Resources:
-    """Returns the resources of a replica. Raises ValueError if none fits in the cluster."""
+def _find_resources(options: dict[str, Any], num_replicas: int) -> tuple[dict[str, int], int]:
+    """Returns the resources of a replica, as options of Ray, and the number of replicas that fit in
+    the cluster. Raises ValueError if none fits."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     size, device = options["tensor_parallel_size"], options["device"]
     if device.startswith("cuda:"):
@@ -274,23 +263,24 @@ def _find_resources(options: dict[str, Any], num_replicas: int) -> _Resources:
     num_gpus = [int(node.get("GPU", 0)) for node in nodes]
     num_cpus = [int(node.get("CPU", 0)) for node in nodes]
     if device == "cuda" or (device == "auto" and any(num_gpus)):
-        num_slots = sum(num // size for num in num_gpus)
-        resources = _Resources("cuda", 1, size, num_slots)
+        resources = {"num_cpus": 1, "num_gpus": size}
+        num_fitting = sum(num // size for num in num_gpus)
         noun = "GPU" if size == 1 else "GPUs"
         needs = f"{size} {noun} of one machine; the machines of the cluster have {num_gpus}"
     else:
         shares = range(1, max(num_cpus, default=0) + 1)
-        slots = {share: sum(num // share for num in num_cpus) for share in shares}
-        share = max((share for share in shares if slots[share] >= num_replicas), default=1)
-        resources = _Resources("cpu", share, 0, slots.get(share, 0))
+        fitting = {share: sum(num // share for num in num_cpus) for share in shares}
+        share = max((share for share in shares if fitting[share] >= num_replicas), default=1)
+        resources = {"num_cpus": share, "num_gpus": 0}
+        num_fitting = fitting.get(share, 0)
         needs = f"a CPU; the machines of the cluster have {num_cpus}"
-    if not resources.num_slots:
+    if not num_fitting:
         raise ValueError(f"a replica needs {needs}")
-    if resources.num_slots < num_replicas:
+    if num_fitting < num_replicas:
         logger.warning(
             "only %d of %d replicas fit in the cluster: each needs %s",
-            resources.num_slots,
+            num_fitting,
             num_replicas,
             needs,
         )
-    return resources
+    return resources, num_fitting
