@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib import import_module
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
@@ -97,9 +98,12 @@ def register_as_vllm() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP_DIR, *paths])
 
 
-def vllm_version() -> str:
-    """Returns the version of vLLM whose API this package implements."""
-    return json.loads((PACKAGE_DIR / "vllm_arguments.json").read_text("utf-8"))["vllm"]
+@cache
+def load_table() -> dict[str, Any]:
+    """Loads the recorded table of vLLM's arguments: function name -> argument name -> entry. The
+    script ``tests/vllm_answers/record_arguments.py`` describes the entries. "vllm" is the version
+    of vLLM whose API this package implements."""
+    return json.loads((PACKAGE_DIR / "vllm_arguments.json").read_text("utf-8"))
 
 
 class AliasModule(ModuleType):
@@ -163,7 +167,7 @@ def _make_distribution() -> Any:
 
     class AliasDistribution(Distribution):
         def read_text(self, filename: str) -> str | None:
-            metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm_version()}\n"
+            metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {load_table()['vllm']}\n"
             return {"METADATA": metadata, "top_level.txt": "vllm\n"}.get(filename)
 
         def locate_file(self, path: Any) -> Path:
