@@ -42,20 +42,16 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "vllm.distributed": _DISTRIBUTED,
     "vllm.distributed.parallel_state": _DISTRIBUTED,
-    "vllm.engine": {},
     "vllm.engine.arg_utils": _ENGINE_ARGS,
     "vllm.engine.llm_engine": _ENGINE,
-    "vllm.entrypoints": {},
     "vllm.entrypoints.llm": {"nanovllm": "LLM"},
     "vllm.inputs": {"nanovllm": "TextPrompt TokensPrompt", _NAMES: "PromptType"},
     "vllm.logger": {_NAMES: "init_logger"},
     "vllm.logprobs": _LOGPROBS,
-    "vllm.lora": {},
     "vllm.lora.request": {_NAMES: "LoRARequest"},
     "vllm.outputs": {"nanovllm": "CompletionOutput RequestOutput"},
     "vllm.platforms": {_NAMES: "Platform current_platform"},
     "vllm.pooling_params": {_NAMES: "PoolingParams"},
-    "vllm.renderers": {},
     "vllm.renderers.hf": {_NAMES: "resolve_chat_template"},
     "vllm.sampling_params": {
         "nanovllm.sampling_params": "RequestOutputKind SamplingParams StructuredOutputsParams",
@@ -63,17 +59,16 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "vllm.sequence": _LOGPROBS,
     "vllm.tokenizers": _TOKENIZER,
-    "vllm.transformers_utils": {},
     "vllm.transformers_utils.tokenizer": _TOKENIZER,
-    "vllm.usage": {},
     "vllm.usage.usage_lib": {_NAMES: "UsageContext"},
     "vllm.utils": {**_ARGUMENT_PARSER, _NAMES: "random_uuid"},
     "vllm.utils.argparse_utils": _ARGUMENT_PARSER,
-    "vllm.v1": {},
-    "vllm.v1.engine": {},
     "vllm.v1.engine.llm_engine": _ENGINE,
     "vllm.version": {_NAMES: "__version__ __version_tuple__"},
 }
+for _package in [*MODULES]:  # and the packages around these modules
+    while _package := _package.rpartition(".")[0]:
+        MODULES.setdefault(_package, {})
 
 
 def register_as_vllm() -> None:
@@ -123,8 +118,8 @@ class AliasModule(ModuleType):
         return sorted({*super().__dir__(), *_names(self.__name__)})
 
 
-class AliasFinder:
-    """Finds vLLM's modules, and its distribution for ``importlib.metadata``."""
+class AliasFinder(Loader):
+    """Finds and loads vLLM's modules, and finds its distribution for ``importlib.metadata``."""
 
     @staticmethod
     def find_spec(
@@ -135,7 +130,7 @@ class AliasFinder:
         if name not in MODULES:
             # Without name=name, because `from vllm import X` would then replace the message.
             raise ModuleNotFoundError(_missing(name))
-        spec = ModuleSpec(name, AliasLoader(), origin=__file__, is_package=True)
+        spec = ModuleSpec(name, AliasFinder(), origin=__file__, is_package=True)
         spec.has_location = True  # sets __file__, which some programs print
         return spec
 
@@ -145,8 +140,6 @@ class AliasFinder:
         if context.name in (None, "vllm") and "path" not in vars(context):
             yield _make_distribution()
 
-
-class AliasLoader(Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return AliasModule(spec.name)
 

@@ -116,11 +116,10 @@ def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
     except (OSError, TypeError, ValueError) as error:
         return _exit(CANNOT_START, f"error: {error}")
     try:
-        with job:
-            status = _run_job(job, options, args, stop)
+        with closing(job):
+            return _run_job(job, options, args, stop)
     except (OSError, EngineLostError) as error:
         return _exit(INTERRUPTED, f"error: {error}; when that is fixed, {RESUME_HINT}")
-    return status
 
 
 def _run_job(

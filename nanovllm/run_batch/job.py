@@ -163,9 +163,3 @@ class Job:
                 self.journal.close(self.is_done)
         finally:
             self.writer.close()
-
-    def __enter__(self) -> "Job":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()

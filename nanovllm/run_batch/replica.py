@@ -89,7 +89,7 @@ class Replica:
             try:
                 runner = self._make_runner(journal)
             except Exception as error:
-                self._failure.put(format_error(error))
+                self._failure.put(describe(error))
                 return
             self._failure.put("")
             for record in runner.run(self._requests(runner), self._stop):
@@ -109,7 +109,7 @@ class Replica:
                 self._num_attempts -= 1
                 if not self._num_attempts:
                     raise
-                logger.warning("the engine does not start yet: %s", format_error(error))
+                logger.warning("the engine does not start yet: %s", describe(error))
                 sleep(RESTART_SECONDS)
 
     def _requests(self, runner: Runner) -> Iterator[BatchRequest | None]:
@@ -119,10 +119,3 @@ class Replica:
                 yield None
             else:
                 yield from self._inbox.get()
-
-
-def format_error(error: Exception) -> str:
-    """Formats an error in one line, without the type's name if the message explains itself."""
-    if isinstance(error, (OSError, TypeError, ValueError)):
-        return str(error).partition("\n")[0]
-    return describe(error)

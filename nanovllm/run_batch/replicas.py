@@ -15,9 +15,9 @@ from uuid import uuid4
 import ray
 
 from nanovllm.run_batch.records import ID_PREFIX, Record
-from nanovllm.run_batch.replica import Replica, format_error
+from nanovllm.run_batch.replica import Replica
 from nanovllm.run_batch.request import BatchRequest
-from nanovllm.run_batch.runner import EngineLostError
+from nanovllm.run_batch.runner import EngineLostError, describe
 from nanovllm.run_batch.stop import Stop
 
 logger = logging.getLogger("nanovllm.run_batch")
@@ -185,7 +185,7 @@ class Replicas:
                 self._replace(slot)
                 return []
         except ray.exceptions.RayError as error:
-            raise EngineLostError(f"Ray does not respond: {format_error(error)}") from error
+            raise EngineLostError(f"Ray does not respond: {describe(error)}") from error
         if not slot.is_ready:
             slot.machine, failure = result
             if failure:

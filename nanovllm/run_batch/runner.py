@@ -436,6 +436,7 @@ def _internal_error(error: Exception) -> RequestError:
 
 
 def describe(error: Exception) -> str:
-    """Formats an error's type and message in one line."""
+    """Formats an error in one line, without the type's name if the message explains itself."""
     first_line = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {first_line}"
+    explains_itself = isinstance(error, (OSError, TypeError, ValueError))
+    return first_line if explains_itself else f"{type(error).__name__}: {first_line}"
