@@ -181,8 +181,8 @@ class Replicas:
             slot = slots[done[0]]  # ``wait`` returns no more than one call
             try:
                 result = ray.get(slot.call)
-            except ray.exceptions.RayActorError:
-                self._replace(slot)
+            except ray.exceptions.RayActorError as error:
+                self._replace(slot, error)
                 return []
         except ray.exceptions.RayError as error:
             raise EngineLostError(f"Ray does not respond: {describe(error)}") from error
@@ -202,7 +202,7 @@ class Replicas:
             self._end(slot)
         return records
 
-    def _replace(self, slot: _Slot) -> None:
+    def _replace(self, slot: _Slot, error: Exception) -> None:
         """Starts another actor in the place of one that has died."""
         if self._is_stopping:
             self._end(slot)
@@ -211,8 +211,9 @@ class Replicas:
         if self._num_deaths > MAX_DEATHS * len(self._slots):
             raise EngineLostError(
                 f"the engines' processes have died {self._num_deaths} times since a request last "
-                f"finished"
+                f"finished: {describe(error)}"
             )
+        logger.warning("a replica has died, and another takes its place: %s", describe(error))
         if not any(node["Alive"] and node["NodeID"] == slot.machine for node in ray.nodes()):
             self._unassigned.extend(slot.requests.values())
             slot.requests.clear()

@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -155,14 +155,14 @@ class Runner:
                 else:
                     self._step()
                 yield from self._pop_records()
-            self._drop_unstarted()
+            self._end_unstarted()
             logger.info("stopping: waiting for %d running requests", len(self._in_flight))
             while self._in_flight and monotonic() < stop.deadline:
                 self._step()
                 yield from self._pop_records()
         finally:
             self._clear_waiting()
-            self._abort_all()
+            self._end_all()
 
     @property
     def is_idle(self) -> bool:
@@ -180,13 +180,14 @@ class Runner:
     def _has_capacity(self) -> bool:
         """Whether another request should be read before the next step. A window of requests to
         retry is enough."""
-        if self._ready or self._waiting[0] or sum(map(len, self._waiting)) >= self.window:
-            return False
-        return self._level == 0 and self._num_started < self.window
+        num_waiting = sum(map(len, self._waiting))
+        may_read = self._level == 0 and not self._waiting[0] and num_waiting < self.window
+        return may_read and self._can_start
 
     @property
-    def _num_started(self) -> int:
-        return self.num_in_flight + len(self._preparing)
+    def _can_start(self) -> bool:
+        num_started = self.num_in_flight + len(self._preparing)
+        return not self._ready and num_started < self._windows[self._level]
 
     def _pop_records(self) -> list[Record]:
         records, self._records = self._records, []
@@ -202,7 +203,7 @@ class Runner:
                 f"the process died {MAX_ATTEMPTS} times while running this request, the last time "
                 f"with no other request"
             )
-            self._record_error(state, RequestError(message, status=500, code="process_died"))
+            self._end_with_error(state, RequestError(message, status=500, code="process_died"))
         elif num_deaths:
             self._waiting[num_deaths].append(state)
         else:
@@ -247,9 +248,8 @@ class Runner:
         if not self._active:
             levels = [level for level, queue in enumerate(self._waiting) if queue]
             self._level = max(levels, default=0)
-        queue, window = self._waiting[self._level], self._windows[self._level]
-        while queue and not self._ready and self._num_started < window:
-            self._start(queue.popleft())
+        while self._waiting[self._level] and self._can_start:
+            self._start(self._waiting[self._level].popleft())
 
     def _start(self, state: _RequestState) -> None:
         """Prepares a request and adds its prompts. A thread prepares it if that may take long."""
@@ -364,7 +364,7 @@ class Runner:
         if isinstance(error, WorkerError) or self._num_failures == MAX_ATTEMPTS:
             self.close()
         failed_states = {prompt.state for prompt in failed}
-        for state in self._abort_all():
+        for state in self._end_all():
             level = state.level + (state in failed_states)
             if level < MAX_ATTEMPTS:
                 self._waiting[level].append(_RequestState(state.request, level))
@@ -373,61 +373,55 @@ class Runner:
                     f"the engine failed {MAX_ATTEMPTS} times while running this request, the last "
                     f"time with no other request: {describe(error)}"
                 )
-                self._record_error(state, RequestError(message, status=500, code="engine_failed"))
-
-    def _record_error(self, state: _RequestState, error: RequestError) -> None:
-        self._records.append(error_record(state.request, state.request.custom_id, error))
+                self._end_with_error(state, RequestError(message, status=500, code="engine_failed"))
 
     def _end_with_error(self, state: _RequestState, error: RequestError) -> None:
-        self._end(state)
-        self._record_error(state, error)
+        if state in self._active:
+            self._end(state)
+        self._records.append(error_record(state.request, state.request.custom_id, error))
 
     def _end(self, state: _RequestState) -> None:
-        """Ends an active request, and aborts its prompts in the engine."""
+        """Ends an active request, and aborts its prompts in the engine. Closes the engine if that
+        fails."""
         del self._active[state]
         if self._journal:
             self._journal.end(state.slot)
         for request_id in [*state.running]:
             self._remove(request_id)
-            if self.llm is not None:
-                self.llm.abort_request(request_id)
+            try:
+                if self.llm is not None:
+                    self.llm.abort_request(request_id)
+            except ValueError:
+                pass  # an engine that has failed has no requests
+            except Exception:
+                self.close()
 
-    def _drop_unstarted(self) -> None:
-        """Drops all requests with a prompt that the engine is not running."""
+    def _end_all(self, kept: Set[_RequestState] = frozenset()) -> list[_RequestState]:
+        """Ends all active requests but those to be kept, whose prompts are all in flight. Returns
+        the requests that it has ended."""
+        for future in self._preparing:
+            future.cancel()
+        self._preparing.clear()
+        self._ready.clear()
+        ended = [state for state in self._active if state not in kept]
+        for state in ended:
+            self._end(state)
+        return ended
+
+    def _end_unstarted(self) -> None:
+        """Ends all requests with a prompt that the engine is not running."""
         self._clear_waiting()
         num_running = self.llm.metrics().num_running if self.llm and self._in_flight else 0
-        unstarted = {prompt.state for prompt in self._ready} | {*self._preparing.values()}
+        unstarted = {prompt.state for prompt in self._ready}
         for prompt in self._in_flight.values():  # the engine runs them in this order
             if num_running <= 0:
                 unstarted.add(prompt.state)
             num_running -= prompt.num_completions
-        self._ready.clear()
-        self._preparing.clear()
-        for state in unstarted & self._active.keys():
-            self._end(state)
+        self._end_all(kept={prompt.state for prompt in self._in_flight.values()} - unstarted)
 
     def _clear_waiting(self) -> None:
         for queue in self._waiting:
             queue.clear()
-
-    def _abort_all(self) -> list[_RequestState]:
-        """Aborts all active requests, and returns them. Closes the engine if it fails."""
-        try:
-            if self.llm is not None and not self.llm.is_finished():
-                for request_id in self._in_flight:
-                    self.llm.abort_request(request_id)
-        except Exception:
-            self.close()
-        for future in self._preparing:
-            future.cancel()
-        if self._journal:
-            for state in self._active:
-                self._journal.end(state.slot)
-        states = [*self._active]
-        for collection in (self._active, self._preparing, self._ready, self._in_flight):
-            collection.clear()
-        self.num_in_flight = 0
-        return states
 
 
 def _internal_error(error: Exception) -> RequestError:

@@ -173,9 +173,9 @@ class _Supervisor(SignalHandler):
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTSTP:
-            self._send_all(signal.SIGSTOP)
+            self._send(os.killpg, signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
-            self._send_all(signal.SIGCONT)  # after fg or bg
+            self._send(os.killpg, signal.SIGCONT)  # after fg or bg
             return
         if number == signal.SIGALRM:
             print_message(f"the job did not end within {self._seconds:.0f} s and is killed")
@@ -183,15 +183,13 @@ class _Supervisor(SignalHandler):
         elif not self.is_stopping:
             self.is_stopping = True
             signal.setitimer(signal.ITIMER_REAL, self._seconds)
-        if self._is_alive:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+        self._send(os.kill, number)
 
-    def _send_all(self, number: int) -> None:
-        """Sends a signal to the child's process group."""
+    def _send(self, send: Callable[[int, int], None], number: int) -> None:
+        """Sends a signal to the child (``os.kill``) or to its process group (``os.killpg``)."""
         if self._is_alive:
             with suppress(ProcessLookupError):
-                os.killpg(self.pid, number)
+                send(self.pid, number)
 
 
 def _die_with(parent: int) -> None:

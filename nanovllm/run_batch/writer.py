@@ -69,15 +69,13 @@ class Writer:
         self._count(record)
 
     def _check_path(self) -> None:
-        try:
-            is_there = os.path.samestat(os.stat(self.path), os.fstat(self._file))
-        except FileNotFoundError:
-            is_there = False
-        if not is_there:
-            raise OSError(
-                f"{self.path} has been removed or replaced since this job opened it, so its "
-                f"records are lost"
-            )
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.path), os.fstat(self._file)):
+                return
+        raise OSError(
+            f"{self.path} has been removed or replaced since this job opened it, so its records "
+            f"are lost"
+        )
 
     def close(self) -> None:
         """Flushes the records to the disk and unlocks the file."""
