@@ -25,7 +25,6 @@ logger = logging.getLogger("nanovllm.run_batch")
 MAX_DEATHS = 10  # per replica, between two records; one request may cause three
 RESTART_ATTEMPTS = 5  # to create the engine of a new actor
 POLL_SECONDS = 0.5
-LOG_SECONDS = 60.0
 START_SECONDS = 60.0  # longest wait for the other replicas after the first one is ready
 CLOSE_SECONDS = 10.0
 
@@ -222,19 +221,14 @@ class Replicas:
 
     def _wait_for_replicas(self, num_expected: int) -> None:
         """Waits for the first engine without a limit, then for the others up to START_SECONDS."""
-        logged, first = monotonic(), inf
-        while True:
+        logger.info("waiting for Ray to start %d engines", len(self._slots))
+        deadline, num_ready = inf, 0
+        while num_ready < num_expected and monotonic() < deadline:
             self._wait()
             num_ready = sum(slot.is_ready for slot in self._slots)
-            now = monotonic()
             if num_ready:
-                first = min(first, now)
-            if num_ready >= num_expected or now - first > START_SECONDS:
-                logger.info("%d of %d engines are ready", num_ready, len(self._slots))
-                return
-            if now - logged > LOG_SECONDS:
-                logged = now
-                logger.info("waiting for Ray to start engines")
+                deadline = min(deadline, monotonic() + START_SECONDS)
+        logger.info("%d of %d engines are ready", num_ready, len(self._slots))
 
 
 def _connect() -> bool:
