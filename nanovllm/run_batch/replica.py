@@ -89,6 +89,7 @@ class Replica:
             try:
                 runner = self._make_runner(journal)
             except Exception as error:
+                journal.close(is_done=True)
                 self._failure.put(describe(error))
                 return
             self._failure.put("")
