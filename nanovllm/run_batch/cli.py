@@ -3,14 +3,12 @@
 import argparse
 import inspect
 import logging
-import os
 import re
 import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import MISSING, fields
 from pathlib import Path
-from types import UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -118,11 +116,10 @@ def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
     except (OSError, TypeError, ValueError) as error:
         return _exit(CANNOT_START, f"error: {error}")
     try:
-        with job:
-            status = _run_job(job, options, args, stop)
+        with closing(job):
+            return _run_job(job, options, args, stop)
     except (OSError, EngineLostError) as error:
         return _exit(INTERRUPTED, f"error: {error}; when that is fixed, {RESUME_HINT}")
-    return status
 
 
 def _run_job(
@@ -152,9 +149,6 @@ def _make_runner(
     names = [*args.served_model_name, args.model]
     if args.replicas is None:
         return Runner(lambda: LLM(**options), names, job.journal)
-    # Ray reads this when it is imported. Without it, a Ray Data thread that outlives the job would
-    # start Ray again.
-    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
         from nanovllm.run_batch.replicas import Replicas
     except ImportError as error:
@@ -167,21 +161,18 @@ def _add_engine_options(group: Any) -> None:
     descriptions = _field_docs(Config)
     types = get_type_hints(Config)  # without their validators
     for field in fields(Config):
-        option = f"--{field.name.replace('_', '-')}"
-        kind = types[field.name]
-        if isinstance(kind, UnionType):  # such as ``int | None``
-            (kind,) = (arg for arg in get_args(kind) if arg is not type(None))
-        described = descriptions.get(field.name, "").removesuffix(".").replace("%", "%%")
-        details: dict[str, Any] = {"help": f"{described} (default: {field.default})"}
+        kind, *_ = get_args(types[field.name]) or [types[field.name]]  # ``int`` of ``int | None``
+        details: dict[str, Any] = {"help": descriptions[field.name].replace("%", "%%")}
         if kind is bool:
             details["action"] = argparse.BooleanOptionalAction
         else:
             details |= {"type": kind, "metavar": METAVARS[kind]}
         if field.default is MISSING:
-            details |= {"help": described, "required": True}
+            details["required"] = True
         else:
             details["default"] = field.default
-        group.add_argument(option, **details)
+            details["help"] += f" (default: {field.default})"
+        group.add_argument(f"--{field.name.replace('_', '-')}", **details)
 
 
 def _field_docs(described: type) -> dict[str, str]:
@@ -190,7 +181,9 @@ def _field_docs(described: type) -> dict[str, str]:
     section = re.search(r"^Attributes:\n(.*?)(?:\n\n|\Z)", text, re.DOTALL | re.MULTILINE)
     entries = re.split(r"^    (\w+): ", section[1] if section else "", flags=re.MULTILINE)[1:]
     pairs = zip(entries[::2], entries[1::2], strict=True)
-    return {name: " ".join(entry.split()).replace("``", "") for name, entry in pairs}
+    return {
+        name: " ".join(entry.split()).replace("``", "").removesuffix(".") for name, entry in pairs
+    }
 
 
 def _exit(status: int, message: str) -> int:

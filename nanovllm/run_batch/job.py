@@ -13,7 +13,7 @@ from tqdm import tqdm
 from nanovllm.run_batch.journal import Journal
 from nanovllm.run_batch.lines import read_lines
 from nanovllm.run_batch.records import DUPLICATE, Record, RequestError, error_record, key_for
-from nanovllm.run_batch.request import BatchRequest, check_template, parse_line
+from nanovllm.run_batch.request import BatchRequest, has_template, parse_line
 from nanovllm.run_batch.supervisor import journal_path
 from nanovllm.run_batch.writer import Writer
 
@@ -78,16 +78,20 @@ class Job:
     def requests(self) -> Iterator[BatchRequest | Record]:
         """Yields the request of each line that has no record yet, or an error record if the line is
         not a valid request."""
-        return (self._check(found) for found in self._lines() if found is not None)
-
-    def _check(self, found: BatchRequest | Record) -> BatchRequest | Record:
-        """Returns its argument, or an error record for a request with an untrusted template."""
-        if isinstance(found, BatchRequest) and not self.trusts_templates:
-            try:
-                check_template(found)
-            except RequestError as error:
-                return error_record(found, found.custom_id, error)
-        return found
+        for found in self._lines():
+            if (
+                isinstance(found, BatchRequest)
+                and not self.trusts_templates
+                and has_template(found)
+            ):
+                error = RequestError(
+                    "a request's own chat_template is a program that this job does not trust: "
+                    "--trust-request-chat-template allows it",
+                    param="chat_template",
+                )
+                yield error_record(found, found.custom_id, error)
+            elif found is not None:
+                yield found
 
     def _lines(self) -> Iterator[BatchRequest | Record | None]:
         """Yields, for each line, its request, an error record if the line is not a valid request,
@@ -125,11 +129,23 @@ class Job:
                 )
 
     def write(self, records: Iterable[Record], show_progress: bool = True) -> None:
-        """Writes records as the iterable yields them. Raises OSError if a write fails."""
-        with _Progress(self.num_lines, self.num_skipped, show_progress) as progress:
-            for record in records:
+        """Writes records as they come, and shows progress: a bar on a terminal, otherwise
+        a log message every LOG_SECONDS. Raises OSError if a write fails."""
+        is_bar = show_progress and sys.stderr.isatty()
+        bar = tqdm(
+            total=self.num_lines, initial=self.num_skipped, unit=" lines", disable=not is_bar
+        )
+        start = logged = monotonic()
+        with bar:
+            for num_written, record in enumerate(records, start=1):
                 self.writer.write(record)
-                progress.update()
+                bar.update()
+                now = monotonic()
+                if show_progress and not is_bar and now - logged >= LOG_SECONDS:
+                    logged = now
+                    done, rate = self.num_skipped + num_written, num_written / (now - start)
+                    left = tqdm.format_interval((self.num_lines - done) / rate)
+                    logger.info("%d of %d lines, %.1f/s, %s left", done, self.num_lines, rate, left)
 
     def summary(self) -> str:
         """Returns a line of text with the numbers of done, failed and skipped lines."""
@@ -147,37 +163,3 @@ class Job:
                 self.journal.close(self.is_done)
         finally:
             self.writer.close()
-
-    def __enter__(self) -> "Job":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-
-class _Progress:
-    """Shows progress: a bar on a terminal, otherwise a log message every LOG_SECONDS."""
-
-    def __init__(self, total: int, done: int, is_shown: bool) -> None:
-        is_bar = is_shown and sys.stderr.isatty()
-        self.bar = tqdm(total=total, initial=done, unit=" lines", disable=not is_bar)
-        self.logs = is_shown and not is_bar
-        self.total, self.done, self.done_at_start = total, done, done
-        self.start = self.logged = monotonic()
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.bar.close()
-
-    def update(self) -> None:
-        """Counts one more record."""
-        self.done += 1
-        self.bar.update()
-        now = monotonic()
-        if self.logs and now - self.logged >= LOG_SECONDS:
-            self.logged = now
-            rate = (self.done - self.done_at_start) / (now - self.start)
-            left = tqdm.format_interval((self.total - self.done) / rate)
-            logger.info("%d of %d lines, %.1f/s, %s left", self.done, self.total, rate, left)
