@@ -889,7 +889,7 @@ def test_a_job_from_the_command_line(model_path: Path, tmp_path: Path, capfd):
     assert "1 done, 1 failed, 2 skipped, of 4 lines" in capfd.readouterr().err
     data = out.read_bytes()
     assert main(arguments(Path("/no/such/model"), in_, out)) == SOME_FAILED  # with nothing to do
-    assert "0 done, 0 failed, 4 skipped (1 of them had failed)" in capfd.readouterr().err
+    assert "0 done, 0 failed, 4 skipped (1 of them with an error)" in capfd.readouterr().err
     assert out.read_bytes() == data
     assert main(arguments(model_path, write_input(in_, []), tmp_path / "none")) == 0
     assert (tmp_path / "none").read_bytes() == b""

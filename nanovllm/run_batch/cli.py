@@ -20,7 +20,7 @@ from nanovllm.run_batch.runner import EngineLostError, Runner
 from nanovllm.run_batch.stop import StopOnSignal
 from nanovllm.run_batch.supervisor import (
     DEFAULT_GRACE,
-    FAULT,
+    INTERNAL_ERROR,
     INTERRUPTED,
     RESUME_HINT,
     print_message,
@@ -35,9 +35,9 @@ logger = logging.getLogger("nanovllm.run_batch")
 ALL_DONE, SOME_FAILED, CANNOT_START = 0, 1, 2
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME"}
 DESCRIPTION = """\
-Runs the requests of a file in OpenAI's batch format (chat completions and completions, one JSON
-object a line) and writes a record of each to another file as it finishes. If a job ended early,
-for whatever reason, the same command resumes it."""
+Runs the requests of a file in OpenAI's batch format: one JSON object per line, for a chat completion
+or a completion. Writes a record of each request to another file as soon as it finishes. If a job
+ends early, for whatever reason, the same command resumes it."""
 EPILOG = """\
 exit status: 0 every line has a response; 1 every line has a record, but some are errors; 2 wrong
 usage, or the job cannot start; 70 internal error; 75 interrupted. After 70 and 75, the same command
@@ -54,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("-i", "--input-file", type=Path, required=True, metavar="FILE", help="requests to run")
-    add("-o", "--output-file", type=Path, required=True, metavar="FILE", help="where records go")
+    add("-o", "--output-file", type=Path, required=True, metavar="FILE", help="file for records")
     add(
         "--served-model-name",
         nargs="+",
@@ -73,7 +73,8 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--trust-request-chat-template",
         action="store_true",
-        help="allow requests to have their own chat_template, which is a program",
+        help="allow requests to have their own chat_template; templates are programs, so trust the "
+        "author of the input file",
     )
     add("--no-progress", action="store_true", help="show no progress")
     add(
@@ -100,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not is_failure(error) and not isinstance(error, SystemExit):
                 raise
             logger.exception("internal error")
-            return _exit(FAULT, f"ended by an error; {RESUME_HINT}")
+            return _exit(INTERNAL_ERROR, f"ended by an error; {RESUME_HINT}")
 
 
 def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
@@ -131,7 +132,7 @@ def _run_job(
         except (EngineLostError, OSError, TypeError, ValueError) as error:
             return _exit(CANNOT_START, f"error: {error}")
         except Exception as error:
-            logger.exception("the engine does not start")
+            logger.exception("the engine did not start")
             return _exit(CANNOT_START, f"error: {type(error).__name__}: {error}")
         with closing(runner):
             stop.is_running = True
@@ -159,9 +160,9 @@ def _make_runner(
 def _add_engine_options(group: Any) -> None:
     """Adds a command-line option for each field of Config."""
     descriptions = _field_docs(Config)
-    types = get_type_hints(Config)  # without their validators
+    types = get_type_hints(Config)  # drops the validators in ``Annotated[type, validator]``
     for field in fields(Config):
-        kind, *_ = get_args(types[field.name]) or [types[field.name]]  # ``int`` of ``int | None``
+        kind, *_ = get_args(types[field.name]) or [types[field.name]]  # ``int`` for ``int | None``
         details: dict[str, Any] = {"help": descriptions[field.name].replace("%", "%%")}
         if kind is bool:
             details["action"] = argparse.BooleanOptionalAction

@@ -39,8 +39,8 @@ class Job:
     Raises:
         OSError: a file cannot be opened.
         ValueError: a file is not a regular file, both are the same file, another job is writing
-            the output file, or the output file has a record for the custom_id of a request here
-            that was made for a different request.
+            the output file, or a record in the output file has the custom_id of an input line but
+            belongs to a different request.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Job:
             for line in lines:
                 self.num_lines += 1
                 self.num_skipped += line is None
-            self._num_before = self.writer.num_records
-            self._num_failed_before = self.writer.num_failed
+            self._num_earlier_records = self.writer.num_records
+            self._num_earlier_failures = self.writer.num_failed
             path = journal_path(output_path)
             if path.exists() and os.path.samefile(input_path, path):
                 raise ValueError(f"the input file has the name of the job's journal: rename {path}")
@@ -73,32 +73,30 @@ class Job:
     @property
     def is_done(self) -> bool:
         """Whether every line has its record."""
-        return self.num_skipped + self.writer.num_records - self._num_before >= self.num_lines
+        return (
+            self.num_skipped + self.writer.num_records - self._num_earlier_records >= self.num_lines
+        )
 
     def requests(self) -> Iterator[BatchRequest | Record]:
         """Yields the request of each line that has no record yet, or an error record if the line is
         not a valid request."""
-        for found in self._lines():
-            if (
-                isinstance(found, BatchRequest)
-                and not self.trusts_templates
-                and has_template(found)
-            ):
+        for item in self._lines():
+            if isinstance(item, BatchRequest) and not self.trusts_templates and has_template(item):
                 error = RequestError(
                     "a request's own chat_template is a program that this job does not trust: "
                     "--trust-request-chat-template allows it",
                     param="chat_template",
                 )
-                yield error_record(found, found.custom_id, error)
-            elif found is not None:
-                yield found
+                yield error_record(item, item.custom_id, error)
+            elif item is not None:
+                yield item
 
     def _lines(self) -> Iterator[BatchRequest | Record | None]:
-        """Yields, for each line, its request, an error record if the line is not a valid request,
-        or None if the output file has its record.
+        """Yields an item for each line: None if the output file already has a record of the line,
+        an error record if the line is not a valid request, otherwise the request.
 
         Raises:
-            ValueError: the record for a line's custom_id was made for a different request.
+            ValueError: a record has the custom_id of a line but belongs to a different request.
         """
         seen: set[str] = set()
         done, done_lines = self.writer.done, self.writer.done_lines
@@ -106,8 +104,8 @@ class Job:
             if done_lines.get(line.number) == line.digest:
                 yield None
                 continue
-            found = parse_line(line)
-            custom_id = found["custom_id"] if isinstance(found, dict) else found.custom_id
+            item = parse_line(line)
+            custom_id = item["custom_id"] if isinstance(item, dict) else item.custom_id
             key = None if custom_id is None else key_for(custom_id)
             if key in seen:
                 error = RequestError(
@@ -118,7 +116,7 @@ class Job:
             if key is not None:
                 seen.add(key)
             if key not in done:
-                yield found
+                yield item
             elif done[key] == line.digest:
                 yield None
             else:
@@ -129,8 +127,8 @@ class Job:
                 )
 
     def write(self, records: Iterable[Record], show_progress: bool = True) -> None:
-        """Writes records as they come, and shows progress: a bar on a terminal, otherwise
-        a log message every LOG_SECONDS. Raises OSError if a write fails."""
+        """Writes each record as soon as it is yielded, and shows progress: a bar on a terminal,
+        otherwise a log message every LOG_SECONDS. Raises OSError if a write fails."""
         is_bar = show_progress and sys.stderr.isatty()
         bar = tqdm(
             total=self.num_lines, initial=self.num_skipped, unit=" lines", disable=not is_bar
@@ -149,11 +147,11 @@ class Job:
 
     def summary(self) -> str:
         """Returns a line of text with the numbers of done, failed and skipped lines."""
-        num_failed = self.writer.num_failed - self._num_failed_before
-        num_done = self.writer.num_records - self._num_before - num_failed
+        num_failed = self.writer.num_failed - self._num_earlier_failures
+        num_done = self.writer.num_records - self._num_earlier_records - num_failed
         text = f"{num_done} done, {num_failed} failed, {self.num_skipped} skipped"
-        if self._num_failed_before:
-            text += f" ({self._num_failed_before} of them had failed)"
+        if self._num_earlier_failures:
+            text += f" ({self._num_earlier_failures} of them with an error)"
         return f"{text}, of {self.num_lines} lines; see {self.writer.path}"
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from nanovllm.run_batch.stop import Stop
 logger = logging.getLogger("nanovllm.run_batch")
 
 RESTART_SECONDS = 5.0  # between attempts to create the engine
-TAKE_SECONDS = 0.1  # time in which records are collected for one answer to the driver
+TAKE_SECONDS = 0.1  # how long ``take`` collects records after the first one
 
 
 class Replica:
@@ -36,9 +36,9 @@ class Replica:
         options: the engine's options: the fields of Config.
         model_names: as for ``Runner``.
         journal_name: the name of the journal in the folder for temporary files. If an earlier actor
-            has left its journal there, that is continued and the death counted.
-        num_attempts: how often to try to create the engine. After a death, the previous process may
-            hold its GPUs for a while.
+            died and left its journal there, this one counts the death and continues the journal.
+        num_attempts: the maximum number of attempts to create the engine. An attempt may fail
+            because the process of a dead actor still holds the GPUs for a while.
     """
 
     def __init__(
@@ -51,25 +51,25 @@ class Replica:
         self._options, self._model_names = options, model_names
         self._journal_path = Path(tempfile.gettempdir(), journal_name)
         self._num_attempts = num_attempts
-        self._failure: SimpleQueue[str] = SimpleQueue()
+        self._start_result: SimpleQueue[str] = SimpleQueue()
         self._inbox: SimpleQueue[list[BatchRequest]] = SimpleQueue()
         self._records: SimpleQueue[Record | None] = SimpleQueue()
         self._stop = Stop()
-        # Destructors of Ray's process, which run after Python's exit, can deadlock.
+        # Skip the C++ destructors of Ray, which run when the process exits and can deadlock.
         atexit.register(os._exit, 0)
         Thread(target=self._serve, daemon=True).start()
 
     def start(self) -> tuple[str, str]:
-        """Waits for the engine. Returns the id of this machine, and why the engine could not be
-        created, or "" if it is ready."""
-        return ray.get_runtime_context().get_node_id(), self._failure.get()
+        """Waits for the engine. Returns the id of this node, and the reason why the engine could
+        not be created, or "" if it is ready."""
+        return ray.get_runtime_context().get_node_id(), self._start_result.get()
 
     def put(self, requests: list[BatchRequest]) -> None:
         """Adds requests."""
         self._inbox.put(requests)
 
     def take(self) -> list[Record | None]:
-        """Waits for records and returns them. None follows the last one after ``stop``."""
+        """Waits for records and returns them. After ``stop``, None follows the last record."""
         records = [self._records.get()]
         sleep(TAKE_SECONDS)
         while not self._records.empty():
@@ -90,9 +90,9 @@ class Replica:
                 runner = self._make_runner(journal)
             except Exception as error:
                 journal.close(is_done=True)
-                self._failure.put(describe(error))
+                self._start_result.put(describe(error))
                 return
-            self._failure.put("")
+            self._start_result.put("")
             for record in runner.run(self._requests(runner), self._stop):
                 self._records.put(record)
             runner.close()
@@ -110,11 +110,12 @@ class Replica:
                 self._num_attempts -= 1
                 if not self._num_attempts:
                     raise
-                logger.warning("the engine does not start yet: %s", describe(error))
+                logger.warning("the engine did not start, trying again: %s", describe(error))
                 sleep(RESTART_SECONDS)
 
     def _requests(self, runner: Runner) -> Iterator[BatchRequest | None]:
-        """Yields incoming requests, and None while there are none and the engine has work."""
+        """Yields incoming requests. Yields None if no request has arrived but the engine has work,
+        and waits for requests if it has none."""
         while not self._stop.requested:
             if self._inbox.empty() and not runner.is_idle:
                 yield None

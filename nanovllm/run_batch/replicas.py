@@ -22,23 +22,23 @@ from nanovllm.run_batch.stop import Stop
 
 logger = logging.getLogger("nanovllm.run_batch")
 
-MAX_DEATHS = 10  # per replica, between two records; one request may cause three
-RESTART_ATTEMPTS = 5  # to create the engine of a new actor
+MAX_DEATHS = 10  # of actors per replica, without a finished request; one request may cause three
+RESTART_ATTEMPTS = 5  # attempts to create the engine of an actor that replaces another
 POLL_SECONDS = 0.5
 START_SECONDS = 60.0  # longest wait for the other replicas after the first one is ready
 CLOSE_SECONDS = 10.0
 
 
 @dataclass(slots=True, eq=False)
-class _Slot:
-    """The place of one replica. If its actor dies, another takes its place.
+class _ReplicaState:
+    """What the driver knows of one replica. If its actor dies, a new actor replaces it.
 
     Attributes:
-        journal_name: the name of its actors' journal.
+        journal_name: the name of the journal, which a new actor continues.
         requests: the requests that the replica has, by record id.
-        actor: the handle of the ``Replica``.
-        call: the call of the actor's ``start`` or ``take`` that is running; None after the last.
-        machine: the id of the actor's machine.
+        actor: the handle of the ``Replica`` actor.
+        call: the reference of the pending call of ``start`` or ``take``; None after the last call.
+        node_id: the id of the actor's node in the Ray cluster.
         is_ready: whether the actor's engine is ready.
     """
 
@@ -46,22 +46,22 @@ class _Slot:
     requests: dict[str, BatchRequest] = field(default_factory=dict)
     actor: Any = None
     call: Any = None
-    machine: str = ""
+    node_id: str = ""
     is_ready: bool = False
 
 
 class Replicas:
     """Runs requests on several engines, each in an actor of a Ray cluster.
 
-    It has the interface of ``Runner``, which runs requests on one engine. Each replica has at most
-    a fixed number of requests at a time. If its actor dies, another actor gets these requests; or
-    the other replicas, if the machine is lost.
+    It has the interface of ``Runner``, which runs requests on one engine. Each replica has a bounded
+    number of requests at a time. If its actor dies, a new actor gets these requests. If its machine
+    is lost, any replica may get them.
 
     Args:
         options: the engines' options: the fields of Config.
         model_names: as for ``Runner``.
         num_replicas: the number of engines.
-        num_requests: the number of requests to run, or an upper bound of it.
+        num_requests: the number of requests to run, or an upper bound on it.
 
     Raises:
         OSError, ValueError: an engine does not fit in the cluster.
@@ -75,12 +75,14 @@ class Replicas:
         num_replicas: int,
         num_requests: int,
     ) -> None:
-        # Twice as many as a Runner has in flight; in a small job, a fair share.
+        # Twice a Runner's ``window``. A small job is divided evenly.
         self._max_requests = min(4 * options["max_num_seqs"], ceil(num_requests / num_replicas))
         self._unassigned: deque[BatchRequest] = deque()  # requests of lost machines
         self._num_deaths = 0  # since a request last finished
         self._is_stopping = False
-        self._slots = [_Slot(f"nanovllm-{uuid4().hex}.journal") for _ in range(num_replicas)]
+        self._replicas = [
+            _ReplicaState(f"nanovllm-{uuid4().hex}.journal") for _ in range(num_replicas)
+        ]
         self._started_ray = _connect()
         try:
             resources, num_fitting = _find_resources(options, num_replicas)
@@ -88,8 +90,8 @@ class Replicas:
             self._make_actor = ray.remote(max_concurrency=num_calls, **resources)(Replica).remote
             device = "cuda" if resources["num_gpus"] else "cpu"
             self._arguments = options | {"device": device}, model_names
-            for slot in self._slots:
-                self._start(slot, num_attempts=1)
+            for replica in self._replicas:
+                self._start(replica, num_attempts=1)
             self._wait_for_replicas(min(num_replicas, num_fitting))
         except BaseException:
             self.close()
@@ -110,9 +112,9 @@ class Replicas:
         source = iter(requests)
         is_exhausted = False
         while stop is None or not stop.requested:
-            for slot in self._slots:
+            for replica in self._replicas:
                 batch: list[BatchRequest] = []
-                while slot.is_ready and len(slot.requests) + len(batch) < self._max_requests:
+                while replica.is_ready and len(replica.requests) + len(batch) < self._max_requests:
                     item = self._unassigned.popleft() if self._unassigned else next(source, None)
                     if item is None:
                         is_exhausted = True
@@ -121,9 +123,9 @@ class Replicas:
                         batch.append(item)
                     else:
                         yield item
-                slot.requests |= {f"{ID_PREFIX}{request.number}": request for request in batch}
+                replica.requests |= {f"{ID_PREFIX}{request.number}": request for request in batch}
                 if batch:
-                    slot.actor.put.remote(batch)
+                    replica.actor.put.remote(batch)
             if is_exhausted and not self._unassigned and not self._is_busy:
                 return
             yield from self._wait()
@@ -136,35 +138,35 @@ class Replicas:
     def close(self) -> None:
         """Ends the engines, and Ray if this object started it."""
         self._stop_all(0.0)
-        calls = [slot.call for slot in self._slots if slot.call]
+        calls = [replica.call for replica in self._replicas if replica.call]
         with suppress(ray.exceptions.RayError):
             ray.wait(calls, num_returns=max(1, len(calls)), timeout=CLOSE_SECONDS)
-            for slot in self._slots:
-                if slot.actor is not None:
-                    ray.kill(slot.actor)
+            for replica in self._replicas:
+                if replica.actor is not None:
+                    ray.kill(replica.actor)
         if self._started_ray:
             ray.shutdown()
 
     @property
     def _is_busy(self) -> bool:
-        return any(slot.requests for slot in self._slots)
+        return any(replica.requests for replica in self._replicas)
 
-    def _start(self, slot: _Slot, num_attempts: int) -> None:
-        slot.actor = self._make_actor(*self._arguments, slot.journal_name, num_attempts)
-        slot.call, slot.is_ready = slot.actor.start.remote(), False
+    def _start(self, replica: _ReplicaState, num_attempts: int) -> None:
+        replica.actor = self._make_actor(*self._arguments, replica.journal_name, num_attempts)
+        replica.call, replica.is_ready = replica.actor.start.remote(), False
 
     def _stop_all(self, grace: float) -> None:
-        """Stops the replicas, and drops those whose engines are not ready."""
+        """Stops the replicas. Does not wait for those whose engines are not ready."""
         self._is_stopping = True
-        for slot in self._slots:
-            if slot.is_ready:
-                slot.actor.stop.remote(grace)
+        for replica in self._replicas:
+            if replica.is_ready:
+                replica.actor.stop.remote(grace)
             else:
-                self._end(slot)
+                self._end(replica)
 
-    def _end(self, slot: _Slot) -> None:
-        slot.call = None
-        slot.requests.clear()
+    def _end(self, replica: _ReplicaState) -> None:
+        replica.call = None
+        replica.requests.clear()
 
     def _wait(self) -> list[Record]:
         """Waits up to POLL_SECONDS for a replica. Returns its records.
@@ -172,63 +174,64 @@ class Replicas:
         Raises:
             EngineLostError: an engine cannot be created, or the engines' processes keep dying.
         """
-        slots = {slot.call: slot for slot in self._slots if slot.call}
+        pending = {replica.call: replica for replica in self._replicas if replica.call}
         try:
-            done, _ = ray.wait([*slots], timeout=POLL_SECONDS)
+            done, _ = ray.wait([*pending], timeout=POLL_SECONDS)
             if not done:
                 return []
-            slot = slots[done[0]]  # ``wait`` returns no more than one call
+            replica = pending[done[0]]  # ``wait`` returns no more than one call
             try:
-                result = ray.get(slot.call)
+                result = ray.get(replica.call)
             except ray.exceptions.RayActorError as error:
-                self._replace(slot, error)
+                self._replace(replica, error)
                 return []
         except ray.exceptions.RayError as error:
             raise EngineLostError(f"Ray does not respond: {describe(error)}") from error
-        if not slot.is_ready:
-            slot.machine, failure = result
+        if not replica.is_ready:
+            replica.node_id, failure = result
             if failure:
                 raise EngineLostError(failure)
-            slot.is_ready = True
-            slot.actor.put.remote([*slot.requests.values()])
+            replica.is_ready = True
+            replica.actor.put.remote([*replica.requests.values()])
             result = []
-        slot.call = slot.actor.take.remote()
+        replica.call = replica.actor.take.remote()
         records = [record for record in result if record is not None]
         for record in records:
-            del slot.requests[record["id"]]
+            del replica.requests[record["id"]]
             self._num_deaths = 0
-        if len(records) < len(result):  # these were the last
-            self._end(slot)
+        if len(records) < len(result):  # None in the result: the replica has stopped
+            self._end(replica)
         return records
 
-    def _replace(self, slot: _Slot, error: Exception) -> None:
-        """Starts another actor in the place of one that has died."""
+    def _replace(self, replica: _ReplicaState, error: Exception) -> None:
+        """Starts a new actor for a replica whose actor has died."""
         if self._is_stopping:
-            self._end(slot)
+            self._end(replica)
             return
         self._num_deaths += 1
-        if self._num_deaths > MAX_DEATHS * len(self._slots):
+        if self._num_deaths > MAX_DEATHS * len(self._replicas):
             raise EngineLostError(
                 f"the engines' processes have died {self._num_deaths} times since a request last "
                 f"finished: {describe(error)}"
             )
-        logger.warning("a replica has died, and another takes its place: %s", describe(error))
-        if not any(node["Alive"] and node["NodeID"] == slot.machine for node in ray.nodes()):
-            self._unassigned.extend(slot.requests.values())
-            slot.requests.clear()
-        ray.kill(slot.actor)  # in case that it is alive and out of reach
-        self._start(slot, RESTART_ATTEMPTS)
+        logger.warning("a replica has died and will be replaced: %s", describe(error))
+        if not any(node["Alive"] and node["NodeID"] == replica.node_id for node in ray.nodes()):
+            self._unassigned.extend(replica.requests.values())
+            replica.requests.clear()
+        ray.kill(replica.actor)  # in case it is alive but was unreachable
+        self._start(replica, RESTART_ATTEMPTS)
 
     def _wait_for_replicas(self, num_expected: int) -> None:
-        """Waits for the first engine without a limit, then for the others up to START_SECONDS."""
-        logger.info("waiting for Ray to start %d engines", len(self._slots))
+        """Waits for the first engine, however long it takes, and then at most START_SECONDS for the
+        others."""
+        logger.info("waiting for Ray to start %d engines", len(self._replicas))
         deadline, num_ready = inf, 0
         while num_ready < num_expected and monotonic() < deadline:
             self._wait()
-            num_ready = sum(slot.is_ready for slot in self._slots)
+            num_ready = sum(replica.is_ready for replica in self._replicas)
             if num_ready:
                 deadline = min(deadline, monotonic() + START_SECONDS)
-        logger.info("%d of %d engines are ready", num_ready, len(self._slots))
+        logger.info("%d of %d engines are ready", num_ready, len(self._replicas))
 
 
 def _connect() -> bool:
@@ -249,8 +252,8 @@ def _connect() -> bool:
 
 
 def _find_resources(options: dict[str, Any], num_replicas: int) -> tuple[dict[str, int], int]:
-    """Returns the resources of a replica, as options of Ray, and the number of replicas that fit in
-    the cluster. Raises ValueError if none fits."""
+    """Returns the resources of a replica, as arguments of ``ray.remote``, and the number of replicas
+    that fit in the cluster. Raises ValueError if none fits."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     size, device = options["tensor_parallel_size"], options["device"]
     if device.startswith("cuda:"):
@@ -263,11 +266,11 @@ def _find_resources(options: dict[str, Any], num_replicas: int) -> tuple[dict[st
         noun = "GPU" if size == 1 else "GPUs"
         needs = f"{size} {noun} of one machine; the machines of the cluster have {num_gpus}"
     else:
-        shares = range(1, max(num_cpus, default=0) + 1)
-        fitting = {share: sum(num // share for num in num_cpus) for share in shares}
-        share = max((share for share in shares if fitting[share] >= num_replicas), default=1)
-        resources = {"num_cpus": share, "num_gpus": 0}
-        num_fitting = fitting.get(share, 0)
+        cpu_counts = range(1, max(num_cpus, default=0) + 1)
+        fitting = {cpus: sum(num // cpus for num in num_cpus) for cpus in cpu_counts}
+        cpus = max((cpus for cpus in cpu_counts if fitting[cpus] >= num_replicas), default=1)
+        resources = {"num_cpus": cpus, "num_gpus": 0}
+        num_fitting = fitting.get(cpus, 0)
         needs = f"a CPU; the machines of the cluster have {num_cpus}"
     if not num_fitting:
         raise ValueError(f"a replica needs {needs}")

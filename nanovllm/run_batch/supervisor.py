@@ -17,7 +17,7 @@ from types import FrameType
 from nanovllm.run_batch.journal import note_death
 from nanovllm.run_batch.stop import STOP_SIGNALS, SignalHandler
 
-FAULT, INTERRUPTED = 70, 75
+INTERNAL_ERROR, INTERRUPTED = 70, 75
 RESUME_HINT = "run the same command again to resume"
 DEFAULT_GRACE = 30.0
 MAX_DEATHS = 100  # child processes; each has to start the engine
@@ -69,8 +69,8 @@ def supervise(job: Callable[[], int], argv: Sequence[str]) -> int:
             status = supervisor.run()
             if status is None:
                 break
-            if supervisor.reported is not None:
-                return supervisor.reported
+            if supervisor.reported_status is not None:
+                return supervisor.reported_status
             name = f"exit status {status}"
             if status < 0:
                 name = signal.strsignal(-status) or f"signal {-status}"
@@ -86,7 +86,7 @@ def supervise(job: Callable[[], int], argv: Sequence[str]) -> int:
                 print_message(
                     f"the process died ({name}) with no known request in flight; {RESUME_HINT}"
                 )
-                return FAULT
+                return INTERNAL_ERROR
             if supervisor.is_stopping:
                 return INTERRUPTED
             print_message(
@@ -94,11 +94,11 @@ def supervise(job: Callable[[], int], argv: Sequence[str]) -> int:
             )
         else:
             print_message(f"the process died {MAX_DEATHS} times; {RESUME_HINT}")
-            return FAULT
+            return INTERNAL_ERROR
     try:
         status = job()
     except SystemExit as end:  # argparse exits so
-        status = end.code if isinstance(end.code, int) else FAULT
+        status = end.code if isinstance(end.code, int) else INTERNAL_ERROR
     supervisor.report(status)
     return status
 
@@ -116,7 +116,7 @@ class _Supervisor(SignalHandler):
     Attributes:
         is_stopping: whether SIGTERM or SIGINT has arrived.
         pid: the process id of the latest child.
-        reported: the exit status that the child reported; None if it died without a report.
+        reported_status: the exit status that the child reported_status; None if it died without a report.
     """
 
     numbers = (*STOP_SIGNALS, signal.SIGALRM, signal.SIGTSTP)
@@ -124,7 +124,7 @@ class _Supervisor(SignalHandler):
     def __init__(self, grace: float) -> None:
         self.is_stopping = False
         self.pid = 0
-        self.reported: int | None = None
+        self.reported_status: int | None = None
         self._seconds = min(max(0.0, grace), MAX_GRACE_SECONDS) + MARGIN_SECONDS
         self._is_alive = False
 
@@ -163,7 +163,7 @@ class _Supervisor(SignalHandler):
         self._is_alive = False
         with open(pipe, "rb", buffering=0) as file:
             data = file.read(1)
-        self.reported = data[0] if data else None
+        self.reported_status = data[0] if data else None
         return os.waitstatus_to_exitcode(status)
 
     def report(self, status: int) -> None:
