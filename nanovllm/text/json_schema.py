@@ -17,8 +17,8 @@ ROOT_KEYWORDS = ("$schema", "x-guidance")  # llguidance reads them only at the r
 # The limit of the work for one schema: a visit of a schema, or of a combination of schemas, counts
 # as one. MAX_VISITS take about a quarter of a second.
 MAX_VISITS = 50_000
-CHARS_PER_VISIT = 1000  # copying so many characters of names, enums etc. takes as long as a visit
-PROPERTIES_PER_VISIT = 16  # copying so many properties takes as long as a visit
+CHARS_PER_VISIT = 1000  # copying 1000 characters of names, enums etc. takes as long as a visit
+PROPERTIES_PER_VISIT = 16  # copying 16 properties takes as long as a visit
 
 
 def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
