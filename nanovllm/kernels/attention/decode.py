@@ -13,14 +13,11 @@ their first keys from the cache while the QKV projection is still running.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.split_kv import KV_SPLIT_WORDS, max_partial_slots
-from nanovllm.kernels.attention.tiles import (
-    LOG2_E,
-    attend,
-    online_softmax_step,
-    tile_pointers,
-)
+from nanovllm.kernels.attention.tiles import LOG2_E, attend, online_softmax_step, tile_pointers
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 from nanovllm.utils.triton_compat import pdl_options, tl, triton
@@ -291,23 +288,17 @@ def _decode_kernel(
 
 
 def decode_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    context: Context,
-    scale: float,
-    new: NewKV,
-    arrived: torch.Tensor,
-) -> torch.Tensor:
+    q: Tensor, cache: KVCache, context: Context, scale: float, new: NewKV, arrived: Tensor
+) -> Tensor:
     """See ``AttentionBackend.decode``.
 
     Args:
         arrived: int32 [num_arrival_counters], zero before and after.
     """
     num_seqs, q_heads, head_dim = q.shape
-    page_size, kv_heads = k_cache.shape[1:3]
+    page_size, kv_heads = cache.k.shape[1:3]
     assert q.stride()[1:] == (head_dim, 1)
-    assert k_cache.is_contiguous() and v_cache.is_contiguous()
+    assert cache.k.is_contiguous() and cache.v.is_contiguous()
     assert new.rope.cos_sin_cache.is_contiguous()
     assert new.k.stride()[1:] == new.v.stride()[1:] == (head_dim, 1)
     assert context.split_kv_schedule is not None and context.block_tables is not None
@@ -320,8 +311,8 @@ def decode_attention(
     group = triton.next_power_of_2(q_heads // kv_heads)
     _decode_kernel[(kv_heads, len(context.split_kv_schedule))](
         q,
-        k_cache,
-        v_cache,
+        cache.k,
+        cache.v,
         out,
         partial,
         lse,
