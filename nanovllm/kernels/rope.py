@@ -199,7 +199,7 @@ def apply_rope_and_store_triton(
     assert rope.cos_sin_cache.is_contiguous()
     k_cache, v_cache, slot_mapping = k, v, rope.positions  # placeholders if nothing is stored
     if slots is not None:
-        (k_cache, v_cache), slot_mapping = slots
+        k_cache, v_cache, slot_mapping = slots.cache.k, slots.cache.v, slots.slot_mapping
         assert k_cache.is_contiguous() and v_cache.is_contiguous()
         assert k_cache.shape == v_cache.shape and slot_mapping.shape == (num_tokens,)
         assert k_cache.shape[2:] == k.shape[1:] == v.shape[1:]
