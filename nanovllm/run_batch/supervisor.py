@@ -116,7 +116,8 @@ class _Supervisor(SignalHandler):
     Attributes:
         is_stopping: whether SIGTERM or SIGINT has arrived.
         pid: the process id of the latest child.
-        reported_status: the exit status that the child reported_status; None if it died without a report.
+        reported_status: the exit status that the child reported; None if it died without a
+            report.
     """
 
     numbers = (*STOP_SIGNALS, signal.SIGALRM, signal.SIGTSTP)
