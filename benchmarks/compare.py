@@ -2,8 +2,8 @@
 
 ``python benchmarks/compare.py --engine ENGINE --model PATH`` prints one JSON line per workload. It
 uses only the common API of the three: ``LLM``, ``SamplingParams`` and ``generate``. Run it by its
-path. With ``-m``, which works only in the root of this repository, Python would import this project's
-package instead of nano-vLLM's, which has the same name.
+path. With ``-m``, which works only in the root of this repository, Python would import this
+project's package instead of nano-vLLM's, which has the same name.
 """
 
 import argparse

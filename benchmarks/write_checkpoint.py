@@ -1,8 +1,8 @@
 """Writes a checkpoint of random weights: ``python -m benchmarks.write_checkpoint SHAPE FOLDER``.
 
 The checkpoint has safetensors shards, a config and a tokenizer with the model's vocabulary size, so
-that it can stand for a real one when start-up is measured. ``--tokenizer`` copies a tokenizer from a
-folder instead.
+that it can stand for a real one when start-up is measured. ``--tokenizer`` copies a tokenizer from
+a folder instead.
 """
 
 import argparse
@@ -110,7 +110,7 @@ def write_weights(config: dict[str, Any], folder: Path) -> None:
 
 
 def write_tokenizer(config: dict[str, Any], folder: Path) -> None:
-    """Writes a byte-level BPE tokenizer with 300 tokens less than the model's vocabulary: bytes, and
+    """Writes a byte-level BPE tokenizer, of slightly fewer tokens than the vocabulary: bytes, and
     words of up to four letters."""
     size = config["vocab_size"] - 300  # as in real models, some embedding rows have no token
     words = sorted(pre_tokenizers.ByteLevel.alphabet())
