@@ -10,11 +10,10 @@ from tqdm.auto import tqdm
 from nanovllm.engine.request import PreparedRequest, grammar_of
 from nanovllm.engine.sampling_state import PreparedParams, SamplingStateFactory
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import PromptEncoder, raise_errors
+from nanovllm.text.prompts import PORTION, PromptEncoder, raise_errors
 from nanovllm.utils.progress import portions
 
 CLOSED = "this engine is closed: make a new one"
-PORTION = 256  # prompts tokenised together
 Checked: TypeAlias = PreparedRequest | Exception  # a request, or why it is refused
 
 
