@@ -445,9 +445,7 @@ class LLMEngine:
         seqs[0].wants_prompt_logprobs = params.prompt_logprobs is not None
         seqs[0].siblings = seqs[1:]
         metrics = RequestMetrics(arrival_time=time())
-        request = Request(
-            request_id, prepared.prompt, token_ids[:], params, seqs, metrics, is_stream=streams
-        )
+        request = Request(request_id, prepared, seqs, metrics, is_stream=streams)
         if not self._requests:
             self.throughput.restart()
         try:

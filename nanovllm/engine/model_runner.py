@@ -166,7 +166,7 @@ class ModelRunner:
 
             step.prompt_logprobs = compute_prompt_logprobs(self, step, batch)
         if num_sampled and not self.samples_in_step(batch):
-            step.sampling = self.prepare_sample(batch)
+            step.sampling = prepare_sample(batch).to(self.device)
             self.call("sample_step", step, num_sampled)
         step.release()
         step.token_ids = self.sampled_tokens[:num_sampled]
@@ -258,26 +258,14 @@ class ModelRunner:
             inputs = replace(inputs, sampling_rows=rows)
         return inputs.pack(size, pin_memory=self.device.type == "cuda")
 
-    def prepare_sample(self, batch: Batch) -> SamplingInputs:
-        """How to sample the next tokens, on the device."""
-        return prepare_sample(batch).to(self.device)
-
     def _split_kv(self, context_lens: np.ndarray) -> np.ndarray | None:
         kv_heads = heads_per_rank(self.model_config.num_key_value_heads, self.tp.size)
         return self.backend.split_kv(context_lens, kv_heads, self.model_config.head_dim, self.dtype)
 
     @on_device
     def exit(self) -> None:
-        """Frees graphs, cache and weights, as far as there are any."""
-        for name in (
-            "graphs",
-            "kv_cache",
-            "block_tables",
-            "model",
-            "backend",
-            "sampler",
-            "sampled_tokens",
-        ):
+        """Frees what start-up has set, such as cache and weights, as far as there is any."""
+        for name in ModelRunner.__annotations__:
             vars(self).pop(name, None)
         gc.collect()  # parameters and their weight loaders refer to each other
         if self.device.type == "cuda":

@@ -5,8 +5,6 @@ packed into four matrices (qkv, o, gate-up, down), split over the tensor-paralle
 by MLP columns. N is the step's number of new tokens, of all sequences end to end.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -121,22 +119,13 @@ class DecoderModel(nn.Module):
             DecoderLayer(config, spec, rope(config.head_dim, max_position, spec.attention.rope))
             for spec in config.layers
         )
-        self._layers_run = [*self.layers]
+        self.layers_run = [*self.layers]  # few of them while kernels are compiled
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    @contextmanager
-    def few_layers(self) -> Iterator[None]:
-        """Within, a step runs the first two layers and the last one: all kernels that there are."""
-        self._layers_run = [*self.layers[:2], *self.layers[2:][-1:]]
-        try:
-            yield
-        finally:
-            self._layers_run = [*self.layers]
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden_states = self.embed_tokens(input_ids)
         residual = None
-        *layers, last = self._layers_run
+        *layers, last = self.layers_run
         for layer in layers:
             hidden_states, residual = layer(positions, hidden_states, residual)
         outputs = get_context().output_indices  # nobody attends to what the last layer gives

@@ -109,7 +109,7 @@ class PromptEncoder:
         return IncrementalDetokenizer(
             texts,
             [last_prompt_token] if texts.needs_context else [],
-            params.stop_strings,
+            list(params.stop or ()),
             params.include_stop_str_in_output,
         )
 

@@ -294,7 +294,7 @@ class Engine:
         for seq in [seq for seq in live if seq.is_finished]:
             request = self.unfinished.pop(seq)
             assert not seq.block_table
-            assert seq.prompt_token_ids == request.prompt
+            assert seq.token_ids[: seq.num_prompt_tokens] == request.prompt
             finish = self.finishes[seq]
             result = seq.completion_token_ids, finish.reason, finish.stop_reason
             self.results.append((request, result))
