@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from nanovllm.engine.batch import Batch, StepOutput
+from nanovllm.engine.batch import Batch
 from nanovllm.layers.sampler import SamplingInputs
 
 
@@ -18,9 +18,12 @@ class InFlightStep:
         hidden_states: [N, hidden_size], as long; None after a CUDA graph.
         batch: what was launched. This and all that follows is set on rank 0 only.
         sampling: how to sample; None where the forward pass samples by itself.
-        token_ids: int64 [num_sampled], on the host once ``arrived`` has happened.
-        logprobs: int32, packed (see ``StepOutput``), as ``token_ids``.
-        prompt_logprobs: see ``StepOutput``.
+        token_ids: int64 [num_sampled], the next token of each sampled item, in batch order; -1 if
+            none was allowed. On the host once ``arrived`` has happened.
+        logprobs: int32 [num_sampled, 1 + 2 * (1 + k)] as ``pack_logprobs`` lays them out, as
+            ``token_ids``; None if no sequence asks for them.
+        prompt_logprobs: by seq_id, the same rows for the prompt tokens whose logits this step
+            computed.
         arrived: recorded after the copies to the host; None on a CPU.
     """
 
@@ -38,7 +41,7 @@ class InFlightStep:
         self.logits = self.hidden_states = self.sampling = None
 
     def copy_to_host(self) -> None:
-        """Starts the copies of its results; ``wait`` waits for them."""
+        """Starts the copies of its results; ``ModelRunner.wait`` waits for them."""
         assert self.token_ids is not None
         if not self.token_ids.is_cuda:
             self.token_ids = self.token_ids.clone()  # the next step writes over its buffer
@@ -48,10 +51,3 @@ class InFlightStep:
             self.logprobs = self.logprobs.to("cpu", non_blocking=True)
         self.arrived = torch.cuda.Event()
         self.arrived.record()
-
-    def wait(self) -> StepOutput:
-        assert self.token_ids is not None
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        logprobs = None if self.logprobs is None else self.logprobs.numpy()
-        return StepOutput(self.token_ids.tolist(), logprobs, self.prompt_logprobs)

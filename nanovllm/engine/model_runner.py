@@ -13,7 +13,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine import model_inputs
-from nanovllm.engine.batch import Batch, StepOutput
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs
 from nanovllm.engine.sampling_inputs import prepare_sample, sampling_rows
@@ -173,13 +173,14 @@ class ModelRunner:
         step.copy_to_host()
         return step
 
-    def wait(self, step: InFlightStep) -> StepOutput:
-        """Rank 0: waits for a step's results.
+    def wait(self, step: InFlightStep) -> None:
+        """Rank 0: waits until a sampled step's results are on the host.
 
         Raises:
             WorkerError: another rank has failed; so does every later call.
         """
-        return step.wait()
+        if step.arrived is not None:
+            step.arrived.synchronize()
 
     def samples_in_step(self, batch: Batch) -> bool:
         """Whether the forward pass samples: sampling needs no more than the sampling rows, which

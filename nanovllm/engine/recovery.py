@@ -3,8 +3,11 @@
 import copy
 import logging
 
+import torch
+
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Finish, Sequence, SequenceStatus
 from nanovllm.utils.memory import describe_memory, is_out_of_memory
@@ -44,9 +47,9 @@ def retry_alone(finished: dict[Sequence, Finish], scheduler: Scheduler) -> dict[
         if not finish.error:
             continue
         state = seq.completion.sampling
-        if state.error:
-            finished[seq] = finish._replace(error=state.error)
-        elif not seq.is_isolated and not state.allows_none(seq.token_ids):
+        if reason := next((edit.error for edit in state.edits if edit.error), ""):
+            finished[seq] = finish._replace(error=reason)
+        elif not seq.is_isolated and not allows_none(state, seq.token_ids):
             message = "request %s: %s; computing it once more, alone"
             logger.warning(message, seq.request_id, finish.error)
             retried[seq] = alone(seq)
@@ -54,6 +57,14 @@ def retry_alone(finished: dict[Sequence, Finish], scheduler: Scheduler) -> dict[
             seq.completion.prompt_logprobs = []
             del finished[seq]
     return retried
+
+
+def allows_none(state: SamplingState, token_ids: list[int]) -> bool:
+    """Whether the parameters forbid every token after these, whatever the logits are."""
+    logits = torch.zeros(1, state.vocab_size)
+    for edit in state.edits:
+        edit.apply(logits, token_ids)
+    return bool(logits.isneginf().all())
 
 
 def alone(seq: Sequence) -> Sequence:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policy import FirstComeFirstServed
@@ -28,16 +29,13 @@ class Scheduler:
     join the running sequences with copies of its blocks. They count as residents from the start.
 
     Args:
+        config: the block size, the most sequences and tokens of a step, and whether equal prefixes
+            share blocks. Every resident sequence decodes one token a step.
         num_blocks: KV blocks to hand out.
-        block_size: tokens per block.
-        max_num_seqs: most sequences resident at once; at most max_num_batched_tokens, because
-            every resident decodes one token a step.
-        max_num_batched_tokens: most tokens per step.
         max_model_len: longest prompt + completion, in tokens.
         eos_token_ids: tokens that end a sequence.
         eos_token_id: the primary EOS token, reported with ``stop_reason=None``. Any other EOS token
             is reported as the stop reason.
-        enable_prefix_caching: share the blocks of equal prefixes.
         policy: the order in which waiting sequences are admitted, first come, first served if None.
     """
 
@@ -48,26 +46,21 @@ class Scheduler:
 
     def __init__(
         self,
-        *,
+        config: Config,
         num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: Iterable[int] = (),
         eos_token_id: int | None = None,
-        enable_prefix_caching: bool = True,
         policy: FirstComeFirstServed | None = None,
     ) -> None:
-        assert max_num_seqs <= max_num_batched_tokens, "each resident decodes a token in a step"
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = config.max_step_seqs
+        self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_model_len = max_model_len
         # A sequence that has the cache to itself must fit, or it could never finish.
-        self.max_len = min(max_model_len, num_blocks * block_size)
+        self.max_len = min(max_model_len, num_blocks * config.kvcache_block_size)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.eos_token_id = eos_token_id
-        self._cache_settings = num_blocks, block_size, enable_prefix_caching
+        self._cache_settings = num_blocks, config.kvcache_block_size, config.enable_prefix_caching
         self.waiting = FirstComeFirstServed() if policy is None else policy
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # of prompts started so far

@@ -10,14 +10,11 @@ from functools import cache
 import torch
 from torch import nn
 
+from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.model_config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig
 from nanovllm.utils.context import get_context
@@ -69,12 +66,12 @@ class DecoderMLP(nn.Module):
         hidden, inner = config.hidden_size, spec.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], spec.bias)
         self.down_proj = RowParallelLinear(inner, hidden, spec.bias)
-        self.swiglu_format = self.down_proj.linear_weight.input_format
+        self.act_fn = SiluAndMul(self.down_proj.linear_weight.input_format)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x, residual = self.gate_up_proj.after_norm(norm, x, residual, self.swiglu_format)
+        x, residual = self.gate_up_proj.after_norm(norm, x, residual, self.act_fn)
         return self.down_proj.add_to(residual, x)
 
 
