@@ -1,8 +1,7 @@
 """A step in flight: everything that exists of it between its launch and its tokens."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from nanovllm.engine.batch import Batch
@@ -22,8 +21,6 @@ class InFlightStep:
             none was allowed. On the host once ``arrived`` has happened.
         logprobs: int32 [num_sampled, 1 + 2 * (1 + k)] as ``pack_logprobs`` lays them out, as
             ``token_ids``; None if no sequence asks for them.
-        prompt_logprobs: by seq_id, the same rows for the prompt tokens whose logits this step
-            computed.
         arrived: recorded after the copies to the host; None on a CPU.
     """
 
@@ -33,7 +30,6 @@ class InFlightStep:
     sampling: SamplingInputs | None = None
     token_ids: torch.Tensor | None = None
     logprobs: torch.Tensor | None = None
-    prompt_logprobs: dict[int, np.ndarray] = field(default_factory=dict)
     arrived: torch.cuda.Event | None = None
 
     def release(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -32,19 +32,15 @@ from nanovllm.utils.tracebacks import clear_frames
 if TYPE_CHECKING:
     from nanovllm.engine.cuda_graphs import StepGraphs
 
-P = ParamSpec("P")
-R = TypeVar("R")
-Runner = TypeVar("Runner", bound="ModelRunner")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def on_device(
-    method: Callable[Concatenate[Runner, P], R],
-) -> Callable[Concatenate[Runner, P], R]:
+def on_device(method: Method) -> Method:
     """Makes the runner's GPU PyTorch's current device during a call, whatever the user's program,
     another thread or another engine has chosen. In a forked child the call is a ValueError."""
 
     @wraps(method)
-    def call(self: Runner, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: "ModelRunner", *args: Any, **kwargs: Any) -> Any:
         if self.is_forked:
             raise ValueError(
                 f"this engine belongs to process {self._pid}, of which this one is a forked child: "
@@ -55,7 +51,7 @@ def on_device(
         with torch.cuda.device(self.device):
             return method(self, *args, **kwargs)
 
-    return call
+    return cast(Method, call)
 
 
 class NoGraphs:
@@ -162,9 +158,9 @@ class ModelRunner:
         assert batch is not None
         num_sampled = len(batch.sampled)
         if batch.is_prefill and any(item.seq.wants_prompt_logprobs for item in batch.items):
-            from nanovllm.engine.logprobs import compute_prompt_logprobs
+            from nanovllm.engine.logprobs import collect_prompt_logprobs
 
-            step.prompt_logprobs = compute_prompt_logprobs(self, step, batch)
+            collect_prompt_logprobs(self, step, batch)
         if num_sampled and not self.samples_in_step(batch):
             step.sampling = prepare_sample(batch).to(self.device)
             self.call("sample_step", step, num_sampled)

@@ -90,10 +90,6 @@ class StepLoop:
         batch = step.batch
         assert batch is not None and step.token_ids is not None
         results = step.token_ids.tolist()
-        for item in batch.items if step.prompt_logprobs else ():
-            if (logprobs := step.prompt_logprobs.get(item.seq.seq_id)) is not None:
-                item.seq.completion.prompt_logprobs.append(logprobs)
-                item.seq.num_prompt_logprobs += len(logprobs)
         rows = [i for i, item in enumerate(batch.sampled) if not item.seq.is_finished]
         finished = self.scheduler.postprocess(batch, results)
         retried: dict[Sequence, Sequence] = {}
