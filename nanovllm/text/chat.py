@@ -2,12 +2,11 @@
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
-Message: TypeAlias = dict[str, Any]
+from nanovllm.text.prompts import Message
 
 # The content-part types that hold text, each with the key of its text.
 TEXT_KEYS = {
@@ -17,7 +16,8 @@ TEXT_KEYS = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-# These match a template that loops over content parts, and one that also accepts a string.
+# LOOPS_OVER_CONTENT matches a template that loops over content parts. CHECKS_FOR_STRING matches one
+# that tests whether content is a string.
 LOOPS_OVER_CONTENT = re.compile(
     r"\{%[-+]?\s*for\s+\w+\s+in\s+(\w+\[['\"]content['\"]\]|(\w+\.)?content\b)"
 )
@@ -41,19 +41,8 @@ class MessageFormat:
     supports_developer_role: bool
 
 
-def to_conversation_list(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Any]:
-    """Returns a list of conversations. A single conversation becomes a list of one. The messages
-    are not checked."""
-    if not isinstance(messages, (list, tuple)):
-        raise TypeError(
-            f"messages must be a conversation or a list of them, got {type(messages).__name__}"
-        )
-    is_single = bool(messages) and isinstance(messages[0], dict)
-    return [messages] if is_single else list(messages)
-
-
 def normalize_message(message: Any) -> Message:
-    """Returns a copy of a message in one format, whichever variant of OpenAI's format it came in.
+    """Converts a message from any variant of OpenAI's format to one format. Returns a copy.
 
     Content parts become a list of ``{"type": "text", "text": ...}``; missing content becomes an
     empty list. Tool-call arguments are parsed from JSON to an object; missing arguments become an
@@ -105,7 +94,7 @@ def _part_text(part: Any) -> str:
 
 
 def _normalize_tool_call(call: Any) -> dict[str, Any]:
-    """Returns a copy of a tool call with its arguments as an object, which templates serialize."""
+    """Returns a copy of a tool call whose arguments are an object, not JSON text."""
     is_bare = isinstance(call, dict) and "name" in call  # the function without its wrapper
     function = call if is_bare else call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):

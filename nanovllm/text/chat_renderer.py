@@ -2,20 +2,32 @@
 
 import inspect
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from tqdm.auto import tqdm
+
 from nanovllm.text.chat import MessageFormat, adapt_messages, detect_format, normalize_message
 from nanovllm.text.limited_process import LimitedProcess, ProcessError
-from nanovllm.text.prompts import map_each, map_valid
+from nanovllm.text.prompts import (
+    PORTION,
+    Message,
+    PromptEncoder,
+    TokensPrompt,
+    map_each,
+    map_valid,
+)
+from nanovllm.utils.progress import slices
 
 TEMPLATE_PROCESS = str(Path(__file__).with_name("template_process.py"))
 RENDER_SECONDS = 5.0
 MEMORY_BYTES = 1 << 30
-# Appended to the last message with ``continue_final_message``, to find its end in the prompt.
+# With ``continue_final_message``, this is appended to the last message's text, and marks the end of
+# that text in the rendered prompt.
 END_OF_TEXT = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -31,6 +43,51 @@ class ChatRenderer:
     def __init__(self, cpu_seconds: float = RENDER_SECONDS) -> None:
         self._process = LimitedProcess(TEMPLATE_PROCESS, cpu_seconds, MEMORY_BYTES)
 
+    def prompts(
+        self,
+        encoder: PromptEncoder,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        make_bar: Callable[..., tqdm] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[TokensPrompt | Exception]:
+        """Renders and tokenizes conversations. Returns a prompt for each conversation, or a
+        TypeError or ValueError if it has none.
+
+        Args:
+            encoder: tokenizes the rendered texts.
+            messages: one conversation or several.
+            make_bar: makes a progress bar, like ``tqdm``; None to show no bar.
+
+        The other arguments are those of ``LLM.render_chat``.
+
+        Raises:
+            TypeError: ``messages`` is neither a conversation nor a list.
+            ValueError: there is no tokenizer, or no chat template.
+        """
+        tokenizer = encoder.tokenizer
+        if tokenizer is None:
+            raise ValueError("this model has no tokenizer: use generate with token ids")
+        if not (tokenizer.chat_template or chat_template):
+            raise ValueError("this model has no chat template: pass chat_template, or use generate")
+        options = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            **(chat_template_kwargs or {}),
+        }
+        conversations = _as_conversations(messages)
+        prompts: list[TokensPrompt | Exception] = []
+        for portion in slices(len(conversations), PORTION, make_bar, "Tokenizing"):
+            texts = self.render(tokenizer, conversations[portion], options)
+            prompts += encoder.encode_texts(texts)  # they contain all special tokens, BOS included
+        return prompts
+
     def render(
         self, tokenizer: Any, conversations: Iterable[Any], options: dict[str, Any]
     ) -> list[str | Exception]:
@@ -45,22 +102,33 @@ class ChatRenderer:
                 the template.
         """
         try:
-            head, message_format, continues = _read_options(tokenizer, **options)
+            shared, message_format, continues = _read_options(tokenizer, **options)
         except Exception as error:  # reading a tool's function and docstring runs user code
-            return [_fails(f"{type(error).__name__}: {error}") for _ in conversations]
+            return [_template_error(f"{type(error).__name__}: {error}") for _ in conversations]
         prepare = partial(_prepare, message_format=message_format, continues=continues)
-        return map_valid(partial(self._render, head), map_each(prepare, conversations))
+        return map_valid(partial(self._render, shared), map_each(prepare, conversations))
 
     def close(self) -> None:
         """Ends the process. The next conversation starts a new one."""
         self._process.close()
 
     def _render(
-        self, head: bytes, prepared: Sequence[tuple[bytes, str | None]]
+        self, shared: bytes, prepared: Seq[tuple[bytes, str | None]]
     ) -> list[str | Exception]:
-        responses = self._process.run(_dump((head, messages)) for messages, _ in prepared)
+        responses = self._process.run(_dump((shared, messages)) for messages, _ in prepared)
         final_texts = (text for _, text in prepared)
         return map_each(_read_response, zip(responses, final_texts, strict=True))
+
+
+def _as_conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Any]:
+    """Returns a list of conversations. A single conversation becomes a list of one. The messages
+    are not checked."""
+    if not isinstance(messages, (list, tuple)):
+        raise TypeError(
+            f"messages must be a conversation or a list of them, got {type(messages).__name__}"
+        )
+    is_single = bool(messages) and isinstance(messages[0], dict)
+    return [messages] if is_single else list(messages)
 
 
 def _read_options(
@@ -84,13 +152,13 @@ def _read_options(
         "documents": None,
         **tokenizer.special_tokens_map,
         **variables,
-        "tools": None if tools is None else [_describe(tool) for tool in tools],
+        "tools": None if tools is None else [_tool_schema(tool) for tool in tools],
         "add_generation_prompt": add_generation_prompt,
     }
     return _pack((template, shared)), detect_format(template), continue_final_message
 
 
-def _describe(tool: Any) -> dict[str, Any]:
+def _tool_schema(tool: Any) -> dict[str, Any]:
     """Returns the JSON schema of a tool, which may be a dict or a function."""
     if inspect.isfunction(tool) or inspect.ismethod(tool):
         from transformers.utils import get_json_schema
@@ -142,22 +210,22 @@ def _read_response(response: tuple[bytearray | ProcessError, str | None]) -> str
         raise ValueError(f"the chat template {data}")
     text = str(memoryview(data)[1:], "utf-8", "surrogatepass")
     if data[:1] != b"T":
-        raise _fails(text)
+        raise _template_error(text)
     if final_text is None:
         return text
     before, mark, after = text.rpartition(END_OF_TEXT.strip())
     if not mark or final_text.strip() not in text:
-        raise _fails("continue_final_message is set, but it changes or leaves out the last message")
-    # If the mark lost its trailing space, the template strips messages, so strip the text as well.
+        raise _template_error("it changes or leaves out the last message (continue_final_message)")
+    # If END_OF_TEXT has lost its trailing space, the template strips messages: strip the text too.
     return before if after.startswith(" ") else before.rstrip()
 
 
-def _fails(reason: str) -> ValueError:
+def _template_error(reason: str) -> ValueError:
     return ValueError(f"the chat template fails: {reason}")
 
 
 class _NotPlain(Exception):
-    pass
+    """An object is not plain data."""
 
 
 class _Packer(pickle.Pickler):
@@ -168,7 +236,8 @@ class _Packer(pickle.Pickler):
 
 
 def _pack(value: Any) -> bytes:
-    """Pickles plain data. Instances of subclasses of the plain types are converted first.
+    """Pickles plain data: strings, numbers, booleans, None, lists, tuples and dicts. Instances of
+    their subclasses are converted to these types first.
 
     Raises:
         TypeError: the data holds an object of another type.

@@ -101,15 +101,15 @@ def handle(request: bytes) -> bytes:
     """Renders one conversation.
 
     Args:
-        request: two pickles in a pickled tuple: the template with the variables that all
-            conversations share, and the messages.
+        request: a pickled tuple of two pickles. The first holds the template and the variables
+            that all conversations share, the second the messages of this conversation.
 
     Returns:
         bytes: "T" and the text, or "E" and the error's class and message.
     """
     try:
-        head, messages = pickle.loads(request)
-        template, variables = _read_head(head)
+        shared, messages = pickle.loads(request)
+        template, variables = _read_shared(shared)
         text = template.render(variables, messages=pickle.loads(messages))
         data = text.encode("utf-8", "surrogatepass")
         if len(data) > MAX_TEXT_BYTES:
@@ -123,8 +123,8 @@ def handle(request: bytes) -> bytes:
 
 
 @lru_cache(1)
-def _read_head(head: bytes) -> tuple[Template, dict[str, Any]]:
-    source, variables = pickle.loads(head)
+def _read_shared(shared: bytes) -> tuple[Template, dict[str, Any]]:
+    source, variables = pickle.loads(shared)
     is_cached = len(source) <= MAX_CACHED_CHARS
     compile_template = _compile_cached if is_cached else environment.from_string
     return compile_template(source), variables
