@@ -312,7 +312,7 @@ class TestGrammars:
         assert not [t for t in threading.enumerate() if t.name.startswith("nanovllm-grammars")]
 
 
-CLOSED = "this engine was closed, by another call"
+CLOSED = "this engine was closed by another call"
 
 
 class Paused:

@@ -32,7 +32,8 @@ class Batch:
     """The sequences of one step: a prefill of prompts (``is_prefill``), or a decode of one token
     each.
 
-    ``block_copies`` are KV blocks to copy before the step, (from, to), in this order.
+    ``block_copies`` are pairs (source, target) of KV blocks. The step copies them first, one after
+    the other.
     """
 
     items: tuple[ScheduledSequence, ...]
@@ -53,7 +54,7 @@ class Batch:
 
     @cached_property
     def sampling_kinds(self) -> set[SamplingKind]:
-        """What sampling its tokens involves: few kinds, however large the batch."""
+        """The distinct ``SamplingKind`` values of the sampled items, usually only a few."""
         return {item.seq.completion.sampling.kind for item in self.sampled}
 
 
@@ -62,7 +63,7 @@ class StepOutput:
     """A step's results on the host.
 
     Attributes:
-        token_ids: the next token of each sampled item, in batch order; -1 if none was allowed.
+        token_ids: the next token of each sampled item, in batch order; -1 if none could be sampled.
         logprobs: int32 [num_sampled, 1 + 2 * (1 + k)] as ``pack_logprobs`` lays them out; None if
             no sequence asks for them.
         prompt_logprobs: by seq_id, the same rows for the prompt tokens whose logits this step

@@ -1,4 +1,4 @@
-"""What a step does that runs out of memory, or cannot sample a token."""
+"""Recovery of steps that ran out of memory, and of sequences for which no token was sampled."""
 
 import logging
 
@@ -14,8 +14,8 @@ logger = logging.getLogger("nanovllm")
 def roll_back(
     error: Exception, batch: Batch, scheduler: Scheduler, model_runner: ModelRunner
 ) -> None:
-    """Rolls back a step that ran out of memory, so that smaller ones compute the same later. (Not
-    with several ranks: the others cannot roll back.)
+    """Rolls back a step that ran out of memory. Its tokens are computed later, in smaller steps.
+    With several ranks a step cannot be rolled back, because the other ranks may have run it.
 
     Raises:
         RuntimeError: not even the smallest step fits.
@@ -27,17 +27,23 @@ def roll_back(
     if not scheduler.roll_back(batch):
         raise RuntimeError(
             f"out of memory in the smallest step ({memory}). Unfinished requests are dropped. "
-            f"Lower gpu_memory_utilization, max_num_batched_tokens or max_num_seqs, or end what "
-            f"else uses this memory"
+            f"Lower gpu_memory_utilization, max_num_batched_tokens or max_num_seqs, or end other "
+            f"programs that use this memory"
         ) from error
-    message = "out of memory in a step of %d tokens; going on with smaller ones (%s)"
+    message = "out of memory in a step of %d tokens; continuing with smaller steps (%s)"
     logger.warning(message, batch.num_tokens, memory)
 
 
 def retry_alone(finished: dict[Sequence, Finish], scheduler: Scheduler) -> dict[Sequence, Sequence]:
-    """Takes out the sequences that ended because no token could be sampled, and queues each to be
-    computed again once, alone: the NaN may have come with a prefix that another sequence computed.
-    Returns them, and the sequences that take their place."""
+    """Retries sequences for which no token could be sampled. Each is computed again, once, without
+    shared blocks: its NaN logits may be due to a cached prefix that another sequence computed.
+
+    Args:
+        finished: the sequences that finished, and how. Retried sequences are removed from it.
+
+    Returns:
+        The retried sequences, and for each the sequence that replaces it.
+    """
     retried = {}
     for seq, finish in reversed([*finished.items()]):
         if not finish.error:
@@ -46,7 +52,7 @@ def retry_alone(finished: dict[Sequence, Finish], scheduler: Scheduler) -> dict[
         if state.error:
             finished[seq] = finish._replace(error=state.error)
         elif not seq.is_isolated and not state.allows_none(seq.token_ids):
-            message = "request %s: %s; computing it once more, alone"
+            message = "request %s: %s; computing it once more, without the prefix cache"
             logger.warning(message, seq.request_id, finish.error)
             retried[seq] = scheduler.retry_alone(seq)
             seq.completion.prompt_logprobs = []
