@@ -13,16 +13,18 @@ logger = logging.getLogger("nanovllm")
 
 def roll_back(
     error: Exception, batch: Batch, scheduler: Scheduler, model_runner: ModelRunner
-) -> None:
+) -> bool:
     """Rolls back a step that ran out of memory. Its tokens are computed later, in smaller steps.
-    With several ranks a step cannot be rolled back, because the other ranks may have run it.
+
+    Returns:
+        False if the error has another cause, or if there are several ranks. Then a step cannot be
+        rolled back, because the other ranks may have run it.
 
     Raises:
         RuntimeError: not even the smallest step fits.
-        Exception: ``error`` itself, if it has another cause.
     """
     if model_runner.tp.size > 1 or not is_out_of_memory(error):
-        raise error
+        return False
     memory = describe_memory(model_runner.device)
     if not scheduler.roll_back(batch):
         raise RuntimeError(
@@ -32,6 +34,7 @@ def roll_back(
         ) from error
     message = "out of memory in a step of %d tokens; continuing with smaller steps (%s)"
     logger.warning(message, batch.num_tokens, memory)
+    return True
 
 
 def retry_alone(finished: dict[Sequence, Finish], scheduler: Scheduler) -> dict[Sequence, Sequence]:
