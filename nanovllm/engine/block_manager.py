@@ -54,8 +54,8 @@ class BlockManager:
         # Least recently freed first. Ordered, with O(1) removal from the middle for cache hits.
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.used_block_ids: set[int] = set()
-        self.free_rows: list[int] = []
-        self.num_rows = 0  # of the device's block tables that were ever in use
+        self.free_table_rows: list[int] = []
+        self.num_table_rows = 0  # of the device's block tables that were ever in use
 
     @staticmethod
     def compute_hash(token_ids: list[int], prefix: int | None = None) -> int:
@@ -95,7 +95,7 @@ class BlockManager:
         seq.num_cached_tokens = len(prefix) * self.block_size
         self._take_row(seq)
         while len(seq.block_table) < seq.num_blocks:
-            seq.block_table.append(self._open_block())
+            seq.block_table.append(self._take_block())
 
     def fork(self, parent: Sequence, child: Sequence) -> tuple[int, int] | None:
         """Gives a waiting sequence the blocks of a parent whose tokens begin with the same tokens.
@@ -112,7 +112,7 @@ class BlockManager:
         child.num_cached_tokens = len(child) - 1
         for block_id in child.block_table:
             self.blocks[block_id].ref_count += 1
-        child.block_table.append(self._open_block())
+        child.block_table.append(self._take_block())
         self._take_row(child)
         if child.num_cached_tokens % self.block_size == 0:
             return None
@@ -126,7 +126,7 @@ class BlockManager:
     def may_append(self, seq: Sequence) -> None:
         """Appends a block if the sequence's last token has no slot yet."""
         if seq.num_tokens > len(seq.block_table) * self.block_size:
-            seq.block_table.append(self._open_block())
+            seq.block_table.append(self._take_block())
 
     def mark_computed(self, batch: Batch) -> None:
         """Records what a launched step computes: its tokens count as computed, its block tables as
@@ -138,9 +138,9 @@ class BlockManager:
                 seq.num_sent_blocks = len(seq.block_table)
                 # A decode fills a block only if its token takes the last slot.
                 if batch.is_prefill or end % self.block_size == 0:
-                    self.seal(seq, start, end)
+                    self.cache_blocks(seq, start, end)
 
-    def seal(self, seq: Sequence, start: int, end: int) -> None:
+    def cache_blocks(self, seq: Sequence, start: int, end: int) -> None:
         """Adds the blocks that tokens [start, end) fill to the prefix cache. Their keys and values
         are already computed, or are computed before any other sequence reads them."""
         if not self.enable_prefix_caching or seq.is_isolated:
@@ -152,13 +152,13 @@ class BlockManager:
                 # If an equal block is already cached, later sequences share that one.
                 self.hash_to_block_id.setdefault(self._hash(seq, i), block.block_id)
 
-    def unseal(self, seq: Sequence, end: int) -> None:
-        """Rolls back ``seal`` for tokens up to ``end``, after the step that should have computed
-        them failed. No other sequence may hold these blocks."""
+    def uncache_blocks(self, seq: Sequence, end: int) -> None:
+        """Rolls back ``cache_blocks`` for tokens up to ``end``, because the step that should have
+        computed them failed. No other sequence may hold these blocks."""
         for i in range(seq.num_cached_tokens // self.block_size, end // self.block_size):
-            self._forget(self.blocks[seq.block_table[i]])
+            self._reset_block(self.blocks[seq.block_table[i]])
 
-    def forget(self, seq: Sequence) -> None:
+    def evict(self, seq: Sequence) -> None:
         """Removes the sequence's blocks from the prefix cache, because their contents may be
         corrupt."""
         for hash_ in seq.block_hashes:
@@ -167,7 +167,7 @@ class BlockManager:
     def deallocate(self, seq: Sequence) -> None:
         """Frees the sequence's blocks, last to first, so that prefixes are evicted last."""
         if seq.block_table:
-            self.free_rows.append(seq.table_row)
+            self.free_table_rows.append(seq.table_row)
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
@@ -197,18 +197,18 @@ class BlockManager:
         return seq.block_hashes[i]
 
     def _take_row(self, seq: Sequence) -> None:
-        if not self.free_rows:
-            self.free_rows.append(self.num_rows)
-            self.num_rows += 1
-        seq.table_row, seq.num_sent_blocks = self.free_rows.pop(), 0
+        if not self.free_table_rows:
+            self.free_table_rows.append(self.num_table_rows)
+            self.num_table_rows += 1
+        seq.table_row, seq.num_sent_blocks = self.free_table_rows.pop(), 0
 
-    def _open_block(self) -> int:
+    def _take_block(self) -> int:
         block_id, _ = self.free_block_ids.popitem(last=False)
-        self._forget(self.blocks[block_id])
+        self._reset_block(self.blocks[block_id])
         self.used_block_ids.add(block_id)
         return block_id
 
-    def _forget(self, block: Block) -> None:
+    def _reset_block(self, block: Block) -> None:
         """Removes a block from the prefix cache, and makes it an empty block with one owner."""
         if block.hash is not None and self.hash_to_block_id.get(block.hash) == block.block_id:
             del self.hash_to_block_id[block.hash]

@@ -151,24 +151,25 @@ class StepGraphs:
     ) -> Iterator[tuple[GraphSize, Callable[[], torch.Tensor]]]:
         """Yields each size with a step that reads its inputs from the buffer, from the largest size
         down. When a step is yielded, the buffer holds its inputs, which are all padding."""
-        blanks = {
+        packed_inputs = {
             size: self.runner.prepare(Batch((), is_prefill=size.is_prefill), size)
             for size in sorted(sizes, reverse=True)
         }
         width = self.runner.block_tables.resident.size(-1)
         ends = [
-            blank.tensors.start_of_last() + size.num_seqs * width for size, blank in blanks.items()
+            packed.tensors.start_of_last() + size.num_seqs * width
+            for size, packed in packed_inputs.items()
         ]
         num_words = max(ends, default=0)
         if num_words > len(self.buffer):
             self.buffer = torch.empty(num_words, dtype=torch.int32, device=self.runner.device)
-        for size, blank in blanks.items():
-            blank.tensors.copy_to(self.buffer)
-            yield size, self._make_step(blank)
+        for size, packed in packed_inputs.items():
+            packed.tensors.copy_to(self.buffer)
+            yield size, self._make_step(packed)
 
-    def _make_step(self, blank: PackedInputs) -> Callable[[], torch.Tensor]:
-        inputs = blank.unpack(self.buffer)
-        new_blocks = self.buffer[blank.tensors.start_of_last() :]  # up to the buffer's end
+    def _make_step(self, packed: PackedInputs) -> Callable[[], torch.Tensor]:
+        inputs = packed.unpack(self.buffer)
+        new_blocks = self.buffer[packed.tensors.start_of_last() :]  # up to the buffer's end
         inputs = replace(inputs, tables=inputs.tables._replace(new_blocks=new_blocks))
         return lambda: self.runner.run_model(inputs)[1]
 

@@ -15,7 +15,7 @@ CPU_CACHE_BYTES = 4 << 30
 CONTEXT_BYTES = 600 << 20
 
 
-def most_blocks(runner: ModelRunner) -> int:
+def max_num_blocks(runner: ModelRunner) -> int:
     """Returns an upper bound on what ``measure_kv_cache`` returns by default."""
     num_bytes = CPU_CACHE_BYTES
     if runner.device.type == "cuda":

@@ -54,7 +54,7 @@ def retry_alone(finished: dict[Sequence, Finish], scheduler: Scheduler) -> dict[
         state = seq.completion.sampling
         if state.error:
             finished[seq] = finish._replace(error=state.error)
-        elif not seq.is_isolated and not state.allows_none(seq.token_ids):
+        elif not seq.is_isolated and not state.forbids_all(seq.token_ids):
             message = "request %s: %s; computing it once more, without the prefix cache"
             logger.warning(message, seq.request_id, finish.error)
             retried[seq] = scheduler.retry_alone(seq)

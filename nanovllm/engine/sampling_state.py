@@ -94,7 +94,7 @@ class SamplingState:
         for edit in self.edits:
             edit.append_token(token_id)
 
-    def allows_none(self, token_ids: Sequence[int]) -> bool:
+    def forbids_all(self, token_ids: Sequence[int]) -> bool:
         """Whether the edits forbid every token after ``token_ids``, whatever the logits are."""
         logits = torch.zeros(1, self.vocab_size)
         for edit in self.edits:

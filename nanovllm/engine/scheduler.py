@@ -141,7 +141,7 @@ class Scheduler:
         self._block_copies = [*batch.block_copies, *self._block_copies]
         if batch.is_prefill:
             for item in reversed(batch.items):
-                self.block_manager.unseal(item.seq, item.end)
+                self.block_manager.uncache_blocks(item.seq, item.end)
                 self.preempt(item.seq)
             self._max_tokens_now = max(1, batch.num_tokens // 2)
             return batch.num_tokens > 1
@@ -167,7 +167,7 @@ class Scheduler:
                 continue
             if token_id < 0:
                 finish = Finish("error", error=NO_TOKEN)
-                self.block_manager.forget(seq)
+                self.block_manager.evict(seq)
             else:
                 seq.append_token(token_id)
                 if token_id in seq.stop_token_ids:
@@ -252,7 +252,7 @@ class Scheduler:
         if residents and not items and not self._can_admit_several(residents):
             return ()
         while budget and self.waiting and self._can_admit(self.waiting[0], residents):
-            if items and self._would_be_cut(self.waiting[0], budget):
+            if items and self._would_be_chunked(self.waiting[0], budget):
                 break
             seq = self.waiting.popleft()
             residents += 1 + len(seq.siblings)
@@ -267,7 +267,7 @@ class Scheduler:
             budget -= items[-1].num_tokens
         return tuple(items)
 
-    def _would_be_cut(self, seq: Sequence, budget: int) -> bool:
+    def _would_be_chunked(self, seq: Sequence, budget: int) -> bool:
         """Whether a prompt that would fit into one step does not fit into the rest of this step's
         budget. If it were split, its second chunk would read the first one's keys and values
         through the block table, which is slower."""
@@ -298,7 +298,7 @@ class Scheduler:
         end = min(start + budget, len(seq))
         # Registered before it is computed, so that equal prompts in this step share the blocks: a
         # step stores the keys and values of all its tokens before it reads any.
-        self.block_manager.seal(seq, start, end)
+        self.block_manager.cache_blocks(seq, start, end)
         return ScheduledSequence(seq, start, end, samples=end == len(seq))
 
     def _start_siblings(self, seq: Sequence) -> None:

@@ -57,7 +57,7 @@ def start_up(config: Config) -> StartedModel:
     """
     checkpoint = open_checkpoint(config.model)
     model_config = checkpoint.config
-    max_model_len = limit_of_model(config.max_model_len, model_config)
+    max_model_len = resolve_max_model_len(config.max_model_len, model_config)
     model_config.check_split(config.tensor_parallel_size)
     with ThreadPoolExecutor(1) as executor:  # importing the tokenizer library is slow
         encoder = executor.submit(load_encoder, config, checkpoint, max_model_len)
@@ -105,7 +105,7 @@ def start_up(config: Config) -> StartedModel:
     )
 
 
-def limit_of_model(max_model_len: int | None, model: ModelConfig) -> int:
+def resolve_max_model_len(max_model_len: int | None, model: ModelConfig) -> int:
     """Returns the maximum length of a sequence, by default the model's number of positions or its
     sliding window.
 
@@ -179,9 +179,9 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
     timed("ranks")
     num_blocks = config.num_kvcache_blocks
     if num_blocks == -1:
-        from nanovllm.engine.kv_cache import most_blocks
+        from nanovllm.engine.kv_cache import max_num_blocks
 
-        num_blocks = most_blocks(runner)
+        num_blocks = max_num_blocks(runner)
     limit_model_len(runner, num_blocks)  # the model's rotary embedding table has this length
     runner.model = build_model(runner)
     runner.sampler = Sampler(runner.model.lm_head)

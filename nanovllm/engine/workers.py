@@ -201,7 +201,7 @@ class Workers:
                 _context.Process(target=_worker_main, args=all_args, name=name, daemon=True)
             )
         self._state = _State(processes, self._folder)
-        self._times_awaited = 0
+        self._num_barriers = 0
         leave_to_parent(self)
         # Also runs when the interpreter exits, and when the engine is garbage collected.
         self.close = weakref.finalize(self, _end, self._state, self.channel, self._semaphores)
@@ -221,9 +221,9 @@ class Workers:
         """Waits for every worker: returns when each has called its ``barrier`` as often as rank 0
         has called this."""
         state = self._state
-        self._times_awaited += 1
+        self._num_barriers += 1
         with state.changed:
-            while min(state.times_ready) < self._times_awaited and not state.failure:
+            while min(state.barrier_counts) < self._num_barriers and not state.failure:
                 state.changed.wait(1.0)  # with a timeout, so that Ctrl-C is handled
         self.check()
 
@@ -320,7 +320,7 @@ class _State:
         self.store_folder = store_folder
         self.store: dist.Store | None = None
         self.changed = threading.Condition()
-        self.times_ready = [0] * len(processes)
+        self.barrier_counts = [0] * len(processes)
         self.failure = ""
         self.closing = False
         self.watcher: threading.Thread | None = None
@@ -357,7 +357,7 @@ def _watch(state: _State, pipes: list[Connection]) -> None:
                 error = ""
             if error is None:
                 with state.changed:
-                    state.times_ready[rank - 1] += 1
+                    state.barrier_counts[rank - 1] += 1
                     state.changed.notify_all()
                 continue
             if not state.closing:

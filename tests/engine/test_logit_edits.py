@@ -17,7 +17,7 @@ def make_state(**values: Any) -> SamplingState:
 
 
 @pytest.mark.parametrize(
-    ("values", "num_generated", "allows_none"),
+    ("values", "num_generated", "forbids_all"),
     [
         ({}, 0, False),
         ({"presence_penalty": 2.0, "logit_bias": {EOS: -100.0}}, 1, False),
@@ -30,12 +30,12 @@ def make_state(**values: Any) -> SamplingState:
     ],
 )
 def test_edits_that_forbid_every_token_are_noticed(
-    values: dict[str, Any], num_generated: int, allows_none: bool
+    values: dict[str, Any], num_generated: int, forbids_all: bool
 ):
     state = make_state(**values)
     for _ in range(num_generated):
         state.append_token(8)
-    assert state.allows_none(PROMPT + [8] * num_generated) == allows_none
+    assert state.forbids_all(PROMPT + [8] * num_generated) == forbids_all
 
 
 @pytest.mark.parametrize(
