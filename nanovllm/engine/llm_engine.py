@@ -37,7 +37,7 @@ NOT_ALONE = (
     "{} needs the engine to itself: finish the other requests with step, drop them with "
     "abort_request, or close the stream that they belong to"
 )
-STREAM_OPEN = "generate_stream has not ended: exhaust or close it, or abort its requests, first"
+STREAM_OPEN = "generate_stream has not ended: exhaust it, close it or abort its requests first"
 CLOSED_MEANWHILE = "this engine was closed by another call before this call had finished"
 
 
