@@ -1,11 +1,10 @@
 """A step in flight: a launched step whose results have not been applied yet."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from nanovllm.engine.batch import Batch, StepOutput
+from nanovllm.engine.batch import Batch
 from nanovllm.layers.sampler import SamplingInputs
 
 
@@ -18,9 +17,10 @@ class InFlightStep:
         hidden_states: [N, hidden_size]; None after sampling, and if the step ran as a CUDA graph.
         batch: the step's batch. This and the following attributes are set on rank 0 only.
         sampling: how to sample; None if the tokens were sampled in the forward pass.
-        token_ids: int64 [num_sampled], copied to the host when ``arrived`` is complete.
-        logprobs: int32, packed (see ``StepOutput``), copied as ``token_ids`` is.
-        prompt_logprobs: see ``StepOutput``.
+        token_ids: int64 [num_sampled], the next token of each sampled item, in batch order; -1 if
+            none could be sampled. Copied to the host when ``arrived`` is complete.
+        logprobs: int32 [num_sampled, 1 + 2 * (1 + k)], packed by ``pack_logprobs``, and copied as
+            ``token_ids`` is. None if no sequence asks for them.
         arrived: the event recorded after the copies to the host; None on a CPU.
     """
 
@@ -30,7 +30,6 @@ class InFlightStep:
     sampling: SamplingInputs | None = None
     token_ids: torch.Tensor | None = None
     logprobs: torch.Tensor | None = None
-    prompt_logprobs: dict[int, np.ndarray] = field(default_factory=dict)
     arrived: torch.cuda.Event | None = None
 
     def release(self) -> None:
@@ -38,7 +37,7 @@ class InFlightStep:
         self.logits = self.hidden_states = self.sampling = None
 
     def copy_to_host(self) -> None:
-        """Starts copying the results to the host. ``wait`` waits for the copies."""
+        """Starts copying the results to the host. ``ModelRunner.wait`` waits for the copies."""
         assert self.token_ids is not None
         if not self.token_ids.is_cuda:
             self.token_ids = self.token_ids.clone()  # the next step writes over its buffer
@@ -48,11 +47,3 @@ class InFlightStep:
             self.logprobs = self.logprobs.to("cpu", non_blocking=True)
         self.arrived = torch.cuda.Event()
         self.arrived.record()
-
-    def wait(self) -> StepOutput:
-        """Waits until the results are on the host, and returns them."""
-        assert self.token_ids is not None
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        logprobs = None if self.logprobs is None else self.logprobs.numpy()
-        return StepOutput(self.token_ids.tolist(), logprobs, self.prompt_logprobs)

@@ -109,17 +109,10 @@ def collect_logprobs(sampled: list[Sequence], token_ids: Iterable[int], rows: np
             completion.logprobs.append(narrow)
 
 
-def compute_prompt_logprobs(
-    runner: "ModelRunner", step: InFlightStep, batch: Batch
-) -> dict[int, np.ndarray]:
-    """Computes the logprobs of prompt tokens from a step's hidden states. The token at position i
-    is predicted at position i - 1, so the step yields the logprobs of the tokens that follow its
-    own.
-
-    Returns:
-        By seq_id, packed rows for each sequence that asks for prompt logprobs.
-    """
-    found: dict[int, np.ndarray] = {}
+def collect_prompt_logprobs(runner: "ModelRunner", step: InFlightStep, batch: Batch) -> None:
+    """Computes logprobs of prompt tokens from a step's hidden states, and appends them, packed, to
+    each completion whose request asks for them. The token at position i is predicted at position
+    i - 1, so a step yields the logprobs of the tokens that follow its own."""
     offset = 0
     for item in batch.items:
         seq, first = item.seq, item.seq.num_prompt_logprobs
@@ -127,7 +120,6 @@ def compute_prompt_logprobs(
         if seq.wants_prompt_logprobs and first < last:
             k = seq.sampling_params.prompt_logprobs
             assert k is not None
-            parts = []
             for start in range(first, last, PROMPT_LOGITS_ROWS):
                 stop = min(start + PROMPT_LOGITS_ROWS, last)
                 row = offset - item.start
@@ -135,7 +127,7 @@ def compute_prompt_logprobs(
                 # The logits at each position predict the next token.
                 ids = torch.tensor(seq.token_ids[start + 1 : stop + 1], device=runner.device)
                 width = logits.size(1) if k == -1 else k
-                parts.append(pack_logprobs(logits, ids, width).numpy(force=True))
-            found[seq.seq_id] = np.concatenate(parts)
+                rows = pack_logprobs(logits, ids, width).numpy(force=True)
+                seq.completion.prompt_logprobs.append(rows)
+                seq.num_prompt_logprobs = stop
         offset += item.num_tokens
-    return found

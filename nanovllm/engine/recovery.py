@@ -1,11 +1,15 @@
 """Recovery of steps that ran out of memory, and of sequences for which no token was sampled."""
 
+import copy
 import logging
+
+import torch
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Finish, Sequence
+from nanovllm.engine.sequence import Finish, Sequence, SequenceStatus
 from nanovllm.utils.memory import describe_memory, is_out_of_memory
 
 logger = logging.getLogger("nanovllm")
@@ -52,12 +56,31 @@ def retry_alone(finished: dict[Sequence, Finish], scheduler: Scheduler) -> dict[
         if not finish.error:
             continue
         state = seq.completion.sampling
-        if state.error:
-            finished[seq] = finish._replace(error=state.error)
-        elif not seq.is_isolated and not state.forbids_all(seq.token_ids):
+        if reason := next((edit.error for edit in state.edits if edit.error), ""):
+            finished[seq] = finish._replace(error=reason)
+        elif not seq.is_isolated and not forbids_all(state, seq.token_ids):
             message = "request %s: %s; computing it once more, without the prefix cache"
             logger.warning(message, seq.request_id, finish.error)
-            retried[seq] = scheduler.retry_alone(seq)
+            retried[seq] = isolated_copy(seq)
+            scheduler.waiting.put_back(retried[seq])
             seq.completion.prompt_logprobs = []
             del finished[seq]
     return retried
+
+
+def forbids_all(state: SamplingState, token_ids: list[int]) -> bool:
+    """Whether the edits forbid every token after ``token_ids``, whatever the logits are."""
+    logits = torch.zeros(1, state.vocab_size)
+    for edit in state.edits:
+        edit.apply(logits, token_ids)
+    return bool(logits.isneginf().all())
+
+
+def isolated_copy(seq: Sequence) -> Sequence:
+    """Returns a waiting copy, to be computed again from the start without shared blocks."""
+    new = copy.copy(seq)
+    new.status, new.is_isolated = SequenceStatus.WAITING, True
+    new.block_table, new.block_hashes, new.num_cached_tokens = [], [], 0
+    new.num_prompt_logprobs = 0
+    new.last_token, new.num_tokens = seq.token_ids[-1], len(seq.token_ids)
+    return new

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.quantization import new_linear_weight
-from nanovllm.quantization.base import InputFormat, Shard
+from nanovllm.quantization.base import Shard
 from nanovllm.utils.distributed import get_tp_group
 from nanovllm.utils.math import divide, heads_per_rank
 
@@ -53,11 +54,11 @@ class LinearBase(nn.Module):
         norm: RMSNorm,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        swiglu: InputFormat | None = None,
+        act_fn: SiluAndMul | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """self(norm(x + residual)) and x + residual, in fewer kernels. A residual of None stands
-        for zero. SwiGLU follows if its output format is given."""
-        return self.linear_weight.norm_matmul(x, residual, norm, swiglu)
+        """act_fn(self(norm(x + residual))) and x + residual, in fewer kernels. A residual of None
+        stands for zero."""
+        return self.linear_weight.norm_matmul(x, residual, norm, act_fn)
 
 
 class ReplicatedLinear(LinearBase):

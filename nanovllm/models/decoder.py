@@ -5,21 +5,16 @@ packed into four matrices (qkv, o, gate-up, down), split over the tensor-paralle
 by MLP columns. N is the step's number of new tokens, of all sequences end to end.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import torch
 from torch import nn
 
+from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.model_config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig
 from nanovllm.utils.context import get_context
@@ -71,12 +66,12 @@ class DecoderMLP(nn.Module):
         hidden, inner = config.hidden_size, spec.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], spec.bias)
         self.down_proj = RowParallelLinear(inner, hidden, spec.bias)
-        self.swiglu_format = self.down_proj.linear_weight.input_format
+        self.act_fn = SiluAndMul(self.down_proj.linear_weight.input_format)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x, residual = self.gate_up_proj.after_norm(norm, x, residual, self.swiglu_format)
+        x, residual = self.gate_up_proj.after_norm(norm, x, residual, self.act_fn)
         return self.down_proj.add_to(residual, x)
 
 
@@ -121,22 +116,13 @@ class DecoderModel(nn.Module):
             DecoderLayer(config, spec, rope(config.head_dim, max_position, spec.attention.rope))
             for spec in config.layers
         )
-        self._layers_run = [*self.layers]
+        self.layers_run = [*self.layers]  # few of them while kernels are compiled
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    @contextmanager
-    def few_layers(self) -> Iterator[None]:
-        """Within, a step runs the first two layers and the last one: all kernels that there are."""
-        self._layers_run = [*self.layers[:2], *self.layers[2:][-1:]]
-        try:
-            yield
-        finally:
-            self._layers_run = [*self.layers]
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden_states = self.embed_tokens(input_ids)
         residual = None
-        *layers, last = self._layers_run
+        *layers, last = self.layers_run
         for layer in layers:
             hidden_states, residual = layer(positions, hidden_states, residual)
         outputs = get_context().output_indices  # nobody attends to what the last layer gives

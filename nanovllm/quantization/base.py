@@ -106,10 +106,10 @@ class LinearWeight(ABC):
     def matmul(self, x: Any) -> Tensor:
         """x W^T + b: [N, in] -> [N, out]."""
 
-    def matmul_swiglu(self, x: Any, output_format: InputFormat) -> Any:
-        """SwiGLU(x W^T + b) in ``output_format``, with the gate projection above the up projection
-        in W: [N, in] -> [N, out / 2]."""
-        return output_format.silu_and_mul(self.matmul(x))
+    def matmul_swiglu(self, x: Any, act_fn: Any) -> Any:
+        """SwiGLU(x W^T + b), with the gate projection above the up projection in W: [N, in] ->
+        [N, out / 2]. ``act_fn`` is a SiluAndMul."""
+        return act_fn(self.matmul(x))
 
     def matmul_add(self, x: Any, residual: Tensor) -> tuple[Tensor, Tensor | None]:
         """A projection that goes back into the residual stream.
@@ -124,7 +124,7 @@ class LinearWeight(ABC):
         return self.matmul(x), residual
 
     def norm_matmul(
-        self, x: Tensor, residual: Tensor | None, norm: Any, swiglu: InputFormat | None
+        self, x: Tensor, residual: Tensor | None, norm: Any, act_fn: Any = None
     ) -> tuple[Any, Tensor]:
         """A projection of norm(x + residual).
 
@@ -132,10 +132,10 @@ class LinearWeight(ABC):
             x: [N, in], plain.
             residual: [N, in], or None for zero.
             norm: an RMSNorm, of which the weight [in] and ``eps`` are used.
-            swiglu: the output format of a SwiGLU that follows, or None without one.
+            act_fn: the SiluAndMul that follows, or None without one.
 
         Returns:
             (the projection [N, out] or its SwiGLU [N, out / 2], x + residual).
         """
         normed, total = self.input_format.rms_norm(x, norm.weight, norm.eps, residual)
-        return self.matmul(normed) if swiglu is None else self.matmul_swiglu(normed, swiglu), total
+        return self.matmul(normed) if act_fn is None else self.matmul_swiglu(normed, act_fn), total
