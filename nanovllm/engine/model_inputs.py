@@ -118,9 +118,9 @@ def prepare_prefill(
     tokens = [np.asarray(item.seq.token_ids[item.start : item.end], np.int32) for item in items]
     lens_q, lens_k = [item.num_tokens for item in items], [item.end for item in items]
     num_tokens, num_seqs = num_tokens or sum(lens_q), num_seqs or len(items)
-    bounds_q = _cumsum(lens_q, num_seqs)
+    cu_seqlens_q = _cumsum(lens_q, num_seqs)
     samples = _padded([item.samples for item in items], num_seqs)
-    rows = _padded(bounds_q[1:][samples == 1] - 1, num_seqs)
+    rows = _padded(cu_seqlens_q[1:][samples == 1] - 1, num_seqs)
     outputs = {"output_indices": rows, "cu_num_outputs": _cumsum(samples, num_seqs)}
     if any(item.seq.wants_prompt_logprobs for item in items):
         outputs = {"logits_indices": rows}
@@ -130,7 +130,7 @@ def prepare_prefill(
         context=Context(
             is_prefill=True,
             slot_mapping=torch.from_numpy(_concatenated(slots, num_tokens, -1)),
-            cu_seqlens_q=torch.from_numpy(bounds_q),
+            cu_seqlens_q=torch.from_numpy(cu_seqlens_q),
             cu_seqlens_k=torch.from_numpy(_cumsum(lens_k, num_seqs)),
             max_seqlen_q=num_tokens if max_context else max(lens_q),
             max_seqlen_k=max_context or max(lens_k),

@@ -189,8 +189,8 @@ class SamplingStateFactory:
             xxhash.xxh64_intdigest(f"{seed % 2**64}/{i}".encode()) if i else seed
             for i in range(params.n)
         )
-        each = [()] * params.n if edits is None else edits.start(prompt_token_ids)
+        edits_of_each = [()] * params.n if edits is None else edits.start(prompt_token_ids)
         return [
             SamplingState(params, seed, own, self.vocab_size, self.processed_logprobs)
-            for seed, own in zip(seeds, each, strict=True)
+            for seed, own in zip(seeds, edits_of_each, strict=True)
         ]
