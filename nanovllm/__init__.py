@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
     try:
         module = import_module(_MODULES[name])
-    except ModuleNotFoundError as error:  # the engine works without the folder of vLLM's names
+    except ModuleNotFoundError as error:  # the engine works without nanovllm/compat
         if error.name not in ("nanovllm.compat", "nanovllm.compat.llm"):
             raise
         module = import_module("nanovllm.llm")

@@ -12,7 +12,7 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 ATTENTION_BACKENDS = ("auto", "flash_attn_4", "flash_attn", "triton", "torch")
 MAX_RANKS = 8
 MAX_INT32 = 2**31 - 1  # the kernels use int32 for slots, tokens and positions
-MAX_STEP_TOKENS, MAX_STEP_SEQS = 2**24, 2**15  # no device can run more: more is a mistake
+MAX_STEP_TOKENS, MAX_STEP_SEQS = 2**24, 2**15  # larger values cannot run on any device
 
 
 def _model(name: str, value: Any) -> str:
@@ -49,7 +49,7 @@ class Config:
             the model's limit, or less if the KV cache cannot hold such a sequence.
         gpu_memory_utilization: fraction of the GPU's memory that the engine may use.
         tensor_parallel_size: number of GPUs (ranks) over which the model is split.
-        enforce_eager: run decode without CUDA graphs.
+        enforce_eager: run all steps without CUDA graphs.
         kvcache_block_size: tokens per KV-cache block.
         num_kvcache_blocks: size of the KV cache in blocks; -1 uses the available memory.
         device: "cpu", "cuda", "cuda:<index>" for one GPU, or "auto" for a GPU if there is one, else
@@ -114,7 +114,7 @@ class Config:
 
     @property
     def max_step_seqs(self) -> int:
-        """Most sequences in one step, each of which has at least one token."""
+        """The maximum number of sequences in one step. Each has at least one token."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     def __post_init__(self) -> None:

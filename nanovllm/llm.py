@@ -39,7 +39,7 @@ class LLM(LLMEngine):
         on_error: str = "raise",
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Generates responses to conversations. Works like ``generate``.
+        """Generates a response to each conversation, as ``generate`` completes prompts.
 
         Args:
             messages: one conversation or several, each a list of ``{"role": ..., "content": ...}``.
@@ -63,8 +63,8 @@ class LLM(LLMEngine):
     ) -> list[TokensPrompt]:
         """Renders conversations to prompts for ``generate`` or ``add_request``.
 
-        The template runs in a separate process. A conversation for which it takes over 5 s of CPU
-        time, over 1 GiB of memory, or returns over 64 MiB of text, is an error.
+        The template runs in a separate process. For one conversation it may use 5 s of CPU time
+        and 1 GiB of memory, and return 64 MiB of text. Exceeding a limit is an error.
 
         Args:
             messages: one conversation or several.

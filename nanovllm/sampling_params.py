@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAX_MAGNITUDE = 1e30  # well within the range of fp32
 MAX_COMPLETIONS = 2**14  # of one prompt
 GREEDY_TEMPERATURE = 1e-5  # sampling is greedy below it, where logits / temperature could overflow
-_search_strings = strings(max_count=4096, max_chars=100_000)  # every token is searched for them
+_search_strings = strings(max_count=4096, max_chars=100_000)  # limited: each step searches for them
 
 
 def _seed(name: str, value: Any) -> int | None:
@@ -157,7 +157,7 @@ class SamplingParams(VLLMFields):
         object.__setattr__(self, name, value)
 
     def __post_init__(self) -> None:
-        if self.is_greedy:  # these have no effect then; vLLM resets them too
+        if self.is_greedy:  # greedy sampling ignores these; vLLM resets them too
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
         self.check()
 

@@ -28,7 +28,7 @@ def ignored(default: Any = None) -> Any:
 
 @dataclass(kw_only=True)
 class VLLMFields:
-    """The fields, which ``SamplingParams`` inherits."""
+    """The base class of ``SamplingParams`` with these fields."""
 
     output_kind: RequestOutputKind = neutral(
         RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY

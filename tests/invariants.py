@@ -29,8 +29,8 @@ def check_blocks(manager: BlockManager, holders: Iterable[Sequence]) -> None:
         for i, block_id in enumerate(seq.block_table):
             block = manager.blocks[block_id]
             assert block.hash is None or block.token_ids == seq.block(i)
-    rows = [seq.table_row for seq in holders if seq.block_table] + manager.free_rows
-    assert sorted(rows) == list(range(manager.num_rows)), "a row is shared or lost"
+    rows = [seq.table_row for seq in holders if seq.block_table] + manager.free_table_rows
+    assert sorted(rows) == list(range(manager.num_table_rows)), "a row is shared or lost"
 
 
 def check_scheduler(scheduler: Scheduler) -> None:

@@ -91,7 +91,7 @@ def test_the_thread_whose_own_stream_is_open_is_told(llm: LLM, expected: list[li
     with pytest.raises(ValueError, match="generate needs the engine to itself"):
         tokens(llm, PROMPTS)
     for call in (llm.step, lambda: llm.add_request(PROMPTS[1], PARAMS)):
-        with pytest.raises(ValueError, match="not at its end"):
+        with pytest.raises(ValueError, match="has not ended"):
             call()
     assert [*stream][-1]["token_ids"] == expected[0]
 
@@ -282,7 +282,7 @@ class TestGrammars:
         prepared = text_llm.prepare("ab")
         with pytest.raises(ValueError, match="prepared by another engine"):
             llm.add_request(prepared)
-        with pytest.raises(ValueError, match="has its sampling_params"):
+        with pytest.raises(ValueError, match="has its own sampling_params"):
             text_llm.add_request(prepared, LONG)
         with pytest.raises(ValueError, match="is empty"):
             text_llm.prepare([])
@@ -312,7 +312,7 @@ class TestGrammars:
         assert not [t for t in threading.enumerate() if t.name.startswith("nanovllm-grammars")]
 
 
-CLOSED = "this engine was closed, by another call"
+CLOSED = "this engine was closed by another call"
 
 
 class Paused:

@@ -30,7 +30,8 @@ class Batch:
     """The sequences of one step: a prefill of prompts (``is_prefill``), or a decode of one token
     each.
 
-    ``block_copies`` are KV blocks to copy before the step, (from, to), in this order.
+    ``block_copies`` are pairs (source, target) of KV blocks. The step copies them first, one after
+    the other.
     """
 
     items: tuple[ScheduledSequence, ...]
@@ -51,5 +52,5 @@ class Batch:
 
     @cached_property
     def sampling_kinds(self) -> set[SamplingKind]:
-        """What sampling its tokens involves: few kinds, however large the batch."""
+        """The distinct ``SamplingKind`` values of the sampled items, usually only a few."""
         return {item.seq.completion.sampling.kind for item in self.sampled}

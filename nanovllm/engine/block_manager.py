@@ -1,4 +1,4 @@
-"""Hands out KV-cache blocks and remembers what they hold. Counts and hashes; no tensors."""
+"""Allocates KV-cache blocks and keeps the prefix cache. Works with ids and hashes, not tensors."""
 
 from collections import OrderedDict
 
@@ -12,8 +12,9 @@ from nanovllm.engine.sequence import Sequence
 class Block:
     """One physical block: ``block_size`` consecutive token slots of every layer's KV cache.
 
-    A block is open (``hash`` is None: filled by the one sequence that holds it) or sealed
-    (full, hashed, shareable). A freed block keeps its content until it is handed out again.
+    A full block with a hash is cached: other sequences may share it. A block whose ``hash`` is None
+    belongs to one sequence, which fills it. A freed block keeps its content until it is allocated
+    again.
     """
 
     __slots__ = ("block_id", "hash", "ref_count", "token_ids")
@@ -25,12 +26,12 @@ class Block:
         self.token_ids: list[int] = []
 
     def update(self, hash: int, token_ids: list[int]) -> None:
-        """Seals the block with its content."""
+        """Sets the hash and the content of a full block."""
         self.hash = hash
         self.token_ids = token_ids
 
     def reset(self) -> None:
-        """Makes it an empty open block with one owner."""
+        """Makes the block empty, with no hash and one owner."""
         self.ref_count = 1
         self.hash = None
         self.token_ids = []
@@ -53,8 +54,8 @@ class BlockManager:
         # Least recently freed first. Ordered, with O(1) removal from the middle for cache hits.
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.used_block_ids: set[int] = set()
-        self.free_rows: list[int] = []
-        self.num_rows = 0  # of block tables, as many as there ever were sequences with blocks
+        self.free_table_rows: list[int] = []
+        self.num_table_rows = 0  # of the device's block tables that were ever in use
 
     @staticmethod
     def compute_hash(token_ids: list[int], prefix: int | None = None) -> int:
@@ -71,7 +72,8 @@ class BlockManager:
         return len(self._cached_prefix(seq)) * self.block_size
 
     def can_allocate(self, seq: Sequence, num_spare_blocks: int = 0) -> bool:
-        """Whether there are free blocks for all tokens of a waiting sequence, and some to spare."""
+        """Whether there are free blocks for all tokens of a waiting sequence, and
+        ``num_spare_blocks`` more."""
         hits = sum(block_id in self.used_block_ids for block_id in self._cached_prefix(seq))
         return seq.num_blocks - hits + num_spare_blocks <= len(self.free_block_ids)
 
@@ -93,14 +95,15 @@ class BlockManager:
         seq.num_cached_tokens = len(prefix) * self.block_size
         self._take_row(seq)
         while len(seq.block_table) < seq.num_blocks:
-            seq.block_table.append(self._open_block())
+            seq.block_table.append(self._take_block())
 
     def fork(self, parent: Sequence, child: Sequence) -> tuple[int, int] | None:
-        """Gives a waiting sequence the keys and values of all its tokens but the last from a parent
-        that begins with the same tokens: full blocks are shared, the last one is copied.
+        """Gives a waiting sequence the blocks of a parent whose tokens begin with the same tokens.
+        They hold the keys and values of all its tokens but the last. Full blocks are shared. A
+        partly filled last block is copied.
 
         Returns:
-            The block to copy before the next step (from, to); None if there is none.
+            The pair (source, target) of blocks to copy before the next step; None if there is none.
         """
         assert not child.block_table and self.free_block_ids
         num_shared = (len(child) - 1) // self.block_size
@@ -109,53 +112,53 @@ class BlockManager:
         child.num_cached_tokens = len(child) - 1
         for block_id in child.block_table:
             self.blocks[block_id].ref_count += 1
-        child.block_table.append(self._open_block())
+        child.block_table.append(self._take_block())
         self._take_row(child)
         if child.num_cached_tokens % self.block_size == 0:
             return None
         return parent.block_table[num_shared], child.block_table[num_shared]
 
     def can_append(self, seq: Sequence) -> bool:
-        """Whether the sequence's last token has a slot, or a block is free to open one."""
+        """Whether the sequence's last token has a slot, or there is a free block to append."""
         has_slot = seq.num_tokens <= len(seq.block_table) * self.block_size
         return has_slot or bool(self.free_block_ids)
 
     def may_append(self, seq: Sequence) -> None:
-        """Opens a block if the sequence's last token is the first of one."""
+        """Appends a block if the sequence's last token has no slot yet."""
         if seq.num_tokens > len(seq.block_table) * self.block_size:
-            seq.block_table.append(self._open_block())
+            seq.block_table.append(self._take_block())
 
     def mark_computed(self, batch: Batch) -> None:
-        """Counts the tokens of a launched step as computed and its block tables as sent to the
-        device, and registers the blocks that the tokens fill. Skips finished sequences."""
+        """Records what a launched step computes: its tokens count as computed, its block tables as
+        sent to the device. The blocks that it fills are cached. Skips finished sequences."""
         for seq, start, end, _ in batch.items:
             if not seq.is_finished:
                 if end > seq.num_cached_tokens:
                     seq.num_cached_tokens = end
                 seq.num_sent_blocks = len(seq.block_table)
-                # One token fills a block only in its last slot.
+                # A decode fills a block only if its token takes the last slot.
                 if batch.is_prefill or end % self.block_size == 0:
-                    self.seal(seq, start, end)
+                    self.cache_blocks(seq, start, end)
 
-    def seal(self, seq: Sequence, start: int, end: int) -> None:
-        """Registers the blocks that tokens [start, end) fill for sharing. Their keys and values are
-        computed, or will be by a step that runs before any step that reads them."""
+    def cache_blocks(self, seq: Sequence, start: int, end: int) -> None:
+        """Adds the blocks that tokens [start, end) fill to the prefix cache. Their keys and values
+        are already computed, or are computed before any other sequence reads them."""
         if not self.enable_prefix_caching or seq.is_isolated:
             return
         for i in range(start // self.block_size, end // self.block_size):
             block = self.blocks[seq.block_table[i]]
             if block.hash is None:
                 block.update(self._hash(seq, i), seq.block(i))
-                # An equal block that is already registered stays the one to share.
+                # If an equal block is already cached, later sequences share that one.
                 self.hash_to_block_id.setdefault(self._hash(seq, i), block.block_id)
 
-    def unseal(self, seq: Sequence, end: int) -> None:
-        """Rolls back ``seal`` for tokens up to ``end`` that were not computed, because their step
-        did not run. No other sequence may hold these blocks."""
+    def uncache_blocks(self, seq: Sequence, end: int) -> None:
+        """Rolls back ``cache_blocks`` for tokens up to ``end``, because the step that should have
+        computed them failed. No other sequence may hold these blocks."""
         for i in range(seq.num_cached_tokens // self.block_size, end // self.block_size):
-            self._forget(self.blocks[seq.block_table[i]])
+            self._reset_block(self.blocks[seq.block_table[i]])
 
-    def forget(self, seq: Sequence) -> None:
+    def evict(self, seq: Sequence) -> None:
         """Removes the sequence's blocks from the prefix cache, because their contents may be
         corrupt."""
         for hash_ in seq.block_hashes:
@@ -164,7 +167,7 @@ class BlockManager:
     def deallocate(self, seq: Sequence) -> None:
         """Frees the sequence's blocks, last to first, so that prefixes are evicted last."""
         if seq.block_table:
-            self.free_rows.append(seq.table_row)
+            self.free_table_rows.append(seq.table_row)
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
@@ -187,26 +190,26 @@ class BlockManager:
         return block_ids
 
     def _hash(self, seq: Sequence, i: int) -> int:
-        """Returns the chain hash of full block i; each is computed once for a sequence."""
+        """Returns the chain hash of full block i, computed once per sequence."""
         while len(seq.block_hashes) <= i:
             prefix = seq.block_hashes[-1] if seq.block_hashes else None
             seq.block_hashes.append(self.compute_hash(seq.block(len(seq.block_hashes)), prefix))
         return seq.block_hashes[i]
 
     def _take_row(self, seq: Sequence) -> None:
-        if not self.free_rows:
-            self.free_rows.append(self.num_rows)
-            self.num_rows += 1
-        seq.table_row, seq.num_sent_blocks = self.free_rows.pop(), 0
+        if not self.free_table_rows:
+            self.free_table_rows.append(self.num_table_rows)
+            self.num_table_rows += 1
+        seq.table_row, seq.num_sent_blocks = self.free_table_rows.pop(), 0
 
-    def _open_block(self) -> int:
+    def _take_block(self) -> int:
         block_id, _ = self.free_block_ids.popitem(last=False)
-        self._forget(self.blocks[block_id])
+        self._reset_block(self.blocks[block_id])
         self.used_block_ids.add(block_id)
         return block_id
 
-    def _forget(self, block: Block) -> None:
-        """Resets a block to an open one, with one owner and no hash."""
+    def _reset_block(self, block: Block) -> None:
+        """Removes a block from the prefix cache, and makes it an empty block with one owner."""
         if block.hash is not None and self.hash_to_block_id.get(block.hash) == block.block_id:
             del self.hash_to_block_id[block.hash]
         block.reset()

@@ -1,4 +1,4 @@
-"""What the user gets of a sequence: its text, its log-probabilities, and how it ended."""
+"""A sequence's results for the user: its text, log-probabilities and finish reason."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,13 +16,15 @@ class Completion:
 
     Attributes:
         sampling: how its tokens are sampled.
-        detokenizer: its text so far; None if it is to have none.
-        tokens_to_process: whether a token, by its id, needs processing as soon as it is sampled,
-            rather than with the next batch of tokens that become text; None if none does.
+        detokenizer: holds its text so far; None if its tokens are not converted to text.
+        tokens_to_process: maps a token id to whether ``process`` must be called as soon as that
+            token is sampled. Other tokens can wait, and are detokenized several at a time. None if
+            all tokens can wait.
         finish: how it ended; None while it runs.
         logprobs: a packed row for each token, if asked for (see ``pack_logprobs``).
-        prompt_logprobs: packed rows for the prompt, a part for each step.
-        processes_every_token: whether ``tokens_to_process`` stays EVERY_TOKEN, as for a stream.
+        prompt_logprobs: packed rows for the prompt, one array for each step that computed some.
+        processes_every_token: whether no token can wait, as for a stream. ``tokens_to_process`` is
+            then always EVERY_TOKEN, which maps every id to true.
     """
 
     sampling: SamplingState
@@ -34,16 +36,17 @@ class Completion:
     processes_every_token: bool = False
 
     def process(self, seq: Sequence, token_id: int) -> Finish | None:
-        """Brings the text up to the sequence's newest token.
+        """Extends the text by the sequence's new tokens.
 
         Args:
-            token_id: the newest token, if it needs processing; -1 if not.
+            token_id: the newest token, if ``tokens_to_process`` is true for it; otherwise -1.
 
         Returns:
-            How the text or the grammar ends the sequence, in place of how its token does.
+            The finish, if a stop string or the grammar ends the sequence; otherwise None. It
+            replaces the finish that the newest token caused, if any.
 
         Raises:
-            Exception: of the tokenizer's or the grammar's code.
+            Exception: any exception that the tokenizer or the grammar raises.
         """
         state, text, finish = self.sampling, self.detokenizer, None
         if token_id >= 0 and state.follows_tokens:

@@ -1,4 +1,4 @@
-"""CUDA graphs of whole steps: one launch takes the last tokens to the next ones."""
+"""CUDA graphs of whole steps, from the input tokens to the sampled tokens."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,15 +19,17 @@ MAX_DECODE_SEQS = 2048
 MAX_PREFILL_SEQS = 64
 PREFILL_TOKENS = [16, 32, 64, 128, 192, 256, 384, 512]
 PREFILL_TOKENS += [768, 1024, 1280, 1536, 2048, 2560, 3072, 4096]
-# A prefill of so many tokens x parameters keeps the device busy for 20 ms, about as long as the
-# host needs to launch its kernels. A larger prefill would only be delayed by padding.
+# In tokens x parameters. A prefill of this size runs for 20 ms, about as long as the host needs to
+# launch its kernels. For a larger prefill a graph saves no time, and padding costs some.
 MAX_PREFILL_WORK = 6e12
-GRAPH_BYTES = 8 << 20  # least to assume for a graph: the driver allocates for several at once
+# Lower bound on the memory of a graph. A measurement may show less, because the driver allocates
+# memory for several graphs at once.
+GRAPH_BYTES = 8 << 20
 
 
 def decode_sizes(max_num_seqs: int) -> list[GraphSize]:
-    """Returns the decodes to capture, ascending. Small sizes are dense, because padding costs most
-    there. The last one is the largest batch, up to 2,048 sequences."""
+    """Returns the sizes of the decodes to capture, ascending. Small sizes are close together,
+    because padding costs most there. The last size is the largest batch, up to 2,048 sequences."""
     largest = min(max_num_seqs, MAX_DECODE_SEQS)
     sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32)]
     sizes += [*range(576, 1025, 64), *range(1152, MAX_DECODE_SEQS, 128)]
@@ -36,8 +38,9 @@ def decode_sizes(max_num_seqs: int) -> list[GraphSize]:
 
 
 def prefill_sizes(max_num_tokens: int, max_num_seqs: int, num_params: int) -> list[GraphSize]:
-    """Returns the prefills to capture, ascending: few tokens, and up to 64 sequences.
-    ``num_params`` is the number of parameters of this rank's layers."""
+    """Returns the sizes of the prefills to capture, ascending: up to 4,096 tokens, fewer with a
+    large model, and up to 64 sequences. ``num_params`` counts the parameters of this rank's layers.
+    """
     most_tokens = min(max_num_tokens, MAX_PREFILL_WORK // num_params)
     most_seqs = min(max_num_seqs, MAX_PREFILL_SEQS)
     sizes = [size for size in PREFILL_TOKENS if size <= most_tokens]
@@ -45,10 +48,10 @@ def prefill_sizes(max_num_tokens: int, max_num_seqs: int, num_params: int) -> li
 
 
 def graph_bytes(added: list[int], num_graphs: int) -> int:
-    """Returns a bound on the memory of graphs in one pool.
+    """Returns an upper bound on the memory of graphs in one pool, in bytes.
 
     Args:
-        added: bytes that the largest graph added, and then the second largest.
+        added: bytes that capturing the largest graph took, then the second largest.
         num_graphs: number of graphs to capture.
     """
     return sum(added[:1]) + max([GRAPH_BYTES, *added[1:]]) * max(num_graphs - 1, 0)
@@ -59,7 +62,7 @@ def uses_graphs(runner: ModelRunner) -> bool:
 
 
 def graph_sizes(runner: ModelRunner) -> list[GraphSize]:
-    """Steps to capture, ascending within prefills, then within decodes."""
+    """Returns the sizes of the steps to capture: prefills, then decodes, each ascending."""
     max_seqs = runner.config.max_step_seqs
     max_tokens = min(runner.config.max_num_batched_tokens, max_seqs * runner.max_model_len)
     num_params = sum(p.numel() for p in runner.model.model.layers.parameters())
@@ -68,7 +71,7 @@ def graph_sizes(runner: ModelRunner) -> list[GraphSize]:
 
 @torch.inference_mode()
 def capture_cudagraph(runner: ModelRunner) -> None:
-    """Captures the runner's steps, unless they run eagerly."""
+    """Captures the graphs of the runner's steps, if it uses CUDA graphs."""
     if uses_graphs(runner):
         with small_cublas_workspace():
             runner.graphs = graphs = StepGraphs(runner)
@@ -77,12 +80,12 @@ def capture_cudagraph(runner: ModelRunner) -> None:
 
 @torch.inference_mode()
 def measure_graphs(runner: ModelRunner) -> int:
-    """Returns a bound on the memory of all graphs, of prefills and of decodes: captures the two
-    largest of each on a cache of one block."""
+    """Returns an upper bound on the memory of all graphs, in bytes. To measure it, captures the two
+    largest prefills and the two largest decodes. The KV cache needs only one block for that."""
     if not uses_graphs(runner):
         return 0
     graphs, num_bytes = StepGraphs(runner), 0
-    with small_cublas_workspace():  # for all of it: the other one's memory would count as well
+    with small_cublas_workspace():  # else the default workspace would be measured too
         for is_prefill in (True, False):
             sizes = [size for size in graph_sizes(runner) if size.is_prefill == is_prefill]
             free = [_free_bytes(runner.device)]
@@ -117,7 +120,7 @@ class StepGraph:
 
 @contextmanager
 def few_layers(model: DecoderModel) -> Iterator[None]:
-    """Within, a step runs the first two layers and the last one: all kernels that there are."""
+    """Limits steps in the block to the first two layers and the last one. They use all kernels."""
     layers = [*model.layers]
     model.layers_run = [*layers[:2], *layers[2:][-1:]]
     try:
@@ -145,7 +148,7 @@ class StepGraphs:
         torch.cuda.empty_cache()  # once: torch.cuda.graph would do it for each capture
         for size, step in self.make_steps(sizes):
             with few_layers(self.runner.model.model):
-                step()  # compiles kernels and chooses algorithms, which a capture cannot
+                step()  # compiles kernels and chooses algorithms: not possible during a capture
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(capture_stream(self.runner.device)):
                 graph.capture_begin(self.pool, capture_error_mode="thread_local")
@@ -159,26 +162,27 @@ class StepGraphs:
     def make_steps(
         self, sizes: list[GraphSize]
     ) -> Iterator[tuple[GraphSize, Callable[[], torch.Tensor]]]:
-        """Yields steps that read their inputs from the buffer, from the largest size down. The
-        buffer holds padding for each one when it is yielded."""
-        blanks = {
+        """Yields each size with a step that reads its inputs from the buffer, from the largest size
+        down. When a step is yielded, the buffer holds its inputs, which are all padding."""
+        packed_inputs = {
             size: self.runner.prepare(Batch((), is_prefill=size.is_prefill), size)
             for size in sorted(sizes, reverse=True)
         }
         width = self.runner.block_tables.resident.size(-1)
         ends = [
-            blank.tensors.start_of_last() + size.num_seqs * width for size, blank in blanks.items()
+            packed.tensors.start_of_last() + size.num_seqs * width
+            for size, packed in packed_inputs.items()
         ]
         num_words = max(ends, default=0)
         if num_words > len(self.buffer):
             self.buffer = torch.empty(num_words, dtype=torch.int32, device=self.runner.device)
-        for size, blank in blanks.items():
-            blank.tensors.copy_to(self.buffer)
-            yield size, self._make_step(blank)
+        for size, packed in packed_inputs.items():
+            packed.tensors.copy_to(self.buffer)
+            yield size, self._make_step(packed)
 
-    def _make_step(self, blank: PackedInputs) -> Callable[[], torch.Tensor]:
-        inputs = blank.unpack(self.buffer)
-        new_blocks = self.buffer[blank.tensors.start_of_last() :]  # as many as a step may have
+    def _make_step(self, packed: PackedInputs) -> Callable[[], torch.Tensor]:
+        inputs = packed.unpack(self.buffer)
+        new_blocks = self.buffer[packed.tensors.start_of_last() :]  # up to the buffer's end
         inputs = replace(inputs, tables=inputs.tables._replace(new_blocks=new_blocks))
         return lambda: self.runner.run_model(inputs)[1]
 
@@ -209,9 +213,9 @@ class StepGraphs:
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns the stream of all captures on a GPU. (PyTorch's capture stream belongs to the GPU of
-    its first capture.) With a stream for each StepGraphs, every kernel would start 0.3 to 0.7 us
-    later (H200, CUDA 13)."""
+    """Returns the stream of all captures on a GPU. The default stream of ``torch.cuda.graph`` would
+    belong to the GPU of the process's first capture. With one stream per StepGraphs, every kernel
+    would start 0.3 to 0.7 us later (H200, CUDA 13)."""
     return torch.cuda.Stream(device)
 
 

@@ -1,4 +1,4 @@
-"""A step in flight: everything that exists of it between its launch and its tokens."""
+"""A step in flight: a launched step whose results have not been applied yet."""
 
 from dataclasses import dataclass
 
@@ -13,15 +13,15 @@ class InFlightStep:
     """One step on one rank, from its launch until its tokens are applied to their sequences.
 
     Attributes:
-        logits: this rank's part, [num_seqs, vocabulary / ranks], until the step has been sampled.
-        hidden_states: [N, hidden_size], as long; None after a CUDA graph.
-        batch: what was launched. This and all that follows is set on rank 0 only.
-        sampling: how to sample; None where the forward pass samples by itself.
+        logits: this rank's shard, [num_seqs, vocabulary / ranks]; None after sampling.
+        hidden_states: [N, hidden_size]; None after sampling, and if the step ran as a CUDA graph.
+        batch: the step's batch. This and the following attributes are set on rank 0 only.
+        sampling: how to sample; None if the tokens were sampled in the forward pass.
         token_ids: int64 [num_sampled], the next token of each sampled item, in batch order; -1 if
-            none was allowed. On the host once ``arrived`` has happened.
-        logprobs: int32 [num_sampled, 1 + 2 * (1 + k)] as ``pack_logprobs`` lays them out, as
-            ``token_ids``; None if no sequence asks for them.
-        arrived: recorded after the copies to the host; None on a CPU.
+            none could be sampled. Copied to the host when ``arrived`` is complete.
+        logprobs: int32 [num_sampled, 1 + 2 * (1 + k)], packed by ``pack_logprobs``, and copied as
+            ``token_ids`` is. None if no sequence asks for them.
+        arrived: the event recorded after the copies to the host; None on a CPU.
     """
 
     logits: torch.Tensor | None
@@ -33,11 +33,11 @@ class InFlightStep:
     arrived: torch.cuda.Event | None = None
 
     def release(self) -> None:
-        """Frees what only sampling needs, for the next step."""
+        """Frees the tensors that only sampling needs. The next step can reuse their memory."""
         self.logits = self.hidden_states = self.sampling = None
 
     def copy_to_host(self) -> None:
-        """Starts the copies of its results; ``ModelRunner.wait`` waits for them."""
+        """Starts copying the results to the host. ``ModelRunner.wait`` waits for the copies."""
         assert self.token_ids is not None
         if not self.token_ids.is_cuda:
             self.token_ids = self.token_ids.clone()  # the next step writes over its buffer

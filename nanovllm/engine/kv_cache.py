@@ -1,4 +1,4 @@
-"""How many KV blocks fit into memory."""
+"""Computes how many KV blocks fit into memory."""
 
 import torch
 
@@ -10,12 +10,13 @@ from nanovllm.utils.memory import available_bytes
 from nanovllm.utils.timer import Timer
 
 CPU_CACHE_BYTES = 4 << 30
-# The CUDA context and libraries take up to this much that PyTorch does not count (H200, CUDA 13).
+# Upper bound on the memory of the CUDA context and libraries, which PyTorch's statistics leave out
+# (H200, CUDA 13).
 CONTEXT_BYTES = 600 << 20
 
 
-def most_blocks(runner: ModelRunner) -> int:
-    """No KV cache that is measured has more blocks than these."""
+def max_num_blocks(runner: ModelRunner) -> int:
+    """Returns an upper bound on what ``measure_kv_cache`` returns by default."""
     num_bytes = CPU_CACHE_BYTES
     if runner.device.type == "cuda":
         total_bytes = torch.cuda.mem_get_info(runner.device)[1]
@@ -32,10 +33,11 @@ def block_bytes(runner: ModelRunner) -> int:
 
 
 def measure_kv_cache(runner: ModelRunner, bytes_before: int, timed: Timer) -> int:
-    """Returns how many KV blocks to have. On a GPU it runs the largest steps to know.
+    """Returns the number of KV blocks to allocate. On a GPU, runs the largest steps to measure the
+    memory that they need.
 
     Args:
-        bytes_before: what PyTorch held of the GPU before this runner.
+        bytes_before: GPU memory that PyTorch had allocated before this runner was started.
     """
     config, device = runner.config, runner.device
     if device.type == "cpu":
@@ -68,8 +70,8 @@ def measure_kv_cache(runner: ModelRunner, bytes_before: int, timed: Timer) -> in
 
 
 def num_blocks_on_cpu(config: Config, bytes_per_block: int, max_model_len: int) -> int:
-    """Returns as many blocks as all resident sequences could fill, within 4 GiB and half of the
-    available memory. The system allocates pages only when they are first written."""
+    """Returns the number of blocks that ``max_num_seqs`` sequences can fill, limited to 4 GiB and
+    half of the available memory. The system allocates pages only when they are first written."""
     wanted = config.max_num_seqs * cdiv(max_model_len, config.kvcache_block_size)
     return min(wanted, max(1, min(CPU_CACHE_BYTES, available_bytes() // 2) // bytes_per_block))
 
@@ -87,14 +89,16 @@ def num_blocks_on_gpu(
 ) -> int:
     """Returns how many blocks fit within ``gpu_memory_utilization`` of the GPU's memory.
 
-    Memory of other processes does not count against that budget, but it is not free either.
-    Unless the user has set ``max_model_len``, it may be lowered, down to one block.
+    The budget covers only this engine's memory. Memory of other processes does not reduce the
+    budget, but limits the free memory. If the user has not set ``max_model_len``, one block is
+    enough: start-up lowers ``max_model_len`` to what fits.
 
     Args:
-        total_bytes, free_bytes: of the GPU; free after the warm-up, with its buffers released.
-        own_bytes: what this engine holds then, mainly weights.
-        activation_bytes: what it held on top of that, at most, during the warm-up.
-        graph_bytes: a bound on the memory of CUDA graphs.
+        total_bytes: the GPU's memory.
+        free_bytes: the GPU's free memory after the warm-up, with the warm-up's buffers released.
+        own_bytes: memory that this engine holds after the warm-up, mainly weights.
+        activation_bytes: peak memory during the warm-up, in addition to ``own_bytes``.
+        graph_bytes: an upper bound on the memory of CUDA graphs.
 
     Raises:
         ValueError: not even one sequence fits. The message has the figures.
@@ -111,10 +115,10 @@ def num_blocks_on_gpu(
 
         raise ValueError(
             f"the KV cache of one sequence of max_model_len={max_model_len} takes "
-            f"{gib(needed * bytes_per_block)}, but {gib(max(0, left))} are left: of "
-            f"{gib(total_bytes)} x {utilization} = {gib(budget)} ({gib(free_bytes)} free), "
-            f"weights and context take {gib(own_bytes)}, activations {gib(activation_bytes)}, CUDA "
-            f"graphs {gib(graph_bytes)}. Lower max_model_len or max_num_batched_tokens, or raise "
+            f"{gib(needed * bytes_per_block)}, but {gib(max(0, left))} are left: the budget is "
+            f"{gib(total_bytes)} x {utilization} = {gib(budget)} ({gib(free_bytes)} free), weights "
+            f"and context take {gib(own_bytes)}, activations {gib(activation_bytes)}, CUDA graphs "
+            f"{gib(graph_bytes)}. Lower max_model_len or max_num_batched_tokens, or raise "
             f"gpu_memory_utilization"
         )
     return num_blocks

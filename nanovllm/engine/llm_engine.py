@@ -1,4 +1,4 @@
-"""The engine: requests from prompts to results, around the loop of steps."""
+"""The engine: adds requests, runs steps and returns results."""
 
 import os
 import weakref
@@ -32,16 +32,17 @@ NOT_ALONE = (
     "{} needs the engine to itself: finish the other requests with step, drop them with "
     "abort_request, or close the stream that they belong to"
 )
-STREAM_OPEN = "generate_stream is not at its end: exhaust, close or abort it first"
-CLOSED_MEANWHILE = "this engine was closed, by another call, before this one had finished"
+STREAM_OPEN = "generate_stream has not ended: exhaust it, close it or abort its requests first"
+CLOSED_MEANWHILE = "this engine was closed by another call before this call had finished"
 
 
 class LLMEngine:
-    """Owns the requests from prompt to result.
+    """Runs requests from prompt to result.
 
-    Any thread may call it. One call runs at a time: a call waits while another thread is in
-    ``generate``, or has unfinished requests that would be in its way. Requests are checked,
-    tokenised and their grammars compiled before their call waits.
+    Any thread may call it. One call runs at a time. A call waits while another thread is in
+    ``generate`` or has an open stream. ``generate`` and ``generate_stream`` also wait until other
+    threads have no unfinished requests. Before a call waits, its prompts are checked and tokenised
+    and its grammars are compiled.
 
     Args:
         model: a local checkpoint directory, a ``.gguf`` file, or a hub id.
@@ -98,8 +99,9 @@ class LLMEngine:
     ) -> PreparedRequest:
         """Checks and tokenises one prompt and compiles its grammar, for ``add_request``.
 
-        Any thread may call this. It neither waits for other calls nor delays them, so that a
-        program can prepare requests, whose grammars may take seconds, while another thread steps.
+        Any thread may call this. It neither waits for other calls nor delays them. So one thread
+        can prepare requests while another thread calls ``step``. Compiling a grammar may take
+        seconds.
 
         Raises:
             TypeError: not a prompt, or not SamplingParams.
@@ -118,9 +120,9 @@ class LLMEngine:
         """Queues one prompt and returns its request id.
 
         Args:
-            prompt: as in ``generate``, or what ``prepare`` has made of one.
-            sampling_params: how to complete it; None for the model's own defaults. A prepared
-                request has its own.
+            prompt: as in ``generate``, or a request that ``prepare`` returned.
+            sampling_params: how to complete the prompt; None for the model's defaults. Must be None
+                for a prepared request, which already has sampling parameters.
 
         Raises:
             TypeError: not a prompt, or not SamplingParams.
@@ -130,7 +132,7 @@ class LLMEngine:
         if not isinstance(prompt, PreparedRequest):
             prompt = self.prepare(prompt, sampling_params)
         elif sampling_params is not None:
-            raise ValueError("a prepared request has its sampling_params: give none with it")
+            raise ValueError("a prepared request has its own sampling_params: leave them out")
         elif prompt.preparer() is not self.preparer:
             raise ValueError("this request was prepared by another engine: prepare it again")
         with self._running(STREAM_OPEN, alone=False):
@@ -153,7 +155,7 @@ class LLMEngine:
         return not self._requests
 
     def abort_request(self, request_id: str) -> None:
-        """Drops an unfinished request. Raises ValueError if there is none of that id."""
+        """Drops an unfinished request. Raises ValueError if no unfinished one has this id."""
         with self._turn:
             if request_id not in self._requests:
                 raise ValueError(f"no unfinished request has the id {request_id!r}")
@@ -181,18 +183,18 @@ class LLMEngine:
         Args:
             prompts: one prompt or several; each a string, a list of token ids, or vLLM's
                 ``{"prompt": ...}`` or ``{"prompt_token_ids": [...]}``.
-            sampling_params: one for all prompts, or one each; None for the model's own defaults
+            sampling_params: one for all prompts, or one each; None for the model's defaults
                 (``get_default_sampling_params``).
-            use_tqdm: show a progress bar of finished prompts with the throughput, after one of
-                tokenised prompts if tokenising takes over a second; or a callable like ``tqdm``
-                that makes the bars.
-            on_error: "raise" refuses the whole call if a prompt cannot run. "return" gives such
-                prompts results with finish reason "error" and runs the others. They start while
-                later prompts are tokenised and grammars compiled.
+            use_tqdm: show a progress bar with the finished prompts and the throughput. If
+                tokenising takes over a second, a bar with the tokenised prompts comes before it.
+                Or a callable like ``tqdm`` that makes the bars.
+            on_error: "raise" refuses the whole call if a prompt cannot run. "return" gives such a
+                prompt a result with finish reason "error" and runs the others. The first prompts
+                then start while later ones are tokenised and their grammars compiled.
 
         Raises:
-            TypeError, ValueError: a bad argument. The message names all bad prompts by index.
-                Nothing has run.
+            TypeError, ValueError: an invalid argument. The message has the indices of all invalid
+                prompts. No prompt was run.
         """
         return self._generate(as_prompt_list(prompts), sampling_params, use_tqdm, on_error)
 
@@ -203,9 +205,9 @@ class LLMEngine:
     ) -> Iterator[RequestOutput]:
         """Completes prompts, and yields a request's output whenever it has new tokens.
 
-        Each output has all tokens and text of its request so far: whole characters only, and no
-        part of a stop string. The last output of a request has ``finished`` set. Leaving the loop
-        early drops the unfinished requests.
+        Each output has all tokens and the text of its request so far. The text ends with a whole
+        character, and has no part of a stop string. The last output of a request has ``finished``
+        set. Leaving the loop early drops the unfinished requests.
 
         Raises:
             TypeError, ValueError: as ``generate``, when the first output is requested.
@@ -213,17 +215,17 @@ class LLMEngine:
         with self._closed_meanwhile():
             if sampling_params is None:
                 sampling_params = self.get_default_sampling_params()
-            good = self.preparer.prepare_all(as_prompt_list(prompts), sampling_params, "prompts")
+            ready = self.preparer.prepare_all(as_prompt_list(prompts), sampling_params, "prompts")
         with self._running(NOT_ALONE.format("generate_stream")), self._reset_on_error():
-            requests = [self._add(item, streams=True) for item in good]
+            requests = [self._add(item, streams=True) for item in ready]
         own = {request.request_id: request for request in requests}
         try:
             while not own.keys().isdisjoint(self._requests):
                 with self._turn, self._reset_on_error():
                     sampled, _ = self._step()
                     advanced = dict.fromkeys(seq.request_id for seq in sampled)
-                    grown = [own[request_id] for request_id in advanced if request_id in own]
-                    outputs = make_outputs(grown, self.prompt_encoder)
+                    updated = [own[request_id] for request_id in advanced if request_id in own]
+                    outputs = make_outputs(updated, self.prompt_encoder)
                 yield from outputs
             if not all(request.is_finished for request in requests):
                 self._check_open(CLOSED_MEANWHILE)
@@ -238,7 +240,7 @@ class LLMEngine:
         with vLLM's defaults for the others.
 
         Raises:
-            ValueError: it recommends impossible values.
+            ValueError: the file recommends invalid values.
         """
         try:
             return SamplingParams(**self.recommended_sampling)
@@ -246,15 +248,15 @@ class LLMEngine:
             raise ValueError(f"the checkpoint's generation_config.json: {error}") from error
 
     def reset_prefix_cache(self) -> bool:
-        """Empties the prefix cache, and returns True. Raises ValueError if requests of this thread
-        are unfinished."""
+        """Empties the prefix cache, and returns True. Waits until other threads have no unfinished
+        requests. Raises ValueError if this thread has some."""
         in_use = "the prefix cache is in use: finish or abort the requests first"
         with self._running(in_use):
             self.scheduler.reset()
         return True
 
     def metrics(self) -> EngineMetrics:
-        """Returns figures of the engine's state and throughput."""
+        """Returns the engine's metrics: queue lengths, cache usage and throughput."""
         self._check_open()
         from nanovllm.engine.metrics import read_metrics
 
@@ -264,8 +266,8 @@ class LLMEngine:
         """Frees the model and the KV cache; the engine cannot be used again.
 
         Any thread may close it. A call in another thread stops at its next step and drops its
-        requests. Calls that wait for their turn, and unfinished streams, end too. All of them raise
-        ValueError. When ``close`` returns, the memory is free.
+        requests. Waiting calls and unfinished streams end too. All of them raise ValueError. When
+        ``close`` returns, the memory is free.
         """
         self._closed = True  # ends the calls of other threads
         self.preparer.is_closed = True
@@ -318,8 +320,8 @@ class LLMEngine:
         num_prompts: int,
         use_tqdm: bool | Callable[..., tqdm],
     ) -> list[RequestOutput | Exception]:
-        """Runs requests to their end, and makes results while other requests run. A request that
-        cannot run has the exception that says why as its result."""
+        """Runs requests until all have finished. Makes each result while other requests run. The
+        result of a request that cannot run is the exception that says why."""
         progress = bar_maker(use_tqdm)(total=num_prompts, desc="Generating")
 
         def advance() -> None:
@@ -362,12 +364,14 @@ class LLMEngine:
 
     @contextmanager
     def _running(self, conflict: str, alone: bool = True) -> Iterator[None]:
-        """Holds the engine for one call. Waits first until other threads have no unfinished
-        requests, or no unfinished stream if the call need not be ``alone``.
+        """Reserves the engine for one call.
+
+        If ``alone``, first waits until other threads have no unfinished requests. Otherwise waits
+        only until other threads have no unfinished streams.
 
         Raises:
-            ValueError: with the message ``conflict``, if the unfinished requests are this thread's
-                own, because waiting would never end.
+            ValueError: waiting would never end, because these requests are of this thread, or of
+                threads that have ended. The message is ``conflict``.
         """
         self._check_open()
         with self._turn:
@@ -388,8 +392,8 @@ class LLMEngine:
                 self._turn.notify_all()
 
     def _step(self) -> tuple[list[Sequence], list[Request]]:
-        """Runs the loop once. Returns the sequences that have a new token, and the requests that
-        finished."""
+        """Calls ``StepLoop.step`` once. Returns the sequences that have a new token, and the
+        requests that finished."""
         self._check_open(CLOSED_MEANWHILE)
         step = self.loop.step()
         for seq, new in step.retried.items():
@@ -444,8 +448,8 @@ class LLMEngine:
 
     @contextmanager
     def _reset_on_error(self) -> Iterator[None]:
-        """After an exception or Ctrl-C, drops all requests and the prefix cache, which may be
-        partly computed."""
+        """After an exception or Ctrl-C, drops all requests and the prefix cache, whose blocks may
+        not have been computed."""
         try:
             yield
         except BaseException:
@@ -456,7 +460,8 @@ class LLMEngine:
 
     @contextmanager
     def _closed_meanwhile(self) -> Iterator[None]:
-        """Replaces an error that ``close`` has caused by one that says so."""
+        """If the engine is closed during the block, an error in it becomes a ValueError that says
+        so."""
         self._check_open()
         try:
             yield

@@ -24,17 +24,17 @@ PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 class PreparedEdits:
-    """What the edits of a request need, made once for all its completions. It does not compile the
-    grammar.
+    """The data that a request's edits need, computed once for all its completions. The grammar is
+    not compiled yet.
 
     Args:
-        params: the request's, checked.
-        model: has the engine's tokenizer, vocabulary size, EOS tokens and grammars.
+        params: the request's sampling parameters, checked.
+        factory: has the engine's tokenizer, vocabulary size, EOS tokens and grammars.
 
     Attributes:
         grammar: the grammar that the text must match, compiled or not yet; None for any text.
         allowed: int32 [ceil(vocab_size / 32)], the bits of ``allowed_token_ids``.
-        bias_tokens, bias_values: int32 and fp32 [any], from ``logit_bias``.
+        bias_tokens, bias_values: int32 and fp32 [num_biases], from ``logit_bias``.
         bad_words: sequences of token ids that must not be generated.
         penalties: fp32 [1, 3].
         stop_ids: the tokens that end a completion.
@@ -43,20 +43,20 @@ class PreparedEdits:
         ValueError: the structured outputs cannot be read.
     """
 
-    def __init__(self, params: SamplingParams, model: "SamplingStateFactory") -> None:
-        self.params, self.grammars = params, model.grammars
+    def __init__(self, params: SamplingParams, factory: "SamplingStateFactory") -> None:
+        self.params, self.grammars = params, factory.grammars
         structured, bias = params.structured_outputs, params.logit_bias or {}
         self.grammar = None if structured is None else self.grammars.compiler.find(structured)
-        self.allowed = np.full(cdiv(model.vocab_size, 32), -1, np.int32)
+        self.allowed = np.full(cdiv(factory.vocab_size, 32), -1, np.int32)
         if params.allowed_token_ids is not None:
-            self.allowed = bit_mask(params.allowed_token_ids, model.vocab_size)
+            self.allowed = bit_mask(params.allowed_token_ids, factory.vocab_size)
         self.bias_tokens = np.array(list(bias), np.int32)
         self.bias_values = np.array(list(bias.values()), np.float32)
         self.penalties = np.array([[getattr(params, name) for name in PENALTIES]], np.float32)
         words = params.bad_words or ()
-        self.bad_words = [ids for word in words for ids in _spellings(model.tokenizer, word)]
+        self.bad_words = [ids for word in words for ids in _spellings(factory.tokenizer, word)]
         stops = set(params.stop_token_ids or ())
-        self.stop_ids = sorted(stops if params.ignore_eos else stops | model.eos_token_ids)
+        self.stop_ids = sorted(stops if params.ignore_eos else stops | factory.eos_token_ids)
 
     def start(self, prompt_token_ids: Sequence[int]) -> list[list["LogitEdit"]]:
         """Returns the edits of each of the request's ``n`` completions, before their first token.
@@ -81,7 +81,7 @@ class EditedRow(NamedTuple):
 
     Attributes:
         row: its index.
-        edit: of its sequence.
+        edit: the edit, with the state of its sequence.
         token_ids: all tokens of the sequence, prompt and generated.
     """
 
@@ -94,7 +94,7 @@ class LogitEdit:
     """One kind of edit of the logits of one completion.
 
     Args:
-        request: what the request asks for.
+        prepared: the data of the request's edits.
         prompt: its prompt's token ids.
         grammar: the state of its grammar in this completion, if any.
 
@@ -103,7 +103,7 @@ class LogitEdit:
         follows_tokens: whether the edit depends on the sampled tokens: ``append_token`` must be
             called.
         is_finished: whether the completion ends here.
-        error: why no token can follow; "" if one can.
+        error: why the edit forbids every token; "" if it does not.
     """
 
     kernel: ClassVar[Callable[..., None]]
@@ -111,12 +111,12 @@ class LogitEdit:
     is_finished = False
     error = ""
 
-    def __init__(self, request: PreparedEdits, prompt: Sequence[int], grammar: Any) -> None:
-        self.request = request
+    def __init__(self, prepared: PreparedEdits, prompt: Sequence[int], grammar: Any) -> None:
+        self.prepared = prepared
         self.num_prompt_tokens = len(prompt)
 
     @staticmethod
-    def is_needed(request: PreparedEdits) -> bool:
+    def is_needed(prepared: PreparedEdits) -> bool:
         raise NotImplementedError
 
     @staticmethod
@@ -126,10 +126,10 @@ class LogitEdit:
         raise NotImplementedError
 
     def append_token(self, token_id: int) -> None:
-        """Records a sampled token. Raises ValueError if it cannot be followed."""
+        """Records a sampled token. Raises ValueError if the grammar does not accept it."""
 
     def apply(self, logits: torch.Tensor, token_ids: Sequence[int]) -> None:
-        """Edits logits [1, vocab_size] on the CPU, as they follow ``token_ids``."""
+        """Edits the logits [1, vocab_size] of the token after ``token_ids``, on the CPU."""
         if arrays := self.arrays([EditedRow(0, self, token_ids)]):
             type(self).kernel(logits, *map(torch.from_numpy, arrays))
 
@@ -139,14 +139,14 @@ class TokenMask(LogitEdit):
 
     kernel = staticmethod(apply_mask)
 
-    def __init__(self, request: PreparedEdits, prompt: Sequence[int], grammar: Any) -> None:
-        super().__init__(request, prompt, grammar)
+    def __init__(self, prepared: PreparedEdits, prompt: Sequence[int], grammar: Any) -> None:
+        super().__init__(prepared, prompt, grammar)
         self.grammar = grammar
         self.follows_tokens = grammar is not None
 
     @staticmethod
-    def is_needed(request: PreparedEdits) -> bool:
-        return request.grammar is not None or request.params.allowed_token_ids is not None
+    def is_needed(prepared: PreparedEdits) -> bool:
+        return prepared.grammar is not None or prepared.params.allowed_token_ids is not None
 
     def append_token(self, token_id: int) -> None:
         if self.grammar is not None:
@@ -157,12 +157,12 @@ class TokenMask(LogitEdit):
 
     @staticmethod
     def arrays(rows: list[EditedRow]) -> Arrays:
-        masks = np.stack([edit.request.allowed for _, edit, _ in rows])
+        masks = np.stack([edit.prepared.allowed for _, edit, _ in rows])
         for mask, (_, edit, _) in zip(masks, rows, strict=True):
             if edit.grammar is not None:
                 edit.grammar.fill_mask(mask)
                 edit.error = edit.grammar.error
-                np.bitwise_and(mask, edit.request.allowed, out=mask)
+                np.bitwise_and(mask, edit.prepared.allowed, out=mask)
         return _indices(rows), masks
 
 
@@ -173,8 +173,8 @@ class TokenBias(LogitEdit):
     kernel = staticmethod(add_bias)
 
     @staticmethod
-    def is_needed(request: PreparedEdits) -> bool:
-        return bool(request.params.logit_bias or request.bad_words or request.params.min_tokens)
+    def is_needed(prepared: PreparedEdits) -> bool:
+        return bool(prepared.params.logit_bias or prepared.bad_words or prepared.params.min_tokens)
 
     @staticmethod
     def arrays(rows: list[EditedRow]) -> Arrays:
@@ -186,20 +186,20 @@ class TokenBias(LogitEdit):
 
     def biases(self, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens whose logits change after ``token_ids``, int32, and by how much."""
-        request, num_generated = self.request, len(token_ids) - self.num_prompt_tokens
-        is_short = num_generated < request.params.min_tokens
-        forbidden = set(request.stop_ids if is_short else ())
-        for *start, last in request.bad_words:
-            place = len(token_ids) - len(start)
-            if place >= self.num_prompt_tokens and list(token_ids[place:]) == start:
+        prepared, num_generated = self.prepared, len(token_ids) - self.num_prompt_tokens
+        is_short = num_generated < prepared.params.min_tokens
+        forbidden = set(prepared.stop_ids if is_short else ())
+        for *start, last in prepared.bad_words:
+            index = len(token_ids) - len(start)
+            if index >= self.num_prompt_tokens and list(token_ids[index:]) == start:
                 forbidden.add(last)
         if not forbidden:
-            return request.bias_tokens, request.bias_values
+            return prepared.bias_tokens, prepared.bias_values
         tokens = np.array([*forbidden], np.int32)
         values = np.full(len(forbidden), -np.inf, np.float32)
         return (
-            np.concatenate((request.bias_tokens, tokens)),
-            np.concatenate((request.bias_values, values)),
+            np.concatenate((prepared.bias_tokens, tokens)),
+            np.concatenate((prepared.bias_values, values)),
         )
 
 
@@ -209,13 +209,13 @@ class Penalties(LogitEdit):
     kernel = staticmethod(penalise)
     follows_tokens = True
 
-    def __init__(self, request: PreparedEdits, prompt: Sequence[int], grammar: Any) -> None:
-        super().__init__(request, prompt, grammar)
+    def __init__(self, prepared: PreparedEdits, prompt: Sequence[int], grammar: Any) -> None:
+        super().__init__(prepared, prompt, grammar)
         self.history, self.generated = array("i", prompt), bytearray(len(prompt))
 
     @staticmethod
-    def is_needed(request: PreparedEdits) -> bool:
-        return request.params.penalises
+    def is_needed(prepared: PreparedEdits) -> bool:
+        return prepared.params.penalises
 
     def append_token(self, token_id: int) -> None:
         self.history.append(token_id)
@@ -225,7 +225,7 @@ class Penalties(LogitEdit):
     def arrays(rows: list[EditedRow]) -> Arrays:
         return (
             _indices(rows),
-            np.concatenate([edit.request.penalties for _, edit, _ in rows]),
+            np.concatenate([edit.prepared.penalties for _, edit, _ in rows]),
             np.array([len(edit.history) for _, edit, _ in rows], np.int32),
             np.frombuffer(bytearray().join([edit.history for _, edit, _ in rows]), np.int32),
             np.frombuffer(bytearray().join([edit.generated for _, edit, _ in rows]), np.bool_),
@@ -241,7 +241,7 @@ EDITS: tuple[type[LogitEdit], ...] = (TokenMask, TokenBias, Penalties)  # in cal
 
 def step_edits(seqs: "list[EngineSequence]") -> dict[Callable[..., None], tuple[torch.Tensor, ...]]:
     """Returns the kernels that edit a step's logits, in calling order, and their arguments after
-    the logits. ``seqs`` has the sequence of each row; finished ones ask for no edit."""
+    the logits. ``seqs`` has the sequence of each row. Rows of finished ones are not edited."""
     found: dict[type[LogitEdit], list[EditedRow]] = {kind: [] for kind in EDITS}
     for row, seq in enumerate(seqs):
         for edit in () if seq.is_finished else seq.completion.sampling.edits:

@@ -18,7 +18,7 @@ from nanovllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
 
-# The number of prompt positions whose logits exist at once.
+# Logits are computed for at most this many prompt positions at a time.
 PROMPT_LOGITS_ROWS = 256
 LogprobList = list[dict[int, Logprob] | None]
 Decode = Callable[[Seq[int], Seq[int]], Seq[str | None]]
@@ -74,13 +74,13 @@ def add_logprobs(output: RequestOutput, seqs: list[Sequence], decode: Decode | N
         seqs: the request's sequences.
         decode: see ``PackedLogprobs``.
     """
-    params, none = seqs[0].sampling_params, [np.empty((0, 3), np.int32)]
+    params, no_rows = seqs[0].sampling_params, [np.empty((0, 3), np.int32)]
     if params.prompt_logprobs is not None:
-        rows = np.concatenate(seqs[0].completion.prompt_logprobs or none)
+        rows = np.concatenate(seqs[0].completion.prompt_logprobs or no_rows)
         output.prompt_logprobs = PackedLogprobs(rows, decode, starts_with_none=True)
     if params.logprobs is not None:
         for completion, seq in zip(output.outputs, seqs, strict=True):
-            packed = PackedLogprobs(np.vstack(seq.completion.logprobs or none), decode)
+            packed = PackedLogprobs(np.vstack(seq.completion.logprobs or no_rows), decode)
             completion.logprobs = packed
             total = packed.token_logprobs().sum(dtype=np.float64)
             completion.cumulative_logprob = float(total)
@@ -98,19 +98,21 @@ def check_num_logprobs(params: SamplingParams, maximum: int, vocab_size: int) ->
 
 
 def collect_logprobs(sampled: list[Sequence], token_ids: Iterable[int], rows: np.ndarray) -> None:
-    """Hands each completion that asks for them the packed logprobs of its new token."""
+    """Appends the packed logprobs of each new token to its completion, if the request asks for
+    logprobs."""
     for seq, token_id, row in zip(sampled, token_ids, rows, strict=True):
         completion = seq.completion
         k = completion.sampling.kind.num_logprobs
         if k is not None and token_id >= 0:
-            # A view keeps the whole step's rows alive: fine where they are no wider than it needs.
+            # A view keeps the step's whole array in memory, so a narrower row is copied.
             narrow = row if len(row) == 3 + 2 * k else row[: 3 + 2 * k].copy()
             completion.logprobs.append(narrow)
 
 
 def collect_prompt_logprobs(runner: "ModelRunner", step: InFlightStep, batch: Batch) -> None:
-    """Hands each completion that asks for them the packed logprobs of the prompt tokens that follow
-    a step's tokens."""
+    """Computes logprobs of prompt tokens from a step's hidden states, and appends them, packed, to
+    each completion whose request asks for them. The token at position i is predicted at position
+    i - 1, so a step yields the logprobs of the tokens that follow its own."""
     offset = 0
     for item in batch.items:
         seq, first = item.seq, item.seq.num_prompt_logprobs
@@ -122,7 +124,7 @@ def collect_prompt_logprobs(runner: "ModelRunner", step: InFlightStep, batch: Ba
                 stop = min(start + PROMPT_LOGITS_ROWS, last)
                 row = offset - item.start
                 logits = runner.call("compute_logits", step, row + start, row + stop)
-                # The logits of a token are those of the token before it.
+                # The logits at each position predict the next token.
                 ids = torch.tensor(seq.token_ids[start + 1 : stop + 1], device=runner.device)
                 width = logits.size(1) if k == -1 else k
                 rows = pack_logprobs(logits, ids, width).numpy(force=True)

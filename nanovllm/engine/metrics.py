@@ -1,4 +1,4 @@
-"""Figures of an engine's state and throughput."""
+"""Collects and logs the engine's metrics."""
 
 import logging
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("nanovllm")
 def read_metrics(
     scheduler: Scheduler, throughput: Throughput, device: torch.device
 ) -> EngineMetrics:
-    """Returns the figures of this moment."""
+    """Returns a snapshot of the metrics."""
     blocks = scheduler.block_manager
     prompt_rate, generated_rate = throughput.rates()
     return EngineMetrics(

@@ -15,12 +15,12 @@ from nanovllm.kernels.attention.block_tables import BlockTableUpdate
 from nanovllm.utils.context import Context
 from nanovllm.utils.packed_tensors import PackedTensors
 
-# Tensors of ModelInputs that are not the context's.
+# The tensors of ModelInputs outside ``context`` and ``tables``.
 OWN_TENSORS = ("input_ids", "positions", "sampling_rows")
 
 
 class GraphSize(NamedTuple):
-    """The size of a captured step: the most new tokens and the most sequences that it fits."""
+    """The size of a captured step: its maximum number of new tokens and of sequences."""
 
     is_prefill: bool
     num_tokens: int
@@ -32,13 +32,14 @@ class ModelInputs:
     """The inputs of one step.
 
     Attributes:
-        input_ids: int32 [N]; -1 - row for the token that the last step sampled in this row.
+        input_ids: int32 [N]. A token that the last step sampled may not be on the host yet. Its
+            entry is then -1 - row, where row is its row among the sampled tokens.
         positions: int32 [N].
-        context: the metadata for attention and the output head, but for the block tables.
-        tables: what changes in the block tables.
+        context: the metadata for attention and the output head, without the block tables.
+        tables: the update of the block tables.
         reads_cache: whether attention reads keys and values of earlier steps.
-        sampling_rows: int32 [num_seqs, ROW_WORDS], how to sample the next tokens, and padding rows.
-            None for a step that ends with logits.
+        sampling_rows: int32 [num_seqs, ROW_WORDS], the sampling parameters of each sequence, then
+            padding rows. None if the forward pass does not sample.
     """
 
     input_ids: torch.Tensor
@@ -49,8 +50,8 @@ class ModelInputs:
     sampling_rows: torch.Tensor | None = None
 
     def pack(self, graph_size: GraphSize | None = None, pin_memory: bool = False) -> "PackedInputs":
-        """Copies all tensors to one buffer on the host, the new blocks last, so that a captured
-        step finds all others at fixed offsets."""
+        """Copies all tensors to one buffer on the host. The new blocks come last, because only
+        their number varies in a captured step. All other tensors have fixed offsets."""
         context = {field.name: getattr(self.context, field.name) for field in fields(Context)}
         own = {name: getattr(self, name) for name in OWN_TENSORS}
         values = {**context, **own, **self.tables._asdict()}
@@ -69,7 +70,7 @@ class PackedInputs:
     """ModelInputs in one buffer.
 
     Attributes:
-        tensors: of the context, the inputs and the block tables, by field name.
+        tensors: all tensors of the inputs, the context and the block tables, by field name.
         context: the context's fields that are not tensors.
         reads_cache: see ModelInputs.
         graph_size: the captured step that they are padded for, if any.
@@ -81,7 +82,8 @@ class PackedInputs:
     graph_size: GraphSize | None = None
 
     def unpack(self, buffer: torch.Tensor | None = None) -> ModelInputs:
-        """Returns the inputs as views of the buffer, or of a copy of it."""
+        """Returns the inputs as views of ``buffer``, a copy of the packed tensors; by default as
+        views of the packed tensors themselves."""
         views = self.tensors.views(self.tensors.buffer if buffer is None else buffer)
         own = {name: views.pop(name, None) for name in OWN_TENSORS}
         tables = BlockTableUpdate(*[views.pop(name) for name in BlockTableUpdate._fields])
@@ -98,16 +100,17 @@ class PackedInputs:
 def prepare_prefill(
     batch: Batch, block_size: int, num_tokens: int = 0, num_seqs: int = 0, max_context: int = 0
 ) -> ModelInputs:
-    """Builds a prefill: the new tokens of all sequences, concatenated, and each sequence's bounds.
+    """Builds the inputs of a prefill. The new tokens of all sequences are concatenated.
 
-    One row for each sequence gets
-    logits: the rows that sample, and row 0 as padding. The last layer computes only these rows,
-    unless a sequence wants logprobs of its prompt.
+    Logits are computed for one token of each sequence: the last tokens of the sequences that
+    sample, then token 0 as padding. The last layer computes only these tokens, unless a sequence
+    needs the log-probabilities of its prompt.
 
-    For a captured step, with contexts of up to ``max_context`` tokens, all shapes but the number of
-    new blocks depend on the other arguments only, and attention always reads the cache. Padding
-    tokens, up to ``num_tokens``, belong to no sequence and store nothing (slot -1). Padding
-    sequences, up to ``num_seqs``, have no tokens.
+    The last three arguments are for a captured step, whose contexts have up to ``max_context``
+    tokens. Its shapes depend only on these arguments, except for the number of new blocks, and its
+    attention always reads the cache. Padding tokens, up to ``num_tokens``, belong to no sequence,
+    and their keys and values are not stored (slot -1). Padding sequences, up to ``num_seqs``, have
+    no tokens.
     """
     items = batch.items
     positions = [np.arange(item.start, item.end, dtype=np.int32) for item in items]
@@ -115,20 +118,20 @@ def prepare_prefill(
     tokens = [np.asarray(item.seq.token_ids[item.start : item.end], np.int32) for item in items]
     lens_q, lens_k = [item.num_tokens for item in items], [item.end for item in items]
     num_tokens, num_seqs = num_tokens or sum(lens_q), num_seqs or len(items)
-    bounds_q = _cumulated(lens_q, num_seqs)
+    cu_seqlens_q = _cumsum(lens_q, num_seqs)
     samples = _padded([item.samples for item in items], num_seqs)
-    rows = _padded(bounds_q[1:][samples == 1] - 1, num_seqs)
-    outputs = {"output_indices": rows, "cu_num_outputs": _cumulated(samples, num_seqs)}
+    rows = _padded(cu_seqlens_q[1:][samples == 1] - 1, num_seqs)
+    outputs = {"output_indices": rows, "cu_num_outputs": _cumsum(samples, num_seqs)}
     if any(item.seq.wants_prompt_logprobs for item in items):
         outputs = {"logits_indices": rows}
     return ModelInputs(
-        input_ids=torch.from_numpy(_joined(tokens, num_tokens)),
-        positions=torch.from_numpy(_joined(positions, num_tokens)),
+        input_ids=torch.from_numpy(_concatenated(tokens, num_tokens)),
+        positions=torch.from_numpy(_concatenated(positions, num_tokens)),
         context=Context(
             is_prefill=True,
-            slot_mapping=torch.from_numpy(_joined(slots, num_tokens, -1)),
-            cu_seqlens_q=torch.from_numpy(bounds_q),
-            cu_seqlens_k=torch.from_numpy(_cumulated(lens_k, num_seqs)),
+            slot_mapping=torch.from_numpy(_concatenated(slots, num_tokens, -1)),
+            cu_seqlens_q=torch.from_numpy(cu_seqlens_q),
+            cu_seqlens_k=torch.from_numpy(_cumsum(lens_k, num_seqs)),
             max_seqlen_q=num_tokens if max_context else max(lens_q),
             max_seqlen_k=max_context or max(lens_k),
             **{name: torch.from_numpy(indices) for name, indices in outputs.items()},
@@ -144,10 +147,11 @@ def prepare_decode(
     padded_size: int = 0,
     split_kv: Callable[[np.ndarray], np.ndarray | None] | None = None,
 ) -> ModelInputs:
-    """Builds a decode: each sequence's last token.
+    """Builds the inputs of a decode, which computes each sequence's last token.
 
-    For a captured step, padding rows, up to ``padded_size``, store nothing (slot -1) and attend to
-    nothing (context length 0). ``split_kv`` makes the split-KV schedule for context lengths.
+    For a captured step, padding rows are added up to ``padded_size``. Their keys and values are not
+    stored (slot -1), and their context length is 0. ``split_kv`` computes the split-KV schedule
+    from the context lengths.
     """
     seqs = [item.seq for item in batch.items]
     num_seqs = len(seqs)
@@ -175,7 +179,7 @@ def prepare_decode(
 
 
 def prepare_block_tables(batch: Batch, num_rows: int) -> BlockTableUpdate:
-    """Builds what the device does not have yet of the sequences' block tables."""
+    """Builds the update of the block tables, with the blocks that the device does not have."""
     seqs = [item.seq for item in batch.items]
     lens = np.array([len(seq.block_table) for seq in seqs], np.int32)
     num_new = lens - np.array([seq.num_sent_blocks for seq in seqs], np.int32)
@@ -185,14 +189,15 @@ def prepare_block_tables(batch: Batch, num_rows: int) -> BlockTableUpdate:
     update = (
         _padded([seq.table_row for seq in seqs], num_rows, -1),
         _padded(lens, num_rows)[None],
-        _cumulated(num_new, num_rows)[None],
+        _cumsum(num_new, num_rows)[None],
         np.array(new_blocks, np.int32),
     )
     return BlockTableUpdate(*map(torch.from_numpy, update))
 
 
 def _slots(item: ScheduledSequence, positions: np.ndarray, block_size: int) -> np.ndarray:
-    """Returns the KV slot of each new token; -1 for tokens computed only for their logits."""
+    """Returns the KV slot of each new token; -1 for a cached token, which is computed only for its
+    logits."""
     blocks = np.asarray(item.seq.block_table, dtype=np.int32)
     slots = blocks[positions // block_size] * block_size + positions % block_size
     slots[positions < item.seq.num_cached_tokens] = -1
@@ -206,11 +211,11 @@ def _padded(values: Any, size: int, padding: int = 0) -> np.ndarray:
     return out
 
 
-def _joined(parts: list[np.ndarray], size: int, padding: int = 0) -> np.ndarray:
+def _concatenated(parts: list[np.ndarray], size: int, padding: int = 0) -> np.ndarray:
     """Returns int32 [size]: the concatenated parts, then padding."""
     return _padded(np.concatenate(parts) if parts else (), size, padding)
 
 
-def _cumulated(counts: Any, size: int) -> np.ndarray:
-    """Returns int32 [size + 1], cumulative sums from 0 on; padding counts are 0."""
+def _cumsum(counts: Any, size: int) -> np.ndarray:
+    """Returns int32 [size + 1], the cumulative sums of the counts, starting with 0."""
     return np.append(np.int32(0), np.cumsum(_padded(counts, size), dtype=np.int32))

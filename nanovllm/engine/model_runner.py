@@ -1,4 +1,4 @@
-"""Runs scheduled batches on one rank's device. Never decides who runs."""
+"""Runs scheduled batches on one rank's device. Makes no scheduling decisions."""
 
 import gc
 import os
@@ -36,14 +36,15 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def on_device(method: Method) -> Method:
-    """Makes the runner's GPU PyTorch's current device during a call, whatever the user's program,
-    another thread or another engine has chosen. In a forked child the call is a ValueError."""
+    """Makes the runner's GPU PyTorch's current device during a call, because the user's program or
+    another engine may have set another one. In a forked child process, the call raises ValueError.
+    """
 
     @wraps(method)
     def call(self: "ModelRunner", *args: Any, **kwargs: Any) -> Any:
         if self.is_forked:
             raise ValueError(
-                f"this engine belongs to process {self._pid}, of which this one is a forked child: "
+                f"this engine belongs to process {self._pid}, and this process is a forked child: "
                 f"make another engine here, or start the process with spawn instead of fork"
             )
         if self.device.type == "cpu":
@@ -55,10 +56,10 @@ def on_device(method: Method) -> Method:
 
 
 class NoGraphs:
-    """Stands for captured steps (``StepGraphs``) where there are none."""
+    """Takes the place of ``StepGraphs`` if no steps are captured."""
 
     def size_for(self, batch: Batch) -> GraphSize | None:
-        """No captured size fits."""
+        """Returns None: no captured step fits the batch."""
 
     def replay(self, inputs: PackedInputs) -> torch.Tensor:
         raise NotImplementedError
@@ -67,20 +68,21 @@ class NoGraphs:
 class ModelRunner:
     """One rank: the model's shard, its part of the KV cache, and the steps run on them.
 
-    ``engine.startup`` makes one and sets what has to be loaded, measured or captured first. With
-    several ranks, runners are those of ``engine.tensor_parallel``.
+    ``engine.startup`` creates the runner, and sets the attributes that have to be loaded, measured
+    or captured. With several ranks, it creates the subclasses in ``engine.tensor_parallel``.
 
     Attributes:
-        device: where it runs; a GPU has an index.
-        dtype: of weights, activations and KV cache.
+        device: the device on which it runs; a GPU has an index.
+        dtype: the dtype of weights, activations and KV cache.
         tp: the tensor-parallel group.
-        backend: of attention.
+        backend: the attention backend.
         kv_cache: [2, layers, blocks, block_size, kv_heads / ranks, head_dim].
-        block_tables: of all sequences with blocks; one group, as all layers share a table.
-        num_kvcache_blocks: blocks that the cache has.
+        block_tables: the block tables of all sequences with blocks. All layers share one table per
+            sequence.
+        num_kvcache_blocks: the number of blocks in the cache.
         graphs: captured steps.
-        sampled_tokens: int64 [max_num_seqs], the buffer in which each step leaves its tokens, row
-            by row, and where the next one, captured or not, finds them.
+        sampled_tokens: int64 [max_num_seqs], the tokens that the last step sampled, by row. The
+            next step reads its input tokens from here.
         startup_seconds: how long each part of start-up took.
     """
 
@@ -116,11 +118,12 @@ class ModelRunner:
         return os.getpid() != self._pid
 
     def call(self, method: str, step: InFlightStep | None, *args: Any) -> Any:
-        """Rank 0: calls ``method(step, *args)`` on every rank at once; other ranks pass their own
-        InFlightStep. It is done whole or never again.
+        """Rank 0: calls ``method(step, *args)`` on every rank at the same time. Other ranks pass
+        their own InFlightStep as ``step``. If the call fails on any rank, the workers are ended,
+        and every later call raises WorkerError.
 
         Raises:
-            WorkerError: another rank has failed; so does every later call.
+            WorkerError: another rank has failed.
         """
         return getattr(self, method)(step, *args)
 
@@ -128,17 +131,17 @@ class ModelRunner:
         """Connects the ranks, if there are several."""
 
     def barrier(self) -> None:
-        """Rank 0 goes on once all ranks have come as far, and hears at once of one that has failed;
-        collectives, which would wait for it, start only then."""
+        """Rank 0 waits here until all workers have called this. It is used before collectives: if a
+        worker fails, this raises WorkerError at once, while a collective would wait for it."""
 
     @on_device
     @torch.inference_mode()
     def run(self, batch: Batch) -> InFlightStep:
-        """Rank 0: launches a step. The tokens of the step before need not have arrived.
+        """Rank 0: launches a step. The tokens of the previous step need not be on the host.
 
         Raises:
             ValueError: this process is a forked child of the one that made the engine.
-            WorkerError: another rank has failed; so does every later call.
+            WorkerError: another rank has failed. Every later call raises it too.
         """
         inputs = self.prepare(batch, self.graphs.size_for(batch))
         step = self.call("run_step", None, inputs, batch.block_copies)
@@ -148,11 +151,11 @@ class ModelRunner:
     @on_device
     @torch.inference_mode()
     def sample(self, step: InFlightStep) -> InFlightStep:
-        """Rank 0: samples the step's tokens, unless its forward pass did, and starts their copy to
-        the host. The tokens of the step before must have been applied.
+        """Rank 0: samples the step's tokens, unless the forward pass has sampled them, and starts
+        copying them to the host. The tokens of the previous step must have been applied.
 
         Raises:
-            WorkerError: another rank has failed; so does every later call.
+            WorkerError: another rank has failed. Every later call raises it too.
         """
         batch = step.batch
         assert batch is not None
@@ -173,14 +176,14 @@ class ModelRunner:
         """Rank 0: waits until a sampled step's results are on the host.
 
         Raises:
-            WorkerError: another rank has failed; so does every later call.
+            WorkerError: another rank has failed. Every later call raises it too.
         """
         if step.arrived is not None:
             step.arrived.synchronize()
 
     def samples_in_step(self, batch: Batch) -> bool:
-        """Whether the forward pass samples: sampling needs no more than the sampling rows, which
-        are known before any token has arrived."""
+        """Whether the forward pass samples the tokens. It can if sampling needs only the sampling
+        rows, which do not depend on earlier tokens."""
         return not any(
             kind.edits or kind.num_logprobs is not None or (kind.truncates and self.tp.size > 1)
             for kind in batch.sampling_kinds
@@ -193,7 +196,7 @@ class ModelRunner:
         inputs: PackedInputs,
         block_copies: tuple[tuple[int, int], ...] = (),
     ) -> InFlightStep:
-        """Every rank: one step, up to logits or sampled tokens."""
+        """Every rank: runs the forward pass of one step, up to logits or sampled tokens."""
         if last is not None:
             last.release()
         for source, target in block_copies:
@@ -205,7 +208,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample_step(self, step: InFlightStep, num_rows: int) -> InFlightStep:
-        """Every rank: samples a step's tokens as rank 0's ``sampling`` says."""
+        """Every rank: samples a step's tokens. Only rank 0 needs ``step.sampling``."""
         assert step.logits is not None
         token_ids, step.logprobs = self.sampler(step.logits[:num_rows], step.sampling)
         self.sampled_tokens[:num_rows] = token_ids
@@ -213,8 +216,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute_logits(self, step: InFlightStep, start: int, stop: int) -> torch.Tensor | None:
-        """Every rank: logits of rows [start, stop) of a prefill's hidden states, [stop - start,
-        vocabulary] on rank 0 and None on the others."""
+        """Every rank: computes the logits of rows [start, stop) of a prefill's hidden states.
+        Returns [stop - start, vocabulary] on rank 0, and None on the others."""
         assert step.hidden_states is not None
         logits = self.model.compute_logits(step.hidden_states[start:stop])
         return self.model.lm_head.gather(logits)
@@ -224,11 +227,12 @@ class ModelRunner:
         / ranks], and samples the next tokens if the inputs have sampling rows. Fills in
         ``inputs.input_ids``."""
         context, block_size = inputs.context, self.config.kvcache_block_size
-        # With PDL, attention may load block tables before the previous kernel ends. So they are
-        # updated first, with kernels in between that wait for all kernels before them.
+        # With programmatic dependent launch (PDL), attention may load the block tables before the
+        # previous kernel has ended. So the tables are updated first: the kernels between the update
+        # and attention wait for the update to end.
         tables = self.block_tables.update(inputs.tables)[0]
         if inputs.reads_cache:
-            columns = cdiv(context.max_seqlen_k, block_size) or None  # unknown in a capture: all
+            columns = cdiv(context.max_seqlen_k, block_size) or None  # a capture does not know: all
             context = replace(context, block_tables=tables[:, :columns])
         if not context.is_prefill:
             fill_in_sampled(inputs.input_ids, self.sampled_tokens)
@@ -250,7 +254,7 @@ class ModelRunner:
         else:
             inputs = model_inputs.prepare_decode(batch, block_size, num_seqs, self._split_kv)
         samples = self.samples_in_step(batch)
-        if samples or size:  # a graph samples in any case
+        if samples or size:  # a graph always samples
             rows = sampling_rows(batch.sampled if samples else [], num_seqs or len(batch))
             inputs = replace(inputs, sampling_rows=rows)
         return inputs.pack(size, pin_memory=self.device.type == "cuda")
@@ -261,25 +265,25 @@ class ModelRunner:
 
     @on_device
     def exit(self) -> None:
-        """Frees what start-up has set, such as cache and weights, as far as there is any."""
+        """Frees the attributes that start-up has set, such as the cache and the weights."""
         for name in ModelRunner.__annotations__:
             vars(self).pop(name, None)
         gc.collect()  # parameters and their weight loaders refer to each other
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
-        self.tp.close()  # frees its buffers, and does not wait for peers as its destructor might
+        self.tp.close()  # its destructor might wait for peers
         self.tp = TPGroup()
 
     def close(self) -> None:
-        """Rank 0: ends itself, then the others; does nothing in a forked child."""
+        """Rank 0: calls ``exit``, then ends the workers. Does nothing in a forked child."""
         if not self.is_forked:
             self.exit()
 
     def abandon(self, error: BaseException) -> None:
-        """Rank 0: frees what a start that failed has made. The frames in the error's traceback
-        would keep that for as long as somebody keeps the exception, as notebooks do."""
-        self.tp.abort()  # no kernel waits for a peer any longer
+        """Rank 0: frees everything after a failed start. Also clears the frames in the error's
+        traceback. They refer to the model, and notebooks keep the last exception."""
+        self.tp.abort()  # ends kernels that wait for a peer
         clear_frames(error)
         with suppress(RuntimeError):  # a GPU that has failed fails again
             self.close()

@@ -6,16 +6,16 @@ from nanovllm.engine.sequence import Sequence
 
 
 class FirstComeFirstServed(deque[Sequence]):
-    """The waiting sequences, the next one to admit first.
+    """The waiting sequences, in the order of admission.
 
-    The scheduler admits the head only, so another policy is a subclass that places new sequences
-    elsewhere. Results do not depend on the order.
+    The scheduler admits only the head of the queue. Another policy is a subclass that inserts new
+    sequences elsewhere. Results do not depend on the order.
     """
 
     def add(self, seq: Sequence) -> None:
-        """Places a new sequence."""
+        """Queues a new sequence."""
         self.append(seq)
 
     def put_back(self, seq: Sequence) -> None:
-        """Places a sequence that has run and must be computed again."""
+        """Queues a sequence that was preempted or is retried, at the head."""
         self.appendleft(seq)

@@ -1,4 +1,4 @@
-"""From prompts and sampling parameters to requests that the engine can add."""
+"""Makes requests that the engine can add from prompts and sampling parameters."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,10 +23,11 @@ class RequestPreparer:
     Args:
         encoder: tokenises prompts.
         sampling_states: checks sampling parameters.
-        check_prompt_len: raises ValueError for a number of prompt tokens that can never run.
+        check_prompt_len: takes a number of prompt tokens. Raises ValueError if such a prompt can
+            never run.
 
     Attributes:
-        is_closed: whether the engine has been closed, which ends what is being prepared.
+        is_closed: set when the engine is closed. Pending calls then raise ValueError.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class RequestPreparer:
         what: str,
         make_bar: Callable[..., tqdm] | None = None,
     ) -> list[PreparedRequest]:
-        """Prepares all prompts. Raises one exception that names all that cannot run as ``what``."""
+        """Prepares all prompts. If some cannot run, raises one exception that lists them by index,
+        as ``what[index]``."""
         checked = self.prepare_each(prompts, sampling_params, make_bar)
         ready = dict(
             self.sampling_states.grammars.when_compiled(checked, grammar_of, self.check_open)
@@ -60,11 +62,12 @@ class RequestPreparer:
         sampling_params: SamplingParams | Seq[SamplingParams],
         make_bar: Callable[..., tqdm] | None = None,
     ) -> Iterator[Checked]:
-        """Yields a request for each prompt, with its grammar not compiled yet, or the exception
-        that says what is wrong. Prompts are checked in portions, on demand.
+        """Yields a request for each prompt, or the exception that says what is wrong with it. The
+        grammars are not compiled yet. The prompts are checked lazily, PORTION at a time.
 
         Args:
-            sampling_params: one for all prompts, which is checked at once, or one each.
+            sampling_params: one for all prompts, which is checked before the first prompt, or one
+                each.
         """
         if isinstance(sampling_params, (list, tuple)):
             if len(sampling_params) != len(prompts):
@@ -82,14 +85,14 @@ class RequestPreparer:
             raise ValueError(CLOSED)
 
     def _prepare_each(
-        self, prompts: Seq[Any], each: Seq[Any], make_bar: Callable[..., tqdm] | None
+        self, prompts: Seq[Any], each_params: Seq[Any], make_bar: Callable[..., tqdm] | None
     ) -> Iterator[Checked]:
         copies: dict[int, PreparedParams] = {}  # by id(): each object is checked and copied once
         preparer = weakref.ref(self)
         for portion in slices(len(prompts), PORTION, make_bar, "Tokenizing"):
             self.check_open()
             encoded = self.encoder.encode(prompts[portion])
-            for item, params in zip(encoded, each[portion], strict=True):
+            for item, params in zip(encoded, each_params[portion], strict=True):
                 try:
                     if not isinstance(params, PreparedParams) and id(params) not in copies:
                         copies[id(params)] = self.sampling_states.prepare(params)

@@ -1,4 +1,4 @@
-"""What a step does that runs out of memory, or cannot sample a token."""
+"""Recovery of steps that ran out of memory, and of sequences for which no token was sampled."""
 
 import copy
 import logging
@@ -18,9 +18,11 @@ logger = logging.getLogger("nanovllm")
 def roll_back(
     error: Exception, batch: Batch, scheduler: Scheduler, model_runner: ModelRunner
 ) -> bool:
-    """Rolls back a step that ran out of memory, so that smaller ones compute the same later.
-    Returns False if the error has another cause, or there are several ranks, of which the others
-    cannot roll back.
+    """Rolls back a step that ran out of memory. Its tokens are computed later, in smaller steps.
+
+    Returns:
+        False if the error has another cause, or if there are several ranks. Then a step cannot be
+        rolled back, because the other ranks may have run it.
 
     Raises:
         RuntimeError: not even the smallest step fits.
@@ -31,18 +33,24 @@ def roll_back(
     if not scheduler.roll_back(batch):
         raise RuntimeError(
             f"out of memory in the smallest step ({memory}). Unfinished requests are dropped. "
-            f"Lower gpu_memory_utilization, max_num_batched_tokens or max_num_seqs, or end what "
-            f"else uses this memory"
+            f"Lower gpu_memory_utilization, max_num_batched_tokens or max_num_seqs, or end other "
+            f"programs that use this memory"
         ) from error
-    message = "out of memory in a step of %d tokens; going on with smaller ones (%s)"
+    message = "out of memory in a step of %d tokens; continuing with smaller steps (%s)"
     logger.warning(message, batch.num_tokens, memory)
     return True
 
 
 def retry_alone(finished: dict[Sequence, Finish], scheduler: Scheduler) -> dict[Sequence, Sequence]:
-    """Takes out the sequences that ended because no token could be sampled, and queues each to be
-    computed again once, alone: the NaN may have come with a prefix that another sequence computed.
-    Returns them, and the sequences that take their place."""
+    """Retries sequences for which no token could be sampled. Each is computed again, once, without
+    shared blocks: its NaN logits may be due to a cached prefix that another sequence computed.
+
+    Args:
+        finished: the sequences that finished, and how. Retried sequences are removed from it.
+
+    Returns:
+        The retried sequences, and for each the sequence that replaces it.
+    """
     retried = {}
     for seq, finish in reversed([*finished.items()]):
         if not finish.error:
@@ -50,26 +58,26 @@ def retry_alone(finished: dict[Sequence, Finish], scheduler: Scheduler) -> dict[
         state = seq.completion.sampling
         if reason := next((edit.error for edit in state.edits if edit.error), ""):
             finished[seq] = finish._replace(error=reason)
-        elif not seq.is_isolated and not allows_none(state, seq.token_ids):
-            message = "request %s: %s; computing it once more, alone"
+        elif not seq.is_isolated and not forbids_all(state, seq.token_ids):
+            message = "request %s: %s; computing it once more, without the prefix cache"
             logger.warning(message, seq.request_id, finish.error)
-            retried[seq] = alone(seq)
+            retried[seq] = isolated_copy(seq)
             scheduler.waiting.put_back(retried[seq])
             seq.completion.prompt_logprobs = []
             del finished[seq]
     return retried
 
 
-def allows_none(state: SamplingState, token_ids: list[int]) -> bool:
-    """Whether the parameters forbid every token after these, whatever the logits are."""
+def forbids_all(state: SamplingState, token_ids: list[int]) -> bool:
+    """Whether the edits forbid every token after ``token_ids``, whatever the logits are."""
     logits = torch.zeros(1, state.vocab_size)
     for edit in state.edits:
         edit.apply(logits, token_ids)
     return bool(logits.isneginf().all())
 
 
-def alone(seq: Sequence) -> Sequence:
-    """Returns a copy that waits to be computed again from the start, sharing no blocks."""
+def isolated_copy(seq: Sequence) -> Sequence:
+    """Returns a waiting copy, to be computed again from the start without shared blocks."""
     new = copy.copy(seq)
     new.status, new.is_isolated = SequenceStatus.WAITING, True
     new.block_table, new.block_hashes, new.num_cached_tokens = [], [], 0

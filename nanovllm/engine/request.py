@@ -23,8 +23,8 @@ class PreparedRequest:
     Attributes:
         prompt: its text; None if it came as token ids.
         prompt_token_ids: its token ids.
-        sampling: how to complete it.
-        preparer: that of the only engine that takes it.
+        sampling: its sampling parameters, checked.
+        preparer: refers to the engine that prepared it. No other engine accepts it.
     """
 
     prompt: str | None
@@ -38,10 +38,10 @@ class Request:
     """One prompt, and the sequences that complete it.
 
     Attributes:
-        request_id: the engine's name for it.
-        prepared: its prompt, and how to complete it.
+        request_id: its id in the engine.
+        prepared: its prompt and sampling parameters.
         seqs: a sequence for each completion, by index.
-        metrics: its arrival, first token and end.
+        metrics: the times of its arrival, first token and end.
         thread: the thread that added it.
         is_stream: whether ``generate_stream`` added it.
     """

@@ -1,4 +1,4 @@
-"""Turns what the sequences of a batch ask of the sampler into tensors. Pure, like model_inputs."""
+"""Builds the sampler's inputs for a batch. Like model_inputs, it changes nothing."""
 
 import numpy as np
 import torch
@@ -9,8 +9,8 @@ from nanovllm.layers.sampler import LogitEdits, SamplingInputs
 
 
 def prepare_sample(batch: Batch) -> SamplingInputs:
-    """How to sample the batch's next tokens, on the host. All tokens before them must have been
-    applied. Tokens sampled for sequences that have finished are dropped."""
+    """Builds the inputs to sample the batch's next tokens, on the host. All earlier tokens must
+    have been applied. Finished sequences have rows too, whose tokens are dropped later."""
     kinds = batch.sampling_kinds
     edits: LogitEdits = {}
     if any(kind.edits for kind in kinds):
@@ -28,8 +28,9 @@ def prepare_sample(batch: Batch) -> SamplingInputs:
 
 
 def sampling_rows(sampled: list[ScheduledSequence], num_rows: int = 0) -> torch.Tensor:
-    """int32 [sampled or more, ROW_WORDS], a SAMPLING_ROW each; rows of zeros up to num_rows."""
-    known = bytearray().join([item.seq.completion.sampling.row for item in sampled])
-    rows = np.frombuffer(known.ljust(num_rows * SAMPLING_ROW.itemsize, b"\0"), SAMPLING_ROW)
+    """Returns int32 [max(num_sampled, num_rows), ROW_WORDS]: a SAMPLING_ROW for each sampled item,
+    then zeros as padding."""
+    data = bytearray().join([item.seq.completion.sampling.row for item in sampled])
+    rows = np.frombuffer(data.ljust(num_rows * SAMPLING_ROW.itemsize, b"\0"), SAMPLING_ROW)
     rows["position"][: len(sampled)] = [item.end for item in sampled]
     return torch.from_numpy(rows.view(np.int32).reshape(-1, ROW_WORDS))

@@ -1,4 +1,4 @@
-"""Sampling parameters of one sequence in the form that steps need. On rank 0 only."""
+"""The sampling parameters of a sequence in the form that steps need. Used on rank 0 only."""
 
 from collections.abc import Iterable, Sequence
 from random import Random
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 
 class SamplingKind(NamedTuple):
-    """What sampling a sequence's tokens involves. Steps look at the few kinds of their batch.
+    """The sampler's features that a sequence uses. Many sequences of a batch share one value.
 
     Attributes:
-        truncates: top_k, top_p or min_p.
-        edits: logits may have to be edited before a token is sampled from them.
-        num_logprobs: how many of the most likely tokens to report logprobs for; None for none.
-        processed_logprobs: report those of the logits that tokens are sampled from.
+        truncates: whether top_k, top_p or min_p is set.
+        edits: whether masks, biases or penalties may have to be applied to the logits.
+        num_logprobs: number of most likely tokens to report logprobs for; None for no logprobs.
+        processed_logprobs: whether logprobs are computed from the logits after edits, temperature
+            and truncation.
     """
 
     truncates: bool
@@ -40,13 +41,13 @@ class SamplingState:
     Args:
         params: the request's.
         seed: the sequence's own, any 64 bits.
-        edits: what changes the logits first; empty for plain sampling.
+        edits: masks, biases and penalties to apply before sampling; empty if there are none.
         vocab_size: the model's.
-        processed_logprobs: report log-probabilities of the logits that tokens are sampled from.
+        processed_logprobs: see ``SamplingKind``.
 
     Attributes:
         row: a SAMPLING_ROW as bytes, without its position, which each step fills in.
-        kind: what sampling involves.
+        kind: the sampler's features that it uses.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class SamplingState:
         row = np.zeros((), SAMPLING_ROW)
         row["temperature"] = 0.0 if params.is_greedy else params.temperature
         row["top_k"] = min(max(params.top_k, 0), vocab_size)
-        row["top_p"] = max(params.top_p, np.finfo(np.float32).tiny)  # in fp32, too, above 0
+        row["top_p"] = max(params.top_p, np.finfo(np.float32).tiny)  # not rounded to 0 in fp32
         row["min_p"] = params.min_p
         row["seed"] = np.uint64(seed % 2**64).astype(np.int64)
         self.row = row.tobytes()
@@ -84,17 +85,17 @@ class SamplingState:
         return any(edit.is_finished for edit in self.edits)
 
     def append_token(self, token_id: int) -> None:
-        """Records a sampled token. Raises ValueError if an edit cannot follow it."""
+        """Records a sampled token. Raises ValueError if the grammar does not accept it."""
         for edit in self.edits:
             edit.append_token(token_id)
 
 
 class PreparedParams(NamedTuple):
-    """A checked copy of sampling parameters, with what a tokenizer made of them.
+    """A checked copy of sampling parameters, with the data that their edits need.
 
     Attributes:
         params: a copy of the caller's.
-        edits: makes the edits of the logits; None for plain sampling.
+        edits: makes the logit edits; None if the parameters need none.
     """
 
     params: SamplingParams
@@ -113,7 +114,7 @@ class SamplingStateFactory:
         tokenizer: a transformers tokenizer, or None.
         vocab_size: the model's.
         eos_token_ids: the model's.
-        config: has the seed of the generator of seeds, for requests without one.
+        config: has the seed of the generator that gives each request without a seed its own.
     """
 
     def __init__(
@@ -129,7 +130,8 @@ class SamplingStateFactory:
         self.max_logprobs = vocab_size if most == -1 else min(most, vocab_size)
         self.processed_logprobs = config.logprobs_mode == "processed_logprobs"
         self.eos_token_ids = frozenset(eos_token_ids)
-        # Two generators, because requests with grammars may start later than requests after them.
+        # Requests with grammars have their own generator. They start when their grammar is
+        # compiled, so their order varies.
         self.random, self.grammar_random = Random(config.seed), Random(f"{config.seed}/grammars")
         self.grammars = Grammars(tokenizer, vocab_size, self.eos_token_ids)
 
@@ -153,7 +155,7 @@ class SamplingStateFactory:
 
                 edits = PreparedEdits(params, self)
             return PreparedParams(params, edits)
-        except BaseException as error:  # tokenizers and grammar compilers raise what they like
+        except BaseException as error:  # tokenizers and grammar compilers may raise anything
             if not is_failure(error):
                 raise
             raise ValueError(f"sampling_params: {error}") from error
@@ -171,7 +173,7 @@ class SamplingStateFactory:
             check_num_logprobs(params, self.max_logprobs, self.vocab_size)
         if self.tokenizer is None and (params.stop or params.bad_words):
             name = "stop strings" if params.stop else "bad_words"
-            raise ValueError(f"this model has no tokenizer, which {name} need: give token ids")
+            raise ValueError(f"this model has no tokenizer, which {name} need: use token ids")
 
     def make(
         self, prepared: PreparedParams, prompt_token_ids: Sequence[int]
@@ -187,8 +189,8 @@ class SamplingStateFactory:
             xxhash.xxh64_intdigest(f"{seed % 2**64}/{i}".encode()) if i else seed
             for i in range(params.n)
         )
-        each = [()] * params.n if edits is None else edits.start(prompt_token_ids)
+        edits_of_each = [()] * params.n if edits is None else edits.start(prompt_token_ids)
         return [
             SamplingState(params, seed, own, self.vocab_size, self.processed_logprobs)
-            for seed, own in zip(seeds, each, strict=True)
+            for seed, own in zip(seeds, edits_of_each, strict=True)
         ]

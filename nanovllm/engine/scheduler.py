@@ -10,23 +10,25 @@ from nanovllm.engine.policy import FirstComeFirstServed
 from nanovllm.engine.sequence import Finish, Sequence, SequenceStatus
 
 NO_TOKEN = (
-    "no token could be sampled: the model's logits are NaN or infinite, or its parameters allow "
-    "no token"
+    "no token could be sampled: the model's logits are NaN or infinite, or the sampling parameters "
+    "allow no token"
 )
-ADMISSION_SHARE = 16  # prompts are admitted when 1/16 of max_num_seqs is free, or all can be
-RECOVERY_STEPS = 100  # after so many, limits that running out of memory has lowered double
+# Prompts are admitted when 1/16 of max_num_seqs is free, or when all waiting ones can be admitted.
+ADMISSION_SHARE = 16
+RECOVERY_STEPS = 100  # after this many steps, limits that were lowered by out of memory are doubled
 
 
 class Scheduler:
     """Continuous batching over two queues.
 
-    Prompts are admitted in the policy's order, several at a time. Prefills run before decodes; a
+    Prompts are admitted in the policy's order, several at a time. Prefills run before decodes. A
     prompt longer than the token budget is prefilled in chunks. When decodes run out of free blocks,
     the youngest running sequence is preempted: it returns to the head of the waiting queue and is
     recomputed later.
 
-    A sequence computes the prompt for its siblings too. When the prompt is computed, the siblings
-    join the running sequences with copies of its blocks. They count as residents from the start.
+    A request with n > 1 has a sequence for each completion: the first one, and its siblings. Only
+    the first one computes the prompt. Then the siblings start with its blocks. They count as
+    resident as soon as the first one is admitted.
 
     Args:
         config: the block size, the most sequences and tokens of a step, and whether equal prefixes
@@ -64,7 +66,7 @@ class Scheduler:
         self.waiting = FirstComeFirstServed() if policy is None else policy
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # of prompts started so far
-        self.num_cached_prompt_tokens = 0  # of these, already in the cache
+        self.num_cached_prompt_tokens = 0  # the part of them that was already in the cache
         self.reset()
 
     def is_finished(self) -> bool:
@@ -107,8 +109,8 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Returns the next step; an empty batch if only the step in flight is left.
 
-        The last step must have been ``launched``, and the one before it postprocessed. The tokens
-        of the last step need not be known.
+        ``launched`` must have been called for the last step, and ``postprocess`` for the step
+        before the last. The tokens of the last step need not be known.
         """
         self._num_steps += 1
         if self._num_steps % RECOVERY_STEPS == 0:
@@ -121,14 +123,19 @@ class Scheduler:
         return Batch(items, is_prefill=is_prefill, block_copies=copies)
 
     def roll_back(self, batch: Batch) -> bool:
-        """Rolls back the step just scheduled, which did not fit into memory, and preempts: the next
-        steps have at most half its tokens, or in a decode half its sequences, and more again with
-        time. Returns False if there was no smaller step."""
+        """Rolls back the step just scheduled, which ran out of memory, and preempts sequences.
+
+        After a prefill, the next prefills have at most half its tokens. After a decode, at most
+        half its sequences are resident. These limits double every RECOVERY_STEPS steps.
+
+        Returns:
+            False if no smaller step is possible.
+        """
         self._num_steps = 0
         self._block_copies = [*batch.block_copies, *self._block_copies]
         if batch.is_prefill:
             for item in reversed(batch.items):
-                self.block_manager.unseal(item.seq, item.end)
+                self.block_manager.uncache_blocks(item.seq, item.end)
                 self.preempt(item.seq)
             self._max_tokens_now = max(1, batch.num_tokens // 2)
             return batch.num_tokens > 1
@@ -138,10 +145,14 @@ class Scheduler:
         return len(batch) > 1
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> dict[Sequence, Finish]:
-        """Appends a step's tokens, one for each sampled item (-1 for none allowed), to their
-        sequences. Those of sequences that have finished since it was launched are dropped.
+        """Appends a step's tokens to their sequences, except to those that have finished since the
+        step was launched.
 
-        Returns the sequences that finished, their blocks already freed, and how they ended.
+        Args:
+            token_ids: one for each sampled item; -1 if no token could be sampled.
+
+        Returns:
+            The sequences that finished, and how. Their blocks have been freed.
         """
         finished: dict[Sequence, Finish] = {}
         for item, token_id in zip(batch.sampled, token_ids, strict=True):
@@ -150,7 +161,7 @@ class Scheduler:
                 continue
             if token_id < 0:
                 finish = Finish("error", error=NO_TOKEN)
-                self.block_manager.forget(seq)
+                self.block_manager.evict(seq)
             else:
                 seq.append_token(token_id)
                 if token_id in seq.stop_token_ids:
@@ -158,7 +169,7 @@ class Scheduler:
                 if finish is None and seq.num_tokens >= seq.max_len:
                     finish = Finish("length")
             if finish is not None:
-                if seq.status is SequenceStatus.WAITING:  # preempted meanwhile
+                if seq.status is SequenceStatus.WAITING:  # preempted since the launch
                     self.waiting.remove(seq)
                 seq.status = SequenceStatus.FINISHED
                 self.block_manager.deallocate(seq)
@@ -168,8 +179,9 @@ class Scheduler:
         return finished
 
     def launched(self, batch: Batch) -> None:
-        """Applies what a step does whatever tokens it samples. Sequences that reach their length
-        limit leave: steps launched later may have their blocks."""
+        """Applies the effects of a launched step that do not depend on the tokens that it samples.
+        Sequences that reach their length limit stop running, and their blocks are freed for the
+        next steps."""
         self.block_manager.mark_computed(batch)
         for item in batch.sampled:
             if item.seq.siblings and not item.seq.is_finished:
@@ -196,19 +208,19 @@ class Scheduler:
     def abort(self, seq: Sequence) -> None:
         """Drops an unfinished sequence."""
         queue: Any = self.running if seq.status is SequenceStatus.RUNNING else self.waiting
-        if seq in queue:  # not if it waits for its sibling's prompt, or has reached its limit
+        if seq in queue:  # unless it is a sibling not yet started, or at its length limit
             queue.remove(seq)
         self.block_manager.deallocate(seq)
         seq.siblings = []
         seq.status = SequenceStatus.FINISHED
 
     def reset(self) -> None:
-        """Drops every sequence and the prefix cache, whatever an interrupted step has left."""
+        """Drops all sequences and the prefix cache, even after an interrupted step."""
         self.block_manager = BlockManager(*self._cache_settings)
         self.waiting.clear()
         self.running = []
         self._block_copies = []
-        # Lower than the engine's limits for some steps after one ran out of memory.
+        # Lower than the engine's limits for some steps after a step has run out of memory.
         self._max_tokens_now, self._max_seqs_now = self.max_num_batched_tokens, self.max_num_seqs
         self._num_steps = 0
 
@@ -225,7 +237,7 @@ class Scheduler:
         if residents and not items and not self._can_admit_several(residents):
             return ()
         while budget and self.waiting and self._can_admit(self.waiting[0], residents):
-            if items and self._would_be_cut(self.waiting[0], budget):
+            if items and self._would_be_chunked(self.waiting[0], budget):
                 break
             seq = self.waiting.popleft()
             residents += 1 + len(seq.siblings)
@@ -240,23 +252,23 @@ class Scheduler:
             budget -= items[-1].num_tokens
         return tuple(items)
 
-    def _would_be_cut(self, seq: Sequence, budget: int) -> bool:
-        """Whether a prompt that fits into one step does not fit into what is left of this one. Its
-        second chunk would attend to the first through block tables, which is slower."""
+    def _would_be_chunked(self, seq: Sequence, budget: int) -> bool:
+        """Whether a prompt that would fit into one step does not fit into the rest of this step's
+        budget. If it were split, its second chunk would read the first one's keys and values
+        through the block table, which is slower."""
         if budget >= len(seq):
             return False
         return budget < self.count_new_tokens(seq) <= self._max_tokens_now
 
     def _can_admit_several(self, residents: int) -> bool:
-        """Whether enough prompts can be admitted to make a prefill step worth stopping the decodes.
-        Otherwise prompts would be admitted one by one, as sequences finish, each in its own step.
-        """
+        """Whether enough prompts can be admitted that a prefill step is worth delaying the decodes.
+        Without this check, each sequence that finishes would cause a prefill of a single prompt."""
         num_free = self._max_seqs_now - residents
         return num_free >= min(len(self.waiting), self._max_seqs_now // ADMISSION_SHARE)
 
     def _can_admit(self, seq: Sequence, residents: int) -> bool:
-        # One spare block for each resident lets all of them cross their next block boundary.
-        # A sequence that runs alone may have more siblings than fit; see _start_siblings.
+        # With a spare block for each resident, all of them can cross their next block boundary.
+        # A sequence that runs alone may have more siblings than fit: see _start_siblings.
         if not residents:
             return self.block_manager.can_allocate(seq)
         others = residents + len(seq.siblings)
@@ -268,13 +280,13 @@ class Scheduler:
         end = min(start + budget, len(seq))
         # Registered before it is computed, so that equal prompts in this step share the blocks: a
         # step stores the keys and values of all its tokens before it reads any.
-        self.block_manager.seal(seq, start, end)
+        self.block_manager.cache_blocks(seq, start, end)
         return ScheduledSequence(seq, start, end, samples=end == len(seq))
 
     def _start_siblings(self, seq: Sequence) -> None:
-        """Starts the siblings of a sequence whose prompt has just been computed, without its last
-        token. Siblings that do not fit wait, and find the prompt in the prefix cache or recompute
-        it."""
+        """Starts the siblings of a sequence whose prompt has just been computed. They compute only
+        its last token again. Siblings that do not fit wait, and find the prompt in the prefix cache
+        or recompute it."""
         siblings, seq.siblings = seq.siblings, []
         others = sum(1 + len(other.siblings) for other in self.running)
         fit = max(0, min(self._max_seqs_now - others, len(self.block_manager.free_block_ids)))
@@ -283,8 +295,8 @@ class Scheduler:
             if copy := self.block_manager.fork(seq, sibling):
                 self._block_copies.append(copy)
             sibling.status = SequenceStatus.RUNNING
-        place = self.running.index(seq) + 1
-        self.running[place:place] = started
+        index = self.running.index(seq) + 1
+        self.running[index:index] = started
         self.waiting.extendleft(reversed(left))
 
     def _schedule_decode(self) -> tuple[ScheduledSequence, ...]:
@@ -303,7 +315,7 @@ class Scheduler:
         return tuple(items)
 
     def _check_stop(self, seq: Sequence) -> Finish | None:
-        """Returns how a stop token ends the sequence; None if it is too early for that."""
+        """Returns how a stop token ends the sequence; None before ``min_tokens`` tokens."""
         params, token_id = seq.sampling_params, seq.last_token
         if seq.num_completion_tokens <= params.min_tokens:
             return None

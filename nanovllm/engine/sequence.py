@@ -1,4 +1,4 @@
-"""One request's state. Knows nothing of tensors or of other requests."""
+"""The tokens, KV blocks and status of one sequence. Contains no tensors."""
 
 from collections.abc import Sequence as Seq
 from enum import Enum, auto
@@ -18,7 +18,7 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
-FINISHED = SequenceStatus.FINISHED  # looked up often, and slowly as an attribute
+FINISHED = SequenceStatus.FINISHED  # a global, because the attribute lookup is slow
 
 
 class Finish(NamedTuple):
@@ -28,7 +28,7 @@ class Finish(NamedTuple):
         reason: "stop", "length" or "error".
         stop_reason: the stop token or stop string that ended it, if one did.
         error: what went wrong, for "error".
-        ends_with_stop_token: its last token ended it, and is no part of its text.
+        ends_with_stop_token: whether the last token is the stop token. The text leaves it out.
     """
 
     reason: str
@@ -40,30 +40,30 @@ class Finish(NamedTuple):
 class Sequence:
     """A prompt and the tokens generated after it.
 
-    The first ``num_cached_tokens`` tokens have their keys and values in the KV cache, the first
-    ``num_prompt_tokens`` came with the request, and ``len(seq)`` tokens exist. A sequence with one
-    uncached token decodes; with more it is prefilled. A token counts in ``len(seq)`` as soon as the
-    step that samples it is launched. It is in ``token_ids`` only when it has reached the host.
+    The sequence has ``len(seq)`` tokens. The first ``num_prompt_tokens`` are the prompt. The first
+    ``num_cached_tokens`` have their keys and values in the KV cache. A sequence with one uncached
+    token is decoded, one with more is prefilled. A token counts in ``len(seq)`` as soon as the step
+    that samples it is launched. It is in ``token_ids`` only after it has reached the host.
 
     Attributes:
-        seq_id: unique in the process, rising with age.
-        request_id: of the request that it belongs to.
-        last_token: the newest token's id; -1 - row while it is only on the device, sampled in that
-            row of the last step.
+        seq_id: unique in the process. Newer sequences have higher ids.
+        request_id: the id of the request that it belongs to.
+        last_token: the newest token's id. While the token is only on the device: -1 - row, where
+            row is its row among the tokens that the last step sampled.
         block_table: physical KV block of each logical block.
         table_row: its row in the device's block tables while it has blocks.
-        num_sent_blocks: leading entries of ``block_table`` that are in this row.
+        num_sent_blocks: number of leading entries of ``block_table`` that the device has.
         block_hashes: chain hash of each full block hashed so far (see BlockManager).
         siblings: other completions of the same prompt. The scheduler starts them with copies of
             this sequence's blocks when the prompt is computed.
         num_cached_prompt_tokens: prompt tokens that were in the prefix cache when it first ran.
-        is_isolated: shares no blocks with other sequences, because no token could be sampled the
-            first time: blocks of others may have been the cause.
-        wants_prompt_logprobs: needs the logits of each prompt token.
-        num_prompt_logprobs: prompt tokens, from the first on, whose log-probabilities are known.
+        is_isolated: whether it shares no blocks with other sequences. Set when it is retried
+            because no token could be sampled: shared blocks may have been the cause.
+        wants_prompt_logprobs: whether it needs the logits of each prompt token.
+        num_prompt_logprobs: number of prompt log-probabilities computed so far.
         stop_token_ids: tokens that end it; set by the scheduler, as is max_len.
         max_len: number of tokens, prompt included, at which it ends.
-        completion: what the user gets of it; set by the engine.
+        completion: its results for the user; set by the engine.
     """
 
     counter = count()
@@ -126,7 +126,7 @@ class Sequence:
 
     @property
     def num_reusable_tokens(self) -> int:
-        """How many tokens, from the first on, may come from the prefix cache."""
+        """How many leading tokens may come from the prefix cache."""
         if self.is_isolated:
             return 0
         if self.wants_prompt_logprobs and self.num_prompt_logprobs < self.num_prompt_tokens - 1:
@@ -135,7 +135,7 @@ class Sequence:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that all tokens need."""
+        """Number of blocks that all tokens need."""
         return cdiv(self.num_tokens, self.block_size)
 
     def block(self, i: int) -> list[int]:
@@ -144,7 +144,8 @@ class Sequence:
         return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
 
     def expect_token(self, row: int) -> None:
-        """Counts the token that the step in flight samples in this row."""
+        """Counts the token that the step in flight samples, before its id is known. ``row`` is its
+        row among the tokens that this step samples."""
         assert self.num_tokens == len(self.token_ids)
         self.last_token = -1 - row
         self.num_tokens += 1

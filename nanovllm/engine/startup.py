@@ -1,4 +1,4 @@
-"""From a checkpoint to a ModelRunner that can step: tokenizer, device, ranks, weights, KV cache."""
+"""Starts an engine: loads the tokenizer and the weights on all ranks, allocates the KV cache."""
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -32,13 +32,13 @@ logger = logging.getLogger("nanovllm")
 
 @dataclass(frozen=True, slots=True)
 class StartedModel:
-    """What an engine is built on.
+    """The result of start-up, from which the engine is built.
 
     Attributes:
-        max_model_len: the user's or the model's limit of a sequence, in tokens.
+        max_model_len: maximum length of a sequence in tokens, set by the user or the model.
         eos_token_ids: the tokens that end a sequence.
-        eos_token_id: the primary one; None if there are several and the tokenizer names none.
-        recommended_sampling: sampling parameters of the checkpoint's generation_config.json.
+        eos_token_id: the primary EOS token; None if there are several and the tokenizer has none.
+        recommended_sampling: sampling parameters in the checkpoint's generation_config.json.
     """
 
     model_runner: ModelRunner
@@ -54,13 +54,13 @@ def start_up(config: Config) -> StartedModel:
 
     Raises:
         ValueError: a checkpoint or a setting that cannot work.
-        Exception: as ``start_ranks``.
+        Exception: see ``start_ranks``.
     """
     checkpoint = open_checkpoint(config.model)
     model_config = checkpoint.config
-    max_model_len = limit_of_model(config.max_model_len, model_config)
+    max_model_len = resolve_max_model_len(config.max_model_len, model_config)
     check_split(model_config, config.tensor_parallel_size)
-    with ThreadPoolExecutor(1) as executor:  # importing the tokenizer's library takes long
+    with ThreadPoolExecutor(1) as executor:  # importing the tokenizer library is slow
         encoder = executor.submit(load_encoder, config, checkpoint, max_model_len)
         runner = start_ranks(config, checkpoint, max_model_len)
         try:
@@ -106,7 +106,7 @@ def start_up(config: Config) -> StartedModel:
     )
 
 
-def limit_of_model(max_model_len: int | None, model: ModelConfig) -> int:
+def resolve_max_model_len(max_model_len: int | None, model: ModelConfig) -> int:
     """Returns the maximum length of a sequence, by default the model's number of positions or its
     sliding window.
 
@@ -124,7 +124,7 @@ def limit_of_model(max_model_len: int | None, model: ModelConfig) -> int:
     if model.sliding_window is not None and max_model_len > model.sliding_window:
         raise ValueError(
             f"{model.architecture} attends within a sliding window of {model.sliding_window} "
-            f"tokens, which is not served: set max_model_len to at most {model.sliding_window}"
+            f"tokens, which is not supported: set max_model_len to at most {model.sliding_window}"
         )
     return max_model_len
 
@@ -143,13 +143,16 @@ def check_split(model: ModelConfig, num_ranks: int) -> None:
 
 
 def start_ranks(config: Config, checkpoint: Checkpoint, max_model_len: int) -> ModelRunner:
-    """Rank 0's runner, with workers behind it if there are several ranks.
+    """Returns rank 0's runner. With several ranks, also starts the worker processes.
+
+    If this raises, the workers have been ended and all memory has been freed, even if the caller
+    keeps the exception.
 
     Raises:
-        ValueError: the device or the attention backend is not there, or the KV cache does not fit.
+        ValueError: the device or the attention backend is unavailable, or the KV cache does not
+            fit.
         WorkerError: a worker could not start.
-        Exception: any other, of loading and capturing. Of all of them, no worker is left, and the
-            memory that start-up had taken is free again, whoever keeps the exception.
+        Exception: any other error while loading weights or capturing CUDA graphs.
     """
     device = select_device(config.device, 0, config.tensor_parallel_size)
     runner_class: type[ModelRunner] = ModelRunner
@@ -168,7 +171,7 @@ def start_ranks(config: Config, checkpoint: Checkpoint, max_model_len: int) -> M
 
 @on_device
 def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
-    """Every rank: makes a runner ready to step."""
+    """Every rank: loads the model, allocates the KV cache and captures CUDA graphs."""
     config, model_config, device = runner.config, runner.model_config, runner.device
     timed = Timer(runner.startup_seconds, device)
     on_gpu = device.type == "cuda"
@@ -190,10 +193,10 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
     timed("ranks")
     num_blocks = config.num_kvcache_blocks
     if num_blocks == -1:
-        from nanovllm.engine.kv_cache import most_blocks
+        from nanovllm.engine.kv_cache import max_num_blocks
 
-        num_blocks = most_blocks(runner)
-    limit_model_len(runner, num_blocks)  # before the rotary embedding's cache is as long
+        num_blocks = max_num_blocks(runner)
+    limit_model_len(runner, num_blocks)  # the model's rotary embedding table has this length
     runner.model = build_model(runner)
     runner.sampler = Sampler(runner.model.lm_head)
     runner.sampled_tokens = torch.zeros(config.max_step_seqs, dtype=torch.int64, device=device)
@@ -205,7 +208,7 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
     if on_gpu:
         from nanovllm.engine.warmup import compile_kernels
 
-        compile_kernels(runner)  # for packed weights: not while they are loaded
+        compile_kernels(runner)  # after loading: they depend on the packed weights
     timed("kernels")
     if on_gpu or config.num_kvcache_blocks == -1:
         from nanovllm.engine.kv_cache import measure_kv_cache
@@ -224,7 +227,7 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
 
 
 def build_model(runner: ModelRunner) -> DecoderForCausalLM:
-    """The model on this rank's device in its dtype, without weights."""
+    """Builds the model on this rank's device, in the runner's dtype. Its weights are not loaded."""
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(runner.dtype)
     try:
@@ -249,18 +252,19 @@ def load_weights(runner: ModelRunner, checkpoint: Checkpoint) -> None:
 
 
 def limit_model_len(runner: ModelRunner, num_blocks: int) -> None:
-    """Limits sequences to what so many blocks hold, unless the limit is the user's."""
+    """Lowers ``max_model_len`` to what ``num_blocks`` hold, unless the user has set it."""
     if runner.config.max_model_len is None:
         num_tokens = num_blocks * runner.config.kvcache_block_size
         runner.max_model_len = min(runner.max_model_len, num_tokens)
 
 
 def allocate_kv_cache(runner: ModelRunner, num_blocks: int) -> None:
-    """Allocates ``kv_cache``, and gives each attention layer its view of it."""
+    """Allocates the KV cache, and gives each attention layer its view of it."""
     layers = _attention_layers(runner.model)
     blocks = (len(layers), num_blocks, runner.config.kvcache_block_size)
     shape = (2, *blocks, layers[0].num_kv_heads, layers[0].head_dim)
-    # Not zeroed: no slot is read before it is written, and a CPU's pages stay unused till then.
+    # Not zeroed, because no slot is read before it is written. So a CPU allocates pages only as
+    # they are used.
     try:
         runner.kv_cache = torch.empty(shape, dtype=runner.dtype, device=runner.device)
     except RuntimeError as error:

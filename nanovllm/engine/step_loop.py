@@ -1,4 +1,4 @@
-"""The loop: schedule, run, apply. The next step is launched before the last one's tokens arrive."""
+"""The loop: schedule, run, apply. A step is launched before the tokens of the last one arrive."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,19 +14,19 @@ from nanovllm.utils.forks import leave_to_parent
 from nanovllm.utils.memory import release_unused
 from nanovllm.utils.panics import is_failure
 
-TEXT_STEPS = 32  # in so many steps, the new tokens of every sequence become text once
+TEXT_STEPS = 32  # the new tokens of each sequence are detokenized once in this many steps
 
 
 @dataclass(slots=True)
 class AppliedStep:
-    """What a step has changed.
+    """The changes that applying a step has made.
 
     Attributes:
         num_prefilled: prompt tokens that it computed.
         is_prefill: see ``Batch``.
         sampled: the sequences that have a new token.
         finished: the sequences that ended, and how.
-        retried: sequences that are computed again, and those that take their place.
+        retried: the sequences that are computed again, and for each the one that replaces it.
     """
 
     num_prefilled: int = 0
@@ -40,7 +40,7 @@ class StepLoop:
     """Runs the scheduler's batches, one step ahead of their results.
 
     Attributes:
-        in_flight: the step that was launched last, until its tokens are applied.
+        in_flight: the last launched step, until its tokens are applied; otherwise None.
     """
 
     def __init__(self, scheduler: Scheduler, model_runner: ModelRunner) -> None:
@@ -48,11 +48,11 @@ class StepLoop:
         self.model_runner = model_runner
         self.in_flight: InFlightStep | None = None
         self._text_turns = cycle(range(TEXT_STEPS))
-        leave_to_parent(self)  # and the step in flight, which a forked child must not free
+        leave_to_parent(self)  # a forked child must not free the step in flight
 
     def step(self) -> AppliedStep:
-        """Launches the next step and, while it runs, applies the step before it: the device never
-        waits for the host."""
+        """Launches the next step and applies the previous one while it runs, so that the device
+        does not wait for the host."""
         batch = self.scheduler.schedule()
         step = self._run_part(batch, self.model_runner.run, batch) if batch.items else None
         last, self.in_flight = self.in_flight, None
@@ -64,15 +64,15 @@ class StepLoop:
         return applied
 
     def reset(self) -> None:
-        """Drops all sequences, whatever an interrupted step has left, and the prefix cache."""
+        """Drops all sequences, the step in flight and the prefix cache."""
         self.in_flight = None
         self.scheduler.reset()
 
     def _run_part(
         self, batch: Batch, part: Callable[[Any], InFlightStep], argument: Any
     ) -> InFlightStep | None:
-        """Runs a part of a step. Returns None if memory ran out: the step is rolled back then, and
-        smaller ones compute the same later."""
+        """Calls ``part(argument)``, which runs a part of a step. If it runs out of memory, rolls
+        back the step and returns None. Smaller steps compute its tokens later."""
         try:
             return part(argument)
         except Exception as error:
@@ -80,13 +80,13 @@ class StepLoop:
 
             if not roll_back(error, batch, self.scheduler, self.model_runner):
                 raise
-        # Only now are the tensors in the exception's frames gone.
+        # Outside the except block, because the exception's frames hold tensors until its end.
         release_unused(self.model_runner.device)
         return None
 
     def _apply(self, step: InFlightStep) -> AppliedStep:
-        """Waits for a step and applies its results to their sequences, except those that have
-        finished since it was launched."""
+        """Waits for a step and applies its results to its sequences, except those that have
+        finished since the launch."""
         self.model_runner.wait(step)
         batch = step.batch
         assert batch is not None and step.token_ids is not None
@@ -114,9 +114,12 @@ class StepLoop:
     def _process_text(
         self, sampled: list[Sequence], token_ids: list[int], finished: Iterable[Sequence]
     ) -> dict[Sequence, Finish]:
-        """Extends the texts of finished sequences, of those whose new token needs processing, and
-        of one in TEXT_STEPS of the others. Returns the sequences that the text, a grammar or an
-        error ends, and how."""
+        """Calls ``Completion.process`` for finished sequences, for those whose new token must be
+        processed at once, and for a part of the others, which take turns over TEXT_STEPS steps.
+
+        Returns:
+            The sequences that a stop string, a grammar or an error ended, and how.
+        """
         work = dict.fromkeys((*sampled[next(self._text_turns) :: TEXT_STEPS], *finished), -1)
         for seq, token_id in zip(sampled, token_ids, strict=True):
             tokens = seq.completion.tokens_to_process
@@ -126,7 +129,7 @@ class StepLoop:
         for seq, token_id in work.items():
             try:
                 finish = seq.completion.process(seq, token_id)
-            except BaseException as error:  # of its tokenizer or its grammar
+            except BaseException as error:  # tokenizers and grammars may raise anything
                 if not is_failure(error):
                     raise
                 finish = Finish("error", error=f"{type(error).__name__}: {error}")

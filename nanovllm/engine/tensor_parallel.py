@@ -1,4 +1,4 @@
-"""Tensor parallelism: a runner for each rank. Rank 0's mirrors each of its calls to the others."""
+"""Tensor parallelism: one runner per rank. Rank 0 sends each of its calls to the other ranks."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,10 +17,10 @@ from nanovllm.utils.distributed import make_tp_group
 
 
 class RankRunner(ModelRunner):
-    """One of several ranks.
+    """The runner of one of several ranks.
 
     Attributes:
-        link: to the other ranks: rank 0's Workers, or a Worker.
+        link: connects to the other ranks: ``Workers`` on rank 0, a ``Worker`` on the others.
     """
 
     link: Workers | Worker
@@ -29,7 +29,7 @@ class RankRunner(ModelRunner):
         self.link.barrier()
 
     def join_ranks(self) -> None:
-        self.barrier()  # workers import, and try out their backends, while rank 0 does
+        self.barrier()  # workers may still be importing modules or selecting their backend
         rank, size, device = self.link.rank, self.config.tensor_parallel_size, self.device
         with self.link.open_store() as store:
             self.tp = make_tp_group(rank, size, store, device)
@@ -41,10 +41,10 @@ class RankRunner(ModelRunner):
 
 
 class MainRunner(RankRunner):
-    """Rank 0. Making it starts the processes of the others.
+    """Rank 0's runner. Its constructor starts the worker processes.
 
     Attributes:
-        workers: its handle on them.
+        workers: the handle on the worker processes.
     """
 
     def __init__(self, config: Config, *args: Any) -> None:
@@ -54,7 +54,7 @@ class MainRunner(RankRunner):
         self.workers.on_failure(self._abort)
 
     def _abort(self) -> None:
-        self.tp.abort()  # the group of the day
+        self.tp.abort()  # the current group
 
     def call(self, method: str, step: InFlightStep | None, *args: Any) -> Any:
         with interrupts_delayed():
@@ -67,7 +67,7 @@ class MainRunner(RankRunner):
 
     def wait(self, step: InFlightStep) -> None:
         super().wait(step)
-        self.workers.check()  # on a GPU, a rank that dies leaves sums that are none
+        self.workers.check()  # on a GPU, all-reduces return wrong sums if a rank has died
 
     def close(self) -> None:
         try:
@@ -83,7 +83,7 @@ class MainRunner(RankRunner):
 
 
 class WorkerRunner(RankRunner):
-    """A worker's: does what rank 0 does."""
+    """The runner of a worker, which makes the same calls as rank 0."""
 
     link: Worker
 
@@ -93,7 +93,7 @@ class WorkerRunner(RankRunner):
 
     @on_device
     def loop(self) -> None:
-        """The worker loop: makes the calls of rank 0, until ``exit``."""
+        """The worker loop: receives rank 0's calls and makes them, until ``exit``."""
         step: InFlightStep | None = None
         while True:
             method, args = self.link.receive()
@@ -104,7 +104,7 @@ class WorkerRunner(RankRunner):
 
 
 def run_worker(worker: Worker, config: Config, max_model_len: int) -> None:
-    """What a worker process does."""
+    """The main function of a worker process."""
     torch.set_num_threads(worker.num_threads)
     checkpoint = open_checkpoint(config.model)
     device = select_device(config.device, worker.rank, config.tensor_parallel_size)

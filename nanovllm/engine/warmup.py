@@ -1,4 +1,4 @@
-"""The largest steps, run or compiled ahead of the first request on a GPU."""
+"""Runs the largest steps, and compiles kernels, before the first request on a GPU."""
 
 import torch
 
@@ -16,8 +16,9 @@ from nanovllm.utils.math import cdiv
 
 @torch.inference_mode()
 def warmup_model(runner: ModelRunner) -> None:
-    """Runs prefills of as many tokens as a step takes, of the most sequences and of the fewest, for
-    which a backend may have another kernel. All sequences sample, and share one block."""
+    """Runs two prefills of ``max_num_batched_tokens``: one with as many sequences as possible, and
+    one with as few, because a backend may use different kernels for them. All sequences sample, and
+    share one block."""
     num_tokens, most = runner.config.max_num_batched_tokens, runner.config.max_step_seqs
     completion = Completion(SamplingState(SamplingParams(), 0, [], runner.model_config.vocab_size))
     for num_seqs in {most, min(most, cdiv(num_tokens, runner.max_model_len))}:
@@ -34,8 +35,11 @@ def warmup_model(runner: ModelRunner) -> None:
 
 @torch.inference_mode()
 def compile_kernels(runner: ModelRunner) -> None:
-    """Compiles the kernels that steps launch, several at once, instead of each at its first launch.
-    They differ among small batches, and little among large decodes."""
+    """Compiles the kernels of all steps in parallel, instead of one by one at their first launch.
+
+    Among small batches the kernels depend on the size, so all small sizes are compiled. For large
+    decodes, the multiples of 64 are enough.
+    """
     allocate_kv_cache(runner, 1)
     sizes = graph_sizes(runner) if runner.backend.capturable else []
     decodes = [size for size in sizes if not size.is_prefill and size.num_tokens % 64 == 0]

@@ -2,8 +2,8 @@
 
 A call is a message through shared memory. Rank 0 writes a chunk and wakes each worker by its
 semaphore. The workers copy the chunk and acknowledge it. Rank 0 writes the next chunk when all have
-acknowledged. A worker reports an error through a pipe. A thread of rank 0 reads the pipes, notices
-workers that die, and aborts what would wait for them.
+acknowledged. A worker reports an error through a pipe. A monitoring thread of rank 0 reads the
+pipes. When a worker fails or dies, it kills all workers and aborts collectives that wait for them.
 
 Shared memory, semaphores and pipes have no names: workers inherit their descriptors. No other user
 can open them, and nothing is left behind when a run is killed.
@@ -53,7 +53,7 @@ def interrupts_delayed() -> Iterator[None]:
     """Delays Ctrl-C until the end of the block. If one rank left in the middle of a step, the
     others would wait for it forever."""
     pending: list[Any] = []
-    handler = signal.getsignal(signal.SIGINT)  # None: not installed by Python, so not replaceable
+    handler = signal.getsignal(signal.SIGINT)  # None: not set from Python, so it cannot be replaced
     delays = handler is not None and threading.current_thread() is threading.main_thread()
     if delays:
         signal.signal(signal.SIGINT, lambda *args: pending.append(args))
@@ -76,7 +76,8 @@ class Channel:
 
     Args:
         num_workers: how many workers read.
-        fd: the memory of another Channel, which this one closes; None allocates new memory.
+        fd: a descriptor of another Channel's memory, closed with this Channel; None allocates new
+            memory.
     """
 
     def __init__(self, num_workers: int, fd: int | None = None) -> None:
@@ -88,7 +89,7 @@ class Channel:
             os.ftruncate(fd, size)
         self.fd, self.memory = fd, mmap.mmap(fd, size)
         numbers = np.frombuffer(self.memory, np.int64, words)
-        # header: chunk number, chunk size, bytes of the message after it.
+        # header: chunk number, chunk size, size of the rest of the message.
         # acknowledged: the number of the last chunk that each worker has copied.
         self.header, self.acknowledged = numbers[:3], numbers[3:]
         self.data = memoryview(self.memory)[8 * words :]
@@ -200,7 +201,7 @@ class Workers:
                 _context.Process(target=_worker_main, args=all_args, name=name, daemon=True)
             )
         self._state = _State(processes, self._folder)
-        self._times_awaited = 0
+        self._num_barriers = 0
         leave_to_parent(self)
         # Also runs when the interpreter exits, and when the engine is garbage collected.
         self.close = weakref.finalize(self, _end, self._state, self.channel, self._semaphores)
@@ -217,11 +218,12 @@ class Workers:
         self._state.watcher = watcher
 
     def barrier(self) -> None:
-        """Waits until every worker has called its ``barrier`` as often as this was called."""
+        """Waits for every worker: returns when each has called its ``barrier`` as often as rank 0
+        has called this."""
         state = self._state
-        self._times_awaited += 1
+        self._num_barriers += 1
         with state.changed:
-            while min(state.times_ready) < self._times_awaited and not state.failure:
+            while min(state.barrier_counts) < self._num_barriers and not state.failure:
                 state.changed.wait(1.0)  # with a timeout, so that Ctrl-C is handled
         self.check()
 
@@ -254,7 +256,7 @@ class Workers:
             raise WorkerError(self._state.failure)
 
     def on_failure(self, action: Callable[[], None]) -> None:
-        """Adds what the monitoring thread does when a worker fails."""
+        """Adds a function that the monitoring thread calls when a worker fails."""
         self._state.actions.append(action)
 
     def fail(self, error: BaseException) -> None:
@@ -276,7 +278,7 @@ class Worker:
     Attributes:
         rank: of this worker.
         store_folder: where rank 0 creates the store when all ranks are ready.
-        num_threads: of PyTorch, as on rank 0.
+        num_threads: the number of PyTorch's threads, as on rank 0.
     """
 
     rank: int
@@ -287,7 +289,7 @@ class Worker:
     pipe: Connection
 
     def barrier(self) -> None:
-        """Tells rank 0 that this worker has come as far; does not wait."""
+        """Tells rank 0 that this worker has reached the barrier. Does not wait."""
         self.pipe.send(None)
 
     @contextmanager
@@ -295,7 +297,7 @@ class Worker:
         """Opens rank 0's store; see ``Workers.open_store``."""
         while not os.path.exists(self.store_folder):
             sleep(0.001)
-        # Kept, because its destructor needs a file that rank 0 is about to remove.
+        # Never freed: its destructor needs a file that rank 0 is about to remove.
         self._store = open_store(self.store_folder)
         yield self._store
         close_store(self._store)
@@ -318,7 +320,7 @@ class _State:
         self.store_folder = store_folder
         self.store: dist.Store | None = None
         self.changed = threading.Condition()
-        self.times_ready = [0] * len(processes)
+        self.barrier_counts = [0] * len(processes)
         self.failure = ""
         self.closing = False
         self.watcher: threading.Thread | None = None
@@ -355,7 +357,7 @@ def _watch(state: _State, pipes: list[Connection]) -> None:
                 error = ""
             if error is None:
                 with state.changed:
-                    state.times_ready[rank - 1] += 1
+                    state.barrier_counts[rank - 1] += 1
                     state.changed.notify_all()
                 continue
             if not state.closing:
@@ -367,7 +369,8 @@ def _watch(state: _State, pipes: list[Connection]) -> None:
 
 
 def _cause(processes: list[Any], rank: int, error: str) -> str:
-    """Returns what went wrong first: a worker's death before the errors that its peers report."""
+    """Returns the message of a failure. If a signal killed a worker, that is the cause, whatever
+    its peers report."""
     if not error:
         processes[rank - 1].join(GRACE_SECONDS)
     for dead, process in enumerate(processes, start=1):
@@ -375,7 +378,7 @@ def _cause(processes: list[Any], rank: int, error: str) -> str:
             process.join(GRACE_SECONDS)
         if (process.exitcode or 0) < 0:
             reason = signal.strsignal(-process.exitcode) or f"signal {-process.exitcode}"
-            return f"rank {dead} failed: its process was ended from outside: {reason}"
+            return f"rank {dead} failed: its process was killed: {reason}"
     code = processes[rank - 1].exitcode
     return f"rank {rank} failed: {error or f'its process ended with exit code {code}'}"
 

@@ -42,7 +42,7 @@ def admit(manager: BlockManager, tokens: list[int]) -> Sequence:
     """A sequence with blocks, all its tokens computed."""
     seq = Sequence(tokens, block_size=manager.block_size)
     manager.allocate(seq)
-    manager.seal(seq, min(seq.num_cached_tokens, len(seq) - 1), len(seq))
+    manager.cache_blocks(seq, min(seq.num_cached_tokens, len(seq) - 1), len(seq))
     seq.num_cached_tokens = len(seq)
     return seq
 
@@ -62,7 +62,7 @@ class Model:
         self.key = key
         self.free = list(range(num_blocks))  # least recently freed first
         self.refs = dict.fromkeys(range(num_blocks), 0)
-        self.sealed: dict[int, Tokens] = {}  # block -> all tokens from the sequence's first
+        self.full: dict[int, Tokens] = {}  # block -> all tokens from the sequence's first
         self.shared: dict[int, int] = {}  # key -> block
         self.tables: dict[int, list[int]] = {}
         self.tokens: dict[int, list[int]] = {}
@@ -77,7 +77,7 @@ class Model:
         for i in range(limit // self.block_size if self.caching else 0):
             prefix = self.prefix(seq_id, i)
             block = self.shared.get(self.key(prefix))
-            if block is None or self.sealed[block] != prefix:
+            if block is None or self.full[block] != prefix:
                 break
             hits.append(block)
         return hits
@@ -98,7 +98,7 @@ class Model:
 
     def open(self, seq_id: int) -> None:
         block = self.free.pop(0)
-        self.sealed.pop(block, None)
+        self.full.pop(block, None)
         self.shared = {key: b for key, b in self.shared.items() if b != block}
         self.refs[block] = 1
         self.tables[seq_id].append(block)
@@ -120,9 +120,9 @@ class Model:
         """All tokens before ``end`` have their keys and values."""
         for i in range(end // self.block_size if self.caching else 0):
             block = self.tables[seq_id][i]
-            if block not in self.sealed:
-                self.sealed[block] = self.prefix(seq_id, i)
-                self.shared.setdefault(self.key(self.sealed[block]), block)
+            if block not in self.full:
+                self.full[block] = self.prefix(seq_id, i)
+                self.shared.setdefault(self.key(self.full[block]), block)
 
     def deallocate(self, seq_id: int) -> None:
         for block in reversed(self.tables.pop(seq_id)):
@@ -256,7 +256,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def compute(self, seq: Sequence, end: int) -> None:
         start = min(seq.num_cached_tokens, len(seq) - 1)
-        self.manager.seal(seq, start, end)
+        self.manager.cache_blocks(seq, start, end)
         seq.num_cached_tokens = max(end, seq.num_cached_tokens)
         self.model.compute(seq.seq_id, end)
 
@@ -276,7 +276,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert {s.seq_id: s.block_table for s in self.holders.values()} == model.tables
         assert manager.hash_to_block_id == model.shared
         for block in manager.blocks:
-            prefix = model.sealed.get(block.block_id, ())
+            prefix = model.full.get(block.block_id, ())
             assert block.ref_count == model.refs[block.block_id]
             assert block.hash == (model.key(prefix) if prefix else None)
             tail = max(len(prefix) - model.block_size, 0)
@@ -342,11 +342,11 @@ def test_a_miss_makes_all_later_blocks_misses():
     a, b = admit(manager, [1]), admit(manager, [1])
     for seq in (a, b):
         seq.append_token(2)
-        manager.seal(seq, 1, 2)
+        manager.cache_blocks(seq, 1, 2)
     b.append_token(3)
     b.append_token(4)
     manager.may_append(b)
-    manager.seal(b, 2, 4)
+    manager.cache_blocks(b, 2, 4)
     manager.deallocate(a)
     filler = admit(manager, [5] * 6)
     assert set(manager.hash_to_block_id.values()) == {b.block_table[1], *filler.block_table}
@@ -357,7 +357,7 @@ def test_a_miss_makes_all_later_blocks_misses():
     check_blocks(manager, [b, late])
 
 
-def test_open_block_is_not_shared():
+def test_take_block_is_not_shared():
     manager = BlockManager(4, 4)
     a = admit(manager, [1, 2, 3])
     b = Sequence([1, 2, 3], block_size=4)
@@ -370,7 +370,7 @@ def test_blocks_not_yet_computed_are_not_shared():
     manager = BlockManager(8, 2)
     a = Sequence([1, 2, 3, 4], block_size=2)
     manager.allocate(a)
-    manager.seal(a, 0, 3)
+    manager.cache_blocks(a, 0, 3)
     b = Sequence([1, 2, 3, 4], block_size=2)
     manager.allocate(b)
     assert b.num_cached_tokens == 2
@@ -378,13 +378,13 @@ def test_blocks_not_yet_computed_are_not_shared():
     assert a.block_table[1] != b.block_table[1]
 
 
-def test_sealing_in_two_chunks_registers_a_block_that_they_share():
+def test_two_chunks_that_share_a_block_cache_it():
     manager = BlockManager(4, 4)
     a = Sequence([1, 2, 3, 4], block_size=4)
     manager.allocate(a)
-    manager.seal(a, 0, 3)
+    manager.cache_blocks(a, 0, 3)
     assert not manager.hash_to_block_id
-    manager.seal(a, 3, 4)
+    manager.cache_blocks(a, 3, 4)
     assert list(manager.hash_to_block_id.values()) == a.block_table
 
 
@@ -453,12 +453,12 @@ def test_handing_out_a_block_drops_its_stale_hash_entry():
 
 def test_evicting_a_duplicate_keeps_the_registered_block():
     """Guards a hash entry dropped with a block that it does not point to: two sequences that
-    decode the same tokens seal equal blocks, of which one is registered."""
+    decode the same tokens fill equal blocks, of which one is shared."""
     manager = BlockManager(3, 2)
     a, b = admit(manager, [1]), admit(manager, [1])
     for seq in (a, b):
         seq.append_token(2)
-        manager.seal(seq, 1, 2)
+        manager.cache_blocks(seq, 1, 2)
     assert list(manager.hash_to_block_id.values()) == a.block_table
     manager.deallocate(b)
     filler = admit(manager, [5, 5, 6, 6])
@@ -569,17 +569,17 @@ def test_each_block_is_hashed_once_in_a_sequences_life(monkeypatch: pytest.Monke
     for _ in range(5):
         manager.can_allocate(seq)
         manager.allocate(seq)
-        manager.seal(seq, 0, len(seq))
+        manager.cache_blocks(seq, 0, len(seq))
         manager.deallocate(seq)
     assert len(calls) <= 3
     seq.append_token(7)
     manager.allocate(seq)
-    manager.seal(seq, 6, 8)
+    manager.cache_blocks(seq, 6, 8)
     assert calls == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 class Corrupt:
-    """One way to break each invariant, and only that one. Blocks 0 and 1, equal and sealed,
+    """One way to break each invariant, and only that one. Blocks 0 and 1, equal and cached,
     belong to ``a``; 2, open, to ``b``; 3 is free."""
 
     @staticmethod
@@ -609,7 +609,7 @@ class Corrupt:
         manager.blocks[2].ref_count += 1
 
     @staticmethod
-    def sealed_without_tokens(manager: BlockManager, a: Sequence, b: Sequence) -> None:
+    def cached_without_tokens(manager: BlockManager, a: Sequence, b: Sequence) -> None:
         manager.blocks[3].hash = 1
 
     @staticmethod

@@ -109,7 +109,7 @@ def test_what_a_gpu_holds_is_measured_around_the_largest_steps(monkeypatch):
     assert events == [("allocate_kv_cache", 1), "reset", ("warmup_model",), ("measure_graphs",)]
     left = 40 * GIB - (3 * GIB + kv_cache.CONTEXT_BYTES) - 2 * GIB - GIB
     assert num_blocks == left // (2 * 4 * 16 * 8 * 64 * 2)
-    assert kv_cache.most_blocks(runner) == 40 * GIB // (2 * 4 * 16 * 8 * 64 * 2)
+    assert kv_cache.max_num_blocks(runner) == 40 * GIB // (2 * 4 * 16 * 8 * 64 * 2)
     runner.config = replace(config, num_kvcache_blocks=9)
     assert kv_cache.measure_kv_cache(runner, 2 * GIB, lambda part: None) == 9
     assert len(events) == 8, "the largest steps run in any case"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from nanovllm.config import Config
-from nanovllm.engine.recovery import allows_none
+from nanovllm.engine.recovery import forbids_all
 from nanovllm.engine.sampling_state import SamplingState, SamplingStateFactory
 from nanovllm.sampling_params import SamplingParams
 
@@ -37,7 +37,7 @@ def test_edits_that_forbid_every_token_are_noticed(
     state = make_state(**values)
     for _ in range(num_generated):
         state.append_token(8)
-    assert allows_none(state, PROMPT + [8] * num_generated) == forbidden
+    assert forbids_all(state, PROMPT + [8] * num_generated) == forbidden
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
-from nanovllm.engine.recovery import alone
+from nanovllm.engine.recovery import isolated_copy
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 from tests.conftest import needs_asserts
@@ -92,7 +92,7 @@ def test_a_copy_that_is_computed_alone_starts_over():
     seq = decoding(10, block_size=4)
     seq.append_token(3)
     seq.completion = object()
-    copy = alone(seq)
+    copy = isolated_copy(seq)
     assert (copy.status, copy.is_isolated) == (SequenceStatus.WAITING, True)
     assert (copy.token_ids, len(copy), copy.last_token) == (seq.token_ids, 11, 3)
     assert (copy.block_table, copy.num_cached_tokens, copy.num_reusable_tokens) == ([], 0, 0)

@@ -9,7 +9,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nanovllm.checkpoints.checkpoint import open_checkpoint
-from nanovllm.engine.startup import limit_of_model
+from nanovllm.engine.startup import resolve_max_model_len
 from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.models.family import TIED_HEAD, WEIGHT_NAMES
 from nanovllm.models.model_config import (
@@ -299,8 +299,8 @@ def test_a_sliding_window_shorter_than_the_length_asked_for_is_refused(changes, 
     config = read(changes)
     assert config.sliding_window == 128
     with pytest.raises(ValueError, match=r"sliding window of 128.*max_model_len to at most 128"):
-        limit_of_model(129, config)
-    assert limit_of_model(128, config) == 128
+        resolve_max_model_len(129, config)
+    assert resolve_max_model_len(128, config) == 128
 
 
 @each_reader
@@ -315,7 +315,7 @@ def test_a_sliding_window_shorter_than_the_length_asked_for_is_refused(changes, 
 def test_a_window_that_is_not_used_is_ignored(changes, read):
     config = read(changes)
     assert config.sliding_window is None
-    assert limit_of_model(2048, config) == 2048
+    assert resolve_max_model_len(2048, config) == 2048
 
 
 @pytest.mark.parametrize("reader", ["dict"])
@@ -323,9 +323,9 @@ def test_max_model_len_is_within_the_models_positions(read):
     """Guards a length that was cut without a word."""
     config = read({"max_position_embeddings": 100})
     with pytest.raises(ValueError, match="max_model_len=101 is more than the model's 100"):
-        limit_of_model(101, config)
-    assert limit_of_model(100, config) == limit_of_model(None, config) == 100
-    assert limit_of_model(50, config) == 50
+        resolve_max_model_len(101, config)
+    assert resolve_max_model_len(100, config) == resolve_max_model_len(None, config) == 100
+    assert resolve_max_model_len(50, config) == 50
 
 
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
@@ -358,7 +358,7 @@ def test_a_sliding_window_of_smollm3_limits_the_length(read):
     """Of its layers without RoPE alone; within the window they attend to everything, too."""
     config = read({**SMOLLM3, "use_sliding_window": True, "sliding_window": 64})
     with pytest.raises(ValueError, match=r"SmolLM3ForCausalLM .* sliding window of 64 tokens"):
-        limit_of_model(65, config)
+        resolve_max_model_len(65, config)
 
 
 @each_reader
