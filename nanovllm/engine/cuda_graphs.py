@@ -131,7 +131,7 @@ class StepGraphs:
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()  # once: torch.cuda.graph would do it for each capture
         for size, step in self.make_steps(sizes):
-            with self.runner.model.model.few_layers():
+            with self.runner.model.model.skip_middle_layers():
                 step()  # compiles kernels and chooses algorithms, which a capture cannot
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(capture_stream(self.runner.device)):

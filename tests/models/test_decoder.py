@@ -85,7 +85,7 @@ def test_a_few_layers_stand_for_all(tmp_path):
         layer.self_attn.attn.backend = TorchAttention()
         layer.register_forward_hook(lambda *_, i=i: ran.append(i))
     names = [*dict(model.named_parameters())]
-    with model.model.few_layers():
+    with model.model.skip_middle_layers():
         run(model)
         assert names == [*dict(model.named_parameters())]
     run(model)
