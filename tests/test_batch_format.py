@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -923,7 +924,7 @@ def make_records() -> list[dict[str, Any]]:
 
 
 def write_all(path: Path) -> bytes:
-    with Writer(path) as out:
+    with closing(Writer(path)) as out:
         for record in make_records():
             out.write(record)
         assert (out.num_records, out.num_failed, out.done) == (5, 2, {})
@@ -934,7 +935,7 @@ def test_records_are_added_and_known_again(tmp_path: Path):
     path = tmp_path / "out"
     data = write_all(path)
     assert [json.loads(line) for line in data.splitlines()] == make_records()
-    with Writer(path) as out:
+    with closing(Writer(path)) as out:
         assert (out.num_records, out.num_failed) == (5, 2)
         assert out.done == {f"id {i} \ud800": f"{i:032x}" for i in (1, 2, 3, 4)}
         assert out.done_lines == {8: f"{8:032x}"}
@@ -943,7 +944,7 @@ def test_records_are_added_and_known_again(tmp_path: Path):
 
 def test_each_record_is_on_disk_when_write_returns(tmp_path: Path):
     path = tmp_path / "out"
-    with Writer(path) as out:
+    with closing(Writer(path)) as out:
         for i, record in enumerate(make_records(), start=1):
             out.write(record)
             assert path.read_bytes().count(b"\n") == i
@@ -955,7 +956,7 @@ def test_a_record_that_is_cut_off_is_removed_wherever_it_is_cut(tmp_path: Path):
     for end in range(len(data) + 1):
         path.write_bytes(data[:end])
         num_whole = data[:end].count(b"\n")
-        with Writer(path) as out:
+        with closing(Writer(path)) as out:
             assert out.num_records == len(out.done) + len(out.done_lines) == num_whole
             for record in make_records()[num_whole:]:
                 out.write(record)
@@ -1006,7 +1007,7 @@ def test_a_record_that_is_there_twice_is_noticed(tmp_path: Path):
 def test_a_file_has_one_writer_at_a_time(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(writer, "LOCK_SECONDS", 0.1)
     path = tmp_path / "out"
-    with Writer(path), pytest.raises(ValueError, match="another job is writing"):
+    with closing(Writer(path)), pytest.raises(ValueError, match="another job is writing"):
         Writer(path)
     Writer(path).close()
     with path.open("rb") as file, pytest.raises(ValueError, match="another job is writing"):
@@ -1029,7 +1030,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path):
 def test_a_full_disk_leaves_whole_records(tmp_path: Path, monkeypatch):
     path = tmp_path / "out"
     first, second, *_ = make_records()
-    with Writer(path) as out:
+    with closing(Writer(path)) as out:
         out.write(first)
         data = path.read_bytes()
         real, calls = os.write, count()

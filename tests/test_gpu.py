@@ -144,7 +144,7 @@ def test_graphs_replay_exactly_what_eager_computes(small_model, backend, dtype):
             with torch.inference_mode(), small_cublas_workspace():
                 replayed = runner.graphs.replay(inputs).clone()
                 runner.sampled_tokens.copy_(drawn)
-                _, eager = runner.run_model(widened(inputs.to(runner.device), runner))
+                _, eager = runner.run_model(widened(inputs.to(runner.device)))
                 runner.sampled_tokens.copy_(drawn)
                 _, unpadded = runner.run_model(as_is.to(runner.device))
             assert torch.equal(replayed[:num_seqs], eager[:num_seqs])

@@ -14,7 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
@@ -294,7 +294,7 @@ class Bench:
             return by_number(out)
         self.layout.write(in_, cases, with_hostile=False)
         self.llm.reset_prefix_cache()
-        with Job(in_, out) as job:
+        with closing(Job(in_, out)) as job:
             runner = Runner(lambda: self.llm, [str(self.model)])
             job.write(runner.run(job.requests()), show_progress=False)
         return by_number(out)

@@ -1,9 +1,7 @@
-"""Batch jobs on several engines, which Ray Data spreads over a cluster: the same records as with
+"""Batch jobs on several engines, which Ray spreads over a cluster: the same records as with
 one engine, each once, whatever dies. The cluster is this machine."""
 
-import logging
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -11,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from queue import Queue
 from threading import Thread
 from typing import Any
 
@@ -37,9 +36,7 @@ from tests.test_run_batch import (
     write_input,
 )
 
-os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # as the command line has it
 ray = pytest.importorskip("ray", reason="needs Ray (the extra ray)")
-feed_module = pytest.importorskip("nanovllm.run_batch.feed")
 replicas = pytest.importorskip("nanovllm.run_batch.replicas")
 Replica = pytest.importorskip("nanovllm.run_batch.replica").Replica
 
@@ -49,9 +46,6 @@ SECONDS = 200  # within which a job's processes start or end, where others use t
 
 pytestmark = [
     pytest.mark.timeout(3 * SECONDS),
-    # Ray's own:
-    pytest.mark.filterwarnings("ignore:.* is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The minimum number of concurrent actors:UserWarning"),
 ]
 
 
@@ -64,20 +58,17 @@ def cluster() -> Iterator[dict[str, str]]:
         num_cpus=4, include_dashboard=False, object_store_memory=100 << 20, logging_level="error"
     )
     signal.signal(signal.SIGTERM, handler)  # which ray.init has replaced
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     yield {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     pids = replica_pids("ALIVE", "RESTARTING", "DEAD")
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), SECONDS)
     ray.shutdown()
-    assert not ray._private.auto_init_hook.enable_auto_connect, "it may be up again"
     os.environ.clear()
     os.environ.update(before)
 
 
 def replica_pids(*states: str) -> list[int]:
     actors = ray._private.state.actors().values()
-    name = "MapWorker(Map(Replica))"
-    return [a["Pid"] for a in actors if a["ActorClassName"] == name and a["State"] in states]
+    return [a["Pid"] for a in actors if a["State"] in states]
 
 
 def num_lines(path: Path) -> int:
@@ -254,59 +245,73 @@ def run_with(replica: type, num_requests: int, monkeypatch, num_replicas: int = 
         return [record["custom_id"] for record in runner.run(items)]
 
 
-def make_echo(answer: Callable[[dict[str, Any]], None], start: Callable[[], None]) -> type:
-    """A replica that calls ``answer`` with a batch before it echoes it."""
+def make_echo(answer: Callable[[str], None], start: Callable[[], None]) -> type:
+    """A replica that calls ``answer`` with a request's name before it echoes it."""
 
     class Replica:
-        def __init__(self, options: dict[str, Any], model_names: list[str], feed: Any) -> None:
-            context = ray.get_runtime_context()
-            ray.get(feed.note_start.remote(context.get_actor_id(), context.current_actor))
-            start()
-            ray.get(feed.note_ready.remote())
+        def __init__(self, *args: Any) -> None:
+            self.requests: Queue[BatchRequest] = Queue()
 
-        def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-            answer(row)
-            requests = [pickle.loads(request) for request in pickle.loads(row["requests"])]
-            records = [{"custom_id": request.custom_id} for request in requests]
-            return {"key": row["key"], "records": pickle.dumps(records)}
+        def start(self) -> tuple[str, str]:
+            start()
+            return ray.get_runtime_context().get_node_id(), ""
+
+        def put(self, requests: list[BatchRequest]) -> None:
+            for item in requests:
+                self.requests.put(item)
+
+        def take(self) -> list[dict[str, Any]]:
+            item = self.requests.get()
+            answer(item.custom_id)
+            return [{"id": f"batch_req_{item.number}", "custom_id": item.custom_id}]
+
+        def stop(self, grace: float) -> None:
+            os._exit(0)
 
     return Replica
 
 
-@pytest.mark.slow
-def test_a_first_stage_that_dies_loses_and_repeats_nothing(
-    cluster, monkeypatch, tmp_path: Path, caplog
+@pytest.mark.parametrize("loses_machine", [False, True])
+def test_requests_of_a_replica_that_dies_run_again(
+    cluster, monkeypatch, tmp_path: Path, loses_machine: bool
 ):
-    """Guards batches that were taken, and are not there when Ray runs the task again; and those
-    that are handed out again while they are still running."""
+    """In its place; or in the other replica, where its machine is lost."""
     death = tmp_path / "death"
 
-    def bring_and_die(row: dict[str, Any], feed: Any) -> Iterator[dict[str, Any]]:
-        for i, batch in enumerate(feed_module.stream_batches(row, feed)):
-            if i == 5 and not death.exists():
-                death.touch()
-                os._exit(1)
-            yield batch
+    def answer(name: str) -> None:
+        if name == "5":
+            death.touch()
+            os._exit(1)
 
-    monkeypatch.setattr(replicas, "stream_batches", bring_and_die)
-    monkeypatch.setattr(replicas, "RESEND_SECONDS", 0.5)
-    found = run_with(make_echo(lambda row: time.sleep(3), lambda: None), 200, monkeypatch)
+    def echo(name: str) -> None:
+        if not death.exists():
+            answer(name)
+
+    def start() -> None:
+        if loses_machine:
+            while death.exists():
+                time.sleep(1)
+
+    if loses_machine:
+        monkeypatch.setattr(ray, "nodes", lambda real=ray.nodes: lost_if(death, real()))
+    found = run_with(make_echo(echo, start), 200, monkeypatch)
     assert death.exists()
-    assert caplog.text.count("unfinished batches again") <= 1  # none where all had come already
     assert sorted(found, key=int) == [str(i) for i in range(200)]
+
+
+def lost_if(death: Path, nodes: list[Any]) -> list[Any]:
+    return [node | {"Alive": not death.exists()} for node in nodes]
 
 
 @pytest.mark.parametrize("at_start", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_replicas_that_die_again_and_again_end_the_job(cluster, monkeypatch, at_start: bool):
-    """As where each process runs out of memory: Ray would start them for ever."""
+    """As where each process runs out of memory: they would be started for ever."""
     monkeypatch.setattr(replicas, "MAX_DEATHS", 1)
     monkeypatch.setattr(replicas, "CLOSE_SECONDS", 1.0)
 
-    def die(row: dict[str, Any] | None = None) -> None:
+    def die(name: str = "") -> None:
         os._exit(1)
 
     replica = make_echo(die, die if at_start else lambda: None)
-    with pytest.raises(
-        EngineLostError, match="keep dying before" if at_start else "have died 2 times"
-    ):
+    with pytest.raises(EngineLostError, match="have died 2 times"):
         run_with(replica, 5, monkeypatch, num_replicas=1)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from importlib import import_module
@@ -142,7 +142,7 @@ def run(
         runner = Runner(lambda: llm, ["model"])
     else:
         runner = Runner(make_llm, ["model"])
-    with Job(in_, out) as work:
+    with closing(Job(in_, out)) as work:
         records = runner.run(work.requests(), stop)
         work.write(stop.count(records) if stop else records, show_progress=False)
         return work.summary()
@@ -315,7 +315,7 @@ def test_templates_of_requests_run_where_they_are_trusted(llm: LLM, tmp_path: Pa
         request("c", CHAT, temperature=0, chat_template_kwargs={"chat_template": template}),
     ]
     in_ = write_input(tmp_path / "in", lines)
-    with Job(in_, tmp_path / "out", trusts_templates=True) as work:
+    with closing(Job(in_, tmp_path / "out", trusts_templates=True)) as work:
         work.write(Runner(lambda: llm, ["model"]).run(work.requests()), show_progress=False)
     found = by_id(read_output(tmp_path / "out"))
     conversation = lines[0]["body"]["messages"]
@@ -429,7 +429,7 @@ def test_a_job_reads_no_further_than_its_window(llm: LLM, tmp_path: Path, monkey
         return step()
 
     monkeypatch.setattr(llm, "step", counting_step)
-    with Job(in_, tmp_path / "out") as work:
+    with closing(Job(in_, tmp_path / "out")) as work:
         for record in runner.run(counted(work.requests())):
             work.writer.write(record)
             num_written += 1
@@ -459,13 +459,9 @@ def test_a_run_is_of_any_requests_and_takes_records_along(llm: LLM):
         assert records[0] == {"a": "record"}
         assert sorted(record["custom_id"] for record in records[1:]) == ["1", "2"]
     assert list(runner.run([])) == []
-    assert runner.add(BatchRequest(1, "0" * 32, "x", COMPLETIONS, {}))[0]["error"]
-    assert runner.add(items[0]) == []
-    assert not runner.is_idle
-    found = []
-    while not runner.is_idle:
-        found += runner.step()
-    assert [record["custom_id"] for record in found] == ["1"]
+    more = iter([BatchRequest(1, "0" * 32, "x", COMPLETIONS, {}), None, items[0], None])
+    found = list(runner.run(more))  # None where there is no request yet
+    assert [record["custom_id"] for record in found] == ["x", "1"] and found[0]["error"]
     wide = BatchRequest(3, "0" * 32, "3", COMPLETIONS, {"prompt": ["x"] * 50})
     left = runner.run([{"a": "record"}, items[0], wide])
     assert next(left) == {"a": "record"}
@@ -893,7 +889,7 @@ def test_a_job_from_the_command_line(model_path: Path, tmp_path: Path, capfd):
     assert "1 done, 1 failed, 2 skipped, of 4 lines" in capfd.readouterr().err
     data = out.read_bytes()
     assert main(arguments(Path("/no/such/model"), in_, out)) == SOME_FAILED  # with nothing to do
-    assert "0 done, 0 failed, 4 skipped (1 of them had failed)" in capfd.readouterr().err
+    assert "0 done, 0 failed, 4 skipped (1 of them with an error)" in capfd.readouterr().err
     assert out.read_bytes() == data
     assert main(arguments(model_path, write_input(in_, []), tmp_path / "none")) == 0
     assert (tmp_path / "none").read_bytes() == b""
@@ -928,7 +924,7 @@ def test_wrong_usage_is_one_line(model_path: Path, tmp_path: Path, capfd):
         assert stdout == ""
         assert re.fullmatch(rf"run_batch: error: .*{message}.*\n", stderr), stderr
     assert not read_output(out)
-    with Writer(out):
+    with closing(Writer(out)):
         assert main(arguments(model_path, in_, out)) == CANNOT_START
     assert "another job is writing" in capfd.readouterr().err
     for args in (["-i", "a"], [*arguments(model_path, in_, out), "--max-num-seq=5"]):
@@ -1029,7 +1025,7 @@ def test_messages_that_cannot_be_written_harm_no_job(stderr, model_path, tmp_pat
 def test_progress_goes_to_the_log_where_there_is_no_terminal(llm, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(job, "LOG_SECONDS", 0.0)
     in_ = write_input(tmp_path / "in", simple_lines(5))
-    with Job(in_, tmp_path / "out") as work, caplog.at_level(logging.INFO, "nanovllm"):
+    with closing(Job(in_, tmp_path / "out")) as work, caplog.at_level(logging.INFO, "nanovllm"):
         work.write(Runner(lambda: llm, ["model"]).run(work.requests()))
     lines = re.findall(r"(\d+) of 5 lines, [\d.]+/s, [\d:]+ left", caplog.text)
     assert lines == ["1", "2", "3", "4", "5"]

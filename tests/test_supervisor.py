@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from nanovllm.llm import LLM
 from nanovllm.run_batch import runner, supervisor
 from nanovllm.run_batch.journal import Journal, note_death
-from nanovllm.run_batch.supervisor import FAULT, INTERRUPTED, journal_path, supervise
+from nanovllm.run_batch.supervisor import INTERNAL_ERROR, INTERRUPTED, journal_path, supervise
 from tests.test_run_batch import (
     ALL_DONE,
     SOME_FAILED,
@@ -193,7 +193,7 @@ def test_a_process_that_dies_without_a_request_ends_the_job(
     in_, out, log = tmp_path / "in", tmp_path / "out", tmp_path / "log"
     write_input(in_, lines_with(3))
     args = arguments(model_path, in_, out)
-    assert jobs.run(args, log, f"{__name__}:crash_at_start") == FAULT
+    assert jobs.run(args, log, f"{__name__}:crash_at_start") == INTERNAL_ERROR
     assert log.read_text() == (
         "run_batch: the process died (Segmentation fault) with no known request in flight; run "
         "the same command again to resume\n"

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib import import_module
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
@@ -41,20 +42,16 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "vllm.distributed": _DISTRIBUTED,
     "vllm.distributed.parallel_state": _DISTRIBUTED,
-    "vllm.engine": {},
     "vllm.engine.arg_utils": _ENGINE_ARGS,
     "vllm.engine.llm_engine": _ENGINE,
-    "vllm.entrypoints": {},
     "vllm.entrypoints.llm": {"nanovllm": "LLM"},
     "vllm.inputs": {"nanovllm": "TextPrompt TokensPrompt", _NAMES: "PromptType"},
     "vllm.logger": {_NAMES: "init_logger"},
     "vllm.logprobs": _LOGPROBS,
-    "vllm.lora": {},
     "vllm.lora.request": {_NAMES: "LoRARequest"},
     "vllm.outputs": {"nanovllm": "CompletionOutput RequestOutput"},
     "vllm.platforms": {_NAMES: "Platform current_platform"},
     "vllm.pooling_params": {_NAMES: "PoolingParams"},
-    "vllm.renderers": {},
     "vllm.renderers.hf": {_NAMES: "resolve_chat_template"},
     "vllm.sampling_params": {
         "nanovllm.sampling_params": "RequestOutputKind SamplingParams",
@@ -63,17 +60,16 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "vllm.sequence": _LOGPROBS,
     "vllm.tokenizers": _TOKENIZER,
-    "vllm.transformers_utils": {},
     "vllm.transformers_utils.tokenizer": _TOKENIZER,
-    "vllm.usage": {},
     "vllm.usage.usage_lib": {_NAMES: "UsageContext"},
     "vllm.utils": {**_ARGUMENT_PARSER, _NAMES: "random_uuid"},
     "vllm.utils.argparse_utils": _ARGUMENT_PARSER,
-    "vllm.v1": {},
-    "vllm.v1.engine": {},
     "vllm.v1.engine.llm_engine": _ENGINE,
     "vllm.version": {_NAMES: "__version__ __version_tuple__"},
 }
+for _package in [*MODULES]:  # and the packages around these modules
+    while _package := _package.rpartition(".")[0]:
+        MODULES.setdefault(_package, {})
 
 
 def register_as_vllm() -> None:
@@ -98,9 +94,12 @@ def register_as_vllm() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP_DIR, *paths])
 
 
-def vllm_version() -> str:
-    """Returns the version of vLLM whose API this package implements."""
-    return json.loads((PACKAGE_DIR / "vllm_arguments.json").read_text("utf-8"))["vllm"]
+@cache
+def load_table() -> dict[str, Any]:
+    """Loads the recorded table of vLLM's arguments: function name -> argument name -> entry. The
+    script ``tests/vllm_answers/record_arguments.py`` describes the entries. "vllm" is the version
+    of vLLM whose API this package implements."""
+    return json.loads((PACKAGE_DIR / "vllm_arguments.json").read_text("utf-8"))
 
 
 class AliasModule(ModuleType):
@@ -120,8 +119,8 @@ class AliasModule(ModuleType):
         return sorted({*super().__dir__(), *_names(self.__name__)})
 
 
-class AliasFinder:
-    """Finds vLLM's modules, and its distribution for ``importlib.metadata``."""
+class AliasFinder(Loader):
+    """Finds and loads vLLM's modules, and finds its distribution for ``importlib.metadata``."""
 
     @staticmethod
     def find_spec(
@@ -132,7 +131,7 @@ class AliasFinder:
         if name not in MODULES:
             # Without name=name, because `from vllm import X` would then replace the message.
             raise ModuleNotFoundError(_missing(name))
-        spec = ModuleSpec(name, AliasLoader(), origin=__file__, is_package=True)
+        spec = ModuleSpec(name, AliasFinder(), origin=__file__, is_package=True)
         spec.has_location = True  # sets __file__, which some programs print
         return spec
 
@@ -142,8 +141,6 @@ class AliasFinder:
         if context.name in (None, "vllm") and "path" not in vars(context):
             yield _make_distribution()
 
-
-class AliasLoader(Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return AliasModule(spec.name)
 
@@ -164,7 +161,7 @@ def _make_distribution() -> Any:
 
     class AliasDistribution(Distribution):
         def read_text(self, filename: str) -> str | None:
-            metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm_version()}\n"
+            metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {load_table()['vllm']}\n"
             return {"METADATA": metadata, "top_level.txt": "vllm\n"}.get(filename)
 
         def locate_file(self, path: Any) -> Path:

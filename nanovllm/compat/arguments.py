@@ -5,25 +5,14 @@ name here. "hint": accepted and ignored, because it does not affect results. "ne
 supported, and accepted only at values that have no effect.
 """
 
-import json
 import logging
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from nanovllm.compat.alias import load_table
+
 logger = logging.getLogger("nanovllm")
-TABLE = Path(__file__).with_name("vllm_arguments.json")
-_logged_hints: set[str] = set()
-
-
-@cache
-def load_table() -> dict[str, dict[str, dict[str, Any]]]:
-    """Loads the table: function name -> argument name -> entry. The script
-    ``tests/vllm_answers/record_arguments.py`` describes the entries."""
-    table = json.loads(TABLE.read_text(encoding="utf-8"))
-    del table["vllm"]  # the version
-    return table
 
 
 def translate(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,7 +54,6 @@ def _equals(value: Any, recorded: Any) -> bool:
     return bool(value == recorded)
 
 
+@cache  # once for each name
 def _log_hint(name: str) -> None:
-    if name not in _logged_hints:
-        _logged_hints.add(name)
-        logger.info("vLLM's `%s` has no effect here", name)
+    logger.info("vLLM's `%s` has no effect here", name)

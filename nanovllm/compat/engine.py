@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -90,27 +90,19 @@ class LLMEngine:
 
     @property
     def vllm_config(self) -> SimpleNamespace:
-        """The settings, grouped as in vLLM's ``VllmConfig``."""
-        config, model_config = self.llm.config, self.model_config
+        """The settings, as in vLLM's ``VllmConfig``. All groups but the model's are one."""
+        model_config = self.model_config
+        settings = SimpleNamespace(**asdict(self.llm.config))
+        settings.max_model_len = model_config.max_model_len
+        settings.block_size = settings.kvcache_block_size
+        settings.num_gpu_blocks = self.llm.model_runner.num_kvcache_blocks
+        settings.world_size = settings.tensor_parallel_size
+        settings.pipeline_parallel_size = settings.data_parallel_size = 1
         return SimpleNamespace(
             model_config=model_config,
-            cache_config=SimpleNamespace(
-                block_size=config.kvcache_block_size,
-                num_gpu_blocks=self.llm.model_runner.num_kvcache_blocks,
-                enable_prefix_caching=config.enable_prefix_caching,
-                gpu_memory_utilization=config.gpu_memory_utilization,
-            ),
-            parallel_config=SimpleNamespace(
-                tensor_parallel_size=config.tensor_parallel_size,
-                pipeline_parallel_size=1,
-                data_parallel_size=1,
-                world_size=config.tensor_parallel_size,
-            ),
-            scheduler_config=SimpleNamespace(
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=model_config.max_model_len,
-            ),
+            cache_config=settings,
+            parallel_config=settings,
+            scheduler_config=settings,
             lora_config=None,
         )
 

@@ -11,7 +11,7 @@ from functools import partial
 from json import JSONDecodeError, loads
 from typing import Any
 
-from nanovllm.compat.arguments import load_table
+from nanovllm.compat.alias import load_table
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 SUFFIXES |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

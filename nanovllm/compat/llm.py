@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -150,7 +151,7 @@ class LLM(llm.LLM):
         if not adds_special_tokens:
             encoded = self.prompt_encoder.encode(as_prompt_list(prompts), add_special_tokens=False)
             ready: Any = map_valid(with_tokens, encoded)
-            return self._generate(ready, sampling_params, use_tqdm, on_error)
+            return super().generate(ready, sampling_params, use_tqdm, on_error=on_error)
         return super().generate(prompts, sampling_params, use_tqdm, on_error=on_error, **options)
 
     def chat(  # type: ignore[override]  # the parent takes the options as **template_options
@@ -229,7 +230,7 @@ class LLM(llm.LLM):
         for request_id, name in [*self._request_names.items()]:
             if name in names:
                 del self._request_names[request_id]
-                if request_id in self._requests:
+                with suppress(ValueError):  # an error has ended it
                     self.abort_request(request_id)
 
 

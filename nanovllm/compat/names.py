@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 import torch
 
 from nanovllm.checkpoints.checkpoint import load_tokenizer
-from nanovllm.compat.alias import vllm_version
+from nanovllm.compat.alias import load_table
 from nanovllm.outputs import Logprob
 from nanovllm.text.prompts import Prompt
 
-__version__ = vllm_version()
+__version__ = load_table()["vllm"]
 __version_tuple__ = tuple(int(part) for part in __version__.split("."))
 
 PromptType: TypeAlias = Prompt

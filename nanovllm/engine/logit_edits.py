@@ -6,7 +6,7 @@ a kind, write a class and name it in ``EDITS``.
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -76,6 +76,20 @@ def _spellings(tokenizer: Any, word: str) -> list[list[int]]:
     return [list(spelling) for spelling in ids if spelling]
 
 
+class EditedRow(NamedTuple):
+    """A row of a step's logits.
+
+    Attributes:
+        row: its index.
+        edit: of its sequence.
+        token_ids: all tokens of the sequence, prompt and generated.
+    """
+
+    row: int
+    edit: Any
+    token_ids: Sequence[int]
+
+
 class LogitEdit:
     """One kind of edit of the logits of one completion.
 
@@ -105,14 +119,10 @@ class LogitEdit:
     def is_needed(request: PreparedEdits) -> bool:
         raise NotImplementedError
 
-    def arrays(self, row: int, token_ids: Sequence[int]) -> Arrays:
-        """Returns the kernel's arguments to edit one row of logits; empty if there is nothing to
-        edit. Those of several rows are concatenated.
-
-        Args:
-            row: of the step's logits.
-            token_ids: all tokens before it, prompt and generated.
-        """
+    @staticmethod
+    def arrays(rows: list[EditedRow]) -> Arrays:
+        """Returns the kernel's arguments to edit these rows of a step's logits; empty if there is
+        nothing to edit."""
         raise NotImplementedError
 
     def append_token(self, token_id: int) -> None:
@@ -120,7 +130,7 @@ class LogitEdit:
 
     def apply(self, logits: torch.Tensor, token_ids: Sequence[int]) -> None:
         """Edits logits [1, vocab_size] on the CPU, as they follow ``token_ids``."""
-        if arrays := self.arrays(0, token_ids):
+        if arrays := self.arrays([EditedRow(0, self, token_ids)]):
             type(self).kernel(logits, *map(torch.from_numpy, arrays))
 
 
@@ -145,14 +155,15 @@ class TokenMask(LogitEdit):
             if not accepted:
                 raise ValueError(self.grammar.error)
 
-    def arrays(self, row: int, token_ids: Sequence[int]) -> Arrays:
-        mask = self.request.allowed
-        if self.grammar is not None:
-            mask = np.empty_like(mask)
-            self.grammar.fill_mask(mask)
-            self.error = self.grammar.error
-            mask &= self.request.allowed
-        return np.array([row], np.int32), mask[None]
+    @staticmethod
+    def arrays(rows: list[EditedRow]) -> Arrays:
+        masks = np.stack([edit.request.allowed for _, edit, _ in rows])
+        for mask, (_, edit, _) in zip(masks, rows, strict=True):
+            if edit.grammar is not None:
+                edit.grammar.fill_mask(mask)
+                edit.error = edit.grammar.error
+                np.bitwise_and(mask, edit.request.allowed, out=mask)
+        return _indices(rows), masks
 
 
 class TokenBias(LogitEdit):
@@ -165,7 +176,16 @@ class TokenBias(LogitEdit):
     def is_needed(request: PreparedEdits) -> bool:
         return bool(request.params.logit_bias or request.bad_words or request.params.min_tokens)
 
-    def arrays(self, row: int, token_ids: Sequence[int]) -> Arrays:
+    @staticmethod
+    def arrays(rows: list[EditedRow]) -> Arrays:
+        tokens, values = zip(*[edit.biases(ids) for _, edit, ids in rows], strict=True)
+        lens = [len(each) for each in tokens]
+        if not any(lens):
+            return ()
+        return np.repeat(_indices(rows), lens), np.concatenate(tokens), np.concatenate(values)
+
+    def biases(self, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens whose logits change after ``token_ids``, int32, and by how much."""
         request, num_generated = self.request, len(token_ids) - self.num_prompt_tokens
         is_short = num_generated < request.params.min_tokens
         forbidden = set(request.stop_ids if is_short else ())
@@ -173,11 +193,14 @@ class TokenBias(LogitEdit):
             place = len(token_ids) - len(start)
             if place >= self.num_prompt_tokens and list(token_ids[place:]) == start:
                 forbidden.add(last)
-        tokens, values = request.bias_tokens, request.bias_values
-        if forbidden:
-            tokens = np.concatenate((tokens, np.array([*forbidden], np.int32)))
-            values = np.concatenate((values, np.full(len(forbidden), -np.inf, np.float32)))
-        return (np.full(len(tokens), row, np.int32), tokens, values) if len(tokens) else ()
+        if not forbidden:
+            return request.bias_tokens, request.bias_values
+        tokens = np.array([*forbidden], np.int32)
+        values = np.full(len(forbidden), -np.inf, np.float32)
+        return (
+            np.concatenate((request.bias_tokens, tokens)),
+            np.concatenate((request.bias_values, values)),
+        )
 
 
 class Penalties(LogitEdit):
@@ -198,11 +221,19 @@ class Penalties(LogitEdit):
         self.history.append(token_id)
         self.generated.append(1)
 
-    def arrays(self, row: int, token_ids: Sequence[int]) -> Arrays:
-        history = np.frombuffer(self.history, np.int32)
-        generated = np.frombuffer(self.generated, np.bool_)
-        rows, lens = np.array([[row], [len(history)]], np.int32)
-        return rows, self.request.penalties, lens, history, generated
+    @staticmethod
+    def arrays(rows: list[EditedRow]) -> Arrays:
+        return (
+            _indices(rows),
+            np.concatenate([edit.request.penalties for _, edit, _ in rows]),
+            np.array([len(edit.history) for _, edit, _ in rows], np.int32),
+            np.frombuffer(bytearray().join([edit.history for _, edit, _ in rows]), np.int32),
+            np.frombuffer(bytearray().join([edit.generated for _, edit, _ in rows]), np.bool_),
+        )
+
+
+def _indices(rows: list[EditedRow]) -> np.ndarray:
+    return np.array([row for row, _, _ in rows], np.int32)
 
 
 EDITS: tuple[type[LogitEdit], ...] = (TokenMask, TokenBias, Penalties)  # in calling order
@@ -211,13 +242,9 @@ EDITS: tuple[type[LogitEdit], ...] = (TokenMask, TokenBias, Penalties)  # in cal
 def step_edits(seqs: "list[EngineSequence]") -> dict[Callable[..., None], tuple[torch.Tensor, ...]]:
     """Returns the kernels that edit a step's logits, in calling order, and their arguments after
     the logits. ``seqs`` has the sequence of each row; finished ones ask for no edit."""
-    found: dict[type[LogitEdit], list[Arrays]] = {kind: [] for kind in EDITS}
+    found: dict[type[LogitEdit], list[EditedRow]] = {kind: [] for kind in EDITS}
     for row, seq in enumerate(seqs):
         for edit in () if seq.is_finished else seq.completion.sampling.edits:
-            if arrays := edit.arrays(row, seq.token_ids):
-                found[type(edit)].append(arrays)
-    return {
-        kind.kernel: tuple(torch.from_numpy(np.concatenate(c)) for c in zip(*parts, strict=True))
-        for kind, parts in found.items()
-        if parts
-    }
+            found[type(edit)].append(EditedRow(row, edit, seq.token_ids))
+    edits = {kind.kernel: kind.arrays(rows) for kind, rows in found.items() if rows}
+    return {kernel: tuple(map(torch.from_numpy, args)) for kernel, args in edits.items() if args}

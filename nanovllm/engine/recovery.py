@@ -13,16 +13,16 @@ logger = logging.getLogger("nanovllm")
 
 def roll_back(
     error: Exception, batch: Batch, scheduler: Scheduler, model_runner: ModelRunner
-) -> None:
-    """Rolls back a step that ran out of memory, so that smaller ones compute the same later. (Not
-    with several ranks: the others cannot roll back.)
+) -> bool:
+    """Rolls back a step that ran out of memory, so that smaller ones compute the same later.
+    Returns False if the error has another cause, or there are several ranks, of which the others
+    cannot roll back.
 
     Raises:
         RuntimeError: not even the smallest step fits.
-        Exception: ``error`` itself, if it has another cause.
     """
     if model_runner.tp.size > 1 or not is_out_of_memory(error):
-        raise error
+        return False
     memory = describe_memory(model_runner.device)
     if not scheduler.roll_back(batch):
         raise RuntimeError(
@@ -32,6 +32,7 @@ def roll_back(
         ) from error
     message = "out of memory in a step of %d tokens; going on with smaller ones (%s)"
     logger.warning(message, batch.num_tokens, memory)
+    return True
 
 
 def retry_alone(finished: dict[Sequence, Finish], scheduler: Scheduler) -> dict[Sequence, Sequence]:

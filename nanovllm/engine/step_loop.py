@@ -78,7 +78,8 @@ class StepLoop:
         except Exception as error:
             from nanovllm.engine.recovery import roll_back
 
-            roll_back(error, batch, self.scheduler, self.model_runner)
+            if not roll_back(error, batch, self.scheduler, self.model_runner):
+                raise
         # Only now are the tensors in the exception's frames gone.
         release_unused(self.model_runner.device)
         return None

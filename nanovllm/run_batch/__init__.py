@@ -4,6 +4,6 @@
 
 A supervisor process runs all of this in a child process, and restarts the child if it dies.
 
-``Line``, ``BatchRequest`` and records are plain values, so that requests can also run on other
-machines: see ``replicas.py``.
+``Line``, ``BatchRequest`` and records are plain values that can be pickled. ``replicas.py`` sends
+requests to other machines and gets records back.
 """

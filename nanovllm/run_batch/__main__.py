@@ -9,7 +9,8 @@ from nanovllm.run_batch.supervisor import open_standard_files, supervise
 
 def run_job() -> int:
     """Runs the job in the supervisor's child process. Returns the exit status."""
-    from nanovllm.run_batch.cli import main  # imports PyTorch, which the supervisor does without
+    # Imported only in the child process: it imports PyTorch, and the supervisor must stay small.
+    from nanovllm.run_batch.cli import main
 
     return main()
 
@@ -21,6 +22,7 @@ if __name__ == "__main__":
     finally:
         try:
             sys.stderr.flush()
-        except (OSError, ValueError):  # Python would flush again, fail, and exit with status 120
+        except (OSError, ValueError):
+            # Otherwise Python flushes again at exit, fails, and changes the exit status to 120.
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

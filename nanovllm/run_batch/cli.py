@@ -3,14 +3,12 @@
 import argparse
 import inspect
 import logging
-import os
 import re
 import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import MISSING, fields
 from pathlib import Path
-from types import UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -22,7 +20,7 @@ from nanovllm.run_batch.runner import EngineLostError, Runner
 from nanovllm.run_batch.stop import StopOnSignal
 from nanovllm.run_batch.supervisor import (
     DEFAULT_GRACE,
-    FAULT,
+    INTERNAL_ERROR,
     INTERRUPTED,
     RESUME_HINT,
     print_message,
@@ -37,9 +35,9 @@ logger = logging.getLogger("nanovllm.run_batch")
 ALL_DONE, SOME_FAILED, CANNOT_START = 0, 1, 2
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME"}
 DESCRIPTION = """\
-Runs the requests of a file in OpenAI's batch format (chat completions and completions, one JSON
-object a line) and writes a record of each to another file as it finishes. If a job ended early,
-for whatever reason, the same command resumes it."""
+Runs the requests of a file in OpenAI's batch format: one JSON object per line, for a chat completion
+or a completion. Writes a record of each request to another file as soon as it finishes. If a job
+ends early, for whatever reason, the same command resumes it."""
 EPILOG = """\
 exit status: 0 every line has a response; 1 every line has a record, but some are errors; 2 wrong
 usage, or the job cannot start; 70 internal error; 75 interrupted. After 70 and 75, the same command
@@ -56,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("-i", "--input-file", type=Path, required=True, metavar="FILE", help="requests to run")
-    add("-o", "--output-file", type=Path, required=True, metavar="FILE", help="where records go")
+    add("-o", "--output-file", type=Path, required=True, metavar="FILE", help="file for records")
     add(
         "--served-model-name",
         nargs="+",
@@ -75,7 +73,8 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--trust-request-chat-template",
         action="store_true",
-        help="allow requests to have their own chat_template, which is a program",
+        help="allow requests to have their own chat_template; templates are programs, so trust the "
+        "author of the input file",
     )
     add("--no-progress", action="store_true", help="show no progress")
     add(
@@ -102,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not is_failure(error) and not isinstance(error, SystemExit):
                 raise
             logger.exception("internal error")
-            return _exit(FAULT, f"ended by an error; {RESUME_HINT}")
+            return _exit(INTERNAL_ERROR, f"ended by an error; {RESUME_HINT}")
 
 
 def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
@@ -118,11 +117,10 @@ def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
     except (OSError, TypeError, ValueError) as error:
         return _exit(CANNOT_START, f"error: {error}")
     try:
-        with job:
-            status = _run_job(job, options, args, stop)
+        with closing(job):
+            return _run_job(job, options, args, stop)
     except (OSError, EngineLostError) as error:
         return _exit(INTERRUPTED, f"error: {error}; when that is fixed, {RESUME_HINT}")
-    return status
 
 
 def _run_job(
@@ -134,7 +132,7 @@ def _run_job(
         except (EngineLostError, OSError, TypeError, ValueError) as error:
             return _exit(CANNOT_START, f"error: {error}")
         except Exception as error:
-            logger.exception("the engine does not start")
+            logger.exception("the engine did not start")
             return _exit(CANNOT_START, f"error: {type(error).__name__}: {error}")
         with closing(runner):
             stop.is_running = True
@@ -152,9 +150,6 @@ def _make_runner(
     names = [*args.served_model_name, args.model]
     if args.replicas is None:
         return Runner(lambda: LLM(**options), names, job.journal)
-    # Ray reads this when it is imported. Without it, a Ray Data thread that outlives the job would
-    # start Ray again.
-    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
         from nanovllm.run_batch.replicas import Replicas
     except ImportError as error:
@@ -165,23 +160,20 @@ def _make_runner(
 def _add_engine_options(group: Any) -> None:
     """Adds a command-line option for each field of Config."""
     descriptions = _field_docs(Config)
-    types = get_type_hints(Config)  # without their validators
+    types = get_type_hints(Config)  # drops the validators in ``Annotated[type, validator]``
     for field in fields(Config):
-        option = f"--{field.name.replace('_', '-')}"
-        kind = types[field.name]
-        if isinstance(kind, UnionType):  # such as ``int | None``
-            (kind,) = (arg for arg in get_args(kind) if arg is not type(None))
-        described = descriptions.get(field.name, "").removesuffix(".").replace("%", "%%")
-        details: dict[str, Any] = {"help": f"{described} (default: {field.default})"}
+        kind, *_ = get_args(types[field.name]) or [types[field.name]]  # ``int`` for ``int | None``
+        details: dict[str, Any] = {"help": descriptions[field.name].replace("%", "%%")}
         if kind is bool:
             details["action"] = argparse.BooleanOptionalAction
         else:
             details |= {"type": kind, "metavar": METAVARS[kind]}
         if field.default is MISSING:
-            details |= {"help": described, "required": True}
+            details["required"] = True
         else:
             details["default"] = field.default
-        group.add_argument(option, **details)
+            details["help"] += f" (default: {field.default})"
+        group.add_argument(f"--{field.name.replace('_', '-')}", **details)
 
 
 def _field_docs(described: type) -> dict[str, str]:
@@ -190,7 +182,9 @@ def _field_docs(described: type) -> dict[str, str]:
     section = re.search(r"^Attributes:\n(.*?)(?:\n\n|\Z)", text, re.DOTALL | re.MULTILINE)
     entries = re.split(r"^    (\w+): ", section[1] if section else "", flags=re.MULTILINE)[1:]
     pairs = zip(entries[::2], entries[1::2], strict=True)
-    return {name: " ".join(entry.split()).replace("``", "") for name, entry in pairs}
+    return {
+        name: " ".join(entry.split()).replace("``", "").removesuffix(".") for name, entry in pairs
+    }
 
 
 def _exit(status: int, message: str) -> int:

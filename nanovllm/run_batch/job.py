@@ -13,7 +13,7 @@ from tqdm import tqdm
 from nanovllm.run_batch.journal import Journal
 from nanovllm.run_batch.lines import read_lines
 from nanovllm.run_batch.records import DUPLICATE, Record, RequestError, error_record, key_for
-from nanovllm.run_batch.request import BatchRequest, check_template, parse_line
+from nanovllm.run_batch.request import BatchRequest, has_template, parse_line
 from nanovllm.run_batch.supervisor import journal_path
 from nanovllm.run_batch.writer import Writer
 
@@ -39,8 +39,8 @@ class Job:
     Raises:
         OSError: a file cannot be opened.
         ValueError: a file is not a regular file, both are the same file, another job is writing
-            the output file, or the output file has a record for the custom_id of a request here
-            that was made for a different request.
+            the output file, or a record in the output file has the custom_id of an input line but
+            belongs to a different request.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Job:
             for line in lines:
                 self.num_lines += 1
                 self.num_skipped += line is None
-            self._num_before = self.writer.num_records
-            self._num_failed_before = self.writer.num_failed
+            self._num_earlier_records = self.writer.num_records
+            self._num_earlier_failures = self.writer.num_failed
             path = journal_path(output_path)
             if path.exists() and os.path.samefile(input_path, path):
                 raise ValueError(f"the input file has the name of the job's journal: rename {path}")
@@ -73,28 +73,30 @@ class Job:
     @property
     def is_done(self) -> bool:
         """Whether every line has its record."""
-        return self.num_skipped + self.writer.num_records - self._num_before >= self.num_lines
+        return (
+            self.num_skipped + self.writer.num_records - self._num_earlier_records >= self.num_lines
+        )
 
     def requests(self) -> Iterator[BatchRequest | Record]:
         """Yields the request of each line that has no record yet, or an error record if the line is
         not a valid request."""
-        return (self._check(found) for found in self._lines() if found is not None)
-
-    def _check(self, found: BatchRequest | Record) -> BatchRequest | Record:
-        """Returns its argument, or an error record for a request with an untrusted template."""
-        if isinstance(found, BatchRequest) and not self.trusts_templates:
-            try:
-                check_template(found)
-            except RequestError as error:
-                return error_record(found, found.custom_id, error)
-        return found
+        for item in self._lines():
+            if isinstance(item, BatchRequest) and not self.trusts_templates and has_template(item):
+                error = RequestError(
+                    "a request's own chat_template is a program that this job does not trust: "
+                    "--trust-request-chat-template allows it",
+                    param="chat_template",
+                )
+                yield error_record(item, item.custom_id, error)
+            elif item is not None:
+                yield item
 
     def _lines(self) -> Iterator[BatchRequest | Record | None]:
-        """Yields, for each line, its request, an error record if the line is not a valid request,
-        or None if the output file has its record.
+        """Yields an item for each line: None if the output file already has a record of the line,
+        an error record if the line is not a valid request, otherwise the request.
 
         Raises:
-            ValueError: the record for a line's custom_id was made for a different request.
+            ValueError: a record has the custom_id of a line but belongs to a different request.
         """
         seen: set[str] = set()
         done, done_lines = self.writer.done, self.writer.done_lines
@@ -102,8 +104,8 @@ class Job:
             if done_lines.get(line.number) == line.digest:
                 yield None
                 continue
-            found = parse_line(line)
-            custom_id = found["custom_id"] if isinstance(found, dict) else found.custom_id
+            item = parse_line(line)
+            custom_id = item["custom_id"] if isinstance(item, dict) else item.custom_id
             key = None if custom_id is None else key_for(custom_id)
             if key in seen:
                 error = RequestError(
@@ -114,7 +116,7 @@ class Job:
             if key is not None:
                 seen.add(key)
             if key not in done:
-                yield found
+                yield item
             elif done[key] == line.digest:
                 yield None
             else:
@@ -125,19 +127,31 @@ class Job:
                 )
 
     def write(self, records: Iterable[Record], show_progress: bool = True) -> None:
-        """Writes records as the iterable yields them. Raises OSError if a write fails."""
-        with _Progress(self.num_lines, self.num_skipped, show_progress) as progress:
-            for record in records:
+        """Writes each record as soon as it is yielded, and shows progress: a bar on a terminal,
+        otherwise a log message every LOG_SECONDS. Raises OSError if a write fails."""
+        is_bar = show_progress and sys.stderr.isatty()
+        bar = tqdm(
+            total=self.num_lines, initial=self.num_skipped, unit=" lines", disable=not is_bar
+        )
+        start = logged = monotonic()
+        with bar:
+            for num_written, record in enumerate(records, start=1):
                 self.writer.write(record)
-                progress.update()
+                bar.update()
+                now = monotonic()
+                if show_progress and not is_bar and now - logged >= LOG_SECONDS:
+                    logged = now
+                    done, rate = self.num_skipped + num_written, num_written / (now - start)
+                    left = tqdm.format_interval((self.num_lines - done) / rate)
+                    logger.info("%d of %d lines, %.1f/s, %s left", done, self.num_lines, rate, left)
 
     def summary(self) -> str:
         """Returns a line of text with the numbers of done, failed and skipped lines."""
-        num_failed = self.writer.num_failed - self._num_failed_before
-        num_done = self.writer.num_records - self._num_before - num_failed
+        num_failed = self.writer.num_failed - self._num_earlier_failures
+        num_done = self.writer.num_records - self._num_earlier_records - num_failed
         text = f"{num_done} done, {num_failed} failed, {self.num_skipped} skipped"
-        if self._num_failed_before:
-            text += f" ({self._num_failed_before} of them had failed)"
+        if self._num_earlier_failures:
+            text += f" ({self._num_earlier_failures} of them with an error)"
         return f"{text}, of {self.num_lines} lines; see {self.writer.path}"
 
     def close(self) -> None:
@@ -147,37 +161,3 @@ class Job:
                 self.journal.close(self.is_done)
         finally:
             self.writer.close()
-
-    def __enter__(self) -> "Job":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-
-class _Progress:
-    """Shows progress: a bar on a terminal, otherwise a log message every LOG_SECONDS."""
-
-    def __init__(self, total: int, done: int, is_shown: bool) -> None:
-        is_bar = is_shown and sys.stderr.isatty()
-        self.bar = tqdm(total=total, initial=done, unit=" lines", disable=not is_bar)
-        self.logs = is_shown and not is_bar
-        self.total, self.done, self.done_at_start = total, done, done
-        self.start = self.logged = monotonic()
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.bar.close()
-
-    def update(self) -> None:
-        """Counts one more record."""
-        self.done += 1
-        self.bar.update()
-        now = monotonic()
-        if self.logs and now - self.logged >= LOG_SECONDS:
-            self.logged = now
-            rate = (self.done - self.done_at_start) / (now - self.start)
-            left = tqdm.format_interval((self.total - self.done) / rate)
-            logger.info("%d of %d lines, %.1f/s, %s left", self.done, self.total, rate, left)

@@ -9,9 +9,10 @@ import re
 import stat
 from pathlib import Path
 
-# The first line has the id of the process that writes the file, and the number of records at its
-# start. Each other line is a slot with a request: the digest of its input line, its number of
-# deaths, and whether it is in flight ("+") or not (".").
+# The first line has the id of the process that writes the file, and the number of records in the
+# output file when the process started. Each other line is a slot, which is free (blank) or has a
+# request: the digest of its input line, its number of deaths, and whether it is in flight ("+") or
+# not (".").
 HEADER = re.compile(rb"[0-9]{15} [0-9]{20}\n")
 ENTRY = re.compile(rb"([0-9a-f]{32}) ([0-9]) ([+.])\n")
 LINE_BYTES = 37  # every line has the same length, so that it can be overwritten in place
@@ -25,9 +26,10 @@ class Journal:
     A death counts against every request in flight, because any of them may be the cause. To find
     the cause, the job runs these requests again in ever smaller groups.
 
-    If the supervisor was killed too, it could not count the death with ``note_death``, and the
-    reason is unknown: the job may just have been interrupted. The death then counts only if the
-    process had written no record, or if a single request was in flight.
+    The supervisor counts deaths with ``note_death``. If the supervisor was killed together with the
+    process, nobody knows whether a request caused the death or somebody ended the job. Such a death
+    is counted by the next run, and only if the process had written no record or had a single request
+    in flight.
 
     Args:
         path: the journal file. The file of an earlier run is read and continued.
@@ -45,8 +47,8 @@ class Journal:
             text = _read(self._file, path)
             in_flight = [digest for digest, _, state in ENTRY.findall(text) if state == b"+"]
             has_new_records = text[16:LINE_BYTES] != _header(0, num_records)[16:]
-            counts = len(in_flight) == 1 or not has_new_records
-            self._num_deaths = _count_deaths(text, counts)
+            count_in_flight = len(in_flight) == 1 or not has_new_records
+            self._num_deaths = _count_deaths(text, count_in_flight)
             self._header = _header(os.getpid(), num_records)
             _rewrite(self._file, self._header, self._num_deaths)
         except BaseException:
@@ -62,8 +64,8 @@ class Journal:
         return self._num_deaths.get(digest, 0)
 
     def forget(self, digest: str) -> None:
-        """Removes the deaths of a request that has its record now. Raises OSError if the file
-        cannot be written."""
+        """Sets the number of deaths of a finished request to 0. Raises OSError if the file cannot
+        be written."""
         if self._num_deaths.pop(digest, 0):
             self.end(self._slots.pop(digest))
 
@@ -109,8 +111,8 @@ def note_death(path: Path, pid: int | None = None) -> int:
 
     Args:
         path: the journal file.
-        pid: the process that died. A journal of another process is left unchanged. None accepts
-            the journal of any process.
+        pid: the process that died. The journal of another process is left unchanged. With None,
+            the journal may belong to any process.
 
     Returns:
         The number of requests that were in flight.
@@ -152,12 +154,12 @@ def _read(file: int, path: Path) -> bytes:
     return text
 
 
-def _count_deaths(text: bytes, counts: bool) -> dict[str, int]:
-    """Returns the number of deaths of each request that has any. If ``counts``, adds one for each
-    request in flight."""
+def _count_deaths(text: bytes, count_in_flight: bool) -> dict[str, int]:
+    """Returns the number of deaths of each request that has any. ``count_in_flight`` adds one death
+    to each request in flight."""
     num_deaths: dict[str, int] = {}
     for digest, num, state in ENTRY.findall(text):
-        num_after = min(9, int(num) + (counts and state == b"+"))
+        num_after = min(9, int(num) + (count_in_flight and state == b"+"))
         if num_after:
             name = digest.decode()
             num_deaths[name] = max(num_deaths.get(name, 0), num_after)
@@ -173,10 +175,10 @@ def _entry(digest: str, num_deaths: int, state: str) -> bytes:
 
 
 def _rewrite(file: int, header: bytes, num_deaths: dict[str, int]) -> None:
-    """Rewrites the file with the given deaths and no request in flight. The number of lines does
-    not grow."""
+    """Replaces the entries by the given numbers of deaths, with no request in flight."""
     entries = b"".join(_entry(digest, num, ".") for digest, num in num_deaths.items())
     num_before = os.fstat(file).st_size // LINE_BYTES - 1
     rest = FREE * max(0, num_before - len(num_deaths))
-    os.pwrite(file, header + entries + rest, 0)  # one write, in case the process dies here
+    # One write replaces all lines, so that no old entry remains if the process dies here.
+    os.pwrite(file, header + entries + rest, 0)
     os.ftruncate(file, LINE_BYTES + len(entries))

@@ -16,7 +16,7 @@ class Line:
     """A line of the input file that is not blank.
 
     Attributes:
-        number: the line number, from 1; blank lines count.
+        number: the line number, from 1. Blank lines are counted too.
         text: the line without surrounding white space; None if it has MAX_LINE_BYTES or more.
         digest: a hash of the text: 32 hexadecimal digits.
     """

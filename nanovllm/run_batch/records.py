@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeAlias
 
 Record: TypeAlias = dict[str, Any]
 ID_PREFIX = "batch_req_"  # a record's id is this and the line's number
-DUPLICATE = "duplicate_custom_id"  # error code of a line with the custom_id of an earlier line
+DUPLICATE = "duplicate_custom_id"  # error code of a line that repeats an earlier custom_id
 
 
 class RequestError(ValueError):
@@ -34,7 +34,7 @@ class RequestError(ValueError):
 
 
 class LineInfo(Protocol):
-    """The facts about an input line that its record contains: see ``Line``."""
+    """What a record contains of its input line. ``Line`` and ``BatchRequest`` have it."""
 
     @property
     def number(self) -> int: ...
@@ -50,11 +50,11 @@ def success_record(line: LineInfo, custom_id: str, body: dict[str, Any]) -> Reco
 def error_record(line: LineInfo, custom_id: str | None, error: RequestError) -> Record:
     """Returns the record of a request that failed. The error is in the response's body, as in
     OpenAI's API, and in the record's field "error"."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    error_type = "invalid_request_error" if error.status < 500 else "server_error"
     message = str(error)
-    body = {"message": message, "type": kind, "param": error.param, "code": error.code}
-    brief = {"code": error.code, "message": message}
-    return _record(line, custom_id, error.status, {"error": body}, brief)
+    body = {"message": message, "type": error_type, "param": error.param, "code": error.code}
+    summary = {"code": error.code, "message": message}
+    return _record(line, custom_id, error.status, {"error": body}, summary)
 
 
 def key_for(custom_id: str) -> str:

@@ -1,80 +1,71 @@
-"""Runs requests on several engines, which Ray Data distributes over the machines of a cluster."""
+"""Runs requests on several engines, which Ray distributes over the machines of a cluster."""
 
 import logging
 import os
-import pickle
 import signal
-import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import inf
-from queue import Empty, SimpleQueue
-from threading import Thread
-from time import monotonic, sleep
+from math import ceil, inf
+from time import monotonic
 from typing import Any
+from uuid import uuid4
 
 import ray
-import ray.data
 
-from nanovllm.run_batch import feed
-from nanovllm.run_batch.feed import Feed, Status, stream_batches
-from nanovllm.run_batch.records import Record
-from nanovllm.run_batch.replica import Replica, format_error
+from nanovllm.run_batch.records import ID_PREFIX, Record
+from nanovllm.run_batch.replica import Replica
 from nanovllm.run_batch.request import BatchRequest
-from nanovllm.run_batch.runner import EngineLostError, Stop
+from nanovllm.run_batch.runner import EngineLostError, describe
+from nanovllm.run_batch.stop import Stop
 
 logger = logging.getLogger("nanovllm.run_batch")
-ray.cloudpickle.register_pickle_by_value(feed)  # its processes need not import PyTorch
 
-CALLS_PER_REPLICA = 64  # batches that a replica runs at once
-QUEUED_CALLS_PER_REPLICA = 8  # batches on their way to a replica
-MIN_BATCHES_PER_REPLICA = 8  # a small job has smaller batches, so that each replica gets this many
-BATCH_BYTES = 1 << 20
-MAX_DEATHS = 10  # per replica, between two finished batches; one request may cause three
+MAX_DEATHS = 10  # of actors per replica, without a finished request; one request may cause three
+RESTART_ATTEMPTS = 5  # attempts to create the engine of an actor that replaces another
 POLL_SECONDS = 0.5
-LOG_SECONDS = 60.0
 START_SECONDS = 60.0  # longest wait for the other replicas after the first one is ready
-RESEND_SECONDS = 60.0  # shortest wait for a batch before batches of a lost machine are sent again
 CLOSE_SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Resources:
-    """The resources that a replica needs, and the number of replicas that fit in the cluster."""
+@dataclass(slots=True, eq=False)
+class _ReplicaState:
+    """What the driver knows of one replica. If its actor dies, a new actor replaces it.
 
-    device: str
-    num_cpus: int
-    num_gpus: int
-    num_slots: int
+    Attributes:
+        journal_name: the name of the journal, which a new actor continues.
+        requests: the requests that the replica has, by record id.
+        actor: the handle of the ``Replica`` actor.
+        call: the reference of the pending call of ``start`` or ``take``; None after the last call.
+        node_id: the id of the actor's node in the Ray cluster.
+        is_ready: whether the actor's engine is ready.
+    """
 
-
-@dataclass(slots=True)
-class _Batch:
-    """A batch in flight: its pickled requests, and when they were first sent."""
-
-    requests: bytes
-    since: float = field(default_factory=monotonic)
+    journal_name: str
+    requests: dict[str, BatchRequest] = field(default_factory=dict)
+    actor: Any = None
+    call: Any = None
+    node_id: str = ""
+    is_ready: bool = False
 
 
 class Replicas:
     """Runs requests on several engines, each in an actor of a Ray cluster.
 
-    It has the interface of ``Runner``, which runs requests on one engine. Batches of requests are
-    the rows of an endless dataset. Only as many are in memory as the engines can take. Ray Data
-    assigns batches to engines, restarts engines that have died, and repeats their batches. If a
-    machine is lost and no batch finishes for a while, all batches in flight are sent again. If a
-    batch finishes twice, only the first result is used.
+    It has the interface of ``Runner``, which runs requests on one engine. Each replica has a bounded
+    number of requests at a time. If its actor dies, a new actor gets these requests. If its machine
+    is lost, any replica may get them.
 
     Args:
         options: the engines' options: the fields of Config.
         model_names: as for ``Runner``.
         num_replicas: the number of engines.
-        num_requests: the number of requests to run, or an upper bound of it.
+        num_requests: the number of requests to run, or an upper bound on it.
 
     Raises:
-        OSError, ValueError: an engine cannot be created, or does not fit in the cluster.
-        EngineLostError: the engines' processes keep dying.
+        OSError, ValueError: an engine does not fit in the cluster.
+        EngineLostError: an engine cannot be created, or the engines' processes keep dying.
     """
 
     def __init__(
@@ -84,32 +75,24 @@ class Replicas:
         num_replicas: int,
         num_requests: int,
     ) -> None:
-        self._num_replicas = num_replicas
-        # An engine's calls together hold twice as many requests as its Runner has in flight.
-        most = min(
-            4 * options["max_num_seqs"] // CALLS_PER_REPLICA,
-            num_requests // num_replicas // MIN_BATCHES_PER_REPLICA,
-        )
-        self._batch_size = max(1, most)
-        self._in_flight: dict[int, _Batch] = {}  # by key
-        self._num_batches = 0
-        self._results: SimpleQueue[dict[str, Any] | Exception] = SimpleQueue()
-        self._resend_seconds = RESEND_SECONDS
-        self._deadline = inf  # when batches are sent again, if none finishes before
-        self._last_check = -inf
-        self._num_starts: int | None = None  # replica starts when a batch last finished
-        self._feed: Any = None
-        self._thread = Thread(target=self._iterate, daemon=True)
+        # Twice a Runner's ``window``. A small job is divided evenly.
+        self._max_requests = min(4 * options["max_num_seqs"], ceil(num_requests / num_replicas))
+        self._unassigned: deque[BatchRequest] = deque()  # requests of lost machines
+        self._num_deaths = 0  # since a request last finished
+        self._is_stopping = False
+        self._replicas = [
+            _ReplicaState(f"nanovllm-{uuid4().hex}.journal") for _ in range(num_replicas)
+        ]
         self._started_ray = _connect()
         try:
-            self._num_losses = _count_dead_nodes()
-            resources = _find_resources(options, num_replicas)
-            this_node = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-            self._feed = ray.remote(num_cpus=0, label_selector=this_node)(Feed).remote()
-            arguments = (options | {"device": resources.device}, model_names, self._feed)
-            self._dataset = _make_dataset(self._feed, this_node, arguments, resources, num_replicas)
-            self._thread.start()
-            self._wait_for_replicas(resources.num_slots)
+            resources, num_fitting = _find_resources(options, num_replicas)
+            num_calls = 3  # ``take``, ``put`` and ``stop``
+            self._make_actor = ray.remote(max_concurrency=num_calls, **resources)(Replica).remote
+            device = "cuda" if resources["num_gpus"] else "cpu"
+            self._arguments = options | {"device": device}, model_names
+            for replica in self._replicas:
+                self._start(replica, num_attempts=1)
+            self._wait_for_replicas(min(num_replicas, num_fitting))
         except BaseException:
             self.close()
             raise
@@ -117,8 +100,8 @@ class Replicas:
     def run(
         self, requests: Iterable[BatchRequest | Record], stop: Stop | None = None
     ) -> Iterator[Record]:
-        """Yields the record of each request when its batch finishes. Records among ``requests`` are
-        passed through.
+        """Yields the record of each request as it finishes. Records among ``requests`` are passed
+        through.
 
         Reads only as many requests as the engines can take. Requests that ``stop`` ends get no
         record.
@@ -128,142 +111,127 @@ class Replicas:
         """
         source = iter(requests)
         is_exhausted = False
-        self._deadline = monotonic() + self._resend_seconds
-        max_batches = self._num_replicas * (CALLS_PER_REPLICA + QUEUED_CALLS_PER_REPLICA)
         while stop is None or not stop.requested:
-            while not is_exhausted and len(self._in_flight) < max_batches:
-                batch: list[bytes] = []
-                while len(batch) < self._batch_size and sum(map(len, batch)) < BATCH_BYTES:
-                    item = next(source, None)
+            for replica in self._replicas:
+                batch: list[BatchRequest] = []
+                while replica.is_ready and len(replica.requests) + len(batch) < self._max_requests:
+                    item = self._unassigned.popleft() if self._unassigned else next(source, None)
                     if item is None:
                         is_exhausted = True
                         break
                     if isinstance(item, BatchRequest):
-                        batch.append(pickle.dumps(item))
+                        batch.append(item)
                     else:
                         yield item
+                replica.requests |= {f"{ID_PREFIX}{request.number}": request for request in batch}
                 if batch:
-                    self._in_flight[self._num_batches] = _Batch(pickle.dumps(batch))
-                    self._put(self._num_batches)
-                    self._num_batches += 1
-            if not self._in_flight:
+                    replica.actor.put.remote(batch)
+            if is_exhausted and not self._unassigned and not self._is_busy:
                 return
-            with suppress(Empty):
-                yield from self._take()
-            self._check()
+            yield from self._wait()
         grace = max(0.0, stop.deadline - monotonic())
         logger.info("stopping: running requests have %.0f seconds to finish", grace)
-        self._feed.stop.remote(grace)
-        while self._in_flight and monotonic() < stop.deadline + CLOSE_SECONDS:
-            if not self._thread.is_alive() and self._results.empty():
-                return
-            with suppress(Empty, EngineLostError):
-                yield from self._take()
+        self._stop_all(grace)
+        while self._is_busy and monotonic() < stop.deadline + CLOSE_SECONDS:
+            yield from self._wait()
 
     def close(self) -> None:
         """Ends the engines, and Ray if this object started it."""
-        if self._feed is not None:
-            with suppress(ray.exceptions.RayError):
-                ray.get(self._feed.stop.remote(0.0), timeout=CLOSE_SECONDS)
-                self._join(CLOSE_SECONDS)
-                for replica in ray.get(self._feed.replicas.remote(), timeout=CLOSE_SECONDS):
-                    ray.kill(replica)
-            self._join(CLOSE_SECONDS)
-            ray.kill(self._feed)
-            self._feed = None
+        self._stop_all(0.0)
+        calls = [replica.call for replica in self._replicas if replica.call]
+        with suppress(ray.exceptions.RayError):
+            ray.wait(calls, num_returns=max(1, len(calls)), timeout=CLOSE_SECONDS)
+            for replica in self._replicas:
+                if replica.actor is not None:
+                    ray.kill(replica.actor)
         if self._started_ray:
             ray.shutdown()
 
-    def _join(self, seconds: float) -> None:
-        if self._thread.is_alive():
-            self._thread.join(seconds)
+    @property
+    def _is_busy(self) -> bool:
+        return any(replica.requests for replica in self._replicas)
 
-    def _iterate(self) -> None:
-        """Runs the dataset and puts its rows, or its error, into the results. Runs in a thread."""
-        try:
-            # With prefetching, a finished batch would wait for the next one.
-            batches = self._dataset.iter_batches(
-                batch_size=None, prefetch_batches=0, batch_format="pyarrow"
-            )
-            for batch in batches:
-                for row in batch.to_pylist():
-                    self._results.put(row)
-        except Exception as error:
-            self._results.put(error)
+    def _start(self, replica: _ReplicaState, num_attempts: int) -> None:
+        replica.actor = self._make_actor(*self._arguments, replica.journal_name, num_attempts)
+        replica.call, replica.is_ready = replica.actor.start.remote(), False
 
-    def _put(self, key: int) -> None:
-        self._feed.put.remote(key, self._in_flight[key].requests)
+    def _stop_all(self, grace: float) -> None:
+        """Stops the replicas. Does not wait for those whose engines are not ready."""
+        self._is_stopping = True
+        for replica in self._replicas:
+            if replica.is_ready:
+                replica.actor.stop.remote(grace)
+            else:
+                self._end(replica)
 
-    def _take(self) -> list[Record]:
-        """Waits for a batch to finish and returns its records.
+    def _end(self, replica: _ReplicaState) -> None:
+        replica.call = None
+        replica.requests.clear()
+
+    def _wait(self) -> list[Record]:
+        """Waits up to POLL_SECONDS for a replica. Returns its records.
 
         Raises:
-            Empty: no batch has finished within POLL_SECONDS.
-            EngineLostError: the dataset has failed, so no batch will finish.
+            EngineLostError: an engine cannot be created, or the engines' processes keep dying.
         """
-        result = self._results.get(timeout=POLL_SECONDS)
-        if isinstance(result, Exception):
-            raise EngineLostError(f"Ray Data has failed: {format_error(result)}") from result
-        batch = self._in_flight.pop(result["key"], None)
-        if batch is None:  # it was sent twice and has finished before
-            return []
-        self._resend_seconds = max(self._resend_seconds, 2 * (monotonic() - batch.since))
-        self._deadline = monotonic() + self._resend_seconds
-        self._num_starts = None
-        return pickle.loads(result["records"])
-
-    def _wait_for_replicas(self, num_slots: int) -> None:
-        """Waits for the first engine without a limit, then for the others up to START_SECONDS."""
-        logged, first = monotonic(), inf
-        while True:
-            status = self._status()
-            if status.failure:
-                raise ValueError(status.failure)
-            if not self._results.empty():
-                self._take()
-            if status.num_starts > (1 + MAX_DEATHS) * self._num_replicas:
-                raise EngineLostError("the engines' processes keep dying before they are ready")
-            now = monotonic()
-            if status.num_ready:
-                first = min(first, now)
-            if status.num_ready >= num_slots or now - first > START_SECONDS:
-                logger.info("%d of %d engines are ready", status.num_ready, self._num_replicas)
-                return
-            if now - logged > LOG_SECONDS:
-                logged = now
-                logger.info("waiting for Ray to start engines")
-            sleep(0.1)
-
-    def _check(self) -> None:
-        """Checks every POLL_SECONDS that the replicas are alive. Sends batches again if a machine
-        was lost."""
-        if monotonic() - self._last_check < POLL_SECONDS:
-            return
-        self._last_check = monotonic()
-        status = self._status()
-        if status.failure:
-            raise EngineLostError(status.failure)
-        if self._num_starts is None:
-            self._num_starts = status.num_starts
-        num_deaths = status.num_starts - self._num_starts
-        if num_deaths > MAX_DEATHS * self._num_replicas:
-            raise EngineLostError(
-                f"the engines' processes have died {num_deaths} times since a batch last finished"
-            )
-        if monotonic() > self._deadline:
-            self._deadline = monotonic() + self._resend_seconds
-            num_losses = status.num_reruns + _count_dead_nodes()
-            if num_losses > self._num_losses:
-                self._num_losses = num_losses
-                logger.warning("sending %d unfinished batches again", len(self._in_flight))
-                for key in self._in_flight:
-                    self._put(key)
-
-    def _status(self) -> Status:
+        pending = {replica.call: replica for replica in self._replicas if replica.call}
         try:
-            return ray.get(self._feed.status.remote())
+            done, _ = ray.wait([*pending], timeout=POLL_SECONDS)
+            if not done:
+                return []
+            replica = pending[done[0]]  # ``wait`` returns no more than one call
+            try:
+                result = ray.get(replica.call)
+            except ray.exceptions.RayActorError as error:
+                self._replace(replica, error)
+                return []
         except ray.exceptions.RayError as error:
-            raise EngineLostError(f"Ray does not respond: {format_error(error)}") from error
+            raise EngineLostError(f"Ray does not respond: {describe(error)}") from error
+        if not replica.is_ready:
+            replica.node_id, failure = result
+            if failure:
+                raise EngineLostError(failure)
+            replica.is_ready = True
+            replica.actor.put.remote([*replica.requests.values()])
+            result = []
+        replica.call = replica.actor.take.remote()
+        records = [record for record in result if record is not None]
+        for record in records:
+            del replica.requests[record["id"]]
+            self._num_deaths = 0
+        if len(records) < len(result):  # None in the result: the replica has stopped
+            self._end(replica)
+        return records
+
+    def _replace(self, replica: _ReplicaState, error: Exception) -> None:
+        """Starts a new actor for a replica whose actor has died."""
+        if self._is_stopping:
+            self._end(replica)
+            return
+        self._num_deaths += 1
+        if self._num_deaths > MAX_DEATHS * len(self._replicas):
+            raise EngineLostError(
+                f"the engines' processes have died {self._num_deaths} times since a request last "
+                f"finished: {describe(error)}"
+            )
+        logger.warning("a replica has died and will be replaced: %s", describe(error))
+        if not any(node["Alive"] and node["NodeID"] == replica.node_id for node in ray.nodes()):
+            self._unassigned.extend(replica.requests.values())
+            replica.requests.clear()
+        ray.kill(replica.actor)  # in case it is alive but was unreachable
+        self._start(replica, RESTART_ATTEMPTS)
+
+    def _wait_for_replicas(self, num_expected: int) -> None:
+        """Waits for the first engine, however long it takes, and then at most START_SECONDS for the
+        others."""
+        logger.info("waiting for Ray to start %d engines", len(self._replicas))
+        deadline, num_ready = inf, 0
+        while num_ready < num_expected and monotonic() < deadline:
+            self._wait()
+            num_ready = sum(replica.is_ready for replica in self._replicas)
+            if num_ready:
+                deadline = min(deadline, monotonic() + START_SECONDS)
+        logger.info("%d of %d engines are ready", num_ready, len(self._replicas))
 
 
 def _connect() -> bool:
@@ -272,8 +240,6 @@ def _connect() -> bool:
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"ray\.data\.")
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # errors are raised as well
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(logging_level=logging.ERROR)
@@ -285,12 +251,9 @@ def _connect() -> bool:
     return True
 
 
-def _count_dead_nodes() -> int:
-    return sum(not node["Alive"] for node in ray.nodes())
-
-
-def _find_resources(options: dict[str, Any], num_replicas: int) -> _Resources:
-    """Returns the resources of a replica. Raises ValueError if none fits in the cluster."""
+def _find_resources(options: dict[str, Any], num_replicas: int) -> tuple[dict[str, int], int]:
+    """Returns the resources of a replica, as arguments of ``ray.remote``, and the number of replicas
+    that fit in the cluster. Raises ValueError if none fits."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     size, device = options["tensor_parallel_size"], options["device"]
     if device.startswith("cuda:"):
@@ -298,57 +261,24 @@ def _find_resources(options: dict[str, Any], num_replicas: int) -> _Resources:
     num_gpus = [int(node.get("GPU", 0)) for node in nodes]
     num_cpus = [int(node.get("CPU", 0)) for node in nodes]
     if device == "cuda" or (device == "auto" and any(num_gpus)):
-        num_slots = sum(num // size for num in num_gpus)
-        resources = _Resources("cuda", 1, size, num_slots)
+        resources = {"num_cpus": 1, "num_gpus": size}
+        num_fitting = sum(num // size for num in num_gpus)
         noun = "GPU" if size == 1 else "GPUs"
         needs = f"{size} {noun} of one machine; the machines of the cluster have {num_gpus}"
     else:
-        shares = range(1, max(num_cpus, default=0) + 1)
-        slots = {share: sum(num // share for num in num_cpus) for share in shares}
-        share = max((share for share in shares if slots[share] >= num_replicas), default=1)
-        resources = _Resources("cpu", share, 0, slots.get(share, 0))
+        cpu_counts = range(1, max(num_cpus, default=0) + 1)
+        fitting = {cpus: sum(num // cpus for num in num_cpus) for cpus in cpu_counts}
+        cpus = max((cpus for cpus in cpu_counts if fitting[cpus] >= num_replicas), default=1)
+        resources = {"num_cpus": cpus, "num_gpus": 0}
+        num_fitting = fitting.get(cpus, 0)
         needs = f"a CPU; the machines of the cluster have {num_cpus}"
-    if not resources.num_slots:
+    if not num_fitting:
         raise ValueError(f"a replica needs {needs}")
-    if resources.num_slots < num_replicas:
+    if num_fitting < num_replicas:
         logger.warning(
             "only %d of %d replicas fit in the cluster: each needs %s",
-            resources.num_slots,
+            num_fitting,
             num_replicas,
             needs,
         )
-    return resources
-
-
-def _make_dataset(
-    source: Any,
-    this_node: dict[str, str],
-    arguments: tuple[Any, ...],
-    resources: _Resources,
-    num_replicas: int,
-) -> Any:
-    """Returns the dataset that maps the batches of a Feed to their records. ``arguments`` are those
-    of ``Replica``."""
-    dataset = ray.data.from_items([{"key": -1}])
-    context = dataset.context
-    context.enable_progress_bars = False
-    context.execution_no_progress_timeout_s = -1
-    context.target_max_block_size = 1  # one task and one result per row
-    context._max_num_blocks_in_streaming_gen_buffer = None  # read no more batches than needed
-    return dataset.flat_map(
-        stream_batches,
-        fn_kwargs={"feed": source},
-        num_cpus=0,
-        label_selector=this_node,
-    ).map(
-        Replica,
-        fn_constructor_args=arguments,
-        num_cpus=resources.num_cpus,
-        num_gpus=resources.num_gpus or None,
-        compute=ray.data.ActorPoolStrategy(
-            size=num_replicas,
-            max_tasks_in_flight_per_actor=CALLS_PER_REPLICA,
-            max_concurrent_calls_per_actor=CALLS_PER_REPLICA,
-            enable_true_multi_threading=True,
-        ),
-    )
+    return resources, num_fitting

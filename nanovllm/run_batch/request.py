@@ -22,36 +22,12 @@ MAX_BRACKETS = 4_000_000  # of one line, because a list or an object takes 100 b
 MAX_LOGPROBS = 20  # per token, the limit of OpenAI and vLLM
 DEFAULT_MAX_TOKENS = 16  # of completions; chats are limited by the model's length only
 
-# Fields with the same meaning as in SamplingParams.
-SAMPLING_FIELDS = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "bad_words",
-    "allowed_token_ids",
+NOT_OFFERED = ("prompt_logprobs", "detokenize")
+# Fields of SamplingParams; those that it has for compatibility only are not in its repr.
+SAMPLING_FIELDS = tuple(
+    field.name for field in fields(SamplingParams) if field.repr and field.name not in NOT_OFFERED
 )
-SHARED_FIELDS = (
-    *SAMPLING_FIELDS,
-    "model",
-    "max_tokens",
-    "logit_bias",
-    "logprobs",
-    "response_format",
-    "structured_outputs",
-)
+SHARED_FIELDS = (*SAMPLING_FIELDS, "model", "response_format")
 TEMPLATE_FIELDS = ("chat_template", "chat_template_kwargs")
 FIELDS = {
     COMPLETIONS_URL: (*SHARED_FIELDS, "prompt"),
@@ -97,7 +73,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
 }
 ERROR_PREFIX = re.compile(r"^((prompts\[0\]|messages\[0\]|sampling_params): )+")
-ADDS_SPECIAL_TOKENS = {CHAT_URL: False, COMPLETIONS_URL: True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,16 +157,6 @@ def has_grammar(request: BatchRequest) -> bool:
     return any(request.body.get(name) is not None for name in fields)
 
 
-def check_template(request: BatchRequest) -> None:
-    """Raises RequestError if a request has its own chat template, which is a program."""
-    if has_template(request):
-        raise RequestError(
-            "a request's own chat_template is a program that this job does not trust: "
-            "--trust-request-chat-template allows it",
-            param="chat_template",
-        )
-
-
 def read_body(
     request: BatchRequest, defaults: SamplingParams, model_names: Sequence[str]
 ) -> Generation:
@@ -269,10 +234,9 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _check_fields(given: dict[str, Any], url: str) -> None:
     known = FIELDS[url]
+    neutral = NEUTRAL_VALUES | {"add_special_tokens": (url == COMPLETIONS_URL,)}
     for name, value in given.items():
-        if name in known or name in IGNORED_FIELDS or value in NEUTRAL_VALUES.get(name, ()):
-            continue
-        if name == "add_special_tokens" and value is ADDS_SPECIAL_TOKENS[url]:
+        if name in known or name in IGNORED_FIELDS or value in neutral.get(name, ()):
             continue
         hint = ""
         if name.startswith("guided_"):
@@ -286,21 +250,36 @@ def _check_fields(given: dict[str, Any], url: str) -> None:
         )
 
 
+def _read(given: dict[str, Any], name: str, kind: type, expected: str, default: Any = None) -> Any:
+    """Returns a field's value, or the default if it is not set. Raises RequestError if it is not
+    of a type."""
+    value = given.get(name, default)
+    if name in given and not isinstance(value, kind):
+        raise _invalid(name, expected, value)
+    return value
+
+
+def _read_bool(given: dict[str, Any], name: str, default: bool) -> bool:
+    return _read(given, name, bool, "true or false", default)
+
+
+def _read_num_logprobs(given: dict[str, Any], name: str, default: int | None) -> int | None:
+    value = given.get(name, default)
+    if name in given and (type(value) is not int or not 0 <= value <= MAX_LOGPROBS):
+        raise _invalid(name, f"an integer from 0 to {MAX_LOGPROBS}", value)
+    return value
+
+
 def _read_completion(given: dict[str, Any], start: Generation) -> Generation:
-    logprobs = given.get("logprobs")
-    if logprobs is not None:
-        _check_num_logprobs("logprobs", logprobs)
+    logprobs = _read_num_logprobs(given, "logprobs", None)
     max_tokens = given.get("max_tokens", DEFAULT_MAX_TOKENS)
     params = _read_params(given, start.params, max_tokens=max_tokens, logprobs=logprobs)
     return replace(start, params=params, prompts=_read_prompts(given.get("prompt")))
 
 
 def _read_chat(given: dict[str, Any], start: Generation) -> Generation:
-    wants_logprobs = given.get("logprobs", False)
-    if not isinstance(wants_logprobs, bool):
-        raise _invalid("logprobs", "true or false", wants_logprobs)
-    top_logprobs = given.get("top_logprobs", 0)
-    _check_num_logprobs("top_logprobs", top_logprobs)
+    wants_logprobs = _read_bool(given, "logprobs", False)
+    top_logprobs = _read_num_logprobs(given, "top_logprobs", 0)
     if top_logprobs and not wants_logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     params = _read_params(
@@ -309,25 +288,16 @@ def _read_chat(given: dict[str, Any], start: Generation) -> Generation:
         max_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
         logprobs=top_logprobs if wants_logprobs else None,
     )
-    messages = given.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise _invalid("messages", "a list of messages", messages)
-    messages = [_normalize_message(message) for message in messages]
+    messages = _read_messages(given.get("messages"))
     return replace(start, params=params, messages=messages, template=_read_template(given))
 
 
 def _read_params(given: dict[str, Any], defaults: SamplingParams, **known: Any) -> SamplingParams:
     values = {name: given[name] for name in SAMPLING_FIELDS if name in given}
+    known["logit_bias"] = _read_logit_bias(given.get("logit_bias"))
+    known["structured_outputs"] = _read_structured_outputs(given)
     try:
-        return replace(
-            defaults,
-            **values,
-            **known,
-            logit_bias=_read_logit_bias(given.get("logit_bias")),
-            structured_outputs=_read_structured_outputs(given),
-        )
-    except RequestError:
-        raise
+        return replace(defaults, **(values | known))
     except (TypeError, ValueError) as error:
         raise bad_request(error) from None
 
@@ -343,8 +313,8 @@ def _read_logit_bias(biases: Any) -> Any:
 
 
 def _read_structured_outputs(given: dict[str, Any]) -> StructuredOutputsParams | None:
-    params = _read_response_format(given.get("response_format"))
-    extra = given.get("structured_outputs")
+    params = _read_response_format(given)
+    extra = _read(given, "structured_outputs", dict, "an object")
     if extra is None:
         return params
     if params is not None:
@@ -352,8 +322,6 @@ def _read_structured_outputs(given: dict[str, Any]) -> StructuredOutputsParams |
             "response_format and structured_outputs exclude each other: set one of them",
             param="structured_outputs",
         )
-    if not isinstance(extra, dict):
-        raise _invalid("structured_outputs", "an object", extra)
     names = [f.name for f in fields(StructuredOutputsParams)]
     if unknown := [name for name in extra if name not in names and extra[name]]:
         raise RequestError(
@@ -367,11 +335,8 @@ def _read_structured_outputs(given: dict[str, Any]) -> StructuredOutputsParams |
         raise RequestError(str(error), param="structured_outputs") from None
 
 
-def _read_response_format(response_format: Any) -> StructuredOutputsParams | None:
-    if response_format is None:
-        return None
-    if not isinstance(response_format, dict):
-        raise _invalid("response_format", "an object", response_format)
+def _read_response_format(given: dict[str, Any]) -> StructuredOutputsParams | None:
+    response_format = _read(given, "response_format", dict, "an object", {"type": "text"})
     kind = response_format.get("type")
     if kind == "text":
         return None
@@ -389,46 +354,36 @@ def _read_response_format(response_format: Any) -> StructuredOutputsParams | Non
 def _read_prompts(prompt: Any) -> list[str | list[int]]:
     """Returns a completion request's prompts. ``prompt`` is one prompt (a string or a list of token
     ids) or a list of prompts."""
-    if isinstance(prompt, str) or _is_token_ids(prompt):
-        return [prompt] if prompt else _refuse_prompt(prompt)
-    if not isinstance(prompt, list) or not prompt:
-        _refuse_prompt(prompt)
-    for item in prompt:
+    prompts = prompt if isinstance(prompt, list) and not _is_token_ids(prompt) else [prompt]
+    for item in prompts or [prompt]:
         if not item or not (isinstance(item, str) or _is_token_ids(item)):
-            _refuse_prompt(item)
-    return prompt
-
-
-def _refuse_prompt(prompt: Any) -> NoReturn:
-    expected = "a non-empty string, a list of token ids, or a list of either"
-    raise _invalid("prompt", expected, prompt)
+            expected = "a non-empty string, a list of token ids, or a list of either"
+            raise _invalid("prompt", expected, item)
+    return prompts
 
 
 def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
-def _normalize_message(message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise _invalid("messages", "a list of messages", message)
+def _read_messages(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list):
+        raise _invalid("messages", "a list of messages", messages)
+    for message in messages or [messages]:
+        if not isinstance(message, dict):
+            raise _invalid("messages", "a list of messages", message)
     try:
-        return normalize_message(message)
+        return [normalize_message(message) for message in messages]
     except ValueError as error:
         raise RequestError(f"messages: {error}", param="messages") from None
 
 
 def _read_template(given: dict[str, Any]) -> dict[str, Any]:
+    _read(given, "chat_template", str, "a Jinja template")
+    _read(given, "chat_template_kwargs", dict, "an object")
     options = {name: given[name] for name in TEMPLATE_FIELDS if name in given}
-    if not isinstance(options.get("chat_template", ""), str):
-        raise _invalid("chat_template", "a Jinja template", options["chat_template"])
-    if not isinstance(options.get("chat_template_kwargs", {}), dict):
-        raise _invalid("chat_template_kwargs", "an object", options["chat_template_kwargs"])
-    continues = given.get("continue_final_message", False)
-    if not isinstance(continues, bool):
-        raise _invalid("continue_final_message", "true or false", continues)
-    adds_prompt = given.get("add_generation_prompt", not continues)
-    if not isinstance(adds_prompt, bool):
-        raise _invalid("add_generation_prompt", "true or false", adds_prompt)
+    continues = _read_bool(given, "continue_final_message", False)
+    adds_prompt = _read_bool(given, "add_generation_prompt", not continues)
     if continues and adds_prompt:
         raise RequestError(
             "continue_final_message and add_generation_prompt exclude each other",
@@ -440,9 +395,8 @@ def _read_template(given: dict[str, Any]) -> dict[str, Any]:
 
 def _read_tools(given: dict[str, Any]) -> list[Any] | None:
     """Returns the tools for the chat template. Tool calls in the response are not parsed."""
-    tools, choice = given.get("tools"), given.get("tool_choice", "auto")
-    if not isinstance(tools, (list, type(None))):
-        raise _invalid("tools", "a list of functions", tools)
+    tools = _read(given, "tools", list, "a list of functions")
+    choice = given.get("tool_choice", "auto")
     if choice not in ("none", "auto"):
         raise RequestError(
             f"tool_choice {_brief(choice)} is not supported: use none or auto",
@@ -450,11 +404,6 @@ def _read_tools(given: dict[str, Any]) -> list[Any] | None:
             param="tool_choice",
         )
     return (tools or None) if choice == "auto" else None
-
-
-def _check_num_logprobs(name: str, value: Any) -> None:
-    if type(value) is not int or not 0 <= value <= MAX_LOGPROBS:
-        raise _invalid(name, f"an integer from 0 to {MAX_LOGPROBS}", value)
 
 
 def _invalid(name: str, expected: str, value: Any) -> RequestError:

@@ -1,6 +1,7 @@
 """Converts the engine's outputs to response bodies in OpenAI's format."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
@@ -21,20 +22,21 @@ def make_body(
         created: the time of creation, in seconds since the epoch.
     """
     completions = [completion for output in outputs for completion in output.outputs]
-    if request.url == CHAT_URL:
-        adds_prompt = generation.template["add_generation_prompt"]
-        role = "assistant" if adds_prompt else generation.messages[-1]["role"]
-        prefix, kind = "chatcmpl", "chat.completion"
-        num_best = generation.params.logprobs or 0
-        choices = [_chat_choice(i, role, each, num_best) for i, each in enumerate(completions)]
-    else:
-        prefix, kind = "cmpl", "text_completion"
-        choices = [_text_choice(i, each) for i, each in enumerate(completions)]
+    is_chat = request.url == CHAT_URL
+    choices = [
+        {
+            "index": index,
+            **(_chat_content if is_chat else _text_content)(completion, generation),
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+        for index, completion in enumerate(completions)
+    ]
     num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     num_completion_tokens = sum(len(completion.token_ids) for completion in completions)
     return {
-        "id": f"{prefix}-{request.digest}",
-        "object": kind,
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request.digest}",
+        "object": "chat.completion" if is_chat else "text_completion",
         "created": created,
         "model": generation.model,
         "choices": choices,
@@ -49,20 +51,16 @@ def make_body(
     }
 
 
-def _chat_choice(
-    index: int, role: str, completion: CompletionOutput, num_best: int
-) -> dict[str, Any]:
+def _chat_content(completion: CompletionOutput, generation: Generation) -> dict[str, Any]:
+    adds_prompt = generation.template["add_generation_prompt"]
+    role = "assistant" if adds_prompt else generation.messages[-1]["role"]
     logprobs = None
     if completion.logprobs is not None:
+        num_best = generation.params.logprobs or 0
         content = [_chat_logprobs(each, num_best) for each in completion.logprobs if each]
         logprobs = {"content": content, "refusal": None}
-    return {
-        "index": index,
-        "message": {"role": role, "content": completion.text, "refusal": None},
-        "logprobs": logprobs,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-    }
+    message = {"role": role, "content": completion.text, "refusal": None}
+    return {"message": message, "logprobs": logprobs}
 
 
 def _chat_logprobs(position: dict[int, Logprob], num_best: int) -> dict[str, Any]:
@@ -86,25 +84,16 @@ def _entry(entry: Logprob) -> dict[str, Any]:
     }
 
 
-def _text_choice(index: int, completion: CompletionOutput) -> dict[str, Any]:
+def _text_content(completion: CompletionOutput, generation: Generation) -> dict[str, Any]:
     logprobs = None
     if completion.logprobs is not None:
         logprobs = _text_logprobs([position for position in completion.logprobs if position])
-    return {
-        "index": index,
-        "text": completion.text,
-        "logprobs": logprobs,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-    }
+    return {"text": completion.text, "logprobs": logprobs}
 
 
 def _text_logprobs(positions: list[dict[int, Logprob]]) -> dict[str, list[Any]]:
     sampled = [next(iter(position.values())) for position in positions]
     tokens = [entry.decoded_token or "" for entry in sampled]
-    offsets = [0]
-    for token in tokens:
-        offsets.append(offsets[-1] + len(token))
     return {
         "tokens": tokens,
         "token_logprobs": [_finite(entry.logprob) for entry in sampled],
@@ -112,7 +101,7 @@ def _text_logprobs(positions: list[dict[int, Logprob]]) -> dict[str, list[Any]]:
             {entry.decoded_token or "": _finite(entry.logprob) for entry in position.values()}
             for position in positions
         ],
-        "text_offset": offsets[:-1],
+        "text_offset": [*accumulate(map(len, tokens), initial=0)][:-1],
     }
 
 

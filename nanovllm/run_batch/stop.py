@@ -1,15 +1,54 @@
-"""Stops a run early on SIGTERM or SIGINT."""
+"""Handles signals, and stops a run early on SIGTERM or SIGINT. Imports only the standard library,
+for the supervisor."""
 
 import signal
+from math import inf
 from time import monotonic
 from types import FrameType
-from typing import Any
+from typing import Self
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class StopOnSignal:
-    """Handles SIGTERM and SIGINT within its ``with`` block.
+class SignalHandler:
+    """Handles signals within its ``with`` block. Signals that are ignored, as SIGINT in background
+    jobs of a shell, stay ignored.
+
+    Attributes:
+        numbers: the signals.
+    """
+
+    numbers: tuple[signal.Signals, ...] = STOP_SIGNALS
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        before = {number: signal.getsignal(number) for number in self.numbers}
+        self._before = {n: handler for n, handler in before.items() if handler != signal.SIG_IGN}
+        for number in self._before:
+            signal.signal(number, self.handle)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+class Stop:
+    """Tells a run to end early.
+
+    Attributes:
+        requested: whether the run should end.
+        deadline: the time (``time.monotonic``) until which running requests may finish.
+    """
+
+    requested = False
+    deadline = inf
+
+
+class StopOnSignal(Stop, SignalHandler):
+    """Stops a run on SIGTERM and SIGINT within its ``with`` block.
 
     The signals raise KeyboardInterrupt until ``is_running`` is set. From then on, the first signal
     sets ``requested``, which the running code checks. A second SIGINT raises KeyboardInterrupt.
@@ -19,30 +58,13 @@ class StopOnSignal:
 
     Attributes:
         is_running: set by the caller while the running code checks ``requested``.
-        requested: whether to stop.
-        deadline: the time (``time.monotonic``) by which running work has to end.
     """
 
     def __init__(self, grace: float) -> None:
         self.grace = grace
         self.is_running = False
-        self.requested = False
-        self.deadline = float("inf")
-        self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> "StopOnSignal":
-        for number in SIGNALS:
-            before = signal.getsignal(number)
-            if before is not signal.SIG_IGN:  # ignored in background jobs of a shell
-                self._before[number] = before
-                signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
         raises = not self.is_running or (self.requested and number == signal.SIGINT)
         if not self.requested:
             self.requested = True

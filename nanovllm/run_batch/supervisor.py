@@ -13,14 +13,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from nanovllm.run_batch.journal import note_death
+from nanovllm.run_batch.stop import STOP_SIGNALS, SignalHandler
 
-FAULT, INTERRUPTED = 70, 75
+INTERNAL_ERROR, INTERRUPTED = 70, 75
 RESUME_HINT = "run the same command again to resume"
 DEFAULT_GRACE = 30.0
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MAX_DEATHS = 100  # child processes; each has to start the engine
 MAX_GRACE_SECONDS = 1e7  # longest time that the timer accepts
 MARGIN_SECONDS = 5.0  # time after the grace period to write finished records and exit
@@ -70,8 +69,8 @@ def supervise(job: Callable[[], int], argv: Sequence[str]) -> int:
             status = supervisor.run()
             if status is None:
                 break
-            if supervisor.reported is not None:
-                return supervisor.reported
+            if supervisor.reported_status is not None:
+                return supervisor.reported_status
             name = f"exit status {status}"
             if status < 0:
                 name = signal.strsignal(-status) or f"signal {-status}"
@@ -87,7 +86,7 @@ def supervise(job: Callable[[], int], argv: Sequence[str]) -> int:
                 print_message(
                     f"the process died ({name}) with no known request in flight; {RESUME_HINT}"
                 )
-                return FAULT
+                return INTERNAL_ERROR
             if supervisor.is_stopping:
                 return INTERRUPTED
             print_message(
@@ -95,16 +94,16 @@ def supervise(job: Callable[[], int], argv: Sequence[str]) -> int:
             )
         else:
             print_message(f"the process died {MAX_DEATHS} times; {RESUME_HINT}")
-            return FAULT
+            return INTERNAL_ERROR
     try:
         status = job()
     except SystemExit as end:  # argparse exits so
-        status = end.code if isinstance(end.code, int) else FAULT
+        status = end.code if isinstance(end.code, int) else INTERNAL_ERROR
     supervisor.report(status)
     return status
 
 
-class _Supervisor:
+class _Supervisor(SignalHandler):
     """Runs child processes, and forwards signals to them within its ``with`` block.
 
     SIGTERM and SIGINT are forwarded. If the child is still alive ``grace`` plus MARGIN_SECONDS
@@ -117,29 +116,21 @@ class _Supervisor:
     Attributes:
         is_stopping: whether SIGTERM or SIGINT has arrived.
         pid: the process id of the latest child.
-        reported: the exit status that the child reported; None if it died without a report.
+        reported_status: the exit status that the child reported_status; None if it died without a report.
     """
+
+    numbers = (*STOP_SIGNALS, signal.SIGALRM, signal.SIGTSTP)
 
     def __init__(self, grace: float) -> None:
         self.is_stopping = False
         self.pid = 0
-        self.reported: int | None = None
+        self.reported_status: int | None = None
         self._seconds = min(max(0.0, grace), MAX_GRACE_SECONDS) + MARGIN_SECONDS
         self._is_alive = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "_Supervisor":
-        for number in (*STOP_SIGNALS, signal.SIGALRM, signal.SIGTSTP):
-            before = signal.getsignal(number)
-            if before is not signal.SIG_IGN:  # ignored in background jobs of a shell
-                self._before[number] = before
-                signal.signal(number, self._forward_signal)
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, before in self._before.items():
-            signal.signal(number, before)
+        super().__exit__()
 
     def run(self) -> int | None:
         """Forks a child process.
@@ -157,9 +148,7 @@ class _Supervisor:
         self.pid = os.fork()
         if self.pid == 0:
             os.setpgid(0, 0)  # so that Ctrl-C reaches only the parent, which forwards it
-            signal.signal(
-                signal.SIGTTOU, signal.SIG_IGN
-            )  # writing to the terminal must not stop it
+            signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # may write to the terminal
             self.__exit__()
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the job sets its own handler
@@ -174,7 +163,7 @@ class _Supervisor:
         self._is_alive = False
         with open(pipe, "rb", buffering=0) as file:
             data = file.read(1)
-        self.reported = data[0] if data else None
+        self.reported_status = data[0] if data else None
         return os.waitstatus_to_exitcode(status)
 
     def report(self, status: int) -> None:
@@ -182,11 +171,11 @@ class _Supervisor:
         process does not suffice, because other code may exit too."""
         os.write(self._pipe, bytes([status]))
 
-    def _forward_signal(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTSTP:
-            self._send_all(signal.SIGSTOP)
+            self._send(os.killpg, signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
-            self._send_all(signal.SIGCONT)  # after fg or bg
+            self._send(os.killpg, signal.SIGCONT)  # after fg or bg
             return
         if number == signal.SIGALRM:
             print_message(f"the job did not end within {self._seconds:.0f} s and is killed")
@@ -194,15 +183,13 @@ class _Supervisor:
         elif not self.is_stopping:
             self.is_stopping = True
             signal.setitimer(signal.ITIMER_REAL, self._seconds)
-        if self._is_alive:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+        self._send(os.kill, number)
 
-    def _send_all(self, number: int) -> None:
-        """Sends a signal to the child's process group."""
+    def _send(self, send: Callable[[int, int], None], number: int) -> None:
+        """Sends a signal to the child (``os.kill``) or to its process group (``os.killpg``)."""
         if self._is_alive:
             with suppress(ProcessLookupError):
-                os.killpg(self.pid, number)
+                send(self.pid, number)
 
 
 def _die_with(parent: int) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import stat
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import BinaryIO
@@ -68,15 +69,13 @@ class Writer:
         self._count(record)
 
     def _check_path(self) -> None:
-        try:
-            is_there = os.path.samestat(os.stat(self.path), os.fstat(self._file))
-        except FileNotFoundError:
-            is_there = False
-        if not is_there:
-            raise OSError(
-                f"{self.path} has been removed or replaced since this job opened it, so its "
-                f"records are lost"
-            )
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.path), os.fstat(self._file)):
+                return
+        raise OSError(
+            f"{self.path} has been removed or replaced since this job opened it, so its records "
+            f"are lost"
+        )
 
     def close(self) -> None:
         """Flushes the records to the disk and unlocks the file."""
@@ -84,12 +83,6 @@ class Writer:
             os.fsync(self._file)
         finally:
             os.close(self._file)
-
-    def __enter__(self) -> "Writer":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def _lock(self) -> None:
         end = monotonic() + LOCK_SECONDS
@@ -106,43 +99,26 @@ class Writer:
         """Reads the records in the file. Returns the position where the last complete one ends."""
         end = 0
         for i, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                if not self._is_truncated(line, is_first=i == 1):
-                    raise ValueError(self._not_a_record(i))
-                break
             try:
-                self._add_existing(json.loads(line))
-            except (ValueError, TypeError, KeyError, RecursionError):
-                raise ValueError(self._not_a_record(i)) from None
-            end += len(line)
+                if line.endswith(b"\n"):
+                    self._add_existing(_parse_record(line))
+                    end += len(line)
+                else:
+                    _check_truncated(line, is_first=i == 1)
+            except (ValueError, RecursionError):
+                raise ValueError(
+                    f"line {i} of {self.path} is not a batch job's record, or a duplicate: name "
+                    f"another output file, or remove the line"
+                ) from None
         return end
 
-    def _is_truncated(self, line: bytes, is_first: bool) -> bool:
-        """Returns whether a last line without a line break is a truncated record."""
-        text = line.rstrip(b"\0")  # a power failure may leave zeros at the end
-        if not text:
-            return not is_first
-        if not text.startswith(START_OF_RECORD):
-            return START_OF_RECORD.startswith(text)
-        try:
-            record = json.loads(text)
-        except (ValueError, RecursionError):
-            return True
-        try:
-            return _is_record(record)
-        except (TypeError, KeyError):
-            return False
-
     def _add_existing(self, record: Record) -> None:
-        """Counts a record of an earlier run. Raises ValueError, TypeError or KeyError if it is not
-        a record, or the second one of a request."""
-        if not _is_record(record):
-            raise ValueError("not a record")
-        number = int(record["id"].removeprefix(ID_PREFIX))
-        digest, custom_id = record["response"]["request_id"], record["custom_id"]
+        """Counts a record of an earlier run. Raises ValueError if it is the second one of a
+        request."""
         self._count(record)
+        digest, custom_id = record["response"]["request_id"], record["custom_id"]
         if custom_id is None or (record["error"] or {}).get("code") == DUPLICATE:
-            self.done_lines[number] = digest
+            self.done_lines[int(record["id"].removeprefix(ID_PREFIX))] = digest
         elif (key := key_for(custom_id)) not in self.done:
             self.done[key] = digest
         else:
@@ -152,15 +128,30 @@ class Writer:
         self.num_failed += record["error"] is not None
         self.num_records += 1
 
-    def _not_a_record(self, i: int) -> str:
-        return (
-            f"line {i} of {self.path} is not a batch job's record, or a duplicate: name another "
-            f"output file, or remove the line"
+
+def _parse_record(text: bytes) -> Record:
+    """Parses a line of the file. Raises ValueError if it is not a record, and JSONDecodeError or
+    RecursionError if it is not JSON."""
+    record = json.loads(text)
+    try:
+        is_record = (
+            re.fullmatch(rf"{ID_PREFIX}[0-9]+", record["id"]) is not None
+            and isinstance(record["response"]["request_id"], str)
+            and isinstance(record["custom_id"], (str, type(None)))
+            and isinstance(record["error"], (dict, type(None)))
         )
+    except (TypeError, KeyError):
+        is_record = False
+    if not is_record:
+        raise ValueError("not a record")
+    return record
 
 
-def _is_record(record: Record) -> bool:
-    """Returns whether a JSON value has the form of a record. May also raise TypeError or KeyError
-    if it has not."""
-    is_numbered = re.fullmatch(rf"{ID_PREFIX}[0-9]+", record["id"]) is not None
-    return is_numbered and isinstance(record["response"]["request_id"], str)
+def _check_truncated(line: bytes, is_first: bool) -> None:
+    """Raises ValueError if a last line without a line break is not a truncated record."""
+    text = line.rstrip(b"\0")  # a power failure may leave zeros at the end
+    if text.startswith(START_OF_RECORD):
+        with suppress(json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+            _parse_record(text)
+    elif not START_OF_RECORD.startswith(text) or (is_first and not text):
+        raise ValueError("not the start of a record")

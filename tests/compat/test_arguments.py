@@ -10,7 +10,8 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.compat import arguments
-from nanovllm.compat.arguments import load_table, translate
+from nanovllm.compat.alias import load_table
+from nanovllm.compat.arguments import translate
 from nanovllm.compat.engine_args import EngineArgs
 from nanovllm.config import Config
 
@@ -49,8 +50,8 @@ class TestTranslate:
         for call, name, _ in of_class("hint"):
             assert translate(call, {name: object()}) == {}
 
-    def test_a_hint_is_logged_once_and_not_at_its_default(self, caplog, monkeypatch):
-        monkeypatch.setattr(arguments, "_logged_hints", set())
+    def test_a_hint_is_logged_once_and_not_at_its_default(self, caplog):
+        arguments._log_hint.cache_clear()
         caplog.set_level(logging.INFO, logger="nanovllm")
         translate("LLM", {"swap_space": load_table()["LLM"]["swap_space"]["default"]})
         assert not caplog.records

@@ -3,7 +3,7 @@
 import tomllib
 from pathlib import Path
 
-from nanovllm.compat.alias import vllm_version
+from nanovllm.compat.alias import load_table
 from tests.compat import test_clients
 
 ROOT = Path(__file__).parents[2]
@@ -17,4 +17,4 @@ def test_docs_name_the_versions_that_were_tried():
         name, version = client.split("==")
         assert f"| {name.partition('[')[0]} {version} |" in page
     assert f"| vLLM {test_clients.VLLM_VERSION} " in page
-    assert vllm_version() == test_clients.VLLM_VERSION
+    assert load_table()["vllm"] == test_clients.VLLM_VERSION

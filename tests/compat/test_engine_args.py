@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from nanovllm.compat.arguments import load_table
+from nanovllm.compat.alias import load_table
 from nanovllm.compat.engine_args import EngineArgs, FlexibleArgumentParser
 
 FLAGS = {name: e["cli"] for name, e in load_table()["LLM"].items() if "cli" in e}

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from nanovllm import LLM, SamplingParams
 from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.text.json_schema import close_objects
-from nanovllm.text.structured import CPUBudget, Grammar, GrammarCompiler
+from nanovllm.text.structured import Grammar, GrammarCompiler
 
 EOS = 0
 CHARACTERS = '{}[]":, 0123' + ascii_lowercase
@@ -37,9 +37,7 @@ def start() -> Callable[[Any], Grammar]:
     tokenizer.add_special_tokens(["<eos>"])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
     compiler = GrammarCompiler(wrapped, len(vocab), {EOS})
-    return lambda schema: compiler.start(
-        compiler.find(StructuredOutputsParams(json=schema)), CPUBudget()
-    )
+    return lambda schema: compiler.start(compiler.find(StructuredOutputsParams(json=schema)))[0]
 
 
 def accepts(grammar: Grammar, value: Any) -> bool:

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from example import fetch_smollm2
 from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.text import structured
-from nanovllm.text.structured import CPUBudget, Grammar, GrammarCompiler
+from nanovllm.text.structured import Grammar, GrammarCompiler
 
 SPECIAL = [b"<pad>", b"<eos>", b"<stop>"]
 VOCAB = [
@@ -68,7 +68,7 @@ def compiler() -> GrammarCompiler:
 
 
 def start(compiler: GrammarCompiler, **kwargs: Any) -> Grammar:
-    return compiler.start(compiler.find(StructuredOutputsParams(**kwargs)), CPUBudget())
+    return compiler.start(compiler.find(StructuredOutputsParams(**kwargs)))[0]
 
 
 def allowed_ids(grammar: Grammar, vocab_size: int = len(VOCAB)) -> set[int]:
