@@ -14,7 +14,7 @@ class AttentionSpec:
 
     Attributes:
         num_heads, num_kv_heads: query heads, and key and value heads. Each key and value head
-            serves the same number of query heads.
+            is shared by the same number of query heads.
         head_dim: size of a head.
         rope: the rotary embedding; None for a layer without position embedding (NoPE).
         qk_norm: whether an RMSNorm is applied to each query and key head before RoPE.

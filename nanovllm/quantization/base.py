@@ -46,7 +46,7 @@ class InputFormat:
 
     Attributes:
         rms_norm: (x, norm weight, eps, residual or None) -> (input, x + residual).
-        silu_and_mul: gate and up side by side, [N, 2 I] -> input [N, I].
+        silu_and_mul: gate and up concatenated, [N, 2 I] -> input [N, I].
     """
 
     rms_norm: Callable[[Tensor, Tensor, float, Tensor | None], tuple[Any, Tensor]]
@@ -57,7 +57,7 @@ PLAIN = InputFormat(rms_norm, silu_and_mul)  # one tensor of the model's dtype
 
 
 class Shard(NamedTuple):
-    """This rank's part of a checkpoint tensor, and its place in the rank's weight [out, in].
+    """This rank's part of a checkpoint tensor, and its position in the rank's weight [out, in].
 
     Attributes:
         rows: the rows (output features) of the rank's weight that this part fills.

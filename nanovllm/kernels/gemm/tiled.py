@@ -164,7 +164,7 @@ def tile_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def _num_parts(out_features: int, width: int) -> int:
-    """Returns the number of parts that the columns are split into, which x does not affect."""
+    """Returns the number of parts of a split-K. It depends on the weight only, not on x."""
     if out_features >= 64 * BLOCK_N:
         return 1
     return triton.next_power_of_2(triton.cdiv(width, MAX_PART_COLUMNS))
