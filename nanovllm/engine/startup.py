@@ -14,6 +14,7 @@ from nanovllm.config import MAX_INT32, Config
 from nanovllm.engine.model_runner import ModelRunner, NoGraphs, on_device
 from nanovllm.kernels.attention.backend import AttentionShape, select_attention_backend
 from nanovllm.kernels.attention.block_tables import BlockTables
+from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
@@ -257,8 +258,8 @@ def allocate_kv_cache(runner: ModelRunner, num_blocks: int) -> None:
     runner.num_kvcache_blocks = num_blocks
     width = cdiv(runner.max_model_len, runner.config.kvcache_block_size)
     runner.block_tables = BlockTables(1, runner.config.max_step_seqs, width, runner.device)
-    for layer, k_cache, v_cache in zip(layers, *runner.kv_cache, strict=True):
-        layer.k_cache, layer.v_cache = k_cache, v_cache
+    for layer, k, v in zip(layers, *runner.kv_cache, strict=True):
+        layer.kv_cache = KVCache(k, v)
 
 
 def _attention_layers(model: DecoderForCausalLM) -> list[Attention]:

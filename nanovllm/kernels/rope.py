@@ -4,15 +4,16 @@ the store into the KV cache after it."""
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from nanovllm.kernels.attention.store_kvcache import store_kvcache
+from nanovllm.kernels.attention.kv_cache import KVCache, store_kvcache
 from nanovllm.kernels.rms_norm import rms_norm_reference
 from nanovllm.utils.triton_compat import by_device, pdl_options, tl, triton
 
 BLOCK_HEADS = 8  # heads per program
 
 
-def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the pairs (i, i + D/2) of each head of x [N, H, D]; cos and sin are fp32
     [N, 1, D/2]."""
     x1, x2 = x.float().chunk(2, dim=-1)
@@ -29,10 +30,10 @@ class RopeInputs(NamedTuple):
         eps: of the RMSNorm.
     """
 
-    positions: torch.Tensor
-    cos_sin_cache: torch.Tensor
-    q_weight: torch.Tensor | None = None
-    k_weight: torch.Tensor | None = None
+    positions: Tensor
+    cos_sin_cache: Tensor
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
     eps: float = 0.0
 
 
@@ -45,31 +46,24 @@ class NewKV(NamedTuple):
     """
 
     rope: RopeInputs
-    k: torch.Tensor
-    v: torch.Tensor
+    k: Tensor
+    v: Tensor
 
 
 class CacheSlots(NamedTuple):
     """The KV cache and the slots that new keys and values are written to.
 
     Attributes:
-        k_cache, v_cache: [blocks, block_size, kv_heads, D].
         slot_mapping: int32 [N], the slot of each token. A token with slot -1 is not stored.
     """
 
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    slot_mapping: torch.Tensor
+    cache: KVCache
+    slot_mapping: Tensor
 
 
 def apply_rope_and_store_reference(
-    rope: RopeInputs,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    slots: CacheSlots | None,
-    num_finite: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rope: RopeInputs, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots | None, num_finite: int = 0
+) -> tuple[Tensor, Tensor]:
     """Applies RoPE to queries and keys and stores keys and values in the KV cache, in one kernel.
 
     Args:
@@ -194,13 +188,8 @@ def _apply_rope_and_store_kernel(
 
 
 def apply_rope_and_store_triton(
-    rope: RopeInputs,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    slots: CacheSlots | None,
-    num_finite: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rope: RopeInputs, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots | None, num_finite: int = 0
+) -> tuple[Tensor, Tensor]:
     """See ``apply_rope_and_store_reference``. The heads of a token must be contiguous, and tokens
     may be strided."""
     num_tokens, q_heads, head_dim = q.shape
@@ -208,11 +197,12 @@ def apply_rope_and_store_triton(
     assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
     assert head_dim % 2 == 0 and rope.positions.shape == (num_tokens,)
     assert rope.cos_sin_cache.is_contiguous()
+    k_cache, v_cache, slot_mapping = k, v, rope.positions  # placeholders if nothing is stored
     if slots is not None:
-        assert slots.k_cache.is_contiguous() and slots.v_cache.is_contiguous()
-        assert slots.k_cache.shape == slots.v_cache.shape
-        assert slots.k_cache.shape[2:] == k.shape[1:] == v.shape[1:]
-        assert slots.slot_mapping.shape == (num_tokens,)
+        k_cache, v_cache, slot_mapping = slots.cache.k, slots.cache.v, slots.slot_mapping
+        assert k_cache.is_contiguous() and v_cache.is_contiguous()
+        assert k_cache.shape == v_cache.shape and slot_mapping.shape == (num_tokens,)
+        assert k_cache.shape[2:] == k.shape[1:] == v.shape[1:]
     q_out = q.new_empty(num_tokens, q_heads, head_dim)
     k_out = k.new_empty(num_tokens, k_heads, head_dim)
     has_norm = rope.q_weight is not None
@@ -224,7 +214,9 @@ def apply_rope_and_store_triton(
         v,
         q_out,
         k_out,
-        *(slots or (k, v, rope.positions)),  # placeholders, unused if STORES is false
+        k_cache,
+        v_cache,
+        slot_mapping,
         rope.cos_sin_cache,
         rope.q_weight if has_norm else q,
         rope.k_weight if has_norm else k,

@@ -1,10 +1,10 @@
 """The attention layer: applies RoPE, stores keys and values in the KV cache, calls the backend."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.kernels.attention.backend import AttentionBackend
-from nanovllm.kernels.attention.store_kvcache import store_kvcache
+from nanovllm.kernels.attention.kv_cache import KVCache, store_kvcache
 from nanovllm.kernels.rope import CacheSlots, NewKV, RopeInputs, apply_rope_and_store
 from nanovllm.utils.context import get_context
 
@@ -14,8 +14,8 @@ __all__ = ["Attention", "store_kvcache"]
 class Attention(nn.Module):
     """Grouped-query attention of one layer over the paged KV cache.
 
-    The model runner sets ``backend`` and the views ``k_cache`` and ``v_cache`` [blocks, block_size,
-    kv_heads, head_dim]. Until then the caches are empty and nothing is stored.
+    The model runner sets ``backend`` and ``kv_cache``, this layer's part of the KV cache. Until
+    then the cache is empty and nothing is stored.
     """
 
     def __init__(self, num_heads: int, head_dim: int, scale: float, num_kv_heads: int) -> None:
@@ -24,17 +24,17 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.scale = scale
         self.num_kv_heads = num_kv_heads
-        self.k_cache = self.v_cache = torch.empty(0)
+        self.kv_cache = KVCache(torch.empty(0), torch.empty(0))
         self.backend: AttentionBackend | None = None
 
     def forward(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         rope: RopeInputs | None = None,
         only_outputs: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Computes attention of the current step, whose metadata is in the context.
 
         Args:
@@ -50,10 +50,10 @@ class Attention(nn.Module):
         assert self.backend is not None, "the model runner has set no attention backend"
         if rope is not None and self.backend.fuses_rope and not context.is_prefill:
             new = NewKV(rope, k, v)
-            return self.backend.decode(q, self.k_cache, self.v_cache, context, self.scale, new)
-        if self.k_cache.numel():
+            return self.backend.decode(q, self.kv_cache, context, self.scale, new)
+        if self.kv_cache.k.numel():
             assert context.slot_mapping is not None
-            slots = CacheSlots(self.k_cache, self.v_cache, context.slot_mapping)
+            slots = CacheSlots(self.kv_cache, context.slot_mapping)
         if rope is not None:
             q, k = apply_rope_and_store(rope, q, k, v, slots, self.backend.num_finite(context))
         elif slots is not None:
@@ -61,5 +61,5 @@ class Attention(nn.Module):
         if only_outputs:
             q, context = q[context.output_indices], context.for_output_rows()
         if context.is_prefill:
-            return self.backend.prefill(q, k, v, self.k_cache, self.v_cache, context, self.scale)
-        return self.backend.decode(q, self.k_cache, self.v_cache, context, self.scale)
+            return self.backend.prefill(q, k, v, self.kv_cache, context, self.scale)
+        return self.backend.decode(q, self.kv_cache, context, self.scale)

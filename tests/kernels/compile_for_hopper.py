@@ -27,6 +27,7 @@ from nanovllm.kernels.attention import (
     prefill,
     triton_backend,
 )
+from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.comm import all_reduce
 from nanovllm.kernels.gemm import skinny, tiled
 from nanovllm.kernels.sampling import logprobs, sample, sampled_tokens
@@ -89,7 +90,7 @@ def launch_all(
     def make(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    cache = make(4, 256, kv_heads, head_dim)
+    cache = KVCache(*(make(4, 256, kv_heads, head_dim) for _ in range(2)))
     attention = triton_backend.TritonAttention()
     angles = torch.zeros(99, head_dim)
     sizes = (1, 64, 128, 256) if dtype is torch.bfloat16 else (1, 256)
@@ -106,7 +107,7 @@ def launch_all(
         q, k, v = qkv.split((q_heads, kv_heads, kv_heads), dim=1)
         for weight in (None, make(head_dim)) if all_sizes else (make(head_dim),):
             inputs = rope.RopeInputs(ints(num_seqs), angles, weight, weight, 1e-6)
-            attention.decode(q, cache, cache, context, 1.0, rope.NewKV(inputs, k, v))
+            attention.decode(q, cache, context, 1.0, rope.NewKV(inputs, k, v))
     q, k, weight = make(64, q_heads, head_dim), make(64, kv_heads, head_dim), make(head_dim)
     bounds = ints(2)
     for tables in (None, ints(1, 16)) if all_sizes else (ints(1, 16),):
@@ -118,10 +119,10 @@ def launch_all(
             max_seqlen_k=64,
             block_tables=tables,
         )
-        attention.prefill(q, k, k, cache, cache, prefill, 1.0)
+        attention.prefill(q, k, k, cache, prefill, 1.0)
     update = block_tables.BlockTableUpdate(ints(8), ints(1, 8), ints(1, 9), ints(9))
     block_tables.update_triton(ints(1, 8, 16), update, ints(1, 8, 16))
-    slots = rope.CacheSlots(cache, cache, ints(64))
+    slots = rope.CacheSlots(cache, ints(64))
     for norms in ((None, None), (weight, weight)) if all_sizes else ((weight, weight),):
         inputs = rope.RopeInputs(ints(64), angles, *norms, 1e-6)
         most = flash_attn_4_backend.MAX_TILE - 1

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.rope import (
     CacheSlots,
     RopeInputs,
@@ -60,7 +61,7 @@ def test_keys_and_values_land_in_their_slots(
     slots[tokens // 2 :: 3] = -1
     caches = torch.full((2, 8, block_size, k_heads, head_dim), 7.0, device=device)
     found = apply_rope_and_store_triton(
-        RopeInputs(positions, cos_sin), q, k, v, CacheSlots(*caches, slots)
+        RopeInputs(positions, cos_sin), q, k, v, CacheSlots(KVCache(*caches), slots)
     )
     unstored = apply_rope_and_store_triton(RopeInputs(positions, cos_sin), q, k, v, None)
     assert all(torch.equal(a, b) for a, b in zip(found, unstored, strict=True))
@@ -88,6 +89,13 @@ def test_the_first_values_of_prompts_are_made_finite(kernel, dtype, device):
     given = v.clone()
     slots = torch.arange(20, dtype=torch.int32, device=device)
     caches = torch.zeros(2, 1, 20, 2, 48, device=device, dtype=dtype)
-    kernel(RopeInputs(positions, cos_sin), q, k.repeat(1, 2, 1), v, CacheSlots(*caches, slots), 6)
+    kernel(
+        RopeInputs(positions, cos_sin),
+        q,
+        k.repeat(1, 2, 1),
+        v,
+        CacheSlots(KVCache(*caches), slots),
+        6,
+    )
     torch.testing.assert_close(qkv, expected, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(caches[1, 0], given, rtol=0, atol=0, equal_nan=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import Context, step_context
@@ -61,20 +62,19 @@ class PagedBatch:
         order = (1 + torch.randperm(sum(counts) + 3)).tolist()
         self.tables = [[order.pop() for _ in range(count)] for count in counts]
         cache_shape = (sum(counts) + 4, block_size, shape.kv_heads, shape.head_dim)
-        self.k_cache = torch.full(cache_shape, torch.nan, dtype=dtype)
-        self.v_cache = torch.full(cache_shape, torch.nan, dtype=dtype)
-        self.fill(self.k_cache, self.v_cache, [range(cached) for cached, _ in lens])
+        self.cache = KVCache(*torch.full((2, *cache_shape), torch.nan, dtype=dtype))
+        self.fill(self.cache, [range(cached) for cached, _ in lens])
 
     def slot(self, i: int, position: int) -> int:
         return self.tables[i][position // self.block_size] * self.block_size + (
             position % self.block_size
         )
 
-    def fill(self, k_cache: torch.Tensor, v_cache: torch.Tensor, ranges: list[range]) -> None:
+    def fill(self, cache: KVCache, ranges: list[range]) -> None:
         for i, positions in enumerate(ranges):
             slots = [self.slot(i, position) for position in positions]
-            k_cache.flatten(0, 1)[slots] = self.keys[i][list(positions)]
-            v_cache.flatten(0, 1)[slots] = self.values[i][list(positions)]
+            cache.k.flatten(0, 1)[slots] = self.keys[i][list(positions)]
+            cache.v.flatten(0, 1)[slots] = self.values[i][list(positions)]
 
     def new_ranges(self) -> list[range]:
         return [range(cached, cached + new) for cached, new in self.lens]
@@ -112,7 +112,7 @@ class PagedBatch:
         shape = self.shape
         layer = Attention(shape.heads, shape.head_dim, shape.head_dim**-0.5, shape.kv_heads)
         layer.backend = TorchAttention()
-        layer.k_cache, layer.v_cache = self.k_cache, self.v_cache
+        layer.kv_cache = self.cache
         return layer
 
     def run(self, context: Context, layer: Attention | None = None) -> torch.Tensor:
@@ -138,12 +138,11 @@ class PagedBatch:
     def check(self, output: torch.Tensor, rtol: float = 1e-4, atol: float = 1e-5) -> None:
         """The output is right, and the cache holds the new tokens and nothing else new."""
         torch.testing.assert_close(output.double(), self.expected(), rtol=rtol, atol=atol)
-        k_cache = torch.full_like(self.k_cache, torch.nan)
-        v_cache = torch.full_like(self.v_cache, torch.nan)
-        self.fill(k_cache, v_cache, [range(cached + new) for cached, new in self.lens])
+        expected = KVCache(*(torch.full_like(x, torch.nan) for x in self.cache))
+        self.fill(expected, [range(cached + new) for cached, new in self.lens])
         exact = {"rtol": 0, "atol": 0, "equal_nan": True}
-        torch.testing.assert_close(self.k_cache, k_cache, **exact)
-        torch.testing.assert_close(self.v_cache, v_cache, **exact)
+        torch.testing.assert_close(self.cache.k, expected.k, **exact)
+        torch.testing.assert_close(self.cache.v, expected.v, **exact)
 
 
 @each_shape
@@ -176,7 +175,7 @@ def test_sequences_share_a_prefix(block_size):
     num_shared = 32 // block_size
     batch.keys[1][:32], batch.values[1][:32] = batch.keys[0][:32], batch.values[0][:32]
     for block_id in batch.tables[1][:num_shared]:  # what they had is nobody's now
-        batch.k_cache[block_id] = batch.v_cache[block_id] = torch.nan
+        batch.cache.k[block_id] = batch.cache.v[block_id] = torch.nan
     batch.tables[1][:num_shared] = batch.tables[0][:num_shared]
     batch.check(batch.run(batch.context(is_prefill=True)))
 
@@ -185,7 +184,7 @@ def test_sequences_share_a_prefix(block_size):
 def test_a_fully_cached_prompt_is_computed_without_storing(is_prefill):
     """Its last token runs only for its logits: slot -1, and the key that is there stays."""
     batch = PagedBatch([(31, 1), (15, 1)], 16, Shape(4, 2, 16))
-    batch.fill(batch.k_cache, batch.v_cache, batch.new_ranges())
+    batch.fill(batch.cache, batch.new_ranges())
     context = batch.context(is_prefill)
     context.slot_mapping.fill_(-1)
     batch.check(batch.run(context))
@@ -205,7 +204,7 @@ def test_chunks_add_up_to_the_whole_prompt():
 def test_without_a_cache_nothing_is_stored():
     batch = PagedBatch([(0, 5), (0, 9)], 16, Shape(4, 2, 16))
     layer = batch.layer()
-    layer.k_cache = layer.v_cache = torch.empty(0)
+    layer.kv_cache = Attention(4, 16, 0.25, 2).kv_cache
     context = Context(
         is_prefill=True,
         cu_seqlens_q=torch.tensor([0, 5, 14], dtype=torch.int32),

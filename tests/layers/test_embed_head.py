@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.checkpoints.weights import load_model
+from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -69,7 +70,7 @@ def run_model(path: str, tp: TPGroup) -> list[torch.Tensor | None]:
         if isinstance(layer, Attention):
             layer.backend = TorchAttention()
             shape = (len(PROMPTS) * blocks_each, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
-            layer.k_cache, layer.v_cache = torch.zeros(shape), torch.zeros(shape)
+            layer.kv_cache = KVCache(torch.zeros(shape), torch.zeros(shape))
 
     def step(ids: list[int], positions: list[int], context: Context) -> torch.Tensor | None:
         with step_context(context):

@@ -11,6 +11,7 @@ import torch
 from nanovllm.kernels.attention.base import AttentionBackend
 from nanovllm.kernels.attention.flash_attn_4_backend import FlashAttention4
 from nanovllm.kernels.attention.flash_attn_backend import FlashAttention
+from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.kernels.attention.triton_backend import TritonAttention
 from nanovllm.kernels.rope import NewKV, RopeInputs
@@ -89,7 +90,8 @@ def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     q, kv = ones(2, num_heads, head_dim), ones(2, num_kv_heads, head_dim)
-    cache = ones(1, block_size, num_kv_heads, head_dim)  # both sequences share its block
+    block = ones(1, block_size, num_kv_heads, head_dim)  # both sequences share it
+    cache = KVCache(block, block)
     bounds, table = ints(0, 1, 2), ints(0, 0).unsqueeze(1)
     prompt = Context(
         is_prefill=True, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=1, max_seqlen_k=1
@@ -109,8 +111,8 @@ def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
 
     def outputs() -> Iterator[torch.Tensor]:
         for context in (prompt, cached):
-            yield backend.prefill(q, kv, kv, cache, cache, context, 1.0)
-        yield backend.decode(q, cache, cache, decode, 1.0, new)
+            yield backend.prefill(q, kv, kv, cache, context, 1.0)
+        yield backend.decode(q, cache, decode, 1.0, new)
 
     with compiling_only():  # compiles all kernels in parallel
         list(outputs())

@@ -5,7 +5,9 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 
@@ -13,10 +15,9 @@ from nanovllm.utils.context import Context
 class AttentionBackend(ABC):
     """Softmax attention over the paged KV cache. A backend keeps no state between steps.
 
-    q is [N, heads, head_dim]. k and v are [N, kv_heads, head_dim]. The caches are [blocks,
-    block_size, kv_heads, head_dim] and already hold the keys and values of this step, unless
-    ``new`` is given. heads is a multiple of kv_heads, and query head h attends to KV head
-    h * kv_heads // heads. Results have q's shape.
+    q is [N, heads, head_dim]. k and v are [N, kv_heads, head_dim]. The cache already holds the keys
+    and values of this step, unless ``new`` is given. heads is a multiple of kv_heads, and query
+    head h attends to KV head h * kv_heads // heads. Results have q's shape.
 
     Attributes:
         name: as in the ``attention_backend`` option.
@@ -30,19 +31,12 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def prefill(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        context: Context,
-        scale: float,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, context: Context, scale: float
+    ) -> Tensor:
         """Computes causal attention of the last tokens of each sequence over its context.
 
         A sequence may have any number of queries, also none, and its context may be empty. Keys
-        come from the caches if the context has block tables, otherwise from k and v, where
+        come from the cache if the context has block tables, otherwise from k and v, where
         ``context.cu_seqlens_k`` delimits sequences. Result rows after the last sequence are
         undefined."""
 
@@ -67,14 +61,8 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def decode(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        context: Context,
-        scale: float,
-        new: NewKV | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, cache: KVCache, context: Context, scale: float, new: NewKV | None = None
+    ) -> Tensor:
         """Computes attention of one new token per sequence over ``context.context_lens`` tokens,
         the new one included.
 

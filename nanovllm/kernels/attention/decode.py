@@ -13,14 +13,11 @@ their first keys from the cache while the QKV projection is still running.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.split_kv import KV_SPLIT_WORDS, max_partial_slots
-from nanovllm.kernels.attention.tiles import (
-    LOG2_E,
-    attend,
-    online_softmax_step,
-    tile_pointers,
-)
+from nanovllm.kernels.attention.tiles import LOG2_E, attend, load_tile, online_softmax_step
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 from nanovllm.utils.triton_compat import pdl_options, tl, triton
@@ -150,14 +147,12 @@ def _decode_kernel(
         is_cached = begin + tl.arange(0, BLOCK_N) < cached_end
         mask = is_cached[:, None] & in_head[None, :]
         offset = kv_head * HEAD_DIM + dim
-        k_tile = tile_pointers(
-            k_ptr, KV_STRIDE, offset, begin, cached_end, pages_ptr, 0, PAGE_SIZE, BLOCK_N
+        k = load_tile(
+            k_ptr, KV_STRIDE, offset, mask, begin, cached_end, pages_ptr, 0, PAGE_SIZE, BLOCK_N
         )
-        k = tl.load(k_tile, mask=mask, other=0.0)
-        v_tile = tile_pointers(
-            v_ptr, KV_STRIDE, offset, begin, cached_end, pages_ptr, 0, PAGE_SIZE, BLOCK_N
+        v = load_tile(
+            v_ptr, KV_STRIDE, offset, mask, begin, cached_end, pages_ptr, 0, PAGE_SIZE, BLOCK_N
         )
-        v = tl.load(v_tile, mask=mask, other=0.0)
     row = tl.arange(0, BLOCK_M)
     head = kv_head * GROUP + row
     out_mask = (row < GROUP)[:, None] & in_head[None, :]
@@ -175,42 +170,32 @@ def _decode_kernel(
     sin = tl.load(angle + HALF, mask=index < HEAD_DIM, other=0.0)
     sin = tl.where(index < HALF, -sin, sin)
     q_weight = cos
-    q_weight_other_half = cos
+    q_other_weight = cos
     k_weight = cos
-    k_weight_other_half = cos
+    k_other_weight = cos
     if HAS_NORM:
         q_weight = tl.load(q_weight_ptr + index, mask=index < HEAD_DIM, other=0.0)
-        q_weight_other_half = tl.load(q_weight_ptr + other, mask=index < HEAD_DIM, other=0.0)
+        q_other_weight = tl.load(q_weight_ptr + other, mask=index < HEAD_DIM, other=0.0)
         k_weight = tl.load(k_weight_ptr + index, mask=index < HEAD_DIM, other=0.0)
-        k_weight_other_half = tl.load(k_weight_ptr + other, mask=index < HEAD_DIM, other=0.0)
+        k_other_weight = tl.load(k_weight_ptr + other, mask=index < HEAD_DIM, other=0.0)
     # Everything loaded so far was written before this step's kernels. q, k and v were not.
     if PDL:
         tl.extra.cuda.gdc_wait()
 
     q = tl.load(q_row + index, mask=g_mask, other=0.0)
-    q_other_half = tl.load(q_row + other, mask=g_mask, other=0.0)
+    q_other = tl.load(q_row + other, mask=g_mask, other=0.0)
     # All false without a new key. A comparison, because the interpreter takes no scalar mask.
     new_mask = g_mask & (index < has_new.to(tl.int32) * HEAD_DIM)
     new_k = tl.load(k_row + index, mask=new_mask, other=0.0)
-    new_k_other_half = tl.load(k_row + other, mask=new_mask, other=0.0)
+    new_k_other = tl.load(k_row + other, mask=new_mask, other=0.0)
     new_v = tl.load(v_row + index, mask=new_mask, other=0.0)
-    q = _norm_and_rope(
-        q, q_other_half, q_weight, q_weight_other_half, cos, sin, eps, HEAD_DIM, HAS_NORM
-    )
+    q = _norm_and_rope(q, q_other, q_weight, q_other_weight, cos, sin, eps, HEAD_DIM, HAS_NORM)
     row_max = tl.full([BLOCK_G], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = _repeat_rows(new_v, BLOCK_M).to(tl.float32)
     if has_new:
         new_k = _norm_and_rope(
-            new_k,
-            new_k_other_half,
-            k_weight,
-            k_weight_other_half,
-            cos,
-            sin,
-            eps,
-            HEAD_DIM,
-            HAS_NORM,
+            new_k, new_k_other, k_weight, k_other_weight, cos, sin, eps, HEAD_DIM, HAS_NORM
         )
         row_max = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1) * scale_log2e
         row_sum += 1.0
@@ -291,23 +276,17 @@ def _decode_kernel(
 
 
 def decode_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    context: Context,
-    scale: float,
-    new: NewKV,
-    arrived: torch.Tensor,
-) -> torch.Tensor:
+    q: Tensor, cache: KVCache, context: Context, scale: float, new: NewKV, arrived: Tensor
+) -> Tensor:
     """See ``AttentionBackend.decode``.
 
     Args:
         arrived: int32 [num_arrival_counters], zero before and after.
     """
     num_seqs, q_heads, head_dim = q.shape
-    page_size, kv_heads = k_cache.shape[1:3]
+    page_size, kv_heads = cache.k.shape[1:3]
     assert q.stride()[1:] == (head_dim, 1)
-    assert k_cache.is_contiguous() and v_cache.is_contiguous()
+    assert cache.k.is_contiguous() and cache.v.is_contiguous()
     assert new.rope.cos_sin_cache.is_contiguous()
     assert new.k.stride()[1:] == new.v.stride()[1:] == (head_dim, 1)
     assert context.split_kv_schedule is not None and context.block_tables is not None
@@ -320,8 +299,8 @@ def decode_attention(
     group = triton.next_power_of_2(q_heads // kv_heads)
     _decode_kernel[(kv_heads, len(context.split_kv_schedule))](
         q,
-        k_cache,
-        v_cache,
+        cache.k,
+        cache.v,
         out,
         partial,
         lse,

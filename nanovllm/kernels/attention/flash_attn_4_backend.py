@@ -3,7 +3,9 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.triton_backend import TritonAttention
 from nanovllm.utils.context import Context
 from nanovllm.utils.triton_compat import keep_compiled_kernels
@@ -36,28 +38,21 @@ class FlashAttention4(TritonAttention):
         self.varlen: Any = flash_attn_varlen_func
 
     def prefill(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        context: Context,
-        scale: float,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, context: Context, scale: float
+    ) -> Tensor:
         if q.dtype not in (torch.float16, torch.bfloat16) or q.size(2) % 16:
             raise ValueError("it needs fp16 or bf16, and a head_dim that is a multiple of 16")
         bounds_q, bounds_k = context.cu_seqlens_q, context.cu_seqlens_k
         assert bounds_q is not None and bounds_k is not None
         if len(bounds_k) - 1 > MAX_SEQS:
-            return super().prefill(q, k, v, k_cache, v_cache, context, scale)
+            return super().prefill(q, k, v, cache, context, scale)
         tables = context.block_tables
         if tables is None:
             keys = {"k": k, "v": v, "cu_seqlens_k": bounds_k}
-        elif k_cache.size(1) > MAX_TILE:
+        elif cache.k.size(1) > MAX_TILE:
             # With blocks larger than a tile, it reads only slots that hold keys.
             lens_k = bounds_k.diff()
-            keys = {"k": k_cache, "v": v_cache, "seqused_k": lens_k, "page_table": tables}
+            keys = {"k": cache.k, "v": cache.v, "seqused_k": lens_k, "page_table": tables}
         else:
             raise ValueError(f"it needs a kvcache_block_size of more than {MAX_TILE}")
         # Without the hint max_seqlen_q it compiles no separate kernel for short prompts.

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from nanovllm.kernels.attention.base import AttentionBackend
+from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 
@@ -25,20 +26,14 @@ class FlashAttention(AttentionBackend):
         self.with_kvcache: Any = flash_attn_with_kvcache
 
     def prefill(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        context: Context,
-        scale: float,
-    ) -> torch.Tensor:
-        paged = context.block_tables is not None
+        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, context: Context, scale: float
+    ) -> Tensor:
+        if context.block_tables is not None:
+            k, v = cache.k, cache.v
         return self.varlen(
             q,
-            k_cache if paged else k,
-            v_cache if paged else v,
+            k,
+            v,
             cu_seqlens_q=context.cu_seqlens_q,
             cu_seqlens_k=context.cu_seqlens_k,
             max_seqlen_q=max(2, context.max_seqlen_q),  # 1 would require a query per sequence
@@ -49,19 +44,13 @@ class FlashAttention(AttentionBackend):
         )
 
     def decode(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        context: Context,
-        scale: float,
-        new: NewKV | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, cache: KVCache, context: Context, scale: float, new: NewKV | None = None
+    ) -> Tensor:
         assert new is None
         return self.with_kvcache(
             q.unsqueeze(1),
-            k_cache,
-            v_cache,
+            cache.k,
+            cache.v,
             cache_seqlens=context.context_lens,
             block_table=context.block_tables,
             softmax_scale=scale,

@@ -5,7 +5,9 @@ The query heads that share a KV head are rows of one tile, so their keys and val
 """
 
 import torch
+from torch import Tensor
 
+from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.tiles import LOG2_E, attend
 from nanovllm.utils.context import Context
 from nanovllm.utils.triton_compat import pdl_options, shared_memory, tl, triton
@@ -111,21 +113,15 @@ def _prefill_kernel(
 
 
 def prefill_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    context: Context,
-    scale: float,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, context: Context, scale: float
+) -> Tensor:
     """See ``AttentionBackend.prefill``."""
     q_heads, head_dim = q.shape[1:]
     kv_heads = k.size(1)
     tables = context.block_tables
     if tables is not None:
-        assert k_cache.is_contiguous() and v_cache.is_contiguous()
-        k, v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+        assert cache.k.is_contiguous() and cache.v.is_contiguous()
+        k, v = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
     assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
     assert context.cu_seqlens_q is not None
     group, wide = q_heads // kv_heads, head_dim > 128
@@ -150,7 +146,7 @@ def prefill_attention(
         v.stride(0),
         tables.stride(0) if tables is not None else 0,
         num_seqs,
-        PAGE_SIZE=k_cache.size(1) if tables is not None else 0,
+        PAGE_SIZE=cache.k.size(1) if tables is not None else 0,
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,

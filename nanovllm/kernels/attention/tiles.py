@@ -51,11 +51,10 @@ def attend(
             if MASKED:
                 kv_mask = (key < end)[:, None] & kv_mask
             offset = kv_head * HEAD_DIM + dim
-            k_tile = tile_pointers(
-                k_ptr, k_stride, offset, n, end, pages_ptr, k_start, PAGE_SIZE,
+            k = load_tile(
+                k_ptr, k_stride, offset, kv_mask, n, end, pages_ptr, k_start, PAGE_SIZE,
                 TAIL_N if MASKED else BLOCK_N,
             )  # fmt: skip
-            k = tl.load(k_tile, mask=kv_mask, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if MASKED:
                 visible = (key < end)[None, :]
@@ -63,21 +62,21 @@ def attend(
                     visible = visible & (key[None, :] <= position[:, None])
                 scores = tl.where(visible, scores, -float("inf"))
             p, alpha, row_max, row_sum = online_softmax_step(scores, scale_log2e, row_max, row_sum)
-            v_tile = tile_pointers(
-                v_ptr, v_stride, offset, n, end, pages_ptr, k_start, PAGE_SIZE,
+            v = load_tile(
+                v_ptr, v_stride, offset, kv_mask, n, end, pages_ptr, k_start, PAGE_SIZE,
                 TAIL_N if MASKED else BLOCK_N,
             )  # fmt: skip
-            v = tl.load(v_tile, mask=kv_mask, other=0.0)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return row_max, row_sum, acc
 
 
 @triton.jit
-def tile_pointers(
-    ptr, stride, offset, n, end, pages_ptr, k_start, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Returns pointers to the tile of tokens [n, n + BLOCK_N). Pointers to tokens from ``end`` on
-    are not meaningful."""
+def load_tile(
+    ptr, stride, offset, mask, n, end, pages_ptr, k_start,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Loads the keys or values of tokens [n, n + BLOCK_N). The mask must exclude those from ``end``
+    on."""
     column = tl.arange(0, BLOCK_N)
     if PAGE_SIZE == 0:
         first = (k_start + n).to(tl.int64)
@@ -91,7 +90,7 @@ def tile_pointers(
         page = tl.load(pages_ptr + key // PAGE_SIZE, mask=key < end, other=0)
         slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
         tile = ptr + slot[:, None] * stride + offset[None, :]
-    return tile
+    return tl.load(tile, mask=mask, other=0.0)
 
 
 @triton.jit

@@ -2,9 +2,11 @@
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nanovllm.kernels.attention.base import AttentionBackend
 from nanovllm.kernels.attention.decode import decode_attention, decode_tile, num_arrival_counters
+from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.prefill import prefill_attention
 from nanovllm.kernels.attention.split_kv import make_split_kv_schedule
 from nanovllm.kernels.rope import NewKV
@@ -20,7 +22,7 @@ class TritonAttention(AttentionBackend):
 
     def __init__(self) -> None:
         # Counters of the decode kernel. Launches can share them, because steps run in order.
-        self._arrived: torch.Tensor | None = None
+        self._arrived: Tensor | None = None
 
     prefill = staticmethod(prefill_attention)
 
@@ -31,16 +33,10 @@ class TritonAttention(AttentionBackend):
         return make_split_kv_schedule(context_lens, kv_heads, tile.num_keys, tile.num_programs)
 
     def decode(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        context: Context,
-        scale: float,
-        new: NewKV | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, cache: KVCache, context: Context, scale: float, new: NewKV | None = None
+    ) -> Tensor:
         assert new is not None
         if self._arrived is None:
-            size = num_arrival_counters(k_cache.size(2))
+            size = num_arrival_counters(cache.k.size(2))
             self._arrived = torch.zeros(size, dtype=torch.int32, device=q.device)
-        return decode_attention(q, k_cache, v_cache, context, scale, new, self._arrived)
+        return decode_attention(q, cache, context, scale, new, self._arrived)

@@ -8,6 +8,7 @@ import torch
 
 from nanovllm.kernels.attention import decode, prefill, triton_backend
 from nanovllm.kernels.attention.decode import DecodeTile, decode_tile
+from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.kernels.attention.triton_backend import TritonAttention
 from nanovllm.kernels.rope import NewKV, RopeInputs, apply_rope_and_store_reference
@@ -38,15 +39,14 @@ class Paged:
         counts = [-(-n // block) for n in contexts]
         free = torch.randperm(sum(counts) + 3).tolist()
         shape = (sum(counts) + 3, block, kv_heads, head_dim)
-        self.k_cache = torch.full(shape, float("nan"), dtype=dtype, device=device)
-        self.v_cache = self.k_cache.clone()
+        self.cache = KVCache(*torch.full((2, *shape), float("nan"), dtype=dtype, device=device))
         tables = torch.zeros(len(contexts), max(counts), dtype=torch.int32)
         for i, (k, v) in enumerate(zip(self.ks, self.vs, strict=True)):
             for j in range(counts[i]):
                 block_id = tables[i, j] = free.pop()
                 part = k[j * block : (j + 1) * block]
-                self.k_cache[block_id, : len(part)] = part
-                self.v_cache[block_id, : len(part)] = v[j * block : (j + 1) * block]
+                self.cache.k[block_id, : len(part)] = part
+                self.cache.v[block_id, : len(part)] = v[j * block : (j + 1) * block]
         self.tables = tables.to(device)
         self.contexts, self.new_tokens, self.device = contexts, new_tokens, device
 
@@ -56,9 +56,9 @@ class Paged:
     def context(self, decode=False, paged=True):
         if decode:
             lens = torch.tensor(self.contexts, dtype=torch.int32, device=self.device)
-            kv_heads, head_dim = self.k_cache.shape[2:]
+            kv_heads, head_dim = self.cache.k.shape[2:]
             work = TritonAttention().split_kv(
-                np.array(self.contexts, np.int32), kv_heads, head_dim, self.k_cache.dtype
+                np.array(self.contexts, np.int32), kv_heads, head_dim, self.cache.k.dtype
             )
             return Context(
                 block_tables=self.tables,
@@ -81,7 +81,7 @@ class Paged:
         k, v = torch.cat(self.ks), torch.cat(self.vs)  # read where there are no block tables
         triples = list(zip(self.qs, self.ks, self.vs, strict=True))
         exact = torch.cat([naive(*t, scale) for t in triples])
-        args = (q, k, v, self.k_cache, self.v_cache, context, scale)
+        args = (q, k, v, self.cache, context, scale)
         expected = TorchAttention().prefill(*args)
         poisoned(monkeypatch)
         out = backend.prefill(*args)
@@ -90,8 +90,8 @@ class Paged:
     def draw_new(self, norms):
         """A decode as the projection gives it, [N, heads + 2 kv_heads, D] in one; and its keys as
         the reference rotates them, with their slots. The new tokens are not in the cache yet."""
-        q_heads, kv_heads, head_dim = (*self.qs[0].shape[1:2], *self.k_cache.shape[2:])
-        dtype, device, num_seqs = self.k_cache.dtype, self.device, len(self.qs)
+        q_heads, kv_heads, head_dim = (*self.qs[0].shape[1:2], *self.cache.k.shape[2:])
+        dtype, device, num_seqs = self.cache.k.dtype, self.device, len(self.qs)
         packed = torch.randn(num_seqs, q_heads + 2 * kv_heads, head_dim, device=device).to(dtype)
         q, k, v = packed.split((q_heads, kv_heads, kv_heads), dim=1)
         weights = [1 + 0.1 * torch.randn(head_dim, device=device).to(dtype) for _ in range(2)]
@@ -100,14 +100,14 @@ class Paged:
         cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
         rope = RopeInputs(positions, cos_sin, *(weights if norms else (None, None)), 1e-6)
         turned_q, turned_k = apply_rope_and_store_reference(rope, q, k, v, None)
-        block = self.k_cache.size(1)
+        block = self.cache.k.size(1)
         slots = []
         for i, length in enumerate(self.contexts):
             self.qs[i] = turned_q[i : i + 1]
             self.ks[i][-1], self.vs[i][-1] = turned_k[i], v[i]
             page = self.tables[i, (length - 1) // block]
             slots.append(int(page) * block + (length - 1) % block)
-            for cache in (self.k_cache, self.v_cache):
+            for cache in self.cache:
                 cache.flatten(0, 1)[slots[-1]] = float("nan")
         return q, NewKV(rope, k, v), turned_k, slots
 
@@ -116,18 +116,18 @@ class Paged:
         q, new, turned_k, slots = self.draw_new(norms)
         slot_mapping = torch.tensor(slots, dtype=torch.int32, device=self.device)
         context = replace(self.context(decode=True), slot_mapping=slot_mapping)
-        k_cache, v_cache = self.k_cache.clone(), self.v_cache.clone()
-        k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots] = turned_k, new.v
+        cache = KVCache(*(x.clone() for x in self.cache))
+        cache.k.flatten(0, 1)[slots], cache.v.flatten(0, 1)[slots] = turned_k, new.v
         scale = q.size(-1) ** -0.5
-        expected = TorchAttention().decode(torch.cat(self.qs), k_cache, v_cache, context, scale)
+        expected = TorchAttention().decode(torch.cat(self.qs), cache, context, scale)
         triples = zip(self.qs, self.ks, self.vs, strict=True)
         exact = torch.cat([naive(*t, scale) for t in triples])
         poisoned(monkeypatch)
-        out = backend.decode(q, self.k_cache, self.v_cache, context, scale, new)
+        out = backend.decode(q, self.cache, context, scale, new)
         assert_as_good_as_eager(out, expected, exact, factor=3.0)
-        torch.testing.assert_close(self.v_cache, v_cache, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(self.cache.v, cache.v, rtol=0, atol=0, equal_nan=True)
         rtol = 2 * torch.finfo(q.dtype).eps
-        torch.testing.assert_close(self.k_cache, k_cache, rtol=rtol, atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(self.cache.k, cache.k, rtol=rtol, atol=1e-6, equal_nan=True)
 
 
 SHAPES = {  # q_heads, kv_heads, head_dim, block_size
@@ -256,8 +256,8 @@ def test_sequences_and_tokens_that_pad_a_prefill_change_nothing(device):
     batch = Paged([30, 5, 150], [7, 5, 100], 4, 2, 64, 16, torch.float32, device)
     plain = batch.context()
     q = torch.cat([*batch.qs, torch.randn(40, 4, 64, device=device)])
-    caches = (q[:, :2], q[:, :2], batch.k_cache, batch.v_cache)
-    expected = TorchAttention().prefill(q[:112], *caches, plain, 1.0)
+    kv = (q[:, :2], q[:, :2], batch.cache)
+    expected = TorchAttention().prefill(q[:112], *kv, plain, 1.0)
     bounds = (plain.cu_seqlens_q, plain.cu_seqlens_k)
     padded_q, padded_k = (torch.cat([x, x[-1:], x[-1:]]) for x in bounds)
     padded = replace(
@@ -269,7 +269,7 @@ def test_sequences_and_tokens_that_pad_a_prefill_change_nothing(device):
         max_seqlen_k=400,
     )
     for backend in (TritonAttention(), TorchAttention()):
-        out = backend.prefill(q, *caches, padded, 1.0)
+        out = backend.prefill(q, *kv, padded, 1.0)
         torch.testing.assert_close(out[:112], expected)
 
 
@@ -285,7 +285,7 @@ def test_rows_that_pad_a_graph_give_zeros_and_store_nothing(norms, device):
         context_lens=torch.zeros(2, dtype=torch.int32, device=device),
         split_kv_schedule=torch.from_numpy(work).to(device),
     )
-    before = paged.k_cache.clone(), paged.v_cache.clone()
-    assert not backend.decode(q, paged.k_cache, paged.v_cache, context, 1.0, new).any()
-    for cache, old in zip((paged.k_cache, paged.v_cache), before, strict=True):
+    before = [x.clone() for x in paged.cache]
+    assert not backend.decode(q, paged.cache, context, 1.0, new).any()
+    for cache, old in zip(paged.cache, before, strict=True):
         torch.testing.assert_close(cache, old, rtol=0, atol=0, equal_nan=True)

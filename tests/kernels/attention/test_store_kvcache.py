@@ -4,7 +4,7 @@ reference."""
 import pytest
 import torch
 
-from nanovllm.kernels.attention.store_kvcache import store_kvcache
+from nanovllm.kernels.attention.kv_cache import KVCache, store_kvcache
 from nanovllm.kernels.rope import CacheSlots, RopeInputs, apply_rope_and_store_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -15,17 +15,13 @@ NUM_BLOCKS = 6
 
 
 def store_after_rope(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    key: torch.Tensor, value: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor
 ) -> None:
     """Runs the kernel with angles of 0."""
     head_dim = key.size(2)
     cos_sin = (torch.arange(head_dim, device=DEVICE) < head_dim // 2).float().unsqueeze(0)
     rope = RopeInputs(torch.zeros(len(key), dtype=torch.int32, device=DEVICE), cos_sin)
-    slots = CacheSlots(k_cache, v_cache, slot_mapping)
+    slots = CacheSlots(cache, slot_mapping)
     apply_rope_and_store_triton(rope, key, key, value, slots)
 
 
@@ -65,7 +61,8 @@ def check(
         if slot >= 0:
             k_expected[1 + slot // block_size, slot % block_size] = key[i]
             v_expected[1 + slot // block_size, slot % block_size] = value[i]
-    store(key, value, k_cache, v_cache, torch.tensor(slots, dtype=torch.int64, device=DEVICE))
+    cache = KVCache(k_cache, v_cache)
+    store(key, value, cache, torch.tensor(slots, dtype=torch.int64, device=DEVICE))
     exact = {"rtol": 0, "atol": 0, "equal_nan": True}
     torch.testing.assert_close(k_memory, k_expected, **exact)
     torch.testing.assert_close(v_memory, v_expected, **exact)
@@ -113,13 +110,13 @@ def test_key_and_value_have_strides_of_their_own(store):
 def test_no_other_token_is_overwritten(store):
     """A second step leaves the first one's tokens alone."""
     heads, dtype = (3, 40), torch.float32
-    k_cache, v_cache = (poisoned(4, heads, dtype)[1] for _ in range(2))
+    cache = KVCache(*(poisoned(4, heads, dtype)[1] for _ in range(2)))
     for slots in ([0, 1, 2], [3, 9]):
         key, value = draw(len(slots), heads, dtype), draw(len(slots), heads, dtype)
-        store(key, value, k_cache, v_cache, torch.tensor(slots, device=DEVICE))
-    written = ~k_cache.flatten(0, 1).isnan().flatten(1).any(1)
+        store(key, value, cache, torch.tensor(slots, device=DEVICE))
+    written = ~cache.k.flatten(0, 1).isnan().flatten(1).any(1)
     assert written.nonzero().flatten().tolist() == [0, 1, 2, 3, 9]
-    assert torch.equal(written, ~v_cache.flatten(0, 1).isnan().flatten(1).any(1))
+    assert torch.equal(written, ~cache.v.flatten(0, 1).isnan().flatten(1).any(1))
 
 
 # Two caches of 2^31 elements and a bit. Pages that nothing touches take no memory. Below each cache
@@ -139,14 +136,12 @@ def huge_cache(heads: tuple[int, int]) -> torch.Tensor:
 def test_slots_beyond_2_to_the_31_elements(slot_dtype):
     """Guards nano-vLLM's 32-bit offsets, which wrap round in caches of over 2^31 elements."""
     heads = (2, 64)
-    k_cache, v_cache = huge_cache(heads), huge_cache(heads)
-    slots = [2**31 // 128 + 1, 0, k_cache.size(0) * 2 - 1]
+    cache = KVCache(huge_cache(heads), huge_cache(heads))
+    slots = [2**31 // 128 + 1, 0, cache.k.size(0) * 2 - 1]
     key, value = (draw(3, heads, torch.float16) for _ in "kv")
-    store_after_rope(
-        key, value, k_cache, v_cache, torch.tensor(slots, dtype=slot_dtype, device=DEVICE)
-    )
-    assert torch.equal(k_cache.flatten(0, 1)[slots], key)
-    assert torch.equal(v_cache.flatten(0, 1)[slots], value)
+    store_after_rope(key, value, cache, torch.tensor(slots, dtype=slot_dtype, device=DEVICE))
+    assert torch.equal(cache.k.flatten(0, 1)[slots], key)
+    assert torch.equal(cache.v.flatten(0, 1)[slots], value)
 
 
 def test_tokens_beyond_2_to_the_31_elements():
@@ -156,7 +151,7 @@ def test_tokens_beyond_2_to_the_31_elements():
     key = source.as_strided((3, *heads), (2**30, 64, 1), source.storage_offset())
     key.copy_(draw(3, heads, torch.float16))
     k_cache = torch.zeros(2, 2, *heads, dtype=torch.float16, device=DEVICE)
-    v_cache = torch.zeros_like(k_cache)
-    store_after_rope(key, key, k_cache, v_cache, torch.tensor([3, 0, 2], device=DEVICE))
-    assert torch.equal(k_cache.flatten(0, 1)[[3, 0, 2]], key)
-    assert torch.equal(v_cache, k_cache)
+    cache = KVCache(k_cache, torch.zeros_like(k_cache))
+    store_after_rope(key, key, cache, torch.tensor([3, 0, 2], device=DEVICE))
+    assert torch.equal(cache.k.flatten(0, 1)[[3, 0, 2]], key)
+    assert torch.equal(cache.v, cache.k)
