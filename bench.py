@@ -1,9 +1,9 @@
 """Measures the throughput of a workload: ``python bench.py [--workload NAME] [--model MODEL]``.
 
 Prints a JSON line, and appends it to ``--output``. A model is a checkpoint, or the name of a folder
-in benchmarks/shapes/. A shape runs on random weights and downloads nothing. Its stand-in tokenizer
-has a text for each token, so that detokenization is measured too; ``--tokenizer`` replaces it.
-``--sampling`` sets sampling parameters, and also runs the workload without them, in turn.
+in benchmarks/shapes/. A shape runs on random weights and downloads nothing. It uses a stand-in
+tokenizer with a text for each token, so that detokenization is measured too; ``--tokenizer`` uses
+another one. ``--sampling`` sets sampling parameters. Each run with them then follows a run without.
 ``--profile`` reports where the time of a step goes, and writes a trace.
 ``--compare transformers`` also runs 32 chats with transformers' batched ``generate``, on the same
 weights, dtype and threads.
@@ -66,9 +66,9 @@ def main() -> None:
         for _ in range(args.repeat):
             if args.sampling:
                 plain_seconds.append(run(llm, workload, args.temperature, {})[0])
-            run_seconds, done = run(llm, workload, args.temperature, args.sampling)
+            run_seconds, ran = run(llm, workload, args.temperature, args.sampling)
             seconds.append(run_seconds)
-        record |= rates(done, seconds)
+        record |= rates(ran, seconds)
         record["num_preemptions"] = llm.metrics().num_preemptions  # the total of all runs
         if args.profile:
             try:
@@ -82,7 +82,7 @@ def main() -> None:
                 "all_plain_seconds": [round(s, 3) for s in plain_seconds],
                 # Compares times per token, because stop strings may have shortened outputs.
                 "cost_over_plain": round(
-                    record["seconds"] / done.num_output_tokens * workload.num_output_tokens / plain
+                    record["seconds"] / ran.num_output_tokens * workload.num_output_tokens / plain
                     - 1,
                     4,
                 ),
@@ -90,13 +90,13 @@ def main() -> None:
         if llm.model_runner.device.type == "cuda":
             bandwidth, rate = measure_peaks(llm.model_runner.device)
             bound = roofline_seconds(
-                llm.model_runner.model_config, done, bandwidth * args.tp, rate * args.tp
+                llm.model_runner.model_config, ran, bandwidth * args.tp, rate * args.tp
             )
             record |= {
                 "copy_tb_per_s": round(bandwidth / 1e12, 2),
                 "matmul_tflop_per_s": round(rate / 1e12),
-                "floor_seconds": round(bound, 3),
-                "share_of_floor": round(bound / record["seconds"], 3),
+                "roofline_seconds": round(bound, 3),
+                "roofline_fraction": round(bound / record["seconds"], 3),
             }
         tokenizer = llm.tokenizer
     if args.compare:
@@ -117,9 +117,9 @@ def run(
         The seconds, and the workload with the actual output lengths, which stop strings may have
         shortened.
     """
-    plain = {"temperature": temperature, "ignore_eos": True}
+    basic = {"temperature": temperature, "ignore_eos": True}
     params = [
-        SamplingParams(**{**plain, **sampling, "max_tokens": n}) for n in workload.output_lens
+        SamplingParams(**{**basic, **sampling, "max_tokens": n}) for n in workload.output_lens
     ]
     llm.reset_prefix_cache()
     start = perf_counter()
@@ -148,8 +148,8 @@ def compare_with_transformers(
 ) -> dict[str, Any]:
     """Runs transformers' ``generate`` greedily on the same chats, as one left-padded batch.
 
-    It decodes all rows up to the longest output length. Only tokens within a row's own output
-    length count.
+    It decodes all rows up to the longest output length. The throughput includes only the tokens
+    within each row's own output length.
     """
     from transformers import AutoModelForCausalLM
 
@@ -229,7 +229,9 @@ def parse_args() -> argparse.Namespace:
         metavar="JSON",
         help="""further SamplingParams, such as '{"top_p": 0.9, "top_k": 50}'""",
     )
-    parser.add_argument("--repeat", type=int, default=1, help="runs; the median counts")
+    parser.add_argument(
+        "--repeat", type=int, default=1, help="number of runs; the median is reported"
+    )
     parser.add_argument("--compare", choices=["transformers"])
     parser.add_argument(
         "--profile",
@@ -252,7 +254,7 @@ def parse_args() -> argparse.Namespace:
     engine.add_argument("--max-model-len", type=int, help="default: the model's own")
     engine.add_argument("--max-num-seqs", type=int, default=512)
     args = parser.parse_args()
-    # The recorded command leaves out where the record goes.
+    # The recorded command does not include ``--output``.
     args.command = f"python {shlex.join(sys.argv)}".replace(f" --output {args.output}", "")
     if args.compare:
         args.workload = "chat32"

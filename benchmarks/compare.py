@@ -2,8 +2,8 @@
 
 ``python benchmarks/compare.py --engine ENGINE --model PATH`` prints one JSON line per workload. It
 uses only the common API of the three: ``LLM``, ``SamplingParams`` and ``generate``. Run it by its
-path and not with ``-m`` from the root of a clone, because Python would then import this project's
-package instead of nano-vLLM's, which has the same name.
+path. With ``-m``, which works only in the root of this repository, Python would import this
+project's package instead of nano-vLLM's, which has the same name.
 """
 
 import argparse
@@ -29,7 +29,8 @@ ENGINES = {
     "vllm": ("vllm", "vllm"),
     "nano-vllm": ("nanovllm", "nano-vllm"),
 }
-PREFIX, WORKLOADS = "prefix", ["mixed256", "single", "batch8", "decode256", "prefill"]
+PREFIX = "prefix"
+DEFAULT_WORKLOADS = ["mixed256", "single", "batch8", "decode256", "prefill", PREFIX]
 
 
 def main() -> None:
@@ -37,10 +38,12 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES, required=True)
     parser.add_argument("--model", required=True, help="a checkpoint directory with a tokenizer")
     parser.add_argument(
-        "--workload", choices=[*SHAPES, PREFIX], nargs="+", default=[*WORKLOADS, PREFIX]
+        "--workload", choices=[*SHAPES, PREFIX], nargs="+", default=DEFAULT_WORKLOADS
     )
     parser.add_argument("--num-prompts", type=int, help="overrides the number of prompts")
-    parser.add_argument("--repeat", type=int, default=2, help="runs; the fastest counts")
+    parser.add_argument(
+        "--repeat", type=int, default=2, help="number of runs; the fastest is reported"
+    )
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--max-model-len", type=int, default=4096)
     args = parser.parse_args()

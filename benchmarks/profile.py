@@ -22,7 +22,7 @@ NUM_KERNELS = 20
 
 def profile_steps(llm: LLM, workload: Workload, temperature: float, trace: Path) -> dict[str, Any]:
     """Profiles decode steps after the first batch's prefills, or prefill steps if the workload has
-    no others.
+    no decode steps.
 
     Steps are measured twice: once without the profiler, for step and host times, because it slows
     the host, then with it, for GPU times. Only rank 0 is profiled.
@@ -42,9 +42,9 @@ def profile_steps(llm: LLM, workload: Workload, temperature: float, trace: Path)
     for prompt, length in zip(workload.prompts, workload.output_lens, strict=True):
         params = SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=length)
         llm.add_request(prompt, params)
-    decodes = max(workload.output_lens) > 1
-    num_warm, num_steps = DECODES if decodes else PREFILLS
-    while decodes and llm.scheduler.waiting:
+    has_decodes = max(workload.output_lens) > 1
+    num_warm, num_steps = DECODES if has_decodes else PREFILLS
+    while has_decodes and llm.scheduler.waiting:
         llm.step()
     for _ in range(num_warm):
         llm.step()

@@ -42,7 +42,7 @@ def load_records() -> list[Record]:
             detokenize = record.setdefault("detokenize", False)  # earlier runs had no tokenizer
             latest[(*(record[key] for key in keys), detokenize, sampling)] = record
     records = [record for record in latest.values() if "copy_tb_per_s" in record]
-    for record in split(records)[0]:  # the others are compared with runs of their own
+    for record in split_by_sampling(records)[0]:  # the report has no roofline for the others
         record["roofline_fraction"] = roofline_fraction(record)
     return sorted(
         records,
@@ -60,7 +60,7 @@ def read_lines(path: Path) -> list[Record]:
 
 
 def roofline_fraction(record: Record) -> float:
-    """Returns the least time by the roofline / the measured time."""
+    """Returns the fraction of the roofline: the least time divided by the measured time."""
     model = open_checkpoint(str(ROOT / "benchmarks" / "shapes" / record["model"])).config
     bandwidth, rate = record["copy_tb_per_s"] * 1e12, record["matmul_tflop_per_s"] * 1e12
     count = record["num_devices"]
@@ -73,9 +73,9 @@ def _workload(name: str) -> Workload:
     return random_workload(name)
 
 
-def headline(record: Record) -> tuple[float, str]:
-    """Returns the tokens/s that a workload measures, and which: "input" for prefill, otherwise
-    "output"."""
+def throughput(record: Record) -> tuple[float, str]:
+    """Returns the tokens/s of a record, and which tokens they count: "input" for the workload
+    prefill, otherwise "output"."""
     if record["workload"] == "prefill":
         return record["input_tokens_per_second"], "input"
     return record["output_tokens_per_second"], "output"
@@ -91,7 +91,7 @@ def comparison_table(peers: list[Record], workloads: tuple[str, ...] | None = No
     """Makes a Markdown table with a row per workload (all by default) and a column per engine. A
     cell without a measurement is empty."""
     engines = engines_in(peers)
-    cells = {(r["workload"], r["engine"]): headline(r) for r in peers if "workload" in r}
+    cells = {(r["workload"], r["engine"]): throughput(r) for r in peers if "workload" in r}
     rows = [
         f"| tokens/s | {' | '.join(engines)} |",
         f"|---|{'--:|' * len(engines)}",
@@ -108,14 +108,14 @@ def comparison_table(peers: list[Record], workloads: tuple[str, ...] | None = No
     return "\n".join(rows)
 
 
-def table(records: list[Record]) -> str:
+def results_table(records: list[Record]) -> str:
     """Makes a Markdown table of ``bench.py`` records."""
     rows = [
         "| GPU | model | workload | attention | text | tokens/s | of the roofline | measured on |",
         "|---|---|---|---|---|--:|--:|---|",
     ]
     for r in records:
-        rate, kind = headline(r)
+        rate, kind = throughput(r)
         count = "" if r["num_devices"] == 1 else f"{r['num_devices']} x "
         text = "yes" if r["detokenize"] else "no"
         rows.append(
@@ -129,12 +129,12 @@ def table(records: list[Record]) -> str:
 def sampling_table(records: list[Record]) -> str:
     """Makes a Markdown table of the cost of sampling parameters."""
     rows = [
-        "| GPU | model | workload | sampling | tokens/s | over plain temperature | measured on |",
+        "| GPU | model | workload | sampling | tokens/s | over temperature alone | measured on |",
         "|---|---|---|---|--:|--:|---|",
     ]
     for r in records:
         options = ", ".join(f"{name}={value}" for name, value in r["sampling"].items())
-        rate, kind = headline(r)
+        rate, kind = throughput(r)
         rows.append(
             f"| {r['device']} | {r['model']} | {r['workload']} | `{options}` | "
             f"{rate:,.0f} {kind} | {r['cost_over_plain']:+.1%} time | {r['time'][:10]} |"
@@ -147,9 +147,9 @@ def updated_readme(text: str) -> str:
 
 
 def updated_benchmarks(text: str) -> str:
-    plain, sampling = split(load_records())
+    plain, sampling = split_by_sampling(load_records())
     text = _replaced(text, "comparison", comparison_table(load_peers()))
-    text = _replaced(text, "results", table(plain))
+    text = _replaced(text, "results", results_table(plain))
     return _replaced(text, "sampling", sampling_table(sampling))
 
 
@@ -163,7 +163,7 @@ def _replaced(text: str, name: str, content: str) -> str:
     return f"{before}{begin}\n{content}\n{end}{after}"
 
 
-def split(records: list[Record]) -> tuple[list[Record], list[Record]]:
+def split_by_sampling(records: list[Record]) -> tuple[list[Record], list[Record]]:
     """Splits records into those with only a temperature and those with more sampling parameters."""
     return (
         [r for r in records if not r.get("sampling")],
@@ -174,18 +174,20 @@ def split(records: list[Record]) -> tuple[list[Record], list[Record]]:
 def draw_comparison(peers: list[Record]) -> None:
     """Draws the throughput relative to vLLM, with a bar per engine and workload."""
     plt = _pyplot()
-    rates = {(r["workload"], r["engine"]): headline(r)[0] for r in peers if "workload" in r}
+    rates = {(r["workload"], r["engine"]): throughput(r)[0] for r in peers if "workload" in r}
     engines = engines_in(peers)
     base = next(engine for engine in engines if engine.startswith("vLLM"))
     figure, axes = plt.subplots(figsize=(9, 3.2))
     width = 0.8 / len(engines)
     for i, (engine, color) in enumerate(zip(engines, COLORS, strict=True)):
-        known = [(x, w) for x, w in enumerate(README_WORKLOADS) if (w, engine) in rates]
-        heights = [rates[w, engine] / rates[w, base] for _, w in known]
-        positions = [x + (i - (len(engines) - 1) / 2) * width for x, _ in known]
+        measured = [(x, w) for x, w in enumerate(README_WORKLOADS) if (w, engine) in rates]
+        heights = [rates[w, engine] / rates[w, base] for _, w in measured]
+        positions = [x + (i - (len(engines) - 1) / 2) * width for x, _ in measured]
         bars = axes.bar(positions, heights, width, label=engine, color=color)
-        axes.bar_label(bars, [f"{rates[w, engine]:,.0f}" for _, w in known], fontsize=6, padding=2)
-    kinds = {r["workload"]: headline(r)[1] for r in peers if "workload" in r}
+        axes.bar_label(
+            bars, [f"{rates[w, engine]:,.0f}" for _, w in measured], fontsize=6, padding=2
+        )
+    kinds = {r["workload"]: throughput(r)[1] for r in peers if "workload" in r}
     axes.set_xticks(
         range(len(README_WORKLOADS)), [f"{w}\n({kinds[w]} tokens/s)" for w in README_WORKLOADS]
     )
@@ -207,7 +209,7 @@ def draw_rooflines(records: list[Record]) -> None:
     fractions = [100 * r["roofline_fraction"] for r in records]
     figure, axes = plt.subplots(figsize=(8, 0.3 * len(records) + 0.8))
     bars = axes.barh(labels, fractions, color=COLORS[-1])
-    axes.bar_label(bars, [f" {headline(r)[0]:,.0f} {headline(r)[1]} tok/s" for r in records])
+    axes.bar_label(bars, [f" {throughput(r)[0]:,.0f} {throughput(r)[1]} tok/s" for r in records])
     axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
@@ -230,7 +232,7 @@ def main() -> None:
     for path, update in ((README, updated_readme), (BENCHMARKS, updated_benchmarks)):
         path.write_text(update(path.read_text(encoding="utf-8")), encoding="utf-8")
     draw_comparison(load_peers())
-    draw_rooflines(split(load_records())[0])
+    draw_rooflines(split_by_sampling(load_records())[0])
 
 
 if __name__ == "__main__":

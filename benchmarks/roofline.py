@@ -2,9 +2,9 @@
 and matmul rate.
 
 Prefill is compute-bound: the matmuls of all prompt tokens, and causal attention. In the last layer,
-only a prompt's last token needs more than its key and value. A decode step reads all weights once,
-or takes the time of its matmuls if that is longer, and reads the keys and values of each sequence
-once. Launches, sampling, norms and communication count as free.
+every token needs its key and value, but only a prompt's last token needs the rest. A decode step
+reads all weights once, or takes the time of its matmuls if that is longer, and reads the keys and
+values of each sequence once. Launches, sampling, norms and communication count as free.
 """
 
 from time import perf_counter
@@ -38,8 +38,9 @@ def roofline_seconds(
         rate: FLOP/s.
         itemsize: bytes per element of weights and KV cache.
     """
-    kv = 2 * model.hidden_size * model.head_dim * model.num_key_value_heads
-    layer = kv + 2 * model.hidden_size * model.head_dim * model.num_attention_heads
+    # Numbers of parameters.
+    kv_proj = 2 * model.hidden_size * model.head_dim * model.num_key_value_heads
+    layer = kv_proj + 2 * model.hidden_size * model.head_dim * model.num_attention_heads
     layer += 3 * model.hidden_size * model.layers[0].mlp.intermediate_size
     head = model.vocab_size * model.hidden_size
     layers = model.num_hidden_layers * layer
@@ -50,7 +51,7 @@ def roofline_seconds(
     lens = [len(prompt) for prompt in workload.prompts]
     flops = sum(
         all_but_last * (2 * layer * n + attention * n * n / 2)
-        + (2 * kv * n + 2 * (layer - kv) + attention * n)
+        + (2 * kv_proj * n + 2 * (layer - kv_proj) + attention * n)
         + 2 * head
         for n in lens
     )
@@ -59,10 +60,10 @@ def roofline_seconds(
         contexts = [
             n + step for n, out in zip(lens, workload.output_lens, strict=True) if out > step
         ]
-        weights = max(
+        weights_seconds = max(
             (layers + head) * itemsize / bandwidth, 2 * (layers + head) * len(contexts) / rate
         )
-        seconds += weights + sum(contexts) * kv_bytes / bandwidth
+        seconds += weights_seconds + sum(contexts) * kv_bytes / bandwidth
     return seconds
 
 

@@ -12,18 +12,18 @@ PARTIAL_EVERY = 64  # about 1 in 64 of Qwen3's tokens begins or ends within a UT
 
 
 def stand_in_tokenizer(vocab_size: int) -> Path:
-    """Returns the folder of a byte-level tokenizer with this many tokens, and makes it the first
-    time.
+    """Returns the folder of a byte-level tokenizer with this many tokens. Creates the tokenizer if
+    it does not exist.
 
     Its tokens are the single bytes, words of four letters (half of them after a space), and
     sequences that contain incomplete UTF-8 characters.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm"
     folder = cache / f"stand-in-tokenizer-{vocab_size}"
-    if not (folder / "tokenizer_config.json").exists():  # the file that is written last
+    if not (folder / "tokenizer_config.json").exists():  # written last, so the others exist too
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())
         words = ["".join(word) for word in islice(product(ascii_lowercase, repeat=4), vocab_size)]
-        # How a byte-level vocabulary writes lead bytes and continuation bytes of UTF-8.
+        # Lead and continuation bytes of UTF-8, as a byte-level vocabulary writes them.
         leads, continuations = "äåæçèé", "".join(map(chr, range(0x122, 0x143)))
         partials = ["".join(chars) for chars in product(leads, continuations, continuations, leads)]
         pieces = [

@@ -1,10 +1,10 @@
 """Measures start-up time and its parts: ``python -m benchmarks.startup MODEL [--tp N]``.
 
-Each start runs in a new process, and is timed from its creation until it has the text of its first
-token. MODEL is a checkpoint with weights and a tokenizer (``benchmarks/write_checkpoint.py`` writes
-one). Prints a table, the import time of nanovllm and of PyTorch, and the modules with the longest
-imports. ``--fresh-kernels`` starts without compiled kernels, as on a new machine, but does not drop
-the disk cache.
+Each start runs in a new process. It is timed from the creation of the process to the text of the
+first token. MODEL is a checkpoint with weights and a tokenizer;
+``benchmarks/write_checkpoint.py`` writes one. Prints a table, the import time of nanovllm and of
+PyTorch, and the modules with the longest imports. ``--fresh-kernels`` starts without compiled
+kernels, as on a new machine. The operating system may still have the checkpoint in its page cache.
 """
 
 import argparse
@@ -51,22 +51,22 @@ def main() -> None:
 def start(args: argparse.Namespace) -> None:
     """Starts an engine, in the new process. Prints a JSON line with timestamps and the seconds of
     the engine's start-up parts."""
-    points = {"interpreter": time()}
+    timestamps = {"interpreter": time()}
     import torch
 
-    points["import torch"] = time()
+    timestamps["import torch"] = time()
     from nanovllm import LLM, SamplingParams
 
-    points["import nanovllm"] = time()
+    timestamps["import nanovllm"] = time()
     llm = LLM(args.model, tensor_parallel_size=args.tp, max_num_seqs=args.max_num_seqs)
-    points["engine"] = time()
+    timestamps["engine"] = time()
     output = llm.generate(["Hello"], SamplingParams(max_tokens=1, ignore_eos=True), use_tqdm=False)
-    points["first token"] = time()
+    timestamps["first token"] = time()
     assert output[0].outputs[0].text is not None
     parts = llm.model_runner.startup_seconds
     on_gpu = llm.model_runner.device.type == "cuda"
     device = torch.cuda.get_device_name() if on_gpu else "CPU"
-    print(json.dumps({"points": points, "parts": parts, "device": device}), flush=True)
+    print(json.dumps({"timestamps": timestamps, "parts": parts, "device": device}), flush=True)
     llm.close()
 
 
@@ -92,13 +92,13 @@ def measure(args: argparse.Namespace, *options: str) -> dict[str, Any]:
         sys.exit(f"the start failed:\n{result.stderr}")
     record = json.loads(result.stdout.splitlines()[-1])
     seconds, before = {}, begin
-    for name, at in record["points"].items():
-        seconds[name] = at - before
+    for name, timestamp in record["timestamps"].items():
+        seconds[name] = timestamp - before
         if name == "engine":
             parts = record["parts"]
             rest = seconds.pop(name) - sum(parts.values())
             seconds |= {"config": rest, **parts}
-        before = at
+        before = timestamp
     seconds["all, to the first token"] = before - begin
     return {"seconds": seconds, "device": record["device"], "stderr": result.stderr}
 
@@ -113,7 +113,8 @@ def print_table(records: list[dict[str, Any]]) -> None:
 def print_imports(args: argparse.Namespace) -> None:
     """Prints the modules with the longest imports, with and without the modules that they import.
 
-    The time of an import in a thread includes the time that other threads ran meanwhile.
+    If several threads import at the same time, the time of an import includes that of the other
+    threads.
     """
     times: dict[str, tuple[int, int]] = {}
     for line in measure(args, "-X", "importtime")["stderr"].splitlines():

@@ -41,7 +41,7 @@ def random_workload(
     input_len: tuple[int, int] | None = None,
     output_len: tuple[int, int] | None = None,
 ) -> Workload:
-    """Makes one of SHAPES, possibly with other sizes, which then become its name."""
+    """Makes one of SHAPES. If an argument changes its sizes, its name gives the sizes instead."""
     shape = SHAPES[name]
     count, inputs, outputs = num_prompts or shape[0], input_len or shape[1], output_len or shape[2]
     if (count, inputs, outputs) != shape:

@@ -1,8 +1,8 @@
 """Writes a checkpoint of random weights: ``python -m benchmarks.write_checkpoint SHAPE FOLDER``.
 
-Start-up can be measured with it as with a real checkpoint. It has safetensors shards, a config and
-a tokenizer with the model's vocabulary size. ``--tokenizer`` copies a tokenizer from a folder
-instead.
+The checkpoint has safetensors shards, a config and a tokenizer with the model's vocabulary size, so
+that it can stand for a real one when start-up is measured. ``--tokenizer`` copies a tokenizer from
+a folder instead.
 """
 
 import argparse
@@ -76,9 +76,10 @@ def weight_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def write_weights(config: dict[str, Any], folder: Path) -> None:
-    """Writes bf16 weights: norms of 1, and matrices that reuse 16 million normal random numbers."""
-    deviates = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)).mul_(0.02)
-    deviates = deviates.bfloat16()
+    """Writes bf16 weights. Norm weights are 1. All matrices reuse 16 million numbers from a normal
+    distribution."""
+    random_values = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)).mul_(0.02)
+    random_values = random_values.bfloat16()
     shards: list[dict[str, torch.Size]] = [{}]
     num_bytes = 0
     for name, shape in weight_shapes(config):
@@ -98,8 +99,8 @@ def write_weights(config: dict[str, Any], folder: Path) -> None:
             if len(size) == 1:
                 tensors[name] = torch.ones(size, dtype=torch.bfloat16)
             else:
-                repeats = size.numel() // len(deviates) + 1
-                values = deviates.roll(997 * j).repeat(repeats)[: size.numel()]
+                repeats = size.numel() // len(random_values) + 1
+                values = random_values.roll(997 * j).repeat(repeats)[: size.numel()]
                 tensors[name] = values.view(size).contiguous()
         save_file(tensors, folder / file, {"format": "pt"})
         files |= dict.fromkeys(shard, file)
@@ -109,8 +110,8 @@ def write_weights(config: dict[str, Any], folder: Path) -> None:
 
 
 def write_tokenizer(config: dict[str, Any], folder: Path) -> None:
-    """Writes a byte-level BPE tokenizer about as large as the vocabulary: bytes, and words of up to
-    four letters."""
+    """Writes a byte-level BPE tokenizer, of slightly fewer tokens than the vocabulary: bytes, and
+    words of up to four letters."""
     size = config["vocab_size"] - 300  # as in real models, some embedding rows have no token
     words = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = []
@@ -125,11 +126,11 @@ def write_tokenizer(config: dict[str, Any], folder: Path) -> None:
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     is_qwen = config["model_type"].startswith("qwen")
-    facts = {
+    tokenizer_config = {
         "tokenizer_class": "Qwen2Tokenizer" if is_qwen else "PreTrainedTokenizerFast",
         "eos_token": "<|endoftext|>",
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(facts), "utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config), "utf-8")
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ MODULES: dict[str, dict[str, str]] = {
     "vllm.v1.engine.llm_engine": _ENGINE,
     "vllm.version": {_NAMES: "__version__ __version_tuple__"},
 }
-for _package in [*MODULES]:  # and the packages around these modules
+for _package in [*MODULES]:  # adds the packages that contain these modules
     while _package := _package.rpartition(".")[0]:
         MODULES.setdefault(_package, {})
 
@@ -129,7 +129,7 @@ class AliasFinder(Loader):
         if name.partition(".")[0] != "vllm":
             return None
         if name not in MODULES:
-            # Without name=name, because `from vllm import X` would then replace the message.
+            # With name=name, `from vllm import X` would replace this message with its own.
             raise ModuleNotFoundError(_missing(name))
         spec = ModuleSpec(name, AliasFinder(), origin=__file__, is_package=True)
         spec.has_location = True  # sets __file__, which some programs print
@@ -137,7 +137,7 @@ class AliasFinder(Loader):
 
     @staticmethod
     def find_distributions(context: Any) -> Iterator[Any]:
-        # A search with an explicit path is not about what ``import`` finds.
+        # A caller with a path of its own searches only that path, for installed distributions.
         if context.name in (None, "vllm") and "path" not in vars(context):
             yield _make_distribution()
 

@@ -50,7 +50,8 @@ def translate(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def _equals(value: Any, recorded: Any) -> bool:
     """Returns whether an argument equals a value of the table, where sets and tuples are lists."""
     if isinstance(value, (list, tuple, set, frozenset)):
-        value = [item for item in value if item is not None]  # [None, ...], one per prompt, is []
+        # A list with None for each prompt is the same as an empty list.
+        value = [item for item in value if item is not None]
     return bool(value == recorded)
 
 

@@ -90,7 +90,8 @@ class LLMEngine:
 
     @property
     def vllm_config(self) -> SimpleNamespace:
-        """The settings, as in vLLM's ``VllmConfig``. All groups but the model's are one."""
+        """The settings, as in vLLM's ``VllmConfig``. The cache, parallel and scheduler configs are
+        one object with all settings."""
         model_config = self.model_config
         settings = SimpleNamespace(**asdict(self.llm.config))
         settings.max_model_len = model_config.max_model_len
@@ -131,7 +132,7 @@ class LLMEngine:
             prompt: as in ``LLM.generate``.
             params: the sampling parameters.
             arrival_time, trace_headers, priority: ignored.
-            lora_request, tokenization_kwargs: not supported, as in ``LLM.generate``.
+            lora_request, tokenization_kwargs: accepted only at values that have no effect.
 
         Raises:
             TypeError, ValueError: an invalid argument, as in ``LLM.add_request``.
@@ -140,18 +141,18 @@ class LLMEngine:
             raise TypeError(f"request_id must be a string, got {request_id!r:.80}")
         options = {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}
         translate("generate", options)
-        self.llm._add_named(request_id, prompt, params)
+        self.llm._add_with_id(request_id, prompt, params)
         return request_id
 
     def step(self) -> list[RequestOutput]:
         """Runs one step. Returns the output so far of each request that has a new token, with the
         whole text. A request with ``output_kind=FINAL_ONLY`` is returned only when it finishes."""
-        return self.llm._step_named()
+        return self.llm._step_with_ids()
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Aborts requests. Ignores ids of finished or unknown requests."""
-        names = {request_ids} if isinstance(request_ids, str) else set(request_ids)
-        self.llm._abort_named(names)
+        caller_ids = {request_ids} if isinstance(request_ids, str) else set(request_ids)
+        self.llm._abort_with_ids(caller_ids)
 
     def has_unfinished_requests(self) -> bool:
         return not self.llm.is_finished()

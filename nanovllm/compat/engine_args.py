@@ -37,27 +37,29 @@ class FlexibleArgumentParser(ArgumentParser):
 
 
 def _engine_arguments() -> dict[str, dict[str, Any]]:
+    """Returns the entries of vLLM's current engine arguments, without those of earlier versions."""
     return {name: entry for name, entry in load_table()["LLM"].items() if "former" not in entry}
 
 
 def _add_flags(
     parser: ArgumentParser, flags: list[str], type: str, choices: Any = None, **options: Any
 ) -> None:
+    """Adds the flags of one argument. A bool with a ``--no-`` flag gets both forms."""
     if type == "bool":
         positive = [flag for flag in flags if not flag.startswith("--no-")]
         action = "store_true" if positive == flags else BooleanOptionalAction
         parser.add_argument(*positive, action=action, **options)
         return
     optional = options["default"] is None or None in (choices or ())
-    options["type"] = partial(_read, READERS[type], optional)
+    options["type"] = partial(_parse_optional, PARSERS[type], optional)
     parser.add_argument(*flags, choices=choices, **options)
 
 
-def _read(reader: Callable[[str], Any], optional: bool, text: str) -> Any:
-    return None if optional and text in ("", "None") else reader(text)
+def _parse_optional(parse: Callable[[str], Any], optional: bool, text: str) -> Any:
+    return None if optional and text in ("", "None") else parse(text)
 
 
-def _read_int(text: str) -> int:
+def _parse_int(text: str) -> int:
     """Parses an int, which may have a suffix: 1k is 1000, 25.6k is 25600, 1K is 1024."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])|(\d+)([KMGT])", text)
     try:
@@ -69,18 +71,18 @@ def _read_int(text: str) -> int:
         raise ArgumentTypeError(f"not an int: {text!r}") from None
 
 
-def _read_json(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return loads(text)
     except JSONDecodeError:
         return text
 
 
-READERS: dict[str, Callable[[str], Any]] = {
-    "int": _read_int,
+PARSERS: dict[str, Callable[[str], Any]] = {
+    "int": _parse_int,
     "float": float,
     "str": str,
-    "json": _read_json,
+    "json": _parse_json,
 }
 
 _Fields = make_dataclass(

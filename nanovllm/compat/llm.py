@@ -89,7 +89,7 @@ class LLM(llm.LLM):
         if max_model_len in (-1, "auto"):
             max_model_len = None  # the largest that the model and the KV cache allow
         defaults = LLM.__init__.__kwdefaults__ or {}
-        given = {  # omit defaults, so that ``translate`` accepts the argument's vLLM name
+        given = {  # without defaults, so that the argument's vLLM name can be passed instead
             name: value
             for name, value in locals().items()
             if name in ENGINE_ARGUMENTS and value is not defaults[name]
@@ -98,7 +98,7 @@ class LLM(llm.LLM):
             raise ValueError(
                 f"generation_config must be 'auto' or 'vllm', got {generation_config!r:.80}"
             )
-        self._request_names: dict[str, str] = {}  # internal request id -> the caller's request id
+        self._caller_ids: dict[str, str] = {}  # internal request id -> the caller's request id
         self.default_chat_template = _read_template(chat_template)
         super().__init__(model, **translate("LLM", {**given, **vllm_arguments}))
         if generation_config == "vllm":
@@ -150,8 +150,8 @@ class LLM(llm.LLM):
         options = translate("generate", kwargs)
         if not adds_special_tokens:
             encoded = self.prompt_encoder.encode(as_prompt_list(prompts), add_special_tokens=False)
-            ready: Any = map_valid(with_tokens, encoded)
-            return super().generate(ready, sampling_params, use_tqdm, on_error=on_error)
+            prepared: Any = map_valid(with_tokens, encoded)
+            return super().generate(prepared, sampling_params, use_tqdm, on_error=on_error)
         return super().generate(prompts, sampling_params, use_tqdm, on_error=on_error, **options)
 
     def chat(  # type: ignore[override]  # the parent takes the options as **template_options
@@ -194,22 +194,22 @@ class LLM(llm.LLM):
             chat_template_kwargs=chat_template_kwargs,
         )
 
-    def _add_named(self, name: str, prompt: Prompt, params: SamplingParams | None) -> None:
-        """Adds a request under the caller's request id, for ``_step_named``."""
+    def _add_with_id(self, caller_id: str, prompt: Prompt, params: SamplingParams | None) -> None:
+        """Adds a request under the caller's request id. ``_step_with_ids`` returns its outputs."""
         params = params or self.get_default_sampling_params()
         prepared = self.prepare(prompt, params)
         with self._running(STREAM_OPEN, alone=False):
             streams = params.output_kind is not RequestOutputKind.FINAL_ONLY
             request = self._add(prepared, streams=streams)
-            request.is_stream = False  # ``_step_named`` returns its outputs
-            self._request_names[request.request_id] = name
+            request.is_stream = False  # ``generate_stream`` did not add it
+            self._caller_ids[request.request_id] = caller_id
 
-    def _step_named(self) -> list[RequestOutput]:
+    def _step_with_ids(self) -> list[RequestOutput]:
         """Runs one step. Returns the outputs of requests that finished, and of streaming requests
         that have a new token."""
         with self._running(STREAM_OPEN, alone=False):
             if self.is_finished():
-                self._request_names.clear()
+                self._caller_ids.clear()
                 return []
             with self._reset_on_error():
                 sampled, finished = self._step()
@@ -221,16 +221,16 @@ class LLM(llm.LLM):
                 ]
                 outputs = make_outputs([*finished, *updated], self.prompt_encoder)
             for output in outputs:
-                names = self._request_names
-                take = names.pop if output.finished else names.get
+                caller_ids = self._caller_ids
+                take = caller_ids.pop if output.finished else caller_ids.get
                 output.request_id = take(output.request_id, output.request_id)
             return outputs
 
-    def _abort_named(self, names: set[str]) -> None:
-        for request_id, name in [*self._request_names.items()]:
-            if name in names:
-                del self._request_names[request_id]
-                with suppress(ValueError):  # an error has ended it
+    def _abort_with_ids(self, caller_ids: set[str]) -> None:
+        for request_id, caller_id in [*self._caller_ids.items()]:
+            if caller_id in caller_ids:
+                del self._caller_ids[request_id]
+                with suppress(ValueError):  # an error has already ended the request
                     self.abort_request(request_id)
 
 

@@ -136,7 +136,7 @@ def resolve_chat_template(
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Frees cached memory of deleted engines, whose processes have already ended."""
+    """Frees memory that PyTorch still caches for deleted engines. Their processes have ended."""
     if shutdown_ray:
         import ray
 
@@ -147,7 +147,7 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 
 
 def destroy_model_parallel() -> None:
-    """Does nothing, because an engine's process group ends with ``LLM.close()`` or the object."""
+    """Does nothing, because closing or deleting an ``LLM`` destroys its process group."""
 
 
 destroy_distributed_environment = destroy_model_parallel

@@ -35,8 +35,8 @@ logger = logging.getLogger("nanovllm.run_batch")
 ALL_DONE, SOME_FAILED, CANNOT_START = 0, 1, 2
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME"}
 DESCRIPTION = """\
-Runs the requests of a file in OpenAI's batch format: one JSON object per line, for a chat completion
-or a completion. Writes a record of each request to another file as soon as it finishes. If a job
+Runs the requests of a file in OpenAI's batch format: one JSON object per line, for a completion or
+a chat completion. Writes a record of each request to another file as soon as it finishes. If a job
 ends early, for whatever reason, the same command resumes it."""
 EPILOG = """\
 exit status: 0 every line has a response; 1 every line has a record, but some are errors; 2 wrong

@@ -28,8 +28,8 @@ class Journal:
 
     The supervisor counts deaths with ``note_death``. If the supervisor was killed together with the
     process, nobody knows whether a request caused the death or somebody ended the job. Such a death
-    is counted by the next run, and only if the process had written no record or had a single request
-    in flight.
+    is counted by the next run, and only if the process had written no record or had exactly one
+    request in flight.
 
     Args:
         path: the journal file. The file of an earlier run is read and continued.
@@ -175,7 +175,7 @@ def _entry(digest: str, num_deaths: int, state: str) -> bytes:
 
 
 def _rewrite(file: int, header: bytes, num_deaths: dict[str, int]) -> None:
-    """Replaces the entries by the given numbers of deaths, with no request in flight."""
+    """Replaces the entries with the given numbers of deaths, with no request in flight."""
     entries = b"".join(_entry(digest, num, ".") for digest, num in num_deaths.items())
     num_before = os.fstat(file).st_size // LINE_BYTES - 1
     rest = FREE * max(0, num_before - len(num_deaths))

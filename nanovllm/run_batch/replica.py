@@ -55,7 +55,7 @@ class Replica:
         self._inbox: SimpleQueue[list[BatchRequest]] = SimpleQueue()
         self._records: SimpleQueue[Record | None] = SimpleQueue()
         self._stop = Stop()
-        # Skip the C++ destructors of Ray, which run when the process exits and can deadlock.
+        # Skip the native destructors of Ray, which run at exit and can deadlock.
         atexit.register(os._exit, 0)
         Thread(target=self._serve, daemon=True).start()
 

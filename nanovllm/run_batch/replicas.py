@@ -53,9 +53,9 @@ class _ReplicaState:
 class Replicas:
     """Runs requests on several engines, each in an actor of a Ray cluster.
 
-    It has the interface of ``Runner``, which runs requests on one engine. Each replica has a bounded
-    number of requests at a time. If its actor dies, a new actor gets these requests. If its machine
-    is lost, any replica may get them.
+    It has the interface of ``Runner``, which runs requests on one engine. Each replica has a
+    bounded number of requests at a time. If its actor dies, a new actor gets these requests. If its
+    machine is lost, any replica may get them.
 
     Args:
         options: the engines' options: the fields of Config.
@@ -252,8 +252,8 @@ def _connect() -> bool:
 
 
 def _find_resources(options: dict[str, Any], num_replicas: int) -> tuple[dict[str, int], int]:
-    """Returns the resources of a replica, as arguments of ``ray.remote``, and the number of replicas
-    that fit in the cluster. Raises ValueError if none fits."""
+    """Returns the resources of a replica, as arguments of ``ray.remote``, and how many replicas fit
+    in the cluster. Raises ValueError if none fits."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     size, device = options["tensor_parallel_size"], options["device"]
     if device.startswith("cuda:"):

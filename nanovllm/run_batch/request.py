@@ -1,4 +1,4 @@
-"""Parses a line of the input file to prompts and sampling parameters."""
+"""Parses a line of the input file into prompts and sampling parameters."""
 
 import difflib
 import json
@@ -18,14 +18,16 @@ from nanovllm.text.chat import normalize_message
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
 MAX_CHOICES = 4096  # of one request: the number of its prompts times n
-MAX_BRACKETS = 4_000_000  # of one line, because a list or an object takes 100 bytes of memory
+MAX_BRACKETS = 4_000_000  # [ and { in a line; each makes a list or dict of about 100 bytes
 MAX_LOGPROBS = 20  # per token, the limit of OpenAI and vLLM
 DEFAULT_MAX_TOKENS = 16  # of completions; chats are limited by the model's length only
 
-NOT_OFFERED = ("prompt_logprobs", "detokenize")
-# Fields of SamplingParams; those that it has for compatibility only are not in its repr.
+UNSUPPORTED_SAMPLING_FIELDS = ("prompt_logprobs", "detokenize")
+# SamplingParams excludes fields that have no effect here from its repr.
 SAMPLING_FIELDS = tuple(
-    field.name for field in fields(SamplingParams) if field.repr and field.name not in NOT_OFFERED
+    field.name
+    for field in fields(SamplingParams)
+    if field.repr and field.name not in UNSUPPORTED_SAMPLING_FIELDS
 )
 SHARED_FIELDS = (*SAMPLING_FIELDS, "model", "response_format")
 TEMPLATE_FIELDS = ("chat_template", "chat_template_kwargs")
@@ -99,7 +101,7 @@ class Generation:
 
     Attributes:
         model: the model name for the response.
-        params: the sampling parameters of the first prompt; ``params_of`` has those of the others.
+        params: the sampling parameters of the first prompt; ``params_of`` returns those of any.
         has_seed: whether the body sets a seed, which is then used for all prompts.
         prompts: the prompts of a completion request: strings or lists of token ids, at least one.
         messages: the conversation of a chat request.
@@ -122,7 +124,7 @@ class Generation:
 
 
 def parse_line(line: Line) -> BatchRequest | Record:
-    """Parses a line to a request, or to an error record if the line is invalid."""
+    """Parses a line. Returns its request, or an error record if the line is invalid."""
     custom_id = None
     try:
         request = _parse_object(line.text)
@@ -171,6 +173,7 @@ def read_body(
     Raises:
         RequestError: a field is invalid, missing or not supported.
     """
+    # In the functions below, ``given`` is the body without fields that are null.
     given = {name: value for name, value in request.body.items() if value is not None}
     has_seed = given.get("seed", -1) != -1
     if not has_seed:
@@ -203,8 +206,8 @@ def _make_seed(seed: int | None, name: object) -> int:
 
 
 def bad_request(error: Exception) -> RequestError:
-    """Converts an error of the library to a RequestError. Drops the prompt's index, because there
-    is only one prompt here."""
+    """Converts an exception of ``LLM`` to a RequestError. Removes the prompt's index from the start
+    of the message, because the call had only one prompt."""
     message = ERROR_PREFIX.sub("", str(error))
     name = re.match(r"\w*", message)  # messages about a field begin with the field's name
     return RequestError(message, param=name[0] if name and name[0] in SHARED_FIELDS else None)
@@ -251,8 +254,8 @@ def _check_fields(given: dict[str, Any], url: str) -> None:
 
 
 def _read(given: dict[str, Any], name: str, kind: type, expected: str, default: Any = None) -> Any:
-    """Returns a field's value, or the default if it is not set. Raises RequestError if it is not
-    of a type."""
+    """Returns a field's value, or the default if the field is not set. Raises RequestError if the
+    value is not of the type ``kind``, which the message calls ``expected``."""
     value = given.get(name, default)
     if name in given and not isinstance(value, kind):
         raise _invalid(name, expected, value)
@@ -270,40 +273,41 @@ def _read_num_logprobs(given: dict[str, Any], name: str, default: int | None) ->
     return value
 
 
-def _read_completion(given: dict[str, Any], start: Generation) -> Generation:
+def _read_completion(given: dict[str, Any], defaults: Generation) -> Generation:
     logprobs = _read_num_logprobs(given, "logprobs", None)
     max_tokens = given.get("max_tokens", DEFAULT_MAX_TOKENS)
-    params = _read_params(given, start.params, max_tokens=max_tokens, logprobs=logprobs)
-    return replace(start, params=params, prompts=_read_prompts(given.get("prompt")))
+    params = _read_params(given, defaults.params, max_tokens=max_tokens, logprobs=logprobs)
+    return replace(defaults, params=params, prompts=_read_prompts(given.get("prompt")))
 
 
-def _read_chat(given: dict[str, Any], start: Generation) -> Generation:
+def _read_chat(given: dict[str, Any], defaults: Generation) -> Generation:
     wants_logprobs = _read_bool(given, "logprobs", False)
     top_logprobs = _read_num_logprobs(given, "top_logprobs", 0)
     if top_logprobs and not wants_logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     params = _read_params(
         given,
-        start.params,
+        defaults.params,
         max_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
         logprobs=top_logprobs if wants_logprobs else None,
     )
     messages = _read_messages(given.get("messages"))
-    return replace(start, params=params, messages=messages, template=_read_template(given))
+    return replace(defaults, params=params, messages=messages, template=_read_template(given))
 
 
-def _read_params(given: dict[str, Any], defaults: SamplingParams, **known: Any) -> SamplingParams:
+def _read_params(given: dict[str, Any], defaults: SamplingParams, **parsed: Any) -> SamplingParams:
+    """Returns the sampling parameters. ``parsed`` are fields that the caller has parsed."""
     values = {name: given[name] for name in SAMPLING_FIELDS if name in given}
-    known["logit_bias"] = _read_logit_bias(given.get("logit_bias"))
-    known["structured_outputs"] = _read_structured_outputs(given)
+    parsed["logit_bias"] = _read_logit_bias(given.get("logit_bias"))
+    parsed["structured_outputs"] = _read_structured_outputs(given)
     try:
-        return replace(defaults, **(values | known))
+        return replace(defaults, **(values | parsed))
     except (TypeError, ValueError) as error:
         raise bad_request(error) from None
 
 
 def _read_logit_bias(biases: Any) -> Any:
-    """Converts the keys, which are strings in JSON, to ints. SamplingParams checks the values."""
+    """Converts the keys from strings, as in JSON, to ints. SamplingParams checks the values."""
     if not isinstance(biases, dict):
         return biases
     for key in biases:

@@ -63,15 +63,15 @@ def _chat_content(completion: CompletionOutput, generation: Generation) -> dict[
     return {"message": message, "logprobs": logprobs}
 
 
-def _chat_logprobs(position: dict[int, Logprob], num_best: int) -> dict[str, Any]:
+def _chat_logprobs(entries: dict[int, Logprob], num_best: int) -> dict[str, Any]:
     """Returns the log-probabilities of the sampled token and of the ``num_best`` most likely ones.
 
-    The first entry of ``position`` is the sampled token. If it is one of the most likely tokens,
-    it is not repeated among the other entries."""
-    sampled, *others = position.values()
+    The first entry is the sampled token. The other entries are the most likely tokens, except the
+    sampled token."""
+    sampled, *others = entries.values()
     best = others
-    if len(others) < num_best:
-        best = sorted(position.values(), key=lambda entry: entry.rank or 0)
+    if len(others) < num_best:  # the sampled token is one of the most likely tokens
+        best = sorted(entries.values(), key=lambda entry: entry.rank or 0)
     return _entry(sampled) | {"top_logprobs": [_entry(entry) for entry in best]}
 
 

@@ -30,8 +30,8 @@ logger = logging.getLogger("nanovllm.run_batch")
 
 MAX_ATTEMPTS = 3
 NUM_THREADS = 4  # for preparing requests
-EXHAUSTED: Any = object()
 WAIT_SECONDS = 0.1  # longest wait for these threads before ``stop`` is checked again
+EXHAUSTED: Any = object()
 
 
 class EngineLostError(RuntimeError):
@@ -44,20 +44,20 @@ class _RequestState:
 
     Attributes:
         request: the request.
-        level: how often the engine or its process failed while running the request.
+        attempt: how many earlier attempts ended in a failure of the engine or its process.
         generation: the request's parsed body.
         prompts: the request's prompts.
         slot: the slot in the journal, while the request is active.
-        running: the ids of its prompts in the engine.
+        request_ids: the engine's request ids, one for each prompt in the engine.
         outputs: the outputs of finished prompts, by prompt index.
     """
 
     request: BatchRequest
-    level: int
+    attempt: int
     generation: Generation = None  # type: ignore[assignment]  # until it is prepared
     prompts: Sequence[Any] = ()
     slot: int = 0
-    running: set[str] = field(default_factory=set)
+    request_ids: set[str] = field(default_factory=set)
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
 
 
@@ -90,12 +90,13 @@ class Runner:
     Args:
         make_llm: creates an engine.
         model_names: the names that requests may use for the model. The first is the default.
-        journal: records the requests in flight, and knows how often earlier processes died with
-            each.
+        journal: records the requests in flight, and has the number of times that earlier
+            processes died while running each request.
 
     Attributes:
         llm: the engine; None after a failure, until an engine is needed again.
-        window: the maximum number of completions in the engine. A prompt with more runs alone.
+        window: the maximum number of completions in the engine. A prompt with more completions than
+            that runs alone.
         num_in_flight: the number of completions in the engine.
     """
 
@@ -113,17 +114,17 @@ class Runner:
         self._journal = journal
         seed = self.llm.config.seed
         self._defaults = replace(self.llm.get_default_sampling_params(), seed=seed)
-        # Requests that are not active, by level, and the window for each level.
+        # Requests that are not active, by attempt, and the window for each attempt.
         self._waiting: list[deque[_RequestState]] = [deque() for _ in range(MAX_ATTEMPTS)]
         self._windows = (self.window, isqrt(self.window), 1)
-        # Active requests, oldest first, all of one level: first they are prepared, then their
-        # prompts are ready, then in flight.
-        self._level = 0
+        # Active requests, oldest first. All of them are at the same attempt. A request is prepared
+        # first. Then its prompts are ready, and then they are in flight in the engine.
+        self._attempt = 0
         self._active: dict[_RequestState, None] = {}
         self._preparing: dict[Future[RequestError | None], _RequestState] = {}
         self._ready: deque[_Prompt] = deque()
         self._in_flight: dict[str, _Prompt] = {}  # by request id
-        self._num_failures = 0  # since a request last finished
+        self._num_failures = 0  # of the engine, since a request last finished
         self._pool = ThreadPoolExecutor(NUM_THREADS, "nanovllm-requests")
         self._records: list[Record] = []  # to yield next
 
@@ -178,23 +179,24 @@ class Runner:
 
     @property
     def _has_capacity(self) -> bool:
-        """Whether another request should be read before the next step. A window of requests to
-        retry is enough."""
+        """Whether another request should be read before the next step: the engine has room, no
+        request is being retried, and less than a window of requests waits for a retry."""
         num_waiting = sum(map(len, self._waiting))
-        may_read = self._level == 0 and not self._waiting[0] and num_waiting < self.window
+        may_read = self._attempt == 0 and not self._waiting[0] and num_waiting < self.window
         return may_read and self._can_start
 
     @property
     def _can_start(self) -> bool:
         num_started = self.num_in_flight + len(self._preparing)
-        return not self._ready and num_started < self._windows[self._level]
+        return not self._ready and num_started < self._windows[self._attempt]
 
     def _pop_records(self) -> list[Record]:
         records, self._records = self._records, []
         return records
 
     def _add(self, request: BatchRequest) -> None:
-        """Starts a request, unless earlier processes died with it."""
+        """Starts a request. If earlier processes died while running it, it waits for a retry, or
+        ends with an error after MAX_ATTEMPTS."""
         num_deaths = self._journal.num_deaths(request.digest) if self._journal else 0
         state = _RequestState(request, num_deaths)
         if self._journal and num_deaths >= MAX_ATTEMPTS:
@@ -243,13 +245,13 @@ class Runner:
         return self.llm
 
     def _start_waiting(self) -> None:
-        """Starts requests that are waiting, up to the window. If no request is active, those of
-        the highest level go first."""
+        """Starts requests that are waiting, up to the window. If no request is active, continues
+        with the requests that have had the most attempts."""
         if not self._active:
-            levels = [level for level, queue in enumerate(self._waiting) if queue]
-            self._level = max(levels, default=0)
-        while self._waiting[self._level] and self._can_start:
-            self._start(self._waiting[self._level].popleft())
+            attempts = [attempt for attempt, queue in enumerate(self._waiting) if queue]
+            self._attempt = max(attempts, default=0)
+        while self._waiting[self._attempt] and self._can_start:
+            self._start(self._waiting[self._attempt].popleft())
 
     def _start(self, state: _RequestState) -> None:
         """Prepares a request and adds its prompts. A thread prepares it if that may take long."""
@@ -271,7 +273,7 @@ class Runner:
             try:
                 if generation.messages:
                     state.prompts = llm.render_chat(generation.messages, **generation.template)
-                if has_grammar(state.request):  # compile it, so that ``add_request`` need not wait
+                if has_grammar(state.request):  # compiles it, so that ``add_request`` does not wait
                     llm.prepare(state.prompts[0], generation.params)
             except (TypeError, ValueError) as error:
                 return bad_request(error)
@@ -286,7 +288,8 @@ class Runner:
         if self._preparing and not self._in_flight and not self._ready:
             wait(self._preparing, WAIT_SECONDS, FIRST_COMPLETED)
         for future in [future for future in self._preparing if future.done()]:
-            if future in self._preparing:  # an engine that fails ends the preparation of all
+            # ``_add_prompts`` clears ``_preparing`` if the engine fails.
+            if future in self._preparing:
                 self._add_prompts(self._preparing.pop(future), future.result())
 
     def _add_prompts(self, state: _RequestState, error: RequestError | None) -> None:
@@ -299,7 +302,7 @@ class Runner:
 
     def _fill_engine(self) -> None:
         """Adds prompts to the engine up to the window."""
-        window = self._windows[self._level]
+        window = self._windows[self._attempt]
         while self._ready and (
             self.num_in_flight + self._ready[0].num_completions <= window or not self._in_flight
         ):
@@ -320,13 +323,13 @@ class Runner:
         else:
             self._in_flight[request_id] = prompt
             self.num_in_flight += prompt.num_completions
-            state.running.add(request_id)
+            state.request_ids.add(request_id)
 
     def _remove(self, request_id: str) -> _Prompt:
         """Removes a prompt from those in flight."""
         prompt = self._in_flight.pop(request_id)
         self.num_in_flight -= prompt.num_completions
-        prompt.state.running.remove(request_id)
+        prompt.state.request_ids.remove(request_id)
         return prompt
 
     def _finish(self, prompt: _Prompt, output: RequestOutput) -> None:
@@ -353,8 +356,8 @@ class Runner:
             self._records.append(success_record(state.request, state.request.custom_id, body))
 
     def _handle_failure(self, error: Exception, added: _Prompt | None = None) -> None:
-        """Handles a failure of the engine while it ran the prompts in flight, or took ``added``:
-        the requests of these are retried, or end after MAX_ATTEMPTS."""
+        """Handles a failure of the engine in a step, or while ``added`` was added. The requests of
+        ``added`` and of the prompts in flight are retried, or end after MAX_ATTEMPTS."""
         self._num_failures += 1
         failed = [*self._in_flight.values(), *([added] if added else [])]
         logger.warning(
@@ -365,10 +368,10 @@ class Runner:
             self.close()
         failed_states = {prompt.state for prompt in failed}
         for state in self._end_all():
-            level = state.level + (state in failed_states)
-            if level < MAX_ATTEMPTS:
-                self._waiting[level].append(_RequestState(state.request, level))
-            else:  # it ran alone
+            attempt = state.attempt + (state in failed_states)
+            if attempt < MAX_ATTEMPTS:
+                self._waiting[attempt].append(_RequestState(state.request, attempt))
+            else:  # the window of the last attempt is 1, so no other request was running
                 message = (
                     f"the engine failed {MAX_ATTEMPTS} times while running this request, the last "
                     f"time with no other request: {describe(error)}"
@@ -386,7 +389,7 @@ class Runner:
         del self._active[state]
         if self._journal:
             self._journal.end(state.slot)
-        for request_id in [*state.running]:
+        for request_id in [*state.request_ids]:
             self._remove(request_id)
             try:
                 if self.llm is not None:
@@ -397,8 +400,8 @@ class Runner:
                 self.close()
 
     def _end_all(self, kept: Set[_RequestState] = frozenset()) -> list[_RequestState]:
-        """Ends all active requests but those to be kept, whose prompts are all in flight. Returns
-        the requests that it has ended."""
+        """Ends all active requests except ``kept``, and returns them. All prompts of ``kept`` must
+        be in flight."""
         for future in self._preparing:
             future.cancel()
         self._preparing.clear()
@@ -409,7 +412,8 @@ class Runner:
         return ended
 
     def _end_unstarted(self) -> None:
-        """Ends all requests with a prompt that the engine is not running."""
+        """Ends all requests with a prompt that is not in flight, or that waits in the engine's own
+        queue."""
         self._clear_waiting()
         num_running = self.llm.metrics().num_running if self.llm and self._in_flight else 0
         unstarted = {prompt.state for prompt in self._ready}

@@ -11,8 +11,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class SignalHandler:
-    """Handles signals within its ``with`` block. Signals that are ignored, as SIGINT in background
-    jobs of a shell, stay ignored.
+    """Handles signals within its ``with`` block. Signals that are ignored stay ignored, for example
+    SIGINT in background jobs of a shell.
 
     Attributes:
         numbers: the signals.
@@ -57,7 +57,7 @@ class StopOnSignal(Stop, SignalHandler):
         grace: seconds from the first signal to the deadline.
 
     Attributes:
-        is_running: set by the caller while the running code checks ``requested``.
+        is_running: whether the caller is in code that checks ``requested``. The caller sets it.
     """
 
     def __init__(self, grace: float) -> None:
@@ -69,5 +69,6 @@ class StopOnSignal(Stop, SignalHandler):
         if not self.requested:
             self.requested = True
             self.deadline = monotonic() + self.grace
-        if raises:  # ``requested`` is set as well: in a destructor, the exception is lost
+        if raises:
+            # ``requested`` has been set too, because an exception in a destructor has no effect.
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Runs a job in a child process, and restarts the child if a request made it die.
+"""Runs a job in a child process, and starts another child if it dies with requests in flight.
 
 The supervisor process imports only the standard library, so it stays small. It forks before
 anything starts a thread or initialises a GPU.
@@ -20,7 +20,7 @@ from nanovllm.run_batch.stop import STOP_SIGNALS, SignalHandler
 INTERNAL_ERROR, INTERRUPTED = 70, 75
 RESUME_HINT = "run the same command again to resume"
 DEFAULT_GRACE = 30.0
-MAX_DEATHS = 100  # child processes; each has to start the engine
+MAX_DEATHS = 100  # of child processes
 MAX_GRACE_SECONDS = 1e7  # longest time that the timer accepts
 MARGIN_SECONDS = 5.0  # time after the grace period to write finished records and exit
 PR_SET_PDEATHSIG = 1  # for prctl(2)
@@ -32,8 +32,8 @@ def journal_path(output_path: Path) -> Path:
 
 
 def open_standard_files() -> None:
-    """Opens closed standard streams to /dev/null, because the next file that is opened would get
-    their descriptors."""
+    """Connects standard streams that are closed to /dev/null. Otherwise the next file to be opened
+    would get the descriptor of a standard stream."""
     while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(file, True)
     os.close(file)
@@ -50,12 +50,14 @@ def print_message(message: str) -> None:
 def supervise(job: Callable[[], int], argv: Sequence[str]) -> int:
     """Runs a job in a child process, and again if the child dies with requests in flight.
 
+    This function forks, and returns in both processes.
+
     Args:
         job: runs the job and returns its exit status.
         argv: the job's command line. Only the output file and the grace period are read here.
 
     Returns:
-        The job's exit status. This function returns in both processes.
+        The job's exit status.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("-o", "--output-file", type=Path, default=Path(os.devnull))
@@ -97,7 +99,7 @@ def supervise(job: Callable[[], int], argv: Sequence[str]) -> int:
             return INTERNAL_ERROR
     try:
         status = job()
-    except SystemExit as end:  # argparse exits so
+    except SystemExit as end:  # raised by argparse
         status = end.code if isinstance(end.code, int) else INTERNAL_ERROR
     supervisor.report(status)
     return status
@@ -116,7 +118,8 @@ class _Supervisor(SignalHandler):
     Attributes:
         is_stopping: whether SIGTERM or SIGINT has arrived.
         pid: the process id of the latest child.
-        reported_status: the exit status that the child reported_status; None if it died without a report.
+        reported_status: the exit status that the child reported; None if it died without a
+            report.
     """
 
     numbers = (*STOP_SIGNALS, signal.SIGALRM, signal.SIGTSTP)
@@ -148,7 +151,7 @@ class _Supervisor(SignalHandler):
         self.pid = os.fork()
         if self.pid == 0:
             os.setpgid(0, 0)  # so that Ctrl-C reaches only the parent, which forwards it
-            signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # may write to the terminal
+            signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # so that it may write to the terminal
             self.__exit__()
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the job sets its own handler
@@ -167,8 +170,8 @@ class _Supervisor(SignalHandler):
         return os.waitstatus_to_exitcode(status)
 
     def report(self, status: int) -> None:
-        """Called in the child: sends the job's exit status to the parent. The exit status of the
-        process does not suffice, because other code may exit too."""
+        """Called in the child: sends the job's exit status to the parent. Without this report, the
+        parent could not tell the job's end from an exit that a library caused."""
         os.write(self._pipe, bytes([status]))
 
     def handle(self, number: int, frame: FrameType | None) -> None:
@@ -193,7 +196,8 @@ class _Supervisor(SignalHandler):
 
 
 def _die_with(parent: int) -> None:
-    """Has this process killed when its parent ends. Does nothing on systems other than Linux."""
+    """Asks the kernel to kill this process when its parent ends. Does nothing on systems other than
+    Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

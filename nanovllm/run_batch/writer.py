@@ -25,16 +25,16 @@ class Writer:
         path: the output file, which is created if it does not exist.
 
     Attributes:
-        done: for each record that the file had at the start, the digest of its input line, by
-            ``key_for`` of the custom_id.
-        done_lines: the same for records without a custom_id, or with that of an earlier line, by
-            line number.
+        done: the records that the file had at the start, as a dict from ``key_for(custom_id)`` to
+            the digest of the input line.
+        done_lines: the records whose custom_id is missing or repeats that of an earlier line, as a
+            dict from line number to digest.
         num_records: the number of records in the file.
         num_failed: the number of them that are errors.
 
     Raises:
         OSError: the file cannot be opened.
-        ValueError: another job is writing the file, or it holds anything but records.
+        ValueError: another job is writing the file, or it contains something other than records.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,8 +73,8 @@ class Writer:
             if os.path.samestat(os.stat(self.path), os.fstat(self._file)):
                 return
         raise OSError(
-            f"{self.path} has been removed or replaced since this job opened it, so its records "
-            f"are lost"
+            f"{self.path} has been removed or replaced since this job opened it, so the records "
+            f"written to it are lost"
         )
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class Writer:
         return end
 
     def _add_existing(self, record: Record) -> None:
-        """Counts a record of an earlier run. Raises ValueError if it is the second one of a
+        """Counts a record of an earlier run. Raises ValueError if it is the second record of a
         request."""
         self._count(record)
         digest, custom_id = record["response"]["request_id"], record["custom_id"]
@@ -148,7 +148,8 @@ def _parse_record(text: bytes) -> Record:
 
 
 def _check_truncated(line: bytes, is_first: bool) -> None:
-    """Raises ValueError if a last line without a line break is not a truncated record."""
+    """Checks the last line if it has no line break: raises ValueError unless it is a truncated
+    record."""
     text = line.rstrip(b"\0")  # a power failure may leave zeros at the end
     if text.startswith(START_OF_RECORD):
         with suppress(json.JSONDecodeError, UnicodeDecodeError, RecursionError):
