@@ -3,18 +3,18 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.preparation import PORTION
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.chat import Message, to_conversation_list
-from nanovllm.text.chat_renderer import ChatRenderer
-from nanovllm.text.prompts import TokensPrompt, map_valid, raise_errors
-from nanovllm.utils.progress import bar_maker, portions
+from nanovllm.text.prompts import Message, TokensPrompt, raise_errors
+from nanovllm.utils.progress import bar_maker
+
+if TYPE_CHECKING:
+    from nanovllm.text.chat_renderer import ChatRenderer
 
 
 class LLM(LLMEngine):
@@ -52,7 +52,10 @@ class LLM(LLMEngine):
             TypeError, ValueError: an invalid argument. If a conversation is invalid, the message
                 has its index.
         """
-        prompts = self._render_chat(messages, bar_maker(use_tqdm), **template_options)
+        make_bar = bar_maker(use_tqdm)
+        prompts = self._chat_renderer.prompts(
+            self.prompt_encoder, messages, make_bar, **template_options
+        )
         return self._generate(prompts, sampling_params, use_tqdm, on_error, "messages")
 
     def render_chat(
@@ -76,54 +79,22 @@ class LLM(LLMEngine):
             TypeError, ValueError: an invalid argument. If a conversation is invalid, the message
                 has its index.
         """
-        return raise_errors(self._render_chat(messages, **template_options), "messages")
-
-    def _render_chat(
-        self,
-        messages: Seq[Message] | Seq[Seq[Message]],
-        make_bar: Callable[..., tqdm] | None = None,
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> list[TokensPrompt | Exception]:
-        if self.tokenizer is None:
-            raise ValueError("this model has no tokenizer: use generate with token ids")
-        if not (self.tokenizer.chat_template or chat_template):
-            raise ValueError("this model has no chat template: pass chat_template, or use generate")
-        options = {
-            "chat_template": chat_template,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-            **(chat_template_kwargs or {}),
-        }
-        conversations = to_conversation_list(messages)
-        prompts: list[TokensPrompt | Exception] = []
-        for portion in portions(len(conversations), PORTION, make_bar, "Tokenizing"):
-            texts = self._chat_renderer.render(self.tokenizer, conversations[portion], options)
-            # The rendered text contains all special tokens, BOS included.
-            encoded = self.prompt_encoder.encode(texts, add_special_tokens=False)
-            prompts += map_valid(with_tokens, encoded)
-        return prompts
+        prompts = self._chat_renderer.prompts(self.prompt_encoder, messages, **template_options)
+        return raise_errors(prompts, "messages")
 
     @cached_property
-    def _chat_renderer(self) -> ChatRenderer:
+    def _chat_renderer(self) -> "ChatRenderer":
+        from nanovllm.text.chat_renderer import ChatRenderer
+
         return ChatRenderer()
 
     def close(self) -> None:
         super().close()
-        self._chat_renderer.close()
+        if "_chat_renderer" in vars(self):
+            self._chat_renderer.close()
 
     exit = close  # the name in nano-vLLM
 
     def get_tokenizer(self) -> Any:
         """Returns the transformers tokenizer, or None if the engine has none."""
         return self.tokenizer
-
-
-def with_tokens(encoded: list[tuple[str, list[int]]]) -> list[TokensPrompt]:
-    """Converts pairs of text and token ids to prompts with both."""
-    return [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in encoded]

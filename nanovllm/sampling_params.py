@@ -191,11 +191,6 @@ class SamplingParams(VLLMFields):
         return new
 
     @property
-    def stop_strings(self) -> list[str]:
-        """``stop`` as a list, which it always is after validation."""
-        return self.stop  # type: ignore[return-value]
-
-    @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
 

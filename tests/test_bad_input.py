@@ -26,7 +26,8 @@ from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch, StepOutput
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.utils.context import Context, get_context
 from tests.invariants import check_scheduler
 from tests.mistakes import (
@@ -491,7 +492,7 @@ class TestInterruption:
         """Makes the given step of the model runner fail, before or after it has run."""
         run, count = llm.model_runner.run, iter(range(1000))
 
-        def failing(batch: Batch) -> StepOutput:
+        def failing(batch: Batch) -> InFlightStep:
             fails = next(count) == step
             if fails and not after:
                 raise error

@@ -14,11 +14,12 @@ from time import time
 from typing import Any
 
 import pytest
+import torch
 import xxhash
 from tqdm import tqdm
 
 from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
-from nanovllm.engine.batch import Batch, StepOutput
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.in_flight import InFlightStep
 from tests.conftest import check_idle
 from tests.invariants import check_scheduler
@@ -85,7 +86,7 @@ def watch_batches(llm: LLM, patch: pytest.MonkeyPatch) -> list[tuple[bool, int]]
     """Collects (is_prefill, number of tokens) of each step."""
     run, seen = llm.model_runner.run, []
 
-    def watching(batch: Batch) -> StepOutput:
+    def watching(batch: Batch) -> InFlightStep:
         seen.append((batch.is_prefill, batch.num_tokens))
         return run(batch)
 
@@ -829,9 +830,10 @@ class TestWhatMayBeDrawn:
         start = WORDS.index("ä")  # the byte E4, first of three
         wait, count = llm.model_runner.wait, iter(range(1000))
 
-        def stuck(step: InFlightStep) -> StepOutput:
-            output = wait(step)
-            return replace(output, token_ids=[-1]) if next(count) >= 2 else output
+        def stuck(step: InFlightStep) -> None:
+            wait(step)
+            if next(count) >= 2:
+                step.token_ids = torch.tensor([-1])
 
         monkeypatch.setattr(llm.model_runner, "wait", stuck)
         generate = llm.generate_stream if streams else partial(llm.generate, use_tqdm=False)

@@ -201,12 +201,11 @@ class TestNaN:
         llm.reset_prefix_cache()
         wait, failed = llm.model_runner.wait, []
 
-        def passing_nan(step: Any) -> Any:
-            output = wait(step)
+        def passing_nan(step: Any) -> None:
+            wait(step)
             if not failed and step.batch.sampled:
                 failed.append(step)
-                output.token_ids[0] = -1
-            return output
+                step.token_ids = torch.tensor([-1, *step.token_ids[1:]])
 
         monkeypatch.setattr(llm.model_runner, "wait", passing_nan)
         (out,) = run(llm, [prompt], sampling)

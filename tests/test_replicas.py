@@ -216,7 +216,9 @@ def test_a_request_that_ends_replicas_fails_alone(
     class Poisoned(Replica):
         def __init__(self, *args: Any) -> None:
             def step(llm: LLM) -> Any:
-                if any("poison" in str(request.prompt) for request in llm._requests.values()):
+                if any(
+                    "poison" in str(request.prepared.prompt) for request in llm._requests.values()
+                ):
                     os.kill(os.getpid(), signal.SIGKILL)
                 return ordinary(llm)
 

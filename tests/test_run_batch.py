@@ -617,9 +617,11 @@ def fail_steps(llm: LLM, is_bad: Callable[[list[str]], BaseException | None]) ->
 
     def failing(batch: Any) -> Any:
         ids = {item.seq.request_id for item in batch.items}
-        prompts = [llm._requests[i].prompt or "" for i in ids if i in llm._requests]
+        prompts = [llm._requests[i].prepared.prompt or "" for i in ids if i in llm._requests]
         if error := is_bad(prompts):
-            failures.append(sorted(request.prompt or "" for request in llm._requests.values()))
+            failures.append(
+                sorted(request.prepared.prompt or "" for request in llm._requests.values())
+            )
             raise error
         return real(batch)
 

@@ -12,7 +12,8 @@ import torch
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.engine import tensor_parallel
-from nanovllm.engine.batch import Batch, StepOutput
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.workers import CHUNK_BYTES
 from tests.tiny_models import BASE, CONFIGS, TinyModels
 
@@ -105,7 +106,7 @@ def count_events(llm: LLM, events: Counter[str]) -> Iterator[None]:
     """Counts what the engine's steps run into."""
     run, started = llm.model_runner.run, set()
 
-    def counted(batch: Batch) -> StepOutput:
+    def counted(batch: Batch) -> InFlightStep:
         events["copied blocks"] += len(batch.block_copies)
         for item in batch.items:
             events["prefix hits"] += item.start > 0 and item.seq.seq_id not in started

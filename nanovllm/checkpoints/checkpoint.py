@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from safetensors import safe_open
 
-from nanovllm.checkpoints.files import CPU, check_regular, check_side_file
+from nanovllm.checkpoints.files import CPU, check_bytes, check_regular, check_side_file
 from nanovllm.checkpoints.tensor_reader import read_tensors
 from nanovllm.checkpoints.tokenizer_growth import check_growth, parts_of
 from nanovllm.models.model_config import ModelConfig
@@ -103,7 +103,7 @@ class SafetensorsCheckpoint:
         with as_value_error(f"{path / 'config.json'} is not supported:"):
             self.config = family.read(known)
             if self._files:  # dummy weights need no files
-                self.config.check_bytes(num_bytes)
+                check_bytes(self.config, num_bytes)
         generation = _read_json(path / "generation_config.json") or {}
         self.eos_token_ids = _ids(eos_token_id) | _ids(generation.get("eos_token_id"))
         self.recommended_sampling = sampling_fields(generation)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.models.model_config import ModelConfig
+
 CPU = torch.device("cpu")
 
 # Twice the largest known tokenizer.json. Parsed JSON takes up to 25 times as much memory.
@@ -43,3 +45,13 @@ def check_side_file(path: Path) -> None:
             f"{path} has {size:,} bytes, but at most {most:,} are allowed: it is damaged, or does "
             f"not belong to the checkpoint and must be moved elsewhere"
         )
+
+
+def check_bytes(model: ModelConfig, num_bytes: int) -> None:
+    """Raises ValueError if a model's weights do not fit in ``num_bytes`` of files, even with one
+    bit each. Call this before memory for them is allocated."""
+    attention = 2 * model.head_dim * (model.num_attention_heads + model.num_key_value_heads)
+    layers = sum(attention + 3 * layer.mlp.intermediate_size for layer in model.layers)
+    num_weights = model.hidden_size * (model.vocab_size + layers)
+    if num_weights > 8 * num_bytes:
+        raise ValueError(f"{num_weights:,} weights do not fit in {num_bytes:,} bytes of files")

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import torch
 
-from nanovllm.checkpoints.files import CPU
+from nanovllm.checkpoints.files import CPU, check_bytes
 from nanovllm.checkpoints.gguf_file import GGUFFile
 from nanovllm.checkpoints.weights import expand
 from nanovllm.models.family import MAX_SIZES
@@ -69,7 +69,7 @@ class GGUFCheckpoint:
                 )
             self._reorders, self._tokenizer_arch = ARCHITECTURES[self.arch]
             self.config = self._read_config()
-            self.config.check_bytes(path.stat().st_size)
+            check_bytes(self.config, path.stat().st_size)
             eos_names = ("eos_token_id", "eot_token_id")
             eos = [self._field(f"tokenizer.ggml.{name}", int, None) for name in eos_names]
         self.eos_token_ids = frozenset(token_id for token_id in eos if token_id is not None)

@@ -17,11 +17,9 @@ from nanovllm.compat.engine import LLMEngine, ModelConfig
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import STREAM_OPEN
 from nanovllm.engine.request import make_outputs
-from nanovllm.llm import with_tokens
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
-from nanovllm.text.chat import Message
-from nanovllm.text.prompts import Prompt, as_prompt_list, map_valid
+from nanovllm.text.prompts import Message, Prompt, as_prompt_list
 
 if TYPE_CHECKING:
     import torch
@@ -149,8 +147,7 @@ class LLM(llm.LLM):
             adds_special_tokens = kwargs.pop("tokenization_kwargs")["add_special_tokens"]
         options = translate("generate", kwargs)
         if not adds_special_tokens:
-            encoded = self.prompt_encoder.encode(as_prompt_list(prompts), add_special_tokens=False)
-            prepared: Any = map_valid(with_tokens, encoded)
+            prepared: Any = self.prompt_encoder.encode_texts(as_prompt_list(prompts))
             return super().generate(prepared, sampling_params, use_tqdm, on_error=on_error)
         return super().generate(prompts, sampling_params, use_tqdm, on_error=on_error, **options)
 

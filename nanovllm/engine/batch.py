@@ -1,10 +1,8 @@
-"""What one step computes, and its results, as immutable values."""
+"""What one step computes, as immutable values."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
-
-import numpy as np
 
 from nanovllm.engine.sampling_state import SamplingKind
 from nanovllm.engine.sequence import Sequence
@@ -55,20 +53,3 @@ class Batch:
     def sampling_kinds(self) -> set[SamplingKind]:
         """What sampling its tokens involves: few kinds, however large the batch."""
         return {item.seq.completion.sampling.kind for item in self.sampled}
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """A step's results on the host.
-
-    Attributes:
-        token_ids: the next token of each sampled item, in batch order; -1 if none was allowed.
-        logprobs: int32 [num_sampled, 1 + 2 * (1 + k)] as ``pack_logprobs`` lays them out; None if
-            no sequence asks for them.
-        prompt_logprobs: by seq_id, the same rows for the prompt tokens whose logits this step
-            computed.
-    """
-
-    token_ids: list[int]
-    logprobs: np.ndarray | None = None
-    prompt_logprobs: dict[int, np.ndarray] = field(default_factory=dict)

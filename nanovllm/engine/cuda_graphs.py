@@ -1,6 +1,7 @@
 """CUDA graphs of whole steps: one launch takes the last tokens to the next ones."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -12,6 +13,7 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_inputs import GraphSize, PackedInputs
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
+from nanovllm.models.decoder import DecoderModel
 
 MAX_DECODE_SEQS = 2048
 MAX_PREFILL_SEQS = 64
@@ -113,6 +115,18 @@ class StepGraph:
     logits: torch.Tensor
 
 
+@contextmanager
+def skip_middle_layers(model: DecoderModel) -> Iterator[None]:
+    """Makes steps in this context run only the first two layers and the last one. These launch all
+    kernels that the model uses."""
+    layers = [*model.layers]
+    model.layers_run = [*layers[:2], *layers[2:][-1:]]
+    try:
+        yield
+    finally:
+        model.layers_run = layers
+
+
 class StepGraphs:
     """Graphs of a runner's steps of fixed sizes, in one memory pool.
 
@@ -131,7 +145,7 @@ class StepGraphs:
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()  # once: torch.cuda.graph would do it for each capture
         for size, step in self.make_steps(sizes):
-            with self.runner.model.model.skip_middle_layers():
+            with skip_middle_layers(self.runner.model.model):
                 step()  # compiles kernels and chooses algorithms, which a capture cannot
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(capture_stream(self.runner.device)):

@@ -1,11 +1,10 @@
 """A step in flight: everything that exists of it between its launch and its tokens."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from nanovllm.engine.batch import Batch, StepOutput
+from nanovllm.engine.batch import Batch
 from nanovllm.layers.sampler import SamplingInputs
 
 
@@ -18,9 +17,10 @@ class InFlightStep:
         hidden_states: [N, hidden_size], as long; None after a CUDA graph.
         batch: what was launched. This and all that follows is set on rank 0 only.
         sampling: how to sample; None where the forward pass samples by itself.
-        token_ids: int64 [num_sampled], on the host once ``arrived`` has happened.
-        logprobs: int32, packed (see ``StepOutput``), as ``token_ids``.
-        prompt_logprobs: see ``StepOutput``.
+        token_ids: int64 [num_sampled], the next token of each sampled item, in batch order; -1 if
+            none was allowed. On the host once ``arrived`` has happened.
+        logprobs: int32 [num_sampled, 1 + 2 * (1 + k)] as ``pack_logprobs`` lays them out, as
+            ``token_ids``; None if no sequence asks for them.
         arrived: recorded after the copies to the host; None on a CPU.
     """
 
@@ -30,7 +30,6 @@ class InFlightStep:
     sampling: SamplingInputs | None = None
     token_ids: torch.Tensor | None = None
     logprobs: torch.Tensor | None = None
-    prompt_logprobs: dict[int, np.ndarray] = field(default_factory=dict)
     arrived: torch.cuda.Event | None = None
 
     def release(self) -> None:
@@ -38,7 +37,7 @@ class InFlightStep:
         self.logits = self.hidden_states = self.sampling = None
 
     def copy_to_host(self) -> None:
-        """Starts the copies of its results; ``wait`` waits for them."""
+        """Starts the copies of its results; ``ModelRunner.wait`` waits for them."""
         assert self.token_ids is not None
         if not self.token_ids.is_cuda:
             self.token_ids = self.token_ids.clone()  # the next step writes over its buffer
@@ -48,10 +47,3 @@ class InFlightStep:
             self.logprobs = self.logprobs.to("cpu", non_blocking=True)
         self.arrived = torch.cuda.Event()
         self.arrived.record()
-
-    def wait(self) -> StepOutput:
-        assert self.token_ids is not None
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        logprobs = None if self.logprobs is None else self.logprobs.numpy()
-        return StepOutput(self.token_ids.tolist(), logprobs, self.prompt_logprobs)

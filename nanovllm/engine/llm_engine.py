@@ -23,12 +23,7 @@ from nanovllm.engine.step_loop import StepLoop
 from nanovllm.outputs import EngineMetrics, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import EVERY_TOKEN
-from nanovllm.text.prompts import (
-    Prompt,
-    PromptEncoder,
-    as_prompt_list,
-    raise_errors,
-)
+from nanovllm.text.prompts import Prompt, PromptEncoder, as_prompt_list
 from nanovllm.utils.forks import leave_to_parent
 from nanovllm.utils.progress import bar_maker, shown
 from nanovllm.utils.throughput import Throughput
@@ -72,23 +67,15 @@ class LLMEngine:
         self._close_runner = weakref.finalize(self, self.model_runner.close)
         self.tokenizer = started.prompt_encoder.tokenizer
         self.scheduler = Scheduler(
-            num_blocks=self.model_runner.num_kvcache_blocks,
-            block_size=config.kvcache_block_size,
-            max_num_seqs=config.max_step_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=started.max_model_len,
-            eos_token_ids=started.eos_token_ids,
-            eos_token_id=started.eos_token_id,
-            enable_prefix_caching=config.enable_prefix_caching,
+            config,
+            self.model_runner.num_kvcache_blocks,
+            started.max_model_len,
+            started.eos_token_ids,
+            started.eos_token_id,
         )
         self.loop = StepLoop(self.scheduler, self.model_runner)
         self.sampling_states = SamplingStateFactory(
-            self.tokenizer,
-            started.prompt_encoder.vocab_size,
-            started.eos_token_ids,
-            config.seed,
-            config.max_logprobs,
-            config.logprobs_mode,
+            self.tokenizer, started.prompt_encoder.vocab_size, started.eos_token_ids, config
         )
         self.preparer = RequestPreparer(
             started.prompt_encoder, self.sampling_states, self.scheduler.check_prompt_len
@@ -121,9 +108,7 @@ class LLMEngine:
         with self._closed_meanwhile():
             if sampling_params is None:
                 sampling_params = self.get_default_sampling_params()
-            checked = self.preparer.prepare_each([prompt], [sampling_params])
-            (prepared,) = raise_errors([*checked], "prompts")
-            self.grammars.check(prepared.sampling.grammar)
+            (prepared,) = self.preparer.prepare_all([prompt], [sampling_params], "prompts")
             self._check_open()
             return prepared
 
@@ -445,9 +430,7 @@ class LLMEngine:
         seqs[0].wants_prompt_logprobs = params.prompt_logprobs is not None
         seqs[0].siblings = seqs[1:]
         metrics = RequestMetrics(arrival_time=time())
-        request = Request(
-            request_id, prepared.prompt, token_ids[:], params, seqs, metrics, is_stream=streams
-        )
+        request = Request(request_id, prepared, seqs, metrics, is_stream=streams)
         if not self._requests:
             self.throughput.restart()
         try:

@@ -108,12 +108,9 @@ def collect_logprobs(sampled: list[Sequence], token_ids: Iterable[int], rows: np
             completion.logprobs.append(narrow)
 
 
-def compute_prompt_logprobs(
-    runner: "ModelRunner", step: InFlightStep, batch: Batch
-) -> dict[int, np.ndarray]:
-    """Returns the packed logprobs of the prompt tokens that follow a step's tokens, by seq_id, of
-    sequences that ask for them."""
-    found: dict[int, np.ndarray] = {}
+def collect_prompt_logprobs(runner: "ModelRunner", step: InFlightStep, batch: Batch) -> None:
+    """Hands each completion that asks for them the packed logprobs of the prompt tokens that follow
+    a step's tokens."""
     offset = 0
     for item in batch.items:
         seq, first = item.seq, item.seq.num_prompt_logprobs
@@ -121,7 +118,6 @@ def compute_prompt_logprobs(
         if seq.wants_prompt_logprobs and first < last:
             k = seq.sampling_params.prompt_logprobs
             assert k is not None
-            parts = []
             for start in range(first, last, PROMPT_LOGITS_ROWS):
                 stop = min(start + PROMPT_LOGITS_ROWS, last)
                 row = offset - item.start
@@ -129,7 +125,7 @@ def compute_prompt_logprobs(
                 # The logits of a token are those of the token before it.
                 ids = torch.tensor(seq.token_ids[start + 1 : stop + 1], device=runner.device)
                 width = logits.size(1) if k == -1 else k
-                parts.append(pack_logprobs(logits, ids, width).numpy(force=True))
-            found[seq.seq_id] = np.concatenate(parts)
+                rows = pack_logprobs(logits, ids, width).numpy(force=True)
+                seq.completion.prompt_logprobs.append(rows)
+                seq.num_prompt_logprobs = stop
         offset += item.num_tokens
-    return found

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine import model_inputs
-from nanovllm.engine.batch import Batch, StepOutput
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs
 from nanovllm.engine.sampling_inputs import prepare_sample, sampling_rows
@@ -32,19 +32,15 @@ from nanovllm.utils.tracebacks import clear_frames
 if TYPE_CHECKING:
     from nanovllm.engine.cuda_graphs import StepGraphs
 
-P = ParamSpec("P")
-R = TypeVar("R")
-Runner = TypeVar("Runner", bound="ModelRunner")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def on_device(
-    method: Callable[Concatenate[Runner, P], R],
-) -> Callable[Concatenate[Runner, P], R]:
+def on_device(method: Method) -> Method:
     """Makes the runner's GPU PyTorch's current device during a call, whatever the user's program,
     another thread or another engine has chosen. In a forked child the call is a ValueError."""
 
     @wraps(method)
-    def call(self: Runner, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: "ModelRunner", *args: Any, **kwargs: Any) -> Any:
         if self.is_forked:
             raise ValueError(
                 f"this engine belongs to process {self._pid}, of which this one is a forked child: "
@@ -55,7 +51,7 @@ def on_device(
         with torch.cuda.device(self.device):
             return method(self, *args, **kwargs)
 
-    return call
+    return cast(Method, call)
 
 
 class NoGraphs:
@@ -162,24 +158,25 @@ class ModelRunner:
         assert batch is not None
         num_sampled = len(batch.sampled)
         if batch.is_prefill and any(item.seq.wants_prompt_logprobs for item in batch.items):
-            from nanovllm.engine.logprobs import compute_prompt_logprobs
+            from nanovllm.engine.logprobs import collect_prompt_logprobs
 
-            step.prompt_logprobs = compute_prompt_logprobs(self, step, batch)
+            collect_prompt_logprobs(self, step, batch)
         if num_sampled and not self.samples_in_step(batch):
-            step.sampling = self.prepare_sample(batch)
+            step.sampling = prepare_sample(batch).to(self.device)
             self.call("sample_step", step, num_sampled)
         step.release()
         step.token_ids = self.sampled_tokens[:num_sampled]
         step.copy_to_host()
         return step
 
-    def wait(self, step: InFlightStep) -> StepOutput:
-        """Rank 0: waits for a step's results.
+    def wait(self, step: InFlightStep) -> None:
+        """Rank 0: waits until a sampled step's results are on the host.
 
         Raises:
             WorkerError: another rank has failed; so does every later call.
         """
-        return step.wait()
+        if step.arrived is not None:
+            step.arrived.synchronize()
 
     def samples_in_step(self, batch: Batch) -> bool:
         """Whether the forward pass samples: sampling needs no more than the sampling rows, which
@@ -258,26 +255,14 @@ class ModelRunner:
             inputs = replace(inputs, sampling_rows=rows)
         return inputs.pack(size, pin_memory=self.device.type == "cuda")
 
-    def prepare_sample(self, batch: Batch) -> SamplingInputs:
-        """How to sample the next tokens, on the device."""
-        return prepare_sample(batch).to(self.device)
-
     def _split_kv(self, context_lens: np.ndarray) -> np.ndarray | None:
         kv_heads = heads_per_rank(self.model_config.num_key_value_heads, self.tp.size)
         return self.backend.split_kv(context_lens, kv_heads, self.model_config.head_dim, self.dtype)
 
     @on_device
     def exit(self) -> None:
-        """Frees graphs, cache and weights, as far as there are any."""
-        for name in (
-            "graphs",
-            "kv_cache",
-            "block_tables",
-            "model",
-            "backend",
-            "sampler",
-            "sampled_tokens",
-        ):
+        """Frees what start-up has set, such as cache and weights, as far as there is any."""
+        for name in ModelRunner.__annotations__:
             vars(self).pop(name, None)
         gc.collect()  # parameters and their weight loaders refer to each other
         if self.device.type == "cuda":

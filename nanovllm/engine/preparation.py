@@ -10,11 +10,10 @@ from tqdm.auto import tqdm
 from nanovllm.engine.request import PreparedRequest, grammar_of
 from nanovllm.engine.sampling_state import PreparedParams, SamplingStateFactory
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import PromptEncoder, raise_errors
+from nanovllm.text.prompts import PORTION, PromptEncoder, raise_errors
 from nanovllm.utils.progress import portions
 
 CLOSED = "this engine is closed: make a new one"
-PORTION = 256  # prompts tokenised together
 Checked: TypeAlias = PreparedRequest | Exception  # a request, or why it is refused
 
 
@@ -38,7 +37,6 @@ class RequestPreparer:
     ) -> None:
         self.encoder = encoder
         self.sampling_states = sampling_states
-        self.grammars = sampling_states.grammars
         self.check_prompt_len = check_prompt_len
         self.is_closed = False
 
@@ -51,7 +49,9 @@ class RequestPreparer:
     ) -> list[PreparedRequest]:
         """Prepares all prompts. Raises one exception that names all that cannot run as ``what``."""
         checked = self.prepare_each(prompts, sampling_params, make_bar)
-        ready = dict(self.grammars.when_compiled(checked, grammar_of, self.check_open))
+        ready = dict(
+            self.sampling_states.grammars.when_compiled(checked, grammar_of, self.check_open)
+        )
         return raise_errors([ready[i] for i in range(len(prompts))], what)
 
     def prepare_each(
@@ -74,7 +74,7 @@ class RequestPreparer:
                 )
             return self._prepare_each(prompts, sampling_params, make_bar)
         prepared = self.sampling_states.prepare(sampling_params)  # type: ignore[arg-type]
-        self.grammars.check(prepared.grammar)
+        self.sampling_states.grammars.check(prepared.grammar)
         return self._prepare_each(prompts, [prepared] * len(prompts), make_bar)
 
     def check_open(self) -> None:

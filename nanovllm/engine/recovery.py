@@ -1,11 +1,15 @@
 """What a step does that runs out of memory, or cannot sample a token."""
 
+import copy
 import logging
+
+import torch
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Finish, Sequence
+from nanovllm.engine.sequence import Finish, Sequence, SequenceStatus
 from nanovllm.utils.memory import describe_memory, is_out_of_memory
 
 logger = logging.getLogger("nanovllm")
@@ -44,12 +48,31 @@ def retry_alone(finished: dict[Sequence, Finish], scheduler: Scheduler) -> dict[
         if not finish.error:
             continue
         state = seq.completion.sampling
-        if state.error:
-            finished[seq] = finish._replace(error=state.error)
-        elif not seq.is_isolated and not state.allows_none(seq.token_ids):
+        if reason := next((edit.error for edit in state.edits if edit.error), ""):
+            finished[seq] = finish._replace(error=reason)
+        elif not seq.is_isolated and not allows_none(state, seq.token_ids):
             message = "request %s: %s; computing it once more, alone"
             logger.warning(message, seq.request_id, finish.error)
-            retried[seq] = scheduler.retry_alone(seq)
+            retried[seq] = alone(seq)
+            scheduler.waiting.put_back(retried[seq])
             seq.completion.prompt_logprobs = []
             del finished[seq]
     return retried
+
+
+def allows_none(state: SamplingState, token_ids: list[int]) -> bool:
+    """Whether the parameters forbid every token after these, whatever the logits are."""
+    logits = torch.zeros(1, state.vocab_size)
+    for edit in state.edits:
+        edit.apply(logits, token_ids)
+    return bool(logits.isneginf().all())
+
+
+def alone(seq: Sequence) -> Sequence:
+    """Returns a copy that waits to be computed again from the start, sharing no blocks."""
+    new = copy.copy(seq)
+    new.status, new.is_isolated = SequenceStatus.WAITING, True
+    new.block_table, new.block_hashes, new.num_cached_tokens = [], [], 0
+    new.num_prompt_logprobs = 0
+    new.last_token, new.num_tokens = seq.token_ids[-1], len(seq.token_ids)
+    return new

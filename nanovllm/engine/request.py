@@ -39,9 +39,7 @@ class Request:
 
     Attributes:
         request_id: the engine's name for it.
-        prompt: its text; None if it came as token ids.
-        prompt_token_ids: its token ids; the final result takes this list.
-        params: how to complete it.
+        prepared: its prompt, and how to complete it.
         seqs: a sequence for each completion, by index.
         metrics: its arrival, first token and end.
         thread: the thread that added it.
@@ -49,13 +47,15 @@ class Request:
     """
 
     request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    params: SamplingParams
+    prepared: PreparedRequest
     seqs: list[Sequence]
     metrics: RequestMetrics
     thread: Thread = field(default_factory=current_thread)
     is_stream: bool = False
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.prepared.sampling.params
 
     @property
     def is_finished(self) -> bool:
@@ -78,20 +78,20 @@ def make_outputs(requests: list[Request], encoder: PromptEncoder) -> list[Reques
     """Returns the results of requests, finished or not."""
     outputs = []
     for request in requests:
-        first, ids = request.seqs[0], request.prompt_token_ids
+        params = request.params
         output = RequestOutput(
             request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=ids if request.is_finished else ids[:],
+            prompt=request.prepared.prompt,
+            prompt_token_ids=request.prepared.prompt_token_ids[:],
             outputs=[_completion(i, seq) for i, seq in enumerate(request.seqs)],
             finished=request.is_finished,
-            num_cached_tokens=first.num_cached_prompt_tokens or 0,
+            num_cached_tokens=request.seqs[0].num_cached_prompt_tokens or 0,
             metrics=replace(request.metrics),
         )
-        if request.params.logprobs is not None or request.params.prompt_logprobs is not None:
+        if params.logprobs is not None or params.prompt_logprobs is not None:
             from nanovllm.engine.logprobs import add_logprobs
 
-            decode = encoder.decode_logprob_tokens if request.params.detokenize else None
+            decode = encoder.decode_logprob_tokens if params.detokenize else None
             add_logprobs(output, request.seqs, decode)
         outputs.append(output)
     return outputs

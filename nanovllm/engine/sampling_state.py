@@ -5,9 +5,9 @@ from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 import xxhash
 
+from nanovllm.config import Config
 from nanovllm.kernels.sampling.sampling_row import SAMPLING_ROW
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.grammars import Grammars
@@ -83,22 +83,10 @@ class SamplingState:
         """Whether an edit ends the completion here."""
         return any(edit.is_finished for edit in self.edits)
 
-    @property
-    def error(self) -> str:
-        """Why the edits forbid every token; "" if they do not, or if the reason is plain."""
-        return next((edit.error for edit in self.edits if edit.error), "")
-
     def append_token(self, token_id: int) -> None:
         """Records a sampled token. Raises ValueError if an edit cannot follow it."""
         for edit in self.edits:
             edit.append_token(token_id)
-
-    def allows_none(self, token_ids: Sequence[int]) -> bool:
-        """Whether the parameters forbid every token after these, whatever the logits are."""
-        logits = torch.zeros(1, self.vocab_size)
-        for edit in self.edits:
-            edit.apply(logits, token_ids)
-        return bool(logits.isneginf().all())
 
 
 class PreparedParams(NamedTuple):
@@ -125,8 +113,7 @@ class SamplingStateFactory:
         tokenizer: a transformers tokenizer, or None.
         vocab_size: the model's.
         eos_token_ids: the model's.
-        seed: of the generator of seeds, for requests without a seed.
-        max_logprobs, logprobs_mode: Config's.
+        config: has the seed of the generator of seeds, for requests without one.
     """
 
     def __init__(
@@ -134,17 +121,16 @@ class SamplingStateFactory:
         tokenizer: Any,
         vocab_size: int,
         eos_token_ids: Iterable[int],
-        seed: int,
-        max_logprobs: int = -1,
-        logprobs_mode: str = "raw_logprobs",
+        config: Config,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
-        self.max_logprobs = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
-        self.processed_logprobs = logprobs_mode == "processed_logprobs"
+        most = config.max_logprobs
+        self.max_logprobs = vocab_size if most == -1 else min(most, vocab_size)
+        self.processed_logprobs = config.logprobs_mode == "processed_logprobs"
         self.eos_token_ids = frozenset(eos_token_ids)
         # Two generators, because requests with grammars may start later than requests after them.
-        self.random, self.grammar_random = Random(seed), Random(f"{seed}/grammars")
+        self.random, self.grammar_random = Random(config.seed), Random(f"{config.seed}/grammars")
         self.grammars = Grammars(tokenizer, vocab_size, self.eos_token_ids)
 
     def prepare(self, params: SamplingParams) -> PreparedParams:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policy import FirstComeFirstServed
@@ -28,50 +29,43 @@ class Scheduler:
     join the running sequences with copies of its blocks. They count as residents from the start.
 
     Args:
+        config: the block size, the most sequences and tokens of a step, and whether equal prefixes
+            share blocks. Every resident sequence decodes one token a step.
         num_blocks: KV blocks to hand out.
-        block_size: tokens per block.
-        max_num_seqs: most sequences resident at once; at most max_num_batched_tokens, because
-            every resident decodes one token a step.
-        max_num_batched_tokens: most tokens per step.
         max_model_len: longest prompt + completion, in tokens.
         eos_token_ids: tokens that end a sequence.
         eos_token_id: the primary EOS token, reported with ``stop_reason=None``. Any other EOS token
             is reported as the stop reason.
-        enable_prefix_caching: share the blocks of equal prefixes.
         policy: the order in which waiting sequences are admitted, first come, first served if None.
     """
 
+    running: list[Sequence]  # oldest first
+    _block_copies: list[tuple[int, int]]
+    _max_tokens_now: int
+    _max_seqs_now: int
+
     def __init__(
         self,
-        *,
+        config: Config,
         num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: Iterable[int] = (),
         eos_token_id: int | None = None,
-        enable_prefix_caching: bool = True,
         policy: FirstComeFirstServed | None = None,
     ) -> None:
-        assert max_num_seqs <= max_num_batched_tokens, "each resident decodes a token in a step"
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        # Lower than the limits above for some steps after one ran out of memory.
-        self._max_tokens_now, self._max_seqs_now = max_num_batched_tokens, self.max_num_seqs
+        self.max_num_seqs = config.max_step_seqs
+        self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_model_len = max_model_len
         # A sequence that has the cache to itself must fit, or it could never finish.
-        self.max_len = min(max_model_len, num_blocks * block_size)
+        self.max_len = min(max_model_len, num_blocks * config.kvcache_block_size)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.eos_token_id = eos_token_id
-        self.block_manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
+        self._cache_settings = num_blocks, config.kvcache_block_size, config.enable_prefix_caching
         self.waiting = FirstComeFirstServed() if policy is None else policy
-        self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # of prompts started so far
         self.num_cached_prompt_tokens = 0  # of these, already in the cache
-        self._num_steps = 0
-        self._block_copies: list[tuple[int, int]] = []
+        self.reset()
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running
@@ -191,13 +185,6 @@ class Scheduler:
         if left:
             self.running = [seq for seq in self.running if seq not in left]
 
-    def retry_alone(self, seq: Sequence) -> Sequence:
-        """Queues a finished sequence to be computed again from the start, without blocks of others:
-        theirs may have been the cause of its error. Returns the sequence that takes its place."""
-        new = seq.alone()
-        self.waiting.put_back(new)
-        return new
-
     def preempt(self, seq: Sequence) -> None:
         """Frees a running sequence's blocks and puts it back at the head of the queue."""
         self.running.remove(seq)
@@ -217,13 +204,11 @@ class Scheduler:
 
     def reset(self) -> None:
         """Drops every sequence and the prefix cache, whatever an interrupted step has left."""
-        old = self.block_manager
-        self.block_manager = BlockManager(
-            len(old.blocks), old.block_size, old.enable_prefix_caching
-        )
+        self.block_manager = BlockManager(*self._cache_settings)
         self.waiting.clear()
         self.running = []
         self._block_copies = []
+        # Lower than the engine's limits for some steps after one ran out of memory.
         self._max_tokens_now, self._max_seqs_now = self.max_num_batched_tokens, self.max_num_seqs
         self._num_steps = 0
 
@@ -274,11 +259,8 @@ class Scheduler:
         # A sequence that runs alone may have more siblings than fit; see _start_siblings.
         if not residents:
             return self.block_manager.can_allocate(seq)
-        return residents + 1 + len(
-            seq.siblings
-        ) <= self._max_seqs_now and self.block_manager.can_allocate(
-            seq, num_spare_blocks=residents + len(seq.siblings)
-        )
+        others = residents + len(seq.siblings)
+        return others < self._max_seqs_now and self.block_manager.can_allocate(seq, others)
 
     def _prefill_chunk(self, seq: Sequence, budget: int) -> ScheduledSequence:
         # The last token is computed even if it is cached: its logits are not.

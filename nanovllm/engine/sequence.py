@@ -121,10 +121,6 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def prompt_token_ids(self) -> list[int]:
-        return self.token_ids[: self.num_prompt_tokens]
-
-    @property
     def completion_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
@@ -158,13 +154,3 @@ class Sequence:
         self.token_ids.append(token_id)
         self.last_token = token_id
         self.num_tokens = len(self.token_ids)
-
-    def alone(self) -> "Sequence":
-        """Returns a copy that waits to be computed again from the start, sharing no blocks."""
-        new = object.__new__(Sequence)
-        vars(new).update(vars(self))
-        new.status, new.is_isolated = SequenceStatus.WAITING, True
-        new.block_table, new.block_hashes, new.num_cached_tokens = [], [], 0
-        new.num_prompt_logprobs = 0
-        new.last_token, new.num_tokens = self.token_ids[-1], len(self.token_ids)
-        return new

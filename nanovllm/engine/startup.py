@@ -59,7 +59,7 @@ def start_up(config: Config) -> StartedModel:
     checkpoint = open_checkpoint(config.model)
     model_config = checkpoint.config
     max_model_len = limit_of_model(config.max_model_len, model_config)
-    model_config.check_split(config.tensor_parallel_size)
+    check_split(model_config, config.tensor_parallel_size)
     with ThreadPoolExecutor(1) as executor:  # importing the tokenizer's library takes long
         encoder = executor.submit(load_encoder, config, checkpoint, max_model_len)
         runner = start_ranks(config, checkpoint, max_model_len)
@@ -127,6 +127,19 @@ def limit_of_model(max_model_len: int | None, model: ModelConfig) -> int:
             f"tokens, which is not served: set max_model_len to at most {model.sliding_window}"
         )
     return max_model_len
+
+
+def check_split(model: ModelConfig, num_ranks: int) -> None:
+    """Raises ValueError if the model cannot be split evenly over ``num_ranks`` ranks."""
+    sizes = [(model.num_attention_heads, "attention heads")]
+    sizes += [(layer.mlp.intermediate_size, "MLP columns") for layer in model.layers]
+    if num_ranks % model.num_key_value_heads:  # otherwise each rank has a copy of one KV head
+        sizes.append((model.num_key_value_heads, "key-value heads"))
+    for size, what in sizes:
+        if size % num_ranks:
+            raise ValueError(
+                f"tensor_parallel_size={num_ranks} cannot split this model's {size} {what} evenly"
+            )
 
 
 def start_ranks(config: Config, checkpoint: Checkpoint, max_model_len: int) -> ModelRunner:

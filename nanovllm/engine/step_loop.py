@@ -87,14 +87,12 @@ class StepLoop:
     def _apply(self, step: InFlightStep) -> AppliedStep:
         """Waits for a step and applies its results to their sequences, except those that have
         finished since it was launched."""
-        batch, output = step.batch, self.model_runner.wait(step)
-        assert batch is not None
-        for item in batch.items if output.prompt_logprobs else ():
-            if (logprobs := output.prompt_logprobs.get(item.seq.seq_id)) is not None:
-                item.seq.completion.prompt_logprobs.append(logprobs)
-                item.seq.num_prompt_logprobs += len(logprobs)
+        self.model_runner.wait(step)
+        batch = step.batch
+        assert batch is not None and step.token_ids is not None
+        results = step.token_ids.tolist()
         rows = [i for i, item in enumerate(batch.sampled) if not item.seq.is_finished]
-        finished = self.scheduler.postprocess(batch, output.token_ids)
+        finished = self.scheduler.postprocess(batch, results)
         retried: dict[Sequence, Sequence] = {}
         if any(finish.error for finish in finished.values()):
             from nanovllm.engine.recovery import retry_alone
@@ -102,11 +100,11 @@ class StepLoop:
             retried = retry_alone(finished, self.scheduler)
             rows = [row for row in rows if batch.sampled[row].seq not in retried]
         sampled = [batch.sampled[row].seq for row in rows]
-        token_ids = [output.token_ids[row] for row in rows]
-        if output.logprobs is not None:
+        token_ids = [results[row] for row in rows]
+        if step.logprobs is not None:
             from nanovllm.engine.logprobs import collect_logprobs
 
-            collect_logprobs(sampled, token_ids, output.logprobs[rows])
+            collect_logprobs(sampled, token_ids, step.logprobs.numpy()[rows])
         for seq, finish in finished.items():
             seq.completion.finish = finish
         finished |= self._process_text(sampled, token_ids, finished)

@@ -7,7 +7,6 @@ import torch
 
 from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.config import Config
-from nanovllm.engine.batch import StepOutput
 from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.model_runner import ModelRunner, on_device
 from nanovllm.engine.startup import start
@@ -66,10 +65,9 @@ class MainRunner(RankRunner):
                 self.workers.fail(error)
                 raise
 
-    def wait(self, step: InFlightStep) -> StepOutput:
-        output = super().wait(step)
+    def wait(self, step: InFlightStep) -> None:
+        super().wait(step)
         self.workers.check()  # on a GPU, a rank that dies leaves sums that are none
-        return output
 
     def close(self) -> None:
         try:

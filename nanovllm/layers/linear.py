@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.quantization import new_linear_weight
-from nanovllm.quantization.base import InputFormat, Shard
+from nanovllm.quantization.base import Shard
 from nanovllm.utils.distributed import get_tp_group
 from nanovllm.utils.math import divide, heads_per_rank
 
@@ -55,18 +56,18 @@ class LinearBase(nn.Module):
         norm: RMSNorm,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        swiglu: InputFormat | None = None,
+        act_fn: SiluAndMul | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes self(norm(x + residual)), fused into one kernel where possible.
+        """Computes act_fn(self(norm(x + residual))), fused into one kernel where possible.
 
         Args:
             residual: None for zero.
-            swiglu: None, or the output format of a SwiGLU to apply to the result.
+            act_fn: None for no activation.
 
         Returns:
             The result, and x + residual.
         """
-        return self.linear_weight.norm_matmul(x, residual, norm, swiglu)
+        return self.linear_weight.norm_matmul(x, residual, norm, act_fn)
 
 
 class ReplicatedLinear(LinearBase):

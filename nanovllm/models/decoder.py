@@ -6,21 +6,16 @@ by MLP columns. N is the number of new tokens in the step. The tokens of all seq
 concatenated.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import torch
 from torch import nn
 
+from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.model_config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig
 from nanovllm.utils.context import get_context
@@ -73,12 +68,12 @@ class DecoderMLP(nn.Module):
         hidden, inner = config.hidden_size, spec.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], spec.bias)
         self.down_proj = RowParallelLinear(inner, hidden, spec.bias)
-        self.swiglu_format = self.down_proj.linear_weight.input_format
+        self.act_fn = SiluAndMul(self.down_proj.linear_weight.input_format)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x, residual = self.gate_up_proj.norm_forward(norm, x, residual, self.swiglu_format)
+        x, residual = self.gate_up_proj.norm_forward(norm, x, residual, self.act_fn)
         return self.down_proj.forward_add(residual, x)
 
 
@@ -128,23 +123,13 @@ class DecoderModel(nn.Module):
             DecoderLayer(config, spec, rope(config.head_dim, max_position, spec.attention.rope))
             for spec in config.layers
         )
-        self._layers_run = [*self.layers]
+        self.layers_run = [*self.layers]  # fewer while kernels are compiled
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    @contextmanager
-    def skip_middle_layers(self) -> Iterator[None]:
-        """Makes steps in this context run only the first two layers and the last one. These launch
-        all kernels that the model uses."""
-        self._layers_run = [*self.layers[:2], *self.layers[2:][-1:]]
-        try:
-            yield
-        finally:
-            self._layers_run = [*self.layers]
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden_states = self.embed_tokens(input_ids)
         residual = None
-        *layers, last = self._layers_run
+        *layers, last = self.layers_run
         for layer in layers:
             hidden_states, residual = layer(positions, hidden_states, residual)
         # No layer attends to the last layer's outputs, so it computes only rows that are needed.

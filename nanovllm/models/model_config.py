@@ -106,25 +106,3 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         return self.layers[0].attention.head_dim
-
-    def check_split(self, num_ranks: int) -> None:
-        """Raises ValueError if the model cannot be split evenly over ``num_ranks`` ranks."""
-        sizes = [(self.num_attention_heads, "attention heads")]
-        sizes += [(layer.mlp.intermediate_size, "MLP columns") for layer in self.layers]
-        if num_ranks % self.num_key_value_heads:  # otherwise each rank has a copy of one KV head
-            sizes.append((self.num_key_value_heads, "key-value heads"))
-        for size, what in sizes:
-            if size % num_ranks:
-                raise ValueError(
-                    f"tensor_parallel_size={num_ranks} cannot split this model's {size} {what} "
-                    f"evenly"
-                )
-
-    def check_bytes(self, num_bytes: int) -> None:
-        """Raises ValueError if the weights do not fit in ``num_bytes``, even with one bit each.
-        Call this before memory for them is allocated."""
-        attention = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
-        layers = sum(attention + 3 * layer.mlp.intermediate_size for layer in self.layers)
-        num_weights = self.hidden_size * (self.vocab_size + layers)
-        if num_weights > 8 * num_bytes:
-            raise ValueError(f"{num_weights:,} weights do not fit in {num_bytes:,} bytes of files")

@@ -111,12 +111,13 @@ class LinearWeight(ABC):
     def matmul(self, x: Any) -> Tensor:
         """Computes x W^T + b: [N, in] -> [N, out]."""
 
-    def matmul_swiglu(self, x: Any, output_format: InputFormat) -> Any:
-        """Computes SwiGLU(x W^T + b) in ``output_format``: [N, in] -> [N, out / 2].
+    def matmul_swiglu(self, x: Any, act_fn: Any) -> Any:
+        """Computes SwiGLU(x W^T + b): [N, in] -> [N, out / 2].
 
         The first half of W's rows is the gate projection, the second half the up projection.
+        ``act_fn`` is a SiluAndMul.
         """
-        return output_format.silu_and_mul(self.matmul(x))
+        return act_fn(self.matmul(x))
 
     def matmul_add(self, x: Any, residual: Tensor) -> tuple[Tensor, Tensor | None]:
         """Multiplies x by the weight, and adds the residual if a fused kernel can.
@@ -132,7 +133,7 @@ class LinearWeight(ABC):
         return self.matmul(x), residual
 
     def norm_matmul(
-        self, x: Tensor, residual: Tensor | None, norm: Any, swiglu: InputFormat | None
+        self, x: Tensor, residual: Tensor | None, norm: Any, act_fn: Any = None
     ) -> tuple[Any, Tensor]:
         """Multiplies norm(x + residual) by the weight, and applies SwiGLU if requested.
 
@@ -140,10 +141,10 @@ class LinearWeight(ABC):
             x: [N, in], plain.
             residual: [N, in], or None for zero.
             norm: an RMSNorm. Its ``weight`` [in] and ``eps`` are used.
-            swiglu: None, or the output format of a SwiGLU to apply to the result.
+            act_fn: the SiluAndMul to apply to the result, or None.
 
         Returns:
             The result [N, out] or its SwiGLU [N, out / 2], and x + residual.
         """
         normed, total = self.input_format.rms_norm(x, norm.weight, norm.eps, residual)
-        return self.matmul(normed) if swiglu is None else self.matmul_swiglu(normed, swiglu), total
+        return self.matmul(normed) if act_fn is None else self.matmul_swiglu(normed, act_fn), total

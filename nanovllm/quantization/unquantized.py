@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nanovllm.kernels.gemm import swiglu, tiled
 from nanovllm.kernels.gemm.skinny import skinny_linear, skinny_norm_linear
-from nanovllm.quantization.base import PLAIN, InputFormat, LinearWeight, Shard
+from nanovllm.quantization.base import PLAIN, LinearWeight, Shard
 from nanovllm.utils.loader import copy_weight
 from nanovllm.utils.math import divide
 from nanovllm.utils.triton_compat import use_triton
@@ -154,11 +154,11 @@ class UnquantizedWeight(LinearWeight):
         weight = self._weight
         return choose_kernel("matmul", x, weight, self.bias)(x, weight, self.bias)
 
-    def matmul_swiglu(self, x: Tensor, output_format: InputFormat) -> Any:
+    def matmul_swiglu(self, x: Tensor, act_fn: Any) -> Any:
         weight = self._weight
         kernel = choose_kernel("matmul_swiglu", x, weight, self.bias)
-        if kernel is None or output_format is not PLAIN:
-            return super().matmul_swiglu(x, output_format)
+        if kernel is None or act_fn.output_format is not PLAIN:
+            return super().matmul_swiglu(x, act_fn)
         return kernel(x, weight, self.bias)
 
     def matmul_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -169,10 +169,11 @@ class UnquantizedWeight(LinearWeight):
         return kernel(x, weight, self.bias, residual)
 
     def norm_matmul(
-        self, x: Tensor, residual: Tensor | None, norm: Any, swiglu: InputFormat | None
+        self, x: Tensor, residual: Tensor | None, norm: Any, act_fn: Any = None
     ) -> tuple[Any, Tensor]:
         weight = self._weight
         kernel = choose_kernel("norm_matmul", x, weight, self.bias)
-        if kernel is None or swiglu not in (None, PLAIN):
-            return super().norm_matmul(x, residual, norm, swiglu)
-        return kernel(x, weight, self.bias, swiglu is PLAIN, norm.weight, norm.eps, residual)
+        gated = act_fn is not None
+        if kernel is None or (gated and act_fn.output_format is not PLAIN):
+            return super().norm_matmul(x, residual, norm, act_fn)
+        return kernel(x, weight, self.bias, gated, norm.weight, norm.eps, residual)

@@ -2,12 +2,11 @@
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
-Message: TypeAlias = dict[str, Any]
+from nanovllm.text.prompts import Message
 
 # The content-part types that hold text, each with the key of its text.
 TEXT_KEYS = {
@@ -39,17 +38,6 @@ class MessageFormat:
     accepts_parts: bool
     accepts_strings: bool
     supports_developer_role: bool
-
-
-def to_conversation_list(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Any]:
-    """Returns a list of conversations. A single conversation becomes a list of one. The messages
-    are not checked."""
-    if not isinstance(messages, (list, tuple)):
-        raise TypeError(
-            f"messages must be a conversation or a list of them, got {type(messages).__name__}"
-        )
-    is_single = bool(messages) and isinstance(messages[0], dict)
-    return [messages] if is_single else list(messages)
 
 
 def normalize_message(message: Any) -> Message:

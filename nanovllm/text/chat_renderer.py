@@ -2,15 +2,26 @@
 
 import inspect
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from tqdm.auto import tqdm
+
 from nanovllm.text.chat import MessageFormat, adapt_messages, detect_format, normalize_message
 from nanovllm.text.limited_process import LimitedProcess, ProcessError
-from nanovllm.text.prompts import map_each, map_valid
+from nanovllm.text.prompts import (
+    PORTION,
+    Message,
+    PromptEncoder,
+    TokensPrompt,
+    map_each,
+    map_valid,
+)
+from nanovllm.utils.progress import portions
 
 TEMPLATE_PROCESS = str(Path(__file__).with_name("template_process.py"))
 RENDER_SECONDS = 5.0
@@ -30,6 +41,51 @@ class ChatRenderer:
 
     def __init__(self, cpu_seconds: float = RENDER_SECONDS) -> None:
         self._process = LimitedProcess(TEMPLATE_PROCESS, cpu_seconds, MEMORY_BYTES)
+
+    def prompts(
+        self,
+        encoder: PromptEncoder,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        make_bar: Callable[..., tqdm] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[TokensPrompt | Exception]:
+        """Renders and tokenizes conversations, in portions. Returns a prompt for each, or a
+        TypeError or ValueError with the reason why it cannot be one.
+
+        Args:
+            encoder: tokenizes the rendered texts.
+            messages: one conversation or several.
+            make_bar: makes a progress bar, like ``tqdm``; None for none.
+
+        The other arguments are those of ``LLM.render_chat``.
+
+        Raises:
+            TypeError: ``messages`` is neither a conversation nor a list.
+            ValueError: there is no tokenizer, or no chat template.
+        """
+        tokenizer = encoder.tokenizer
+        if tokenizer is None:
+            raise ValueError("this model has no tokenizer: use generate with token ids")
+        if not (tokenizer.chat_template or chat_template):
+            raise ValueError("this model has no chat template: pass chat_template, or use generate")
+        options = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            **(chat_template_kwargs or {}),
+        }
+        conversations = _as_conversations(messages)
+        prompts: list[TokensPrompt | Exception] = []
+        for portion in portions(len(conversations), PORTION, make_bar, "Tokenizing"):
+            texts = self.render(tokenizer, conversations[portion], options)
+            prompts += encoder.encode_texts(texts)  # they contain all special tokens, BOS included
+        return prompts
 
     def render(
         self, tokenizer: Any, conversations: Iterable[Any], options: dict[str, Any]
@@ -56,11 +112,22 @@ class ChatRenderer:
         self._process.close()
 
     def _render(
-        self, head: bytes, prepared: Sequence[tuple[bytes, str | None]]
+        self, head: bytes, prepared: Seq[tuple[bytes, str | None]]
     ) -> list[str | Exception]:
         responses = self._process.run(_dump((head, messages)) for messages, _ in prepared)
         final_texts = (text for _, text in prepared)
         return map_each(_read_response, zip(responses, final_texts, strict=True))
+
+
+def _as_conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Any]:
+    """Returns a list of conversations. A single conversation becomes a list of one. The messages
+    are not checked."""
+    if not isinstance(messages, (list, tuple)):
+        raise TypeError(
+            f"messages must be a conversation or a list of them, got {type(messages).__name__}"
+        )
+    is_single = bool(messages) and isinstance(messages[0], dict)
+    return [messages] if is_single else list(messages)
 
 
 def _read_options(

@@ -32,11 +32,13 @@ class TokensPrompt(TypedDict):
 
 
 T = TypeVar("T")
+PORTION = 256  # prompts tokenized together
 CHARS_PER_TOKEN = 16  # more than the average in any language
 MAX_MESSAGES = 10  # errors whose messages are in a combined exception
 # vLLM's cache_salt, which keeps prompts from sharing cached prefixes, is ignored.
 PROMPT_KEYS = frozenset(("prompt", "prompt_token_ids", "cache_salt"))
 Prompt: TypeAlias = str | Seq[int] | TextPrompt | TokensPrompt
+Message: TypeAlias = dict[str, Any]  # of a conversation: {"role": ..., "content": ...}
 
 
 def as_prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
@@ -89,6 +91,11 @@ class PromptEncoder:
         encoded = iter(self._encode(texts, add_special_tokens))
         return [next(encoded) if isinstance(item, str) else item for item in parsed]
 
+    def encode_texts(self, texts: Seq[Any]) -> list[TokensPrompt | Exception]:
+        """Tokenizes texts without adding special tokens. Returns prompts with both text and token
+        ids, and exceptions as ``encode`` does."""
+        return map_valid(_with_tokens, self.encode(texts, add_special_tokens=False))
+
     def detokenizer(
         self, last_prompt_token: int, params: SamplingParams
     ) -> IncrementalDetokenizer | None:
@@ -102,7 +109,7 @@ class PromptEncoder:
         return IncrementalDetokenizer(
             texts,
             [last_prompt_token] if texts.needs_context else [],
-            params.stop_strings,
+            list(params.stop or ()),
             params.include_stop_str_in_output,
         )
 
@@ -271,6 +278,10 @@ def raise_errors(items: Seq[T | Exception], what: str) -> list[T]:
     if more := list(errors)[MAX_MESSAGES:]:
         lines.append(f"and {what} {', '.join(map(str, more))}")
     raise kind("\n".join(lines)) from next(iter(errors.values()))
+
+
+def _with_tokens(encoded: list[tuple[str, list[int]]]) -> list[TokensPrompt]:
+    return [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in encoded]
 
 
 def _is_int(value: Any) -> bool:

@@ -93,7 +93,7 @@ def test_captures_leave_other_threads_alone_and_keep_no_logits(monkeypatch):
     runner: Any = SimpleNamespace(
         device=torch.device("cpu"),
         block_tables=BlockTables(1, 8, 4, torch.device("cpu")),
-        model=SimpleNamespace(model=SimpleNamespace(skip_middle_layers=nullcontext)),
+        model=SimpleNamespace(model=SimpleNamespace(layers=[])),
         prepare=prepare,
         run_model=run_model,
     )

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from nanovllm.config import Config
+from nanovllm.engine.recovery import allows_none
 from nanovllm.engine.sampling_state import SamplingState, SamplingStateFactory
 from nanovllm.sampling_params import SamplingParams
 
@@ -11,13 +13,13 @@ VOCAB_SIZE, EOS, PROMPT = 40, 0, [5, 6, 7]
 
 
 def make_state(**values: Any) -> SamplingState:
-    factory = SamplingStateFactory(None, VOCAB_SIZE, {EOS}, seed=0)
+    factory = SamplingStateFactory(None, VOCAB_SIZE, {EOS}, Config("model"))
     (state,) = factory.make(factory.prepare(SamplingParams(**values)), PROMPT)
     return state
 
 
 @pytest.mark.parametrize(
-    ("values", "num_generated", "allows_none"),
+    ("values", "num_generated", "forbidden"),
     [
         ({}, 0, False),
         ({"presence_penalty": 2.0, "logit_bias": {EOS: -100.0}}, 1, False),
@@ -30,12 +32,12 @@ def make_state(**values: Any) -> SamplingState:
     ],
 )
 def test_edits_that_forbid_every_token_are_noticed(
-    values: dict[str, Any], num_generated: int, allows_none: bool
+    values: dict[str, Any], num_generated: int, forbidden: bool
 ):
     state = make_state(**values)
     for _ in range(num_generated):
         state.append_token(8)
-    assert state.allows_none(PROMPT + [8] * num_generated) == allows_none
+    assert allows_none(state, PROMPT + [8] * num_generated) == forbidden
 
 
 @pytest.mark.parametrize(
@@ -51,4 +53,4 @@ def test_only_parameters_that_edit_logits_make_edits(values: dict[str, Any], num
     assert len(state.edits) == num_edits
     assert state.kind.edits == (num_edits > 0)
     assert state.follows_tokens == any(name.endswith("_penalty") for name in values)
-    assert (state.is_finished, state.error) == (False, "")
+    assert not state.is_finished and not any(edit.error for edit in state.edits)

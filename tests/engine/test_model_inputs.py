@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.completion import Completion
 from nanovllm.engine.logit_edits import PreparedEdits
@@ -373,7 +374,7 @@ def make_sampled(
 ) -> Sampled:
     bad_words = bad_words or []
     seq = Sequence(prompt, params)
-    prepared = PreparedEdits(params, SamplingStateFactory(None, VOCAB_SIZE, EOS, seed=0))
+    prepared = PreparedEdits(params, SamplingStateFactory(None, VOCAB_SIZE, EOS, Config("model")))
     prepared.bad_words = bad_words
     (edits,) = prepared.start(prompt)
     state = SamplingState(params, seed, edits, VOCAB_SIZE)

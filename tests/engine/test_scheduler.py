@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_inputs import prepare_decode, prepare_prefill
@@ -28,19 +29,11 @@ Result = tuple[list[int], str | None, int | str | None]
 
 
 def make_scheduler(**kwargs: Any) -> Scheduler:
-    defaults = {
-        "num_blocks": 64,
-        "block_size": 4,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "max_model_len": 128,
-        "eos_token_ids": EOS,
-        "eos_token_id": min(EOS),
-    }
-    settings = {**defaults, **kwargs}
-    # As Config.max_step_seqs.
-    settings["max_num_seqs"] = min(settings["max_num_seqs"], settings["max_num_batched_tokens"])
-    return Scheduler(**settings)
+    """Arguments of Scheduler or, if it has none of that name, fields of its Config."""
+    defaults = {"num_blocks": 64, "max_model_len": 128, "eos_token_ids": EOS, "policy": None}
+    arguments = {name: kwargs.pop(name, value) for name, value in defaults.items()}
+    settings = {"kvcache_block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, **kwargs}
+    return Scheduler(Config("model", **settings), eos_token_id=min(EOS), **arguments)
 
 
 def launch(scheduler: Scheduler) -> Batch:
@@ -294,7 +287,7 @@ class Engine:
         for seq in [seq for seq in live if seq.is_finished]:
             request = self.unfinished.pop(seq)
             assert not seq.block_table
-            assert seq.prompt_token_ids == request.prompt
+            assert seq.token_ids[: seq.num_prompt_tokens] == request.prompt
             finish = self.finishes[seq]
             result = seq.completion_token_ids, finish.reason, finish.stop_reason
             self.results.append((request, result))
@@ -410,7 +403,7 @@ REQUESTS = st.builds(
 SCHEDULERS = st.builds(
     make_scheduler,
     num_blocks=st.integers(3, 14),
-    block_size=st.integers(1, 5),
+    kvcache_block_size=st.integers(1, 5),
     max_num_seqs=st.integers(1, 8),
     max_num_batched_tokens=st.integers(1, 24),
     max_model_len=st.integers(2, 100),

@@ -12,6 +12,7 @@ from nanovllm import quantization
 from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.silu_and_mul import silu_and_mul
+from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     LinearBase,
@@ -119,12 +120,12 @@ def test_each_rank_loads_weights_and_scales(rank):
 def test_norm_and_swiglu_produce_the_input_of_the_next_layer(taken):
     with use_quantization(CONFIG):
         gate_up, down = MergedColumnParallelLinear(8, [6, 6]), RowParallelLinear(6, 8)
-    norm, swiglu = RMSNorm(8), down.linear_weight.input_format
+    norm, act_fn = RMSNorm(8), SiluAndMul(down.linear_weight.input_format)
     gate, up = (load(gate_up, i, 6, 8) for i in range(2))
     weight = load(down, None, 8, 6)
     x, residual = torch.randn(2, 5, 8)
     with torch.inference_mode():
-        y, total = gate_up.norm_forward(norm, x, residual, swiglu)
+        y, total = gate_up.norm_forward(norm, x, residual, act_fn)
         y, stream = down.forward_add(total, y)
         normed = norm(x + residual)
     expected = (F.silu(normed @ gate.t()) * (normed @ up.t())) @ weight.t()
@@ -153,7 +154,7 @@ def test_an_unquantised_layer_feeds_a_quantised_one(
     nn.init.normal_(gate_up.weight)
     weight = load(down, None, 8, 6).to(device)
     with torch.inference_mode():
-        y, _ = gate_up.norm_forward(norm, x, None, down.linear_weight.input_format)
+        y, _ = gate_up.norm_forward(norm, x, None, SiluAndMul(down.linear_weight.input_format))
         normed = norm(x)
         expected = silu_and_mul(normed @ gate_up.weight.t()) @ weight.t()
         torch.testing.assert_close(down(y), expected, rtol=0.05, atol=0.1)
@@ -169,7 +170,7 @@ def test_a_decoder_is_built_of_them(tiny_models, taken):
     assert len(layers) == 4 * config.num_hidden_layers
     assert all(isinstance(layer.linear_weight, BlockScaledWeight) for layer in layers)
     assert "model.layers.0.mlp.down_proj.weight_scale_inv" in dict(model.named_parameters())
-    assert model.model.layers[0].mlp.swiglu_format is INT8
+    assert model.model.layers[0].mlp.act_fn.output_format is INT8
     assert model.lm_head.weight.is_floating_point()
 
 

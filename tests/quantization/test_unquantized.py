@@ -14,6 +14,7 @@ from nanovllm.kernels.gemm.skinny import skinny_linear, skinny_norm_linear
 from nanovllm.kernels.gemm.tiled import tile_linear
 from nanovllm.kernels.rms_norm import rms_norm_reference
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
+from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import (
     LinearBase,
@@ -24,7 +25,6 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.models.model_config import WeightNames
 from nanovllm.quantization import unquantized
-from nanovllm.quantization.base import PLAIN
 from nanovllm.quantization.unquantized import UnquantizedWeight, choose_kernel
 from nanovllm.utils.distributed import TPGroup, use_tp_group
 from tests.kernels.oracle import assert_as_good_as_eager
@@ -156,7 +156,7 @@ def test_norm_and_swiglu_around_a_matmul(num_rows, layout, device, monkeypatch):
         y = F.linear(rms_norm_reference(total, *norm)[0], weight, bias)
         with torch.inference_mode():
             found, found_total = linear_weight.norm_matmul(x, args, norm, None)
-            gated, _ = linear_weight.norm_matmul(x, args, norm, PLAIN)
+            gated, _ = linear_weight.norm_matmul(x, args, norm, SiluAndMul())
         torch.testing.assert_close(found, y, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(found_total, total)
         torch.testing.assert_close(gated, silu_and_mul_reference(y), rtol=1e-4, atol=1e-4)
