@@ -186,28 +186,28 @@ def make_one_shot_all_reduces(
         devices: the device of each rank.
     """
     device, reason = devices[group.rank], ""
-    all_reduces: list[OneShotAllReduce] = []
+    one_shots: list[OneShotAllReduce] = []
     sizes = {dtype: max_numel(group.size, dtype), torch.int64: MAX_ROWS}
     try:
         if not supports_one_shot(devices):
             reason = "not all GPUs are linked by NVLink"
     except DriverError as error:
         reason = str(error)
-    for reduced_dtype, numel in sizes.items():
+    for x_dtype, numel in sizes.items():
         # All ranks must agree before they wait for each other.
         if not group.min(not reason, device):
             break
         try:
-            all_reduces.append(
-                OneShotAllReduce(group.rank, group.size, store, reduced_dtype, device, numel)
+            one_shots.append(
+                OneShotAllReduce(group.rank, group.size, store, x_dtype, device, numel)
             )
         except DriverError as error:
             reason = str(error)
-    if group.min(not reason and len(all_reduces) == len(sizes), device):
-        return tuple(all_reduces)  # by now all ranks have zeroed their flags
+    if group.min(not reason and len(one_shots) == len(sizes), device):
+        return tuple(one_shots)  # by now all ranks have zeroed their flags
     if group.rank == 0:
         logger.info("all-reduce uses NCCL only: %s", reason or "another rank cannot share memory")
-    for one_shot in all_reduces:
+    for one_shot in one_shots:
         one_shot.close()
     return ()
 

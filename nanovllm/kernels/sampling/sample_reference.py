@@ -7,13 +7,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.sampling.philox import (
-    GROUP,
-    GROUP_STREAM,
-    RESAMPLE_STREAM,
-    TOKEN_STREAM,
-    exponential_noise,
-)
+from nanovllm.kernels.sampling import philox
+from nanovllm.kernels.sampling.philox import GROUP, exponential_noise
 from nanovllm.kernels.sampling.sampling_row import SAMPLING_ROW
 
 
@@ -81,7 +76,7 @@ def _sample_row(logits: torch.Tensor, params: np.void) -> int:
     ):
         if scores is None:
             log_weights = logits * (1 / temperature)
-            scores = _gumbel_scores(log_weights, seed, position, RESAMPLE_STREAM, 0)
+            scores = _gumbel_scores(log_weights, seed, position, philox.RESAMPLE_STREAM, 0)
         scores[(logits < threshold) | (logits <= logits[token])] = -math.inf
         token = int(scores.argmax())
     return token
@@ -107,12 +102,14 @@ def _sample_untruncated(
     if temperature > 0:
         log_sum_exp = (groups * (1 / temperature)).logsumexp(1)
         first_group = first_token // GROUP
-        scores = _gumbel_scores(log_sum_exp, seed, position, GROUP_STREAM, first_group)
+        scores = _gumbel_scores(log_sum_exp, seed, position, philox.GROUP_STREAM, first_group)
     group = int(scores.argmax())
     best, start = scores[group].item(), first_token + group * GROUP
     scores = groups[group]
     if temperature > 0:
-        scores = _gumbel_scores(scores * (1 / temperature), seed, position, TOKEN_STREAM, start)
+        scores = _gumbel_scores(
+            scores * (1 / temperature), seed, position, philox.TOKEN_STREAM, start
+        )
     return best, start + int(scores.argmax()) if best > -math.inf else -1
 
 
