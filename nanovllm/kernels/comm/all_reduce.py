@@ -193,14 +193,12 @@ def make_one_shot_all_reduces(
             reason = "not all GPUs are linked by NVLink"
     except DriverError as error:
         reason = str(error)
-    for x_dtype, numel in sizes.items():
+    for type_, numel in sizes.items():
         # All ranks must agree before they wait for each other.
         if not group.min(not reason, device):
             break
         try:
-            one_shots.append(
-                OneShotAllReduce(group.rank, group.size, store, x_dtype, device, numel)
-            )
+            one_shots.append(OneShotAllReduce(group.rank, group.size, store, type_, device, numel))
         except DriverError as error:
             reason = str(error)
     if group.min(not reason and len(one_shots) == len(sizes), device):

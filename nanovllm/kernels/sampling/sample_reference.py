@@ -107,9 +107,8 @@ def _sample_untruncated(
     best, start = scores[group].item(), first_token + group * GROUP
     scores = groups[group]
     if temperature > 0:
-        scores = _gumbel_scores(
-            scores * (1 / temperature), seed, position, philox.TOKEN_STREAM, start
-        )
+        scores = scores * (1 / temperature)
+        scores = _gumbel_scores(scores, seed, position, philox.TOKEN_STREAM, start)
     return best, start + int(scores.argmax()) if best > -math.inf else -1
 
 
