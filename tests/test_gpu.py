@@ -597,7 +597,7 @@ def test_two_ranks_with_and_without_memory_that_they_can_share(expandable, small
     num_one_shots, token_ids = json.loads(result.stdout.splitlines()[-1])
     assert token_ids == expected
     if expandable:
-        assert num_one_shots == 0 and "all-reduce by NCCL alone" in result.stderr
+        assert num_one_shots == 0 and "all-reduce uses NCCL only" in result.stderr
     else:
         print(f"{num_one_shots} one-shot all-reduces")  # 2 over NVLink
 

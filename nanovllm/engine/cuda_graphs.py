@@ -119,8 +119,9 @@ class StepGraph:
 
 
 @contextmanager
-def few_layers(model: DecoderModel) -> Iterator[None]:
-    """Limits steps in the block to the first two layers and the last one. They use all kernels."""
+def skip_middle_layers(model: DecoderModel) -> Iterator[None]:
+    """Makes steps in this context run only the first two layers and the last one. These launch all
+    kernels that the model uses."""
     layers = [*model.layers]
     model.layers_run = [*layers[:2], *layers[2:][-1:]]
     try:
@@ -147,8 +148,8 @@ class StepGraphs:
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()  # once: torch.cuda.graph would do it for each capture
         for size, step in self.make_steps(sizes):
-            with few_layers(self.runner.model.model):
-                step()  # compiles kernels and chooses algorithms: not possible during a capture
+            with skip_middle_layers(self.runner.model.model):
+                step()  # compiles kernels and chooses algorithms, which a capture cannot
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(capture_stream(self.runner.device)):
                 graph.capture_begin(self.pool, capture_error_mode="thread_local")

@@ -241,7 +241,7 @@ class ModelRunner:
             logits = self.model.compute_logits(hidden_states)
         if inputs.sampling_rows is not None:
             rows = SamplingInputs(inputs.sampling_rows, truncates=self.tp.size == 1)
-            self.sampled_tokens[: len(logits)] = self.sampler(logits, rows, each_rank=True)[0]
+            self.sampled_tokens[: len(logits)] = self.sampler(logits, rows, per_shard=True)[0]
         return hidden_states, logits
 
     def prepare(self, batch: Batch, size: GraphSize | None) -> PackedInputs:

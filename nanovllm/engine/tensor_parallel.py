@@ -11,7 +11,7 @@ from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.model_runner import ModelRunner, on_device
 from nanovllm.engine.startup import start
 from nanovllm.engine.workers import Worker, Workers, interrupts_delayed
-from nanovllm.kernels.comm.all_reduce import make_one_shots
+from nanovllm.kernels.comm.all_reduce import make_one_shot_all_reduces
 from nanovllm.utils.device import select_device
 from nanovllm.utils.distributed import make_tp_group
 
@@ -36,7 +36,7 @@ class RankRunner(ModelRunner):
             self.tp.min(0, device)  # the first collective, in which NCCL uses the store
             if device.type == "cuda":
                 devices = [select_device(self.config.device, rank, size) for rank in range(size)]
-                one_shots = make_one_shots(self.tp, store, self.dtype, devices)
+                one_shots = make_one_shot_all_reduces(self.tp, store, self.dtype, devices)
                 self.tp = replace(self.tp, one_shots=one_shots)
 
 

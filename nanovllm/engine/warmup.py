@@ -4,7 +4,7 @@ import torch
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.completion import Completion
-from nanovllm.engine.cuda_graphs import StepGraphs, few_layers, graph_sizes
+from nanovllm.engine.cuda_graphs import StepGraphs, graph_sizes, skip_middle_layers
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Sequence
@@ -44,7 +44,7 @@ def compile_kernels(runner: ModelRunner) -> None:
     sizes = graph_sizes(runner) if runner.backend.capturable else []
     decodes = [size for size in sizes if not size.is_prefill and size.num_tokens % 64 == 0]
     few = [size for size in sizes if size.num_tokens <= 64]
-    with compiling_only(), few_layers(runner.model.model):
+    with compiling_only(), skip_middle_layers(runner.model.model):
         warmup_model(runner)
         for _, step in StepGraphs(runner).make_steps([*{*few, *decodes, *sizes[-1:]}]):
             step()

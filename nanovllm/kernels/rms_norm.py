@@ -28,7 +28,8 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Backwards: the kernel before wrote the last rows last, so they may still be in the L2 cache.
+    # Programs process rows from last to first. The previous kernel wrote the last rows most
+    # recently, so they may still be in the L2 cache.
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -43,7 +44,7 @@ def _rms_norm_kernel(
         tl.store(sum_ptr + row * WIDTH + column, x, mask=mask)
     x32 = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x32 * x32, axis=0) / WIDTH + eps)
-    # Rounds before it multiplies by the weight, as transformers does.
+    # The norm is rounded before it is multiplied by the weight, as in transformers.
     tl.store(out_ptr + row * WIDTH + column, (x32 * scale).to(x.dtype) * weight, mask=mask)
 
 

@@ -27,7 +27,7 @@ class RopeInputs(NamedTuple):
         positions: int32 [N].
         cos_sin_cache: fp32 [max_position, D], D/2 cosines then D/2 sines.
         q_weight, k_weight: [D], weights of an RMSNorm of each head before RoPE; both or neither.
-        eps: of the RMSNorm.
+        eps: eps of the RMSNorm.
     """
 
     positions: Tensor
@@ -62,17 +62,18 @@ class CacheSlots(NamedTuple):
 
 
 def apply_rope_and_store_reference(
-    rope: RopeInputs, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots | None, num_finite: int = 0
+    rope: RopeInputs, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots | None, clamp_end: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Applies RoPE to queries and keys and stores keys and values in the KV cache, in one kernel.
+    """Applies RoPE to queries and keys, and stores keys and values in the KV cache.
 
     Args:
         rope: positions, cosines and sines, and weights of the norms before RoPE, if any.
         q: [N, heads, D].
         k, v: [N, kv_heads, D].
         slots: where to store; None stores nothing.
-        num_finite: makes ``v`` finite, in place, at positions below this number: NaN and +inf
-            become the largest finite number, -inf the smallest. The KV cache gets the original.
+        clamp_end: ``v`` is clamped to finite numbers, in place, at positions below this one. NaN
+            and +inf become the largest finite number, -inf the smallest. The KV cache gets the
+            original values.
 
     Returns:
         q and k after RoPE, contiguous.
@@ -84,8 +85,8 @@ def apply_rope_and_store_reference(
     q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
     if slots is not None:
         store_kvcache(k, v, *slots)
-    if num_finite:
-        first, largest = rope.positions < num_finite, torch.finfo(v.dtype).max
+    if clamp_end:
+        first, largest = rope.positions < clamp_end, torch.finfo(v.dtype).max
         v[first] = v[first].nan_to_num(nan=largest, posinf=largest, neginf=-largest)
     return q, k
 
@@ -123,9 +124,9 @@ def _apply_rope_and_store_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     # A program handles BLOCK_HEADS heads of one token, query heads or key heads, and stores keys
-    # with their values. Programs go through the tokens backwards: the kernel before wrote the last
-    # tokens last, so they may still be in the L2 cache. A KV cache can hold over 2^31 elements, so
-    # its offsets are 64-bit.
+    # with their values. Programs process tokens from last to first. The previous kernel wrote the
+    # last tokens most recently, so they may still be in the L2 cache. A KV cache can hold over 2^31
+    # elements, so its offsets are 64-bit.
     NUM_Q_BLOCKS: tl.constexpr = (Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     NUM_BLOCKS: tl.constexpr = NUM_Q_BLOCKS + (K_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -188,7 +189,7 @@ def _apply_rope_and_store_kernel(
 
 
 def apply_rope_and_store_triton(
-    rope: RopeInputs, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots | None, num_finite: int = 0
+    rope: RopeInputs, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots | None, clamp_end: int = 0
 ) -> tuple[Tensor, Tensor]:
     """See ``apply_rope_and_store_reference``. The heads of a token must be contiguous, and tokens
     may be strided."""
@@ -231,7 +232,7 @@ def apply_rope_and_store_triton(
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         HAS_NORM=has_norm,
         STORES=slots is not None,
-        NUM_FINITE=num_finite,
+        NUM_FINITE=clamp_end,
         LARGEST=torch.finfo(v.dtype).max,
         num_warps=2,
         **pdl_options(q),

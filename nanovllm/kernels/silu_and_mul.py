@@ -19,7 +19,8 @@ def _silu_and_mul_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # Backwards: the kernel before wrote the last rows last, so they may still be in the L2 cache.
+    # Programs process rows from last to first. The previous kernel wrote the last rows most
+    # recently, so they may still be in the L2 cache.
     NUM_BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (program // NUM_BLOCKS).to(tl.int64)
@@ -27,7 +28,7 @@ def _silu_and_mul_kernel(
     mask = column < WIDTH
     gate = tl.load(x_ptr + row * 2 * WIDTH + column, mask=mask).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * WIDTH + WIDTH + column, mask=mask)
-    # Rounds silu before it multiplies by up, as the reference does.
+    # silu(gate) is rounded before it is multiplied by up, as in the reference.
     silu = (gate / (1 + tl.exp(-gate))).to(up.dtype)
     tl.store(out_ptr + row * WIDTH + column, silu * up, mask=mask)
 

@@ -1,4 +1,4 @@
-"""Token embedding and output head, the vocabulary split over the tensor-parallel ranks."""
+"""Token embedding and LM head, with the vocabulary split over the tensor-parallel ranks."""
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ class VocabParallelEmbedding(nn.Module):
         if self.tp.size > 1:
             self.num_embeddings_per_rank = cdiv(num_embeddings, self.tp.size * GROUP) * GROUP
         self.vocab_start = self.tp.rank * self.num_embeddings_per_rank
-        self.linear_weight = UnquantizedWeight(self)  # also in a quantised checkpoint
+        self.linear_weight = UnquantizedWeight(self)  # embeddings are never quantised
         self.linear_weight.create_parameters(embedding_dim, self.num_embeddings_per_rank)
         self.weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
 
@@ -49,11 +49,12 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Logits of the positions that the step samples, each rank's part of the vocabulary."""
+    """Computes logits for the positions that the step samples. Each rank computes the logits of its
+    shard of the vocabulary."""
 
     def pack(self) -> None:
-        """Stores the weight in the layout that the device multiplies fastest, after each load. An
-        embedding that shares the weight keeps the plain layout."""
+        """Converts the weight to the layout with the fastest matmul. Call it after every load of a
+        checkpoint. An embedding that shares the weight keeps the plain layout."""
         self.linear_weight.pack()
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -64,7 +65,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         return self.linear_weight.matmul(hidden_states)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Every rank's logits -> [num_rows, vocabulary] on rank 0, None elsewhere."""
+        """Gathers the logits of all ranks. Returns [num_rows, vocabulary] on rank 0, else None."""
         if self.tp.size == 1:
             return logits
         parts = self.tp.gather(logits)

@@ -9,8 +9,8 @@ from nanovllm.kernels.rms_norm import rms_norm
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, computed in fp32. Inputs are not modified.
 
-    With a residual, the norm of x + residual. Only ``LinearWeight.norm_matmul`` returns this sum
-    too.
+    With a residual, returns the norm of x + residual. To get the sum as well, call
+    ``LinearWeight.norm_matmul``.
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:

@@ -22,7 +22,8 @@ class LinearBase(nn.Module):
     """y = x W^T + b: [..., input_size] -> [..., output_size]. The sizes are those of this rank.
 
     Attributes:
-        shards: by shard id, which part of a checkpoint tensor goes where in this rank's weight.
+        shards: maps each shard id to a Shard: the part of the checkpoint tensor that this rank
+            stores, and its rows in this rank's weight.
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False) -> None:
@@ -43,21 +44,29 @@ class LinearBase(nn.Module):
         self.linear_weight.load(param, loaded_weight, self.shards[shard_id])
 
     def pack(self) -> None:
-        """Stores the weight in the layout that the device multiplies fastest, after each load."""
+        """Converts the weight to the layout with the fastest matmul. Call it after every load of a
+        checkpoint."""
         self.linear_weight.pack()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear_weight.matmul(x)
 
-    def after_norm(
+    def norm_forward(
         self,
         norm: RMSNorm,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         act_fn: SiluAndMul | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """act_fn(self(norm(x + residual))) and x + residual, in fewer kernels. A residual of None
-        stands for zero."""
+        """Computes act_fn(self(norm(x + residual))), fused into one kernel where possible.
+
+        Args:
+            residual: None for zero.
+            act_fn: None for no activation.
+
+        Returns:
+            The result, and x + residual.
+        """
         return self.linear_weight.norm_matmul(x, residual, norm, act_fn)
 
 
@@ -66,8 +75,8 @@ class ReplicatedLinear(LinearBase):
 
 
 class ColumnParallelLinear(LinearBase):
-    """Splits the output features over the ranks. Takes a whole x and returns this rank's
-    features."""
+    """Splits the output features over the ranks. Takes all input features and returns this rank's
+    output features."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False) -> None:
         tp_size = get_tp_group().size
@@ -83,7 +92,7 @@ class ColumnParallelLinear(LinearBase):
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several column-parallel matrices with the same input as one matmul; shard ids 0, 1, ..."""
+    """Several column-parallel matrices with the same input as one matmul. Shard ids: 0, 1, ..."""
 
     def __init__(self, input_size: int, output_sizes: Sequence[int], bias: bool = False) -> None:
         super().__init__(input_size, sum(output_sizes), bias)
@@ -98,8 +107,8 @@ class QKVParallelLinear(ColumnParallelLinear):
     """Query, key and value projections as one matmul, with the heads split over the ranks.
 
     With more ranks than key-value heads, each rank has a copy of the head that its queries use.
-    The output is q, k and v side by side, [..., (num_heads + 2 num_kv_heads) * head_size] of this
-    rank; shard ids "q", "k", "v".
+    The output is q, k and v concatenated, [..., (num_heads + 2 num_kv_heads) * head_size], with the
+    heads of this rank. The shard ids are "q", "k" and "v".
     """
 
     def __init__(
@@ -136,11 +145,15 @@ class RowParallelLinear(LinearBase):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.tp.all_reduce(self.linear_weight.matmul(x))
 
-    def add_to(
+    def forward_add(
         self, residual: torch.Tensor, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(self(x), residual), for the next ``after_norm`` to add, or (their sum, None). The
-        residual may be overwritten."""
+        """Computes self(x), and adds the residual if a fused kernel can.
+
+        Returns:
+            (self(x) + residual, None), in which case the residual may be overwritten. Otherwise
+            (self(x), residual), which the next ``norm_forward`` adds.
+        """
         if self.tp.size > 1:
             return self(x), residual
         return self.linear_weight.matmul_add(x, residual)

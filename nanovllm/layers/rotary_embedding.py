@@ -16,7 +16,7 @@ class RopeConfig:
 
     Attributes:
         theta: base of the geometric series of frequencies.
-        kind: "default", "linear" (all frequencies are divided by ``factor``) or "llama3" (low
+        rope_type: "default", "linear" (all frequencies are divided by ``factor``) or "llama3" (low
             frequencies are divided by ``factor``, high ones kept, with a linear ramp between).
         factor: the RoPE scaling factor.
         low_freq_factor, high_freq_factor, original_max_position: the ramp of "llama3". Wavelengths
@@ -26,7 +26,7 @@ class RopeConfig:
     """
 
     theta: float = 10000.0
-    kind: str = "default"
+    rope_type: str = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -37,9 +37,9 @@ class RopeConfig:
 class RotaryEmbedding(nn.Module):
     """Rotary embedding with precomputed cosines and sines.
 
-    ``cos_sin_cache`` is fp32 [max_position, head_dim]: head_dim / 2 cosines, then as many sines.
-    If ``rope`` is None, every angle is 0, so that the same kernels leave queries and keys as they
-    are.
+    ``cos_sin_cache`` is fp32 [max_position, head_dim]: head_dim / 2 cosines, then head_dim / 2
+    sines. If ``rope`` is None, every angle is 0, so that the same kernels leave queries and keys as
+    they are.
     """
 
     cos_sin_cache: torch.Tensor
@@ -76,12 +76,12 @@ def _inv_freq(head_dim: int, rope: RopeConfig | None) -> torch.Tensor:
     inv_freq = rope.theta**-exponents
     if rope.freq_divisors is not None:
         inv_freq = inv_freq / torch.tensor(rope.freq_divisors, dtype=torch.float64)
-    if rope.kind == "linear":
+    if rope.rope_type == "linear":
         return inv_freq / rope.factor
-    if rope.kind == "llama3":
+    if rope.rope_type == "llama3":
         turns = rope.original_max_position * inv_freq / (2 * math.pi)
         ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         keep = ramp.clamp(0, 1)
         return inv_freq * (keep + (1 - keep) / rope.factor)
-    assert rope.kind == "default", rope.kind
+    assert rope.rope_type == "default", rope.rope_type
     return inv_freq

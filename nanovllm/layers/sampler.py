@@ -48,9 +48,9 @@ class SamplingInputs:
 class Sampler(nn.Module):
     """Applies masks, biases and penalties, then samples with temperature and truncation.
 
-    With tensor parallelism, rank 0 gathers the logits of all ranks and samples from them. Requests
-    with a temperature only can avoid the gather: each rank samples from its shard of the
-    vocabulary, and an all-reduce takes the maximum of the ranks' Gumbel-max scores.
+    With tensor parallelism, rank 0 gathers the logits of all ranks and samples from them. If no
+    request uses anything but a temperature, the gather is not needed: each rank samples from its
+    shard of the vocabulary, and an all-reduce takes the maximum of the ranks' Gumbel-max scores.
     """
 
     def __init__(self, head: ParallelLMHead) -> None:
@@ -60,20 +60,21 @@ class Sampler(nn.Module):
         self.num_own_tokens = max(end - head.vocab_start, 0)
 
     def forward(
-        self, logits: torch.Tensor, inputs: SamplingInputs | None, each_rank: bool = False
+        self, logits: torch.Tensor, inputs: SamplingInputs | None, per_shard: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Samples one token per row. All ranks call it, with the same ``each_rank``.
+        """Samples one token per row. All ranks call it, with the same ``per_shard``.
 
         Args:
             logits: [N, shard of the vocabulary], of this rank.
-            inputs: the sampling parameters. Only rank 0 needs them, unless ``each_rank``.
-            each_rank: every rank samples from its shard. ``inputs`` may hold a temperature only.
+            inputs: the sampling parameters. Only rank 0 needs them, unless ``per_shard``.
+            per_shard: whether each rank samples from its shard instead of rank 0 from the gathered
+                logits. Only temperatures take effect then, not truncation, edits or logprobs.
 
         Returns:
             int64 [N] token ids on all ranks, -1 where no token is allowed. On rank 0 also the
             log-probabilities if requested, as ``pack_logprobs`` returns them, else None.
         """
-        if each_rank and self.tp.size > 1:
+        if per_shard and self.tp.size > 1:
             assert inputs is not None
             packed = sample_shard(logits, inputs.rows, self.num_own_tokens, self.vocab_start)
             return unpack_token_ids(self.tp.all_reduce(packed)), None

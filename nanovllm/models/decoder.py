@@ -1,8 +1,9 @@
-"""The decoder-only transformer that all served models are: pre-norm, RoPE, gated MLP.
+"""The decoder-only transformer of all supported models, with pre-norm, RoPE and gated MLP.
 
 It is built from a ModelConfig, which has a LayerSpec for each layer. A layer's projections are
 packed into four matrices (qkv, o, gate-up, down), split over the tensor-parallel ranks by heads and
-by MLP columns. N is the step's number of new tokens, of all sequences end to end.
+by MLP columns. N is the number of new tokens in the step. The tokens of all sequences are
+concatenated.
 """
 
 from functools import cache
@@ -48,14 +49,15 @@ class DecoderAttention(nn.Module):
         hidden_states: torch.Tensor,
         residual: torch.Tensor | None,
         norm: RMSNorm,
-        outputs: torch.Tensor | None,
+        output_indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        qkv, residual = self.qkv_proj.after_norm(norm, hidden_states, residual)
+        qkv, residual = self.qkv_proj.norm_forward(norm, hidden_states, residual)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         rope = self.rotary_emb(positions, self.q_norm, self.k_norm)
-        x = self.attn(q, k, v, rope, only_outputs=outputs is not None).flatten(1)
-        return self.o_proj.add_to(residual if outputs is None else residual[outputs], x)
+        x = self.attn(q, k, v, rope, only_outputs=output_indices is not None).flatten(1)
+        kept = residual if output_indices is None else residual[output_indices]
+        return self.o_proj.forward_add(kept, x)
 
 
 class DecoderMLP(nn.Module):
@@ -71,17 +73,19 @@ class DecoderMLP(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x, residual = self.gate_up_proj.after_norm(norm, x, residual, self.act_fn)
-        return self.down_proj.add_to(residual, x)
+        x, residual = self.gate_up_proj.norm_forward(norm, x, residual, self.act_fn)
+        return self.down_proj.forward_add(residual, x)
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm that also adds what came before to the residual
-    (in one step with the projection after it: ``LinearBase.after_norm``), unless what came before
-    has done so itself (``RowParallelLinear.add_to``): then there is no residual beside it.
+    """Attention and MLP, each with an RMSNorm before it.
 
-    With ``outputs``, the context's, it computes what comes after keys and values for these rows
-    only.
+    The outputs of attention and MLP are added to the residual in one of two places: in the
+    projection that computes them (``RowParallelLinear.forward_add``), or in the next norm
+    (``LinearBase.norm_forward``). In the first case ``residual`` is None until the next norm.
+
+    In the last layer ``output_indices`` is that of the context. Unless it is None, attention and
+    everything after it are computed for these rows only, but keys and values for all rows.
     """
 
     def __init__(self, config: ModelConfig, spec: LayerSpec, rotary_emb: RotaryEmbedding) -> None:
@@ -96,17 +100,20 @@ class DecoderLayer(nn.Module):
         positions: torch.Tensor,
         hidden_states: torch.Tensor,
         residual: torch.Tensor | None,
-        outputs: torch.Tensor | None = None,
+        output_indices: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         hidden_states, residual = self.self_attn(
-            positions, hidden_states, residual, self.input_layernorm, outputs
+            positions, hidden_states, residual, self.input_layernorm, output_indices
         )
         return self.mlp(hidden_states, residual, self.post_attention_layernorm)
 
 
 class DecoderModel(nn.Module):
-    """Embedding, layers, final norm: int32 [N] token ids and positions -> [N, hidden_size], or of
-    the context's ``output_indices`` alone."""
+    """Embedding, layers and final norm.
+
+    It maps token ids and positions, int32 [N] each, to hidden states [N, hidden_size], or only the
+    rows in the context's ``output_indices``.
+    """
 
     def __init__(self, config: ModelConfig, max_position: int) -> None:
         super().__init__()
@@ -116,7 +123,7 @@ class DecoderModel(nn.Module):
             DecoderLayer(config, spec, rope(config.head_dim, max_position, spec.attention.rope))
             for spec in config.layers
         )
-        self.layers_run = [*self.layers]  # few of them while kernels are compiled
+        self.layers_run = [*self.layers]  # fewer while kernels are compiled
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -125,17 +132,18 @@ class DecoderModel(nn.Module):
         *layers, last = self.layers_run
         for layer in layers:
             hidden_states, residual = layer(positions, hidden_states, residual)
-        outputs = get_context().output_indices  # nobody attends to what the last layer gives
-        hidden_states, residual = last(positions, hidden_states, residual, outputs)
+        # No layer attends to the last layer's outputs, so it computes only rows that are needed.
+        output_indices = get_context().output_indices
+        hidden_states, residual = last(positions, hidden_states, residual, output_indices)
         return self.norm(hidden_states, residual)
 
 
 class DecoderForCausalLM(nn.Module):
-    """A decoder and its output head, tied to the embedding or not.
+    """A decoder and its LM head, which may share the embedding's weight.
 
     Args:
-        config: the checkpoint's facts.
-        max_position: positions to serve; the rotary cache covers [0, max_position).
+        config: the description of the model.
+        max_position: number of positions for which RoPE is precomputed.
     """
 
     def __init__(self, config: ModelConfig, max_position: int) -> None:
@@ -150,5 +158,6 @@ class DecoderForCausalLM(nn.Module):
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What ``forward`` gives -> [num_seqs, vocab_size], of several ranks this one's part."""
+        """Computes logits from the output of ``forward``: [num_seqs, vocab_size], or this rank's
+        shard of the vocabulary."""
         return self.lm_head(hidden_states)

@@ -19,10 +19,10 @@ MAX_SIZES = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 2**20),
     **dict.fromkeys(("max_position_embeddings", "sliding_window"), 2**40),
 }
-HAVE_DEFAULTS = ("num_key_value_heads", "head_dim", "sliding_window")
-SWITCHES = dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), False)
-SWITCHES["use_sliding_window"] = True
-UNCHANGED = ("vocab_size", "hidden_size", "max_position_embeddings", "tie_word_embeddings")
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "sliding_window")
+BOOL_DEFAULTS = dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), False)
+BOOL_DEFAULTS["use_sliding_window"] = True
+COPIED_FIELDS = ("vocab_size", "hidden_size", "max_position_embeddings", "tie_word_embeddings")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTION, MLP = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
 WEIGHT_NAMES = (
@@ -71,7 +71,7 @@ class Family:
             dtype=_read_dtype(hf.get("dtype") or hf.get("torch_dtype") or "float32"),
             sliding_window=hf.get("sliding_window") if hf["use_sliding_window"] else None,
             weight_names=WeightNames(rows, fields),
-            **{name: hf[name] for name in UNCHANGED},
+            **{name: hf[name] for name in COPIED_FIELDS},
         )
 
 
@@ -91,16 +91,19 @@ def equal_layers(hf: dict[str, Any], **flags: bool) -> list[LayerSpec]:
 
 
 def _checked(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that are set, with defaults for some others. Raises ValueError if a field
-    is missing, invalid or unsupported."""
-    hf = {**SWITCHES, **{name: value for name, value in hf.items() if value is not None}}
+    """Checks a config's fields and fills in defaults. Fields that are null count as missing.
+
+    Raises:
+        ValueError: a field is missing, invalid or unsupported.
+    """
+    hf = {**BOOL_DEFAULTS, **{name: value for name, value in hf.items() if value is not None}}
     for name, limit in MAX_SIZES.items():
         value = hf.get(name, 1)
         if type(value) is not int or not 1 <= value <= limit:
             raise ValueError(f"{name} must be a positive int up to {limit}, got {value!r:.80}")
-        if name not in hf and name not in HAVE_DEFAULTS:
+        if name not in hf and name not in OPTIONAL_SIZES:
             raise ValueError(f"the config lacks {name!r}")
-    for name in SWITCHES:
+    for name in BOOL_DEFAULTS:
         if not isinstance(hf[name], bool):
             raise ValueError(f"{name} must be true or false, got {hf[name]!r:.80}")
     heads = hf["num_attention_heads"]
@@ -126,7 +129,7 @@ def _checked(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _positive(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not 1e-30 < value < 1e30:  # nor NaN
+    if type(value) not in (int, float) or not 1e-30 < value < 1e30:  # also refuses NaN
         raise ValueError(f"{name} must be a positive number, got {value!r:.80}")
     return float(value)
 
@@ -139,13 +142,13 @@ def _read_dtype(dtype: Any) -> torch.dtype:
 
 
 def _read_rope(hf: dict[str, Any]) -> RopeConfig:
-    # transformers 5 has all fields in rope_parameters. Version 4 has rope_theta and rope_scaling;
-    # early releases name the field rope_type "type".
+    # transformers 5 has all fields in rope_parameters. Version 4 has rope_theta and rope_scaling.
+    # Early releases of it call the field rope_type "type".
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"the config's rope parameters must be an object, got {rope!r:.80}")
     theta = _positive("rope_theta", rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
     partial = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise ValueError(f"a partial rotary embedding (factor {partial!r:.80}) is not supported")
@@ -156,16 +159,18 @@ def _read_rope(hf: dict[str, Any]) -> RopeConfig:
             raise ValueError(
                 f"{len(divisors)} frequency divisors do not match head_dim {hf['head_dim']}"
             )
-    if kind == "default":
+    if rope_type == "default":
         return RopeConfig(theta, freq_divisors=divisors)
-    if kind not in ("linear", "llama3"):
-        raise ValueError(f"rope type {kind!r:.80} is not supported: default, linear and llama3 are")
+    if rope_type not in ("linear", "llama3"):
+        raise ValueError(
+            f"rope type {rope_type!r:.80} is not supported, only default, linear and llama3"
+        )
     factor = _positive("the RoPE factor", rope.get("factor"))
-    if kind == "linear":
-        return RopeConfig(theta, kind, factor, freq_divisors=divisors)
+    if rope_type == "linear":
+        return RopeConfig(theta, rope_type, factor, freq_divisors=divisors)
     rope = {"original_max_position_embeddings": hf["max_position_embeddings"], **rope}
     ramp = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     low, high, length = (_positive(f"RoPE's {name}", rope.get(name)) for name in ramp)
     if low >= high:
         raise ValueError(f"RoPE's low_freq_factor {low} must be below its high_freq_factor {high}")
-    return RopeConfig(theta, kind, factor, low, high, int(length))
+    return RopeConfig(theta, rope_type, factor, low, high, int(length))

@@ -1,4 +1,4 @@
-"""Mistral (arXiv:2310.06825): the plain decoder. Contexts end at the sliding window's length."""
+"""Mistral (arXiv:2310.06825): the plain decoder, for contexts up to the sliding window's length."""
 
 from nanovllm.models.family import Family, equal_layers
 

@@ -1,4 +1,4 @@
-"""The description of a model, from which the decoder, the engine and the weight loader work."""
+"""The description of a model, which the decoder, the engine and the weight loader use."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class AttentionSpec:
 
     Attributes:
         num_heads, num_kv_heads: query heads, and key and value heads. Each key and value head
-            serves the same number of query heads.
+            is shared by the same number of query heads.
         head_dim: size of a head.
         rope: the rotary embedding; None for a layer without position embedding (NoPE).
         qk_norm: whether an RMSNorm is applied to each query and key head before RoPE.
@@ -58,8 +58,9 @@ class WeightNames:
             parameter. Names have fields in braces: ``model.layers.{layer}.mlp.up_proj.{kind}``.
             The parameter is None for a tensor that is not needed. A parameter without a row has
             the same name in checkpoints.
-        fields: the values of each field. A field that only the tensor's name has, such as an
-            expert's index, is passed to the parameter's ``weight_loader`` as a keyword argument.
+        fields: the values of each field. If the tensor's name has a field that the parameter's
+            name lacks, such as the index of an expert, the parameter's ``weight_loader`` gets its
+            value as a keyword argument.
     """
 
     rows: tuple[WeightName, ...]

@@ -5,17 +5,18 @@ from torch import nn
 from nanovllm.quantization.base import LinearWeight, get_quantization_config
 from nanovllm.quantization.unquantized import UnquantizedWeight
 
-# By the ``quant_method`` of a checkpoint's ``quantization_config``; None for one without.
+# The keys are values of ``quant_method`` in a checkpoint's ``quantization_config``. The key None is
+# for checkpoints without a ``quantization_config``.
 WEIGHT_CLASSES: dict[str | None, type[LinearWeight]] = {None: UnquantizedWeight}
 
 
 def new_linear_weight(layer: nn.Module) -> LinearWeight:
-    """The weight of a new linear layer, of the class for the quantisation in use.
+    """Creates the weight of a new linear layer, for the quantisation in use.
 
     Raises:
-        ValueError: no class serves this quantisation.
+        ValueError: the quantisation is not supported.
     """
     method = get_quantization_config().get("quant_method")
     if method not in WEIGHT_CLASSES:
-        raise ValueError(f"{method!r} quantisation is not served: use an unquantised checkpoint")
+        raise ValueError(f"{method!r} quantisation is not supported: use an unquantised checkpoint")
     return WEIGHT_CLASSES[method](layer)

@@ -22,8 +22,11 @@ _config: ContextVar[Mapping[str, Any] | None] = ContextVar("quantization_config"
 
 @contextmanager
 def use_quantization(config: Mapping[str, Any] | None) -> Iterator[None]:
-    """Linear layers that are built within store their weights as a checkpoint's
-    ``quantization_config`` says. None stands for unquantised weights."""
+    """Sets the quantisation of linear layers that are created in this context.
+
+    Args:
+        config: a checkpoint's ``quantization_config``; None for unquantised weights.
+    """
     token = _config.set(config)
     try:
         yield
@@ -37,13 +40,13 @@ def get_quantization_config() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputFormat:
-    """The format in which a linear layer takes its input, as the kernels that produce it.
+    """The format in which a linear layer takes its input, defined by the kernels that produce it.
 
-    The kernels of an FP8 format, for example, would return values with their scales.
+    For an FP8 format, for example, these kernels would return values with their scales.
 
     Attributes:
         rms_norm: (x, norm weight, eps, residual or None) -> (input, x + residual).
-        silu_and_mul: gate and up side by side, [N, 2 I] -> input [N, I].
+        silu_and_mul: gate and up concatenated, [N, 2 I] -> input [N, I].
     """
 
     rms_norm: Callable[[Tensor, Tensor, float, Tensor | None], tuple[Any, Tensor]]
@@ -54,12 +57,13 @@ PLAIN = InputFormat(rms_norm, silu_and_mul)  # one tensor of the model's dtype
 
 
 class Shard(NamedTuple):
-    """This rank's part of a checkpoint tensor, and its place in the rank's weight [out, in].
+    """This rank's part of a checkpoint tensor, and its position in the rank's weight [out, in].
 
     Attributes:
-        rows: the rows of the rank's weight, in output features, that it fills.
+        rows: the rows (output features) of the rank's weight that this part fills.
         dim: the dimension that is split over the ranks: 0 for output, 1 for input features.
-        part, num_parts: which of how many equal parts of the checkpoint tensor is this rank's.
+        part, num_parts: index of this rank's part, and the number of equal parts into which the
+            checkpoint tensor is split.
     """
 
     rows: slice = slice(None)
@@ -74,7 +78,8 @@ class LinearWeight(ABC):
     Its tensors are parameters of the layer, under the checkpoint's names ("weight", ...).
 
     Attributes:
-        input_format: what ``matmul`` takes. It takes a plain tensor, as attention returns, too.
+        input_format: the format of ``matmul``'s input. ``matmul`` also takes a plain tensor,
+            because attention returns one.
         bias: [out] in the model's dtype, added after each matmul, or None.
     """
 
@@ -91,51 +96,55 @@ class LinearWeight(ABC):
     @abstractmethod
     def load(self, param: nn.Parameter, tensor: Tensor, shard: Shard) -> None:
         """Copies this rank's part of a checkpoint tensor into a parameter of the layer, or into its
-        bias. It may be called again after ``pack``; then on a GPU the parameter keeps its address,
-        which CUDA graphs refer to.
+        bias. It may be called again after ``pack``. On a GPU the parameter then keeps its address,
+        because CUDA graphs refer to it.
 
         Raises:
             ValueError: the tensor has another shape than the model needs, or an unknown dtype.
         """
 
     def pack(self) -> None:  # noqa: B027
-        """Stores the weight in the layout that the device multiplies fastest. Call it after every
-        load of a checkpoint."""
+        """Converts the weight to the layout with the fastest matmul. Call it after every load of a
+        checkpoint."""
 
     @abstractmethod
     def matmul(self, x: Any) -> Tensor:
-        """x W^T + b: [N, in] -> [N, out]."""
+        """Computes x W^T + b: [N, in] -> [N, out]."""
 
     def matmul_swiglu(self, x: Any, act_fn: Any) -> Any:
-        """SwiGLU(x W^T + b), with the gate projection above the up projection in W: [N, in] ->
-        [N, out / 2]. ``act_fn`` is a SiluAndMul."""
+        """Computes SwiGLU(x W^T + b): [N, in] -> [N, out / 2].
+
+        The first half of W's rows is the gate projection, the second half the up projection.
+        ``act_fn`` is a SiluAndMul.
+        """
         return act_fn(self.matmul(x))
 
     def matmul_add(self, x: Any, residual: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A projection that goes back into the residual stream.
+        """Multiplies x by the weight, and adds the residual if a fused kernel can.
 
         Args:
             x: [N, in].
-            residual: [N, out], which may be overwritten.
+            residual: [N, out].
 
         Returns:
-            (projection, residual), for the next ``norm_matmul`` to add, or (their sum, None).
+            (x W^T + b + residual, None), in which case ``residual`` may be overwritten. Otherwise
+            (x W^T + b, residual), which the next ``norm_matmul`` adds.
         """
         return self.matmul(x), residual
 
     def norm_matmul(
         self, x: Tensor, residual: Tensor | None, norm: Any, act_fn: Any = None
     ) -> tuple[Any, Tensor]:
-        """A projection of norm(x + residual).
+        """Multiplies norm(x + residual) by the weight, and applies SwiGLU if requested.
 
         Args:
             x: [N, in], plain.
             residual: [N, in], or None for zero.
-            norm: an RMSNorm, of which the weight [in] and ``eps`` are used.
-            act_fn: the SiluAndMul that follows, or None without one.
+            norm: an RMSNorm. Its ``weight`` [in] and ``eps`` are used.
+            act_fn: the SiluAndMul to apply to the result, or None.
 
         Returns:
-            (the projection [N, out] or its SwiGLU [N, out / 2], x + residual).
+            The result [N, out] or its SwiGLU [N, out / 2], and x + residual.
         """
         normed, total = self.input_format.rms_norm(x, norm.weight, norm.eps, residual)
         return self.matmul(normed) if act_fn is None else self.matmul_swiglu(normed, act_fn), total

@@ -29,19 +29,19 @@ def _addmm(x: Tensor, weight: Tensor, bias: None, residual: Tensor) -> tuple[Ten
     return torch.addmm(residual, x, weight.t(), out=residual), None
 
 
-def _is_layer(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
-    # An output head's matmul takes long enough for cuBLAS to reach the memory bandwidth.
+def _is_not_lm_head(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+    # An LM head's matmul takes long enough for cuBLAS to reach the memory bandwidth.
     return use_triton(weight) and weight.size(0) <= 1 << 16
 
 
-def _is_small_layer(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
-    # With more input features or weights cuBLAS is faster, as it reads x less often.
+def _is_small(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+    # With more input features or a larger weight cuBLAS is faster, because it reads x less often.
     is_small = weight.size(1) < 4096 and weight.numel() <= 13 << 20
-    return is_small and _is_layer(num_rows, weight, bias)
+    return is_small and _is_not_lm_head(num_rows, weight, bias)
 
 
 def _is_tiled(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
-    # cuBLAS reads larger weights in the same time.
+    # For larger weights cuBLAS is as fast.
     return weight.numel() <= 1 << 22 and tiled.supports(weight)
 
 
@@ -50,69 +50,75 @@ def _is_gated(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_large_sum(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
-    # A smaller sum stays in the L2 cache: adding the residual in the next norm costs little.
+    # A smaller result stays in the L2 cache, so adding the residual in the next norm costs little.
     is_large = weight.is_cuda and num_rows * weight.size(0) * weight.itemsize >= 16 << 20
     return bias is None and is_large
 
 
 class Choice(NamedTuple):
-    """A line of the table.
+    """One kernel that an operation may use: an entry of KERNELS.
 
     Attributes:
         rows: the numbers of rows of x for which the kernel is the fastest.
-        serves: (number of rows, weight, bias) -> whether the kernel can multiply by this weight
-            and is the fastest to do so.
+        applies: (number of rows, weight, bias) -> whether the kernel supports this weight and is
+            the fastest kernel for it.
         kernel: (x, weight, bias, ...) -> result.
     """
 
     rows: range
-    serves: Callable[[int, Tensor, Tensor | None], bool]
+    applies: Callable[[int, Tensor, Tensor | None], bool]
     kernel: Callable[..., Any]
 
 
 ANY = range(sys.maxsize)
 
-# Which kernel multiplies x [N, in] by a weight [out, in]: the operation's first line that has N in
-# its rows and serves the weight. If there is none, the operation runs as several kernels. Measured
-# on an H200 (docs/lab-log.md).
+# The kernels of each operation on x [N, in] and a weight [out, in]. The first Choice is used whose
+# ``rows`` contain N and that ``applies`` to the weight. If there is none, the operation runs as
+# several kernels. The limits were measured on an H200 (docs/lab-log.md).
 KERNELS: dict[str, tuple[Choice, ...]] = {
     "matmul": (
-        Choice(range(1, 9), _is_layer, skinny_linear),
-        Choice(range(9, 17), _is_small_layer, skinny_linear),
+        Choice(range(1, 9), _is_not_lm_head, skinny_linear),
+        Choice(range(9, 17), _is_small, skinny_linear),
         Choice(range(17, 65), _is_tiled, tiled.tile_linear),
         Choice(ANY, lambda num_rows, weight, bias: weight.is_mkldnn, _onednn_linear),
         Choice(ANY, lambda num_rows, weight, bias: True, F.linear),
     ),
     "matmul_swiglu": (
-        Choice(range(1, 9), _is_layer, partial(skinny_linear, silu=True)),
-        Choice(range(9, 17), _is_small_layer, partial(skinny_linear, silu=True)),
+        Choice(range(1, 9), _is_not_lm_head, partial(skinny_linear, silu=True)),
+        Choice(range(9, 17), _is_small, partial(skinny_linear, silu=True)),
         Choice(range(1024, sys.maxsize), _is_gated, _gated_linear),
     ),
-    "norm_matmul": (Choice(range(1, 2), _is_layer, skinny_norm_linear),),
+    "norm_matmul": (Choice(range(1, 2), _is_not_lm_head, skinny_norm_linear),),
     "matmul_add": (Choice(ANY, _is_large_sum, _addmm),),
 }
 
 
 def choose_kernel(operation: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    """The table's kernel, or None. Only F.linear and oneDNN take an x that is not a contiguous
-    matrix."""
+    """Returns the kernel from KERNELS for this operation, or None if it has none.
+
+    An x that is not a contiguous matrix counts as 0 rows, because only F.linear and oneDNN take it.
+    """
     num_rows = x.size(0) if x.dim() == 2 and x.is_contiguous() else 0
-    for rows, serves, kernel in KERNELS[operation]:
-        if num_rows in rows and serves(num_rows, weight, bias):
+    for rows, applies, kernel in KERNELS[operation]:
+        if num_rows in rows and applies(num_rows, weight, bias):
             return kernel
     return None
 
 
 def _pack(weight: Tensor) -> Tensor:
-    """A fp32 weight in oneDNN's blocked layout, which matmuls would otherwise make in every call: 2
-    to 3 times as fast for the 1 to 32 rows of a decode, 1.2 times for a prefill (AVX-512)."""
+    """Returns an fp32 weight in oneDNN's blocked layout.
+
+    Otherwise every matmul would convert it. This makes matmuls 2 to 3 times as fast in decode steps
+    of 1 to 32 rows, and 1.2 times as fast in a prefill (AVX-512).
+    """
     return torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
 
 class UnquantizedWeight(LinearWeight):
-    """A parameter "weight" [out, in], on a CPU in oneDNN's blocked layout once it is packed."""
+    """One parameter, "weight" [out, in]. On a CPU ``pack`` converts it to oneDNN's layout."""
 
-    _packed_copy: Tensor | None = None  # of a weight that an embedding shares, and needs plain
+    # Set if an embedding shares the weight, because the embedding needs the plain layout.
+    _packed_copy: Tensor | None = None
 
     def create_parameters(self, input_size: int, output_size: int) -> None:
         weight = torch.empty(output_size, input_size)
@@ -130,11 +136,11 @@ class UnquantizedWeight(LinearWeight):
 
     def pack(self) -> None:
         weight = self.layer.weight
-        # Half precision needs instructions that not every CPU has.
+        # oneDNN needs instructions for half precision that not every CPU has.
         is_packable = weight.device.type == "cpu" and weight.dtype is torch.float32
         if weight.is_mkldnn or not is_packable or not torch.backends.mkldnn.is_available():
             return
-        if weight.weight_loader != self.layer.weight_loader:  # another layer's
+        if weight.weight_loader != self.layer.weight_loader:  # shared with another layer
             self._packed_copy = _pack(weight.data)
             return
         self.layer.weight = nn.Parameter(_pack(weight.data), requires_grad=False)

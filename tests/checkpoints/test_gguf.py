@@ -238,7 +238,10 @@ def test_config_equals_the_safetensors_one(name, tiny_models, tmp_path):
         if name == "llama":
             assert rope.freq_divisors == pytest.approx(llama3_divisors(16).tolist())
         else:
-            assert (rope.kind, rope.factor) == (original_rope.kind, original_rope.factor)
+            assert (rope.rope_type, rope.factor) == (
+                original_rope.rope_type,
+                original_rope.factor,
+            )
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -126,8 +126,8 @@ def launch_all(
     for norms in ((None, None), (weight, weight)) if all_sizes else ((weight, weight),):
         inputs = rope.RopeInputs(ints(64), angles, *norms, 1e-6)
         most = flash_attn_4_backend.MAX_TILE - 1
-        for num_finite in (0, most) if all_sizes else (most,):
-            rope.apply_rope_and_store_triton(inputs, q, k, k, slots, num_finite)
+        for clamp_end in (0, most) if all_sizes else (most,):
+            rope.apply_rope_and_store_triton(inputs, q, k, k, slots, clamp_end)
     for residual in (None, make(8, 1024)):
         rms_norm.rms_norm_triton(make(8, 1024), make(1024), 1e-6, residual)
     silu_and_mul.silu_and_mul_triton(make(8, 6144))

@@ -187,7 +187,7 @@ def test_a_rank_that_samples_for_itself_leaves_out_the_padding_of_the_vocabulary
     logits = torch.full((8, 256), 9.0)
     logits[:, :44] = torch.randn(8, 44)
     inputs = SamplingInputs(rows=sampling_rows(8, temperature=temperature))
-    token_ids, _ = Sampler(head)(logits, inputs, each_rank=True)
+    token_ids, _ = Sampler(head)(logits, inputs, per_shard=True)
     assert token_ids.min() >= 256 and token_ids.max() < 300
     if not temperature:
         assert torch.equal(token_ids, logits[:, :44].argmax(-1) + 256)

@@ -125,8 +125,8 @@ def test_norm_and_swiglu_produce_the_input_of_the_next_layer(taken):
     weight = load(down, None, 8, 6)
     x, residual = torch.randn(2, 5, 8)
     with torch.inference_mode():
-        y, total = gate_up.after_norm(norm, x, residual, act_fn)
-        y, stream = down.add_to(total, y)
+        y, total = gate_up.norm_forward(norm, x, residual, act_fn)
+        y, stream = down.forward_add(total, y)
         normed = norm(x + residual)
     expected = (F.silu(normed @ gate.t()) * (normed @ up.t())) @ weight.t()
     torch.testing.assert_close(y, expected, rtol=0.05, atol=0.05 * expected.abs().max().item())
@@ -154,7 +154,7 @@ def test_an_unquantised_layer_feeds_a_quantised_one(
     nn.init.normal_(gate_up.weight)
     weight = load(down, None, 8, 6).to(device)
     with torch.inference_mode():
-        y, _ = gate_up.after_norm(norm, x, None, SiluAndMul(down.linear_weight.input_format))
+        y, _ = gate_up.norm_forward(norm, x, None, SiluAndMul(down.linear_weight.input_format))
         normed = norm(x)
         expected = silu_and_mul(normed @ gate_up.weight.t()) @ weight.t()
         torch.testing.assert_close(down(y), expected, rtol=0.05, atol=0.1)
@@ -177,7 +177,7 @@ def test_a_decoder_is_built_of_them(tiny_models, taken):
 def test_an_unknown_quantisation_is_refused():
     with (
         use_quantization({"quant_method": "magic"}),
-        pytest.raises(ValueError, match="'magic' quantisation is not served"),
+        pytest.raises(ValueError, match="'magic' quantisation is not supported"),
     ):
         RowParallelLinear(4, 4)
     assert RowParallelLinear(4, 4).weight.is_floating_point(), "only within"

@@ -58,7 +58,7 @@ def select_attention_backend(name: str, shape: AttentionShape) -> AttentionBacke
                 raise ValueError("it needs a CUDA GPU")
             backend = BACKENDS[candidate]()
             _try_out(backend, shape)
-        except Exception as error:  # whatever a package or a compiler raises is the reason
+        except Exception as error:  # packages and compilers may raise any exception
             reasons.append(f"{candidate}: {type(error).__name__}: {error}")
             continue
         why = "the fastest that works here" if name == "auto" else "as requested"
@@ -98,9 +98,9 @@ def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
     )
     cached = replace(prompt, block_tables=table)
     schedule = backend.split_kv(np.ones(2, np.int32), num_kv_heads, head_dim, dtype)
-    no_rotation = ones(1, head_dim).float()
-    no_rotation[:, head_dim // 2 :] = 0  # cosines are 1, sines 0
-    new = NewKV(RopeInputs(ints(0, 0), no_rotation), kv, kv) if backend.fuses_rope else None
+    identity_rope = ones(1, head_dim).float()
+    identity_rope[:, head_dim // 2 :] = 0  # cosines are 1, sines 0
+    new = NewKV(RopeInputs(ints(0, 0), identity_rope), kv, kv) if backend.fuses_rope else None
     decode = Context(
         slot_mapping=ints(0, 0),
         block_tables=table,

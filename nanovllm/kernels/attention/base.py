@@ -35,14 +35,17 @@ class AttentionBackend(ABC):
     ) -> Tensor:
         """Computes causal attention of the last tokens of each sequence over its context.
 
-        A sequence may have any number of queries, also none, and its context may be empty. Keys
+        A sequence may have any number of queries, or none, and its context may be empty. Keys
         come from the cache if the context has block tables, otherwise from k and v, where
         ``context.cu_seqlens_k`` delimits sequences. Result rows after the last sequence are
         undefined."""
 
-    def num_finite(self, context: Context) -> int:
-        """Returns how many of each prompt's first values must be finite before ``prefill``, so that
-        NaN and inf cannot reach other sequences. ``apply_rope_and_store`` makes them finite."""
+    def clamp_end(self, context: Context) -> int:
+        """Returns the position in each prompt before which all values must be finite.
+
+        ``apply_rope_and_store`` clamps these values before ``prefill``, so that NaN and inf cannot
+        reach other sequences.
+        """
         return 0
 
     def split_kv(

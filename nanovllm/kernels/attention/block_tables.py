@@ -15,9 +15,10 @@ class BlockTableUpdate(NamedTuple):
     Attributes:
         rows: [num_seqs], the row of each sequence; -1 for padding.
         num_blocks: [groups, num_seqs], the length of each sequence's block table.
-        cu_new_blocks: [groups, num_seqs + 1], where in ``new_blocks`` the last blocks of each
-            table begin that the device does not have yet.
-        new_blocks: [total number of new blocks or more].
+        cu_new_blocks: [groups, num_seqs + 1], offsets into ``new_blocks`` of the first new block of
+            each sequence.
+        new_blocks: [total number of new blocks or more], the blocks at the end of each block table
+            that the device does not have yet.
     """
 
     rows: torch.Tensor
@@ -27,8 +28,10 @@ class BlockTableUpdate(NamedTuple):
 
 
 class BlockTables:
-    """The block tables of all sequences with KV blocks, in rows that stay theirs, and the tables of
-    the current step's sequences in batch order.
+    """The block tables of all sequences with KV blocks, and those of the current step.
+
+    A sequence keeps one row of ``resident`` for as long as it has KV blocks. ``step`` has the block
+    tables of the current step's sequences in batch order.
 
     Args:
         num_groups: groups of attention layers that share a block table.
@@ -42,8 +45,11 @@ class BlockTables:
         self.resident, self.step = torch.zeros(2, *shape, dtype=torch.int32, device=device)
 
     def update(self, update: BlockTableUpdate) -> torch.Tensor:
-        """Stores a step's new blocks. Returns int32 [groups, num_seqs, width], the block tables of
-        its sequences, until the next update."""
+        """Stores a step's new blocks and returns the block tables of its sequences.
+
+        Returns:
+            int32 [groups, num_seqs, width], which the next update overwrites.
+        """
         step = self.step[:, : len(update.rows)]
         update_block_tables(self.resident, update, step)
         return step
@@ -51,16 +57,16 @@ class BlockTables:
 
 def update_reference(resident: torch.Tensor, update: BlockTableUpdate, step: torch.Tensor) -> None:
     """Stores new blocks in the resident tables, and copies the step's tables to ``step``, [groups,
-    num_seqs, width]. What comes after a table keeps its contents."""
+    num_seqs, width]. Entries after the end of a table are not written."""
     rows = update.rows.long().clamp(min=0)
     for group, (num_blocks, cu_new) in enumerate(
         zip(update.num_blocks, update.cu_new_blocks, strict=True)
     ):
         num_new = cu_new.diff()
         seqs = torch.arange(len(rows), device=rows.device).repeat_interleave(num_new)
-        places = torch.arange(int(cu_new[0]), int(cu_new[-1]), device=rows.device)
-        columns = num_blocks[seqs] - cu_new[seqs + 1] + places
-        resident[group, rows[seqs], columns] = update.new_blocks[places]
+        indices = torch.arange(int(cu_new[0]), int(cu_new[-1]), device=rows.device)
+        columns = num_blocks[seqs] - cu_new[seqs + 1] + indices
+        resident[group, rows[seqs], columns] = update.new_blocks[indices]
         width = int(num_blocks.max()) if len(rows) else 0
         used = torch.arange(width, device=rows.device) < num_blocks[:, None]
         step[group, :, :width][used] = resident[group, rows, :width][used]

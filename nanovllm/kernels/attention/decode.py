@@ -24,9 +24,11 @@ from nanovllm.utils.triton_compat import pdl_options, tl, triton
 
 COMBINE_ROWS = 32  # partial results (splits times heads of a group) that are combined at once
 NUM_MULTIPROCESSORS = 132  # of a Hopper GPU
-# Target numbers of programs. A multiprocessor holds more of the small programs of small batches.
+# Target numbers of programs. Small batches use small programs, and a multiprocessor holds more of
+# them.
 NUM_PROGRAMS, NUM_PROGRAMS_SMALL_BATCH = 2 * NUM_MULTIPROCESSORS, 4 * NUM_MULTIPROCESSORS
-# Sequences times KV heads from which on programs have a single warp, and the smallest tiles.
+# Limits of the number of sequences times KV heads. From LARGE_BATCH on, programs have one warp.
+# From VERY_LARGE_BATCH on, they also use the smallest tiles.
 LARGE_BATCH, VERY_LARGE_BATCH = 1024, 1536
 SPLIT_WORDS = tl.constexpr(KV_SPLIT_WORDS)
 
@@ -161,7 +163,8 @@ def _decode_kernel(
     q_row = q_ptr + seq.to(tl.int64) * q_stride + (kv_head * GROUP + member)[:, None] * HEAD_DIM
     k_row = new_k_ptr + seq.to(tl.int64) * new_k_stride + kv_head * HEAD_DIM
     v_row = new_v_ptr + seq.to(tl.int64) * new_v_stride + kv_head * HEAD_DIM
-    # q, new_k and new_v have one shape, and so one layout: each row of new_k is the same key.
+    # q, new_k and new_v are loaded in the same shape, so that they get the same layout. All rows of
+    # new_k hold the same key, and all rows of new_v the same value.
     HALF: tl.constexpr = HEAD_DIM // 2
     index = (member * 0)[:, None] + dim[None, :]
     other = tl.where(index < HALF, index + HALF, index - HALF)
@@ -184,7 +187,8 @@ def _decode_kernel(
 
     q = tl.load(q_row + index, mask=g_mask, other=0.0)
     q_other = tl.load(q_row + other, mask=g_mask, other=0.0)
-    # All false without a new key. A comparison, because the interpreter takes no scalar mask.
+    # Without a new key the mask is false everywhere. It is the result of a comparison, because
+    # Triton's interpreter does not support scalar masks.
     new_mask = g_mask & (index < has_new.to(tl.int32) * HEAD_DIM)
     new_k = tl.load(k_row + index, mask=new_mask, other=0.0)
     new_k_other = tl.load(k_row + other, mask=new_mask, other=0.0)
@@ -328,7 +332,7 @@ def decode_attention(
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_M=max(16, group),
         BLOCK_N=tile.num_keys,
-        TAIL_N=min(tile.num_keys, 64 if tile.num_warps == 4 else 32),  # fastest when measured
+        TAIL_N=min(tile.num_keys, 64 if tile.num_warps == 4 else 32),  # tuned on an H200
         BLOCK_G=group,
         COMBINE_ROWS=max(COMBINE_ROWS, group),
         num_warps=tile.num_warps,

@@ -50,16 +50,16 @@ class FlashAttention4(TritonAttention):
         if tables is None:
             keys = {"k": k, "v": v, "cu_seqlens_k": bounds_k}
         elif cache.k.size(1) > MAX_TILE:
-            # With blocks larger than a tile, it reads only slots that hold keys.
+            # If blocks are larger than a tile, flash-attn-4 reads only slots that hold keys.
             lens_k = bounds_k.diff()
             keys = {"k": cache.k, "v": cache.v, "seqused_k": lens_k, "page_table": tables}
         else:
             raise ValueError(f"it needs a kvcache_block_size of more than {MAX_TILE}")
-        # Without the hint max_seqlen_q it compiles no separate kernel for short prompts.
+        # With the hint max_seqlen_q, flash-attn-4 would compile another kernel for short prompts.
         out, _ = self.varlen(q, **keys, cu_seqlens_q=bounds_q, softmax_scale=scale, causal=True)
         return out
 
-    def num_finite(self, context: Context) -> int:
+    def clamp_end(self, context: Context) -> int:
         # A sequence's last tile also loads the first values of the next sequences, with weight 0.
         # If these are NaN or inf, 0 * inf makes the sequence's result NaN. Finite values do not.
         bounds = context.cu_seqlens_k

@@ -36,7 +36,7 @@ class FlashAttention(AttentionBackend):
             v,
             cu_seqlens_q=context.cu_seqlens_q,
             cu_seqlens_k=context.cu_seqlens_k,
-            max_seqlen_q=max(2, context.max_seqlen_q),  # 1 would require a query per sequence
+            max_seqlen_q=max(2, context.max_seqlen_q),  # with 1, each sequence must have a query
             max_seqlen_k=context.max_seqlen_k,
             softmax_scale=scale,
             causal=True,

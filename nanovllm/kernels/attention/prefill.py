@@ -53,8 +53,9 @@ def _prefill_kernel(
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     TILE: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
-    # The tiles of sequence s get indices from cu_seqlens_q[s] // TILE + s on, which leaves enough
-    # for each sequence. The last tiles start first, because they attend to the most keys.
+    # Sequence s has the tile indices from cu_seqlens_q[s] // TILE + s on. Each sequence has at
+    # least as many indices as tiles. The last tiles start first, because they attend to the
+    # most keys.
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     seq = -1
     for first in tl.range(0, num_seqs, SCAN):
@@ -126,10 +127,10 @@ def prefill_attention(
     assert context.cu_seqlens_q is not None
     group, wide = q_heads // kv_heads, head_dim > 128
     # fp32 matmuls have no tensor cores and unroll into long code. Small tiles keep it short.
-    exact = q.dtype is torch.float32
-    large_tiles = not (wide or exact) and shared_memory(q.device) >= 200 << 10
-    block_m = max(16 if exact else 64 if wide else 128, triton.next_power_of_2(group))
-    block_n = 16 if exact else 32 if wide else 128 if large_tiles else 64
+    is_fp32 = q.dtype is torch.float32
+    large_tiles = not (wide or is_fp32) and shared_memory(q.device) >= 200 << 10
+    block_m = max(16 if is_fp32 else 64 if wide else 128, triton.next_power_of_2(group))
+    block_n = 16 if is_fp32 else 32 if wide else 128 if large_tiles else 64
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_seqs = len(context.cu_seqlens_q) - 1
     _prefill_kernel[(len(q) // (block_m // group) + num_seqs, kv_heads)](
@@ -155,7 +156,7 @@ def prefill_attention(
         BLOCK_N=block_n,
         TAIL_N=min(block_n, 64),
         SCAN=SCAN,
-        num_warps=4 if wide or exact else 8,
+        num_warps=4 if wide or is_fp32 else 8,
         num_stages=3 if large_tiles else 2,
         **pdl_options(q),
     )

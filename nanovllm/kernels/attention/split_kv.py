@@ -34,8 +34,9 @@ def max_num_splits(num_seqs: int, kv_heads: int, num_programs: int) -> int:
 def max_partial_slots(kv_heads: int, num_programs: int) -> int:
     """Returns the number of slots for partial results that suffices for any batch.
 
-    Only sequences with several splits need slots. Such a sequence is longer than the target length
-    of a split, so it has fewer splits than twice its length / target length.
+    Only sequences with several splits need slots, one per split. Such a sequence is longer than the
+    target length of a split. So it has at most ceil(length / target length) splits, which is less
+    than 2 * length / target length.
     """
     return 2 * cdiv(num_programs, kv_heads)
 
@@ -59,7 +60,7 @@ def make_split_kv_schedule(
     target = max(cdiv(int(context_lens.sum()), cdiv(num_programs, kv_heads)), 1)
     num_splits = np.maximum(-(-context_lens // target), 1)
     length = np.maximum(-(-context_lens // (num_splits * tile)) * tile, tile)
-    num_splits = np.maximum(-(-context_lens // length), 1)  # rounding up to tiles may need fewer
+    num_splits = np.maximum(-(-context_lens // length), 1)  # longer splits may be fewer
     seq = np.repeat(np.arange(num_seqs), num_splits)
     split = np.arange(len(seq)) - np.repeat(num_splits.cumsum() - num_splits, num_splits)
     num_slots = np.where(num_splits > 1, num_splits, 0)

@@ -3,6 +3,8 @@
 It computes the online softmax of FlashAttention-2 (arXiv:2307.08691) in base 2. Each row of queries
 has a running maximum of the scaled scores and a running sum of exp2(score - maximum). Matmuls of
 fp32 inputs are exact ("ieee"), because the default, tf32, has a mantissa of 10 bits only.
+
+Here the blocks of the KV cache are called pages, because BLOCK_M and BLOCK_N are sizes of tiles.
 """
 
 from nanovllm.utils.triton_compat import tl, triton

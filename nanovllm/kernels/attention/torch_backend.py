@@ -26,18 +26,18 @@ class TorchAttention(AttentionBackend):
         tables = None if context.block_tables is None else context.block_tables.tolist()
         out = torch.empty_like(q)
         for i in range(len(q_bounds) - 1):
-            new, context_of_i = slice(*q_bounds[i : i + 2]), slice(*k_bounds[i : i + 2])
-            len_q, len_k = new.stop - new.start, context_of_i.stop - context_of_i.start
+            q_rows, k_rows = slice(*q_bounds[i : i + 2]), slice(*k_bounds[i : i + 2])
+            len_q, len_k = q_rows.stop - q_rows.start, k_rows.stop - k_rows.start
             if tables is None:
-                keys, values = k[context_of_i], v[context_of_i]
+                keys, values = k[k_rows], v[k_rows]
             else:
                 keys, values = _gather(cache, tables[i], len_k)
             mask = None
             if 1 < len_q < len_k:
                 mask = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device)
                 mask = mask.tril(len_k - len_q)
-            out[new] = _attend(
-                q[new].transpose(0, 1),
+            out[q_rows] = _attend(
+                q[q_rows].transpose(0, 1),
                 keys,
                 values,
                 scale,

@@ -2,13 +2,14 @@
 
 Each rank writes its tensor into an inbox on every other rank and sets a flag there. Then it waits
 for the flags of the other ranks and sums the tensors in its own inboxes. This takes one trip over
-NVLink, where a ring takes several. Each program does so for its own blocks of the tensor, so
-programs of one rank do not wait for each other. Flags are set by atomic operations on the peer's
-memory, which PCIe does not support.
+NVLink, where a ring takes several. The tensor is divided into blocks. Each program exchanges its
+own blocks with the other ranks, so the programs of one rank do not wait for each other. Flags are
+set by atomic operations on the peer's memory, which PCIe does not support.
 
 A CUDA graph can replay the kernel, because no argument changes from call to call: the device counts
-the calls of each block (the epoch). Inboxes are double-buffered. A peer that has set flag e + 1 has
-read the inbox of epoch e, so call e + 2 may overwrite it.
+the calls of each block (the epoch). Inboxes are double-buffered: epochs e and e + 2 use the same
+buffer. A peer sets flag e + 1 only after it has read its inbox of epoch e. So a rank that has seen
+this flag may overwrite that inbox in epoch e + 2.
 """
 
 import logging
@@ -32,10 +33,10 @@ BLOCK = 2048  # elements
 NUM_BLOCKS = 1024  # blocks of the largest tensor, for two ranks
 MAX_NUMEL = BLOCK * NUM_BLOCKS
 MAX_ROWS = 4 * BLOCK  # largest number of sampled tokens
-# Above these sizes a ring is faster for up to 4 and up to 8 ranks, because each rank of a one-shot
-# all-reduce sends its tensor to every other rank.
+# Largest tensors for 3 to 4 ranks and for 5 to 8 ranks. Above these sizes a ring is faster, because
+# in a one-shot all-reduce each rank sends its tensor to every other rank.
 MAX_BYTES_4_RANKS, MAX_BYTES_8_RANKS = 512 << 10, 256 << 10
-# Programs resident on a multiprocessor, with 256 threads of 64 registers. Holds since Volta.
+# Multiprocessors hold at least 4 programs of 256 threads with 64 registers each, since Volta.
 PROGRAMS_PER_MULTIPROCESSOR, REGISTERS = 4, 64
 
 
@@ -59,18 +60,19 @@ def _all_reduce_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # Programs wait for programs of peers, so all must be resident at once, and there may be fewer
-    # programs than blocks. Each processes its blocks in ascending order, as on the peers.
+    # Programs wait for programs of other ranks, so all programs must be resident at once. Therefore
+    # a large tensor has more blocks than programs. A program processes its blocks in ascending
+    # order, on all ranks.
     for block in tl.range(tl.program_id(0), tl.cdiv(numel, BLOCK), tl.num_programs(0)):
         offset = block * BLOCK + tl.arange(0, BLOCK)
         mask = offset < numel
         epoch = tl.load(epochs_ptr + block) + 1
-        half = (epoch % 2) * SIZE
+        first_inbox = (epoch % 2) * SIZE  # of the buffer that this epoch uses
         x = tl.load(x_ptr + offset, mask=mask)
         for i in tl.static_range(1, SIZE):
             # The hint allows wide stores: the compiler cannot know the alignment of this address.
             inbox = tl.multiple_of(tl.load(inboxes_ptr + (RANK + i) % SIZE).to(x_ptr.dtype), 16)
-            tl.store(inbox + (half + RANK) * (BLOCK * NUM_BLOCKS) + offset, x, mask=mask)
+            tl.store(inbox + (first_inbox + RANK) * (BLOCK * NUM_BLOCKS) + offset, x, mask=mask)
         tl.debug_barrier()
         for i in tl.static_range(1, SIZE):
             flags = tl.load(flags_ptr + (RANK + i) % SIZE).to(tl.pointer_type(tl.int32))
@@ -94,8 +96,8 @@ def _all_reduce_kernel(
         for rank in tl.static_range(SIZE):  # the same order, and so the same sum, on all ranks
             received = x
             if rank != RANK:
-                received_ptr = own_inbox + (half + rank) * (BLOCK * NUM_BLOCKS) + offset
-                received = tl.load(received_ptr, mask=mask, cache_modifier=".cg")
+                inbox = own_inbox + (first_inbox + rank) * (BLOCK * NUM_BLOCKS)
+                received = tl.load(inbox + offset, mask=mask, cache_modifier=".cg")
             if TAKES_MAX:
                 total = tl.maximum(total, received)
             else:
@@ -120,8 +122,9 @@ def all_reduce(
         x: contiguous, at most num_blocks * BLOCK elements of fp32, bf16, fp16 or int64.
         inboxes: int64 [size], the address of each rank's inboxes, [2, size, num_blocks * BLOCK]
             elements of x's dtype.
-        flags: int64 [size], the address of each rank's flags, int32 [size, num_blocks], first 0.
-        epochs: int32 [num_blocks], this rank's call counters, first 0.
+        flags: int64 [size], the address of each rank's flags, int32 [size, num_blocks], initially
+            0.
+        epochs: int32 [num_blocks], this rank's call counters, initially 0.
         abort: int32 [1] in pinned host memory. A nonzero value ends all waiting.
     """
     assert x.is_contiguous() and x.numel() <= len(epochs) * BLOCK
@@ -161,7 +164,7 @@ def max_numel(size: int, dtype: torch.dtype) -> int:
     return max_bytes // dtype.itemsize // BLOCK * BLOCK
 
 
-def can_one_shot(devices: Sequence[torch.device]) -> bool:
+def supports_one_shot(devices: Sequence[torch.device]) -> bool:
     """Returns whether all GPUs can write to each other's memory and do atomic operations there."""
     pairs = [(a.index, b.index) for a in devices for b in devices if a != b]
     return HAS_TRITON and all(
@@ -169,40 +172,40 @@ def can_one_shot(devices: Sequence[torch.device]) -> bool:
     )
 
 
-def make_one_shots(
+def make_one_shot_all_reduces(
     group: TPGroup, store: dist.Store, dtype: torch.dtype, devices: Sequence[torch.device]
 ) -> tuple["OneShotAllReduce", ...]:
-    """Makes the one-shot all-reduces of a group: sums of ``dtype``, and maxima of int64.
+    """Makes two one-shot all-reduces for a group: one sums ``dtype``, one takes maxima of int64.
 
-    A collective: every rank calls it and waits for the others. Returns an empty tuple, on all
-    ranks, if NVLink does not connect all devices, or if a rank cannot share its memory, as with
-    expandable segments in PyTorch's allocator.
+    This is a collective: every rank must call it, and waits for the others. Returns an empty tuple,
+    on all ranks, if NVLink does not connect all devices, or if a rank cannot share its memory, as
+    with expandable segments in PyTorch's allocator.
 
     Args:
-        store: through which ranks exchange memory handles.
+        store: the store through which ranks exchange memory handles.
         devices: the device of each rank.
     """
     device, reason = devices[group.rank], ""
-    made: list[OneShotAllReduce] = []
+    one_shots: list[OneShotAllReduce] = []
     sizes = {dtype: max_numel(group.size, dtype), torch.int64: MAX_ROWS}
     try:
-        if not can_one_shot(devices):
+        if not supports_one_shot(devices):
             reason = "not all GPUs are linked by NVLink"
     except DriverError as error:
         reason = str(error)
-    for one_dtype, numel in sizes.items():
+    for type_, numel in sizes.items():
         # All ranks must agree before they wait for each other.
         if not group.min(not reason, device):
             break
         try:
-            made.append(OneShotAllReduce(group.rank, group.size, store, one_dtype, device, numel))
+            one_shots.append(OneShotAllReduce(group.rank, group.size, store, type_, device, numel))
         except DriverError as error:
             reason = str(error)
-    if group.min(not reason and len(made) == len(sizes), device):
-        return tuple(made)  # by now all ranks have zeroed their flags
+    if group.min(not reason and len(one_shots) == len(sizes), device):
+        return tuple(one_shots)  # by now all ranks have zeroed their flags
     if group.rank == 0:
-        logger.info("all-reduce by NCCL alone: %s", reason or "another rank cannot share memory")
-    for one_shot in made:
+        logger.info("all-reduce uses NCCL only: %s", reason or "another rank cannot share memory")
+    for one_shot in one_shots:
         one_shot.close()
     return ()
 
@@ -210,11 +213,11 @@ def make_one_shots(
 class OneShotAllReduce:
     """A one-shot all-reduce of one dtype, with its inboxes and flags.
 
-    The constructor is a collective: it blocks until all ranks have made theirs.
+    The constructor is a collective: it blocks until all ranks have called it.
 
     Args:
-        store: through which ranks exchange memory handles.
-        dtype: of the tensors.
+        store: the store through which ranks exchange memory handles.
+        dtype: dtype of the tensors.
         max_numel: largest number of elements.
 
     Raises:
@@ -251,20 +254,20 @@ class OneShotAllReduce:
         """Exchanges memory handles. Returns the address of each rank's memory."""
         name = f"inbox/{self.dtype}"
         try:
-            exported = export_memory(self.memory).hex()
+            own_handle = export_memory(self.memory).hex()
         except DriverError:
             store.set(f"{name}/{self.rank}", "")  # tells the other ranks, which wait for this key
             raise
-        store.set(f"{name}/{self.rank}", exported)
+        store.set(f"{name}/{self.rank}", own_handle)
         addresses = []
         for peer in range(self.size):
             if peer == self.rank:
                 addresses.append(self.memory.data_ptr())
                 continue
-            theirs = store.get(f"{name}/{peer}").decode()
-            if not theirs:
+            handle = store.get(f"{name}/{peer}").decode()
+            if not handle:
                 raise DriverError(f"rank {peer} cannot share its memory")
-            base, address = open_memory(bytes.fromhex(theirs))
+            base, address = open_memory(bytes.fromhex(handle))
             self._opened.append(base)
             addresses.append(address)
         return addresses

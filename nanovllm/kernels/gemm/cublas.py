@@ -9,18 +9,18 @@ import torch
 
 @contextmanager
 def small_cublas_workspace() -> Iterator[None]:
-    """Limits cuBLAS to a workspace of 256 KiB instead of 32 MiB, for a while. With 16 to 192 rows
-    cuBLAS then chooses kernels that are up to 6% faster. A CUBLAS_WORKSPACE_CONFIG that the user
-    has set is kept.
+    """Limits cuBLAS to a workspace of 256 KiB instead of 32 MiB within the context. With 16 to 192
+    rows cuBLAS then chooses kernels that are up to 6% faster. A CUBLAS_WORKSPACE_CONFIG that the
+    user has set is kept.
 
-    Use it around CUDA graph captures, one at a time in a process: while the variable is set,
-    PyTorch parses it in every matmul, which costs 50 us of host time, and this frees the workspaces
-    of all threads.
+    Use it only around CUDA graph captures: while the variable is set, PyTorch parses it in every
+    matmul, which costs 50 us of host time. Only one thread of a process may use it at a time,
+    because it frees the workspaces of all threads.
     """
     if "CUBLAS_WORKSPACE_CONFIG" in os.environ:
         yield
         return
-    torch._C._cuda_clearCublasWorkspaces()  # those that exist have the default size
+    torch._C._cuda_clearCublasWorkspaces()  # existing ones have the default size
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":256:1"
     try:
         yield

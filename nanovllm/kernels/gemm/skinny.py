@@ -1,11 +1,11 @@
-"""Skinny GEMM: 1 to 16 rows, as in decode steps of small batches. Reading the weight is the limit.
+"""Skinny GEMM: 1 to 16 rows, as in decode steps of small batches, which are memory-bound.
 
 cuBLAS is built for large GEMMs. With 1 to 16 rows it reaches between a tenth and three quarters of
 the memory bandwidth on a model's smaller matrices. Here each program computes a few output features
-and streams their weights through registers. The kernel also does work around the GEMM that would
-cost more in launches than in computation: SwiGLU after it and, for a single row, the residual add
-and RMSNorm before it. The norm's scale is one number, so the kernel sums the squares as it goes and
-scales the result.
+and streams their weights through registers. SwiGLU after the GEMM and, for a single row, the
+residual add and RMSNorm before it are fused, because launching kernels for them would take longer
+than computing them. RMSNorm divides a row by one number, so the kernel multiplies the unscaled row
+by the weight, sums its squares in the same pass, and scales the result.
 
 With programmatic dependent launch, a program requests its first weights before it waits for the
 kernel that produces its input.
@@ -16,14 +16,14 @@ import torch
 from nanovllm.utils.triton_compat import pdl_options, tl, triton
 
 MAX_ROWS = 16
-# With a limit the compiler uses registers up to it. Without one it saves registers by loading parts
-# of x late, after matmuls that wait for other loads.
-REGISTERS = {} if torch.version.hip else {"maxnreg": 128}
+# Given a limit, the compiler uses as many registers as the limit allows. Otherwise it saves
+# registers: it delays some loads of x until after matmuls that wait for other loads.
+REGISTER_LIMIT = {} if torch.version.hip else {"maxnreg": 128}
 
 
 @triton.jit
 def _load_bias(bias_ptr, feature, mask, out_features, SILU: tl.constexpr):
-    """(bias of the features, bias of the up projection's features with SwiGLU)."""
+    """Returns the bias of the features and, with SwiGLU, that of the up projection's features."""
     bias = 0.0
     up_bias = 0.0
     if bias_ptr is not None:
@@ -35,8 +35,8 @@ def _load_bias(bias_ptr, feature, mask, out_features, SILU: tl.constexpr):
 
 
 @triton.jit
-def _finish(y, up, bias_ptr, bias, up_bias, SILU: tl.constexpr, DTYPE: tl.constexpr):
-    """Bias and SwiGLU, rounded where separate kernels would round."""
+def _epilogue(y, up, bias_ptr, bias, up_bias, SILU: tl.constexpr, DTYPE: tl.constexpr):
+    """Adds the bias and applies SwiGLU. Rounds intermediate results as separate kernels would."""
     if bias_ptr is not None:
         y += bias
         if SILU:
@@ -64,7 +64,7 @@ def _vector_kernel(
     SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row, on the CUDA cores: each thread multiplies the weights that it has loaded."""
+    """Multiplies one row on the CUDA cores. Each thread multiplies the weights that it loaded."""
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_weight = feature < out_features
     row_ptr = weight_ptr + feature[:, None].to(tl.int64) * K
@@ -106,7 +106,7 @@ def _vector_kernel(
     scale = tl.rsqrt(tl.sum(squares) / K + eps) if norm_ptr is not None else 1.0
     y = tl.sum(acc, axis=1) * scale
     up = tl.sum(up_acc, axis=1) * scale if SILU else y
-    out = _finish(y, up, bias_ptr, bias, up_bias, SILU, out_ptr.dtype.element_ty)
+    out = _epilogue(y, up, bias_ptr, bias, up_bias, SILU, out_ptr.dtype.element_ty)
     tl.store(out_ptr + feature, out, mask=in_weight)
 
 
@@ -119,10 +119,10 @@ def _load_tile(
     rows of each part from ``first`` on, BLOCK_K columns from ``start`` on. Rows past the end of a
     part repeat its last row. Columns past K are zero.
 
-    A warp loads 8 rows of 32 columns at a time, 8 columns per thread. The tensor cores expect other
-    columns in a thread, but a sum over columns does not depend on their order, as long as x and the
-    weight use the same one. So the columns are renumbered, and each thread multiplies what it has
-    loaded: nothing passes through shared memory.
+    A warp loads 8 rows of 32 columns at a time, 8 columns per thread. Tensor core instructions
+    assign columns to threads differently. But the order of columns does not matter to a dot
+    product, if x and the weight use the same order. So the columns are renumbered such that each
+    thread multiplies what it has loaded, and no data passes through shared memory.
     """
     BLOCKS: tl.constexpr = PARTS * ROWS // 8
     index = tl.arange(0, PARTS * ROWS * BLOCK_K // 32)
@@ -134,7 +134,8 @@ def _load_tile(
     column = (start + (step * WARPS + warp) * 32)[:, None] + tl.arange(0, 32)[None, :]
     address = ptr + (row.to(tl.int64) * K)[:, None] + column
     tile = tl.load(address, mask=column < K, other=0.0)
-    # From 4 threads with 4 pairs each to the tensor cores' order: one pair per thread in turn.
+    # A row's 32 columns are loaded as 4 pairs for each of 4 threads. Tensor core instructions take
+    # one pair of each thread in turn.
     tile = tl.reshape(tile, (BLOCK_K // WARPS // 32, BLOCKS, WARPS, 8, 4, 4, 2))
     tile = tl.permute(tile, (2, 1, 3, 0, 5, 4, 6))
     return tl.reshape(tile, (WARPS, PARTS * ROWS, BLOCK_K // WARPS))
@@ -157,8 +158,9 @@ def _matrix_kernel(
     SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Several rows, on the tensor cores, with the weight as the operand that fills a tile. Each
-    warp takes a share of the columns, and the warps' results are summed at the end."""
+    """Multiplies several rows on the tensor cores. Features are the M dimension of the
+    matmul, and rows of x the N dimension. Each warp takes a share of the columns, and the warps'
+    results are summed at the end."""
     PARTS: tl.constexpr = 2 if SILU else 1
     first = tl.program_id(0) * BLOCK_N
     weight = _load_tile(weight_ptr, first, out_features, 0, K, BLOCK_N, PARTS, BLOCK_K, WARPS)
@@ -181,7 +183,7 @@ def _matrix_kernel(
     up = y
     if SILU:
         y, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
-    out = _finish(y, up, bias_ptr, bias, up_bias, SILU, out_ptr.dtype.element_ty)
+    out = _epilogue(y, up, bias_ptr, bias, up_bias, SILU, out_ptr.dtype.element_ty)
     row = tl.arange(0, BLOCK_M)[None, :]
     mask = (row < num_rows) & in_weight
     tl.store(out_ptr + row * out_features + feature, out, mask=mask)
@@ -217,13 +219,13 @@ def skinny_linear(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         WARPS=num_warps,
-        # Unrolled, loads run ahead of the matmuls as far as registers go. An fp32 matmul has too
-        # many instructions for that.
+        # In an unrolled loop the compiler issues loads ahead of the matmuls, as far as registers
+        # allow. An fp32 matmul has too many instructions to unroll the loop.
         UNROLL=max(1, triton.cdiv(width, block_k) - 1) if is_half else 1,
         SILU=silu,
         num_warps=num_warps,
         num_stages=1,
-        **REGISTERS,
+        **REGISTER_LIMIT,
         **pdl_options(x),
     )
     return out
@@ -238,8 +240,16 @@ def skinny_norm_linear(
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(``skinny_linear`` of RMSNorm(x + residual), x + residual) for a single row x [1, in].
-    Without ``norm`` the row is multiplied as it is."""
+    """Applies ``skinny_linear`` to RMSNorm(x + residual), for a single row x [1, in].
+
+    Args:
+        norm: [in], the weight of the RMSNorm; None to multiply x itself, without a norm.
+        eps: eps of the RMSNorm.
+        residual: [1, in]; None for no residual add. It needs ``norm``.
+
+    Returns:
+        The result [1, out], and x + residual [1, in].
+    """
     out_features, width = _check(x, weight, silu)
     assert len(x) == 1 and (residual is None or norm is not None)
     out = x.new_empty(1, out_features)
@@ -266,16 +276,18 @@ def skinny_norm_linear(
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> tuple[int, int]:
-    """(output features, input features), after checks."""
+    """Checks the arguments. Returns the numbers of output and input features."""
     assert 0 < len(x) <= MAX_ROWS and x.is_contiguous() and weight.is_contiguous()
     assert x.shape[1:] == weight.shape[1:]
     return weight.size(0) // (2 if silu else 1), weight.size(1)
 
 
 def vector_config(out_features: int, width: int, silu: bool) -> tuple[int, int, int]:
-    """BLOCK_N, BLOCK_K, num_warps. Tuned on an H200 for the matrices of 0.5B to 32B models. Those
-    of the smallest models are tuned in whole decode steps, where the tiles that are fastest in a
-    benchmark of one kernel are slower."""
+    """Returns BLOCK_N, BLOCK_K and num_warps.
+
+    They were tuned on an H200 for the matrices of 0.5B to 32B models. For the smallest models they
+    were tuned in whole decode steps. In a benchmark of the kernel alone, other tiles are faster.
+    """
     if silu:
         config = (8, 1024, 4) if width < 2048 else (1, 1024, 4) if width <= 4096 else (1, 2048, 4)
     elif width <= 1024:
@@ -289,15 +301,16 @@ def vector_config(out_features: int, width: int, silu: bool) -> tuple[int, int, 
 
 
 def matrix_config(x: torch.Tensor, out_features: int, silu: bool) -> tuple[int, int, int]:
-    """BLOCK_N, BLOCK_K (at least 32 columns per warp), num_warps. Tuned like ``vector_config``."""
+    """Returns BLOCK_N, BLOCK_K (at least 32 columns per warp) and num_warps, tuned as in
+    ``vector_config``."""
     if x.dtype is torch.float32:
         return 8 if silu else 16, 256, 8
     width = x.size(1)
-    whole = triton.next_power_of_2(width)
+    padded_width = triton.next_power_of_2(width)
     if silu and width > 1024:
         return 8, 512, 4
-    if out_features <= 1024 < width < 4096:  # all at once, in 64 registers a thread
-        return 8, whole, whole // 512
+    if out_features <= 1024 < width < 4096:  # one tile, with 64 registers of weights per thread
+        return 8, padded_width, padded_width // 512
     if width >= 12288:
         return 16, 1024, 4
-    return 8, min(1024, max(512, whole)), 4
+    return 8, min(1024, max(512, padded_width)), 4

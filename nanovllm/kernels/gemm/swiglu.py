@@ -13,16 +13,18 @@ from nanovllm.utils.triton_compat import keep_compiled_kernels
 
 logger = logging.getLogger("nanovllm")
 
-# The fastest of 18 configurations on an H200 at a steady clock, for 15,600 rows of 1,024 columns
-# (0.6B) and of 4,096 columns (8B). The first has two warpgroups that alternate: one is in its main
-# loop while the other is in its SwiGLU.
+# The fastest of 18 configurations on an H200 at a steady clock. TILES is for 15,600 rows of 1,024
+# columns (0.6B model), TILES_OF_LONG_ROWS for as many rows of 4,096 columns (8B model). With
+# pingpong, one warpgroup runs its main loop while another runs its epilogue.
 TILES = {"tile_M": 128, "tile_N": 192, "cluster_M": 1, "cluster_N": 2, "pingpong": True}
 TILES_OF_LONG_ROWS = TILES | {"tile_M": 256, "pingpong": False}
 
 
 def supports(weight: torch.Tensor) -> bool:
-    """Whether ``gated_linear`` can multiply by this weight [2 I, in] on its device. The first call
-    for a number of columns tries it out."""
+    """Returns whether ``gated_linear`` can multiply by this weight [2 I, in] on its device.
+
+    The first call for each number of columns runs a small test.
+    """
     num_features, width = weight.shape
     if not weight.is_cuda or width % 8 or num_features % 16:  # rows start at multiples of 16 bytes
         return False
@@ -30,7 +32,7 @@ def supports(weight: torch.Tensor) -> bool:
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """silu(x G^T) * (x U^T), rounded once and without a bias.
+    """Computes silu(x G^T) * (x U^T), rounded once and without a bias.
 
     Args:
         x: [N, in], fp16 or bf16.
@@ -47,24 +49,24 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _gemm_module() -> Any:
-    """The package's GEMM that stores nothing but the SwiGLU. It keeps a plan for each number of
-    rows that it has seen, and does not compile for a new one."""
+    """Returns the package's GEMM with SwiGLU, without its other epilogue features. It caches a
+    launch plan for each number of rows, and does not compile for a new number of rows."""
     keep_compiled_kernels()
     from quack.epilogue.library import linear_act_mod
 
-    nothing_else = dict.fromkeys(("has_c", "has_rowvec", "has_colvec"), False)
-    return linear_act_mod("swiglu", gated=True, **nothing_else)
+    unused_features = dict.fromkeys(("has_c", "has_rowvec", "has_colvec"), False)
+    return linear_act_mod("swiglu", gated=True, **unused_features)
 
 
 @cache
 def _works(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Whether the package is installed, and its GEMM is right for small matrices with ``width``
-    columns."""
+    """Returns whether the package is installed, and its GEMM is correct for small matrices with
+    ``width`` columns."""
     if torch.cuda.get_device_capability(device) != (9, 0) or dtype.itemsize != 2:
         return False
     try:
         check_gated_linear(device, dtype, width)
-    except Exception as error:  # whatever a package or a compiler raises is the reason
+    except Exception as error:  # packages and compilers may raise any exception
         if not (isinstance(error, ImportError) and error.name == "quack"):
             logger.warning(
                 "prefill takes about 5%% longer: quack-kernels' matmul with SwiGLU does not work "
@@ -73,7 +75,7 @@ def _works(device: torch.device, dtype: torch.dtype, width: int) -> bool:
                 error,
             )
         return False
-    logger.info("large matmuls with SwiGLU in their epilogue, by quack-kernels")
+    logger.info("large matmuls with SwiGLU use quack-kernels")
     return True
 
 

@@ -5,8 +5,8 @@ dependent launch, programs start while that kernel still runs, and prefetch thei
 L2 cache while they wait for their input. If there are too few features to occupy the GPU, the
 columns are split as well (split-K), and a second kernel adds the partial sums in a fixed order.
 
-The weight is the operand that fills a tile, as one side has to be at least 64 for Hopper's tensor
-core instructions; the rows of x may be few.
+Features are the M dimension of the matmul, which has to be at least 64 in Hopper's tensor core
+instructions. Rows of x are the N dimension, which may be smaller.
 """
 
 import torch
@@ -14,14 +14,15 @@ import torch
 from nanovllm.utils.triton_compat import pdl_options, shared_memory, tl, triton, use_triton
 
 BLOCK_N, BLOCK_K, NUM_STAGES = 64, 128, 4
-PART = 512  # most columns per part of a split-K
+MAX_PART_COLUMNS = 512  # columns per part of a split-K
 SHARED_MEMORY = 192 << 10  # bytes per program: data-centre GPUs from Hopper on
 
 
 @triton.jit
 def _prefetch(first_ptr, stride, columns, BLOCK_N: tl.constexpr):
-    """Prefetches the first KiB or two of each of BLOCK_N half-precision rows into the L2 cache."""
-    # The requests of a warp's threads are serialised: every second thread makes one, for one row.
+    """Prefetches up to 1,024 columns of BLOCK_N half-precision rows into the L2 cache."""
+    # Each row is one request. The requests of a warp are serialised, so only every second thread
+    # makes one, which spreads them over more warps.
     thread = tl.arange(0, 2 * BLOCK_N)
     address = (first_ptr + (thread // 2).to(tl.int64) * stride).to(tl.int64, bitcast=True)
     size = tl.where(thread % 2 == 0, tl.minimum(columns, 1024) * 2, 0)
@@ -52,11 +53,11 @@ def _tile_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_M rows of BLOCK_N features, summed over ``columns`` columns: the result, or one part of
-    a split-K.
+    """Computes BLOCK_M rows of BLOCK_N features, summed over ``columns`` columns, which are all
+    columns or one part of a split-K.
 
-    Sizes are not constexpr: the compiler would unroll the loop into code that is fetched to run
-    once.
+    Sizes are not constexpr, because the compiler would unroll the loop. Fetching that much code to
+    run it once takes longer.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -109,7 +110,7 @@ def _sum_kernel(
 
 
 def supports(weight: torch.Tensor) -> bool:
-    """Whether ``tile_linear`` can multiply by this weight [out, in] on its device."""
+    """Returns whether ``tile_linear`` can multiply by this weight [out, in] on its device."""
     out_features, width = weight.shape
     return (
         use_triton(weight)
@@ -121,19 +122,19 @@ def supports(weight: torch.Tensor) -> bool:
 
 
 def tile_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x W^T + b: [N, in], [out, in], [out] -> [N, out], all contiguous and in half precision."""
+    """Computes x W^T + b: [N, in], [out, in], [out] -> [N, out], contiguous, in half precision."""
     out_features, width = weight.shape
     num_parts = _num_parts(out_features, width)
     assert x.is_contiguous() and weight.is_contiguous() and x.size(1) == width
     assert out_features % BLOCK_N == 0 and width % (num_parts * BLOCK_K) == 0
     out = x.new_empty(len(x), out_features)
-    is_whole = num_parts == 1
-    parts = out if is_whole else x.new_empty(num_parts, *out.shape, dtype=torch.float32)
-    block_m = 32 if is_whole or len(x) <= 32 else 64
+    is_split = num_parts > 1
+    parts = x.new_empty(num_parts, *out.shape, dtype=torch.float32) if is_split else out
+    block_m = 64 if is_split and len(x) > 32 else 32
     _tile_kernel[(triton.cdiv(len(x), block_m), out_features // BLOCK_N, num_parts)](
         x,
         weight,
-        bias if is_whole else None,
+        None if is_split else bias,
         parts,
         len(x),
         out_features,
@@ -146,7 +147,7 @@ def tile_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         num_warps=4,
         **pdl_options(x),
     )
-    if not is_whole:
+    if is_split:
         block = 1024
         _sum_kernel[(triton.cdiv(out.numel(), block),)](
             parts,
@@ -163,7 +164,7 @@ def tile_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def _num_parts(out_features: int, width: int) -> int:
-    """How many parts the columns are split into. Depends on the weight alone."""
+    """Returns the number of parts of a split-K. It depends on the weight only, not on x."""
     if out_features >= 64 * BLOCK_N:
         return 1
-    return triton.next_power_of_2(triton.cdiv(width, PART))
+    return triton.next_power_of_2(triton.cdiv(width, MAX_PART_COLUMNS))

@@ -1,8 +1,8 @@
 """Triton functions for sampling by the Gumbel-max trick: argmax(log w - log E) over items with
 weights w, with noise E ~ Exp(1) from philox.py. sample.py explains the algorithm.
 
-Items lie in groups of LANES * WIDTH = 128. One Philox counter gives the noise of LANES items of a
-group, which are WIDTH apart.
+Items lie in groups of LANES * WIDTH = 128. In each group, the LANES items whose numbers differ by
+multiples of WIDTH share a Philox counter, which yields the noise of all of them.
 """
 
 from nanovllm.utils.triton_compat import tl, triton
@@ -20,11 +20,11 @@ def sample_untruncated(
     WIDTH: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
 ):
-    """Samples a group by its log-sum-exp and then a token of this group, for one row and without
-    top-k, top-p and min-p.
+    """Samples a token of one row, ignoring top-k, top-p and min-p.
 
-    Returns the score of the group and the token. The token is -1 if there is none. The score is
-    +inf if a logit is NaN or +inf.
+    First samples a group of tokens, weighted by the groups' log-sum-exps, then a token of this
+    group. Returns the score of the group and the token: (-inf, -1) if all logits are -inf, and
+    (+inf, -1) if any logit is NaN or +inf.
     """
     temperature = tl.load(row_ptr).to(tl.float32, bitcast=True)
     GROUP: tl.constexpr = LANES * WIDTH
@@ -37,7 +37,7 @@ def sample_untruncated(
         -0x80000000,
         tl.where(temperature > 0, 1.0, 0.0),  # the log-sum-exps are scaled already
         row_ptr,
-        0,  # philox.GROUPS
+        0,  # philox.GROUP_STREAM
         LANES,
         WIDTH,
     )
@@ -51,7 +51,7 @@ def sample_untruncated(
         -0x80000000,
         temperature,
         row_ptr,
-        1,  # philox.TOKENS
+        1,  # philox.TOKEN_STREAM
         LANES,
         WIDTH,
     )
@@ -76,8 +76,8 @@ def gumbel_scores(
 
     Skips items outside [start, end) and items whose ``sort_key`` is below ``threshold``.
 
-    Returns the best score of each set of LANES items that share a counter, and its item:
-    [groups, WIDTH] each.
+    Returns two tensors [groups, WIDTH]: the highest score among the LANES items of each counter,
+    and the item that has it.
     """
     column = tl.arange(0, WIDTH)[None, :]
     counter = groups[:, None] * WIDTH + column
@@ -112,7 +112,7 @@ def gumbel_scores(
 
 @triton.jit
 def _score(log_weight, word):
-    """log w - log E, with E from a random 32-bit word."""
+    """Returns log w - log E, with E from a random 32-bit word."""
     uniform = (word.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     uniform = tl.minimum(uniform, 0.99999994)  # as philox.LARGEST_UNIFORM
     # Small u use the Taylor series of -log(1 - u), because fp32 rounds 1 - u to 1.
@@ -129,7 +129,8 @@ def _load_seed(row_ptr):
 
 @triton.jit
 def argmax_item(score, item):
-    """The item with the highest score, the lowest such item in a tie; -1 if all scores are -inf."""
+    """Returns the item with the highest score, in a tie the lowest such item. Returns -1 if all
+    scores are -inf."""
     best = tl.max(score)
     winner = tl.min(tl.where(score == best, item, 0x7FFFFFFF))
     return tl.where(best > -float("inf"), winner, -1)

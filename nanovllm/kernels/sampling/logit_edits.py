@@ -68,7 +68,7 @@ def _mask_kernel(logits_ptr, rows_ptr, mask_ptr, vocab_size, num_words, BLOCK: t
 
 
 def bit_mask(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
-    """Returns one row of the mask of ``apply_mask`` that allows the given tokens."""
+    """Returns a mask row for ``apply_mask`` that allows only the given tokens."""
     bits = np.zeros(cdiv(vocab_size, 32) * 32, np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view("<i4")

@@ -3,7 +3,7 @@
 The k largest logits of a row lie in the k groups of 128 tokens with the largest maxima. So a top-k
 over group maxima and one over k groups replace a top-k over the vocabulary. The kernel reads the
 logits once. Besides each group's maximum it computes the group's sum of exponentials, for the
-log-sum-exp, and counts the logits above the given token's, for its rank.
+log-sum-exp, and counts the logits above the given token's logit, for the token's rank.
 """
 
 import torch
@@ -29,10 +29,10 @@ def top_logprobs_reference(
         The given token's rank, int64 [N]. The most likely token has rank 1.
     """
     logprobs = logits.float().log_softmax(-1)
-    own = logprobs.gather(1, token_ids.unsqueeze(1))
+    given = logprobs.gather(1, token_ids.unsqueeze(1))
     best, best_ids = logprobs.topk(k, dim=-1)
-    ranks = (logprobs > own).sum(-1) + 1
-    return torch.cat((token_ids.unsqueeze(1), best_ids), 1), torch.cat((own, best), 1), ranks
+    ranks = (logprobs > given).sum(-1) + 1
+    return torch.cat((token_ids.unsqueeze(1), best_ids), 1), torch.cat((given, best), 1), ranks
 
 
 @triton.jit
@@ -53,14 +53,14 @@ def _group_kernel(
     token = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     logits = tl.load(logits_ptr + token, mask=token < vocab_size, other=-float("inf"))
     logits = logits.to(tl.float32)
-    own = tl.load(logits_ptr + tl.load(token_ids_ptr + row)).to(tl.float32)
+    given = tl.load(logits_ptr + tl.load(token_ids_ptr + row)).to(tl.float32)
     largest = tl.max(logits, axis=1)
     shift = tl.where(largest > -float("inf"), largest, 0.0)
     sums = tl.sum(tl.exp(logits - shift[:, None]), axis=1)
     slot = row * num_groups + groups
     tl.store(group_max_ptr + slot, largest, mask=groups < num_groups)
     tl.store(group_sum_ptr + slot, sums, mask=groups < num_groups)
-    above = tl.sum((logits > own).to(tl.int32))
+    above = tl.sum((logits > given).to(tl.int32))
     tl.store(tile_above_ptr + row * tl.num_programs(1) + tile, above)
 
 
@@ -94,8 +94,8 @@ def top_logprobs_triton(
     values.masked_fill_(candidates >= vocab_size, -torch.inf)
     best, indices = values.topk(k)
     ids = torch.cat((token_ids.unsqueeze(1), candidates.gather(1, indices)), 1)
-    own = logits.gather(1, token_ids.unsqueeze(1)).float()
-    return ids, torch.cat((own, best), 1) - log_sum_exp, num_above.sum(-1) + 1
+    given = logits.gather(1, token_ids.unsqueeze(1)).float()
+    return ids, torch.cat((given, best), 1) - log_sum_exp, num_above.sum(-1) + 1
 
 
 top_logprobs = by_device(top_logprobs_reference, top_logprobs_triton)

@@ -3,9 +3,9 @@
 Philox4x32-7 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") maps a key and a
 counter to four 32-bit words. Seven rounds are the fewest that pass all tests of the paper. The key
 is the request's seed. The counter consists of the position of the sampled token, the stream (the
-purpose of the noise), and a number that four items share. Items are tokens or groups of tokens. In
-each GROUP of 128 consecutive items, the items 32 apart share a counter. ``tl.philox`` computes the
-same function.
+purpose of the noise), and an item counter. Items are tokens or groups of tokens. In each GROUP of
+128 consecutive items, the four items whose numbers differ by multiples of 32 share an item counter,
+and each uses one of the four words. ``tl.philox`` computes the same function.
 """
 
 import numpy as np
@@ -14,7 +14,8 @@ GROUP = 128
 LANES = 4  # words per counter
 WIDTH = GROUP // LANES  # counters per group
 ROUNDS = 7
-GROUPS, TOKENS, RESAMPLE = range(3)  # streams: independent because their counters differ
+# Streams of noise, which are independent because their counters differ.
+GROUP_STREAM, TOKEN_STREAM, RESAMPLE_STREAM = range(3)
 LARGEST_UNIFORM = np.float32(1 - 2**-24)  # 1 would give infinite noise, and a score of -inf
 
 _MASK = np.uint64(0xFFFFFFFF)

@@ -32,14 +32,14 @@ def processed_logits(
     scaled = logits.float() / scale.unsqueeze(1)
     if not truncates:
         return scaled
-    best = scaled.sort(dim=-1, descending=True).values
-    vocab_size = best.size(1)
+    ordered = scaled.sort(dim=-1, descending=True).values
+    vocab_size = ordered.size(1)
     last = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size).long() - 1
-    kept = best >= best.gather(1, last.unsqueeze(1))
-    kept &= best >= best[:, :1] + min_p.log().unsqueeze(1)
-    probs = best.masked_fill(~kept, -math.inf).softmax(-1)
+    kept = ordered >= ordered.gather(1, last.unsqueeze(1))
+    kept &= ordered >= ordered[:, :1] + min_p.log().unsqueeze(1)
+    probs = ordered.masked_fill(~kept, -math.inf).softmax(-1)
     mass_before = probs.cumsum(-1) - probs
     kept &= (mass_before < top_p.unsqueeze(1)) | (top_p >= 1).unsqueeze(1)
-    lowest = best.masked_fill(~kept, math.inf).amin(1, keepdim=True)
+    lowest = ordered.masked_fill(~kept, math.inf).amin(1, keepdim=True)
     lowest = torch.minimum(lowest, scaled.gather(1, token_ids.unsqueeze(1)))
     return scaled.masked_fill(scaled < lowest, -math.inf)

@@ -10,18 +10,19 @@ seed, the position and the number of the group or token (philox.py).
 
 **Truncation.** Top-k, top-p and min-p each keep the tokens whose logit reaches some threshold. If
 the sampled token is kept, it is a correct sample of the kept tokens (rejection sampling).
-Otherwise the kept tokens are sampled again, in one stage and with fresh noise. The first noise
-cannot serve twice: it let a truncated token win, so it is biased against the rest of its group.
+Otherwise the kept tokens are sampled again, in one stage and with new noise. The first noise cannot
+be used again. It made a truncated token win, so it is biased against the other tokens of the same
+group.
 The thresholds are:
 
 - min-p: the largest logit + temperature * log(min_p).
 - top-k: the k-th largest logit, found by bisection over the values that occur. The k-th largest
   group maximum is a lower bound, so only groups that reach this bound are read again.
-- top-p keeps a token if the tokens above it have less than top_p of the weight that min-p and top-k
-  keep. Its threshold is never computed. While the sampled token is truncated, the threshold is
-  raised above this token's logit, and the argmax of the same scores is taken over the tokens that
-  remain. The kept tokens always remain, so the loop ends with the argmax over the kept tokens. It
-  ends soon, because truncated tokens have little weight.
+- top-p: a token is kept if the tokens with larger logits have less than top_p of the total weight
+  of the tokens that min-p and top-k keep. The exact threshold is never computed. While the sampled
+  token is truncated, a lower bound is raised above this token's logit, and the argmax of the same
+  scores is taken over the tokens that remain. The kept tokens always remain, so the loop ends with
+  the argmax over the kept tokens. It ends soon, because truncated tokens have little weight.
 
 All tokens whose logit equals the threshold are kept. A row with a NaN or +inf logit has no sample.
 
@@ -62,7 +63,7 @@ def sample(logits: torch.Tensor, rows: torch.Tensor, truncates: bool) -> torch.T
 
 
 def unpack_token_ids(packed: torch.Tensor) -> torch.Tensor:
-    """Extracts the tokens from (the maximum of) results of ``sample_shard``.
+    """Extracts the tokens from the result of ``sample_shard``, or the maximum over several shards.
 
     Returns:
         int64 [N] token ids. -1 if all logits of a row are -inf, or any is NaN or +inf.

@@ -5,7 +5,7 @@ from nanovllm.kernels.sampling.truncation import resample_if_truncated
 from nanovllm.utils.triton_compat import tl, triton
 
 
-# Specialised on vocab_size and stride alone: the others follow from them.
+# num_groups follows from vocab_size, so Triton need not specialise on it.
 @triton.jit(do_not_specialize=["num_groups"])
 def group_stats_kernel(
     logits_ptr,

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.sampling.philox import GROUP, GROUPS, RESAMPLE, TOKENS, exponential_noise
+from nanovllm.kernels.sampling import philox
+from nanovllm.kernels.sampling.philox import GROUP, exponential_noise
 from nanovllm.kernels.sampling.sampling_row import SAMPLING_ROW
 
 
@@ -74,7 +75,8 @@ def _sample_row(logits: torch.Tensor, params: np.void) -> int:
         top_p < 1 and weights[logits > logits[token]].sum() >= top_p_weight
     ):
         if scores is None:
-            scores = _gumbel_scores(logits * (1 / temperature), seed, position, RESAMPLE, 0)
+            log_weights = logits * (1 / temperature)
+            scores = _gumbel_scores(log_weights, seed, position, philox.RESAMPLE_STREAM, 0)
         scores[(logits < threshold) | (logits <= logits[token])] = -math.inf
         token = int(scores.argmax())
     return token
@@ -83,34 +85,36 @@ def _sample_row(logits: torch.Tensor, params: np.void) -> int:
 def _sample_untruncated(
     logits: torch.Tensor, temperature: float, seed: int, position: int, first_token: int = 0
 ) -> tuple[float, int]:
-    """Samples a group and then a token of it, without top-k, top-p and min-p.
+    """Samples a group and then a token of it, ignoring top-k, top-p and min-p.
 
     Args:
         logits: fp32 [num_tokens], of the tokens from ``first_token`` on.
 
     Returns:
-        The score of the group and the token. The token is -1 if there is none. The score is +inf if
-        a logit is NaN or +inf.
+        The score of the group and the token: (-inf, -1) if all logits are -inf, and (+inf, -1) if
+        any logit is NaN or +inf.
     """
     if not (logits < math.inf).all():
         return math.inf, -1
-    # Padding makes at least one group, even of a shard without tokens.
+    # The padding ensures at least one group, even if the shard has no tokens.
     groups = F.pad(logits, (0, GROUP - len(logits) % GROUP), value=-math.inf).view(-1, GROUP)
     scores = groups.amax(1)
     if temperature > 0:
         log_sum_exp = (groups * (1 / temperature)).logsumexp(1)
-        scores = _gumbel_scores(log_sum_exp, seed, position, GROUPS, first_token // GROUP)
+        first_group = first_token // GROUP
+        scores = _gumbel_scores(log_sum_exp, seed, position, philox.GROUP_STREAM, first_group)
     group = int(scores.argmax())
     best, start = scores[group].item(), first_token + group * GROUP
     scores = groups[group]
     if temperature > 0:
-        scores = _gumbel_scores(scores * (1 / temperature), seed, position, TOKENS, start)
+        scores = scores * (1 / temperature)
+        scores = _gumbel_scores(scores, seed, position, philox.TOKEN_STREAM, start)
     return best, start + int(scores.argmax()) if best > -math.inf else -1
 
 
 def _gumbel_scores(
     log_weights: torch.Tensor, seed: int, position: int, stream: int, start: int
 ) -> torch.Tensor:
-    """log w - log E for items ``start``, ``start + 1``, ...; their argmax is the sample."""
+    """Returns log w - log E for items ``start``, ``start + 1``, ... Their argmax is the sample."""
     noise = exponential_noise(seed, position, stream, start, start + len(log_weights))
     return log_weights - torch.from_numpy(noise).log()

@@ -11,8 +11,8 @@ def fill_in_sampled_reference(input_ids: torch.Tensor, sampled_tokens: torch.Ten
     The tokens stay on the device, so a step can be launched before the host knows them.
 
     Args:
-        input_ids: int32 [N]. The value -1 - row is a placeholder for the token that the previous
-            step sampled in this row.
+        input_ids: int32 [N]. A negative value is a placeholder: -1 - row stands for the token that
+            the previous step sampled in this row.
         sampled_tokens: int64 [rows or more], the tokens of the previous step. A token of -1, which
             means that no token was allowed, becomes token 0. Its results are discarded.
     """

@@ -1,4 +1,4 @@
-"""The memory layout in which a token's sampling parameters travel to the kernels."""
+"""The memory layout of one token's sampling parameters, as the kernels read them."""
 
 import numpy as np
 

@@ -25,7 +25,10 @@ def resample_if_truncated(
     MAX_GROUPS: tl.constexpr,
 ):
     """Returns ``token`` if top-k, top-p and min-p keep it, otherwise a sample of the tokens that
-    they keep. All arguments are of one row; ``candidates_ptr`` has space for int32 [num_groups]."""
+    they keep.
+
+    All pointers point to one row's data. ``candidates_ptr`` is scratch space, int32 [num_groups].
+    """
     GROUP: tl.constexpr = LANES * WIDTH
     temperature = tl.load(row_ptr).to(tl.float32, bitcast=True)
     top_k = tl.load(row_ptr + 1)
@@ -40,7 +43,7 @@ def resample_if_truncated(
         group_max = tl.load(group_max_ptr + group, mask=exists, other=-float("inf"))
         group_key = sort_key(group_max)
         max_logit = tl.max(group_max)
-        threshold = tl.full([], -0x7F800000, tl.int64)  # all but -inf
+        threshold = tl.full([], -0x7F800000, tl.int64)  # the key above that of -inf
         if min_p > 0:
             threshold = tl.maximum(threshold, sort_key(max_logit + temperature * tl.log(min_p)))
         if (top_k > 0) & (top_k <= num_groups):
@@ -103,7 +106,7 @@ def resample_if_truncated(
                         threshold,
                         temperature,
                         row_ptr,
-                        2,  # philox.RESAMPLE
+                        2,  # philox.RESAMPLE_STREAM
                         LANES,
                         WIDTH,
                     )
@@ -137,7 +140,7 @@ def _list_candidates(candidates_ptr, group_key, group, threshold):
     reaches = group_key >= threshold
     slot = tl.cumsum(reaches.to(tl.int32)) - 1
     tl.store(candidates_ptr + slot, group, mask=reaches)
-    tl.debug_barrier()  # other threads read the list than wrote it
+    tl.debug_barrier()  # each thread also reads entries that others wrote
     return tl.sum(reaches.to(tl.int32))
 
 

@@ -114,7 +114,7 @@ def test_gpus_without_atomics_between_them_are_not_chosen(peer, atomic, expected
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: peer)
     monkeypatch.setattr(module, "has_native_atomics", has_atomics)
     devices = [torch.device("cuda", index) for index in (2, 3)]
-    assert module.can_one_shot(devices) == expected
+    assert module.supports_one_shot(devices) == expected
     assert asked == ({(2, 3), (3, 2)} if expected else {(2, 3)})
 
 
@@ -135,7 +135,7 @@ class Ranks:
         self.values = [0, 0]
         self.closed: list[int] = []
         monkeypatch.setattr(module, "MAX_NUMEL", BLOCK)
-        monkeypatch.setattr(module, "can_one_shot", lambda devices: True)
+        monkeypatch.setattr(module, "supports_one_shot", lambda devices: True)
         monkeypatch.setattr(module, "close_memory", self.closed.append)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
@@ -150,7 +150,7 @@ class Ranks:
     def run(self) -> list[tuple]:
         def make(rank: int) -> tuple:
             group = SimpleNamespace(rank=rank, size=2, min=lambda value, _: self.min(rank, value))
-            return module.make_one_shots(
+            return module.make_one_shot_all_reduces(
                 group, self.store, torch.float32, [torch.device("cpu")] * 2
             )
 
@@ -199,6 +199,6 @@ def test_all_ranks_go_without_where_one_cannot_share_memory(function, call, monk
     for name, result in functions.items():
         monkeypatch.setattr(module, name, FailsAt(call if name == function else -1, result))
     assert ranks.run() == [(), ()]
-    assert "all-reduce by NCCL alone" in caplog.text
+    assert "all-reduce uses NCCL only" in caplog.text
     num_opened = next(module.open_memory.calls) - (function == "open_memory")
     assert len(ranks.closed) == num_opened, "what was opened is closed again"

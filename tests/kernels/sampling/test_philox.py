@@ -6,17 +6,17 @@ import torch
 
 from nanovllm.kernels.sampling.philox import (
     GROUP,
-    GROUPS,
+    GROUP_STREAM,
     LANES,
-    RESAMPLE,
-    TOKENS,
+    RESAMPLE_STREAM,
+    TOKEN_STREAM,
     WIDTH,
     exponential_noise,
     philox,
 )
 from nanovllm.utils.triton_compat import tl, triton
 
-STREAMS = [GROUPS, TOKENS, RESAMPLE]
+STREAMS = [GROUP_STREAM, TOKEN_STREAM, RESAMPLE_STREAM]
 
 
 def test_known_answer():
@@ -35,7 +35,9 @@ def _philox_kernel(out_ptr, seed_ptr, position, stream, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**32 + 5, -(2**63), 0x0123456789ABCDEF])
-@pytest.mark.parametrize("position, stream", [(0, GROUPS), (7, TOKENS), (2**31 - 1, RESAMPLE)])
+@pytest.mark.parametrize(
+    "position, stream", [(0, GROUP_STREAM), (7, TOKEN_STREAM), (2**31 - 1, RESAMPLE_STREAM)]
+)
 def test_equals_tritons(seed, position, stream, device):
     out = torch.empty(4, 256, dtype=torch.int32, device=device)
     _philox_kernel[(1,)](out, torch.tensor([seed], device=device), position, stream, N=256)
@@ -57,9 +59,9 @@ def test_tokens_of_a_group_share_counters_across_its_lanes(stream):
 
 
 def test_noise_is_that_of_the_item_wherever_a_range_begins_or_ends():
-    whole = exponential_noise(3, 4, TOKENS, 0, 1000)
+    whole = exponential_noise(3, 4, TOKEN_STREAM, 0, 1000)
     for start, end in ((0, 301), (128, 256), (130, 131), (77, 1000), (500, 500)):
-        assert np.array_equal(exponential_noise(3, 4, TOKENS, start, end), whole[start:end])
+        assert np.array_equal(exponential_noise(3, 4, TOKEN_STREAM, start, end), whole[start:end])
 
 
 def test_no_two_draws_share_a_counter():

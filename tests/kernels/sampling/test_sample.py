@@ -9,7 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels.sampling.philox import GROUP, GROUPS, RESAMPLE, TOKENS, exponential_noise
+from nanovllm.kernels.sampling.philox import (
+    GROUP,
+    GROUP_STREAM,
+    RESAMPLE_STREAM,
+    TOKEN_STREAM,
+    exponential_noise,
+)
 from nanovllm.kernels.sampling.sample import (
     sample_reference,
     sample_shard_reference,
@@ -80,12 +86,12 @@ def expected_token(logits: torch.Tensor, seed: int, position: int, **truncation)
     """A group, a token of it; if that is not kept, one that is. In fp64 but for the noise."""
     scores = logits.double() / truncation.get("temperature", 1.0)
     groups = scores.split(GROUP)
-    group = winner(torch.stack([g.logsumexp(0) for g in groups]), seed, position, GROUPS)
-    token = group * GROUP + winner(groups[group], seed, position, TOKENS, group * GROUP)
+    group = winner(torch.stack([g.logsumexp(0) for g in groups]), seed, position, GROUP_STREAM)
+    token = group * GROUP + winner(groups[group], seed, position, TOKEN_STREAM, group * GROUP)
     keep = kept_tokens(logits, **truncation)
     if keep[token]:
         return token
-    return winner(torch.where(keep, scores, -math.inf), seed, position, RESAMPLE)
+    return winner(torch.where(keep, scores, -math.inf), seed, position, RESAMPLE_STREAM)
 
 
 TRUNCATIONS = [
