@@ -181,18 +181,19 @@ def prepare_decode(
 def prepare_block_tables(batch: Batch, num_rows: int) -> BlockTableUpdate:
     """Builds the update of the block tables, with the blocks that the device does not have."""
     seqs = [item.seq for item in batch.items]
-    lens = np.array([len(seq.block_table) for seq in seqs], np.int32)
-    num_new = lens - np.array([seq.num_sent_blocks for seq in seqs], np.int32)
+    num_seqs = len(seqs)
+    entries = np.zeros((1, num_rows, 4), np.int32)
+    rows, lens, first_new, num_new = entries[0].T
+    rows[num_seqs:] = -1
+    rows[:num_seqs] = [seq.table_row for seq in seqs]
+    lens[:num_seqs] = [len(seq.block_table) for seq in seqs]
+    num_new[:num_seqs] = [seq.num_sent_blocks for seq in seqs]
+    np.subtract(lens, num_new, out=num_new)
     new_blocks: list[int] = []
     for i in np.flatnonzero(num_new):
+        first_new[i] = len(new_blocks)
         new_blocks += seqs[i].block_table[-num_new[i] :]
-    update = (
-        _padded([seq.table_row for seq in seqs], num_rows, -1),
-        _padded(lens, num_rows)[None],
-        _cumsum(num_new, num_rows)[None],
-        np.array(new_blocks, np.int32),
-    )
-    return BlockTableUpdate(*map(torch.from_numpy, update))
+    return BlockTableUpdate(torch.from_numpy(entries), torch.tensor(new_blocks, dtype=torch.int32))
 
 
 def _slots(item: ScheduledSequence, positions: np.ndarray, block_size: int) -> np.ndarray:

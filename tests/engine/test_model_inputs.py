@@ -254,9 +254,7 @@ def test_logprobs_of_a_prompt_take_all_outputs():
 def test_only_new_blocks_are_sent():
     items = (make_item(1, [9], 2, row=3), make_item(7, [4, 5, 6, 7], 2, row=1, num_sent=2))
     tables = prepare_block_tables(Batch(items, is_prefill=False), 3)
-    check(tables.rows, [3, 1, -1])
-    check(tables.num_blocks, [[1, 4, 0]])
-    check(tables.cu_new_blocks, [[0, 1, 3, 3]])
+    check(tables.entries, [[[3, 1, 0, 1], [1, 4, 1, 2], [-1, 0, 0, 0]]])
     check(tables.new_blocks, [9, 6, 7])
 
 
@@ -327,8 +325,7 @@ def test_a_decode_can_be_padding_alone():
         if name not in BlockTableUpdate._fields:
             assert (tensor.shape, tensor.dtype) == (other.shape, other.dtype), name
             assert torch.equal(tensor[1:], other[1:]), name
-    check(blank.tables.rows, [-1] * 8)
-    check(blank.tables.cu_new_blocks, [[0] * 9])
+    check(blank.tables.entries, [[[-1, 0, 0, 0]] * 8])
     check(blank.context.slot_mapping, [-1] * 8)
 
 

@@ -5,7 +5,7 @@ from bisect import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -120,10 +120,11 @@ class Device:
             if slot != -1:
                 self.cache[slot] = number
         tables = inputs.tables
-        table_rows, lens, bounds = tables.rows.tolist(), *tables.num_blocks, *tables.cu_new_blocks
-        for row, length, (first, end) in zip(table_rows, lens, pairwise(bounds), strict=True):
-            kept = self.block_tables.get(row, [])[: length - (end - first)]
-            self.block_tables[row] = kept + tables.new_blocks[first:end].tolist()
+        entries = tables.entries[0].tolist()
+        for row, length, first_new, num_new in entries:
+            kept = self.block_tables.get(row, [])[: length - num_new]
+            self.block_tables[row] = kept + tables.new_blocks[first_new:][:num_new].tolist()
+        table_rows = [row for row, *_ in entries]
         for row, item, numbers in zip(table_rows, batch.items, truth, strict=True):
             assert self.block_tables[row] == item.seq.block_table
             assert self.read(self.block_tables[row], item.end) == numbers

@@ -120,7 +120,7 @@ def launch_all(
             block_tables=tables,
         )
         attention.prefill(q, k, k, cache, prefill, 1.0)
-    update = block_tables.BlockTableUpdate(ints(8), ints(1, 8), ints(1, 9), ints(9))
+    update = block_tables.BlockTableUpdate(ints(1, 8, 4), ints(9))
     block_tables.update_triton(ints(1, 8, 16), update, ints(1, 8, 16))
     slots = rope.CacheSlots(cache, ints(64))
     for norms in ((None, None), (weight, weight)) if all_sizes else ((weight, weight),):

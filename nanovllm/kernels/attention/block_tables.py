@@ -13,17 +13,14 @@ class BlockTableUpdate(NamedTuple):
     """What a step changes in the block tables, and which rows it reads. All tensors are int32.
 
     Attributes:
-        rows: [num_seqs], the row of each sequence; -1 for padding.
-        num_blocks: [groups, num_seqs], the length of each sequence's block table.
-        cu_new_blocks: [groups, num_seqs + 1], offsets into ``new_blocks`` of the first new block of
-            each sequence.
+        entries: [groups, num_seqs, 4]. Of each sequence: its row (-1 for padding), the length of
+            its block table, the offset into ``new_blocks`` of its first new block, and the number
+            of its new blocks.
         new_blocks: [total number of new blocks or more], the blocks at the end of each block table
             that the device does not have yet.
     """
 
-    rows: torch.Tensor
-    num_blocks: torch.Tensor
-    cu_new_blocks: torch.Tensor
+    entries: torch.Tensor
     new_blocks: torch.Tensor
 
 
@@ -50,7 +47,7 @@ class BlockTables:
         Returns:
             int32 [groups, num_seqs, width], which the next update overwrites.
         """
-        step = self.step[:, : len(update.rows)]
+        step = self.step[:, : update.entries.size(1)]
         update_block_tables(self.resident, update, step)
         return step
 
@@ -58,15 +55,14 @@ class BlockTables:
 def update_reference(resident: torch.Tensor, update: BlockTableUpdate, step: torch.Tensor) -> None:
     """Stores new blocks in the resident tables, and copies the step's tables to ``step``, [groups,
     num_seqs, width]. Entries after the end of a table are not written."""
-    rows = update.rows.long().clamp(min=0)
-    for group, (num_blocks, cu_new) in enumerate(
-        zip(update.num_blocks, update.cu_new_blocks, strict=True)
-    ):
-        num_new = cu_new.diff()
+    for group, entries in enumerate(update.entries):
+        rows, num_blocks, first_new, num_new = entries.T
+        rows = rows.long().clamp(min=0)
         seqs = torch.arange(len(rows), device=rows.device).repeat_interleave(num_new)
-        indices = torch.arange(int(cu_new[0]), int(cu_new[-1]), device=rows.device)
-        columns = num_blocks[seqs] - cu_new[seqs + 1] + indices
-        resident[group, rows[seqs], columns] = update.new_blocks[indices]
+        places = torch.arange(len(seqs), device=rows.device)  # counted from 0 in each sequence
+        places -= (num_new.cumsum(0) - num_new)[seqs]
+        new_blocks = update.new_blocks[first_new[seqs] + places]
+        resident[group, rows[seqs], (num_blocks - num_new)[seqs] + places] = new_blocks
         width = int(num_blocks.max()) if len(rows) else 0
         used = torch.arange(width, device=rows.device) < num_blocks[:, None]
         step[group, :, :width][used] = resident[group, rows, :width][used]
@@ -75,9 +71,7 @@ def update_reference(resident: torch.Tensor, update: BlockTableUpdate, step: tor
 @triton.jit(do_not_specialize=["num_seqs", "group_stride", "row_stride"])
 def _update_kernel(
     resident_ptr,
-    rows_ptr,
-    num_blocks_ptr,
-    cu_new_blocks_ptr,
+    entries_ptr,
     new_blocks_ptr,
     step_ptr,
     num_seqs,
@@ -86,18 +80,17 @@ def _update_kernel(
     BLOCK: tl.constexpr,
 ):
     seq, group = tl.program_id(0), tl.program_id(2)
-    row = tl.load(rows_ptr + seq)
-    num_blocks = tl.load(num_blocks_ptr + group * num_seqs + seq)
-    cu_new_blocks_ptr += group * (num_seqs + 1) + seq
-    first, end = tl.load(cu_new_blocks_ptr), tl.load(cu_new_blocks_ptr + 1)
-    num_old = num_blocks - (end - first)
+    entries_ptr += (group * num_seqs + seq) * 4
+    row, num_blocks = tl.load(entries_ptr), tl.load(entries_ptr + 1)
+    first_new, num_new = tl.load(entries_ptr + 2), tl.load(entries_ptr + 3)
+    num_old = num_blocks - num_new
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     used = column < num_blocks
     is_new = used & (column >= num_old)
     resident_ptr += group.to(tl.int64) * group_stride + row.to(tl.int64) * row_stride + column
     step_ptr += group.to(tl.int64) * group_stride + seq.to(tl.int64) * row_stride + column
     old = tl.load(resident_ptr, mask=column < num_old)
-    new = tl.load(new_blocks_ptr + first + column - num_old, mask=is_new)
+    new = tl.load(new_blocks_ptr + first_new + column - num_old, mask=is_new)
     tl.store(resident_ptr, new, mask=is_new)
     tl.store(step_ptr, tl.where(is_new, new, old), mask=used)
 

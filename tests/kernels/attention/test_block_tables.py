@@ -15,18 +15,18 @@ from nanovllm.kernels.attention.block_tables import (
 
 
 def make_update(groups: list[dict[int, list[int]]], sent: list[dict[int, int]], rows, padding, dev):
-    """What a step with the sequences of these rows sends: of each group, first the tables' lengths,
-    then the ends of the tables that have not been sent. The buffer goes on after them."""
+    """What a step with the sequences of these rows sends: of each table its end, which has not been
+    sent yet. The buffer goes on after them."""
     new_blocks: list[int] = []
-    lens, bounds = [], []
+    entries = []
     for tables, done in zip(groups, sent, strict=True):
-        lens.append([len(tables[row]) for row in rows] + [0] * padding)
-        bounds.append([len(new_blocks)])
+        entries.append([])
         for row in rows:
-            new_blocks += tables[row][done[row] :]
-            bounds[-1].append(len(new_blocks))
-        bounds[-1] += [len(new_blocks)] * padding
-    values = rows + [-1] * padding, lens, bounds, [*new_blocks, 10**9]
+            new = tables[row][done[row] :]
+            entries[-1].append([row, len(tables[row]), len(new_blocks), len(new)])
+            new_blocks += new
+        entries[-1] += [[-1, 0, 0, 0]] * padding
+    values = entries, [*new_blocks, 10**9]
     return BlockTableUpdate(*(torch.tensor(x, dtype=torch.int32, device=dev) for x in values))
 
 
@@ -49,7 +49,7 @@ def test_each_step_reads_the_tables_of_its_sequences(update, num_groups, width, 
                 count = rng.choice((0, 1, min(3, most), most)) if most else 0
                 tables[row] = tables[row] + [rng.randrange(1, 1000) for _ in range(count)]
         change = make_update(groups, sent, rows, rng.randrange(2), device)
-        update(resident, change, step[:, : len(change.rows)])
+        update(resident, change, step[:, : change.entries.size(1)])
         for group, (tables, done) in enumerate(zip(groups, sent, strict=True)):
             for i, row in enumerate(rows):
                 done[row] = len(tables[row])
@@ -60,10 +60,10 @@ def test_each_step_reads_the_tables_of_its_sequences(update, num_groups, width, 
 
 def test_padding_and_rows_left_out_stay_as_they_are(device):
     tables = BlockTables(1, 4, 3, device)
-    ints = [[2], [[2]], [[0, 2]], [8, 9]]
+    ints = [[[2, 2, 0, 2]]], [8, 9]
     update = BlockTableUpdate(*(torch.tensor(x, dtype=torch.int32, device=device) for x in ints))
     assert tables.update(update)[0, 0, :2].tolist() == [8, 9]
-    ints = [[1, -1, -1], [[1, 0, 0]], [[0, 1, 1, 1]], [7]]
+    ints = [[[1, 1, 0, 1], [-1, 0, 0, 0], [-1, 0, 0, 0]]], [7]
     update = BlockTableUpdate(*(torch.tensor(x, dtype=torch.int32, device=device) for x in ints))
     step = tables.update(update)
     assert (step.shape, step[0, 0, 0].item()) == ((1, 3, 3), 7)
