@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from nanovllm.kernels.gemm.skinny import MAX_ROWS, skinny_linear, skinny_norm_linear
 from nanovllm.kernels.rms_norm import rms_norm_reference
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
-from nanovllm.quantization.base import PLAIN
+from nanovllm.layers.activation import SiluAndMul
 from tests.quantization.test_unquantized import Norm, make_weight
 
 SHAPES = [
@@ -121,7 +121,7 @@ def test_a_chain_of_layers_in_a_cuda_graph(model, num_rows):
             else:
                 x, total = make_weight(qkv).norm_matmul(x, total, norm, None)
                 x = skinny_linear(x[:, :q_size].contiguous(), o, None)
-                x, total = make_weight(gate_up).norm_matmul(x, total, norm, PLAIN)
+                x, total = make_weight(gate_up).norm_matmul(x, total, norm, SiluAndMul())
                 x = skinny_linear(x, down, None)
         return total + x
 
