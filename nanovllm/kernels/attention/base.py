@@ -16,8 +16,8 @@ class AttentionBackend(ABC):
     """Softmax attention over the paged KV cache. A backend keeps no state between steps.
 
     q is [N, heads, head_dim]. k and v are [N, kv_heads, head_dim]. The cache already holds the keys
-    and values of this step, unless ``new`` is given. heads is a multiple of kv_heads, and query
-    head h attends to KV head h * kv_heads // heads. Results have q's shape.
+    and values of this step, unless ``decode`` gets them in ``new``. heads is a multiple of
+    kv_heads, and query head h attends to KV head h * kv_heads // heads. Results have q's shape.
 
     Attributes:
         name: as in the ``attention_backend`` option.
@@ -41,10 +41,10 @@ class AttentionBackend(ABC):
         undefined."""
 
     def clamp_end(self, context: Context) -> int:
-        """Returns the position in each prompt before which all values must be finite.
+        """Returns the position in each prompt below which the tensor v must be finite.
 
-        ``apply_rope_and_store`` clamps these values before ``prefill``, so that NaN and inf cannot
-        reach other sequences.
+        ``apply_rope_and_store`` clamps v there before ``prefill``, so that NaN and inf cannot reach
+        other sequences.
         """
         return 0
 
