@@ -11,6 +11,7 @@ from functools import cache
 import torch
 from torch import nn
 
+from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -37,7 +38,8 @@ class DecoderAttention(nn.Module):
             spec.num_heads * spec.head_dim, config.hidden_size, spec.o_bias
         )
         self.rotary_emb = rotary_emb
-        self.attn = Attention(self.num_heads, self.head_dim, self.head_dim**-0.5, self.num_kv_heads)
+        params = AttentionParams(self.head_dim**-0.5)
+        self.attn = Attention(self.num_heads, self.head_dim, params, self.num_kv_heads)
         self.q_norm = self.k_norm = None
         if spec.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
