@@ -24,6 +24,7 @@ class AttentionSpec:
         window: number of tokens that a token attends to, itself included; None for all.
         softcap: attention scores s become softcap * tanh(s / softcap); None leaves them.
         scale: what scores are multiplied by; None for head_dim ** -0.5.
+        sinks: whether each query head has an attention sink, a learned logit.
     """
 
     num_heads: int
@@ -36,6 +37,7 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None
     scale: float | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

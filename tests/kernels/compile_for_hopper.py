@@ -27,6 +27,7 @@ from nanovllm.kernels.attention import (
     prefill,
     triton_backend,
 )
+from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.comm import all_reduce
 from nanovllm.kernels.gemm import skinny, tiled
@@ -92,7 +93,7 @@ def launch_all(
 
     cache = KVCache(*(make(4, 256, kv_heads, head_dim) for _ in range(2)))
     attention = triton_backend.TritonAttention()
-    angles = torch.zeros(99, head_dim)
+    angles, params = torch.zeros(99, head_dim), AttentionParams(1.0)
     sizes = (1, 64, 128, 256) if dtype is torch.bfloat16 else (1, 256)
     for num_seqs in sizes if all_sizes else (64,):
         work = attention.split_kv(np.ones(num_seqs, np.int32), kv_heads, head_dim, dtype)
@@ -107,7 +108,7 @@ def launch_all(
         q, k, v = qkv.split((q_heads, kv_heads, kv_heads), dim=1)
         for weight in (None, make(head_dim)) if all_sizes else (make(head_dim),):
             inputs = rope.RopeInputs(ints(num_seqs), angles, weight, weight, 1e-6)
-            attention.decode(q, cache, context, 1.0, rope.NewKV(inputs, k, v))
+            attention.decode(q, cache, context, params, rope.NewKV(inputs, k, v))
     q, k, weight = make(64, q_heads, head_dim), make(64, kv_heads, head_dim), make(head_dim)
     bounds = ints(2)
     for tables in (None, ints(1, 16)) if all_sizes else (ints(1, 16),):
@@ -119,7 +120,7 @@ def launch_all(
             max_seqlen_k=64,
             block_tables=tables,
         )
-        attention.prefill(q, k, k, cache, prefill, 1.0)
+        attention.prefill(q, k, k, cache, prefill, params)
     update = block_tables.BlockTableUpdate(ints(1, 8, 4), ints(9))
     block_tables.update_triton(ints(1, 8, 16), update, ints(1, 8, 16))
     slots = rope.CacheSlots(cache, ints(64))
