@@ -20,6 +20,22 @@ MODELS = [
     "qwen2",
     "mistral",
     "smollm3",
+    "llama-yarn",
+    "llama-dynamic",
+    "qwen2-window",
+    "qwen3-window",
+    "mistral-window",
+    "smollm3-window",
+    "ministral3",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "glm",
+    "glm4",
+    "phi3",
+    "phi3-longrope",
 ]
 if ON_GPU:  # what differs between the others does not touch the device's kernels
     MODELS = ["qwen3", "llama", "smollm3"]

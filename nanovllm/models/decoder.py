@@ -52,9 +52,7 @@ class DecoderAttention(nn.Module):
         self.rotary_emb = rotary_emb
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         params = AttentionParams(scale, spec.window, spec.softcap)
-        self.attn = Attention(
-            self.num_heads, self.head_dim, params, self.num_kv_heads, spec.sinks
-        )
+        self.attn = Attention(self.num_heads, self.head_dim, params, self.num_kv_heads, spec.sinks)
         self.norms_all_heads = spec.qk_norm == "all_heads"
         self.q_norm: Any = None
         self.k_norm: Any = None
