@@ -2,7 +2,7 @@
 
 Rank 0 and each worker share a two-way pipe. Rank 0 writes its calls into every pipe. A worker
 writes that it has reached a barrier, or why it has failed. A monitoring thread of rank 0 reads
-these messages. When a worker fails or dies, this thread kills all workers and aborts the collectives
+these messages. When a worker fails or dies, this thread kills all workers and aborts collectives
 that wait for them.
 
 A pipe is a pair of sockets without names, which workers inherit. No other process can open it, and
