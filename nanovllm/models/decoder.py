@@ -6,6 +6,7 @@ by MLP columns. N is the number of new tokens in the step. The tokens of all seq
 concatenated.
 """
 
+from dataclasses import astuple
 from functools import cache
 
 import torch
@@ -17,7 +18,7 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models.model_config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig
+from nanovllm.models.model_config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, MoESpec
 from nanovllm.utils.context import get_context
 
 
@@ -77,6 +78,14 @@ class DecoderMLP(nn.Module):
         return self.down_proj.forward_add(residual, x)
 
 
+def new_mlp(config: ModelConfig, spec: MLPSpec | MoESpec) -> nn.Module:
+    if isinstance(spec, MLPSpec):
+        return DecoderMLP(config, spec)
+    from nanovllm.layers.moe import MoE
+
+    return MoE(config.hidden_size, *astuple(spec))
+
+
 class DecoderLayer(nn.Module):
     """Attention and MLP, each with an RMSNorm before it.
 
@@ -91,7 +100,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, spec: LayerSpec, rotary_emb: RotaryEmbedding) -> None:
         super().__init__()
         self.self_attn = DecoderAttention(config, spec.attention, rotary_emb)
-        self.mlp = DecoderMLP(config, spec.mlp)
+        self.mlp = new_mlp(config, spec.mlp)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

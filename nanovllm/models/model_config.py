@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -36,6 +37,26 @@ class MLPSpec:
 
     intermediate_size: int
     bias: bool = False
+    num_experts: ClassVar[int] = 1  # so that sizes are computed as for a MoESpec
+    top_k: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MoESpec:
+    """The feed-forward part of one layer: a mixture of SwiGLU experts.
+
+    A router chooses the ``top_k`` most probable experts for each token. Their outputs are summed,
+    weighted with their probabilities.
+
+    Attributes:
+        intermediate_size: columns of one expert.
+        norm_topk_prob: whether the probabilities of the chosen experts are divided by their sum.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    norm_topk_prob: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +64,7 @@ class LayerSpec:
     """One decoder layer, with an RMSNorm before attention and one before the MLP."""
 
     attention: AttentionSpec
-    mlp: MLPSpec
+    mlp: MLPSpec | MoESpec
 
 
 WeightName = tuple[str, str | None] | tuple[str, str, str | int]
@@ -60,7 +81,8 @@ class WeightNames:
             the same name in checkpoints.
         fields: the values of each field. If the tensor's name has a field that the parameter's
             name lacks, such as the index of an expert, the parameter's ``weight_loader`` gets its
-            value as a keyword argument.
+            value as a keyword argument. A parameter may have several rows without a shard id and
+            such a field. A checkpoint has one of them, or all rows with shard ids or such fields.
     """
 
     rows: tuple[WeightName, ...]
