@@ -111,7 +111,7 @@ class LLM(llm.LLM):
     @property
     def llm_engine(self) -> LLMEngine:
         """This engine as an object with the methods of vLLM's ``LLMEngine``."""
-        self._check_open()
+        self.turns.check_open()
         return LLMEngine(self)
 
     @property

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.engine.batch import Batch
-from nanovllm.layers.sampler import SamplingInputs
+from nanovllm.kernels.sampling.pipeline import SamplingInputs
 
 
 @dataclass(slots=True, eq=False)

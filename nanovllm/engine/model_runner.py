@@ -1,12 +1,9 @@
 """Runs scheduled batches on one rank's device. Makes no scheduling decisions."""
 
 import gc
-import os
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,40 +16,20 @@ from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs
 from nanovllm.engine.sampling_inputs import prepare_sample, sampling_rows
 from nanovllm.kernels.attention.backend import AttentionBackend
 from nanovllm.kernels.attention.block_tables import BlockTables
+from nanovllm.kernels.sampling.pipeline import SamplingInputs
 from nanovllm.kernels.sampling.sampled_tokens import fill_in_sampled
-from nanovllm.layers.sampler import Sampler, SamplingInputs
+from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.context import step_context
+from nanovllm.utils.device import on_device
 from nanovllm.utils.distributed import TPGroup
-from nanovllm.utils.forks import leave_to_parent
+from nanovllm.utils.forks import LeftToParent
 from nanovllm.utils.math import cdiv, heads_per_rank
 from nanovllm.utils.tracebacks import clear_frames
 
 if TYPE_CHECKING:
     from nanovllm.engine.cuda_graphs import StepGraphs
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def on_device(method: Method) -> Method:
-    """Makes the runner's GPU PyTorch's current device during a call, because the user's program or
-    another engine may have set another one. In a forked child process, the call raises ValueError.
-    """
-
-    @wraps(method)
-    def call(self: "ModelRunner", *args: Any, **kwargs: Any) -> Any:
-        if self.is_forked:
-            raise ValueError(
-                f"this engine belongs to process {self._pid}, and this process is a forked child: "
-                f"make another engine here, or start the process with spawn instead of fork"
-            )
-        if self.device.type == "cpu":
-            return method(self, *args, **kwargs)
-        with torch.cuda.device(self.device):
-            return method(self, *args, **kwargs)
-
-    return cast(Method, call)
 
 
 class NoGraphs:
@@ -65,7 +42,7 @@ class NoGraphs:
         raise NotImplementedError
 
 
-class ModelRunner:
+class ModelRunner(LeftToParent):
     """One rank: the model's shard, its part of the KV cache, and the steps run on them.
 
     ``engine.startup`` creates the runner, and sets the attributes that have to be loaded, measured
@@ -103,19 +80,13 @@ class ModelRunner:
         max_model_len: int,
         device: torch.device,
     ) -> None:
+        super().__init__()
         self.config = config
         self.model_config = model_config
         self.max_model_len = max_model_len
         self.device = device
         self.tp = TPGroup()
         self.startup_seconds: dict[str, float] = {}
-        self._pid = os.getpid()
-        leave_to_parent(self)
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether this process is a forked child of the one that made the runner."""
-        return os.getpid() != self._pid
 
     def call(self, method: str, step: InFlightStep | None, *args: Any) -> Any:
         """Rank 0: calls ``method(step, *args)`` on every rank at the same time. Other ranks pass

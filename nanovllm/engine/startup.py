@@ -11,7 +11,7 @@ import torch
 from nanovllm.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.checkpoints.weights import fill_with_dummy_weights, load_model
 from nanovllm.config import MAX_INT32, Config
-from nanovllm.engine.model_runner import ModelRunner, NoGraphs, on_device
+from nanovllm.engine.model_runner import ModelRunner, NoGraphs
 from nanovllm.kernels.attention.backend import AttentionShape, select_attention_backend
 from nanovllm.kernels.attention.block_tables import BlockTables
 from nanovllm.kernels.attention.kv_cache import KVCache
@@ -22,7 +22,7 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.text.prompts import PromptEncoder, load_encoder
-from nanovllm.utils.device import select_device, select_dtype
+from nanovllm.utils.device import on_device, select_device, select_dtype
 from nanovllm.utils.distributed import use_tp_group
 from nanovllm.utils.math import cdiv, heads_per_rank
 from nanovllm.utils.timer import Timer
