@@ -15,12 +15,14 @@ from transformers import (
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -38,7 +40,7 @@ BASE: dict[str, Any] = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
-SEEDS = {"mistral": 2}  # 1 otherwise: no near ties in the parity tests
+SEEDS = {"mistral": 2, "llama-dynamic": 2}  # 1 otherwise: no near ties in the parity tests
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -53,9 +55,9 @@ YARN: dict[str, Any] = {
     "original_max_position_embeddings": 256,
     "rope_theta": 10000.0,
 }
-# LongRoPE's short frequencies, as in an engine for up to 1024 tokens.
 LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
+    "factor": 4.0,
     "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
     "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
     "partial_rotary_factor": 0.75,
@@ -69,6 +71,7 @@ GRANITE: dict[str, Any] = {
     "attention_bias": True,
 }
 GEMMA: dict[str, Any] = {"query_pre_attn_scalar": 24, "sliding_window": 40, "pad_token_id": 0}
+MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, {}),
     "qwen3-tied": (Qwen3Config, {"tie_word_embeddings": True}),
@@ -137,7 +140,7 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
         {
             "pad_token_id": 0,
             "rope_parameters": LONGROPE,
-            "original_max_position_embeddings": 1024,
+            "original_max_position_embeddings": 2048,
             "sliding_window": 40,
         },
     ),
@@ -145,6 +148,13 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "glm4": (Glm4Config, {"pad_token_id": 0}),
     "gemma2": (Gemma2Config, GEMMA),
     "gemma3": (Gemma3TextConfig, {**GEMMA, "num_hidden_layers": 7}),
+    # A dense layer between two mixtures.
+    "qwen3-moe": (Qwen3MoeConfig, {**MIXTURE, "mlp_only_layers": [1], "norm_topk_prob": True}),
+    "qwen3-moe-every-second": (
+        Qwen3MoeConfig,
+        {**MIXTURE, "decoder_sparse_step": 2, "num_experts_per_tok": 3},
+    ),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "sliding_window": None}),
     "smollm3-every-fourth": (SmolLM3Config, {"num_hidden_layers": 5, "pad_token_id": 0}),
 }
 

@@ -7,6 +7,7 @@ concatenated.
 """
 
 from collections.abc import Callable
+from dataclasses import astuple
 from functools import cache, partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import AllHeadsRMSNorm, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models.model_config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig
+from nanovllm.models.model_config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, MoESpec
 from nanovllm.utils.context import get_context
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
@@ -108,6 +109,14 @@ class DecoderMLP(nn.Module):
         return self.down_proj.forward_add(residual, x, output_norm)
 
 
+def new_mlp(config: ModelConfig, spec: MLPSpec | MoESpec) -> nn.Module:
+    if isinstance(spec, MLPSpec):
+        return DecoderMLP(config, spec)
+    from nanovllm.layers.moe import MoE
+
+    return MoE(config.hidden_size, *astuple(spec))
+
+
 class DecoderLayer(nn.Module):
     """Attention and MLP, each with an RMSNorm before it, after it or both. A multiplier takes the
     place of the norm after it. Attention's norms are input_layernorm and post_self_attn_layernorm,
@@ -124,7 +133,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, spec: LayerSpec, rotary_emb: RotaryEmbedding) -> None:
         super().__init__()
         self.self_attn = DecoderAttention(config, spec.attention, rotary_emb)
-        self.mlp = DecoderMLP(config, spec.mlp)
+        self.mlp = new_mlp(config, spec.mlp)
         norm = partial(make_norm, config, config.hidden_size)
         self.input_layernorm = norm() if spec.input_norms else None
         self.post_attention_layernorm = norm() if spec.input_norms else None

@@ -80,10 +80,13 @@ class Family:
             hf = {**hf, "use_sliding_window": True}
         hf = _checked({**self.defaults, **hf})
         rows = self.weight_names + TIED_HEAD * hf["tie_word_embeddings"]
-        fields = {"layer": range(hf["num_hidden_layers"]), "kind": ("weight", "bias")}
+        layers = tuple(self.layers(hf))
+        num_experts = max(layer.mlp.num_experts for layer in layers)
+        fields = {"layer": range(len(layers)), "kind": ("weight", "bias")}
+        fields["expert"] = range(num_experts)
         return ModelConfig(
             architecture=self.architecture,
-            layers=tuple(self.layers(hf)),
+            layers=layers,
             max_position_embeddings=max_positions(hf),
             rms_norm_eps=positive("rms_norm_eps", hf.get("rms_norm_eps") or 1e-6),
             dtype=_read_dtype(hf.get("dtype") or hf.get("torch_dtype") or "float32"),

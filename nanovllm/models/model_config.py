@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -51,6 +52,26 @@ class MLPSpec:
     intermediate_size: int
     bias: bool = False
     activation: str = "silu"
+    num_experts: ClassVar[int] = 1  # so that sizes are computed as for a MoESpec
+    top_k: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MoESpec:
+    """The feed-forward part of one layer: a mixture of SwiGLU experts.
+
+    A router chooses the ``top_k`` most probable experts for each token. Their outputs are summed,
+    weighted with their probabilities.
+
+    Attributes:
+        intermediate_size: columns of one expert.
+        norm_topk_prob: whether the probabilities of the chosen experts are divided by their sum.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    norm_topk_prob: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +86,7 @@ class LayerSpec:
     """
 
     attention: AttentionSpec
-    mlp: MLPSpec
+    mlp: MLPSpec | MoESpec
     input_norms: bool = True
     output_norms: bool = False
     output_scale: float = 1.0
@@ -85,7 +106,8 @@ class WeightNames:
             the same name in checkpoints.
         fields: the values of each field. If the tensor's name has a field that the parameter's
             name lacks, such as the index of an expert, the parameter's ``weight_loader`` gets its
-            value as a keyword argument.
+            value as a keyword argument. A parameter may have several rows without a shard id and
+            such a field. A checkpoint has one of them, or all rows with shard ids or such fields.
     """
 
     rows: tuple[WeightName, ...]

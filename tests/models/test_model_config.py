@@ -96,6 +96,9 @@ def attention(config: ModelConfig) -> AttentionSpec:
     return config.layers[0].attention
 
 
+FIELDS: dict[str, Any] = {"layer": range(3), "kind": ("weight", "bias"), "expert": range(1)}
+
+
 @each_reader
 def test_facts_are_read(read):
     rope = RopeConfig(tuple(10000.0 ** (-i / 16) for i in range(16)))
@@ -110,7 +113,7 @@ def test_facts_are_read(read):
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,
         dtype=torch.bfloat16,
-        weight_names=WeightNames(WEIGHT_NAMES, {"layer": range(3), "kind": ("weight", "bias")}),
+        weight_names=WeightNames(WEIGHT_NAMES, FIELDS),
     )
     assert (config.num_hidden_layers, config.num_attention_heads) == (3, 4)
     assert (config.num_key_value_heads, config.head_dim) == (2, 32)
