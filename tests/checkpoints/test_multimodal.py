@@ -58,6 +58,7 @@ def test_both_spellings_of_names_are_read(folder):
 
 
 def test_fields_outside_of_the_text_config_count(folder):
+    (folder / "generation_config.json").unlink()
     edit_config(folder, eos_token_id=[1, 106])
     assert open_checkpoint(str(folder)).eos_token_ids == {1, 106}
     edit_config(folder, quantization_config={"quant_method": "gptq"})
