@@ -179,8 +179,8 @@ class Runner:
 
     @property
     def _has_capacity(self) -> bool:
-        """Whether another request should be read before the next step: the engine has room, no
-        request is being retried, and less than a window of requests waits for a retry."""
+        """Whether another request should be read before the next step: the window is not
+        full, no request is being retried, and fewer than ``window`` requests wait for a retry."""
         num_waiting = sum(map(len, self._waiting))
         may_read = self._attempt == 0 and not self._waiting[0] and num_waiting < self.window
         return may_read and self._can_start
@@ -363,7 +363,8 @@ class Runner:
         logger.warning(
             "the engine failed with %d prompts: %s", len(failed), describe(error), exc_info=error
         )
-        # Replace an engine at most once: if its successor fails too, the requests are the cause.
+        # An engine without all its workers is replaced. Any other is replaced only once, after the
+        # third failure in a row: if the new engine fails too, the requests are the cause.
         if isinstance(error, WorkerError) or self._num_failures == MAX_ATTEMPTS:
             self.close()
         failed_states = {prompt.state for prompt in failed}
