@@ -66,7 +66,7 @@ class MoE(nn.Module):
         x: torch.Tensor,
         residual: torch.Tensor | None,
         norm: RMSNorm,
-        output_norm: Callable[[torch.Tensor], torch.Tensor] | None,
+        output_norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Computes output_norm(mixture(norm(x + residual))).
 
