@@ -19,6 +19,7 @@ class AttentionSpec:
         rope: the rotary embedding; None for a layer without position embedding (NoPE).
         qk_norm: whether an RMSNorm is applied to each query and key head before RoPE.
         qkv_bias, o_bias: whether the projections have biases.
+        window: the number of tokens to which a token attends, itself included; None for all.
     """
 
     num_heads: int
@@ -28,6 +29,7 @@ class AttentionSpec:
     qk_norm: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
