@@ -166,13 +166,13 @@ class StepGraphs:
     ) -> Iterator[tuple[GraphSize, Callable[[], torch.Tensor]]]:
         """Yields each size, the largest first, with a step that reads its inputs from the buffer.
         When a step is yielded, the buffer holds its inputs, which are all padding."""
+        num_groups, _, width = self.runner.block_tables.resident.shape
         packed_inputs = {
-            size: self.runner.prepare(Batch((), is_prefill=size.is_prefill), size)
+            size: self.runner.prepare(Batch((), size.is_prefill, num_groups=num_groups), size)
             for size in sorted(sizes, reverse=True)
         }
-        width = self.runner.block_tables.resident.size(-1)
         ends = [  # if all blocks of all sequences are new
-            packed.tensors.start_of_last() + size.num_seqs * width
+            packed.tensors.start_of_last() + num_groups * size.num_seqs * width
             for size, packed in packed_inputs.items()
         ]
         num_words = max(ends, default=0)

@@ -42,28 +42,13 @@ class Journal:
 
     def __init__(self, path: Path, num_records: int) -> None:
         self.path = path
-<<<<<<< HEAD
-        self._file = _open(path, os.O_RDWR | os.O_CREAT)
-        try:
-            text = _read(self._file, path)
-            in_flight = [digest for digest, _, state in ENTRY.findall(text) if state == b"+"]
-            has_new_records = text[16:LINE_BYTES] != _header(0, num_records)[16:]
-            adds_death = len(in_flight) == 1 or not has_new_records
-            self._num_deaths = _count_deaths(text, adds_death)
-            self._header = _header(os.getpid(), num_records)
-            _rewrite(self._file, self._header, self._num_deaths)
-        except BaseException:
-            os.close(self._file)
-            raise
-=======
         self._file, text = _open(path, os.O_CREAT)
         in_flight = [digest for digest, _, state in ENTRY.findall(text) if state == b"+"]
         has_new_records = text[16:LINE_BYTES] != _header(0, num_records)[16:]
-        count_in_flight = len(in_flight) == 1 or not has_new_records
-        self._num_deaths = _count_deaths(text, count_in_flight)
+        adds_death = len(in_flight) == 1 or not has_new_records
+        self._num_deaths = _count_deaths(text, adds_death)
         self._header = _header(os.getpid(), num_records)
         _rewrite(self._file, self._header, self._num_deaths)
->>>>>>> hA
         self._slots = {digest: i for i, digest in enumerate(self._num_deaths, start=1)}
         self._num_lines = 1 + len(self._slots)
         self._free: list[int] = []

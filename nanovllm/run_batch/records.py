@@ -34,14 +34,9 @@ class RequestError(ValueError):
         self.param = param
 
 
-<<<<<<< HEAD
-class LineInfo(Protocol):
-    """The attributes of ``Line`` and ``BatchRequest`` that a record contains."""
-=======
 @dataclass(frozen=True, slots=True)
 class LineInfo:
     """What a record contains of its input line.
->>>>>>> hA
 
     Attributes:
         number: the line number, from 1. Blank lines are counted too.

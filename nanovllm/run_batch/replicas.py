@@ -28,13 +28,8 @@ from nanovllm.run_batch.stop import Stop
 
 logger = logging.getLogger("nanovllm.run_batch")
 
-<<<<<<< HEAD
 MAX_DEATHS = 10  # per replica, since a request last finished; one request may cause three
-RESTART_ATTEMPTS = 5  # attempts to create the engine of an actor that replaces another
-=======
-MAX_DEATHS = 10  # of actors per replica, without a finished request; one request may cause three
 TAKE_SECONDS = 0.1  # how long ``take`` collects records after the first one
->>>>>>> hA
 POLL_SECONDS = 0.5
 START_SECONDS = 60.0  # longest wait for the other replicas after the first one is ready
 CLOSE_SECONDS = 10.0

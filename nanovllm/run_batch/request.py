@@ -288,32 +288,11 @@ def _check_fields(given: dict[str, Any], url: str) -> None:
             raise _unsupported(name[:80], message + _hint(name, known))
 
 
-<<<<<<< HEAD
-def _read(given: dict[str, Any], name: str, kind: type, expected: str, default: Any = None) -> Any:
-    """Returns a field's value, or the default if the field is not set. Raises RequestError if the
-    value is not of the type ``kind``. The message describes the type as ``expected``."""
-    value = given.get(name, default)
-    if name in given and not isinstance(value, kind):
-        raise _invalid(name, expected, value)
-    return value
-
-
-def _read_bool(given: dict[str, Any], name: str, default: bool) -> bool:
-    return _read(given, name, bool, "true or false", default)
-
-
-def _read_num_logprobs(given: dict[str, Any], name: str, default: int | None) -> int | None:
-    value = given.get(name, default)
-    if name in given and (type(value) is not int or not 0 <= value <= MAX_LOGPROBS):
-        raise _invalid(name, f"an integer from 0 to {MAX_LOGPROBS}", value)
-    return value
-=======
 def _hint(name: str, known: Iterable[str]) -> str:
     if name.startswith("guided_"):
         return "; use structured_outputs"
     near = difflib.get_close_matches(name[:80], known, n=1, cutoff=0.75)
     return f"; did you mean {near[0]}?" if near else ""
->>>>>>> hA
 
 
 def _read_completion(given: dict[str, Any], defaults: Generation) -> Generation:

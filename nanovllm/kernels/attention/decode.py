@@ -131,14 +131,10 @@ def _decode_kernel(
     a power of two, and ``member`` is the index of a query head in the group.
 
     partial is fp32 [slots, Q_HEADS, HEAD_DIM]. lse is fp32 [slots, Q_HEADS], in base 2. arrived is
-<<<<<<< HEAD
     int32 [slots, KV_HEADS]. It counts the finished programs of a sequence at the sequence's first
     slot, and is zero before and after a launch.
-=======
-    int32 [slots, KV_HEADS] and counts finished programs; it is zero before and after a launch.
     WINDOW and SOFTCAP are as in ``attend``. The schedule of a layer with a window begins with the
     tile of the window's first key. Sinks count in the first split.
->>>>>>> hM2
     """
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     HAS_NORM: tl.constexpr = q_weight_ptr is not None
@@ -203,15 +199,11 @@ def _decode_kernel(
         q_other_weight = tl.load(q_weight_ptr + other, mask=index < HEAD_DIM, other=0.0)
         k_weight = tl.load(k_weight_ptr + index, mask=index < HEAD_DIM, other=0.0)
         k_other_weight = tl.load(k_weight_ptr + other, mask=index < HEAD_DIM, other=0.0)
-<<<<<<< HEAD
-    # Everything loaded so far was written before this step began. Kernels of this step write q,
-    # new_k and new_v.
-=======
     if sinks_ptr is not None:
         sink_mask = row < (split == 0).to(tl.int32) * GROUP
         sinks = tl.load(sinks_ptr + head, mask=sink_mask, other=-float("inf")) * CONSTEXPR_LOG2_E
-    # Everything loaded so far was written before this step's kernels. q, k and v were not.
->>>>>>> hM2
+    # Everything loaded so far was written before this step began. Kernels of this step write q,
+    # new_k and new_v.
     if PDL:
         tl.extra.cuda.gdc_wait()
 

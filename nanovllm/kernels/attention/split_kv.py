@@ -62,13 +62,6 @@ def make_split_kv_schedule(
         int32 [max_num_splits, KV_SPLIT_WORDS], a KV_SPLIT per row, the longest first. The number of
         rows depends only on the number of sequences, so a CUDA graph can replay the launch.
     """
-<<<<<<< HEAD
-    num_seqs = len(context_lens)
-    target = max(cdiv(int(context_lens.sum()), cdiv(num_programs, kv_heads)), 1)
-    num_splits = np.maximum(-(-context_lens // target), 1)
-    length = np.maximum(-(-context_lens // (num_splits * tile)) * tile, tile)
-    num_splits = np.maximum(-(-context_lens // length), 1)  # longer splits: fewer may suffice
-=======
     num_seqs, first = len(context_lens), np.zeros_like(context_lens)
     if window is not None:
         first = np.maximum(context_lens - window, 0) // tile * tile
@@ -76,8 +69,7 @@ def make_split_kv_schedule(
     target = max(cdiv(int(lens.sum()), cdiv(num_programs, kv_heads)), 1)
     num_splits = np.maximum(-(-lens // target), 1)
     length = np.maximum(-(-lens // (num_splits * tile)) * tile, tile)
-    num_splits = np.maximum(-(-lens // length), 1)  # longer splits may be fewer
->>>>>>> hM2
+    num_splits = np.maximum(-(-lens // length), 1)  # longer splits: fewer may suffice
     seq = np.repeat(np.arange(num_seqs), num_splits)
     split = np.arange(len(seq)) - np.repeat(num_splits.cumsum() - num_splits, num_splits)
     num_slots = np.where(num_splits > 1, num_splits, 0)
