@@ -75,8 +75,8 @@ class Config:
         max_logprobs: maximum number of log-probabilities per token that a request may ask for; -1
             for no limit, which ``logprobs=-1`` needs.
         logprobs_mode: "raw_logprobs" computes log-probabilities from the model's logits;
-            "processed_logprobs" from the logits after masks, penalties, temperature and
-            truncation, which tokens are sampled from. Prompt log-probabilities are always raw.
+            "processed_logprobs" from the logits that tokens are sampled from, after masks,
+            penalties, temperature and truncation. Prompt log-probabilities are always raw.
 
     Raises:
         TypeError: a value has the wrong type.

@@ -110,8 +110,8 @@ class SamplingParams(VLLMFields):
         structured_outputs: a JSON schema, regex, list of choices or grammar that the text must
             match.
 
-    The fields of ``VLLMFields`` exist for compatibility with vLLM and have no effect. Most are
-    accepted only at values that have none in vLLM either.
+    The fields of ``VLLMFields`` exist for compatibility with vLLM and have no effect. Most
+    accept only values that have no effect in vLLM either.
 
     Raises:
         TypeError: a value has the wrong type, or a field is unknown.

@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 # Twice the largest known tokenizer.json. Parsed JSON takes up to 25 times as much memory.
 MAX_METADATA_BYTES = 2**26
-MAX_CONFIG_BYTES = 2**23  # several times the largest; transformers copies their contents
+MAX_CONFIG_BYTES = 2**23  # lower, because transformers copies these files' contents
 CONFIGS = ["config.json", "generation_config.json", "tokenizer_config.json"]
 CONFIGS += ["special_tokens_map.json", "added_tokens.json"]
 

@@ -38,7 +38,7 @@ class Block:
 
 
 class BlockManager:
-    """Owner of all blocks: each is either free (queued by age) or used (reference-counted).
+    """Owner of all blocks: each is either free, in a queue, or used, with a reference count.
 
     The prefix cache follows vLLM's: a full block's hash covers its tokens and the hash of the
     block before it, so equal hashes mean equal prefixes. Every operation is O(1) per block.
@@ -55,7 +55,7 @@ class BlockManager:
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.used_block_ids: set[int] = set()
         self.free_table_rows: list[int] = []
-        self.num_table_rows = 0  # of the device's block tables that were ever in use
+        self.num_table_rows = 0  # rows of the device's block tables that have ever been in use
 
     @staticmethod
     def compute_hash(token_ids: list[int], prefix: int | None = None) -> int:
@@ -74,8 +74,8 @@ class BlockManager:
     def can_allocate(self, seq: Sequence, num_spare_blocks: int = 0) -> bool:
         """Whether there are free blocks for all tokens of a waiting sequence, and
         ``num_spare_blocks`` more."""
-        hits = sum(block_id in self.used_block_ids for block_id in self._cached_prefix(seq))
-        return seq.num_blocks - hits + num_spare_blocks <= len(self.free_block_ids)
+        num_shared = sum(block_id in self.used_block_ids for block_id in self._cached_prefix(seq))
+        return seq.num_blocks - num_shared + num_spare_blocks <= len(self.free_block_ids)
 
     def allocate(self, seq: Sequence) -> None:
         """Gives a waiting sequence blocks for all its tokens, its cached prefix first.
@@ -98,9 +98,9 @@ class BlockManager:
             seq.block_table.append(self._take_block())
 
     def fork(self, parent: Sequence, child: Sequence) -> tuple[int, int] | None:
-        """Gives a waiting sequence the blocks of a parent whose tokens begin with the same tokens.
-        They hold the keys and values of all its tokens but the last. Full blocks are shared. A
-        partly filled last block is copied.
+        """Gives a waiting child the blocks of its parent, whose tokens begin with the child's. These
+        blocks hold the keys and values of all the child's tokens but the last. Full blocks are
+        shared. A partly filled last block is copied.
 
         Returns:
             The pair (source, target) of blocks to copy before the next step; None if there is none.
@@ -141,7 +141,7 @@ class BlockManager:
                     self.cache_blocks(seq, start, end)
 
     def cache_blocks(self, seq: Sequence, start: int, end: int) -> None:
-        """Adds the blocks that tokens [start, end) fill to the prefix cache. Their keys and values
+        """Adds to the prefix cache the blocks that tokens [start, end) fill. Their keys and values
         are already computed, or are computed before any other sequence reads them."""
         if not self.enable_prefix_caching or seq.is_isolated:
             return

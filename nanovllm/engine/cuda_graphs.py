@@ -144,7 +144,8 @@ class StepGraphs:
         self.graphs: dict[GraphSize, StepGraph] = {}
 
     def capture(self, sizes: list[GraphSize]) -> None:
-        """Captures steps from the largest size down, so that smaller ones reuse its memory."""
+        """Captures steps from the largest to the smallest, so that smaller steps reuse the memory of
+        larger ones."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()  # once: torch.cuda.graph would do it for each capture
         for size, step in self.make_steps(sizes):
@@ -163,14 +164,14 @@ class StepGraphs:
     def make_steps(
         self, sizes: list[GraphSize]
     ) -> Iterator[tuple[GraphSize, Callable[[], torch.Tensor]]]:
-        """Yields each size with a step that reads its inputs from the buffer, from the largest size
-        down. When a step is yielded, the buffer holds its inputs, which are all padding."""
+        """Yields each size, the largest first, with a step that reads its inputs from the buffer.
+        When a step is yielded, the buffer holds its inputs, which are all padding."""
         packed_inputs = {
             size: self.runner.prepare(Batch((), is_prefill=size.is_prefill), size)
             for size in sorted(sizes, reverse=True)
         }
         width = self.runner.block_tables.resident.size(-1)
-        ends = [
+        ends = [  # if all blocks of all sequences are new
             packed.tensors.start_of_last() + size.num_seqs * width
             for size, packed in packed_inputs.items()
         ]
@@ -183,7 +184,7 @@ class StepGraphs:
 
     def _make_step(self, packed: PackedInputs) -> Callable[[], torch.Tensor]:
         inputs = packed.unpack(self.buffer)
-        new_blocks = self.buffer[packed.tensors.start_of_last() :]  # up to the buffer's end
+        new_blocks = self.buffer[packed.tensors.start_of_last() :]  # of any number
         inputs = replace(inputs, tables=inputs.tables._replace(new_blocks=new_blocks))
         return lambda: self.runner.run_model(inputs)[1]
 

@@ -106,7 +106,7 @@ class LLMEngine:
 
         Raises:
             TypeError: not a prompt, or not SamplingParams.
-            ValueError: a prompt that can never run, or parameters that the model cannot follow.
+            ValueError: a prompt that can never run, or parameters that are invalid for the model.
         """
         with self.turns.until_closed():
             if sampling_params is None:
@@ -127,8 +127,8 @@ class LLMEngine:
 
         Raises:
             TypeError: not a prompt, or not SamplingParams.
-            ValueError: a prompt that can never run, or parameters that the model cannot follow; or
-                a request that another engine has prepared.
+            ValueError: a prompt that can never run, parameters that are invalid for the model, or a
+                request that another engine has prepared.
         """
         if not isinstance(prompt, PreparedRequest):
             prompt = self.prepare(prompt, sampling_params)
@@ -317,8 +317,8 @@ class LLMEngine:
         num_prompts: int,
         use_tqdm: bool | Callable[..., tqdm],
     ) -> list[RequestOutput | Exception]:
-        """Runs requests until all have finished. Makes each result while other requests run. The
-        result of a request that cannot run is the exception that says why."""
+        """Runs requests until all have finished. Makes a request's result as soon as it finishes,
+        while others run. The result of a request that cannot run is the exception that says why."""
         progress = bar_maker(use_tqdm)(total=num_prompts, desc="Generating")
 
         def advance() -> None:
@@ -331,6 +331,7 @@ class LLMEngine:
                 progress.update(len(finished))
 
         def meanwhile() -> bool:
+            """Runs a step while grammars are compiled. Returns whether there was one to run."""
             self.turns.check_open()
             if is_busy := bool(self._requests):
                 advance()
@@ -360,8 +361,8 @@ class LLMEngine:
         return [outputs[index] for index in range(num_prompts)]
 
     def _running(self, conflict: str, alone: bool = True) -> AbstractContextManager[None]:
-        """Waits for this call's turn. If ``alone``, other threads have no unfinished requests then.
-        Otherwise they have no unfinished streams.
+        """Waits for this call's turn, and until no other thread has an unfinished stream or, if
+        ``alone``, any unfinished request.
 
         Raises:
             ValueError: waiting would never end: see ``Turns.turn_after``.

@@ -1,6 +1,7 @@
 """Turns a scheduled batch into tensors, without changing it.
 
-All tensors are int32 (a cache of 2^31 slots would fill terabytes), so that one buffer holds them.
+All tensors are int32, so that one buffer holds them. This is enough for slot indices, because a
+cache of 2^31 slots would take terabytes.
 """
 
 from collections.abc import Callable
@@ -56,10 +57,10 @@ class ModelInputs:
         own = {name: getattr(self, name) for name in OWN_TENSORS}
         values = {**context, **own, **self.tables._asdict()}
         tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
-        no_tensors: dict[str, Any] = dict.fromkeys(tensors.keys() & context.keys())
+        cleared: dict[str, Any] = dict.fromkeys(tensors.keys() & context.keys())
         return PackedInputs(
             PackedTensors.pack(tensors, pin_memory),
-            replace(self.context, **no_tensors),
+            replace(self.context, **cleared),
             self.reads_cache,
             graph_size,
         )
@@ -102,15 +103,15 @@ def prepare_prefill(
 ) -> ModelInputs:
     """Builds the inputs of a prefill. The new tokens of all sequences are concatenated.
 
-    Logits are computed for one token of each sequence: the last tokens of the sequences that
-    sample, then token 0 as padding. The last layer computes only these tokens, unless a sequence
-    needs the log-probabilities of its prompt.
+    There are as many rows of logits as sequences. The first rows are the last tokens of the
+    sequences that sample. The other rows are padding, and repeat token 0. The last layer computes
+    only these tokens, unless a sequence needs the log-probabilities of its prompt.
 
     The last three arguments are for a captured step, whose contexts have up to ``max_context``
-    tokens. Its shapes depend only on these arguments, except for the number of new blocks, and its
-    attention always reads the cache. Padding tokens, up to ``num_tokens``, belong to no sequence,
-    and their keys and values are not stored (slot -1). Padding sequences, up to ``num_seqs``, have
-    no tokens.
+    tokens and whose attention always reads the cache. All shapes depend only on these arguments,
+    except for the number of new blocks. Padding tokens, up to ``num_tokens``, belong to no
+    sequence, and their keys and values are not stored (slot -1). Padding sequences, up to
+    ``num_seqs``, have no tokens.
     """
     items = batch.items
     positions = [np.arange(item.start, item.end, dtype=np.int32) for item in items]
@@ -187,7 +188,7 @@ def prepare_block_tables(batch: Batch, num_rows: int) -> BlockTableUpdate:
     rows[num_seqs:] = -1
     rows[:num_seqs] = [seq.table_row for seq in seqs]
     lens[:num_seqs] = [len(seq.block_table) for seq in seqs]
-    num_new[:num_seqs] = [seq.num_sent_blocks for seq in seqs]
+    num_new[:num_seqs] = [seq.num_sent_blocks for seq in seqs]  # to subtract
     np.subtract(lens, num_new, out=num_new)
     new_blocks: list[int] = []
     for i in np.flatnonzero(num_new):

@@ -167,7 +167,12 @@ class ModelRunner(LeftToParent):
         inputs: PackedInputs,
         block_copies: tuple[tuple[int, int], ...] = (),
     ) -> InFlightStep:
-        """Every rank: runs the forward pass of one step, up to logits or sampled tokens."""
+        """Every rank: runs the forward pass of one step, up to logits or sampled tokens.
+
+        Args:
+            last: a worker's last step, whose tensors are freed; None on rank 0, where ``sample``
+                has freed them.
+        """
         if last is not None:
             last.release()
         for source, target in block_copies:
@@ -203,7 +208,8 @@ class ModelRunner(LeftToParent):
         # and attention wait for the update to end.
         tables = self.block_tables.update(inputs.tables)[0]
         if inputs.reads_cache:
-            columns = cdiv(context.max_seqlen_k, block_size) or None  # a capture does not know: all
+            # A captured decode has max_seqlen_k=0, and takes all columns.
+            columns = cdiv(context.max_seqlen_k, block_size) or None
             context = replace(context, block_tables=tables[:, :columns])
         if not context.is_prefill:
             fill_in_sampled(inputs.input_ids, self.sampled_tokens)

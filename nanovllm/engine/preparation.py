@@ -1,4 +1,4 @@
-"""Makes requests that the engine can add from prompts and sampling parameters."""
+"""Turns prompts and sampling parameters into requests, which ``LLMEngine`` then runs."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -64,8 +64,8 @@ class RequestPreparer:
         grammars are not compiled yet. The prompts are checked lazily, PORTION at a time.
 
         Args:
-            sampling_params: one for all prompts, which is checked before the first prompt, or one
-                each.
+            sampling_params: one for all prompts, or one each. One for all is checked before the
+                first prompt.
         """
         if isinstance(sampling_params, (list, tuple)):
             if len(sampling_params) != len(prompts):

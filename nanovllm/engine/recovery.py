@@ -21,8 +21,8 @@ def roll_back(
     """Rolls back a step that ran out of memory. Its tokens are computed later, in smaller steps.
 
     Returns:
-        False if the error has another cause, or if there are several ranks. Then a step cannot be
-        rolled back, because the other ranks may have run it.
+        False if the error is not an out-of-memory error, or if there are several ranks. With
+        several ranks a step cannot be rolled back, because other ranks may have run it.
 
     Raises:
         RuntimeError: not even the smallest step fits.

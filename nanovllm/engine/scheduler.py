@@ -13,9 +13,10 @@ NO_TOKEN = (
     "no token could be sampled: the model's logits are NaN or infinite, or the sampling parameters "
     "allow no token"
 )
-# Prompts are admitted when 1/16 of max_num_seqs is free, or when all waiting ones can be admitted.
+# A prefill delays decodes only if 1/16 of the max_num_seqs slots is free, or a slot for each waiting
+# prompt.
 ADMISSION_SHARE = 16
-RECOVERY_STEPS = 100  # after this many steps, limits that were lowered by out of memory are doubled
+RECOVERY_STEPS = 100  # limits lowered by an out-of-memory error double after this many steps
 
 
 class Scheduler:
@@ -27,12 +28,12 @@ class Scheduler:
     recomputed later.
 
     A request with n > 1 has a sequence for each completion: the first one, and its siblings. Only
-    the first one computes the prompt. Then the siblings start with its blocks. They count as
-    resident as soon as the first one is admitted.
+    the first one computes the prompt. Then the siblings start with its blocks. A sequence is
+    resident when it is running, or when it is a sibling of a running sequence: its slot is reserved.
 
     Args:
-        config: the block size, the most sequences and tokens of a step, and whether equal prefixes
-            share blocks. Every resident sequence decodes one token a step.
+        config: the block size, the maximum number of sequences and of tokens in a step, and whether
+            equal prefixes share blocks.
         num_blocks: KV blocks to hand out.
         max_model_len: longest prompt + completion, in tokens.
         eos_token_ids: tokens that end a sequence.
@@ -91,7 +92,7 @@ class Scheduler:
             )
 
     def add(self, seq: Sequence) -> None:
-        """Queues a request; refuses one that could never run with ValueError."""
+        """Queues a sequence and its siblings. Raises ValueError if it could never run."""
         self.check_prompt_len(len(seq))
         for each in (seq, *seq.siblings):
             params = each.sampling_params
@@ -261,7 +262,7 @@ class Scheduler:
         return budget < self.count_new_tokens(seq) <= self._max_tokens_now
 
     def _can_admit_several(self, residents: int) -> bool:
-        """Whether enough prompts can be admitted that a prefill step is worth delaying the decodes.
+        """Whether enough prompts can be admitted to make a prefill worth the delay of the decodes.
         Without this check, each sequence that finishes would cause a prefill of a single prompt."""
         num_free = self._max_seqs_now - residents
         return num_free >= min(len(self.waiting), self._max_seqs_now // ADMISSION_SHARE)
@@ -275,18 +276,18 @@ class Scheduler:
         return others < self._max_seqs_now and self.block_manager.can_allocate(seq, others)
 
     def _prefill_chunk(self, seq: Sequence, budget: int) -> ScheduledSequence:
-        # The last token is computed even if it is cached: its logits are not.
+        # The last token is computed even if it is cached, because its logits are needed.
         start = min(seq.num_cached_tokens, len(seq) - 1)
         end = min(start + budget, len(seq))
-        # Registered before it is computed, so that equal prompts in this step share the blocks: a
-        # step stores the keys and values of all its tokens before it reads any.
+        # The blocks are cached before they are computed, so that equal prompts in this step share
+        # them: each layer stores the keys and values of all the step's tokens before it reads any.
         self.block_manager.cache_blocks(seq, start, end)
         return ScheduledSequence(seq, start, end, samples=end == len(seq))
 
     def _start_siblings(self, seq: Sequence) -> None:
-        """Starts the siblings of a sequence whose prompt has just been computed. They compute only
-        its last token again. Siblings that do not fit wait, and find the prompt in the prefix cache
-        or recompute it."""
+        """Starts the siblings of a sequence whose prompt has just been computed. Each computes only
+        the prompt's last token again. Siblings that do not fit wait, and find the prompt in the
+        prefix cache or recompute it."""
         siblings, seq.siblings = seq.siblings, []
         others = sum(1 + len(other.siblings) for other in self.running)
         fit = max(0, min(self._max_seqs_now - others, len(self.block_manager.free_block_ids)))
@@ -315,7 +316,8 @@ class Scheduler:
         return tuple(items)
 
     def _check_stop(self, seq: Sequence) -> Finish | None:
-        """Returns how a stop token ends the sequence; None before ``min_tokens`` tokens."""
+        """Returns how a stop token ends the sequence; None if fewer than ``min_tokens`` tokens were
+        generated before it."""
         params, token_id = seq.sampling_params, seq.last_token
         if seq.num_completion_tokens <= params.min_tokens:
             return None

@@ -28,7 +28,8 @@ class Finish(NamedTuple):
         reason: "stop", "length" or "error".
         stop_reason: the stop token or stop string that ended it, if one did.
         error: what went wrong, for "error".
-        ends_with_stop_token: whether the last token is the stop token. The text leaves it out.
+        ends_with_stop_token: whether the last token is the stop token. The text leaves it out unless
+            ``include_stop_str_in_output`` is set.
     """
 
     reason: str
@@ -41,7 +42,8 @@ class Sequence:
     """A prompt and the tokens generated after it.
 
     The sequence has ``len(seq)`` tokens. The first ``num_prompt_tokens`` are the prompt. The first
-    ``num_cached_tokens`` have their keys and values in the KV cache. A sequence with one uncached
+    ``num_cached_tokens`` have their keys and values in the KV cache, whether this sequence computed
+    them or the prefix cache had them. A sequence with one uncached
     token is decoded, one with more is prefilled. A token counts in ``len(seq)`` as soon as the step
     that samples it is launched. It is in ``token_ids`` only after it has reached the host.
 
@@ -130,7 +132,7 @@ class Sequence:
         if self.is_isolated:
             return 0
         if self.wants_prompt_logprobs and self.num_prompt_logprobs < self.num_prompt_tokens - 1:
-            return self.num_prompt_logprobs
+            return self.num_prompt_logprobs  # the next position's logits must be computed
         return self.num_tokens
 
     @property

@@ -81,7 +81,7 @@ def start_up(config: Config) -> StartedModel:
     # Some checkpoints name EOS tokens outside the vocabulary.
     eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < model_config.vocab_size)
     block_size, num_blocks = config.kvcache_block_size, runner.num_kvcache_blocks
-    most = num_blocks * block_size
+    cache_len = num_blocks * block_size  # in tokens
     logger.info(
         "%s on %s in %s: %d KV blocks of %d tokens, sequences of up to %d tokens (%s)",
         model_config.architecture,
@@ -89,9 +89,9 @@ def start_up(config: Config) -> StartedModel:
         str(runner.dtype).removeprefix("torch."),
         num_blocks,
         block_size,
-        min(max_model_len, most),
+        min(max_model_len, cache_len),
         "as many as the KV cache holds"
-        if most < max_model_len
+        if cache_len < max_model_len
         else "max_model_len"
         if max_model_len == config.max_model_len
         else "the model's limit",
@@ -196,7 +196,7 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
         from nanovllm.engine.kv_cache import max_num_blocks
 
         num_blocks = max_num_blocks(runner)
-    limit_model_len(runner, num_blocks)  # the model's rotary embedding table has this length
+    limit_model_len(runner, num_blocks)  # also limits the length of the rotary embedding table
     runner.model = build_model(runner)
     runner.sampler = Sampler(runner.model.lm_head)
     runner.sampled_tokens = torch.zeros(config.max_step_seqs, dtype=torch.int64, device=device)
@@ -263,8 +263,8 @@ def allocate_kv_cache(runner: ModelRunner, num_blocks: int) -> None:
     layers = _attention_layers(runner.model)
     blocks = (len(layers), num_blocks, runner.config.kvcache_block_size)
     shape = (2, *blocks, layers[0].num_kv_heads, layers[0].head_dim)
-    # Not zeroed, because no slot is read before it is written. So a CPU allocates pages only as
-    # they are used.
+    # Not zeroed, because no slot is read before it is written. On a CPU, the operating system thus
+    # allocates pages only when they are first used.
     try:
         runner.kv_cache = torch.empty(shape, dtype=runner.dtype, device=runner.device)
     except RuntimeError as error:

@@ -54,7 +54,7 @@ class MainRunner(RankRunner):
         self.workers.on_failure(self._abort)
 
     def _abort(self) -> None:
-        self.tp.abort()  # the current group
+        self.tp.abort()  # looked up when a worker fails, because ``join_ranks`` replaces the group
 
     def call(self, method: str, step: InFlightStep | None, *args: Any) -> Any:
         with interrupts_delayed():

@@ -37,7 +37,7 @@ def warmup_model(runner: ModelRunner) -> None:
 def compile_kernels(runner: ModelRunner) -> None:
     """Compiles the kernels of all steps in parallel, instead of one by one at their first launch.
 
-    Among small batches the kernels depend on the size, so all small sizes are compiled. For large
+    The kernels of small steps depend on the size, so all small sizes are compiled. For large
     decodes, the multiples of 64 are enough.
     """
     allocate_kv_cache(runner, 1)

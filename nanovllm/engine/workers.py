@@ -3,7 +3,8 @@
 A call is a message through shared memory. Rank 0 writes a chunk and wakes each worker by its
 semaphore. The workers copy the chunk and acknowledge it. Rank 0 writes the next chunk when all have
 acknowledged. A worker reports an error through a pipe. A monitoring thread of rank 0 reads the
-pipes. When a worker fails or dies, it kills all workers and aborts collectives that wait for them.
+pipes. When a worker fails or dies, the thread kills all workers and aborts collectives that wait
+for them.
 
 Shared memory, semaphores and pipes have no names: workers inherit their descriptors. No other user
 can open them, and nothing is left behind when a run is killed.
@@ -175,7 +176,7 @@ class Workers:
 
     Args:
         size: number of ranks, rank 0 included.
-        target: a module's function; each worker runs ``target(worker, *args)``.
+        target: a function at the top level of a module. Each worker runs ``target(worker, *args)``.
         args: further arguments; they are pickled.
 
     Raises:
@@ -260,7 +261,7 @@ class Workers:
         self._state.actions.append(action)
 
     def fail(self, error: BaseException) -> None:
-        """Ends the workers, because a call has failed on rank 0 and the ranks are out of step.
+        """Ends the workers after a call has failed on rank 0, because the ranks' states now differ.
         Raises WorkerError if a worker is the cause."""
         state = self._state
         if isinstance(error, RuntimeError):  # which a collective raises if a peer has died

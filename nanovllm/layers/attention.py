@@ -4,9 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.kernels.attention.backend import AttentionBackend
+from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache, store_kvcache
 from nanovllm.kernels.rope import CacheSlots, NewKV, RopeInputs, apply_rope_and_store
 from nanovllm.utils.context import get_context
+from nanovllm.utils.loader import head_parameter
 
 __all__ = ["Attention", "store_kvcache"]
 
@@ -16,13 +18,26 @@ class Attention(nn.Module):
 
     The model runner sets ``backend`` and ``kv_cache``, this layer's part of the KV cache. Until
     then the cache is empty and nothing is stored.
+
+    Args:
+        num_heads, num_kv_heads: heads of this rank.
+        params: scale, window and softcap.
+        has_sinks: whether the layer has attention sinks, the parameter ``sinks``.
     """
 
-    def __init__(self, num_heads: int, head_dim: int, scale: float, num_kv_heads: int) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        params: AttentionParams,
+        num_kv_heads: int,
+        has_sinks: bool = False,
+    ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.head_dim = head_dim
-        self.scale = scale
+        self.sinks = head_parameter(num_heads) if has_sinks else None
+        self.params = params._replace(sinks=self.sinks)
         self.num_kv_heads = num_kv_heads
         self.kv_cache = KVCache(torch.empty(0), torch.empty(0))
         self.backend: AttentionBackend | None = None
@@ -50,7 +65,7 @@ class Attention(nn.Module):
         assert self.backend is not None, "the model runner has set no attention backend"
         if rope is not None and self.backend.fuses_rope and not context.is_prefill:
             new = NewKV(rope, k, v)
-            return self.backend.decode(q, self.kv_cache, context, self.scale, new)
+            return self.backend.decode(q, self.kv_cache, context, self.params, new)
         if self.kv_cache.k.numel():
             assert context.slot_mapping is not None
             slots = CacheSlots(self.kv_cache, context.slot_mapping)
@@ -61,5 +76,5 @@ class Attention(nn.Module):
         if only_outputs:
             q, context = q[context.output_indices], context.for_output_rows()
         if context.is_prefill:
-            return self.backend.prefill(q, k, v, self.kv_cache, context, self.scale)
-        return self.backend.decode(q, self.kv_cache, context, self.scale)
+            return self.backend.prefill(q, k, v, self.kv_cache, context, self.params)
+        return self.backend.decode(q, self.kv_cache, context, self.params)

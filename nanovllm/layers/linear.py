@@ -82,11 +82,11 @@ class ColumnParallelLinear(LinearBase):
         tp_size = get_tp_group().size
         num_rows = divide(output_size, tp_size)
         super().__init__(input_size, num_rows, bias)
-        self.shards = {None: self._rows(0, num_rows, tp_size)}
+        self.shards = {None: self._shard(0, num_rows, tp_size)}
 
-    def _rows(self, start: int, num_rows: int, num_parts: int) -> Shard:
-        """This rank's part of a checkpoint tensor that is split into ``num_parts``. With fewer
-        parts than ranks, neighbouring ranks share one."""
+    def _shard(self, start: int, num_rows: int, num_parts: int) -> Shard:
+        """Returns this rank's part of a checkpoint tensor that is split into ``num_parts``. With
+        fewer parts than ranks, neighbouring ranks have the same part."""
         part = self.tp.rank * num_parts // self.tp.size
         return Shard(slice(start, start + num_rows), 0, part, num_parts)
 
@@ -99,7 +99,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         start, self.shards = 0, {}
         for shard_id, size in enumerate(output_sizes):
             num_rows = divide(size, self.tp.size)
-            self.shards[shard_id] = self._rows(start, num_rows, self.tp.size)
+            self.shards[shard_id] = self._shard(start, num_rows, self.tp.size)
             start += num_rows
 
 
@@ -127,9 +127,9 @@ class QKVParallelLinear(ColumnParallelLinear):
         super().__init__(hidden_size, (q_size + 2 * kv_size) * tp_size, bias)
         kv_parts = min(tp_size, total_num_kv_heads)
         self.shards = {
-            "q": self._rows(0, q_size, tp_size),
-            "k": self._rows(q_size, kv_size, kv_parts),
-            "v": self._rows(q_size + kv_size, kv_size, kv_parts),
+            "q": self._shard(0, q_size, tp_size),
+            "k": self._shard(q_size, kv_size, kv_parts),
+            "v": self._shard(q_size + kv_size, kv_size, kv_parts),
         }
 
 

@@ -20,7 +20,7 @@ class Sampler(nn.Module):
         super().__init__()
         self.tp, self.gather, self.vocab_start = head.tp, head.gather, head.vocab_start
         end = min(head.vocab_start + head.num_embeddings_per_rank, head.num_embeddings)
-        self.num_own_tokens = max(end - head.vocab_start, 0)
+        self.shard_size = max(end - head.vocab_start, 0)
 
     def forward(
         self, logits: torch.Tensor, inputs: SamplingInputs | None, per_shard: bool = False
@@ -39,7 +39,7 @@ class Sampler(nn.Module):
         """
         if per_shard and self.tp.size > 1:
             assert inputs is not None
-            packed = sample_shard(logits, inputs.rows, self.num_own_tokens, self.vocab_start)
+            packed = sample_shard(logits, inputs.rows, self.shard_size, self.vocab_start)
             return unpack_token_ids(self.tp.all_reduce(packed)), None
         all_logits = self.gather(logits)
         if all_logits is None or inputs is None:

@@ -12,6 +12,7 @@ from functools import cache
 import torch
 from torch import nn
 
+from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -38,7 +39,8 @@ class DecoderAttention(nn.Module):
             spec.num_heads * spec.head_dim, config.hidden_size, spec.o_bias
         )
         self.rotary_emb = rotary_emb
-        self.attn = Attention(self.num_heads, self.head_dim, self.head_dim**-0.5, self.num_kv_heads)
+        params = AttentionParams(self.head_dim**-0.5)
+        self.attn = Attention(self.num_heads, self.head_dim, params, self.num_kv_heads)
         self.q_norm = self.k_norm = None
         if spec.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
@@ -93,8 +95,8 @@ class DecoderLayer(nn.Module):
     projection that computes them (``RowParallelLinear.forward_add``), or in the next norm
     (``LinearBase.norm_forward``). In the first case ``residual`` is None until the next norm.
 
-    In the last layer ``output_indices`` is that of the context. Unless it is None, attention and
-    everything after it are computed for these rows only, but keys and values for all rows.
+    The last layer gets the context's ``output_indices``, which may be None. If it is not, only
+    these rows are computed, except for keys and values, which are computed for all rows.
     """
 
     def __init__(self, config: ModelConfig, spec: LayerSpec, rotary_emb: RotaryEmbedding) -> None:
@@ -132,7 +134,7 @@ class DecoderModel(nn.Module):
             DecoderLayer(config, spec, rope(config.head_dim, max_position, spec.attention.rope))
             for spec in config.layers
         )
-        self.layers_run = [*self.layers]  # fewer while kernels are compiled
+        self.layers_run = [*self.layers]  # ``skip_middle_layers`` leaves layers out
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

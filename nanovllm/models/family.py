@@ -145,8 +145,8 @@ def _read_dtype(dtype: Any) -> torch.dtype:
 
 
 def _read_rope(hf: dict[str, Any]) -> RopeConfig:
-    # transformers 5 has all fields in rope_parameters. Version 4 has rope_theta and rope_scaling.
-    # Early releases of it call the field rope_type "type".
+    # transformers 5 has all fields in rope_parameters. Version 4 has rope_theta and rope_scaling,
+    # in which early releases call the field rope_type "type".
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"the config's rope parameters must be an object, got {rope!r:.80}")

@@ -30,7 +30,7 @@ def _addmm(x: Tensor, weight: Tensor, bias: None, residual: Tensor) -> tuple[Ten
 
 
 def _is_not_lm_head(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
-    # An LM head's matmul takes long enough for cuBLAS to reach the memory bandwidth.
+    # For an LM head cuBLAS is as fast: its matmul takes long enough to reach the memory bandwidth.
     return use_triton(weight) and weight.size(0) <= 1 << 16
 
 

@@ -55,8 +55,8 @@ class ChatRenderer:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[TokensPrompt | Exception]:
-        """Renders and tokenizes conversations. Returns a prompt for each conversation, or a
-        TypeError or ValueError if it has none.
+        """Renders and tokenizes conversations. Returns for each conversation its prompt, or a
+        TypeError or ValueError if it cannot be rendered or tokenized.
 
         Args:
             encoder: tokenizes the rendered texts.

@@ -41,7 +41,7 @@ class LimitedProcess:
 
     The process starts with the first request. It ends at ``close()``, when this object is garbage
     collected, or when the parent process ends. Several threads may call ``run``; they take turns.
-    After a fork, the forked process does not use this process, but starts its own.
+    If the parent forks, its child does not use the same process, but starts its own.
 
     Args:
         module: the path of a Python file that defines ``handle(request: bytes) -> bytes``.

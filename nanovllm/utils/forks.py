@@ -42,7 +42,7 @@ class LeftToParent:
 
 
 def _keep_alive() -> None:
-    # A leaked reference, because the interpreter clears globals and closures when it exits.
+    # Leaks a reference, because the interpreter clears globals and closures when it exits.
     for thing in _owned:
         for held in (thing, *vars(thing).values()):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))

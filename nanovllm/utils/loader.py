@@ -1,8 +1,11 @@
-"""What a layer's ``weight_loader`` checks before it copies a checkpoint tensor."""
+"""What the ``weight_loader`` of layers have in common: checks, and a parameter split by heads."""
 
 from collections.abc import Sequence
 
 import torch
+from torch import nn
+
+from nanovllm.utils.distributed import get_tp_group
 
 
 def copy_weight(target: torch.Tensor, loaded_weight: torch.Tensor) -> None:
@@ -22,3 +25,17 @@ def check_shape(needed: Sequence[int], loaded_weight: torch.Tensor) -> None:
     found = list(loaded_weight.shape)
     if found != list(needed):
         raise ValueError(f"the model needs shape {list(needed)}, the checkpoint has {found}")
+
+
+def head_parameter(num_heads: int) -> nn.Parameter:
+    """Returns an fp32 parameter [num_heads] with a value for each attention head of this rank. Its
+    ``weight_loader`` takes the values of all ranks' heads."""
+    tp = get_tp_group()
+
+    def weight_loader(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        check_shape((tp.size * num_heads,), loaded_weight)
+        copy_weight(param, loaded_weight[tp.rank * num_heads :][:num_heads])
+
+    param = nn.Parameter(torch.zeros(num_heads, dtype=torch.float32))
+    param.weight_loader = weight_loader  # type: ignore[attr-defined]
+    return param

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.layers.attention import Attention
@@ -110,7 +111,8 @@ class PagedBatch:
 
     def layer(self) -> Attention:
         shape = self.shape
-        layer = Attention(shape.heads, shape.head_dim, shape.head_dim**-0.5, shape.kv_heads)
+        params = AttentionParams(shape.head_dim**-0.5)
+        layer = Attention(shape.heads, shape.head_dim, params, shape.kv_heads)
         layer.backend = TorchAttention()
         layer.kv_cache = self.cache
         return layer
@@ -204,7 +206,7 @@ def test_chunks_add_up_to_the_whole_prompt():
 def test_without_a_cache_nothing_is_stored():
     batch = PagedBatch([(0, 5), (0, 9)], 16, Shape(4, 2, 16))
     layer = batch.layer()
-    layer.kv_cache = Attention(4, 16, 0.25, 2).kv_cache
+    layer.kv_cache = Attention(4, 16, AttentionParams(0.25), 2).kv_cache
     context = Context(
         is_prefill=True,
         cu_seqlens_q=torch.tensor([0, 5, 14], dtype=torch.int32),
@@ -241,7 +243,7 @@ def test_scale_is_applied(is_prefill):
     batch = PagedBatch([(16, 4)] if is_prefill else [(16, 1)], 16, Shape(4, 2, 16))
     layer, context = batch.layer(), batch.context(is_prefill)
     plain = batch.run(context, layer)
-    layer.scale *= 2
+    layer.params = AttentionParams(2 * layer.params.scale)
     doubled = batch.run(context, layer)
     batch.q[0] /= 2
     torch.testing.assert_close(batch.run(context, layer), plain)

@@ -3,12 +3,12 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from nanovllm.kernels.attention.base import AttentionBackend
+from nanovllm.kernels.attention.base import AttentionBackend, AttentionParams
 from nanovllm.kernels.attention.flash_attn_4_backend import FlashAttention4
 from nanovllm.kernels.attention.flash_attn_backend import FlashAttention
 from nanovllm.kernels.attention.kv_cache import KVCache
@@ -29,7 +29,11 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 
 
 class AttentionShape(NamedTuple):
-    """What a backend has to support on one rank."""
+    """What a backend has to support on one rank.
+
+    Attributes:
+        features: the optional fields of AttentionParams that some layers use.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -37,6 +41,7 @@ class AttentionShape(NamedTuple):
     block_size: int
     dtype: torch.dtype
     device: torch.device
+    features: frozenset[str] = frozenset()
 
 
 def select_attention_backend(name: str, shape: AttentionShape) -> AttentionBackend:
@@ -56,6 +61,8 @@ def select_attention_backend(name: str, shape: AttentionShape) -> AttentionBacke
         try:
             if candidate != "torch" and shape.device.type != "cuda":
                 raise ValueError("it needs a CUDA GPU")
+            if missing := shape.features - BACKENDS[candidate].features:
+                raise ValueError(f"it has no attention with {' and '.join(sorted(missing))}")
             backend = BACKENDS[candidate]()
             _try_out(backend, shape)
         except Exception as error:  # packages and compilers may raise any exception
@@ -81,7 +88,7 @@ def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
     Raises:
         ValueError: a result is wrong.
     """
-    num_heads, num_kv_heads, head_dim, block_size, dtype, device = shape
+    num_heads, num_kv_heads, head_dim, block_size, dtype, device, features = shape
 
     def ones(*shape: int) -> torch.Tensor:
         return torch.ones(shape, dtype=dtype, device=device)
@@ -109,10 +116,16 @@ def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
         max_seqlen_k=1,
     )
 
+    # None of these changes attention over one token.
+    neutral = {"window": 1, "softcap": 1.0, "sinks": torch.full((num_heads,), -1e9, device=device)}
+    used: dict[str, Any] = {name: neutral[name] for name in features}
+
     def outputs() -> Iterator[torch.Tensor]:
-        for context in (prompt, cached):
-            yield backend.prefill(q, kv, kv, cache, context, 1.0)
-        yield backend.decode(q, cache, decode, 1.0, new)
+        for options in ({}, used) if used else ({},):
+            params = AttentionParams(1.0, **options)
+            for context in (prompt, cached):
+                yield backend.prefill(q, kv, kv, cache, context, params)
+            yield backend.decode(q, cache, decode, params, new)
 
     with compiling_only():  # compiles all kernels in parallel
         list(outputs())

@@ -1,7 +1,7 @@
 """The interface of attention backends."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -12,26 +12,58 @@ from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 
 
+class AttentionParams(NamedTuple):
+    """The parameters of one layer's attention.
+
+    Attributes:
+        scale: factor of the scores q k^T.
+        window: a token attends to itself and the ``window`` - 1 tokens before it; None if it
+            attends to all tokens before it.
+        softcap: scores s, after scaling, become softcap * tanh(s / softcap); None if they stay.
+        sinks: fp32 [heads], a learned logit per query head that counts in the softmax's
+            denominator only (attention sink); None if there are none.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+ALL_FEATURES = frozenset(("window", "softcap", "sinks"))
+
+
 class AttentionBackend(ABC):
     """Softmax attention over the paged KV cache. A backend keeps no state between steps.
 
     q is [N, heads, head_dim]. k and v are [N, kv_heads, head_dim]. The cache already holds the keys
-    and values of this step, unless ``new`` is given. heads is a multiple of kv_heads, and query
-    head h attends to KV head h * kv_heads // heads. Results have q's shape.
+    and values of this step, unless ``decode`` gets them in ``new``. heads is a multiple of
+    kv_heads, and query head h attends to KV head h * kv_heads // heads. Results have q's shape.
+
+    In a layer with a window, tokens outside of the windows of all queries are not read: their
+    entries in the block tables may be anything.
 
     Attributes:
         name: as in the ``attention_backend`` option.
         capturable: whether a CUDA graph can capture ``decode``, which then must not synchronise.
         fuses_rope: whether ``decode`` itself applies RoPE, and stores the new keys and values.
+        features: the optional fields of AttentionParams that it supports.
     """
 
     name: ClassVar[str]
     capturable: ClassVar[bool] = True
     fuses_rope: ClassVar[bool] = False
+    features: ClassVar[frozenset[str]] = ALL_FEATURES
 
     @abstractmethod
     def prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, context: Context, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        context: Context,
+        params: AttentionParams,
     ) -> Tensor:
         """Computes causal attention of the last tokens of each sequence over its context.
 
@@ -41,17 +73,23 @@ class AttentionBackend(ABC):
         undefined."""
 
     def clamp_end(self, context: Context) -> int:
-        """Returns the position in each prompt before which all values must be finite.
+        """Returns the position in each prompt below which the tensor v must be finite.
 
-        ``apply_rope_and_store`` clamps these values before ``prefill``, so that NaN and inf cannot
-        reach other sequences.
+        ``apply_rope_and_store`` clamps v there before ``prefill``, so that NaN and inf cannot reach
+        other sequences.
         """
         return 0
 
     def split_kv(
-        self, context_lens: np.ndarray, kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        context_lens: np.ndarray,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        window: int | None = None,
     ) -> np.ndarray | None:
-        """Computes the split-KV schedule of a decode step, on the host.
+        """Computes the split-KV schedule of a decode step, on the host. Layers with the same
+        ``window`` share it.
 
         Args:
             context_lens: int32 [num_seqs].
@@ -64,7 +102,12 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def decode(
-        self, q: Tensor, cache: KVCache, context: Context, scale: float, new: NewKV | None = None
+        self,
+        q: Tensor,
+        cache: KVCache,
+        context: Context,
+        params: AttentionParams,
+        new: NewKV | None = None,
     ) -> Tensor:
         """Computes attention of one new token per sequence over ``context.context_lens`` tokens,
         the new one included.

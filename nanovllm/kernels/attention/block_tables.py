@@ -13,9 +13,9 @@ class BlockTableUpdate(NamedTuple):
     """What a step changes in the block tables, and which rows it reads. All tensors are int32.
 
     Attributes:
-        entries: [groups, num_seqs, 4]. Of each sequence: its row (-1 for padding), the length of
-            its block table, the offset into ``new_blocks`` of its first new block, and the number
-            of its new blocks.
+        entries: [groups, num_seqs, 4]. The four numbers of a sequence are its row (-1 for padding),
+            the length of its block table, the offset into ``new_blocks`` of its first new block,
+            and the number of its new blocks.
         new_blocks: [total number of new blocks or more], the blocks at the end of each block table
             that the device does not have yet.
     """
@@ -59,10 +59,10 @@ def update_reference(resident: torch.Tensor, update: BlockTableUpdate, step: tor
         rows, num_blocks, first_new, num_new = entries.T
         rows = rows.long().clamp(min=0)
         seqs = torch.arange(len(rows), device=rows.device).repeat_interleave(num_new)
-        places = torch.arange(len(seqs), device=rows.device)  # counted from 0 in each sequence
-        places -= (num_new.cumsum(0) - num_new)[seqs]
-        new_blocks = update.new_blocks[first_new[seqs] + places]
-        resident[group, rows[seqs], (num_blocks - num_new)[seqs] + places] = new_blocks
+        offsets = torch.arange(len(seqs), device=rows.device)  # counted from 0 in each sequence
+        offsets -= (num_new.cumsum(0) - num_new)[seqs]
+        new_blocks = update.new_blocks[first_new[seqs] + offsets]
+        resident[group, rows[seqs], (num_blocks - num_new)[seqs] + offsets] = new_blocks
         width = int(num_blocks.max()) if len(rows) else 0
         used = torch.arange(width, device=rows.device) < num_blocks[:, None]
         step[group, :, :width][used] = resident[group, rows, :width][used]

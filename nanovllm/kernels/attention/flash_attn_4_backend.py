@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.triton_backend import TritonAttention
 from nanovllm.utils.context import Context
@@ -38,25 +39,33 @@ class FlashAttention4(TritonAttention):
         self.varlen: Any = flash_attn_varlen_func
 
     def prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, context: Context, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        context: Context,
+        params: AttentionParams,
     ) -> Tensor:
         if q.dtype not in (torch.float16, torch.bfloat16) or q.size(2) % 16:
             raise ValueError("it needs fp16 or bf16, and a head_dim that is a multiple of 16")
         bounds_q, bounds_k = context.cu_seqlens_q, context.cu_seqlens_k
         assert bounds_q is not None and bounds_k is not None
-        if len(bounds_k) - 1 > MAX_SEQS:
-            return super().prefill(q, k, v, cache, context, scale)
+        if len(bounds_k) - 1 > MAX_SEQS or params != AttentionParams(params.scale):
+            return super().prefill(q, k, v, cache, context, params)
         tables = context.block_tables
         if tables is None:
             keys = {"k": k, "v": v, "cu_seqlens_k": bounds_k}
         elif cache.k.size(1) > MAX_TILE:
-            # If blocks are larger than a tile, flash-attn-4 reads only slots that hold keys.
+            # With blocks of at most a tile, flash-attn-4 may read slots without keys, perhaps NaN.
             lens_k = bounds_k.diff()
             keys = {"k": cache.k, "v": cache.v, "seqused_k": lens_k, "page_table": tables}
         else:
             raise ValueError(f"it needs a kvcache_block_size of more than {MAX_TILE}")
-        # With the hint max_seqlen_q, flash-attn-4 would compile another kernel for short prompts.
-        out, _ = self.varlen(q, **keys, cu_seqlens_q=bounds_q, softmax_scale=scale, causal=True)
+        # max_seqlen_q is left out: with it, flash-attn-4 compiles another kernel for short prompts.
+        out, _ = self.varlen(
+            q, **keys, cu_seqlens_q=bounds_q, softmax_scale=params.scale, causal=True
+        )
         return out
 
     def clamp_end(self, context: Context) -> int:

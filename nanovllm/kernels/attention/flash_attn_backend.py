@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nanovllm.kernels.attention.base import AttentionBackend
+from nanovllm.kernels.attention.base import AttentionBackend, AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
@@ -18,6 +18,7 @@ class FlashAttention(AttentionBackend):
     """
 
     name = "flash_attn"
+    features = frozenset(("window", "softcap"))
 
     def __init__(self) -> None:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
@@ -26,7 +27,13 @@ class FlashAttention(AttentionBackend):
         self.with_kvcache: Any = flash_attn_with_kvcache
 
     def prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, context: Context, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        context: Context,
+        params: AttentionParams,
     ) -> Tensor:
         if context.block_tables is not None:
             k, v = cache.k, cache.v
@@ -38,13 +45,17 @@ class FlashAttention(AttentionBackend):
             cu_seqlens_k=context.cu_seqlens_k,
             max_seqlen_q=max(2, context.max_seqlen_q),  # with 1, each sequence must have a query
             max_seqlen_k=context.max_seqlen_k,
-            softmax_scale=scale,
-            causal=True,
             block_table=context.block_tables,
+            **_options(params),
         )
 
     def decode(
-        self, q: Tensor, cache: KVCache, context: Context, scale: float, new: NewKV | None = None
+        self,
+        q: Tensor,
+        cache: KVCache,
+        context: Context,
+        params: AttentionParams,
+        new: NewKV | None = None,
     ) -> Tensor:
         assert new is None
         return self.with_kvcache(
@@ -53,6 +64,17 @@ class FlashAttention(AttentionBackend):
             cache.v,
             cache_seqlens=context.context_lens,
             block_table=context.block_tables,
-            softmax_scale=scale,
-            causal=True,
+            **_options(params),
         ).squeeze(1)
+
+
+def _options(params: AttentionParams) -> dict[str, Any]:
+    """Returns the arguments of both functions. The package has none for sinks."""
+    if params.sinks is not None:
+        raise NotImplementedError("attention sinks")
+    return {
+        "softmax_scale": params.scale,
+        "causal": True,
+        "window_size": (-1 if params.window is None else params.window - 1, -1),
+        "softcap": params.softcap or 0.0,
+    }

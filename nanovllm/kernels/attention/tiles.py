@@ -38,9 +38,9 @@ def attend(
 ):
     """Lets the rows of q attend to keys [begin, end).
 
-    Tiles before ``middle`` are visible to all rows and need no mask. Tiles from ``middle`` on are
-    masked by ``end`` and, if CAUSAL, by the ``position`` of each row. PAGE_SIZE is 0 for keys and
-    values that are not paged.
+    Keys before ``middle`` are visible to all rows and need no mask. They are read in tiles of
+    BLOCK_N. Keys from ``middle`` on, in tiles of TAIL_N, are masked by ``end`` and, if CAUSAL, by
+    the ``position`` of each row. PAGE_SIZE is 0 for keys and values that are not paged.
 
     Returns the updated ``row_max``, ``row_sum`` and ``acc``, the sum of weighted values.
     """
@@ -77,8 +77,8 @@ def load_tile(
     ptr, stride, offset, mask, n, end, pages_ptr, k_start,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Loads the keys or values of tokens [n, n + BLOCK_N). The mask must exclude those from ``end``
-    on."""
+    """Loads the keys or values of tokens [n, n + BLOCK_N). The mask must exclude tokens that are
+    not below ``end``."""
     column = tl.arange(0, BLOCK_N)
     if PAGE_SIZE == 0:
         first = (k_start + n).to(tl.int64)

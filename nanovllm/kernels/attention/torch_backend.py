@@ -1,25 +1,36 @@
 """Attention backend in plain PyTorch: for CPUs, and the reference for the other backends."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.attention.base import AttentionBackend
+from nanovllm.kernels.attention.base import AttentionBackend, AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 
+# Where scores or a mask are stored, limits of what is computed at once: scores of all heads, and
+# queries.
+MAX_SCORES, MAX_ROWS = 1 << 25, 512
+
 
 class TorchAttention(AttentionBackend):
-    """Calls scaled_dot_product_attention for each sequence, on keys gathered from its blocks."""
+    """Calls scaled_dot_product_attention for each sequence, on keys gathered from its blocks.
+
+    It has no softcap and no sinks, so with these it computes scores and softmax itself, in fp32.
+    """
 
     name = "torch"
     capturable = False
 
     def prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, context: Context, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        context: Context,
+        params: AttentionParams,
     ) -> Tensor:
         assert context.cu_seqlens_q is not None and context.cu_seqlens_k is not None
         q_bounds, k_bounds = context.cu_seqlens_q.tolist(), context.cu_seqlens_k.tolist()
@@ -28,34 +39,31 @@ class TorchAttention(AttentionBackend):
         for i in range(len(q_bounds) - 1):
             q_rows, k_rows = slice(*q_bounds[i : i + 2]), slice(*k_bounds[i : i + 2])
             len_q, len_k = q_rows.stop - q_rows.start, k_rows.stop - k_rows.start
+            first = _window_start(len_k - len_q, params)
             if tables is None:
-                keys, values = k[k_rows], v[k_rows]
+                keys, values = k[k_rows][first:], v[k_rows][first:]
             else:
-                keys, values = _gather(cache, tables[i], len_k)
-            mask = None
-            if 1 < len_q < len_k:
-                mask = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device)
-                mask = mask.tril(len_k - len_q)
-            out[q_rows] = _attend(
-                q[q_rows].transpose(0, 1),
-                keys,
-                values,
-                scale,
-                attn_mask=mask,
-                is_causal=1 < len_q == len_k,
-                enable_gqa=True,
-            ).transpose(0, 1)
+                keys, values = _gather(cache, tables[i], first, len_k)
+            _prefill_one(q[q_rows], keys, values, len_k - len_q - first, params, out[q_rows])
         return out
 
     def decode(
-        self, q: Tensor, cache: KVCache, context: Context, scale: float, new: NewKV | None = None
+        self,
+        q: Tensor,
+        cache: KVCache,
+        context: Context,
+        params: AttentionParams,
+        new: NewKV | None = None,
     ) -> Tensor:
         assert new is None
         assert context.context_lens is not None and context.block_tables is not None
         out = torch.empty_like(q)
-        # A single token attends to its whole context without a mask. So the query heads that share
+        # A single token attends to its whole window without a mask. So the query heads that share
         # a KV head can be passed as query tokens, which gives fewer and larger matmuls.
-        shape = (q.size(0), cache.k.size(2), -1, q.size(2))
+        kv_heads = cache.k.size(2)
+        shape = (q.size(0), kv_heads, -1, q.size(2))
+        if params.sinks is not None:
+            params = params._replace(sinks=params.sinks.view(kv_heads, -1))
         for q_i, out_i, table, len_k in zip(
             q.view(shape),
             out.view(shape),
@@ -63,28 +71,99 @@ class TorchAttention(AttentionBackend):
             context.context_lens.tolist(),
             strict=True,
         ):
-            out_i.copy_(_attend(q_i, *_gather(cache, table, len_k), scale))
+            first = _window_start(len_k - 1, params)
+            out_i.copy_(_attend(q_i, *_gather(cache, table, first, len_k), params))
         return out
 
 
-def _gather(cache: KVCache, block_table: list[int], length: int) -> tuple[Tensor, Tensor]:
-    """Returns the keys and values of the first ``length`` tokens of a sequence, [length, kv_heads,
+def _window_start(position: int, params: AttentionParams) -> int:
+    """Returns the first token to which the token at ``position`` attends."""
+    return 0 if params.window is None else max(0, position + 1 - params.window)
+
+
+def _gather(cache: KVCache, block_table: list[int], first: int, end: int) -> tuple[Tensor, Tensor]:
+    """Returns the keys and values of the tokens [first, end) of a sequence, [end - first, kv_heads,
     head_dim]: views of a single block, or copies of several."""
-    num_blocks = -(-length // cache.k.size(1))
-    if num_blocks == 1:
-        return cache.k[block_table[0]][:length], cache.v[block_table[0]][:length]
-    blocks = block_table[:num_blocks]
-    return cache.k[blocks].flatten(0, 1)[:length], cache.v[blocks].flatten(0, 1)[:length]
+    block_size = cache.k.size(1)
+    skipped = first // block_size
+    blocks = block_table[skipped : -(-end // block_size)]
+    tokens = slice(first - skipped * block_size, end - skipped * block_size)
+    if len(blocks) == 1:
+        return cache.k[blocks[0]][tokens], cache.v[blocks[0]][tokens]
+    return cache.k[blocks].flatten(0, 1)[tokens], cache.v[blocks].flatten(0, 1)[tokens]
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, **options: Any) -> Tensor:
-    """Calls scaled_dot_product_attention for one sequence.
+def _prefill_one(
+    q: Tensor, keys: Tensor, values: Tensor, start: int, params: AttentionParams, out: Tensor
+) -> None:
+    """Computes causal attention of one sequence.
+
+    Args:
+        q: [len_q, heads, head_dim]. ``out`` has the same shape.
+        keys, values: [len_k, kv_heads, head_dim].
+        start: the index of the first query among the keys.
+    """
+    len_q, len_k = len(q), len(keys)
+    window = params.window if params.window is not None and params.window < len_k else None
+    num_rows = max(1, len_q)
+    if window is not None or not _uses_sdpa(params):
+        num_keys = len_k if window is None else min(len_k, window + MAX_ROWS)
+        num_rows = max(1, min(MAX_ROWS, MAX_SCORES // (q.size(1) * max(1, num_keys))))
+    for row in range(0, len_q, num_rows):
+        rows = slice(row, min(row + num_rows, len_q))
+        first, end = _window_start(start + row, params), start + rows.stop
+        mask, len_rows = None, rows.stop - row
+        is_causal = 1 < len_rows == end - first and window is None and _uses_sdpa(params)
+        if len_rows > 1 and not is_causal:
+            mask = torch.ones(len_rows, end - first, dtype=torch.bool, device=q.device)
+            mask = mask.tril(start + row - first)
+            if window is not None:
+                mask = mask.triu(start + row - first + 1 - window)
+        out[rows] = _attend(
+            q[rows].transpose(0, 1), keys[first:end], values[first:end], params, mask, is_causal
+        ).transpose(0, 1)
+
+
+def _uses_sdpa(params: AttentionParams) -> bool:
+    return params.softcap is None and params.sinks is None
+
+
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    params: AttentionParams,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Computes softmax attention of one sequence.
 
     Args:
         q: [heads, len_q, head_dim]. The result has the same shape.
         keys, values: [len_k, kv_heads, head_dim].
+        params: its sinks are [heads], or [heads, len_q].
+        mask: bool [len_q, len_k], which keys each query attends to; None for all.
+        is_causal: instead of a mask, if len_q is len_k.
     """
-    keys, values = keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
-    return F.scaled_dot_product_attention(
-        q.unsqueeze(0), keys, values, scale=scale, **options
-    ).squeeze(0)
+    keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+    if _uses_sdpa(params):
+        return F.scaled_dot_product_attention(
+            q.unsqueeze(0),
+            keys.unsqueeze(0),
+            values.unsqueeze(0),
+            attn_mask=mask,
+            is_causal=is_causal,
+            scale=params.scale,
+            enable_gqa=q.size(0) != keys.size(0),
+        ).squeeze(0)
+    grouped = q.unflatten(0, (keys.size(0), -1)).float()
+    scores = (grouped @ keys.float().transpose(1, 2).unsqueeze(1)).flatten(0, 1) * params.scale
+    if params.softcap is not None:
+        scores = (scores / params.softcap).tanh_().mul_(params.softcap)
+    if mask is not None:
+        scores.masked_fill_(~mask, -torch.inf)
+    if params.sinks is not None:
+        sinks = params.sinks.float().view(q.size(0), -1, 1).expand(*q.shape[:2], 1)
+        scores = torch.cat((scores, sinks), -1)
+    weights = scores.softmax(-1)[..., : keys.size(1)].unflatten(0, grouped.shape[:2])
+    return (weights @ values.float().unsqueeze(1)).flatten(0, 1).to(q.dtype)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.attention.base import AttentionBackend
+from nanovllm.kernels.attention.base import AttentionBackend, AttentionParams
 from nanovllm.kernels.attention.decode import decode_attention, decode_tile, num_arrival_counters
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.prefill import prefill_attention
@@ -19,24 +19,50 @@ class TritonAttention(AttentionBackend):
 
     name = "triton"
     fuses_rope = True
+    features = frozenset()
 
     def __init__(self) -> None:
         # Counters of the decode kernel. Launches can share them, because steps run in order.
         self._arrived: Tensor | None = None
 
-    prefill = staticmethod(prefill_attention)
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        context: Context,
+        params: AttentionParams,
+    ) -> Tensor:
+        return prefill_attention(q, k, v, cache, context, _only_scale(params))
 
     def split_kv(
-        self, context_lens: np.ndarray, kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        context_lens: np.ndarray,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        window: int | None = None,
     ) -> np.ndarray:
         tile = decode_tile(len(context_lens), kv_heads, head_dim, dtype)
         return make_split_kv_schedule(context_lens, kv_heads, tile.num_keys, tile.num_programs)
 
     def decode(
-        self, q: Tensor, cache: KVCache, context: Context, scale: float, new: NewKV | None = None
+        self,
+        q: Tensor,
+        cache: KVCache,
+        context: Context,
+        params: AttentionParams,
+        new: NewKV | None = None,
     ) -> Tensor:
         assert new is not None
         if self._arrived is None:
             size = num_arrival_counters(cache.k.size(2))
             self._arrived = torch.zeros(size, dtype=torch.int32, device=q.device)
-        return decode_attention(q, cache, context, scale, new, self._arrived)
+        return decode_attention(q, cache, context, _only_scale(params), new, self._arrived)
+
+
+def _only_scale(params: AttentionParams) -> float:
+    if params != AttentionParams(params.scale):
+        raise NotImplementedError("attention with a window, a softcap or sinks")
+    return params.scale

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nanovllm.kernels.attention import decode, prefill, triton_backend
+from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.decode import DecodeTile, decode_tile
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.torch_backend import TorchAttention
@@ -17,13 +18,21 @@ from tests.kernels.conftest import DEVICE, DTYPES
 from tests.kernels.oracle import assert_as_good_as_eager, poisoned
 
 
-def naive(q, keys, values, scale):
+def naive(q, keys, values, params):
     """fp64 causal attention; q are the last tokens of keys."""
+    scale, window, softcap, sinks = params
     len_q, len_k, group = q.size(0), keys.size(0), q.size(1) // keys.size(1)
     keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * scale
-    visible = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril(len_k - len_q)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -1e30).softmax(-1), values)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    age = torch.arange(len_k - len_q, len_k)[:, None] - torch.arange(len_k)
+    visible = ((age >= 0) & (age < (window or len_k))).to(q.device)
+    weights = scores.masked_fill(~visible, -1e300).exp()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.double().exp()[:, None, None]
+    return torch.einsum("hqk,khd->qhd", weights / total, values)
 
 
 class Paged:
@@ -47,18 +56,32 @@ class Paged:
                 part = k[j * block : (j + 1) * block]
                 self.cache.k[block_id, : len(part)] = part
                 self.cache.v[block_id, : len(part)] = v[j * block : (j + 1) * block]
-        self.tables = tables.to(device)
+        self.tables, self.nan_block = tables.to(device), free.pop()
         self.contexts, self.new_tokens, self.device = contexts, new_tokens, device
+
+    def forget(self, window):
+        """Puts NaN into all slots before the window of the first query. Blocks that have none of
+        the window's tokens are freed: their entries name other blocks, or none."""
+        block, window = self.cache.k.size(1), window or max(self.contexts)
+        for i, (length, new) in enumerate(zip(self.contexts, self.new_tokens, strict=True)):
+            for position in range(max(0, length - new + 1 - window)):
+                page, offset = self.tables[i, position // block], position % block
+                self.ks[i][position] = self.vs[i][position] = 0  # for ``naive``, which masks them
+                for x in self.cache:
+                    x[page, offset] = float("nan")
+            freed = max(0, length - new + 1 - window) // block
+            self.tables[i, :freed] = self.nan_block
+            self.tables[i, :freed:2] = -1
 
     def bounds(self, lens):
         return torch.tensor([0, *lens], device=self.device).cumsum(0).to(torch.int32)
 
-    def context(self, decode=False, paged=True):
+    def context(self, decode=False, paged=True, window=None):
         if decode:
             lens = torch.tensor(self.contexts, dtype=torch.int32, device=self.device)
             kv_heads, head_dim = self.cache.k.shape[2:]
             work = TritonAttention().split_kv(
-                np.array(self.contexts, np.int32), kv_heads, head_dim, self.cache.k.dtype
+                np.array(self.contexts, np.int32), kv_heads, head_dim, self.cache.k.dtype, window
             )
             return Context(
                 block_tables=self.tables,
@@ -75,13 +98,13 @@ class Paged:
             max_seqlen_k=max(self.contexts),
         )
 
-    def check(self, backend, context, monkeypatch):
+    def check(self, backend, context, monkeypatch, params=None):
         q = torch.cat(self.qs)
-        scale = q.size(-1) ** -0.5
+        params = params or AttentionParams(q.size(-1) ** -0.5)
         k, v = torch.cat(self.ks), torch.cat(self.vs)  # read where there are no block tables
         triples = list(zip(self.qs, self.ks, self.vs, strict=True))
-        exact = torch.cat([naive(*t, scale) for t in triples])
-        args = (q, k, v, self.cache, context, scale)
+        exact = torch.cat([naive(*t, params) for t in triples])
+        args = (q, k, v, self.cache, context, params)
         expected = TorchAttention().prefill(*args)
         poisoned(monkeypatch)
         out = backend.prefill(*args)
@@ -111,19 +134,19 @@ class Paged:
                 cache.flatten(0, 1)[slots[-1]] = float("nan")
         return q, NewKV(rope, k, v), turned_k, slots
 
-    def check_decode(self, backend, norms, monkeypatch):
+    def check_decode(self, backend, norms, monkeypatch, params=None):
         """Equal to rotating and storing first."""
+        params = params or AttentionParams(self.cache.k.size(-1) ** -0.5)
         q, new, turned_k, slots = self.draw_new(norms)
         slot_mapping = torch.tensor(slots, dtype=torch.int32, device=self.device)
-        context = replace(self.context(decode=True), slot_mapping=slot_mapping)
+        context = replace(self.context(True, window=params.window), slot_mapping=slot_mapping)
         cache = KVCache(*(x.clone() for x in self.cache))
         cache.k.flatten(0, 1)[slots], cache.v.flatten(0, 1)[slots] = turned_k, new.v
-        scale = q.size(-1) ** -0.5
-        expected = TorchAttention().decode(torch.cat(self.qs), cache, context, scale)
+        expected = TorchAttention().decode(torch.cat(self.qs), cache, context, params)
         triples = zip(self.qs, self.ks, self.vs, strict=True)
-        exact = torch.cat([naive(*t, scale) for t in triples])
+        exact = torch.cat([naive(*t, params) for t in triples])
         poisoned(monkeypatch)
-        out = backend.decode(q, self.cache, context, scale, new)
+        out = backend.decode(q, self.cache, context, params, new)
         assert_as_good_as_eager(out, expected, exact, factor=3.0)
         torch.testing.assert_close(self.cache.v, cache.v, rtol=0, atol=0, equal_nan=True)
         rtol = 2 * torch.finfo(q.dtype).eps
@@ -257,7 +280,7 @@ def test_sequences_and_tokens_that_pad_a_prefill_change_nothing(device):
     plain = batch.context()
     q = torch.cat([*batch.qs, torch.randn(40, 4, 64, device=device)])
     kv = (q[:, :2], q[:, :2], batch.cache)
-    expected = TorchAttention().prefill(q[:112], *kv, plain, 1.0)
+    expected = TorchAttention().prefill(q[:112], *kv, plain, AttentionParams(1.0))
     bounds = (plain.cu_seqlens_q, plain.cu_seqlens_k)
     padded_q, padded_k = (torch.cat([x, x[-1:], x[-1:]]) for x in bounds)
     padded = replace(
@@ -269,7 +292,7 @@ def test_sequences_and_tokens_that_pad_a_prefill_change_nothing(device):
         max_seqlen_k=400,
     )
     for backend in (TritonAttention(), TorchAttention()):
-        out = backend.prefill(q, *kv, padded, 1.0)
+        out = backend.prefill(q, *kv, padded, AttentionParams(1.0))
         torch.testing.assert_close(out[:112], expected)
 
 
@@ -286,6 +309,6 @@ def test_rows_that_pad_a_graph_give_zeros_and_store_nothing(norms, device):
         split_kv_schedule=torch.from_numpy(work).to(device),
     )
     before = [x.clone() for x in paged.cache]
-    assert not backend.decode(q, paged.cache, context, 1.0, new).any()
+    assert not backend.decode(q, paged.cache, context, AttentionParams(1.0), new).any()
     for cache, old in zip(paged.cache, before, strict=True):
         torch.testing.assert_close(cache, old, rtol=0, atol=0, equal_nan=True)

@@ -13,6 +13,7 @@ from nanovllm.config import ATTENTION_BACKENDS
 from nanovllm.kernels.attention import backend as selection
 from nanovllm.kernels.attention import flash_attn_4_backend
 from nanovllm.kernels.attention.backend import AttentionShape, select_attention_backend
+from nanovllm.kernels.attention.base import ALL_FEATURES, AttentionParams
 from nanovllm.kernels.attention.flash_attn_4_backend import FlashAttention4
 from nanovllm.kernels.rope import RopeInputs
 from nanovllm.layers.attention import Attention
@@ -193,7 +194,7 @@ def test_what_is_not_finite_stays_in_its_own_sequence(backend, bad, spoilt, devi
     """Guards 0 x NaN in the tile that a sequence shares with the next; and hides nothing."""
     lens = [40, 3, 150, 7]
     paged = Paged(lens, lens, 4, 2, 64, 256, torch.bfloat16, device)
-    layer, outs = Attention(4, 64, 0.125, 2), []
+    layer, outs = Attention(4, 64, AttentionParams(0.125), 2), []
     layer.backend = backend
     positions = torch.cat([torch.arange(n, dtype=torch.int32) for n in lens]).to(device)
     as_it_is = torch.eye(2, device=device)[0].repeat_interleave(32).repeat(150, 1)
@@ -254,9 +255,12 @@ class TestChoice:
             selection, "_try_out", lambda backend, shape: on(backend, shape._replace(device=here))
         )
 
-    def choose(self, name="auto", head_dim=64, block_size=256, dtype=torch.float16) -> str:
+    def choose(
+        self, name="auto", head_dim=64, block_size=256, dtype=torch.float16, features=()
+    ) -> str:
         """The name of what is chosen for a GPU."""
-        shape = AttentionShape(2, 1, head_dim, block_size, dtype, torch.device("cuda"))
+        features = frozenset(features)
+        shape = AttentionShape(2, 1, head_dim, block_size, dtype, torch.device("cuda"), features)
         return select_attention_backend(name, shape).name
 
     def test_it_comes_first_where_it_works(self, monkeypatch):
@@ -304,6 +308,14 @@ class TestChoice:
     def test_what_it_lacks_is_refused(self, monkeypatch, caplog, settings, reason):
         install(monkeypatch, stand_in)
         self.refused(caplog, reason, **settings)
+
+    def test_features_that_a_backend_lacks_are_refused_by_name(self, monkeypatch):
+        install(monkeypatch, stand_in)
+        monkeypatch.setattr(FlashAttention4, "features", frozenset())
+        assert self.choose(features=["sinks"]) != "flash_attn_4"
+        with pytest.raises(ValueError, match=r"has no attention with sinks and softcap.*'auto'"):
+            self.choose("flash_attn_4", features=ALL_FEATURES)
+        assert self.choose("torch", features=ALL_FEATURES) == "torch"
 
     def test_every_backend_can_be_asked_for(self):
         assert set(ATTENTION_BACKENDS) == {"auto", *selection.BACKENDS}
