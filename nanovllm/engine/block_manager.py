@@ -98,7 +98,7 @@ class BlockManager:
             seq.block_table.append(self._take_block())
 
     def fork(self, parent: Sequence, child: Sequence) -> tuple[int, int] | None:
-        """Gives a waiting child the blocks of its parent, whose tokens begin with the child's. These
+        """Gives a waiting child the blocks of a parent whose tokens begin with the child's. These
         blocks hold the keys and values of all the child's tokens but the last. Full blocks are
         shared. A partly filled last block is copied.
 

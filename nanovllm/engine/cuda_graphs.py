@@ -144,8 +144,8 @@ class StepGraphs:
         self.graphs: dict[GraphSize, StepGraph] = {}
 
     def capture(self, sizes: list[GraphSize]) -> None:
-        """Captures steps from the largest to the smallest, so that smaller steps reuse the memory of
-        larger ones."""
+        """Captures steps from the largest to the smallest, so that smaller steps reuse the memory
+        of larger ones."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()  # once: torch.cuda.graph would do it for each capture
         for size, step in self.make_steps(sizes):

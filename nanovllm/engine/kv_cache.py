@@ -16,7 +16,7 @@ CONTEXT_BYTES = 600 << 20
 
 
 def max_num_blocks(runner: ModelRunner) -> int:
-    """Returns an upper bound on the blocks that ``measure_kv_cache`` finds if the user sets none."""
+    """Returns an upper bound on what ``measure_kv_cache`` returns if the user sets no number."""
     num_bytes = CPU_CACHE_BYTES
     if runner.device.type == "cuda":
         total_bytes = torch.cuda.mem_get_info(runner.device)[1]

@@ -13,7 +13,7 @@ NO_TOKEN = (
     "no token could be sampled: the model's logits are NaN or infinite, or the sampling parameters "
     "allow no token"
 )
-# A prefill delays decodes only if 1/16 of the max_num_seqs slots is free, or a slot for each waiting
+# A prefill delays decodes only if 1/16 of the max_num_seqs slots is free, or one for each waiting
 # prompt.
 ADMISSION_SHARE = 16
 RECOVERY_STEPS = 100  # limits lowered by an out-of-memory error double after this many steps
@@ -29,7 +29,7 @@ class Scheduler:
 
     A request with n > 1 has a sequence for each completion: the first one, and its siblings. Only
     the first one computes the prompt. Then the siblings start with its blocks. A sequence is
-    resident when it is running, or when it is a sibling of a running sequence: its slot is reserved.
+    resident if it is running, or if it is the sibling of a running one: its slot is reserved.
 
     Args:
         config: the block size, the maximum number of sequences and of tokens in a step, and whether

@@ -28,8 +28,8 @@ class Finish(NamedTuple):
         reason: "stop", "length" or "error".
         stop_reason: the stop token or stop string that ended it, if one did.
         error: what went wrong, for "error".
-        ends_with_stop_token: whether the last token is the stop token. The text leaves it out unless
-            ``include_stop_str_in_output`` is set.
+        ends_with_stop_token: whether the last token is the stop token. The text leaves it out,
+            unless ``include_stop_str_in_output`` is set.
     """
 
     reason: str

@@ -4,6 +4,8 @@ Every rank has all experts, and a part of the columns of each, as in a dense MLP
 tensor-parallel ranks. N is the number of tokens in the step.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -60,9 +62,13 @@ class MoE(nn.Module):
         self.experts = Experts(num_experts, hidden_size, intermediate_size)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: RMSNorm,
+        output_norm: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Computes the mixture for norm(x + residual).
+        """Computes output_norm(mixture(norm(x + residual))).
 
         Returns:
             The result and the new residual, or their sum and None: see
@@ -72,6 +78,7 @@ class MoE(nn.Module):
             x, norm.weight, norm.eps, residual
         )
         routing = route(self.gate(x), self.top_k, self.norm_topk_prob)
-        if self.tp.size > 1:
-            return self.tp.all_reduce(self.experts.weights.mix(x, routing, None)), residual
-        return self.experts.weights.mix(x, routing, residual), None
+        if self.tp.size == 1 and output_norm is None:
+            return self.experts.weights.mix(x, routing, residual), None
+        x = self.tp.all_reduce(self.experts.weights.mix(x, routing, None))
+        return x if output_norm is None else output_norm(x), residual
