@@ -3,7 +3,7 @@
 Prints a JSON line, and appends it to ``--output``. A model is a checkpoint, or the name of a folder
 in benchmarks/shapes/. A shape runs on random weights and downloads nothing. It uses a stand-in
 tokenizer with a text for each token, so that detokenization is measured too; ``--tokenizer`` uses
-another one. ``--sampling`` sets sampling parameters. Each run with them then follows a run without.
+another one. ``--sampling`` sets sampling parameters, and repeats each run without them.
 ``--profile`` reports where the time of a step goes, and writes a trace.
 ``--compare transformers`` also runs 32 chats with transformers' batched ``generate``, on the same
 weights, dtype and threads.
@@ -66,9 +66,9 @@ def main() -> None:
         for _ in range(args.repeat):
             if args.sampling:
                 plain_seconds.append(run(llm, workload, args.temperature, {})[0])
-            run_seconds, ran = run(llm, workload, args.temperature, args.sampling)
+            run_seconds, done = run(llm, workload, args.temperature, args.sampling)
             seconds.append(run_seconds)
-        record |= rates(ran, seconds)
+        record |= rates(done, seconds)
         record["num_preemptions"] = llm.metrics().num_preemptions  # the total of all runs
         if args.profile:
             try:
@@ -82,7 +82,7 @@ def main() -> None:
                 "all_plain_seconds": [round(s, 3) for s in plain_seconds],
                 # Compares times per token, because stop strings may have shortened outputs.
                 "cost_over_plain": round(
-                    record["seconds"] / ran.num_output_tokens * workload.num_output_tokens / plain
+                    record["seconds"] / done.num_output_tokens * workload.num_output_tokens / plain
                     - 1,
                     4,
                 ),
@@ -90,7 +90,7 @@ def main() -> None:
         if llm.model_runner.device.type == "cuda":
             bandwidth, rate = measure_peaks(llm.model_runner.device)
             bound = roofline_seconds(
-                llm.model_runner.model_config, ran, bandwidth * args.tp, rate * args.tp
+                llm.model_runner.model_config, done, bandwidth * args.tp, rate * args.tp
             )
             record |= {
                 "copy_tb_per_s": round(bandwidth / 1e12, 2),

@@ -24,8 +24,8 @@ def profile_steps(llm: LLM, workload: Workload, temperature: float, trace: Path)
     """Profiles decode steps after the first batch's prefills, or prefill steps if the workload has
     no decode steps.
 
-    Steps are measured twice: once without the profiler, for step and host times, because it slows
-    the host, then with it, for GPU times. Only rank 0 is profiled.
+    The profiler slows the host. So step and host times are measured first, without it, and GPU
+    times then, in further steps. Only rank 0 is profiled.
 
     Args:
         trace: file for the trace, which chrome://tracing can show.

@@ -74,7 +74,7 @@ def measure(args: argparse.Namespace, *options: str) -> dict[str, Any]:
     """Runs one start in a new process.
 
     Args:
-        options: of the Python interpreter.
+        options: command-line options of the Python interpreter.
 
     Returns:
         The seconds of each part, in order, the device, and the process's stderr.
@@ -121,15 +121,15 @@ def print_imports(args: argparse.Namespace) -> None:
         fields = line.removeprefix("import time:").split("|")
         if line.startswith("import time:") and len(fields) == 3 and fields[0].strip().isdigit():
             times[fields[2].strip()] = int(fields[1]), int(fields[0])
-    for what, index in (("with what they import", 0), ("alone", 1)):
-        print(f"\nLongest imports of {len(times)}, {what}, in ms (the measurement slows them):")
+    for what, index in (("including nested imports", 0), ("without nested imports", 1)):
+        print(f"\nLongest of {len(times)} imports in ms, {what} (the measurement slows them):")
         for name in sorted(times, key=lambda name: -times[name][index])[:TOP]:
             print(f"{times[name][index] / 1000:8.0f}  {name}")
     packages: dict[str, int] = {}
     for name, (_, own) in times.items():
         package = name.partition(".")[0]
         packages[package] = packages.get(package, 0) + own
-    print("\nImports by package, alone, in ms:")
+    print("\nImports by package in ms, without nested imports:")
     for name in sorted(packages, key=lambda name: -packages[name])[:TOP]:
         print(f"{packages[name] / 1000:8.0f}  {name}")
 

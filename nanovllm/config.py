@@ -1,12 +1,19 @@
 """Engine configuration. Creating it validates the values and touches neither disk nor device."""
 
-import difflib
 import os
 import re
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-from nanovllm.utils.validation import boolean, choice, integer, number, optional, validators_of
+from nanovllm.utils.validation import (
+    boolean,
+    check_names,
+    choice,
+    integer,
+    number,
+    optional,
+    validators_of,
+)
 
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 ATTENTION_BACKENDS = ("auto", "flash_attn_4", "flash_attn", "triton", "torch")
@@ -68,8 +75,8 @@ class Config:
         max_logprobs: maximum number of log-probabilities per token that a request may ask for; -1
             for no limit, which ``logprobs=-1`` needs.
         logprobs_mode: "raw_logprobs" computes log-probabilities from the model's logits;
-            "processed_logprobs" from the logits after masks, penalties, temperature and
-            truncation, which tokens are sampled from. Prompt log-probabilities are always raw.
+            "processed_logprobs" from the logits that tokens are sampled from, after masks,
+            penalties, temperature and truncation. Prompt log-probabilities are always raw.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -103,12 +110,7 @@ class Config:
         Raises:
             TypeError: an argument is unknown; the message suggests the nearest known one.
         """
-        known = [field.name for field in fields(cls)]
-        for name in kwargs:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
-                raise TypeError(f"unknown argument {name!r}{hint}")
+        check_names(kwargs, [field.name for field in fields(cls)])
         given = {name: value for name, value in kwargs.items() if value is not None}
         return cls(model, **given)  # type: ignore[arg-type]
 

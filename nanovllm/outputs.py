@@ -54,8 +54,8 @@ class CompletionOutput:
             None while the completion is running.
         stop_reason: the stop string or stop token that ended the completion; otherwise None.
         lora_request: exists for vLLM; always None.
-        error: the error message if ``finish_reason`` is "error": the request could not run, or
-            failed after the tokens and text in this output; otherwise None.
+        error: the error message if ``finish_reason`` is "error"; otherwise None. The request could
+            not run, or failed after the tokens and text in this output.
     """
 
     index: int
@@ -124,8 +124,8 @@ class EngineMetrics:
         num_generated_tokens: the number of sampled tokens.
         prefix_cache_hit_rate: the fraction of prompt tokens found in the prefix cache, 0 to 1.
         num_preemptions: how many times a sequence was preempted.
-        prompt_tokens_per_second: the prefill throughput over the last seconds.
-        generated_tokens_per_second: the decode throughput over the last seconds.
+        prompt_tokens_per_second: the prefill throughput in the last window of 5 seconds.
+        generated_tokens_per_second: the decode throughput in the same window.
         gpu_memory_bytes: the memory that PyTorch holds on rank 0's GPU; None on a CPU.
     """
 

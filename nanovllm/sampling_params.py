@@ -12,6 +12,7 @@ from nanovllm.utils.validation import (
     integer,
     number,
     optional,
+    or_empty,
     strings,
     token_biases,
     token_ids,
@@ -40,16 +41,11 @@ def _num_logprobs(name: str, value: Any) -> int | None:
 
 
 def _stop(name: str, value: Any) -> list[str]:
-    values = [value] if isinstance(value, str) else value
-    return [] if value is None else _search_strings(name, values)
+    return _search_strings(name, [value] if isinstance(value, str) else value)
 
 
 def _bad_words(name: str, value: Any) -> list[str]:
-    return [] if value is None else list(dict.fromkeys(_search_strings(name, value)))
-
-
-def _stop_token_ids(name: str, value: Any) -> list[int]:
-    return [] if value is None else token_ids(name, value)
+    return list(dict.fromkeys(_search_strings(name, value)))
 
 
 def _allowed_token_ids(name: str, value: Any) -> list[int]:
@@ -114,8 +110,8 @@ class SamplingParams(VLLMFields):
         structured_outputs: a JSON schema, regex, list of choices or grammar that the text must
             match.
 
-    The fields of ``VLLMFields`` exist for compatibility with vLLM and have no effect. Most are
-    accepted only at values that have none in vLLM either.
+    The fields of ``VLLMFields`` exist for compatibility with vLLM and have no effect. Most
+    accept only values that have no effect in vLLM either.
 
     Raises:
         TypeError: a value has the wrong type, or a field is unknown.
@@ -131,8 +127,8 @@ class SamplingParams(VLLMFields):
     top_k: Annotated[int, integer(-1)] = 0
     min_p: Annotated[float, number(0, 1)] = 0.0
     seed: Annotated[int | None, _seed] = None
-    stop: Annotated[str | list[str] | None, _stop] = None
-    stop_token_ids: Annotated[list[int] | None, _stop_token_ids] = None
+    stop: Annotated[str | list[str] | None, or_empty(_stop)] = None
+    stop_token_ids: Annotated[list[int] | None, or_empty(token_ids)] = None
     ignore_eos: Annotated[bool, boolean] = False
     max_tokens: Annotated[int | None, optional(integer(1))] = 16
     min_tokens: Annotated[int, integer(0)] = 0
@@ -142,7 +138,7 @@ class SamplingParams(VLLMFields):
     skip_special_tokens: Annotated[bool, boolean] = True
     spaces_between_special_tokens: Annotated[bool, boolean] = True
     include_stop_str_in_output: Annotated[bool, boolean] = False
-    bad_words: Annotated[list[str] | None, _bad_words] = None
+    bad_words: Annotated[list[str] | None, or_empty(_bad_words)] = None
     allowed_token_ids: Annotated[list[int] | None, optional(_allowed_token_ids)] = None
     logit_bias: Annotated[dict[int, float] | None, optional(token_biases(MAX_MAGNITUDE))] = None
     structured_outputs: Annotated[

@@ -340,7 +340,7 @@ class Paused:
 
 def wait_until_closing(llm: LLM) -> None:
     end = time.monotonic() + 60
-    while not llm._closed:
+    while not llm.turns.is_closed:
         assert time.monotonic() < end
         time.sleep(0)
 

@@ -186,7 +186,7 @@ def _read_tokenizer(
 
         hf_config = AutoConfig.for_model(**config) if config else None
         tokenizer = AutoTokenizer.from_pretrained(path, config=hf_config, trust_remote_code=False)
-        # transformers may have converted a tokenizer.model, which has replacements too.
+        # Checked again, because transformers may have converted a tokenizer.model instead.
         check_growth(parts_of(getattr(tokenizer, "backend_tokenizer", None)))
         return tokenizer
 

@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 # Twice the largest known tokenizer.json. Parsed JSON takes up to 25 times as much memory.
 MAX_METADATA_BYTES = 2**26
-MAX_CONFIG_BYTES = 2**23  # several times the largest; transformers copies their contents
+MAX_CONFIG_BYTES = 2**23  # lower, because transformers copies these files' contents
 CONFIGS = ["config.json", "generation_config.json", "tokenizer_config.json"]
 CONFIGS += ["special_tokens_map.json", "added_tokens.json"]
 
@@ -51,7 +51,8 @@ def check_bytes(model: ModelConfig, num_bytes: int) -> None:
     """Raises ValueError if a model's weights do not fit in ``num_bytes`` of files, even with one
     bit each. Call this before memory for them is allocated."""
     attention = 2 * model.head_dim * (model.num_attention_heads + model.num_key_value_heads)
-    layers = sum(attention + 3 * layer.mlp.intermediate_size for layer in model.layers)
+    mlps = sum(layer.mlp.num_experts * 3 * layer.mlp.intermediate_size for layer in model.layers)
+    layers = len(model.layers) * attention + mlps
     num_weights = model.hidden_size * (model.vocab_size + layers)
     if num_weights > 8 * num_bytes:
         raise ValueError(f"{num_weights:,} weights do not fit in {num_bytes:,} bytes of files")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # llama.cpp's architectures, whose names are also model types in transformers. "llama" stands for
 # Llama and Mistral. For each: whether llama.cpp reorders the rows of q and k (``_to_half_split``),
-# and the architecture under which transformers loads the tokenizer. These differ where some
+# and the architecture under which transformers loads the tokenizer. It is another one if some
 # releases of transformers do not know the architecture itself.
 ARCHITECTURES = {
     "llama": (True, "llama"),
@@ -86,8 +86,8 @@ class GGUFCheckpoint:
             # copy of the checked fields, in an empty directory.
             fields, path = self._tokenizer_fields(), Path(tmp, "m.gguf")
             self.file.write_fields(fields, path, self._tokenizer_arch)
-            # If the file has no add_bos_token, llama.cpp decides by the pre-tokenizer. The value is
-            # passed in any case, because transformers before 5.4 ignores the file's.
+            # If the file has no add_bos_token, llama.cpp decides by the pre-tokenizer. Always pass
+            # the value, because transformers before 5.4 ignores the field in the file.
             default = self._field("tokenizer.ggml.pre", str, None) in PRE_TOKENIZERS_WITH_BOS
             adds_bos = self._field("tokenizer.ggml.add_bos_token", bool, default)
             bos = {"add_bos_token": True} if adds_bos else {}

@@ -23,7 +23,7 @@ AHEAD_BYTES = 512 << 20  # limit for tensors that are read ahead
 def read_tensors(
     paths: list[Path], device: torch.device, num_threads: int = NUM_THREADS
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the names and tensors of safetensors files, in the order of the files' data.
+    """Yields the names and tensors of safetensors files, file by file, in the order of their data.
 
     Copies to a GPU run on the stream that is current when the iteration begins, so work that is
     launched on that stream afterwards sees complete tensors. Up to AHEAD_BYTES of tensors are read

@@ -24,8 +24,8 @@ PARTS = ("normalizer", "pre_tokenizer", "decoder")
 
 
 def check_growth(tokenizer: dict[str, Any]) -> None:
-    """Checks a tokenizer's normalizer, pre-tokenizer and decoder. Five successive replacements of
-    one character by 1,000, for example, would fill the memory with one line of text.
+    """Checks a tokenizer's normalizer, pre-tokenizer and decoder. For example, five steps that each
+    replace one character by 1,000 would turn one character into 10^15.
 
     Args:
         tokenizer: the contents of tokenizer.json, which are not trusted.

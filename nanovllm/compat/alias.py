@@ -116,7 +116,7 @@ class AliasModule(ModuleType):
         raise AttributeError(_missing(f"{self.__name__}.{name}"))
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_names(self.__name__)})
+        return sorted({*super().__dir__(), *_exports(self.__name__)})
 
 
 class AliasFinder(Loader):
@@ -129,7 +129,7 @@ class AliasFinder(Loader):
         if name.partition(".")[0] != "vllm":
             return None
         if name not in MODULES:
-            # With name=name, `from vllm import X` would replace this message with its own.
+            # No name=name, because `from vllm import X` would then replace the message.
             raise ModuleNotFoundError(_missing(name))
         spec = ModuleSpec(name, AliasFinder(), origin=__file__, is_package=True)
         spec.has_location = True  # sets __file__, which some programs print
@@ -137,7 +137,7 @@ class AliasFinder(Loader):
 
     @staticmethod
     def find_distributions(context: Any) -> Iterator[Any]:
-        # A caller with a path of its own searches only that path, for installed distributions.
+        # A caller that gives a path asks only for distributions that are installed there.
         if context.name in (None, "vllm") and "path" not in vars(context):
             yield _make_distribution()
 
@@ -145,10 +145,10 @@ class AliasFinder(Loader):
         return AliasModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module)["__all__"] = _names(module.__name__)
+        vars(module)["__all__"] = _exports(module.__name__)
 
 
-def _names(module: str) -> list[str]:
+def _exports(module: str) -> list[str]:
     return " ".join(MODULES[module].values()).split()
 
 

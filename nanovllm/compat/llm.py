@@ -87,7 +87,7 @@ class LLM(llm.LLM):
         if max_model_len in (-1, "auto"):
             max_model_len = None  # the largest that the model and the KV cache allow
         defaults = LLM.__init__.__kwdefaults__ or {}
-        given = {  # without defaults, so that the argument's vLLM name can be passed instead
+        given = {  # without defaults, so that an argument can be given by its vLLM name instead
             name: value
             for name, value in locals().items()
             if name in ENGINE_ARGUMENTS and value is not defaults[name]
@@ -111,7 +111,7 @@ class LLM(llm.LLM):
     @property
     def llm_engine(self) -> LLMEngine:
         """This engine as an object with the methods of vLLM's ``LLMEngine``."""
-        self._check_open()
+        self.turns.check_open()
         return LLMEngine(self)
 
     @property
@@ -198,7 +198,7 @@ class LLM(llm.LLM):
         with self._running(STREAM_OPEN, alone=False):
             streams = params.output_kind is not RequestOutputKind.FINAL_ONLY
             request = self._add(prepared, streams=streams)
-            request.is_stream = False  # ``generate_stream`` did not add it
+            request.is_stream = False  # its outputs come from ``_step_with_ids``
             self._caller_ids[request.request_id] = caller_id
 
     def _step_with_ids(self) -> list[RequestOutput]:

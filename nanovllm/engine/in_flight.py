@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.engine.batch import Batch
-from nanovllm.layers.sampler import SamplingInputs
+from nanovllm.kernels.sampling.pipeline import SamplingInputs
 
 
 @dataclass(slots=True, eq=False)
@@ -19,8 +19,8 @@ class InFlightStep:
         sampling: how to sample; None if the tokens were sampled in the forward pass.
         token_ids: int64 [num_sampled], the next token of each sampled item, in batch order; -1 if
             none could be sampled. Copied to the host when ``arrived`` is complete.
-        logprobs: int32 [num_sampled, 1 + 2 * (1 + k)], packed by ``pack_logprobs``, and copied as
-            ``token_ids`` is. None if no sequence asks for them.
+        logprobs: int32 [num_sampled, 1 + 2 * (1 + k)], packed by ``pack_logprobs`` and copied like
+            ``token_ids``. k is the largest number that a sequence asks for. None if none does.
         arrived: the event recorded after the copies to the host; None on a CPU.
     """
 

@@ -4,9 +4,9 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import count
-from threading import Condition, current_thread
+from threading import Thread
 from time import time
 from typing import Any
 
@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from nanovllm.config import Config
 from nanovllm.engine.completion import Completion
-from nanovllm.engine.preparation import CLOSED, Checked, RequestPreparer
+from nanovllm.engine.preparation import Checked, RequestPreparer
 from nanovllm.engine.request import PreparedRequest, Request, grammar_of, make_outputs, refused
 from nanovllm.engine.sampling_state import SamplingStateFactory
 from nanovllm.engine.scheduler import Scheduler
@@ -27,13 +27,13 @@ from nanovllm.text.prompts import Prompt, PromptEncoder, as_prompt_list
 from nanovllm.utils.forks import leave_to_parent
 from nanovllm.utils.progress import bar_maker, closing_bar
 from nanovllm.utils.throughput import Throughput
+from nanovllm.utils.turns import Turns
 
 NOT_ALONE = (
     "{} needs the engine to itself: finish the other requests with step, drop them with "
     "abort_request, or close the stream that they belong to"
 )
 STREAM_OPEN = "generate_stream has not ended: exhaust it, close it or abort its requests first"
-CLOSED_MEANWHILE = "this engine was closed by another call before this call had finished"
 
 
 class LLMEngine:
@@ -57,7 +57,6 @@ class LLMEngine:
     """
 
     def __init__(self, model: str | os.PathLike[str], **kwargs: Any) -> None:
-        self._closed = True  # until start-up succeeds
         leave_to_parent(self)
         config = self.config = Config.create(model, **kwargs)
         from nanovllm.engine.startup import start_up
@@ -73,13 +72,19 @@ class LLMEngine:
             started.max_model_len,
             started.eos_token_ids,
             started.eos_token_id,
+            windows=self.model_runner.windows,
+            cache_len=started.cache_len,
         )
         self.loop = StepLoop(self.scheduler, self.model_runner)
         self.sampling_states = SamplingStateFactory(
             self.tokenizer, started.prompt_encoder.vocab_size, started.eos_token_ids, config
         )
+        self.turns = Turns("engine")
         self.preparer = RequestPreparer(
-            started.prompt_encoder, self.sampling_states, self.scheduler.check_prompt_len
+            started.prompt_encoder,
+            self.sampling_states,
+            self.scheduler.check_prompt_len,
+            self.turns.check_open,
         )
         self.grammars = self.sampling_states.grammars
         self.recommended_sampling = started.recommended_sampling
@@ -87,8 +92,6 @@ class LLMEngine:
         self._requests: dict[str, Request] = {}
         self._device = self.model_runner.device
         self._request_ids = count()
-        self._turn = Condition()  # the running call holds its lock
-        self._closed = False
 
     @property
     def prompt_encoder(self) -> PromptEncoder:
@@ -105,13 +108,13 @@ class LLMEngine:
 
         Raises:
             TypeError: not a prompt, or not SamplingParams.
-            ValueError: a prompt that can never run, or parameters that the model cannot follow.
+            ValueError: a prompt that can never run, or parameters that are invalid for the model.
         """
-        with self._closed_meanwhile():
+        with self.turns.until_closed():
             if sampling_params is None:
                 sampling_params = self.get_default_sampling_params()
             (prepared,) = self.preparer.prepare_all([prompt], [sampling_params], "prompts")
-            self._check_open()
+            self.turns.check_open()
             return prepared
 
     def add_request(
@@ -126,8 +129,8 @@ class LLMEngine:
 
         Raises:
             TypeError: not a prompt, or not SamplingParams.
-            ValueError: a prompt that can never run, or parameters that the model cannot follow; or
-                a request that another engine has prepared.
+            ValueError: a prompt that can never run, parameters that are invalid for the model, or a
+                request that another engine has prepared.
         """
         if not isinstance(prompt, PreparedRequest):
             prompt = self.prepare(prompt, sampling_params)
@@ -151,12 +154,12 @@ class LLMEngine:
                 return make_outputs(finished, self.prompt_encoder)
 
     def is_finished(self) -> bool:
-        self._check_open()
+        self.turns.check_open()
         return not self._requests
 
     def abort_request(self, request_id: str) -> None:
         """Drops an unfinished request. Raises ValueError if no unfinished one has this id."""
-        with self._turn:
+        with self.turns.turn():
             if request_id not in self._requests:
                 raise ValueError(f"no unfinished request has the id {request_id!r}")
             with self._reset_on_error():
@@ -165,7 +168,6 @@ class LLMEngine:
                         self.scheduler.abort(seq)
             if not self._requests:
                 self.loop.in_flight = None  # nobody waits for it
-            self._turn.notify_all()
 
     def generate(
         self,
@@ -212,7 +214,7 @@ class LLMEngine:
         Raises:
             TypeError, ValueError: as ``generate``, when the first output is requested.
         """
-        with self._closed_meanwhile():
+        with self.turns.until_closed():
             if sampling_params is None:
                 sampling_params = self.get_default_sampling_params()
             ready = self.preparer.prepare_all(as_prompt_list(prompts), sampling_params, "prompts")
@@ -221,19 +223,18 @@ class LLMEngine:
         own = {request.request_id: request for request in requests}
         try:
             while not own.keys().isdisjoint(self._requests):
-                with self._turn, self._reset_on_error():
+                with self.turns.turn(), self._reset_on_error():
                     sampled, _ = self._step()
                     advanced = dict.fromkeys(seq.request_id for seq in sampled)
                     updated = [own[request_id] for request_id in advanced if request_id in own]
                     outputs = make_outputs(updated, self.prompt_encoder)
                 yield from outputs
             if not all(request.is_finished for request in requests):
-                self._check_open(CLOSED_MEANWHILE)
+                self.turns.check_still_open()
         finally:
-            with self._turn, self._reset_on_error():
+            with self.turns.turn(), self._reset_on_error():
                 for request_id in own.keys() & self._requests.keys():
                     self.abort_request(request_id)
-                self._turn.notify_all()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the sampling parameters that the checkpoint's generation_config.json recommends,
@@ -257,7 +258,7 @@ class LLMEngine:
 
     def metrics(self) -> EngineMetrics:
         """Returns the engine's metrics: queue lengths, cache usage and throughput."""
-        self._check_open()
+        self.turns.check_open()
         from nanovllm.engine.metrics import read_metrics
 
         return read_metrics(self.scheduler, self.throughput, self._device)
@@ -269,15 +270,13 @@ class LLMEngine:
         requests. Waiting calls and unfinished streams end too. All of them raise ValueError. When
         ``close`` returns, the memory is free.
         """
-        self._closed = True  # ends the calls of other threads
-        self.preparer.is_closed = True
-        with self._turn:
+        self.turns.close()
+        with self.turns.turn():
             self._requests.clear()
             if (loop := vars(self).pop("loop", None)) is not None:
                 loop.reset()
                 del self.model_runner
             self._close_runner()
-            self._turn.notify_all()
         self.grammars.close()
 
     exit = close  # nano-vLLM's name
@@ -299,7 +298,7 @@ class LLMEngine:
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
         checked: Iterable[Checked]
-        with self._closed_meanwhile():
+        with self.turns.until_closed():
             if sampling_params is None:
                 sampling_params = self.get_default_sampling_params()
             if on_error == "raise":
@@ -320,8 +319,8 @@ class LLMEngine:
         num_prompts: int,
         use_tqdm: bool | Callable[..., tqdm],
     ) -> list[RequestOutput | Exception]:
-        """Runs requests until all have finished. Makes each result while other requests run. The
-        result of a request that cannot run is the exception that says why."""
+        """Runs requests until all have finished. Makes a request's result as soon as it finishes,
+        while others run. The result of a request that cannot run is the exception that says why."""
         progress = bar_maker(use_tqdm)(total=num_prompts, desc="Generating")
 
         def advance() -> None:
@@ -334,7 +333,8 @@ class LLMEngine:
                 progress.update(len(finished))
 
         def meanwhile() -> bool:
-            self._check_open()
+            """Runs a step while grammars are compiled. Returns whether there was one to run."""
+            self.turns.check_open()
             if is_busy := bool(self._requests):
                 advance()
             return is_busy
@@ -362,39 +362,24 @@ class LLMEngine:
                 advance()
         return [outputs[index] for index in range(num_prompts)]
 
-    @contextmanager
-    def _running(self, conflict: str, alone: bool = True) -> Iterator[None]:
-        """Reserves the engine for one call.
-
-        If ``alone``, first waits until other threads have no unfinished requests. Otherwise waits
-        only until other threads have no unfinished streams.
+    def _running(self, conflict: str, alone: bool = True) -> AbstractContextManager[None]:
+        """Waits for this call's turn, and until no other thread has an unfinished stream or, if
+        ``alone``, any unfinished request.
 
         Raises:
-            ValueError: waiting would never end, because these requests are of this thread, or of
-                threads that have ended. The message is ``conflict``.
+            ValueError: waiting would never end: see ``Turns.turn_after``.
         """
-        self._check_open()
-        with self._turn:
-            while not self._closed and (
-                threads := {
-                    request.thread
-                    for request in self._requests.values()
-                    if alone or request.is_stream
-                }
-            ):
-                if current_thread() in threads or not any(t.is_alive() for t in threads):
-                    raise ValueError(conflict)
-                self._turn.wait(1.0)  # with a timeout, because a thread that dies does not notify
-            self._check_open(CLOSED_MEANWHILE)
-            try:
-                yield
-            finally:
-                self._turn.notify_all()
+
+        def owners() -> set[Thread]:
+            requests = self._requests.values()
+            return {request.thread for request in requests if alone or request.is_stream}
+
+        return self.turns.turn_after(owners, conflict)
 
     def _step(self) -> tuple[list[Sequence], list[Request]]:
         """Calls ``StepLoop.step`` once. Returns the sequences that have a new token, and the
         requests that finished."""
-        self._check_open(CLOSED_MEANWHILE)
+        self.turns.check_still_open()
         step = self.loop.step()
         for seq, new in step.retried.items():
             seqs = self._requests[seq.request_id].seqs
@@ -453,23 +438,7 @@ class LLMEngine:
         try:
             yield
         except BaseException:
-            if not self._closed:  # else ``close`` does it
+            if not self.turns.is_closed:  # else ``close`` does it
                 self._requests.clear()
                 self.loop.reset()
             raise
-
-    @contextmanager
-    def _closed_meanwhile(self) -> Iterator[None]:
-        """If the engine is closed during the block, an error in it becomes a ValueError that says
-        so."""
-        self._check_open()
-        try:
-            yield
-        except Exception:
-            if self._closed:
-                raise ValueError(CLOSED_MEANWHILE) from None
-            raise
-
-    def _check_open(self, message: str = CLOSED) -> None:
-        if self._closed:
-            raise ValueError(message)

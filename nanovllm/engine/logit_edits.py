@@ -32,15 +32,16 @@ class PreparedEdits:
         factory: has the engine's tokenizer, vocabulary size, EOS tokens and grammars.
 
     Attributes:
-        grammar: the grammar that the text must match, compiled or not yet; None for any text.
-        allowed: int32 [ceil(vocab_size / 32)], the bits of ``allowed_token_ids``.
+        grammar: the grammar that the text must match, compiled or not yet; None if there is none.
+        allowed: int32 [ceil(vocab_size / 32)], a bit mask of ``allowed_token_ids``; all ones if the
+            request has none.
         bias_tokens, bias_values: int32 and fp32 [num_biases], from ``logit_bias``.
         bad_words: sequences of token ids that must not be generated.
         penalties: fp32 [1, 3].
         stop_ids: the tokens that end a completion.
 
     Raises:
-        ValueError: the structured outputs cannot be read.
+        ValueError: a JSON schema cannot be parsed, or a grammar is too long.
     """
 
     def __init__(self, params: SamplingParams, factory: "SamplingStateFactory") -> None:

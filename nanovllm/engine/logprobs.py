@@ -59,7 +59,7 @@ class PackedLogprobs:
             for token_id, logprob, rank, text in zip(ids, logprobs, ranks, texts, strict=True):
                 position.setdefault(token_id, Logprob(logprob, rank, text))
             out.append(position)
-            before = [*before[-3:], ids[0]]  # at most 4 tokens form a character, which has 4 bytes
+            before = [*before[-3:], ids[0]]  # a character has at most 4 bytes, thus 4 tokens
         return out
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -122,8 +122,8 @@ def collect_prompt_logprobs(runner: "ModelRunner", step: InFlightStep, batch: Ba
             assert k is not None
             for start in range(first, last, PROMPT_LOGITS_ROWS):
                 stop = min(start + PROMPT_LOGITS_ROWS, last)
-                row = offset - item.start
-                logits = runner.call("compute_logits", step, row + start, row + stop)
+                shift = offset - item.start  # from positions to rows of the hidden states
+                logits = runner.call("compute_logits", step, shift + start, shift + stop)
                 # The logits at each position predict the next token.
                 ids = torch.tensor(seq.token_ids[start + 1 : stop + 1], device=runner.device)
                 width = logits.size(1) if k == -1 else k

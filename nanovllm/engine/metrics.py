@@ -33,15 +33,15 @@ def read_metrics(
     )
 
 
-def log_metrics(now: EngineMetrics) -> None:
+def log_metrics(metrics: EngineMetrics) -> None:
     logger.info(
         "running %d, waiting %d, KV cache %.0f%%, prefix hits %.0f%%, preemptions %d, "
         "prefill %.0f tok/s, decode %.0f tok/s",
-        now.num_running,
-        now.num_waiting,
-        100 * now.kv_cache_usage,
-        100 * now.prefix_cache_hit_rate,
-        now.num_preemptions,
-        now.prompt_tokens_per_second,
-        now.generated_tokens_per_second,
+        metrics.num_running,
+        metrics.num_waiting,
+        100 * metrics.kv_cache_usage,
+        100 * metrics.prefix_cache_hit_rate,
+        metrics.num_preemptions,
+        metrics.prompt_tokens_per_second,
+        metrics.generated_tokens_per_second,
     )

@@ -1,9 +1,11 @@
 """Turns a scheduled batch into tensors, without changing it.
 
-All tensors are int32 (a cache of 2^31 slots would fill terabytes), so that one buffer holds them.
+All tensors are int32, so that one buffer holds them. This is enough for slot indices, because a
+cache of 2^31 slots would take terabytes.
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -13,7 +15,8 @@ import torch
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.kernels.attention.block_tables import BlockTableUpdate
 from nanovllm.utils.context import Context
-from nanovllm.utils.packed_tensors import PackedTensors
+from nanovllm.utils.math import cdiv
+from nanovllm.utils.packed_tensors import ALIGNMENT, PackedTensors
 
 # The tensors of ModelInputs outside ``context`` and ``tables``.
 OWN_TENSORS = ("input_ids", "positions", "sampling_rows")
@@ -35,7 +38,9 @@ class ModelInputs:
         input_ids: int32 [N]. A token that the last step sampled may not be on the host yet. Its
             entry is then -1 - row, where row is its row among the sampled tokens.
         positions: int32 [N].
-        context: the metadata for attention and the output head, without the block tables.
+        context: the metadata for attention and the output head, without the block tables. Its
+            ``slot_mapping`` is int32 [groups, N or more], and its ``split_kv_schedule`` has a row
+            for each distinct window.
         tables: the update of the block tables.
         reads_cache: whether attention reads keys and values of earlier steps.
         sampling_rows: int32 [num_seqs, ROW_WORDS], the sampling parameters of each sequence, then
@@ -49,6 +54,26 @@ class ModelInputs:
     reads_cache: bool
     sampling_rows: torch.Tensor | None = None
 
+    def contexts(self, tables: torch.Tensor, windows: Seq[int | None]) -> list[Context]:
+        """Returns the context of each group of layers.
+
+        Args:
+            tables: int32 [groups, num_seqs, blocks], the block tables of the step's sequences.
+            windows: the window of each group.
+        """
+        context, distinct = self.context, [*dict.fromkeys(windows)]
+        slots, schedules = context.slot_mapping, context.split_kv_schedule
+        assert slots is not None
+        return [
+            replace(
+                context,
+                slot_mapping=slots[group, : len(self.input_ids)],
+                block_tables=tables[group] if self.reads_cache else None,
+                split_kv_schedule=None if schedules is None else schedules[distinct.index(window)],
+            )
+            for group, window in enumerate(windows)
+        ]
+
     def pack(self, graph_size: GraphSize | None = None, pin_memory: bool = False) -> "PackedInputs":
         """Copies all tensors to one buffer on the host. The new blocks come last, because only
         their number varies in a captured step. All other tensors have fixed offsets."""
@@ -56,10 +81,10 @@ class ModelInputs:
         own = {name: getattr(self, name) for name in OWN_TENSORS}
         values = {**context, **own, **self.tables._asdict()}
         tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
-        no_tensors: dict[str, Any] = dict.fromkeys(tensors.keys() & context.keys())
+        cleared: dict[str, Any] = dict.fromkeys(tensors.keys() & context.keys())
         return PackedInputs(
             PackedTensors.pack(tensors, pin_memory),
-            replace(self.context, **no_tensors),
+            replace(self.context, **cleared),
             self.reads_cache,
             graph_size,
         )
@@ -102,19 +127,20 @@ def prepare_prefill(
 ) -> ModelInputs:
     """Builds the inputs of a prefill. The new tokens of all sequences are concatenated.
 
-    Logits are computed for one token of each sequence: the last tokens of the sequences that
-    sample, then token 0 as padding. The last layer computes only these tokens, unless a sequence
-    needs the log-probabilities of its prompt.
+    There are as many rows of logits as sequences. The first rows are the last tokens of the
+    sequences that sample. The other rows are padding, and repeat token 0. The last layer computes
+    only these tokens, unless a sequence needs the log-probabilities of its prompt.
 
     The last three arguments are for a captured step, whose contexts have up to ``max_context``
-    tokens. Its shapes depend only on these arguments, except for the number of new blocks, and its
-    attention always reads the cache. Padding tokens, up to ``num_tokens``, belong to no sequence,
-    and their keys and values are not stored (slot -1). Padding sequences, up to ``num_seqs``, have
-    no tokens.
+    tokens and whose attention always reads the cache. All shapes depend only on these arguments,
+    except for the number of new blocks. Padding tokens, up to ``num_tokens``, belong to no
+    sequence, and their keys and values are not stored (slot -1). Padding sequences, up to
+    ``num_seqs``, have no tokens.
     """
     items = batch.items
     positions = [np.arange(item.start, item.end, dtype=np.int32) for item in items]
     slots = [_slots(item, pos, block_size) for item, pos in zip(items, positions, strict=True)]
+    slots.append(np.empty((batch.num_groups, 0), np.int32))  # there may be no items
     tokens = [np.asarray(item.seq.token_ids[item.start : item.end], np.int32) for item in items]
     lens_q, lens_k = [item.num_tokens for item in items], [item.end for item in items]
     num_tokens, num_seqs = num_tokens or sum(lens_q), num_seqs or len(items)
@@ -129,7 +155,7 @@ def prepare_prefill(
         positions=torch.from_numpy(_concatenated(positions, num_tokens)),
         context=Context(
             is_prefill=True,
-            slot_mapping=torch.from_numpy(_concatenated(slots, num_tokens, -1)),
+            slot_mapping=_slot_mapping(np.concatenate(slots, axis=1), num_tokens),
             cu_seqlens_q=torch.from_numpy(cu_seqlens_q),
             cu_seqlens_k=torch.from_numpy(_cumsum(lens_k, num_seqs)),
             max_seqlen_q=num_tokens if max_context else max(lens_q),
@@ -150,25 +176,25 @@ def prepare_decode(
     """Builds the inputs of a decode, which computes each sequence's last token.
 
     For a captured step, padding rows are added up to ``padded_size``. Their keys and values are not
-    stored (slot -1), and their context length is 0. ``split_kv`` computes the split-KV schedule
+    stored (slot -1), and their context length is 0. ``split_kv`` computes the split-KV schedules
     from the context lengths.
     """
     seqs = [item.seq for item in batch.items]
     num_seqs = len(seqs)
     size = max(num_seqs, padded_size)
     input_ids, positions, context_lens = (np.zeros(size, dtype=np.int32) for _ in range(3))
-    slot_mapping = np.full(size, -1, dtype=np.int32)
     input_ids[:num_seqs] = [seq.last_token for seq in seqs]
     context_lens[:num_seqs] = [len(seq) for seq in seqs]
     positions[:num_seqs] = context_lens[:num_seqs] - 1
-    last_blocks = np.array([seq.block_table[-1] for seq in seqs], dtype=np.int32)
-    slot_mapping[:num_seqs] = last_blocks * block_size + positions[:num_seqs] % block_size
+    groups = range(batch.num_groups)
+    last_blocks = [[seq.block_tables[group][-1] for seq in seqs] for group in groups]
+    slots = np.array(last_blocks, np.int32) * block_size + positions[:num_seqs] % block_size
     schedule = None if split_kv is None else split_kv(context_lens)
     return ModelInputs(
         input_ids=torch.from_numpy(input_ids),
         positions=torch.from_numpy(positions),
         context=Context(
-            slot_mapping=torch.from_numpy(slot_mapping),
+            slot_mapping=_slot_mapping(slots, size),
             max_seqlen_k=int(context_lens.max()),
             context_lens=torch.from_numpy(context_lens),
             split_kv_schedule=None if schedule is None else torch.from_numpy(schedule),
@@ -179,36 +205,48 @@ def prepare_decode(
 
 
 def prepare_block_tables(batch: Batch, num_rows: int) -> BlockTableUpdate:
-    """Builds the update of the block tables, with the blocks that the device does not have."""
+    """Builds the update of the block tables, with the blocks that the device does not have. They
+    are ordered by sequence, then by group."""
     seqs = [item.seq for item in batch.items]
     num_seqs = len(seqs)
-    entries = np.zeros((1, num_rows, 4), np.int32)
+    entries = np.zeros((batch.num_groups, num_rows, 4), np.int32)
     rows, lens, first_new, num_new = entries[0].T
     rows[num_seqs:] = -1
     rows[:num_seqs] = [seq.table_row for seq in seqs]
-    lens[:num_seqs] = [len(seq.block_table) for seq in seqs]
-    num_new[:num_seqs] = [seq.num_sent_blocks for seq in seqs]
+    lens[:num_seqs] = [seq.table_len for seq in seqs]
+    num_new[:num_seqs] = [seq.num_sent_blocks for seq in seqs]  # the old blocks
     np.subtract(lens, num_new, out=num_new)
     new_blocks: list[int] = []
     for i in np.flatnonzero(num_new):
         first_new[i] = len(new_blocks)
-        new_blocks += seqs[i].block_table[-num_new[i] :]
+        for table in seqs[i].block_tables:
+            new_blocks += table[seqs[i].num_sent_blocks : seqs[i].table_len]
+    for group in range(1, batch.num_groups):
+        entries[group] = entries[0]
+        entries[group, :, 2] += group * num_new
     return BlockTableUpdate(torch.from_numpy(entries), torch.tensor(new_blocks, dtype=torch.int32))
 
 
 def _slots(item: ScheduledSequence, positions: np.ndarray, block_size: int) -> np.ndarray:
-    """Returns the KV slot of each new token; -1 for a cached token, which is computed only for its
-    logits."""
-    blocks = np.asarray(item.seq.block_table, dtype=np.int32)
-    slots = blocks[positions // block_size] * block_size + positions % block_size
-    slots[positions < item.seq.num_cached_tokens] = -1
-    return slots.astype(np.int32)
+    """Returns the KV slots of the new tokens, [groups, tokens]; -1 for a cached token, which is
+    computed only for its logits."""
+    length = item.seq.table_len
+    blocks = np.array([table[:length] for table in item.seq.block_tables], np.int32)
+    slots = blocks[:, positions // block_size] * block_size + positions % block_size
+    slots[:, positions < item.seq.num_cached_tokens] = -1
+    return slots
+
+
+def _slot_mapping(slots: np.ndarray, size: int) -> torch.Tensor:
+    """Returns int32 [groups, size or more]: the slots, then padding up to the next aligned row."""
+    return torch.from_numpy(_padded(slots, cdiv(size, ALIGNMENT) * ALIGNMENT, -1))
 
 
 def _padded(values: Any, size: int, padding: int = 0) -> np.ndarray:
-    """Returns int32 [size]: the values, then padding."""
-    out = np.full(size, padding, np.int32)
-    out[: len(values)] = values
+    """Returns int32 [..., size]: the values, then padding."""
+    values = np.asarray(values)
+    out = np.full((*values.shape[:-1], size), padding, np.int32)
+    out[..., : values.shape[-1]] = values
     return out
 
 

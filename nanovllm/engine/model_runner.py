@@ -1,12 +1,9 @@
 """Runs scheduled batches on one rank's device. Makes no scheduling decisions."""
 
 import gc
-import os
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,40 +16,20 @@ from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs
 from nanovllm.engine.sampling_inputs import prepare_sample, sampling_rows
 from nanovllm.kernels.attention.backend import AttentionBackend
 from nanovllm.kernels.attention.block_tables import BlockTables
+from nanovllm.kernels.sampling.pipeline import SamplingInputs
 from nanovllm.kernels.sampling.sampled_tokens import fill_in_sampled
-from nanovllm.layers.sampler import Sampler, SamplingInputs
+from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.context import step_context
+from nanovllm.utils.device import on_device
 from nanovllm.utils.distributed import TPGroup
-from nanovllm.utils.forks import leave_to_parent
+from nanovllm.utils.forks import LeftToParent
 from nanovllm.utils.math import cdiv, heads_per_rank
 from nanovllm.utils.tracebacks import clear_frames
 
 if TYPE_CHECKING:
     from nanovllm.engine.cuda_graphs import StepGraphs
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def on_device(method: Method) -> Method:
-    """Makes the runner's GPU PyTorch's current device during a call, because the user's program or
-    another engine may have set another one. In a forked child process, the call raises ValueError.
-    """
-
-    @wraps(method)
-    def call(self: "ModelRunner", *args: Any, **kwargs: Any) -> Any:
-        if self.is_forked:
-            raise ValueError(
-                f"this engine belongs to process {self._pid}, and this process is a forked child: "
-                f"make another engine here, or start the process with spawn instead of fork"
-            )
-        if self.device.type == "cpu":
-            return method(self, *args, **kwargs)
-        with torch.cuda.device(self.device):
-            return method(self, *args, **kwargs)
-
-    return cast(Method, call)
 
 
 class NoGraphs:
@@ -65,7 +42,7 @@ class NoGraphs:
         raise NotImplementedError
 
 
-class ModelRunner:
+class ModelRunner(LeftToParent):
     """One rank: the model's shard, its part of the KV cache, and the steps run on them.
 
     ``engine.startup`` creates the runner, and sets the attributes that have to be loaded, measured
@@ -76,9 +53,13 @@ class ModelRunner:
         dtype: the dtype of weights, activations and KV cache.
         tp: the tensor-parallel group.
         backend: the attention backend.
-        kv_cache: [2, layers, blocks, block_size, kv_heads / ranks, head_dim].
-        block_tables: the block tables of all sequences with blocks. All layers share one table per
-            sequence.
+        kv_groups: the indices of the layers that share block tables, for each group of layers. A
+            model without windows has one group.
+        windows: for each group, the number of tokens to which a token attends, itself included;
+            None for all.
+        kv_cache: [2, layers per group, blocks, block_size, kv_heads / ranks, head_dim]. All groups
+            share the blocks: any group may hold any block.
+        block_tables: the block tables of all sequences with blocks, one per sequence and group.
         num_kvcache_blocks: the number of blocks in the cache.
         graphs: captured steps.
         sampled_tokens: int64 [max_num_seqs], the tokens that the last step sampled, by row. The
@@ -90,6 +71,8 @@ class ModelRunner:
     backend: AttentionBackend
     model: DecoderForCausalLM
     sampler: Sampler
+    kv_groups: tuple[tuple[int, ...], ...]
+    windows: tuple[int | None, ...]
     kv_cache: torch.Tensor
     block_tables: BlockTables
     num_kvcache_blocks: int
@@ -103,19 +86,13 @@ class ModelRunner:
         max_model_len: int,
         device: torch.device,
     ) -> None:
+        super().__init__()
         self.config = config
         self.model_config = model_config
         self.max_model_len = max_model_len
         self.device = device
         self.tp = TPGroup()
         self.startup_seconds: dict[str, float] = {}
-        self._pid = os.getpid()
-        leave_to_parent(self)
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether this process is a forked child of the one that made the runner."""
-        return os.getpid() != self._pid
 
     def call(self, method: str, step: InFlightStep | None, *args: Any) -> Any:
         """Rank 0: calls ``method(step, *args)`` on every rank at the same time. Other ranks pass
@@ -196,7 +173,12 @@ class ModelRunner:
         inputs: PackedInputs,
         block_copies: tuple[tuple[int, int], ...] = (),
     ) -> InFlightStep:
-        """Every rank: runs the forward pass of one step, up to logits or sampled tokens."""
+        """Every rank: runs the forward pass of one step, up to logits or sampled tokens.
+
+        Args:
+            last: a worker's last step, whose tensors are freed; None on rank 0, where ``sample``
+                has freed them.
+        """
         if last is not None:
             last.release()
         for source, target in block_copies:
@@ -230,13 +212,13 @@ class ModelRunner:
         # With programmatic dependent launch (PDL), attention may load the block tables before the
         # previous kernel has ended. So the tables are updated first: the kernels between the update
         # and attention wait for the update to end.
-        tables = self.block_tables.update(inputs.tables)[0]
-        if inputs.reads_cache:
-            columns = cdiv(context.max_seqlen_k, block_size) or None  # a capture does not know: all
-            context = replace(context, block_tables=tables[:, :columns])
+        tables = self.block_tables.update(inputs.tables)
+        # A captured decode has max_seqlen_k=0, and takes all columns.
+        columns = cdiv(context.max_seqlen_k, block_size) or None
+        contexts = inputs.contexts(tables[:, :, :columns], self.windows)
         if not context.is_prefill:
             fill_in_sampled(inputs.input_ids, self.sampled_tokens)
-        with step_context(context):
+        with step_context(*contexts):
             hidden_states = self.model(inputs.input_ids, inputs.positions)
             logits = self.model.compute_logits(hidden_states)
         if inputs.sampling_rows is not None:
@@ -260,8 +242,12 @@ class ModelRunner:
         return inputs.pack(size, pin_memory=self.device.type == "cuda")
 
     def _split_kv(self, context_lens: np.ndarray) -> np.ndarray | None:
+        """Returns the split-KV schedules of all distinct windows; None if the backend uses none."""
         kv_heads = heads_per_rank(self.model_config.num_key_value_heads, self.tp.size)
-        return self.backend.split_kv(context_lens, kv_heads, self.model_config.head_dim, self.dtype)
+        arguments = context_lens, kv_heads, self.model_config.head_dim, self.dtype
+        each = (self.backend.split_kv(*arguments, window) for window in dict.fromkeys(self.windows))
+        schedules = [schedule for schedule in each if schedule is not None]
+        return np.stack(schedules) if schedules else None
 
     @on_device
     def exit(self) -> None:

@@ -1,4 +1,4 @@
-"""Makes requests that the engine can add from prompts and sampling parameters."""
+"""Turns prompts and sampling parameters into requests, which ``LLMEngine`` then runs."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,7 +13,6 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import PORTION, PromptEncoder, raise_errors
 from nanovllm.utils.progress import slices
 
-CLOSED = "this engine is closed: make a new one"
 Checked: TypeAlias = PreparedRequest | Exception  # a request, or why it is refused
 
 
@@ -25,9 +24,7 @@ class RequestPreparer:
         sampling_states: checks sampling parameters.
         check_prompt_len: takes a number of prompt tokens. Raises ValueError if such a prompt can
             never run.
-
-    Attributes:
-        is_closed: set when the engine is closed. Pending calls then raise ValueError.
+        check_open: raises ValueError if the engine has been closed.
     """
 
     def __init__(
@@ -35,11 +32,12 @@ class RequestPreparer:
         encoder: PromptEncoder,
         sampling_states: SamplingStateFactory,
         check_prompt_len: Callable[[int], None],
+        check_open: Callable[[], None],
     ) -> None:
         self.encoder = encoder
         self.sampling_states = sampling_states
         self.check_prompt_len = check_prompt_len
-        self.is_closed = False
+        self.check_open = check_open
 
     def prepare_all(
         self,
@@ -66,8 +64,8 @@ class RequestPreparer:
         grammars are not compiled yet. The prompts are checked lazily, PORTION at a time.
 
         Args:
-            sampling_params: one for all prompts, which is checked before the first prompt, or one
-                each.
+            sampling_params: one for all prompts, or one each. One for all is checked before the
+                first prompt.
         """
         if isinstance(sampling_params, (list, tuple)):
             if len(sampling_params) != len(prompts):
@@ -79,10 +77,6 @@ class RequestPreparer:
         prepared = self.sampling_states.prepare(sampling_params)  # type: ignore[arg-type]
         self.sampling_states.grammars.check(prepared.grammar)
         return self._prepare_each(prompts, [prepared] * len(prompts), make_bar)
-
-    def check_open(self) -> None:
-        if self.is_closed:
-            raise ValueError(CLOSED)
 
     def _prepare_each(
         self, prompts: Seq[Any], each_params: Seq[Any], make_bar: Callable[..., tqdm] | None

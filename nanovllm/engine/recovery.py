@@ -21,8 +21,8 @@ def roll_back(
     """Rolls back a step that ran out of memory. Its tokens are computed later, in smaller steps.
 
     Returns:
-        False if the error has another cause, or if there are several ranks. Then a step cannot be
-        rolled back, because the other ranks may have run it.
+        False if the error is not an out-of-memory error, or if there are several ranks. With
+        several ranks a step cannot be rolled back, because other ranks may have run it.
 
     Raises:
         RuntimeError: not even the smallest step fits.
@@ -80,7 +80,8 @@ def isolated_copy(seq: Sequence) -> Sequence:
     """Returns a waiting copy, to be computed again from the start without shared blocks."""
     new = copy.copy(seq)
     new.status, new.is_isolated = SequenceStatus.WAITING, True
-    new.block_table, new.block_hashes, new.num_cached_tokens = [], [], 0
+    new.block_tables, new.block_hashes = [], []
+    new.num_cached_tokens = new.num_full_blocks = new.table_len = 0
     new.num_prompt_logprobs = 0
     new.last_token, new.num_tokens = seq.token_ids[-1], len(seq.token_ids)
     return new

@@ -24,7 +24,7 @@ class PreparedRequest:
         prompt: its text; None if it came as token ids.
         prompt_token_ids: its token ids.
         sampling: its sampling parameters, checked.
-        preparer: refers to the engine that prepared it. No other engine accepts it.
+        preparer: a weak reference to the engine's RequestPreparer. No other engine accepts it.
     """
 
     prompt: str | None

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
+from nanovllm.kernels.sampling.pipeline import LogitEdits, SamplingInputs
 from nanovllm.kernels.sampling.sampling_row import ROW_WORDS, SAMPLING_ROW
-from nanovllm.layers.sampler import LogitEdits, SamplingInputs
 
 
 def prepare_sample(batch: Batch) -> SamplingInputs:

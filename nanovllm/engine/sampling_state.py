@@ -39,10 +39,10 @@ class SamplingState:
     """Sampling parameters in the form that steps need, computed once.
 
     Args:
-        params: the request's.
-        seed: the sequence's own, any 64 bits.
+        params: the request's parameters.
+        seed: the seed of this sequence, any 64 bits.
         edits: masks, biases and penalties to apply before sampling; empty if there are none.
-        vocab_size: the model's.
+        vocab_size: the model's vocabulary size.
         processed_logprobs: see ``SamplingKind``.
 
     Attributes:
@@ -103,7 +103,7 @@ class PreparedParams(NamedTuple):
 
     @property
     def grammar(self) -> "Lazy | None":
-        """The grammar that the text must match, compiled or not yet; None for any text."""
+        """The grammar that the text must match, compiled or not yet; None if there is none."""
         return None if self.edits is None else self.edits.grammar
 
 
@@ -112,9 +112,9 @@ class SamplingStateFactory:
 
     Args:
         tokenizer: a transformers tokenizer, or None.
-        vocab_size: the model's.
-        eos_token_ids: the model's.
-        config: has the seed of the generator that gives each request without a seed its own.
+        vocab_size: the model's vocabulary size.
+        eos_token_ids: the model's EOS tokens.
+        config: its ``seed`` seeds the generator from which requests without a seed get theirs.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class SamplingStateFactory:
         self.max_logprobs = vocab_size if most == -1 else min(most, vocab_size)
         self.processed_logprobs = config.logprobs_mode == "processed_logprobs"
         self.eos_token_ids = frozenset(eos_token_ids)
-        # Requests with grammars have their own generator. They start when their grammar is
-        # compiled, so their order varies.
+        # Requests with grammars start when their grammars are compiled, so their order varies. They
+        # have their own generator, so that the seeds of other requests do not vary.
         self.random, self.grammar_random = Random(config.seed), Random(f"{config.seed}/grammars")
         self.grammars = Grammars(tokenizer, vocab_size, self.eos_token_ids)
 
@@ -141,7 +141,7 @@ class SamplingStateFactory:
 
         Raises:
             TypeError: not SamplingParams.
-            ValueError: fields that contradict each other, or that this model cannot follow.
+            ValueError: fields that contradict each other, or are invalid for this model.
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")

@@ -1,6 +1,7 @@
 """Decides which sequences run in each step. Counts tokens and blocks; never touches a tensor."""
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from nanovllm.config import Config
@@ -13,9 +14,10 @@ NO_TOKEN = (
     "no token could be sampled: the model's logits are NaN or infinite, or the sampling parameters "
     "allow no token"
 )
-# Prompts are admitted when 1/16 of max_num_seqs is free, or when all waiting ones can be admitted.
+# A prefill delays decodes only if 1/16 of the max_num_seqs slots is free, or one for each waiting
+# prompt.
 ADMISSION_SHARE = 16
-RECOVERY_STEPS = 100  # after this many steps, limits that were lowered by out of memory are doubled
+RECOVERY_STEPS = 100  # limits lowered by an out-of-memory error double after this many steps
 
 
 class Scheduler:
@@ -27,18 +29,20 @@ class Scheduler:
     recomputed later.
 
     A request with n > 1 has a sequence for each completion: the first one, and its siblings. Only
-    the first one computes the prompt. Then the siblings start with its blocks. They count as
-    resident as soon as the first one is admitted.
+    the first one computes the prompt. Then the siblings start with its blocks. A sequence is
+    resident if it is running, or if it is the sibling of a running one: its slot is reserved.
 
     Args:
-        config: the block size, the most sequences and tokens of a step, and whether equal prefixes
-            share blocks. Every resident sequence decodes one token a step.
+        config: the block size, the maximum number of sequences and of tokens in a step, and whether
+            equal prefixes share blocks.
         num_blocks: KV blocks to hand out.
         max_model_len: longest prompt + completion, in tokens.
         eos_token_ids: tokens that end a sequence.
         eos_token_id: the primary EOS token, reported with ``stop_reason=None``. Any other EOS token
             is reported as the stop reason.
         policy: the order in which waiting sequences are admitted, first come, first served if None.
+        windows: the window of each group of layers; None for a group that attends to all tokens.
+        cache_len: the length of the longest sequence that the blocks hold, if a group has a window.
     """
 
     running: list[Sequence]  # oldest first
@@ -54,15 +58,18 @@ class Scheduler:
         eos_token_ids: Iterable[int] = (),
         eos_token_id: int | None = None,
         policy: FirstComeFirstServed | None = None,
+        windows: Seq[int | None] = (None,),
+        cache_len: int | None = None,
     ) -> None:
         self.max_num_seqs = config.max_step_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_model_len = max_model_len
         # A sequence that has the cache to itself must fit, or it could never finish.
-        self.max_len = min(max_model_len, num_blocks * config.kvcache_block_size)
+        self.max_len = min(max_model_len, cache_len or num_blocks * config.kvcache_block_size)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.eos_token_id = eos_token_id
         self._cache_settings = num_blocks, config.kvcache_block_size, config.enable_prefix_caching
+        self.windows = windows
         self.waiting = FirstComeFirstServed() if policy is None else policy
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # of prompts started so far
@@ -91,7 +98,7 @@ class Scheduler:
             )
 
     def add(self, seq: Sequence) -> None:
-        """Queues a request; refuses one that could never run with ValueError."""
+        """Queues a sequence and its siblings. Raises ValueError if it could never run."""
         self.check_prompt_len(len(seq))
         for each in (seq, *seq.siblings):
             params = each.sampling_params
@@ -120,7 +127,7 @@ class Scheduler:
         items = self._schedule_prefill()
         is_prefill = bool(items)
         items = items or self._schedule_decode()
-        return Batch(items, is_prefill=is_prefill, block_copies=copies)
+        return Batch(items, is_prefill, copies, len(self.windows))
 
     def roll_back(self, batch: Batch) -> bool:
         """Rolls back the step just scheduled, which ran out of memory, and preempts sequences.
@@ -216,7 +223,9 @@ class Scheduler:
 
     def reset(self) -> None:
         """Drops all sequences and the prefix cache, even after an interrupted step."""
-        self.block_manager = BlockManager(*self._cache_settings)
+        self.block_manager = BlockManager(
+            *self._cache_settings, self.windows, self.max_num_batched_tokens
+        )
         self.waiting.clear()
         self.running = []
         self._block_copies = []
@@ -261,7 +270,7 @@ class Scheduler:
         return budget < self.count_new_tokens(seq) <= self._max_tokens_now
 
     def _can_admit_several(self, residents: int) -> bool:
-        """Whether enough prompts can be admitted that a prefill step is worth delaying the decodes.
+        """Whether enough prompts can be admitted to make a prefill worth the delay of the decodes.
         Without this check, each sequence that finishes would cause a prefill of a single prompt."""
         num_free = self._max_seqs_now - residents
         return num_free >= min(len(self.waiting), self._max_seqs_now // ADMISSION_SHARE)
@@ -275,25 +284,25 @@ class Scheduler:
         return others < self._max_seqs_now and self.block_manager.can_allocate(seq, others)
 
     def _prefill_chunk(self, seq: Sequence, budget: int) -> ScheduledSequence:
-        # The last token is computed even if it is cached: its logits are not.
+        # The last token is computed even if it is cached, because its logits are needed.
         start = min(seq.num_cached_tokens, len(seq) - 1)
         end = min(start + budget, len(seq))
-        # Registered before it is computed, so that equal prompts in this step share the blocks: a
-        # step stores the keys and values of all its tokens before it reads any.
+        # The blocks are cached before they are computed, so that equal prompts in this step share
+        # them: each layer stores the keys and values of all the step's tokens before it reads any.
         self.block_manager.cache_blocks(seq, start, end)
         return ScheduledSequence(seq, start, end, samples=end == len(seq))
 
     def _start_siblings(self, seq: Sequence) -> None:
-        """Starts the siblings of a sequence whose prompt has just been computed. They compute only
-        its last token again. Siblings that do not fit wait, and find the prompt in the prefix cache
-        or recompute it."""
+        """Starts the siblings of a sequence whose prompt has just been computed. Each computes only
+        the prompt's last token again. Siblings that do not fit wait, and find the prompt in the
+        prefix cache or recompute it."""
         siblings, seq.siblings = seq.siblings, []
         others = sum(1 + len(other.siblings) for other in self.running)
-        fit = max(0, min(self._max_seqs_now - others, len(self.block_manager.free_block_ids)))
+        num_free = len(self.block_manager.free_block_ids) // len(self.windows)
+        fit = max(0, min(self._max_seqs_now - others, num_free))
         started, left = siblings[:fit], siblings[fit:]
         for sibling in started:
-            if copy := self.block_manager.fork(seq, sibling):
-                self._block_copies.append(copy)
+            self._block_copies += self.block_manager.fork(seq, sibling)
             sibling.status = SequenceStatus.RUNNING
         index = self.running.index(seq) + 1
         self.running[index:index] = started
@@ -305,7 +314,7 @@ class Scheduler:
         while len(items) < len(running):
             seq = running[len(items)]
             num_tokens = seq.num_tokens
-            if num_tokens > len(seq.block_table) * manager.block_size:
+            if num_tokens > seq.table_len * manager.block_size:
                 if not manager.can_append(seq):
                     self.preempt(running[-1])
                     continue
@@ -315,7 +324,8 @@ class Scheduler:
         return tuple(items)
 
     def _check_stop(self, seq: Sequence) -> Finish | None:
-        """Returns how a stop token ends the sequence; None before ``min_tokens`` tokens."""
+        """Returns how a stop token ends the sequence; None if fewer than ``min_tokens`` tokens were
+        generated before it."""
         params, token_id = seq.sampling_params, seq.last_token
         if seq.num_completion_tokens <= params.min_tokens:
             return None

@@ -28,7 +28,8 @@ class Finish(NamedTuple):
         reason: "stop", "length" or "error".
         stop_reason: the stop token or stop string that ended it, if one did.
         error: what went wrong, for "error".
-        ends_with_stop_token: whether the last token is the stop token. The text leaves it out.
+        ends_with_stop_token: whether the last token is the stop token. The text leaves it out,
+            unless ``include_stop_str_in_output`` is set.
     """
 
     reason: str
@@ -41,7 +42,8 @@ class Sequence:
     """A prompt and the tokens generated after it.
 
     The sequence has ``len(seq)`` tokens. The first ``num_prompt_tokens`` are the prompt. The first
-    ``num_cached_tokens`` have their keys and values in the KV cache. A sequence with one uncached
+    ``num_cached_tokens`` have their keys and values in the KV cache, whether this sequence computed
+    them or the prefix cache had them. A sequence with one uncached
     token is decoded, one with more is prefilled. A token counts in ``len(seq)`` as soon as the step
     that samples it is launched. It is in ``token_ids`` only after it has reached the host.
 
@@ -50,9 +52,12 @@ class Sequence:
         request_id: the id of the request that it belongs to.
         last_token: the newest token's id. While the token is only on the device: -1 - row, where
             row is its row among the tokens that the last step sampled.
-        block_table: physical KV block of each logical block.
+        block_tables: of each group of layers, the physical KV block of each logical block. A group
+            with a window has freed its first blocks (see BlockManager).
+        table_len: number of logical blocks that have an entry in all tables.
+        num_full_blocks: number of computed full blocks. The blocks before their windows are freed.
         table_row: its row in the device's block tables while it has blocks.
-        num_sent_blocks: number of leading entries of ``block_table`` that the device has.
+        num_sent_blocks: number of leading entries of each table that the device has.
         block_hashes: chain hash of each full block hashed so far (see BlockManager).
         siblings: other completions of the same prompt. The scheduler starts them with copies of
             this sequence's blocks when the prompt is computed.
@@ -88,7 +93,9 @@ class Sequence:
         self.num_prompt_tokens = len(token_ids)
         self.num_cached_tokens = 0
         self.last_token = self.token_ids[-1]
-        self.block_table: list[int] = []
+        self.block_tables: list[list[int]] = []
+        self.table_len = 0
+        self.num_full_blocks = 0
         self.table_row = -1
         self.num_sent_blocks = 0
         self.block_hashes: list[int] = []
@@ -104,7 +111,7 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"Sequence({self.seq_id}, {self.status.name}, prompt={self.num_prompt_tokens}, "
-            f"len={self.num_tokens}, cached={self.num_cached_tokens}, blocks={self.block_table})"
+            f"len={self.num_tokens}, cached={self.num_cached_tokens}, blocks={self.block_tables})"
         )
 
     @property
@@ -130,7 +137,7 @@ class Sequence:
         if self.is_isolated:
             return 0
         if self.wants_prompt_logprobs and self.num_prompt_logprobs < self.num_prompt_tokens - 1:
-            return self.num_prompt_logprobs
+            return self.num_prompt_logprobs  # the next position's logits must be computed
         return self.num_tokens
 
     @property

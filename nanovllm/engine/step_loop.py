@@ -80,7 +80,7 @@ class StepLoop:
 
             if not roll_back(error, batch, self.scheduler, self.model_runner):
                 raise
-        # Outside the except block, because the exception's frames hold tensors until its end.
+        # Outside the except block, in which the exception's frames would still hold tensors.
         release_unused(self.model_runner.device)
         return None
 
@@ -122,8 +122,8 @@ class StepLoop:
         """
         work = dict.fromkeys((*sampled[next(self._text_turns) :: TEXT_STEPS], *finished), -1)
         for seq, token_id in zip(sampled, token_ids, strict=True):
-            tokens = seq.completion.tokens_to_process
-            if tokens is not None and tokens[token_id]:
+            must_process = seq.completion.tokens_to_process
+            if must_process is not None and must_process[token_id]:
                 work[seq] = token_id
         ended = {}
         for seq, token_id in work.items():

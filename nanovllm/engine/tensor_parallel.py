@@ -8,11 +8,11 @@ import torch
 from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.config import Config
 from nanovllm.engine.in_flight import InFlightStep
-from nanovllm.engine.model_runner import ModelRunner, on_device
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.startup import start
 from nanovllm.engine.workers import Worker, Workers, interrupts_delayed
 from nanovllm.kernels.comm.all_reduce import make_one_shot_all_reduces
-from nanovllm.utils.device import select_device
+from nanovllm.utils.device import on_device, select_device
 from nanovllm.utils.distributed import make_tp_group
 
 
@@ -54,12 +54,12 @@ class MainRunner(RankRunner):
         self.workers.on_failure(self._abort)
 
     def _abort(self) -> None:
-        self.tp.abort()  # the current group
+        self.tp.abort()  # looked up when a worker fails, because ``join_ranks`` replaces the group
 
     def call(self, method: str, step: InFlightStep | None, *args: Any) -> Any:
         with interrupts_delayed():
             try:
-                self.workers.send(method, args)
+                self.workers.send((method, args))
                 return super().call(method, step, *args)
             except BaseException as error:
                 self.workers.fail(error)

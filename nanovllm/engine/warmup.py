@@ -27,17 +27,19 @@ def warmup_model(runner: ModelRunner) -> None:
             length = num_tokens // num_seqs + (i < num_tokens % num_seqs)
             seq = Sequence([0] * min(length, runner.max_model_len))
             seq.completion = completion
-            seq.block_table = [0] * cdiv(len(seq), runner.config.kvcache_block_size)
+            seq.table_len = cdiv(len(seq), runner.config.kvcache_block_size)
+            seq.block_tables = [[0] * seq.table_len] * len(runner.windows)
             seq.table_row = i
             items.append(ScheduledSequence(seq, 0, len(seq), samples=True))
-        runner.run_step(None, runner.prepare(Batch(tuple(items), is_prefill=True), None))
+        batch = Batch(tuple(items), is_prefill=True, num_groups=len(runner.windows))
+        runner.run_step(None, runner.prepare(batch, None))
 
 
 @torch.inference_mode()
 def compile_kernels(runner: ModelRunner) -> None:
     """Compiles the kernels of all steps in parallel, instead of one by one at their first launch.
 
-    Among small batches the kernels depend on the size, so all small sizes are compiled. For large
+    The kernels of small steps depend on the size, so all small sizes are compiled. For large
     decodes, the multiples of 64 are enough.
     """
     allocate_kv_cache(runner, 1)

@@ -86,8 +86,8 @@ def apply_rope_and_store_reference(
     if slots is not None:
         store_kvcache(k, v, *slots)
     if clamp_end:
-        first, largest = rope.positions < clamp_end, torch.finfo(v.dtype).max
-        v[first] = v[first].nan_to_num(nan=largest, posinf=largest, neginf=-largest)
+        clamped, largest = rope.positions < clamp_end, torch.finfo(v.dtype).max
+        v[clamped] = v[clamped].nan_to_num(nan=largest, posinf=largest, neginf=-largest)
     return q, k
 
 
@@ -116,7 +116,7 @@ def _apply_rope_and_store_kernel(
     BLOCK_HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
     STORES: tl.constexpr,
-    NUM_FINITE: tl.constexpr,
+    CLAMP_END: tl.constexpr,
     LARGEST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -159,8 +159,8 @@ def _apply_rope_and_store_kernel(
         w1 = tl.load(weight_ptr + column, mask=in_head, other=0.0)
         w2 = tl.load(weight_ptr + HALF + column, mask=in_head, other=0.0)
         # Rounds where rms_norm_reference rounds.
-        x1 = ((x1 * scale).to(raw1.dtype) * w1).to(tl.float32)
-        x2 = ((x2 * scale).to(raw2.dtype) * w2).to(tl.float32)
+        x1 = ((x1 * scale).to(w1.dtype) * w1).to(raw1.dtype).to(tl.float32)
+        x2 = ((x2 * scale).to(w2.dtype) * w2).to(raw2.dtype).to(tl.float32)
     position = tl.load(positions_ptr + token)
     cos_sin = cos_sin_ptr + position * (HALF * 2) + column
     cos = tl.load(cos_sin, mask=in_head, other=0.0)
@@ -179,7 +179,7 @@ def _apply_rope_and_store_kernel(
             tl.store(k_cache_ptr + start + offset + HALF, out2, mask=mask)
             tl.store(v_cache_ptr + start + offset, v1, mask=mask)
             tl.store(v_cache_ptr + start + offset + HALF, v2, mask=mask)
-    if is_key & (position < NUM_FINITE):
+    if is_key & (position < CLAMP_END):
         for i in tl.static_range(2):
             v_half_ptr = v_ptr + token * v_stride + offset + i * HALF
             v = tl.load(v_half_ptr, mask=mask, other=0.0).to(tl.float32)
@@ -232,7 +232,7 @@ def apply_rope_and_store_triton(
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         HAS_NORM=has_norm,
         STORES=slots is not None,
-        NUM_FINITE=clamp_end,
+        CLAMP_END=clamp_end,
         LARGEST=torch.finfo(v.dtype).max,
         num_warps=2,
         **pdl_options(q),

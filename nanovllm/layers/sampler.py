@@ -1,48 +1,11 @@
 """Samples the next tokens from logits."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-
 import torch
 from torch import nn
 
-from nanovllm.kernels.sampling.sample import sample, sample_shard, unpack_token_ids
+from nanovllm.kernels.sampling.pipeline import SamplingInputs, sample_with_logprobs
+from nanovllm.kernels.sampling.sample import sample_shard, unpack_token_ids
 from nanovllm.layers.embed_head import ParallelLMHead
-
-# Functions that edit logits in place, in calling order, with their arguments after the logits.
-LogitEdits = Mapping[Callable[..., None], tuple[torch.Tensor, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingInputs:
-    """The sampling parameters of N sequences. Features that no sequence uses cost nothing.
-
-    Attributes:
-        rows: int32 [N, 8], a SAMPLING_ROW each.
-        truncates: whether any row has top_k, top_p or min_p set.
-        edits: penalties, biases and masks to apply to the logits first.
-        num_logprobs: number of most likely tokens to report besides the sampled one; None for no
-            log-probabilities at all.
-        processed_logprobs: report log-probabilities after edits, temperature and truncation,
-            instead of those of the model.
-    """
-
-    rows: torch.Tensor
-    truncates: bool = False
-    edits: LogitEdits = field(default_factory=dict)
-    num_logprobs: int | None = None
-    processed_logprobs: bool = False
-
-    def to(self, device: torch.device) -> "SamplingInputs":
-        """Copies the tensors to a device, asynchronously."""
-        if device.type == "cpu":
-            return self
-
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.pin_memory().to(device, non_blocking=True)
-
-        edits = {edit: tuple(map(move, tensors)) for edit, tensors in self.edits.items()}
-        return replace(self, rows=move(self.rows), edits=edits)
 
 
 class Sampler(nn.Module):
@@ -57,7 +20,7 @@ class Sampler(nn.Module):
         super().__init__()
         self.tp, self.gather, self.vocab_start = head.tp, head.gather, head.vocab_start
         end = min(head.vocab_start + head.num_embeddings_per_rank, head.num_embeddings)
-        self.num_own_tokens = max(end - head.vocab_start, 0)
+        self.shard_size = max(end - head.vocab_start, 0)
 
     def forward(
         self, logits: torch.Tensor, inputs: SamplingInputs | None, per_shard: bool = False
@@ -76,7 +39,7 @@ class Sampler(nn.Module):
         """
         if per_shard and self.tp.size > 1:
             assert inputs is not None
-            packed = sample_shard(logits, inputs.rows, self.num_own_tokens, self.vocab_start)
+            packed = sample_shard(logits, inputs.rows, self.shard_size, self.vocab_start)
             return unpack_token_ids(self.tp.all_reduce(packed)), None
         all_logits = self.gather(logits)
         if all_logits is None or inputs is None:
@@ -85,29 +48,3 @@ class Sampler(nn.Module):
             return self.tp.all_reduce(no_token), None
         token_ids, logprobs = sample_with_logprobs(all_logits, inputs)
         return self.tp.all_reduce(token_ids), logprobs
-
-
-def sample_with_logprobs(
-    logits: torch.Tensor, inputs: SamplingInputs
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Samples from logits [N, vocab_size] of the whole vocabulary. See ``Sampler.forward``."""
-    edited = edit_logits(logits, inputs.edits)
-    token_ids = sample(edited, inputs.rows, inputs.truncates)
-    if inputs.num_logprobs is None:
-        return token_ids, None
-    from nanovllm.kernels.sampling.logprobs import pack_logprobs
-    from nanovllm.kernels.sampling.processed_logits import processed_logits
-
-    valid_ids = token_ids.clamp(min=0)
-    if inputs.processed_logprobs:
-        logits = processed_logits(edited, inputs.rows, valid_ids, inputs.truncates)
-    return token_ids, pack_logprobs(logits, valid_ids, inputs.num_logprobs)
-
-
-def edit_logits(logits: torch.Tensor, edits: LogitEdits) -> torch.Tensor:
-    """Returns an fp32 copy of the logits with all edits applied, or ``logits`` itself if there are
-    none."""
-    edited = logits.to(torch.float32, copy=True) if edits else logits
-    for edit, tensors in edits.items():
-        edit(edited, *tensors)
-    return edited

@@ -51,8 +51,8 @@ class _Closer:
 
     ``$ref``, ``allOf``, ``anyOf`` and ``oneOf`` (in-place applicators, in JSON Schema's terms) hold
     schemas for the same value as the schema around them. If several schemas of a value declare
-    keys, the value's schemas are combined: each combination takes one branch of each ``anyOf`` or
-    ``oneOf``. It is closed with the union of the keys that its schemas declare.
+    keys, the result is an ``anyOf`` of combinations. A combination has one branch of each ``anyOf``
+    and ``oneOf``, and allows the keys that any of its schemas declares.
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
@@ -136,8 +136,8 @@ class _Closer:
         return f"#/$defs/{name}"
 
     def _alternatives(self, schema: Any, path: tuple[Any, ...] = ()) -> list[list[Any]]:
-        """Returns combinations of schemas whose applicators declare no keys. A value matches the
-        schema if it matches all schemas of one combination.
+        """Returns combinations of schemas. A value matches ``schema`` if it matches all schemas of
+        one combination. No schema of a combination has an applicator that declares keys.
 
         Args:
             schema: the schema.
@@ -145,7 +145,7 @@ class _Closer:
         """
         self._count_visits(1)
         if any(schema is outer for outer in path):
-            return []  # the alternatives without this cycle describe the same values
+            return []  # a cycle of references adds no alternatives
         if not isinstance(schema, Mapping):
             return [[schema]]
         factors: list[list[list[Any]]] = []
@@ -231,5 +231,5 @@ def _declared_properties(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    """Returns the value, or an empty mapping if it is none: llguidance refuses the value later."""
+    """Returns the value if it is a mapping, else an empty one. llguidance refuses it later."""
     return value if isinstance(value, Mapping) else {}

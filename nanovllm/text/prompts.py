@@ -194,9 +194,9 @@ class PromptEncoder:
         """Returns its argument. Raises ValueError for a text that is far too long, because
         tokenizing all of it would take seconds and gigabytes.
 
-        Tokenizes the start of the text only. Cutting the text may split a long token, and then
-        changes the tokens before the cut too. So the start may have more than twice ``max_len``
-        tokens before the text is refused."""
+        Tokenizes only the start of the text. The cut may split a long token, which may change the
+        tokens before it too. So the text is refused only if its start has more than twice
+        ``max_len`` tokens, and a margin for a long token."""
         size = CHARS_PER_TOKEN * self.max_len
         while size < len(text):
             start = self.tokenizer(text[:size], add_special_tokens=False)["input_ids"]

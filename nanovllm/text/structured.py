@@ -378,7 +378,7 @@ def _to_lark(kind: str, text: str, checker: GrammarChecker) -> str:
 
     if kind == "json":
         schema = json.loads(text)
-        if '"oneOf"' in text:  # closing makes branches exclusive, so check the original ones
+        if '"oneOf"' in text:  # check the original: close_objects may make its branches exclusive
             lark = _json_to_lark(schema)
             checker.check(lark)
             error = LLMatcher.validate_grammar(lark)

@@ -1,6 +1,28 @@
-"""Chooses the device and the dtype of a rank."""
+"""Chooses the device and the dtype of a rank, and makes the device current."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def on_device(method: Method) -> Method:
+    """Makes the GPU of the method's object PyTorch's current device during a call, because the
+    user's program or another engine may have set another one. In a forked child process, the call
+    raises ValueError. The object is a LeftToParent with the attribute ``device``."""
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.check_not_forked()
+        if self.device.type == "cpu":
+            return method(self, *args, **kwargs)
+        with torch.cuda.device(self.device):
+            return method(self, *args, **kwargs)
+
+    return cast(Method, call)
 
 
 def select_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:

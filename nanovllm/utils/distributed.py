@@ -112,8 +112,8 @@ def make_tp_group(rank: int, size: int, store: dist.Store, device: torch.device)
     """
     backend: Any
     if device.type == "cuda":
-        # By default the monitor thread of PyTorch's NCCL group polls the store every second, for as
-        # long as the group exists.
+        # Otherwise a thread of PyTorch's NCCL group would poll the store every second, also after
+        # ``close_store``.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         backend = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
     else:

@@ -21,8 +21,28 @@ def leave_to_parent(thing: Any) -> None:
     _owned.add(thing)
 
 
+class LeftToParent:
+    """An object that a forked child process must neither destroy nor use."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        leave_to_parent(self)
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a forked child of the one that made the object."""
+        return os.getpid() != self._pid
+
+    def check_not_forked(self) -> None:
+        if self.is_forked:
+            raise ValueError(
+                f"this engine belongs to process {self._pid}, and this process is a forked child: "
+                f"make another engine here, or start the process with spawn instead of fork"
+            )
+
+
 def _keep_alive() -> None:
-    # A leaked reference, because the interpreter clears globals and closures when it exits.
+    # Leaks a reference, because the interpreter clears globals and closures when it exits.
     for thing in _owned:
         for held in (thing, *vars(thing).values()):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))

@@ -30,7 +30,7 @@ def held_bytes(device: torch.device) -> int | None:
 def describe_memory(device: torch.device) -> str:
     """Describes the memory in use, for a message."""
     if device.type != "cuda":
-        return "the CPU's"
+        return "CPU memory"
     free, total = torch.cuda.mem_get_info(device)
     used, held = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     figures = [f"{num_bytes / 2**30:.2f} GiB" for num_bytes in (total, free, used, held)]

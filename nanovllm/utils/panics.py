@@ -1,4 +1,4 @@
-"""Handles panics of Rust libraries as errors, although they are no subclass of Exception."""
+"""Handles panics of Rust libraries as errors. Their class is not a subclass of Exception."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

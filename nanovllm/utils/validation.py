@@ -3,8 +3,9 @@
 A field names its validator in its annotation: ``n: Annotated[int, integer(1, 8)] = 1``.
 """
 
+import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
@@ -20,9 +21,23 @@ def validators_of(cls: Any) -> dict[str, Validator]:
     return {f.name: f.type.__metadata__[0] for f in annotated}  # type: ignore[union-attr]
 
 
+def check_names(names: Iterable[str], known: Sequence[str]) -> None:
+    """Raises TypeError for an argument that is not known. The message suggests the nearest one."""
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+            raise TypeError(f"unknown argument {name!r}{hint}")
+
+
 def optional(validate: Validator) -> Validator:
     """Accepts None as well."""
     return lambda name, value: None if value is None else validate(name, value)
+
+
+def or_empty(validate: Validator) -> Validator:
+    """Accepts None as well, which becomes an empty list."""
+    return lambda name, value: [] if value is None else validate(name, value)
 
 
 def boolean(name: str, value: Any) -> bool:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from nanovllm.engine import startup
-from nanovllm.engine.model_runner import ModelRunner, on_device
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.tensor_parallel import WorkerRunner
+from nanovllm.utils.device import on_device
 
 
 @pytest.fixture

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from nanovllm.kernels.sampling.logit_edits import add_bias, apply_mask, penalise
 from nanovllm.kernels.sampling.logprobs import pack_logprobs
-from nanovllm.kernels.sampling.sampling_row import SAMPLING_ROW
-from nanovllm.layers.sampler import (
+from nanovllm.kernels.sampling.pipeline import (
     LogitEdits,
-    Sampler,
     SamplingInputs,
     edit_logits,
     sample_with_logprobs,
 )
+from nanovllm.kernels.sampling.sampling_row import SAMPLING_ROW
+from nanovllm.layers.sampler import Sampler
 
 NUM_DRAWS = 5_000
 # 8 tokens of graded odds, and one that must never come.

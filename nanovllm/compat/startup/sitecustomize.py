@@ -1,6 +1,6 @@
-"""Hands the vllm alias on to child processes. ``register_as_vllm`` puts this folder on PYTHONPATH,
-and Python imports a module of this name when it starts. Another sitecustomize further along the
-path runs too."""
+"""Registers the vllm alias in child processes. ``register_as_vllm`` puts this folder on PYTHONPATH,
+and Python imports a module of this name when it starts. If there is another sitecustomize further
+along the path, it runs too."""
 
 import importlib.util
 import os
@@ -29,6 +29,6 @@ def _run_next() -> None:
         spec.loader.exec_module(module)
 
 
-if importlib.util.find_spec("nanovllm") is not None:  # not so in other Python installations
+if importlib.util.find_spec("nanovllm") is not None:  # another Python may lack it
     _register()
 _run_next()

@@ -19,7 +19,7 @@ class AttentionParams(NamedTuple):
         scale: factor of the scores q k^T.
         window: a token attends to itself and the ``window`` - 1 tokens before it; None if it
             attends to all tokens before it.
-        softcap: scores s, after scaling, become softcap * tanh(s / softcap); None if they stay.
+        softcap: scaled scores s become softcap * tanh(s / softcap); None for no softcap.
         sinks: fp32 [heads], a learned logit per query head that counts in the softmax's
             denominator only (attention sink); None if there are none.
     """
@@ -37,11 +37,11 @@ class AttentionBackend(ABC):
     """Softmax attention over the paged KV cache. A backend keeps no state between steps.
 
     q is [N, heads, head_dim]. k and v are [N, kv_heads, head_dim]. The cache already holds the keys
-    and values of this step, unless ``new`` is given. heads is a multiple of kv_heads, and query
-    head h attends to KV head h * kv_heads // heads. Results have q's shape.
+    and values of this step, unless ``decode`` gets them in ``new``. heads is a multiple of
+    kv_heads, and query head h attends to KV head h * kv_heads // heads. Results have q's shape.
 
-    In a layer with a window, tokens outside of the windows of all queries are not read: their
-    entries in the block tables may be anything.
+    In a layer with a window, tokens outside of the windows of all queries are not read, so block
+    tables need no valid entries for them.
 
     Attributes:
         name: as in the ``attention_backend`` option.
@@ -73,10 +73,10 @@ class AttentionBackend(ABC):
         undefined."""
 
     def clamp_end(self, context: Context) -> int:
-        """Returns the position in each prompt before which all values must be finite.
+        """Returns the position in each prompt below which the tensor v must be finite.
 
-        ``apply_rope_and_store`` clamps these values before ``prefill``, so that NaN and inf cannot
-        reach other sequences.
+        ``apply_rope_and_store`` clamps v there before ``prefill``, so that NaN and inf cannot reach
+        other sequences.
         """
         return 0
 

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.utils.math import cdiv
+from nanovllm.utils.packed_tensors import ALIGNMENT
 from nanovllm.utils.triton_compat import by_device, tl, triton
 
 BLOCK = 1024  # columns per program
@@ -13,9 +15,9 @@ class BlockTableUpdate(NamedTuple):
     """What a step changes in the block tables, and which rows it reads. All tensors are int32.
 
     Attributes:
-        entries: [groups, num_seqs, 4]. Of each sequence: its row (-1 for padding), the length of
-            its block table, the offset into ``new_blocks`` of its first new block, and the number
-            of its new blocks.
+        entries: [groups, num_seqs, 4]. The four numbers of a sequence are its row (-1 for padding),
+            the length of its block table, the offset into ``new_blocks`` of its first new block,
+            and the number of its new blocks.
         new_blocks: [total number of new blocks or more], the blocks at the end of each block table
             that the device does not have yet.
     """
@@ -37,8 +39,9 @@ class BlockTables:
     """
 
     def __init__(self, num_groups: int, num_rows: int, width: int, device: torch.device) -> None:
-        # Kernels may load entries that they do not use, so all entries must be valid blocks.
-        shape = num_groups, num_rows, width
+        # Kernels may load entries that they do not use, so all entries must be valid blocks. The
+        # number of rows is rounded up, so that the table of each group is aligned to 16 bytes.
+        shape = num_groups, cdiv(num_rows, ALIGNMENT) * ALIGNMENT, width
         self.resident, self.step = torch.zeros(2, *shape, dtype=torch.int32, device=device)
 
     def update(self, update: BlockTableUpdate) -> torch.Tensor:
@@ -59,10 +62,10 @@ def update_reference(resident: torch.Tensor, update: BlockTableUpdate, step: tor
         rows, num_blocks, first_new, num_new = entries.T
         rows = rows.long().clamp(min=0)
         seqs = torch.arange(len(rows), device=rows.device).repeat_interleave(num_new)
-        places = torch.arange(len(seqs), device=rows.device)  # counted from 0 in each sequence
-        places -= (num_new.cumsum(0) - num_new)[seqs]
-        new_blocks = update.new_blocks[first_new[seqs] + places]
-        resident[group, rows[seqs], (num_blocks - num_new)[seqs] + places] = new_blocks
+        offsets = torch.arange(len(seqs), device=rows.device)  # counted from 0 in each sequence
+        offsets -= (num_new.cumsum(0) - num_new)[seqs]
+        new_blocks = update.new_blocks[first_new[seqs] + offsets]
+        resident[group, rows[seqs], (num_blocks - num_new)[seqs] + offsets] = new_blocks
         width = int(num_blocks.max()) if len(rows) else 0
         used = torch.arange(width, device=rows.device) < num_blocks[:, None]
         step[group, :, :width][used] = resident[group, rows, :width][used]

@@ -32,8 +32,8 @@ from nanovllm.utils.triton_compat import pdl_options, tl, triton
 
 COMBINE_ROWS = 32  # partial results (splits times heads of a group) that are combined at once
 NUM_MULTIPROCESSORS = 132  # of a Hopper GPU
-# Target numbers of programs. Small batches use small programs, and a multiprocessor holds more of
-# them.
+# Target numbers of programs. In a small batch the programs have fewer warps, so a multiprocessor
+# holds more of them.
 NUM_PROGRAMS, NUM_PROGRAMS_SMALL_BATCH = 2 * NUM_MULTIPROCESSORS, 4 * NUM_MULTIPROCESSORS
 # Limits of the number of sequences times KV heads. From LARGE_BATCH on, programs have one warp.
 # From VERY_LARGE_BATCH on, they also use the smallest tiles.
@@ -127,10 +127,12 @@ def _decode_kernel(
     """Computes one KV head and one KV_SPLIT, a row of the schedule.
 
     The rows of the tile are the query heads of the group, repeated up to BLOCK_M rows because
-    ``tl.dot`` needs 16. Repetitions are not stored.
+    ``tl.dot`` needs 16. Repetitions are not stored. BLOCK_G is the size of the group, rounded up to
+    a power of two, and ``member`` is the index of a query head in the group.
 
     partial is fp32 [slots, Q_HEADS, HEAD_DIM]. lse is fp32 [slots, Q_HEADS], in base 2. arrived is
-    int32 [slots, KV_HEADS] and counts finished programs; it is zero before and after a launch.
+    int32 [slots, KV_HEADS]. It counts the finished programs of a sequence at the sequence's first
+    slot, and is zero before and after a launch.
     WINDOW and SOFTCAP are as in ``attend``. The schedule of a layer with a window begins with the
     tile of the window's first key. Sinks count in the first split.
     """
@@ -188,7 +190,7 @@ def _decode_kernel(
     cos = tl.load(angle, mask=index < HEAD_DIM, other=0.0)
     sin = tl.load(angle + HALF, mask=index < HEAD_DIM, other=0.0)
     sin = tl.where(index < HALF, -sin, sin)
-    q_weight = cos
+    q_weight = cos  # placeholders, unless HAS_NORM
     q_other_weight = cos
     k_weight = cos
     k_other_weight = cos
@@ -200,14 +202,15 @@ def _decode_kernel(
     if sinks_ptr is not None:
         sink_mask = row < (split == 0).to(tl.int32) * GROUP
         sinks = tl.load(sinks_ptr + head, mask=sink_mask, other=-float("inf")) * CONSTEXPR_LOG2_E
-    # Everything loaded so far was written before this step's kernels. q, k and v were not.
+    # Everything loaded so far was written before this step began. Kernels of this step write q,
+    # new_k and new_v.
     if PDL:
         tl.extra.cuda.gdc_wait()
 
     q = tl.load(q_row + index, mask=g_mask, other=0.0)
     q_other = tl.load(q_row + other, mask=g_mask, other=0.0)
-    # Without a new key the mask is false everywhere. It is the result of a comparison, because
-    # Triton's interpreter does not support scalar masks.
+    # A program without a new key loads none: this mask is then false everywhere. A scalar mask
+    # would be simpler, but Triton's interpreter does not support it.
     new_mask = g_mask & (index < has_new.to(tl.int32) * HEAD_DIM)
     new_k = tl.load(k_row + index, mask=new_mask, other=0.0)
     new_k_other = tl.load(k_row + other, mask=new_mask, other=0.0)
@@ -383,7 +386,7 @@ def decode_attention(
 
 
 def num_arrival_counters(kv_heads: int) -> int:
-    """Returns the number of counters of finished programs, one per split sequence and KV head."""
+    """Returns the number of counters of finished programs, one per slot and KV head."""
     return max_partial_slots(kv_heads, NUM_PROGRAMS_SMALL_BATCH) * kv_heads
 
 
@@ -392,11 +395,11 @@ def decode_tile(num_seqs: int, kv_heads: int, head_dim: int, dtype: torch.dtype)
 
     They depend on the batch size but not on context lengths, so that a CUDA graph stays valid as
     contexts grow. A program mostly waits for its keys, and other programs on its multiprocessor
-    hide this latency. Large batches use small programs, because a multiprocessor holds more of
-    them. With up to 32 query heads per KV head, a program needs at most 72 KiB of shared memory,
+    hide this latency. Large batches use programs of one warp, because a multiprocessor holds more
+    of them. With up to 32 query heads per KV head, a program needs at most 72 KiB of shared memory,
     and every GPU with bf16 has 99 KiB. The sizes were tuned on an H200.
     """
-    num_unsplit = num_seqs * kv_heads
+    num_unsplit = num_seqs * kv_heads  # number of programs if no context is split
     is_small = num_unsplit < NUM_MULTIPROCESSORS
     if dtype is torch.float32:
         return DecodeTile(16, 4, NUM_PROGRAMS, is_small)

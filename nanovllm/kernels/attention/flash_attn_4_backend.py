@@ -58,12 +58,12 @@ class FlashAttention4(TritonAttention):
         if tables is None:
             keys = {"k": k, "v": v, "cu_seqlens_k": bounds_k}
         elif cache.k.size(1) > MAX_TILE:
-            # If blocks are larger than a tile, flash-attn-4 reads only slots that hold keys.
+            # With blocks of at most a tile, flash-attn-4 may read slots without keys, perhaps NaN.
             lens_k = bounds_k.diff()
             keys = {"k": cache.k, "v": cache.v, "seqused_k": lens_k, "page_table": tables}
         else:
             raise ValueError(f"it needs a kvcache_block_size of more than {MAX_TILE}")
-        # With the hint max_seqlen_q, flash-attn-4 would compile another kernel for short prompts.
+        # max_seqlen_q is left out: with it, flash-attn-4 compiles another kernel for short prompts.
         out, _ = self.varlen(
             q, **keys, cu_seqlens_q=bounds_q, softmax_scale=params.scale, causal=True
         )

@@ -57,9 +57,9 @@ def _prefill_kernel(
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     TILE: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
-    # Sequence s has the tile indices from cu_seqlens_q[s] // TILE + s on. Each sequence has at
-    # least as many indices as tiles. The last tiles start first, because they attend to the
-    # most keys.
+    # The tiles of sequence s have consecutive indices from cu_seqlens_q[s] // TILE + s on. "+ s"
+    # counts a partial tile for each earlier sequence, so some indices have no tile. The last tiles
+    # start first, because they attend to the most keys.
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     seq = -1
     for first in tl.range(0, num_seqs, SCAN):

@@ -69,7 +69,7 @@ def make_split_kv_schedule(
     target = max(cdiv(int(lens.sum()), cdiv(num_programs, kv_heads)), 1)
     num_splits = np.maximum(-(-lens // target), 1)
     length = np.maximum(-(-lens // (num_splits * tile)) * tile, tile)
-    num_splits = np.maximum(-(-lens // length), 1)  # longer splits may be fewer
+    num_splits = np.maximum(-(-lens // length), 1)  # longer splits: fewer may suffice
     seq = np.repeat(np.arange(num_seqs), num_splits)
     split = np.arange(len(seq)) - np.repeat(num_splits.cumsum() - num_splits, num_splits)
     num_slots = np.where(num_splits > 1, num_splits, 0)

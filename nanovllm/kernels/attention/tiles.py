@@ -43,9 +43,9 @@ def attend(
 ):
     """Lets the rows of q attend to keys [begin, end).
 
-    Tiles before ``middle`` are visible to all rows and need no mask. Tiles from ``middle`` on are
-    masked by ``end`` and, if CAUSAL, by the ``position`` of each row. PAGE_SIZE is 0 for keys and
-    values that are not paged.
+    Keys before ``middle`` are visible to all rows and need no mask. They are read in tiles of
+    BLOCK_N. Keys from ``middle`` on, in tiles of TAIL_N, are masked by ``end`` and, if CAUSAL, by
+    the ``position`` of each row. PAGE_SIZE is 0 for keys and values that are not paged.
 
     WINDOW is the number of keys that a row attends to, or 0 for all. With a window, keys before
     ``window_begin`` are not read, keys from ``window_full`` up to ``middle`` need no mask, and
@@ -103,8 +103,8 @@ def load_tile(
     ptr, stride, offset, mask, n, end, pages_ptr, k_start,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Loads the keys or values of tokens [n, n + BLOCK_N). The mask must exclude those from ``end``
-    on."""
+    """Loads the keys or values of tokens [n, n + BLOCK_N). The mask must exclude tokens that are
+    not below ``end``."""
     column = tl.arange(0, BLOCK_N)
     if PAGE_SIZE == 0:
         first = (k_start + n).to(tl.int64)

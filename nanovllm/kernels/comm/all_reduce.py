@@ -30,7 +30,7 @@ from nanovllm.utils.triton_compat import HAS_TRITON, num_multiprocessors, pdl_op
 
 logger = logging.getLogger("nanovllm")
 BLOCK = 2048  # elements
-NUM_BLOCKS = 1024  # blocks of the largest tensor, for two ranks
+NUM_BLOCKS = 1024  # for two ranks, the number of blocks of the largest tensor
 MAX_NUMEL = BLOCK * NUM_BLOCKS
 MAX_ROWS = 4 * BLOCK  # largest number of sampled tokens
 # Largest tensors for 3 to 4 ranks and for 5 to 8 ranks. Above these sizes a ring is faster, because
@@ -67,7 +67,7 @@ def _all_reduce_kernel(
         offset = block * BLOCK + tl.arange(0, BLOCK)
         mask = offset < numel
         epoch = tl.load(epochs_ptr + block) + 1
-        first_inbox = (epoch % 2) * SIZE  # of the buffer that this epoch uses
+        first_inbox = (epoch % 2) * SIZE  # this epoch's buffer begins at this inbox
         x = tl.load(x_ptr + offset, mask=mask)
         for i in tl.static_range(1, SIZE):
             # The hint allows wide stores: the compiler cannot know the alignment of this address.

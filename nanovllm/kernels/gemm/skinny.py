@@ -4,8 +4,8 @@ cuBLAS is built for large GEMMs. With 1 to 16 rows it reaches between a tenth an
 the memory bandwidth on a model's smaller matrices. Here each program computes a few output features
 and streams their weights through registers. SwiGLU after the GEMM and, for a single row, the
 residual add and RMSNorm before it are fused, because launching kernels for them would take longer
-than computing them. RMSNorm divides a row by one number, so the kernel multiplies the unscaled row
-by the weight, sums its squares in the same pass, and scales the result.
+than computing them. RMSNorm divides a row by one number, its root mean square. So the kernel does
+the matmul before the division, sums the row's squares in the same pass, and divides the result.
 
 With programmatic dependent launch, a program requests its first weights before it waits for the
 kernel that produces its input.
@@ -16,8 +16,8 @@ import torch
 from nanovllm.utils.triton_compat import pdl_options, tl, triton
 
 MAX_ROWS = 16
-# Given a limit, the compiler uses as many registers as the limit allows. Otherwise it saves
-# registers: it delays some loads of x until after matmuls that wait for other loads.
+# With a limit, the compiler uses as many registers as the limit allows, and issues all loads early.
+# Without a limit it saves registers, and issues some loads of x only after a matmul.
 REGISTER_LIMIT = {} if torch.version.hip else {"maxnreg": 128}
 
 
@@ -116,8 +116,9 @@ def _load_tile(
     BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Loads a tile [WARPS, PARTS * ROWS, BLOCK_K // WARPS] of a matrix [PARTS * num_rows, K]: ROWS
-    rows of each part from ``first`` on, BLOCK_K columns from ``start`` on. Rows past the end of a
-    part repeat its last row. Columns past K are zero.
+    rows of each part from ``first`` on, BLOCK_K columns from ``start`` on. A weight with SwiGLU has
+    two parts, gate and up. Rows past the end of a part repeat its last row. Columns past K are
+    zero.
 
     A warp loads 8 rows of 32 columns at a time, 8 columns per thread. Tensor core instructions
     assign columns to threads differently. But the order of columns does not matter to a dot
@@ -309,7 +310,7 @@ def matrix_config(x: torch.Tensor, out_features: int, silu: bool) -> tuple[int, 
     padded_width = triton.next_power_of_2(width)
     if silu and width > 1024:
         return 8, 512, 4
-    if out_features <= 1024 < width < 4096:  # one tile, with 64 registers of weights per thread
+    if out_features <= 1024 < width < 4096:  # a program has one tile, 64 registers per thread
         return 8, padded_width, padded_width // 512
     if width >= 12288:
         return 16, 1024, 4

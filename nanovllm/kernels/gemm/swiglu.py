@@ -80,8 +80,8 @@ def _works(device: torch.device, dtype: torch.dtype, width: int) -> bool:
 
 
 def check_gated_linear(device: torch.device, dtype: torch.dtype, width: int) -> None:
-    """Tries ``gated_linear`` on small matrices. Raises what it raises, or AssertionError if the
-    result is wrong."""
+    """Tries ``gated_linear`` on small matrices. Raises any exception of ``gated_linear``, or
+    AssertionError if the result is wrong."""
     generator = torch.Generator(device).manual_seed(0)
     both = torch.randn(3 + 128, width, device=device, generator=generator, dtype=torch.float32)
     x, weight = both[:3].to(dtype), (both[3:] / width**0.5).to(dtype)

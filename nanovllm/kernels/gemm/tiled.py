@@ -15,7 +15,7 @@ from nanovllm.utils.triton_compat import pdl_options, shared_memory, tl, triton,
 
 BLOCK_N, BLOCK_K, NUM_STAGES = 64, 128, 4
 MAX_PART_COLUMNS = 512  # columns per part of a split-K
-SHARED_MEMORY = 192 << 10  # bytes per program: data-centre GPUs from Hopper on
+SHARED_MEMORY = 192 << 10  # bytes that a program needs; data-centre GPUs from Hopper on have them
 
 
 @triton.jit
@@ -56,8 +56,8 @@ def _tile_kernel(
     """Computes BLOCK_M rows of BLOCK_N features, summed over ``columns`` columns, which are all
     columns or one part of a split-K.
 
-    Sizes are not constexpr, because the compiler would unroll the loop. Fetching that much code to
-    run it once takes longer.
+    Sizes are not constexpr, because the compiler would unroll the loop. The kernel would then take
+    longer: fetching the unrolled code, which runs once, costs more than the loop.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,8 +1,8 @@
 """Triton functions for sampling by the Gumbel-max trick: argmax(log w - log E) over items with
 weights w, with noise E ~ Exp(1) from philox.py. sample.py explains the algorithm.
 
-Items lie in groups of LANES * WIDTH = 128. In each group, the LANES items whose numbers differ by
-multiples of WIDTH share a Philox counter, which yields the noise of all of them.
+Items lie in groups of LANES * WIDTH = 128. In each group, the LANES items whose indices are equal
+modulo WIDTH share a Philox counter, which yields the noise of all of them.
 """
 
 from nanovllm.utils.triton_compat import tl, triton
@@ -23,7 +23,9 @@ def sample_untruncated(
     """Samples a token of one row, ignoring top-k, top-p and min-p.
 
     First samples a group of tokens, weighted by the groups' log-sum-exps, then a token of this
-    group. Returns the score of the group and the token: (-inf, -1) if all logits are -inf, and
+    group. The groups of tokens are items too, which lie in up to MAX_BLOCKS blocks of 128 groups.
+
+    Returns the score of the group and the token: (-inf, -1) if all logits are -inf, and
     (+inf, -1) if any logit is NaN or +inf.
     """
     temperature = tl.load(row_ptr).to(tl.float32, bitcast=True)
@@ -34,7 +36,7 @@ def sample_untruncated(
         first_group // GROUP + tl.arange(0, MAX_BLOCKS),
         first_group,
         first_group + num_groups,
-        -0x80000000,
+        -0x80000000,  # no threshold
         tl.where(temperature > 0, 1.0, 0.0),  # the log-sum-exps are scaled already
         row_ptr,
         0,  # philox.GROUP_STREAM
@@ -48,7 +50,7 @@ def sample_untruncated(
         group + tl.zeros([1], tl.int32),
         first_token,
         first_token + num_tokens,
-        -0x80000000,
+        -0x80000000,  # no threshold
         temperature,
         row_ptr,
         1,  # philox.TOKEN_STREAM

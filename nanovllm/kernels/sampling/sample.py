@@ -2,11 +2,11 @@
 
 **Sampling.** Let items have weights w, and let E ~ Exp(1) be independent noise for each. Then
 argmax(log w - log E) is an item with probability proportional to its weight. This is the Gumbel-max
-trick, as -log E is Gumbel noise, in its form as an exponential race (arXiv:2110.01515). A token is
-sampled in two stages. The first samples one group of 128 consecutive tokens, by the log-sum-exp of
-its logits / temperature. The second samples one token of this group. So each logit costs one
+trick, because -log E is Gumbel noise (arXiv:2110.01515, also called an exponential race). A token
+is sampled in two stages. The first samples one group of 128 consecutive tokens, by the log-sum-exp
+of its logits / temperature. The second samples one token of this group. So each logit costs one
 exponential, and only the groups and the tokens of one group need noise. Noise depends only on the
-seed, the position and the number of the group or token (philox.py).
+seed, the position and the index of the group or token (philox.py).
 
 **Truncation.** Top-k, top-p and min-p each keep the tokens whose logit reaches some threshold. If
 the sampled token is kept, it is a correct sample of the kept tokens (rejection sampling).
@@ -16,7 +16,7 @@ group.
 The thresholds are:
 
 - min-p: the largest logit + temperature * log(min_p).
-- top-k: the k-th largest logit, found by bisection over the values that occur. The k-th largest
+- top-k: the k-th largest logit, found by bisection over the row's logits. The k-th largest
   group maximum is a lower bound, so only groups that reach this bound are read again.
 - top-p: a token is kept if the tokens with larger logits have less than top_p of the total weight
   of the tokens that min-p and top-k keep. The exact threshold is never computed. While the sampled

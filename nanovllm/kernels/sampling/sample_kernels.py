@@ -35,10 +35,10 @@ def group_stats_kernel(
     z2 = _load(logits_ptr, token + 2 * WIDTH, vocab_size)
     z3 = _load(logits_ptr, token + 3 * WIDTH, vocab_size)
     largest = tl.max(tl.maximum(tl.maximum(z0, z1), tl.maximum(z2, z3)), axis=1)
-    shift = tl.maximum(largest, -3.4028234663852886e38)[:, None]  # finite for groups of -inf
-    base2 = scale * 1.4426950408889634
-    weights = tl.exp2((z0 - shift) * base2) + tl.exp2((z1 - shift) * base2)
-    weights += tl.exp2((z2 - shift) * base2) + tl.exp2((z3 - shift) * base2)
+    shift = tl.maximum(largest, -3.4028234663852886e38)[:, None]  # finite if all logits are -inf
+    scale_log2e = scale * 1.4426950408889634
+    weights = tl.exp2((z0 - shift) * scale_log2e) + tl.exp2((z1 - shift) * scale_log2e)
+    weights += tl.exp2((z2 - shift) * scale_log2e) + tl.exp2((z3 - shift) * scale_log2e)
     total = tl.sum(weights, axis=1)
     lse = tl.where(temperature > 0, largest * scale + tl.log(total), largest)
     lse = tl.where(total == total, lse, float("inf"))

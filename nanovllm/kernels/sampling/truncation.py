@@ -115,7 +115,7 @@ def resample_if_truncated(
                 token = argmax_item(best, best_token)
                 key = sort_key(tl.load(logits_ptr + token).to(tl.float32)).to(tl.int64)
             resampling = checking
-            if checking:  # top-p truncates the token if the tokens above it weigh too much
+            if checking:  # top-p truncates the token if the sum of weights above it is too large
                 threshold = tl.maximum(threshold, key + 1)
                 num_candidates = _list_candidates(candidates_ptr, group_key, group, threshold)
                 weight_above = _sum_weights(
@@ -158,7 +158,7 @@ def _kth_largest(
 ):
     """Returns the key of the k-th largest candidate logit, or ``low`` if fewer than k reach it.
 
-    Bisects [low, high). Each step moves a bound to a key that occurs.
+    Bisects [low, high). Each step moves a bound to the key of a candidate logit, or just above it.
     """
     while high - low > 1:
         middle = low + ((high - low) >> 1)
