@@ -129,7 +129,7 @@ def results_table(records: list[Record]) -> str:
 def sampling_table(records: list[Record]) -> str:
     """Makes a Markdown table of the cost of sampling parameters."""
     rows = [
-        "| GPU | model | workload | sampling | tokens/s | over temperature alone | measured on |",
+        "| GPU | model | workload | sampling | tokens/s | change of time | measured on |",
         "|---|---|---|---|--:|--:|---|",
     ]
     for r in records:
@@ -137,7 +137,7 @@ def sampling_table(records: list[Record]) -> str:
         rate, kind = throughput(r)
         rows.append(
             f"| {r['device']} | {r['model']} | {r['workload']} | `{options}` | "
-            f"{rate:,.0f} {kind} | {r['cost_over_plain']:+.1%} time | {r['time'][:10]} |"
+            f"{rate:,.0f} {kind} | {r['cost_over_plain']:+.1%} | {r['time'][:10]} |"
         )
     return "\n".join(rows)
 

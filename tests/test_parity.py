@@ -20,9 +20,12 @@ MODELS = [
     "qwen2",
     "mistral",
     "smollm3",
+    "qwen3-moe",
+    "qwen3-moe-every-second",
+    "mixtral",
 ]
 if ON_GPU:  # what differs between the others does not touch the device's kernels
-    MODELS = ["qwen3", "llama", "smollm3"]
+    MODELS = ["qwen3", "llama", "smollm3", "qwen3-moe"]
 # The models' seed is chosen so that on a CPU no two best logits are within 5e-5. A GPU's other
 # order of sums can turn a margin under 1e-3: from there on a sequence is not compared.
 SMALLEST_MARGIN = 1e-3 if ON_GPU else 5e-5

@@ -756,13 +756,13 @@ def test_an_engine_that_fails_to_take_a_request_fails_for_that_alone(
     broken = make()
     real = broken.add_request
 
-    def add_request(prompt: Any, params: Any) -> str:
-        if prompt == "prompt 5":
+    def add_request(prepared: Any) -> str:
+        if prepared.prompt == "prompt 5":
             if loses:
                 for request_id in list(broken._requests):
                     broken.abort_request(request_id)
             raise MemoryError("no room")
-        return real(prompt, params)
+        return real(prepared)
 
     monkeypatch.setattr(broken, "add_request", add_request)
     run(broken, in_, tmp_path / "out")

@@ -9,9 +9,11 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -38,6 +40,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 256,
     "rope_theta": 10000.0,
 }
+MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, {}),
     "qwen3-tied": (Qwen3Config, {"tie_word_embeddings": True}),
@@ -51,6 +54,13 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "mistral": (MistralConfig, {"sliding_window": None}),
     # The second of three layers has no RoPE; or, as in the released model, the fourth.
     "smollm3": (SmolLM3Config, {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    # A dense layer between two mixtures.
+    "qwen3-moe": (Qwen3MoeConfig, {**MIXTURE, "mlp_only_layers": [1], "norm_topk_prob": True}),
+    "qwen3-moe-every-second": (
+        Qwen3MoeConfig,
+        {**MIXTURE, "decoder_sparse_step": 2, "num_experts_per_tok": 3},
+    ),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "sliding_window": None}),
     "smollm3-every-fourth": (SmolLM3Config, {"num_hidden_layers": 5, "pad_token_id": 0}),
 }
 

@@ -51,7 +51,8 @@ def check_bytes(model: ModelConfig, num_bytes: int) -> None:
     """Raises ValueError if a model's weights do not fit in ``num_bytes`` of files, even with one
     bit each. Call this before memory for them is allocated."""
     attention = 2 * model.head_dim * (model.num_attention_heads + model.num_key_value_heads)
-    layers = sum(attention + 3 * layer.mlp.intermediate_size for layer in model.layers)
+    mlps = sum(layer.mlp.num_experts * 3 * layer.mlp.intermediate_size for layer in model.layers)
+    layers = len(model.layers) * attention + mlps
     num_weights = model.hidden_size * (model.vocab_size + layers)
     if num_weights > 8 * num_bytes:
         raise ValueError(f"{num_weights:,} weights do not fit in {num_bytes:,} bytes of files")

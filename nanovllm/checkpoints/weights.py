@@ -32,22 +32,29 @@ def load_model(
         ValueError: a tensor belongs to no parameter, occurs twice or has the wrong shape, or a
             parameter has no tensor. The message names them.
     """
-    expected, redundant = _expected_tensors(dict(model.named_parameters()), model.weight_names)
-    missing, leftover = set(expected), []
+    expected, needed, redundant = _expected_tensors(
+        dict(model.named_parameters()), model.weight_names
+    )
+    leftover: list[str] = []
     if shows_bar and sum(param.nbytes for param in model.parameters()) > LARGE_BYTES:
-        tensors = tqdm(tensors, "Loading weights", len(expected), unit=" tensors", disable=None)
+        count = sum(len(ways[0]) for ways in needed.values())
+        tensors = tqdm(tensors, "Loading weights", count, unit=" tensors", disable=None)
     for name, tensor in tensors:
         if name not in expected:
             if name not in redundant:
                 leftover.append(name)
             continue
-        if name not in missing:
-            raise ValueError(f"checkpoint tensor {name} occurs twice")
-        missing.remove(name)
+        parameter, load = expected[name]
+        needed[parameter] = [names for names in needed[parameter] if name in names]
+        if not needed[parameter]:
+            raise ValueError(f"checkpoint tensor {name} occurs twice, under this or another name")
+        for names in needed[parameter]:
+            names.remove(name)
         try:
-            expected[name](tensor)
+            load(tensor)
         except ValueError as error:
             raise ValueError(f"checkpoint tensor {name}: {error}") from None
+    missing = set[str]().union(*(ways[0] for ways in needed.values()))
     problems = []
     if missing:
         problems.append(f"lacks {_some(missing)}")
@@ -71,17 +78,33 @@ def fill_with_dummy_weights(model: nn.Module, seed: int) -> None:
 
 def _expected_tensors(
     params: dict[str, nn.Parameter], names: WeightNames
-) -> tuple[dict[str, Callable[[torch.Tensor], Any]], set[str]]:
-    """Returns the function that loads each tensor, by the tensor's name in the checkpoint, and the
-    names of tensors that are not needed."""
-    expected, redundant, unmapped = {}, set(), set(params)
+) -> tuple[
+    dict[str, tuple[str, Callable[[torch.Tensor], Any]]], dict[str, list[set[str]]], set[str]
+]:
+    """Returns what to do with the tensors of a checkpoint.
+
+    Returns:
+        By the tensor's name, its parameter and the function that loads it; by the parameter's name,
+        the tensors that fill it, one set for each way to store it; the names of tensors that are
+        not needed.
+    """
+    expected, redundant = {}, set()
+    parts: dict[str, set[str]] = {}
+    wholes: dict[str, list[set[str]]] = {}
     for tensor, parameter, shard_id, indices in expand(names):
         if parameter is None:
             redundant.add(tensor)
         elif parameter in params:
-            expected[tensor] = _loader(params[parameter], *shard_id, **indices)
-            unmapped.discard(parameter)
-    return expected | {name: _loader(params[name]) for name in unmapped}, redundant
+            expected[tensor] = parameter, _loader(params[parameter], *shard_id, **indices)
+            if shard_id or indices:
+                parts.setdefault(parameter, set()).add(tensor)
+            else:
+                wholes.setdefault(parameter, []).append({tensor})
+    for name in params.keys() - parts.keys() - wholes.keys():
+        expected[name], wholes[name] = (name, _loader(params[name])), [{name}]
+    needed = {name: [parts.get(name, set()), *wholes.get(name, [])] for name in params}
+    needed = {name: [names for names in ways if names] for name, ways in needed.items()}
+    return expected, needed, redundant
 
 
 def _loader(param: nn.Parameter, *shard_id: Any, **indices: Any) -> Callable[[torch.Tensor], Any]:

@@ -184,7 +184,7 @@ class StepGraphs:
 
     def _make_step(self, packed: PackedInputs) -> Callable[[], torch.Tensor]:
         inputs = packed.unpack(self.buffer)
-        new_blocks = self.buffer[packed.tensors.start_of_last() :]  # of any number
+        new_blocks = self.buffer[packed.tensors.start_of_last() :]  # their number varies
         inputs = replace(inputs, tables=inputs.tables._replace(new_blocks=new_blocks))
         return lambda: self.runner.run_model(inputs)[1]
 

@@ -214,7 +214,7 @@ def prepare_block_tables(batch: Batch, num_rows: int) -> BlockTableUpdate:
     rows[num_seqs:] = -1
     rows[:num_seqs] = [seq.table_row for seq in seqs]
     lens[:num_seqs] = [seq.table_len for seq in seqs]
-    num_new[:num_seqs] = [seq.num_sent_blocks for seq in seqs]  # to subtract
+    num_new[:num_seqs] = [seq.num_sent_blocks for seq in seqs]  # the old blocks
     np.subtract(lens, num_new, out=num_new)
     new_blocks: list[int] = []
     for i in np.flatnonzero(num_new):

@@ -24,6 +24,7 @@ from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.rope import for_length
 from nanovllm.text.prompts import PromptEncoder, load_encoder
 from nanovllm.utils.device import on_device, select_device, select_dtype
 from nanovllm.utils.distributed import use_tp_group
@@ -236,11 +237,13 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
 
 def build_model(runner: ModelRunner) -> DecoderForCausalLM:
     """Builds the model on this rank's device, in the runner's dtype. Its weights are not loaded."""
+    length = runner.config.max_model_len or runner.model_config.max_position_embeddings
+    config = for_length(runner.model_config, length)
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(runner.dtype)
     try:
         with torch.device(runner.device), use_tp_group(runner.tp):
-            model = DecoderForCausalLM(runner.model_config, runner.max_model_len).eval()
+            model = DecoderForCausalLM(config, runner.max_model_len).eval()
     finally:
         torch.set_default_dtype(default_dtype)
     for layer in _attention_layers(model):

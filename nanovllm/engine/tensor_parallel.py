@@ -59,7 +59,7 @@ class MainRunner(RankRunner):
     def call(self, method: str, step: InFlightStep | None, *args: Any) -> Any:
         with interrupts_delayed():
             try:
-                self.workers.send(method, args)
+                self.workers.send((method, args))
                 return super().call(method, step, *args)
             except BaseException as error:
                 self.workers.fail(error)

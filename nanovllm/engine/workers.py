@@ -1,22 +1,19 @@
 """The worker processes of tensor parallelism. Rank 0 starts, calls, monitors and ends them.
 
-A call is a message through shared memory. Rank 0 writes a chunk and wakes each worker by its
-semaphore. The workers copy the chunk and acknowledge it. Rank 0 writes the next chunk when all have
-acknowledged. A worker reports an error through a pipe. A monitoring thread of rank 0 reads the
-pipes. When a worker fails or dies, the thread kills all workers and aborts collectives that wait
-for them.
+Rank 0 and each worker share a two-way pipe. Rank 0 writes its calls into every pipe. A worker
+writes that it has reached a barrier, or why it has failed. A monitoring thread of rank 0 reads
+these messages. When a worker fails or dies, this thread kills all workers and aborts collectives
+that wait for them.
 
-Shared memory, semaphores and pipes have no names: workers inherit their descriptors. No other user
-can open them, and nothing is left behind when a run is killed.
+A pipe is a pair of sockets without names, which workers inherit. No other process can open it, and
+nothing is left behind when a run is killed.
 
 Workers belong to the process that started them. A forked child neither calls nor ends them.
 """
 
-import mmap
 import multiprocessing as mp
 import os
 import pickle
-import secrets
 import select
 import shutil
 import signal
@@ -28,22 +25,18 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import process as mp_process
-from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
-from time import monotonic, sleep
+from time import monotonic
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from nanovllm.utils.distributed import close_store, open_store
 from nanovllm.utils.forks import leave_to_parent
 
-CHUNK_BYTES = 1 << 20
 SPIN_SECONDS = 0.002  # about a decode step on a GPU; after that the worker sleeps
 GRACE_SECONDS = 3.0  # for workers to end before they are killed
 _context = mp.get_context("spawn")
@@ -71,106 +64,6 @@ class WorkerError(RuntimeError):
     """A worker failed; the message has its rank, the cause and its traceback."""
 
 
-class Channel:
-    """Sends messages of any size from rank 0 to all workers, through memory that spawned processes
-    share.
-
-    Args:
-        num_workers: how many workers read.
-        fd: a descriptor of another Channel's memory, closed with this Channel; None allocates new
-            memory.
-    """
-
-    def __init__(self, num_workers: int, fd: int | None = None) -> None:
-        words = 3 + num_workers
-        size = 8 * words + CHUNK_BYTES
-        if fd is None:
-            fd = os.memfd_create("nanovllm-calls")
-            os.fchmod(fd, 0o600)
-            os.ftruncate(fd, size)
-        self.fd, self.memory = fd, mmap.mmap(fd, size)
-        numbers = np.frombuffer(self.memory, np.int64, words)
-        # header: chunk number, chunk size, size of the rest of the message.
-        # acknowledged: the number of the last chunk that each worker has copied.
-        self.header, self.acknowledged = numbers[:3], numbers[3:]
-        self.data = memoryview(self.memory)[8 * words :]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _inherited, (Channel, reduction.DupFd(self.fd), len(self.acknowledged))
-
-    def send(self, message: bytes, wake: Callable[[], None], check: Callable[[], None]) -> None:
-        """Writes a message. ``check`` is called while waiting for workers, and may raise."""
-        left = memoryview(message)
-        while True:
-            chunk, left = left[:CHUNK_BYTES], left[CHUNK_BYTES:]
-            number = int(self.header[0])
-            while self.acknowledged.min() < number:
-                check()
-                sleep(0)
-            self.data[: len(chunk)] = chunk
-            self.header[:] = number + 1, len(chunk), len(left)
-            wake()
-            if not left:
-                return
-
-    def receive(self, worker: int, sleep_until_woken: Callable[[], None]) -> bytearray:
-        message = bytearray()
-        while True:
-            sleep_until_woken()
-            number, size, left = self.header.tolist()
-            message += self.data[:size]
-            self.acknowledged[worker] = number
-            if not left:
-                return message
-
-    def close(self) -> None:
-        del self.header, self.acknowledged
-        self.data.release()
-        self.memory.close()
-        os.close(self.fd)
-
-
-class Semaphore:
-    """Wakes one worker once for each release. Unlike multiprocessing's, it has no name."""
-
-    def __init__(self, fd: int | None = None) -> None:
-        self.fd = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC) if fd is None else fd
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _inherited, (Semaphore, reduction.DupFd(self.fd))
-
-    def release(self) -> None:
-        os.eventfd_write(self.fd, 1)
-
-    def acquire(self, spin_seconds: float = 0.0) -> None:
-        """Waits for a release: spins for ``spin_seconds``, which reacts faster, then sleeps."""
-        if spin_seconds:
-            poll, end = select.poll(), monotonic() + spin_seconds
-            poll.register(self.fd, select.POLLIN)
-            while not poll.poll(0) and monotonic() < end:
-                pass
-        os.read(self.fd, 8)
-
-    def close(self) -> None:
-        os.close(self.fd)
-        self.fd = -1  # another file may get this number
-
-
-def _inherited(kind: Callable[..., Any], handle: Any, *args: Any) -> Any:
-    """Rebuilds a Channel or a Semaphore in a worker."""
-    return kind(*args, handle.detach())
-
-
-def encode(method: str, args: tuple[Any, ...]) -> bytes:
-    """Encodes a call as one message."""
-    return pickle.dumps((method, args), protocol=5)
-
-
-def decode(message: bytearray) -> tuple[str, tuple[Any, ...]]:
-    """Decodes a message of ``encode``. Arrays are aligned and writable."""
-    return pickle.loads(message)
-
-
 class Workers:
     """Rank 0's handle on ranks 1 to size - 1.
 
@@ -188,24 +81,18 @@ class Workers:
     def __init__(self, size: int, target: Callable[..., None], *args: Any) -> None:
         if sys.platform != "linux":
             raise ValueError("tensor_parallel_size > 1 needs Linux: leave it at 1")
-        # The name is random. The folder is created when the ranks are ready to use it.
-        self._folder = os.path.join(tempfile.gettempdir(), f"nanovllm-{secrets.token_hex(16)}")
-        self.channel = Channel(size - 1)
-        self._semaphores = [Semaphore() for _ in range(size - 1)]
-        pipes = [_context.Pipe(duplex=False) for _ in range(size - 1)]
-        own, processes = (self._folder, torch.get_num_threads(), self.channel), []
-        for rank, (semaphore, pipe) in enumerate(zip(self._semaphores, pipes, strict=True), 1):
-            worker = Worker(rank, *own, semaphore, pipe[1])
+        pipes, processes = [_context.Pipe() for _ in range(size - 1)], []
+        for rank, (_, theirs) in enumerate(pipes, 1):
             name = f"nanovllm-rank{rank}"
-            all_args = worker, target, args
+            all_args = Worker(rank, torch.get_num_threads(), theirs), target, args
             processes.append(
                 _context.Process(target=_worker_main, args=all_args, name=name, daemon=True)
             )
-        self._state = _State(processes, self._folder)
+        self._state = _State(processes, [ours for ours, _ in pipes])
         self._num_barriers = 0
         leave_to_parent(self)
         # Also runs when the interpreter exits, and when the engine is garbage collected.
-        self.close = weakref.finalize(self, _end, self._state, self.channel, self._semaphores)
+        self.close = weakref.finalize(self, _end, self._state)
         with _main_hidden(), _interrupts_blocked():
             for process in processes:
                 process.start()
@@ -213,8 +100,7 @@ class Workers:
         mp_process._children.difference_update(processes)  # type: ignore[attr-defined]
         for _, theirs in pipes:
             theirs.close()
-        ours = [pipe[0] for pipe in pipes]
-        watcher = threading.Thread(target=_watch, args=(self._state, ours), daemon=True)
+        watcher = threading.Thread(target=_watch, args=(self._state,), daemon=True)
         watcher.start()
         self._state.watcher = watcher
 
@@ -237,19 +123,21 @@ class Workers:
             WorkerError: a worker has failed. If one fails later, waiting for the store ends.
         """
         state = self._state
-        os.mkdir(self._folder, 0o700)  # for this user only; raises if it exists
+        state.store_folder = tempfile.mkdtemp(prefix="nanovllm-")  # for this user only
         try:
-            state.store = open_store(self._folder)
-            self.check()
+            state.store = open_store(state.store_folder)
+            self.send(state.store_folder)
             yield state.store
         finally:
             state.end_store()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(state.store_folder, ignore_errors=True)
 
-    def send(self, method: str, args: tuple[Any, ...]) -> None:
-        """Sends a call of a runner's method to every worker."""
+    def send(self, message: Any) -> None:
+        """Sends a message to every worker."""
         self.check()
-        self.channel.send(encode(method, args), partial(_wake, self._semaphores), self.check)
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        for pipe in self._state.pipes:
+            pipe.send_bytes(data)
 
     def check(self) -> None:
         """Raises WorkerError if a worker has failed."""
@@ -264,7 +152,8 @@ class Workers:
         """Ends the workers after a call has failed on rank 0, because the ranks' states now differ.
         Raises WorkerError if a worker is the cause."""
         state = self._state
-        if isinstance(error, RuntimeError):  # which a collective raises if a peer has died
+        # If a worker has died, a collective raises RuntimeError, and its pipe OSError.
+        if isinstance(error, (RuntimeError, OSError)):
             with state.changed:
                 state.changed.wait_for(lambda: bool(state.failure), 1.0)
             if state.failure and not isinstance(error, WorkerError):
@@ -278,15 +167,11 @@ class Worker:
 
     Attributes:
         rank: of this worker.
-        store_folder: where rank 0 creates the store when all ranks are ready.
         num_threads: the number of PyTorch's threads, as on rank 0.
     """
 
     rank: int
-    store_folder: str
     num_threads: int
-    channel: Channel
-    semaphore: Semaphore
     pipe: Connection
 
     def barrier(self) -> None:
@@ -296,30 +181,30 @@ class Worker:
     @contextmanager
     def open_store(self) -> Iterator[dist.Store]:
         """Opens rank 0's store; see ``Workers.open_store``."""
-        while not os.path.exists(self.store_folder):
-            sleep(0.001)
         # Never freed: its destructor needs a file that rank 0 is about to remove.
-        self._store = open_store(self.store_folder)
+        self._store = open_store(self.receive())
         yield self._store
         close_store(self._store)
 
-    def receive(self) -> tuple[str, tuple[Any, ...]]:
-        """Returns the next call: a method's name and its arguments."""
-        return decode(self.channel.receive(self.rank - 1, self._sleep_until_woken))
-
-    def _sleep_until_woken(self) -> None:
-        # On a GPU the next step comes soon, so spinning for it is worth a core.
-        self.semaphore.acquire(SPIN_SECONDS if torch.cuda.is_initialized() else 0.0)
+    def receive(self) -> Any:
+        """Returns rank 0's next message. Arrays in it are aligned and writable."""
+        if torch.cuda.is_initialized():  # the next step comes soon, so it is worth a core
+            poll, end = select.poll(), monotonic() + SPIN_SECONDS
+            poll.register(self.pipe, select.POLLIN)
+            while not poll.poll(0) and monotonic() < end:
+                pass
+        return pickle.loads(self.pipe.recv_bytes())
 
 
 class _State:
     """State that the monitoring thread and rank 0's other threads share."""
 
-    def __init__(self, processes: list[Any], store_folder: str) -> None:
+    def __init__(self, processes: list[Any], pipes: list[Any]) -> None:
         self.pid = os.getpid()
         self.processes = processes
-        self.store_folder = store_folder
+        self.pipes = pipes
         self.store: dist.Store | None = None
+        self.store_folder = ""
         self.changed = threading.Condition()
         self.barrier_counts = [0] * len(processes)
         self.failure = ""
@@ -345,13 +230,12 @@ class _State:
             shutil.rmtree(self.store_folder, ignore_errors=True)
 
 
-def _watch(state: _State, pipes: list[Connection]) -> None:
+def _watch(state: _State) -> None:
     """Reads the workers' pipes, in a thread of rank 0, until one of the workers ends."""
-    ranks = {pipe: rank for rank, pipe in enumerate(pipes, start=1)}
     while not state.closing:
-        for pipe in wait(list(ranks)):
+        for pipe in wait(state.pipes):
             assert isinstance(pipe, Connection)
-            rank = ranks[pipe]
+            rank = state.pipes.index(pipe) + 1
             try:
                 error = pipe.recv()
             except (EOFError, OSError):
@@ -384,37 +268,28 @@ def _cause(processes: list[Any], rank: int, error: str) -> str:
     return f"rank {rank} failed: {error or f'its process ended with exit code {code}'}"
 
 
-def _wake(semaphores: list[Semaphore]) -> None:
-    for semaphore in semaphores:
-        semaphore.release()
-
-
-def _end(state: _State, channel: Channel, semaphores: list[Semaphore]) -> None:
+def _end(state: _State) -> None:
     """Asks the workers to exit, kills those that do not, and frees what they share with rank 0.
     Does nothing in a forked child."""
     if os.getpid() != state.pid:
         return
     state.closing = True
     end = monotonic() + (0.0 if state.failure else GRACE_SECONDS)
-
-    def check() -> None:
-        if monotonic() > end:
-            raise TimeoutError
-
     with interrupts_delayed():
-        with suppress(TimeoutError):
-            channel.send(encode("exit", ()), partial(_wake, semaphores), check)
+        for pipe in state.pipes:
+            os.set_blocking(pipe.fileno(), False)  # the worker may be stuck and its pipe full
+            with suppress(OSError):
+                pipe.send_bytes(pickle.dumps(("exit", ())))
         for process in state.processes:
             if process.pid is not None:
                 process.join(max(0.0, end - monotonic()))
                 process.kill()
                 process.join()
         if state.watcher not in (None, threading.current_thread()):
-            state.watcher.join(GRACE_SECONDS)  # the pipes are closed, so it ends
+            state.watcher.join(GRACE_SECONDS)  # the workers' ends of the pipes are closed
         state.end_store()
-        channel.close()
-        for semaphore in semaphores:
-            semaphore.close()
+        for pipe in state.pipes:
+            pipe.close()
 
 
 @contextmanager

@@ -9,11 +9,15 @@ def rms_norm_reference(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes total / rms(total) * weight over the last dimension, in fp32, where total is
-    x + residual, or x without a residual. Returns (norm, total)."""
+    x + residual, or x without a residual. Returns (norm, total).
+
+    The norm is rounded to the weight's dtype before it is multiplied by the weight, and to x's
+    dtype after it.
+    """
     total = x if residual is None else x + residual
     x32 = total.float()
     scale = torch.rsqrt(x32.square().mean(-1, keepdim=True).add_(eps))
-    return (x32 * scale).to(x.dtype) * weight, total
+    return ((x32 * scale).to(weight.dtype) * weight).to(x.dtype), total
 
 
 @triton.jit
@@ -45,7 +49,8 @@ def _rms_norm_kernel(
     x32 = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x32 * x32, axis=0) / WIDTH + eps)
     # The norm is rounded before it is multiplied by the weight, as in transformers.
-    tl.store(out_ptr + row * WIDTH + column, (x32 * scale).to(x.dtype) * weight, mask=mask)
+    normed = (x32 * scale).to(weight.dtype) * weight
+    tl.store(out_ptr + row * WIDTH + column, normed.to(x.dtype), mask=mask)
 
 
 def rms_norm_triton(

@@ -159,8 +159,8 @@ def _apply_rope_and_store_kernel(
         w1 = tl.load(weight_ptr + column, mask=in_head, other=0.0)
         w2 = tl.load(weight_ptr + HALF + column, mask=in_head, other=0.0)
         # Rounds where rms_norm_reference rounds.
-        x1 = ((x1 * scale).to(raw1.dtype) * w1).to(tl.float32)
-        x2 = ((x2 * scale).to(raw2.dtype) * w2).to(tl.float32)
+        x1 = ((x1 * scale).to(w1.dtype) * w1).to(raw1.dtype).to(tl.float32)
+        x2 = ((x2 * scale).to(w2.dtype) * w2).to(raw2.dtype).to(tl.float32)
     position = tl.load(positions_ptr + token)
     cos_sin = cos_sin_ptr + position * (HALF * 2) + column
     cos = tl.load(cos_sin, mask=in_head, other=0.0)

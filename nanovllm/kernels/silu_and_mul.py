@@ -1,4 +1,4 @@
-"""The gated MLP's activation: silu(gate) * up."""
+"""The gated MLP's activation: silu(gate) * up, or GELU's tanh approximation in place of silu."""
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +12,21 @@ def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
+def gelu_tanh_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
+    """Computes gelu(gate) * up, with gate and up concatenated in x: [N, 2 I] -> [N, I]. GELU is
+    the tanh approximation."""
+    gate, up = x.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
 @triton.jit
 def _silu_and_mul_kernel(
-    x_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x_ptr,
+    out_ptr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+    GELU: tl.constexpr = False,
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -28,12 +40,24 @@ def _silu_and_mul_kernel(
     mask = column < WIDTH
     gate = tl.load(x_ptr + row * 2 * WIDTH + column, mask=mask).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * WIDTH + WIDTH + column, mask=mask)
+    # Half of (1 + tanh(y)) is sigmoid(2 y), so GELU's tanh approximation is gate * sigmoid(2 y).
+    exponent = gate
+    if GELU:
+        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
     # silu(gate) is rounded before it is multiplied by up, as in the reference.
-    silu = (gate / (1 + tl.exp(-gate))).to(up.dtype)
+    silu = (gate / (1 + tl.exp(-exponent))).to(up.dtype)
     tl.store(out_ptr + row * WIDTH + column, silu * up, mask=mask)
 
 
 def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
+    return _launch(x)
+
+
+def gelu_tanh_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
+    return _launch(x, GELU=True)
+
+
+def _launch(x: torch.Tensor, **options: bool) -> torch.Tensor:
     assert x.is_contiguous() and x.dim() == 2
     num_rows, width = x.size(0), x.size(1) // 2
     out = x.new_empty(num_rows, width)
@@ -41,9 +65,10 @@ def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
     grid = (num_rows * triton.cdiv(width, block),)
     num_warps = max(1, block // 256)
     _silu_and_mul_kernel[grid](
-        x, out, WIDTH=width, BLOCK=block, num_warps=num_warps, **pdl_options(x)
+        x, out, WIDTH=width, BLOCK=block, num_warps=num_warps, **options, **pdl_options(x)
     )
     return out
 
 
 silu_and_mul = by_device(silu_and_mul_reference, silu_and_mul_triton)
+gelu_tanh_and_mul = by_device(gelu_tanh_and_mul_reference, gelu_tanh_and_mul_triton)

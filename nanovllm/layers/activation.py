@@ -14,5 +14,22 @@ class SiluAndMul(nn.Module):
         super().__init__()
         self.output_format = output_format
 
+    @property
+    def is_plain_swiglu(self) -> bool:
+        """Whether the kernels that fuse SwiGLU with a matmul compute the same."""
+        return self.output_format is PLAIN
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.output_format.silu_and_mul(x)
+
+
+class GeluTanhAndMul(SiluAndMul):
+    """gelu(gate) * up, with the tanh approximation of GELU. Otherwise like ``SiluAndMul``."""
+
+    is_plain_swiglu = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.output_format.gelu_tanh_and_mul(x)
+
+
+ACTIVATIONS = {"silu": SiluAndMul, "gelu_tanh": GeluTanhAndMul}  # by name in MLPSpec

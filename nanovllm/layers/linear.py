@@ -5,7 +5,7 @@ partial sums, which an all-reduce adds. Each parameter's ``weight_loader`` takes
 tensor and keeps this rank's shard. A ``LinearWeight`` stores the weight and chooses the kernels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.quantization import new_linear_weight
 from nanovllm.quantization.base import Shard
 from nanovllm.utils.distributed import get_tp_group
+from nanovllm.utils.loader import check_shape
 from nanovllm.utils.math import divide, heads_per_rank
 
 
@@ -53,7 +54,7 @@ class LinearBase(nn.Module):
 
     def norm_forward(
         self,
-        norm: RMSNorm,
+        norm: RMSNorm | None,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         act_fn: SiluAndMul | None = None,
@@ -61,13 +62,19 @@ class LinearBase(nn.Module):
         """Computes act_fn(self(norm(x + residual))), fused into one kernel where possible.
 
         Args:
+            norm: None for no norm.
             residual: None for zero.
             act_fn: None for no activation.
 
         Returns:
             The result, and x + residual.
         """
-        return self.linear_weight.norm_matmul(x, residual, norm, act_fn)
+        if norm is not None:
+            return self.linear_weight.norm_matmul(x, residual, norm, act_fn)
+        total = x if residual is None else x + residual
+        if act_fn is None:
+            return self.linear_weight.matmul(total), total
+        return self.linear_weight.matmul_swiglu(total, act_fn), total
 
 
 class ReplicatedLinear(LinearBase):
@@ -84,6 +91,18 @@ class ColumnParallelLinear(LinearBase):
         super().__init__(input_size, num_rows, bias)
         self.shards = {None: self._shard(0, num_rows, tp_size)}
 
+    def weight_loader(
+        self, param: nn.Parameter, loaded_weight: torch.Tensor, shard_id: str | int | None = None
+    ) -> None:
+        if shard_id in self.shards:
+            super().weight_loader(param, loaded_weight, shard_id)
+            return
+        # A checkpoint tensor that has all shards, one above the other.
+        sizes = [(s.rows.stop - s.rows.start) * s.num_parts for s in self.shards.values()]
+        check_shape((sum(sizes), *loaded_weight.shape[1:]), loaded_weight)
+        for shard, part in zip(self.shards, loaded_weight.split(sizes), strict=True):
+            self.weight_loader(param, part, shard)
+
     def _shard(self, start: int, num_rows: int, num_parts: int) -> Shard:
         """Returns this rank's part of a checkpoint tensor that is split into ``num_parts``. With
         fewer parts than ranks, neighbouring ranks have the same part."""
@@ -92,7 +111,8 @@ class ColumnParallelLinear(LinearBase):
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several column-parallel matrices with the same input as one matmul. Shard ids: 0, 1, ..."""
+    """Several column-parallel matrices with the same input as one matmul. Shard ids: 0, 1, ..., and
+    None for all."""
 
     def __init__(self, input_size: int, output_sizes: Sequence[int], bias: bool = False) -> None:
         super().__init__(input_size, sum(output_sizes), bias)
@@ -108,7 +128,10 @@ class QKVParallelLinear(ColumnParallelLinear):
 
     With more ranks than key-value heads, each rank has a copy of the head that its queries use.
     The output is q, k and v concatenated, [..., (num_heads + 2 num_kv_heads) * head_size], with the
-    heads of this rank. The shard ids are "q", "k" and "v".
+    heads of this rank. The shard ids are "q", "k" and "v", and None for all three.
+
+    ``head_order`` holds the row of a checkpoint's query or key head that is each row of ours
+    (``RopeConfig.head_order``); None for the same order.
     """
 
     def __init__(
@@ -118,6 +141,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         total_num_heads: int,
         total_num_kv_heads: int | None = None,
         bias: bool = False,
+        head_order: Sequence[int] | None = None,
     ) -> None:
         total_num_kv_heads = total_num_kv_heads or total_num_heads
         tp_size = get_tp_group().size
@@ -125,12 +149,22 @@ class QKVParallelLinear(ColumnParallelLinear):
         self.num_kv_heads = heads_per_rank(total_num_kv_heads, tp_size)
         q_size, kv_size = self.num_heads * head_size, self.num_kv_heads * head_size
         super().__init__(hidden_size, (q_size + 2 * kv_size) * tp_size, bias)
+        self.head_order = head_order
         kv_parts = min(tp_size, total_num_kv_heads)
         self.shards = {
             "q": self._shard(0, q_size, tp_size),
             "k": self._shard(q_size, kv_size, kv_parts),
             "v": self._shard(q_size + kv_size, kv_size, kv_parts),
         }
+
+    def weight_loader(
+        self, param: nn.Parameter, loaded_weight: torch.Tensor, shard_id: str | int | None = None
+    ) -> None:
+        if self.head_order is not None and shard_id in ("q", "k"):
+            num_heads = divide(loaded_weight.size(0), len(self.head_order))
+            heads = loaded_weight.unflatten(0, (num_heads, -1))
+            loaded_weight = heads[:, self.head_order].flatten(0, 1)
+        super().weight_loader(param, loaded_weight, shard_id)
 
 
 class RowParallelLinear(LinearBase):
@@ -146,14 +180,22 @@ class RowParallelLinear(LinearBase):
         return self.tp.all_reduce(self.linear_weight.matmul(x))
 
     def forward_add(
-        self, residual: torch.Tensor, x: torch.Tensor
+        self,
+        residual: torch.Tensor,
+        x: torch.Tensor,
+        transform: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Computes self(x), and adds the residual if a fused kernel can.
+        """Computes transform(self(x)), and adds the residual if a fused kernel can.
+
+        Args:
+            transform: None for the identity. Otherwise no kernel adds the residual.
 
         Returns:
-            (self(x) + residual, None), in which case the residual may be overwritten. Otherwise
-            (self(x), residual), which the next ``norm_forward`` adds.
+            (result + residual, None), in which case the residual may be overwritten. Otherwise
+            (result, residual), which the next ``norm_forward`` adds.
         """
+        if transform is not None:
+            return transform(self(x)), residual
         if self.tp.size > 1:
             return self(x), residual
         return self.linear_weight.matmul_add(x, residual)

@@ -1,9 +1,9 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), half-split layout."""
 
-import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels.rope import RopeInputs
@@ -12,26 +12,43 @@ from nanovllm.layers.layernorm import RMSNorm
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The RoPE frequencies of a checkpoint.
+    """The rotary embedding of a checkpoint.
 
     Attributes:
-        theta: base of the geometric series of frequencies.
-        rope_type: "default", "linear" (all frequencies are divided by ``factor``) or "llama3" (low
-            frequencies are divided by ``factor``, high ones kept, with a linear ramp between).
-        factor: the RoPE scaling factor.
-        low_freq_factor, high_freq_factor, original_max_position: the ramp of "llama3". Wavelengths
-            over original_max_position / low_freq_factor are scaled fully, those under
-            original_max_position / high_freq_factor not at all.
-        freq_divisors: [head_dim / 2], a divisor for each frequency, as GGUF files store them.
+        inv_freq: the frequency of each pair of features, in radians per position. The pairs make
+            up the first 2 * len(inv_freq) features of a head, and the others are not rotated.
+        scale: what rotated features are multiplied by (YaRN, LongRoPE).
+        interleaved: whether the pairs are features 2i and 2i + 1; otherwise i and
+            len(inv_freq) + i.
+        long: (length, inv_freq): other frequencies for engines with longer sequences than
+            ``length`` (LongRoPE); None for the same.
+        query_scaling: (beta, length): the query at position p is multiplied by
+            1 + beta * log(1 + p // length); None for 1.
     """
 
-    theta: float = 10000.0
-    rope_type: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-    freq_divisors: tuple[float, ...] | None = None
+    inv_freq: tuple[float, ...]
+    scale: float = 1.0
+    interleaved: bool = False
+    long: tuple[int, tuple[float, ...]] | None = None
+    query_scaling: tuple[float, int] | None = None
+
+    def head_order(self, head_dim: int) -> list[int] | None:
+        """Returns the feature of the checkpoint's heads that becomes each feature of ours; None if
+        they are the same.
+
+        Our kernels rotate features i and i + head_dim / 2. Features that are not rotated are
+        rotated by 0.
+        """
+        num_pairs = len(self.inv_freq)
+        if num_pairs == head_dim // 2 and not self.interleaved:
+            return None
+        rotated, rest = range(2 * num_pairs), range(2 * num_pairs, head_dim)
+        if self.interleaved:
+            first, second = rotated[::2], rotated[1::2]
+        else:
+            first, second = rotated[:num_pairs], rotated[num_pairs:]
+        middle = len(rest) // 2
+        return [*first, *rest[:middle], *second, *rest[middle:]]
 
 
 class RotaryEmbedding(nn.Module):
@@ -40,18 +57,34 @@ class RotaryEmbedding(nn.Module):
     ``cos_sin_cache`` is fp32 [max_position, head_dim]: head_dim / 2 cosines, then head_dim / 2
     sines. If ``rope`` is None, every angle is 0, so that the same kernels leave queries and keys as
     they are.
+
+    ``query_scale`` is [max_position, 1, 1], what queries are multiplied by before RoPE, or None.
     """
 
     cos_sin_cache: torch.Tensor
+    query_scale: torch.Tensor | None
 
     def __init__(self, head_dim: int, max_position: int, rope: RopeConfig | None) -> None:
         super().__init__()
+        inv_freq, scale = (rope.inv_freq, rope.scale) if rope is not None else ((), 1.0)
         # fp64, because at position 100,000 the error of an fp32 angle is 4e-3.
         angles = torch.outer(
-            torch.arange(max_position, dtype=torch.float64), _inv_freq(head_dim, rope)
+            torch.arange(max_position, dtype=torch.float64),
+            torch.tensor(inv_freq, dtype=torch.float64),
         )
-        cache = torch.cat((angles.cos(), angles.sin()), dim=-1).float()
+        num_unrotated = head_dim // 2 - len(inv_freq)
+        cos = F.pad(angles.cos() * scale, (0, num_unrotated), value=1.0)
+        sin = F.pad(angles.sin() * scale, (0, num_unrotated))
+        cache = torch.cat((cos, sin), dim=-1).float()
         self.register_buffer("cos_sin_cache", cache, persistent=False)
+        scales = None
+        if rope is not None and rope.query_scaling is not None:
+            beta, length = rope.query_scaling
+            steps = torch.arange(max_position) // length
+            scales = (1 + beta * steps.double().log1p()).to(torch.get_default_dtype())
+        self.register_buffer(
+            "query_scale", None if scales is None else scales.view(-1, 1, 1), persistent=False
+        )
 
     def forward(
         self, positions: torch.Tensor, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None
@@ -66,22 +99,3 @@ class RotaryEmbedding(nn.Module):
             return RopeInputs(positions, self.cos_sin_cache)
         weights = q_norm.weight, k_norm.weight
         return RopeInputs(positions, self.cos_sin_cache, *weights, q_norm.eps)
-
-
-def _inv_freq(head_dim: int, rope: RopeConfig | None) -> torch.Tensor:
-    """Returns the frequency of each pair in radians per position, fp64 [head_dim / 2]."""
-    if rope is None:
-        return torch.zeros(head_dim // 2, dtype=torch.float64)
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    inv_freq = rope.theta**-exponents
-    if rope.freq_divisors is not None:
-        inv_freq = inv_freq / torch.tensor(rope.freq_divisors, dtype=torch.float64)
-    if rope.rope_type == "linear":
-        return inv_freq / rope.factor
-    if rope.rope_type == "llama3":
-        turns = rope.original_max_position * inv_freq / (2 * math.pi)
-        ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        keep = ramp.clamp(0, 1)
-        return inv_freq * (keep + (1 - keep) / rope.factor)
-    assert rope.rope_type == "default", rope.rope_type
-    return inv_freq

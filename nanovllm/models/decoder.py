@@ -1,4 +1,4 @@
-"""The decoder-only transformer of all supported models, with pre-norm, RoPE and gated MLP.
+"""The decoder-only transformer of all supported models, with RMSNorm, RoPE and gated MLP.
 
 It is built from a ModelConfig, which has a LayerSpec for each layer. A layer's projections are
 packed into four matrices (qkv, o, gate-up, down), split over the tensor-parallel ranks by heads and
@@ -6,81 +6,121 @@ by MLP columns. N is the number of new tokens in the step. The tokens of all seq
 concatenated.
 """
 
-from functools import cache
+from collections.abc import Callable
+from dataclasses import astuple
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from nanovllm.kernels.attention.base import AttentionParams
-from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.activation import ACTIVATIONS
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.layernorm import AllHeadsRMSNorm, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models.model_config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig
+from nanovllm.models.model_config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, MoESpec
 from nanovllm.utils.context import get_context
+
+Transform = Callable[[torch.Tensor], torch.Tensor]
+
+
+def make_norm(config: ModelConfig, size: int) -> RMSNorm:
+    dtype = torch.float32 if config.norm_in_fp32 else None
+    return RMSNorm(size, config.rms_norm_eps, dtype, config.norm_offset)
 
 
 class DecoderAttention(nn.Module):
-    """Self-attention: project, normalise q and k per head (``qk_norm``), apply RoPE, attend."""
+    """Self-attention: project, normalise q and k (``qk_norm``), apply RoPE, attend."""
 
     def __init__(
         self, config: ModelConfig, spec: AttentionSpec, rotary_emb: RotaryEmbedding
     ) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
+        heads = spec.num_heads, spec.num_kv_heads
+        order = spec.rope.head_order(spec.head_dim) if spec.rope is not None else None
+        assert order is None or not spec.qk_norm, "the norms' weights would need the same order"
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.qkv_bias
+            config.hidden_size, spec.head_dim, *heads, spec.qkv_bias, order
         )
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.o_proj = RowParallelLinear(
             spec.num_heads * spec.head_dim, config.hidden_size, spec.o_bias
         )
         self.rotary_emb = rotary_emb
-        params = AttentionParams(self.head_dim**-0.5)
-        self.attn = Attention(self.num_heads, self.head_dim, params, self.num_kv_heads)
-        self.q_norm = self.k_norm = None
+        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        params = AttentionParams(scale, spec.window, spec.softcap)
+        self.attn = Attention(self.num_heads, self.head_dim, params, self.num_kv_heads, spec.sinks)
+        self.norms_all_heads = spec.qk_norm == "all_heads"
+        self.q_norm: Any = None
+        self.k_norm: Any = None
         if spec.qk_norm:
-            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.q_norm, self.k_norm = (
+                AllHeadsRMSNorm(num, self.head_dim, config.rms_norm_eps)
+                if self.norms_all_heads
+                else make_norm(config, self.head_dim)
+                for num in heads
+            )
 
     def forward(
         self,
         positions: torch.Tensor,
         hidden_states: torch.Tensor,
         residual: torch.Tensor | None,
-        norm: RMSNorm,
+        norm: RMSNorm | None,
+        output_norm: Transform | None,
         output_indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         qkv, residual = self.qkv_proj.norm_forward(norm, hidden_states, residual)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        rope = self.rotary_emb(positions, self.q_norm, self.k_norm)
+        if self.norms_all_heads:
+            q, k, rope = self.q_norm(q), self.k_norm(k), self.rotary_emb(positions)
+        else:
+            rope = self.rotary_emb(positions, self.q_norm, self.k_norm)
+        if self.rotary_emb.query_scale is not None:
+            q = q * self.rotary_emb.query_scale[positions]
         x = self.attn(q, k, v, rope, only_outputs=output_indices is not None).flatten(1)
         kept = residual if output_indices is None else residual[output_indices]
-        return self.o_proj.forward_add(kept, x)
+        return self.o_proj.forward_add(kept, x, output_norm)
 
 
 class DecoderMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)): SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+    """down(act(gate(x)) * up(x)): SwiGLU and GEGLU (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(self, config: ModelConfig, spec: MLPSpec) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, spec.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], spec.bias)
         self.down_proj = RowParallelLinear(inner, hidden, spec.bias)
-        self.act_fn = SiluAndMul(self.down_proj.linear_weight.input_format)
+        self.act_fn = ACTIVATIONS[spec.activation](self.down_proj.linear_weight.input_format)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: RMSNorm | None,
+        output_norm: Transform | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         x, residual = self.gate_up_proj.norm_forward(norm, x, residual, self.act_fn)
-        return self.down_proj.forward_add(residual, x)
+        return self.down_proj.forward_add(residual, x, output_norm)
+
+
+def new_mlp(config: ModelConfig, spec: MLPSpec | MoESpec) -> nn.Module:
+    if isinstance(spec, MLPSpec):
+        return DecoderMLP(config, spec)
+    from nanovllm.layers.moe import MoE
+
+    return MoE(config.hidden_size, *astuple(spec))
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each with an RMSNorm before it.
+    """Attention and MLP, each with an RMSNorm before it, after it or both. A multiplier takes the
+    place of the norm after it. Attention's norms are input_layernorm and post_self_attn_layernorm,
+    and the MLP's are post_attention_layernorm and post_mlp_layernorm.
 
     The outputs of attention and MLP are added to the residual in one of two places: in the
     projection that computes them (``RowParallelLinear.forward_add``), or in the next norm
@@ -93,9 +133,13 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, spec: LayerSpec, rotary_emb: RotaryEmbedding) -> None:
         super().__init__()
         self.self_attn = DecoderAttention(config, spec.attention, rotary_emb)
-        self.mlp = DecoderMLP(config, spec.mlp)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = new_mlp(config, spec.mlp)
+        norm = partial(make_norm, config, config.hidden_size)
+        self.input_layernorm = norm() if spec.input_norms else None
+        self.post_attention_layernorm = norm() if spec.input_norms else None
+        scale = partial(torch.mul, other=spec.output_scale) if spec.output_scale != 1.0 else None
+        self.post_self_attn_layernorm = norm() if spec.output_norms else scale
+        self.post_mlp_layernorm = norm() if spec.output_norms else scale
 
     def forward(
         self,
@@ -104,10 +148,12 @@ class DecoderLayer(nn.Module):
         residual: torch.Tensor | None,
         output_indices: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        norms = self.input_layernorm, self.post_self_attn_layernorm
         hidden_states, residual = self.self_attn(
-            positions, hidden_states, residual, self.input_layernorm, output_indices
+            positions, hidden_states, residual, *norms, output_indices
         )
-        return self.mlp(hidden_states, residual, self.post_attention_layernorm)
+        norms = self.post_attention_layernorm, self.post_mlp_layernorm
+        return self.mlp(hidden_states, residual, *norms)
 
 
 class DecoderModel(nn.Module):
@@ -120,16 +166,20 @@ class DecoderModel(nn.Module):
     def __init__(self, config: ModelConfig, max_position: int) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        # Rounded to the model's dtype, as the families with a scale are trained.
+        self.embedding_scale = float(torch.tensor(config.embedding_scale, device="cpu"))
         rope = cache(RotaryEmbedding)  # layers of equal settings share one
         self.layers = nn.ModuleList(
             DecoderLayer(config, spec, rope(config.head_dim, max_position, spec.attention.rope))
             for spec in config.layers
         )
         self.layers_run = [*self.layers]  # ``skip_middle_layers`` leaves layers out
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = make_norm(config, config.hidden_size)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden_states = self.embed_tokens(input_ids)
+        if self.embedding_scale != 1.0:
+            hidden_states = hidden_states * self.embedding_scale
         residual = None
         *layers, last = self.layers_run
         for layer in layers:
@@ -151,6 +201,7 @@ class DecoderForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig, max_position: int) -> None:
         super().__init__()
         self.weight_names = config.weight_names
+        self.logits_scale, self.logits_softcap = config.logits_scale, config.logits_softcap
         self.model = DecoderModel(config, max_position)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:
@@ -162,4 +213,9 @@ class DecoderForCausalLM(nn.Module):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Computes logits from the output of ``forward``: [num_seqs, vocab_size], or this rank's
         shard of the vocabulary."""
-        return self.lm_head(hidden_states)
+        logits: torch.Tensor = self.lm_head(hidden_states)
+        if self.logits_scale != 1.0:
+            logits.mul_(self.logits_scale)
+        if self.logits_softcap is not None:
+            logits.div_(self.logits_softcap).tanh_().mul_(self.logits_softcap)
+        return logits

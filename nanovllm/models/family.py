@@ -4,13 +4,13 @@ Families differ only in data. Each has a small file in this folder, and ``regist
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.models.model_config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, WeightNames
+from nanovllm.models.rope import max_positions, positive, read_rope
 
 # Limits far above any real model's sizes. A config that exceeds them is damaged or malicious.
 LAYERS_AND_HEADS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -22,7 +22,10 @@ MAX_SIZES = {
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "sliding_window")
 BOOL_DEFAULTS = dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), False)
 BOOL_DEFAULTS["use_sliding_window"] = True
-COPIED_FIELDS = ("vocab_size", "hidden_size", "max_position_embeddings", "tie_word_embeddings")
+COPIED_FIELDS = ("vocab_size", "hidden_size", "tie_word_embeddings")
+# The values of hidden_act in configs, and their names in MLPSpec.
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+FULL, SLIDING = "full_attention", "sliding_attention"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTION, MLP = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
 WEIGHT_NAMES = (
@@ -34,6 +37,13 @@ WEIGHT_NAMES = (
     (ATTENTION + "rotary_emb.inv_freq", None),  # in old checkpoints; computed from the config
 )
 TIED_HEAD = (("lm_head.weight", None),)  # the same as the embedding's weight
+LAYER = "model.layers.{layer}."
+# Norms after attention and the MLP, where post_attention_layernorm is the norm after attention.
+OUTPUT_NORM_NAMES = (
+    (LAYER + "post_attention_layernorm.weight", LAYER + "post_self_attn_layernorm.weight"),
+    (LAYER + "post_feedforward_layernorm.weight", LAYER + "post_mlp_layernorm.weight"),
+    (LAYER + "pre_feedforward_layernorm.weight", LAYER + "post_attention_layernorm.weight"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,7 @@ class Family:
         layers: returns the layers for the fields of a checked config.
         defaults: transformers' default values of the config's fields.
         weight_names: names of tensors in checkpoints: the rows of ``WeightNames``.
+        numerics: returns further fields of ModelConfig for the fields of a checked config.
     """
 
     architecture: str
@@ -53,6 +64,7 @@ class Family:
     layers: Callable[[dict[str, Any]], Sequence[LayerSpec]]
     defaults: Mapping[str, Any]
     weight_names: tuple[Any, ...] = WEIGHT_NAMES
+    numerics: Callable[[dict[str, Any]], Mapping[str, Any]] = field(default=lambda hf: {})
 
     def read(self, hf: Mapping[str, Any]) -> ModelConfig:
         """Reads the fields of a transformers config, as releases 4 or 5 write it.
@@ -63,31 +75,83 @@ class Family:
         """
         hf = _checked({**self.defaults, **hf})
         rows = self.weight_names + TIED_HEAD * hf["tie_word_embeddings"]
-        fields = {"layer": range(hf["num_hidden_layers"]), "kind": ("weight", "bias")}
+        layers = tuple(self.layers(hf))
+        num_experts = max(layer.mlp.num_experts for layer in layers)
+        fields = {"layer": range(len(layers)), "kind": ("weight", "bias")}
+        fields["expert"] = range(num_experts)
         return ModelConfig(
             architecture=self.architecture,
-            layers=tuple(self.layers(hf)),
-            rms_norm_eps=_positive("rms_norm_eps", hf.get("rms_norm_eps") or 1e-6),
+            layers=layers,
+            max_position_embeddings=max_positions(hf),
+            rms_norm_eps=positive("rms_norm_eps", hf.get("rms_norm_eps") or 1e-6),
             dtype=_read_dtype(hf.get("dtype") or hf.get("torch_dtype") or "float32"),
-            sliding_window=hf.get("sliding_window") if hf["use_sliding_window"] else None,
             weight_names=WeightNames(rows, fields),
             **{name: hf[name] for name in COPIED_FIELDS},
+            **self.numerics(hf),
         )
 
 
-def equal_layers(hf: dict[str, Any], **flags: bool) -> list[LayerSpec]:
+def equal_layers(hf: dict[str, Any], **flags: Any) -> list[LayerSpec]:
     """Returns identical layers, with the sizes, RoPE and biases of a checked config.
 
     Args:
         hf: the fields of the config.
-        flags: ``qk_norm``, ``qkv_bias``, ``o_bias`` or ``mlp_bias``. They override the config.
+        flags: ``mlp_bias``, or fields of AttentionSpec. They override the config.
     """
     bias = hf["attention_bias"]
     flags = {"qkv_bias": bias, "o_bias": bias, "mlp_bias": hf["mlp_bias"], **flags}
-    mlp = MLPSpec(hf["intermediate_size"], flags.pop("mlp_bias"))
+    if "rope" not in flags:
+        flags["rope"] = read_rope(hf)
+    activation = ACTIVATIONS[hf.get("hidden_act", "silu")]
+    mlp = MLPSpec(hf["intermediate_size"], flags.pop("mlp_bias"), activation)
     heads, kv_heads, head_dim = (hf[name] for name in LAYERS_AND_HEADS[1:])
-    attention = AttentionSpec(heads, kv_heads, head_dim, _read_rope(hf), **flags)
+    attention = AttentionSpec(heads, kv_heads, head_dim, **flags)
     return [LayerSpec(attention, mlp)] * hf["num_hidden_layers"]
+
+
+def with_attention(layer: LayerSpec, **changes: Any) -> LayerSpec:
+    """Returns the layer with other fields in its AttentionSpec."""
+    return replace(layer, attention=replace(layer.attention, **changes))
+
+
+def with_windows(
+    hf: dict[str, Any], layers: list[LayerSpec], is_windowed: Callable[[int], bool]
+) -> list[LayerSpec]:
+    """Returns the layers with the config's sliding window where ``layer_types`` says so.
+
+    Args:
+        hf: the fields of a checked config.
+        layers: layers without windows.
+        is_windowed: whether the layer with this index has a window, if the config has no
+            ``layer_types``.
+
+    Raises:
+        ValueError: ``layer_types`` has sliding windows, but the config does not say how long, or
+            other unsupported values.
+    """
+    window = hf.get("sliding_window") if hf["use_sliding_window"] else None
+    if hf.get("layer_types") is None and window is None:
+        return layers
+    types = layer_types(hf, is_windowed)
+    if window is None and SLIDING in types:
+        unused = "use_sliding_window is false" if not hf["use_sliding_window"] else "no length"
+        raise ValueError(f"layer_types has sliding windows, but {unused}")
+    windows = [window if kind == SLIDING else None for kind in types]
+    pairs = zip(layers, windows, strict=True)
+    return [with_attention(layer, window=window) for layer, window in pairs]
+
+
+def layer_types(hf: dict[str, Any], is_windowed: Callable[[int], bool]) -> list[str]:
+    """Returns "full_attention" or "sliding_attention" for each layer of a checked config. Without
+    ``layer_types``, ``is_windowed`` decides by the layer's index."""
+    num_layers = hf["num_hidden_layers"]
+    default = [SLIDING if is_windowed(i) else FULL for i in range(num_layers)]
+    types = hf.get("layer_types") or default
+    if not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types):
+        raise ValueError(f"layer_types must be a list of {FULL} and {SLIDING}, got {types!r:.80}")
+    if len(types) != num_layers:
+        raise ValueError(f"layer_types has {len(types)} entries for {num_layers} layers")
+    return types
 
 
 def _checked(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,8 +182,10 @@ def _checked(hf: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"head_dim must be even and positive for RoPE, got {head_dim}: check the config"
         )
-    if hf.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act {hf['hidden_act']!r:.80} is not supported, only 'silu'")
+    act = hf.get("hidden_act", "silu")
+    if not isinstance(act, str) or act not in ACTIVATIONS:
+        supported = " and ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"hidden_act {act!r:.80} is not supported, only {supported}")
     if quantisation := hf.get("quantization_config"):
         method = dict(quantisation).get("quant_method", "unknown")
         raise ValueError(
@@ -128,49 +194,8 @@ def _checked(hf: Mapping[str, Any]) -> dict[str, Any]:
     return hf
 
 
-def _positive(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not 1e-30 < value < 1e30:  # also refuses NaN
-        raise ValueError(f"{name} must be a positive number, got {value!r:.80}")
-    return float(value)
-
-
 def _read_dtype(dtype: Any) -> torch.dtype:
     found = DTYPES.get(str(dtype).removeprefix("torch."))
     if found is None:
         raise ValueError(f"dtype {dtype!s:.80} in the config is not one of {', '.join(DTYPES)}")
     return found
-
-
-def _read_rope(hf: dict[str, Any]) -> RopeConfig:
-    # transformers 5 has all fields in rope_parameters. Version 4 has rope_theta and rope_scaling,
-    # in which early releases call the field rope_type "type".
-    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"the config's rope parameters must be an object, got {rope!r:.80}")
-    theta = _positive("rope_theta", rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    partial = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise ValueError(f"a partial rotary embedding (factor {partial!r:.80}) is not supported")
-    divisors = rope.get("freq_divisors")
-    if divisors is not None:
-        divisors = tuple(_positive("each of freq_divisors", divisor) for divisor in divisors)
-        if len(divisors) != hf["head_dim"] // 2:
-            raise ValueError(
-                f"{len(divisors)} frequency divisors do not match head_dim {hf['head_dim']}"
-            )
-    if rope_type == "default":
-        return RopeConfig(theta, freq_divisors=divisors)
-    if rope_type not in ("linear", "llama3"):
-        raise ValueError(
-            f"rope type {rope_type!r:.80} is not supported, only default, linear and llama3"
-        )
-    factor = _positive("the RoPE factor", rope.get("factor"))
-    if rope_type == "linear":
-        return RopeConfig(theta, rope_type, factor, freq_divisors=divisors)
-    rope = {"original_max_position_embeddings": hf["max_position_embeddings"], **rope}
-    ramp = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    low, high, length = (_positive(f"RoPE's {name}", rope.get(name)) for name in ramp)
-    if low >= high:
-        raise ValueError(f"RoPE's low_freq_factor {low} must be below its high_freq_factor {high}")
-    return RopeConfig(theta, rope_type, factor, low, high, int(length))

@@ -1,11 +1,20 @@
-"""Mistral (arXiv:2310.06825): the plain decoder, for contexts up to the sliding window's length."""
+"""Mistral (arXiv:2310.06825): the plain decoder, with a sliding window in all layers or in none."""
 
-from nanovllm.models.family import Family, equal_layers
+from typing import Any
+
+from nanovllm.models.family import Family, equal_layers, with_windows
+from nanovllm.models.model_config import LayerSpec
+
+
+def mistral_layers(hf: dict[str, Any]) -> list[LayerSpec]:
+    layers = equal_layers(hf, qkv_bias=False, o_bias=False, mlp_bias=False)
+    return with_windows({**hf, "layer_types": None}, layers, lambda layer: True)
+
 
 MISTRAL = Family(
     architecture="MistralForCausalLM",
     model_type="mistral",
-    layers=lambda hf: equal_layers(hf, qkv_bias=False, o_bias=False, mlp_bias=False),
+    layers=mistral_layers,
     defaults={
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,

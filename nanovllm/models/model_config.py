@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -17,35 +18,78 @@ class AttentionSpec:
             is shared by the same number of query heads.
         head_dim: size of a head.
         rope: the rotary embedding; None for a layer without position embedding (NoPE).
-        qk_norm: whether an RMSNorm is applied to each query and key head before RoPE.
+        qk_norm: an RMSNorm of queries and keys before RoPE: None, "head" (each head has its own
+            mean square, and all heads share a weight [head_dim]) or "all_heads" (one mean square
+            and one weight over all heads).
         qkv_bias, o_bias: whether the projections have biases.
-        window: the number of tokens to which a token attends, itself included; None for all.
+        window: number of tokens that a token attends to, itself included; None for all.
+        softcap: attention scores s become softcap * tanh(s / softcap); None leaves them.
+        scale: what scores are multiplied by; None for head_dim ** -0.5.
+        sinks: whether each query head has an attention sink, a learned logit.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rope: RopeConfig | None
-    qk_norm: bool = False
+    qk_norm: str | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MLPSpec:
-    """The feed-forward part of one layer: SwiGLU over ``intermediate_size`` columns."""
+    """The feed-forward part of one layer: a gated MLP over ``intermediate_size`` columns.
+
+    Attributes:
+        activation: "silu" or "gelu_tanh", applied to the gate.
+    """
 
     intermediate_size: int
     bias: bool = False
+    activation: str = "silu"
+    num_experts: ClassVar[int] = 1  # so that sizes are computed as for a MoESpec
+    top_k: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MoESpec:
+    """The feed-forward part of one layer: a mixture of SwiGLU experts.
+
+    A router chooses the ``top_k`` most probable experts for each token. Their outputs are summed,
+    weighted with their probabilities.
+
+    Attributes:
+        intermediate_size: columns of one expert.
+        norm_topk_prob: whether the probabilities of the chosen experts are divided by their sum.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    norm_topk_prob: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One decoder layer, with an RMSNorm before attention and one before the MLP."""
+    """One decoder layer.
+
+    Attributes:
+        input_norms: whether an RMSNorm precedes attention, and another the MLP.
+        output_norms: whether an RMSNorm follows attention, and another the MLP, before their
+            outputs are added to the residual.
+        output_scale: what the outputs of attention and MLP are multiplied by.
+    """
 
     attention: AttentionSpec
-    mlp: MLPSpec
+    mlp: MLPSpec | MoESpec
+    input_norms: bool = True
+    output_norms: bool = False
+    output_scale: float = 1.0
 
 
 WeightName = tuple[str, str | None] | tuple[str, str, str | int]
@@ -62,7 +106,8 @@ class WeightNames:
             the same name in checkpoints.
         fields: the values of each field. If the tensor's name has a field that the parameter's
             name lacks, such as the index of an expert, the parameter's ``weight_loader`` gets its
-            value as a keyword argument.
+            value as a keyword argument. A parameter may have several rows without a shard id and
+            such a field. A checkpoint has one of them, or all rows with shard ids or such fields.
     """
 
     rows: tuple[WeightName, ...]
@@ -77,9 +122,12 @@ class ModelConfig:
         architecture: the class name in a Hugging Face config, such as ``Qwen3ForCausalLM``.
         layers: the layers from first to last. All have the same attention heads.
         dtype: the checkpoint's dtype.
-        sliding_window: the number of tokens to which some layers attend; None if all layers attend
-            to all tokens.
         weight_names: the names of the parameters in the checkpoint.
+        norm_in_fp32: whether norms multiply by their weights in fp32, before they round.
+        norm_offset: what is added to the norm weights of a checkpoint.
+        embedding_scale: what the embeddings are multiplied by.
+        logits_scale, logits_softcap: logits x become softcap * tanh(scale * x / softcap), or
+            scale * x without a softcap.
     """
 
     architecture: str
@@ -90,8 +138,12 @@ class ModelConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     dtype: torch.dtype
-    sliding_window: int | None
     weight_names: WeightNames
+    norm_in_fp32: bool = False
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_softcap: float | None = None
 
     @property
     def num_hidden_layers(self) -> int:
@@ -108,3 +160,9 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         return self.layers[0].attention.head_dim
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The shortest window; None if all layers attend to all tokens."""
+        windows = [layer.attention.window for layer in self.layers]
+        return min((window for window in windows if window is not None), default=None)

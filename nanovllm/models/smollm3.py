@@ -1,9 +1,8 @@
 """SmolLM3 (HuggingFaceTB/SmolLM3-3B): the plain decoder, without RoPE in every fourth layer."""
 
-from dataclasses import replace
 from typing import Any
 
-from nanovllm.models.family import Family, equal_layers
+from nanovllm.models.family import Family, equal_layers, with_attention, with_windows
 from nanovllm.models.model_config import LayerSpec
 
 DEFAULTS: dict[str, Any] = {"num_key_value_heads": 4, "max_position_embeddings": 32768}
@@ -22,10 +21,9 @@ def smollm3_layers(hf: dict[str, Any]) -> list[LayerSpec]:
         raise ValueError(f"no_rope_layers must be a list of 0 and 1, got {has_rope!r:.80}")
     if len(has_rope) < num_layers:
         raise ValueError(f"no_rope_layers has {len(has_rope)} entries for {num_layers} layers")
-    if "sliding_attention" in hf.get("layer_types", ()) and not hf["use_sliding_window"]:
-        raise ValueError("layer_types has sliding windows, but use_sliding_window is false")
-    no_rope = replace(layer, attention=replace(layer.attention, rope=None))
-    return [layer if rope else no_rope for rope in has_rope[:num_layers]]
+    no_rope = with_attention(layer, rope=None)
+    layers = [layer if rope else no_rope for rope in has_rope[:num_layers]]
+    return with_windows(hf, layers, lambda layer: not has_rope[layer])
 
 
 SMOLLM3 = Family("SmolLM3ForCausalLM", "smollm3", smollm3_layers, DEFAULTS)

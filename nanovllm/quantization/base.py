@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.kernels.silu_and_mul import silu_and_mul
+from nanovllm.kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 
 _config: ContextVar[Mapping[str, Any] | None] = ContextVar("quantization_config", default=None)
 
@@ -46,14 +46,15 @@ class InputFormat:
 
     Attributes:
         rms_norm: (x, norm weight, eps, residual or None) -> (input, x + residual).
-        silu_and_mul: gate and up concatenated, [N, 2 I] -> input [N, I].
+        silu_and_mul, gelu_tanh_and_mul: gate and up concatenated, [N, 2 I] -> input [N, I].
     """
 
     rms_norm: Callable[[Tensor, Tensor, float, Tensor | None], tuple[Any, Tensor]]
     silu_and_mul: Callable[[Tensor], Any]
+    gelu_tanh_and_mul: Callable[[Tensor], Any]
 
 
-PLAIN = InputFormat(rms_norm, silu_and_mul)  # one tensor of the model's dtype
+PLAIN = InputFormat(rms_norm, silu_and_mul, gelu_tanh_and_mul)  # one tensor of the model's dtype
 
 
 class Shard(NamedTuple):
@@ -112,10 +113,10 @@ class LinearWeight(ABC):
         """Computes x W^T + b: [N, in] -> [N, out]."""
 
     def matmul_swiglu(self, x: Any, act_fn: Any) -> Any:
-        """Computes SwiGLU(x W^T + b): [N, in] -> [N, out / 2].
+        """Computes act_fn(x W^T + b): [N, in] -> [N, out / 2].
 
         The first half of W's rows is the gate projection, the second half the up projection.
-        ``act_fn`` is a SiluAndMul.
+        ``act_fn`` is a SiluAndMul, and fused kernels are those for SwiGLU.
         """
         return act_fn(self.matmul(x))
 

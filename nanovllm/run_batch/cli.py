@@ -67,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=float,
         default=DEFAULT_GRACE,
         metavar="SECONDS",
-        help="time that running requests have to finish after SIGTERM or Ctrl-C "
+        help="time in which running requests may finish after SIGTERM or Ctrl-C "
         "(default: %(default).0f)",
     )
     add(

@@ -27,9 +27,9 @@ class Journal:
     the cause, the job runs these requests again in ever smaller groups.
 
     The supervisor counts deaths with ``note_death``. If the supervisor was killed together with the
-    process, nobody knows whether a request caused the death or somebody ended the job. Such a death
-    is counted by the next run, and only if the process had written no record or had exactly one
-    request in flight.
+    process, nobody knows whether a request caused the death or somebody ended the job. The next run
+    counts such a death only if a request is the likely cause: the process had written no record, or
+    it had exactly one request in flight.
 
     Args:
         path: the journal file. The file of an earlier run is read and continued.
@@ -47,8 +47,8 @@ class Journal:
             text = _read(self._file, path)
             in_flight = [digest for digest, _, state in ENTRY.findall(text) if state == b"+"]
             has_new_records = text[16:LINE_BYTES] != _header(0, num_records)[16:]
-            count_in_flight = len(in_flight) == 1 or not has_new_records
-            self._num_deaths = _count_deaths(text, count_in_flight)
+            adds_death = len(in_flight) == 1 or not has_new_records
+            self._num_deaths = _count_deaths(text, adds_death)
             self._header = _header(os.getpid(), num_records)
             _rewrite(self._file, self._header, self._num_deaths)
         except BaseException:
@@ -154,12 +154,12 @@ def _read(file: int, path: Path) -> bytes:
     return text
 
 
-def _count_deaths(text: bytes, count_in_flight: bool) -> dict[str, int]:
-    """Returns the number of deaths of each request that has any. ``count_in_flight`` adds one death
-    to each request in flight."""
+def _count_deaths(text: bytes, adds_death: bool) -> dict[str, int]:
+    """Returns the number of deaths of each request that has any. With ``adds_death``, each request
+    in flight has one more."""
     num_deaths: dict[str, int] = {}
     for digest, num, state in ENTRY.findall(text):
-        num_after = min(9, int(num) + (count_in_flight and state == b"+"))
+        num_after = min(9, int(num) + (adds_death and state == b"+"))
         if num_after:
             name = digest.decode()
             num_deaths[name] = max(num_deaths.get(name, 0), num_after)

@@ -34,7 +34,7 @@ class RequestError(ValueError):
 
 
 class LineInfo(Protocol):
-    """What a record contains of its input line. ``Line`` and ``BatchRequest`` have it."""
+    """The attributes of ``Line`` and ``BatchRequest`` that a record contains."""
 
     @property
     def number(self) -> int: ...

@@ -114,8 +114,8 @@ class Replica:
                 sleep(RESTART_SECONDS)
 
     def _requests(self, runner: Runner) -> Iterator[BatchRequest | None]:
-        """Yields incoming requests. Yields None if no request has arrived but the engine has work,
-        and waits for requests if it has none."""
+        """Yields incoming requests. Before the next request arrives, yields None while the engine
+        has work, and waits while it is idle."""
         while not self._stop.requested:
             if self._inbox.empty() and not runner.is_idle:
                 yield None

@@ -22,7 +22,7 @@ from nanovllm.run_batch.stop import Stop
 
 logger = logging.getLogger("nanovllm.run_batch")
 
-MAX_DEATHS = 10  # of actors per replica, without a finished request; one request may cause three
+MAX_DEATHS = 10  # per replica, since a request last finished; one request may cause three
 RESTART_ATTEMPTS = 5  # attempts to create the engine of an actor that replaces another
 POLL_SECONDS = 0.5
 START_SECONDS = 60.0  # longest wait for the other replicas after the first one is ready

@@ -101,7 +101,7 @@ class Generation:
 
     Attributes:
         model: the model name for the response.
-        params: the sampling parameters of the first prompt; ``params_of`` returns those of any.
+        params: the sampling parameters of the first prompt; see ``params_of`` for the others.
         has_seed: whether the body sets a seed, which is then used for all prompts.
         prompts: the prompts of a completion request: strings or lists of token ids, at least one.
         messages: the conversation of a chat request.
@@ -166,8 +166,8 @@ def read_body(
 
     Args:
         request: the request.
-        defaults: the values of fields that the body does not set, except ``max_tokens``. Its
-            ``seed``, which must be set, determines the seeds of requests without one.
+        defaults: the values of fields that the body does not set, except ``max_tokens``. A request
+            without a seed gets one that is derived from ``defaults.seed``, which must be set.
         model_names: the names of the model. The first is the default.
 
     Raises:
@@ -255,7 +255,7 @@ def _check_fields(given: dict[str, Any], url: str) -> None:
 
 def _read(given: dict[str, Any], name: str, kind: type, expected: str, default: Any = None) -> Any:
     """Returns a field's value, or the default if the field is not set. Raises RequestError if the
-    value is not of the type ``kind``, which the message calls ``expected``."""
+    value is not of the type ``kind``. The message describes the type as ``expected``."""
     value = given.get(name, default)
     if name in given and not isinstance(value, kind):
         raise _invalid(name, expected, value)

@@ -10,6 +10,7 @@ from math import isqrt
 from time import monotonic, time
 from typing import Any
 
+from nanovllm.engine.request import PreparedRequest
 from nanovllm.engine.workers import WorkerError
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
@@ -46,31 +47,24 @@ class _RequestState:
         request: the request.
         attempt: how many earlier attempts ended in a failure of the engine or its process.
         generation: the request's parsed body.
-        prompts: the request's prompts.
+        prompts: the request's prompts, prepared for the engine.
         slot: the slot in the journal, while the request is active.
-        request_ids: the engine's request ids, one for each prompt in the engine.
-        outputs: the outputs of finished prompts, by prompt index.
+        request_ids: the engine's request ids of the prompts that have been added to it, in order.
+        outputs: the outputs of finished prompts, by request id.
     """
 
     request: BatchRequest
     attempt: int
     generation: Generation = None  # type: ignore[assignment]  # until it is prepared
-    prompts: Sequence[Any] = ()
+    prompts: Sequence[PreparedRequest] = ()
     slot: int = 0
-    request_ids: set[str] = field(default_factory=set)
-    outputs: dict[int, RequestOutput] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """One prompt of a request."""
-
-    state: _RequestState
-    index: int
+    request_ids: list[str] = field(default_factory=list)
+    outputs: dict[str, RequestOutput] = field(default_factory=dict)
 
     @property
     def num_completions(self) -> int:
-        return self.state.generation.params.n
+        """The number of completions of each prompt."""
+        return self.generation.params.n
 
 
 class Runner:
@@ -122,8 +116,8 @@ class Runner:
         self._attempt = 0
         self._active: dict[_RequestState, None] = {}
         self._preparing: dict[Future[RequestError | None], _RequestState] = {}
-        self._ready: deque[_Prompt] = deque()
-        self._in_flight: dict[str, _Prompt] = {}  # by request id
+        self._ready: deque[_RequestState] = deque()  # once for each prompt
+        self._in_flight: dict[str, _RequestState] = {}  # by request id
         self._num_failures = 0  # of the engine, since a request last finished
         self._pool = ThreadPoolExecutor(NUM_THREADS, "nanovllm-requests")
         self._records: list[Record] = []  # to yield next
@@ -179,8 +173,8 @@ class Runner:
 
     @property
     def _has_capacity(self) -> bool:
-        """Whether another request should be read before the next step: the engine has room, no
-        request is being retried, and less than a window of requests waits for a retry."""
+        """Whether another request should be read before the next step: the window is not
+        full, no request is being retried, and fewer than ``window`` requests wait for a retry."""
         num_waiting = sum(map(len, self._waiting))
         may_read = self._attempt == 0 and not self._waiting[0] and num_waiting < self.window
         return may_read and self._can_start
@@ -229,9 +223,10 @@ class Runner:
             except Exception as error:
                 self._handle_failure(error)
             else:
-                # Remove all finished prompts first: finishing one may abort others of its request.
-                for prompt, output in [(self._remove(out.request_id), out) for out in outputs]:
-                    self._finish(prompt, output)
+                for output in outputs:
+                    # A request that ends with an error removes its other prompts.
+                    if state := self._remove(output.request_id):
+                        self._finish(state, output)
 
     def _ensure_engine(self) -> LLM:
         if self.llm is None:
@@ -265,16 +260,17 @@ class Runner:
             self._add_prompts(state, self._prepare(llm, state))
 
     def _prepare(self, llm: LLM, state: _RequestState) -> RequestError | None:
-        """Parses a request's body and makes its prompts. Returns the error if the request is
+        """Parses a request's body and prepares its prompts. Returns the error if the request is
         invalid. Thread-safe."""
         try:
             generation = read_body(state.request, self._defaults, self._model_names)
-            state.generation, state.prompts = generation, generation.prompts
+            state.generation = generation
+            prompts: Sequence[Any] = generation.prompts
             try:
                 if generation.messages:
-                    state.prompts = llm.render_chat(generation.messages, **generation.template)
-                if has_grammar(state.request):  # compiles it, so that ``add_request`` does not wait
-                    llm.prepare(state.prompts[0], generation.params)
+                    prompts = llm.render_chat(generation.messages, **generation.template)
+                params = map(generation.params_of, range(len(prompts)))
+                state.prompts = list(map(llm.prepare, prompts, params))
             except (TypeError, ValueError) as error:
                 return bad_request(error)
         except RequestError as error:
@@ -297,7 +293,7 @@ class Runner:
         if error:
             self._end_with_error(state, error)
         else:
-            self._ready.extend(_Prompt(state, i) for i in range(len(state.prompts)))
+            self._ready.extend([state] * len(state.prompts))
             self._fill_engine()
 
     def _fill_engine(self) -> None:
@@ -306,47 +302,43 @@ class Runner:
         while self._ready and (
             self.num_in_flight + self._ready[0].num_completions <= window or not self._in_flight
         ):
-            prompt = self._ready.popleft()
-            if prompt.state in self._active:
-                self._add_to_engine(prompt)
+            state = self._ready.popleft()
+            if state in self._active:
+                self._add_to_engine(state)
 
-    def _add_to_engine(self, prompt: _Prompt) -> None:
-        state = prompt.state
-        llm = self._ensure_engine()
+    def _add_to_engine(self, state: _RequestState) -> None:
+        """Adds the next prompt of a request."""
         try:
-            params = state.generation.params_of(prompt.index)
-            request_id = llm.add_request(state.prompts[prompt.index], params)
-        except (TypeError, ValueError) as error:
-            self._end_with_error(state, bad_request(error))
+            prompt = state.prompts[len(state.request_ids)]
+            request_id = self._ensure_engine().add_request(prompt)
         except Exception as error:
-            self._handle_failure(error, prompt)
+            self._handle_failure(error, [state])
         else:
-            self._in_flight[request_id] = prompt
-            self.num_in_flight += prompt.num_completions
-            state.request_ids.add(request_id)
+            self._in_flight[request_id] = state
+            self.num_in_flight += state.num_completions
+            state.request_ids.append(request_id)
 
-    def _remove(self, request_id: str) -> _Prompt:
-        """Removes a prompt from those in flight."""
-        prompt = self._in_flight.pop(request_id)
-        self.num_in_flight -= prompt.num_completions
-        prompt.state.request_ids.remove(request_id)
-        return prompt
+    def _remove(self, request_id: str) -> _RequestState | None:
+        """Removes a prompt from those in flight. Returns its request, or None if the prompt is not
+        in flight."""
+        state = self._in_flight.pop(request_id, None)
+        if state is not None:
+            self.num_in_flight -= state.num_completions
+        return state
 
-    def _finish(self, prompt: _Prompt, output: RequestOutput) -> None:
+    def _finish(self, state: _RequestState, output: RequestOutput) -> None:
+        """Adds the output of a prompt, and ends the request if it was the last one."""
         self._num_failures = 0
-        state = prompt.state
-        if state not in self._active:
-            return
         for completion in output.outputs:
             if completion.finish_reason == "error":
                 message = f"generation failed: {completion.error or 'no token could be sampled'}"
                 error = RequestError(message, status=500, code="generation_failed")
                 self._end_with_error(state, error)
                 return
-        state.outputs[prompt.index] = output
+        state.outputs[output.request_id] = output
         if len(state.outputs) < len(state.prompts):
             return
-        outputs = [state.outputs[i] for i in range(len(state.prompts))]
+        outputs = [state.outputs[request_id] for request_id in state.request_ids]
         try:
             body = make_body(state.request, state.generation, outputs, int(time()))
         except Exception as error:  # no request may end the run
@@ -355,20 +347,20 @@ class Runner:
             self._end(state)
             self._records.append(success_record(state.request, state.request.custom_id, body))
 
-    def _handle_failure(self, error: Exception, added: _Prompt | None = None) -> None:
-        """Handles a failure of the engine in a step, or while ``added`` was added. The requests of
-        ``added`` and of the prompts in flight are retried, or end after MAX_ATTEMPTS."""
+    def _handle_failure(self, error: Exception, added: Sequence[_RequestState] = ()) -> None:
+        """Handles a failure of the engine in a step, or while a prompt of ``added`` was added.
+        These requests and those in flight are retried, or end after MAX_ATTEMPTS."""
         self._num_failures += 1
-        failed = [*self._in_flight.values(), *([added] if added else [])]
+        failed = [*self._in_flight.values(), *added]
         logger.warning(
             "the engine failed with %d prompts: %s", len(failed), describe(error), exc_info=error
         )
-        # Replace an engine at most once: if its successor fails too, the requests are the cause.
+        # An engine without all its workers is replaced. Any other is replaced only once, after the
+        # third failure in a row: if the new engine fails too, the requests are the cause.
         if isinstance(error, WorkerError) or self._num_failures == MAX_ATTEMPTS:
             self.close()
-        failed_states = {prompt.state for prompt in failed}
         for state in self._end_all():
-            attempt = state.attempt + (state in failed_states)
+            attempt = state.attempt + (state in failed)
             if attempt < MAX_ATTEMPTS:
                 self._waiting[attempt].append(_RequestState(state.request, attempt))
             else:  # the window of the last attempt is 1, so no other request was running
@@ -384,20 +376,14 @@ class Runner:
         self._records.append(error_record(state.request, state.request.custom_id, error))
 
     def _end(self, state: _RequestState) -> None:
-        """Ends an active request, and aborts its prompts in the engine. Closes the engine if that
-        fails."""
+        """Ends an active request, and aborts its prompts in the engine."""
         del self._active[state]
         if self._journal:
             self._journal.end(state.slot)
-        for request_id in [*state.request_ids]:
-            self._remove(request_id)
-            try:
-                if self.llm is not None:
+        for request_id in state.request_ids:
+            if self._remove(request_id) and self.llm is not None:
+                with suppress(Exception):  # an engine that has failed has no requests
                     self.llm.abort_request(request_id)
-            except ValueError:
-                pass  # an engine that has failed has no requests
-            except Exception:
-                self.close()
 
     def _end_all(self, kept: Set[_RequestState] = frozenset()) -> list[_RequestState]:
         """Ends all active requests except ``kept``, and returns them. All prompts of ``kept`` must
@@ -416,12 +402,12 @@ class Runner:
         queue."""
         self._clear_waiting()
         num_running = self.llm.metrics().num_running if self.llm and self._in_flight else 0
-        unstarted = {prompt.state for prompt in self._ready}
-        for prompt in self._in_flight.values():  # the engine runs them in this order
+        unstarted = {*self._ready}
+        for state in self._in_flight.values():  # the engine runs them in this order
             if num_running <= 0:
-                unstarted.add(prompt.state)
-            num_running -= prompt.num_completions
-        self._end_all(kept={prompt.state for prompt in self._in_flight.values()} - unstarted)
+                unstarted.add(state)
+            num_running -= state.num_completions
+        self._end_all(kept={*self._in_flight.values()} - unstarted)
 
     def _clear_waiting(self) -> None:
         for queue in self._waiting:

@@ -109,11 +109,11 @@ class _Supervisor(SignalHandler):
     """Runs child processes, and forwards signals to them within its ``with`` block.
 
     SIGTERM and SIGINT are forwarded. If the child is still alive ``grace`` plus MARGIN_SECONDS
-    after the first of them, it is killed. SIGTSTP (Ctrl-Z) stops both processes. The child is
+    after the first such signal, it is killed. SIGTSTP (Ctrl-Z) stops both processes. The child is
     killed when this process ends.
 
     Args:
-        grace: seconds that running requests have to finish.
+        grace: seconds in which running requests may finish.
 
     Attributes:
         is_stopping: whether SIGTERM or SIGINT has arrived.

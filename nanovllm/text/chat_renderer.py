@@ -5,7 +5,6 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +114,7 @@ class ChatRenderer:
     def _render(
         self, shared: bytes, prepared: Seq[tuple[bytes, str | None]]
     ) -> list[str | Exception]:
-        responses = self._process.run(_dump((shared, messages)) for messages, _ in prepared)
+        responses = self._process.run([(shared, messages) for messages, _ in prepared])
         final_texts = (text for _, text in prepared)
         return map_each(_read_response, zip(responses, final_texts, strict=True))
 
@@ -203,12 +202,12 @@ def _mark_end(message: dict[str, Any]) -> str:
     return content
 
 
-def _read_response(response: tuple[bytearray | ProcessError, str | None]) -> str:
+def _read_response(response: tuple[bytes | ProcessError, str | None]) -> str:
     """Returns the prompt. Raises ValueError if the template failed."""
     data, final_text = response
     if isinstance(data, ProcessError):
         raise ValueError(f"the chat template {data}")
-    text = str(memoryview(data)[1:], "utf-8", "surrogatepass")
+    text = data[1:].decode("utf-8", "surrogatepass")
     if data[:1] != b"T":
         raise _template_error(text)
     if final_text is None:
@@ -224,17 +223,6 @@ def _template_error(reason: str) -> ValueError:
     return ValueError(f"the chat template fails: {reason}")
 
 
-class _NotPlain(Exception):
-    """An object is not plain data."""
-
-
-class _Packer(pickle.Pickler):
-    """A pickler that accepts plain data only."""
-
-    def reducer_override(self, value: Any) -> Any:  # not called for the plain types
-        raise _NotPlain
-
-
 def _pack(value: Any) -> bytes:
     """Pickles plain data: strings, numbers, booleans, None, lists, tuples and dicts. Instances of
     their subclasses are converted to these types first.
@@ -244,18 +232,9 @@ def _pack(value: Any) -> bytes:
         ValueError: lists or dicts are nested too deeply.
     """
     try:
-        try:
-            return _dump(value)
-        except _NotPlain:
-            return _dump(_as_plain(value))
+        return pickle.dumps(_as_plain(value), pickle.HIGHEST_PROTOCOL)
     except RecursionError:
         raise ValueError("the conversation is nested too deeply") from None
-
-
-def _dump(value: Any) -> bytes:
-    buffer = BytesIO()
-    _Packer(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
-    return buffer.getvalue()
 
 
 def _as_plain(value: Any) -> Any:
@@ -264,8 +243,8 @@ def _as_plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {_as_plain(key): _as_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        items = map(_as_plain, value)
-        return list(items) if isinstance(value, list) else tuple(items)
+        items = [_as_plain(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, (int, float)):

@@ -27,7 +27,7 @@ class GrammarChecker(LimitedProcess):
         Raises:
             ValueError: compiling the grammar crashes, takes too long or takes too much memory.
         """
-        (response,) = self.run(iter([lark.encode()]))
+        (response,) = self.run([lark.encode()])
         if isinstance(response, ProcessTimeout):
             raise ValueError(f"the grammar {response} to compile")
         if isinstance(response, ProcessError):

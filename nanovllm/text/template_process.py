@@ -97,18 +97,18 @@ environment.globals.update(
 _compile_cached = lru_cache(CACHE_SIZE)(environment.from_string)
 
 
-def handle(request: bytes) -> bytes:
+def handle(request: tuple[bytes, bytes]) -> bytes:
     """Renders one conversation.
 
     Args:
-        request: a pickled tuple of two pickles. The first holds the template and the variables
-            that all conversations share, the second the messages of this conversation.
+        request: two pickles. The first holds the template and the variables that all conversations
+            share, the second the messages of this conversation.
 
     Returns:
         bytes: "T" and the text, or "E" and the error's class and message.
     """
     try:
-        shared, messages = pickle.loads(request)
+        shared, messages = request
         template, variables = _read_shared(shared)
         text = template.render(variables, messages=pickle.loads(messages))
         data = text.encode("utf-8", "surrogatepass")

@@ -1,4 +1,4 @@
-"""What the ``weight_loader`` of layers have in common: checks, and a parameter split by heads."""
+"""Helpers for the ``weight_loader`` of layers: checks, and a parameter split by heads."""
 
 from collections.abc import Sequence
 

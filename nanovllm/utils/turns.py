@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Condition, Thread, current_thread
 
-POLL_SECONDS = 1.0  # a thread that dies does not notify those that wait for it
+POLL_SECONDS = 1.0  # how often a waiting thread checks for dead threads, which do not notify it
 
 
 class Turns:
-    """Gives the threads that call an object their turns.
+    """Lets only one thread at a time run a call of an object.
 
     Args:
         name: the object's name in messages.
@@ -47,11 +47,15 @@ class Turns:
 
     @contextmanager
     def turn_after(self, owners: Callable[[], set[Thread]], conflict: str) -> Iterator[None]:
-        """Waits for a turn in which ``owners``, the threads with unfinished work, is empty.
+        """Waits for a turn in which no thread has unfinished work.
+
+        Args:
+            owners: returns the threads with unfinished work.
+            conflict: the message of the error.
 
         Raises:
             ValueError: waiting would never end, because the work is of this thread, or of threads
-                that have ended. The message is ``conflict``.
+                that have ended.
         """
         self.check_open()
         with self.turn():

@@ -295,3 +295,44 @@ def test_names_are_spelled_out_for_every_value_of_their_fields():
 def test_copy_weight_refuses_to_broadcast():
     with pytest.raises(ValueError, match=r"shape \[2, 3\], the checkpoint has \[3\]"):
         copy_weight(torch.zeros(2, 3), torch.ones(3))
+
+
+class Fused(nn.Module):
+    """A parameter that checkpoints have under either of two names, or in two parts."""
+
+    weight_names = WeightNames(
+        (("old", "both"), ("new", "both"), ("part.{part}", "both")), {"part": range(2)}
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Parameter(torch.zeros(2, 3), requires_grad=False)
+        self.both.weight_loader = lambda param, tensor, part=slice(None): copy_weight(  # type: ignore[attr-defined]
+            param[part], tensor
+        )
+
+
+@pytest.mark.parametrize("names", [["old"], ["new"], ["part.0", "part.1"]], ids=str)
+def test_a_parameter_with_several_names(names):
+    values = torch.randn(2, 3)
+    parts = {"part.0": values[0], "part.1": values[1]}
+    model = Fused()
+    load_model(model, [(name, parts.get(name, values)) for name in names])  # type: ignore[arg-type]
+    assert torch.equal(model.both, values)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["old", "new"], "new occurs twice"),
+        (["old", "old"], "old occurs twice"),
+        (["part.0", "new"], "new occurs twice"),
+        (["new", "part.0"], "part.0 occurs twice"),
+        (["part.1"], "lacks part.0"),
+        ([], "lacks part.0, part.1"),
+    ],
+    ids=str,
+)
+def test_exactly_one_of_several_names(names, message):
+    with pytest.raises(ValueError, match=message):
+        load_model(Fused(), [(n, torch.zeros((3,) if "." in n else (2, 3))) for n in names])  # type: ignore[arg-type]

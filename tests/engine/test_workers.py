@@ -1,15 +1,17 @@
 """Worker processes: messages arrive whole, faults are errors within seconds, nothing is left."""
 
+import multiprocessing as mp
 import os
 import select
 import shutil
 import signal
-import stat
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,140 +22,55 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.engine import workers
+from nanovllm.engine import workers as workers_module
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_inputs import PackedInputs, prepare_decode
-from nanovllm.engine.workers import (
-    CHUNK_BYTES,
-    Channel,
-    Semaphore,
-    decode,
-    encode,
-    interrupts_delayed,
-)
+from nanovllm.engine.workers import Worker, Workers, interrupts_delayed
 from tests.engine.worker_faults import SCENARIOS, processes_of
 from tests.tiny_models import TinyModels
 
 ROOT = Path(__file__).parents[2]
 
 
-class Readers:
-    """Threads that stand for workers: each takes a number of messages, as slowly as it is told."""
-
-    def __init__(self, num_workers: int, num_messages: int, delays: list[float]) -> None:
-        self.channel = Channel(num_workers)
-        self.semaphores = [threading.Semaphore(0) for _ in range(num_workers)]
-        self.received: list[list[bytes]] = [[] for _ in range(num_workers)]
-        self.threads = [
-            threading.Thread(target=self.read, args=(i, num_messages, delays[i]))
-            for i in range(num_workers)
-        ]
-        for thread in self.threads:
-            thread.start()
-
-    def read(self, worker: int, num_messages: int, delay: float) -> None:
-        own = Channel(len(self.received), os.dup(self.channel.fd))
-
-        def sleep_until_woken() -> None:
-            assert self.semaphores[worker].acquire(timeout=30)
-            time.sleep(delay)
-
-        for _ in range(num_messages):
-            self.received[worker].append(bytes(own.receive(worker, sleep_until_woken)))
-        own.close()
-
-    def wake(self) -> None:
-        for semaphore in self.semaphores:
-            semaphore.release()
-
-    def send(self, message: bytes) -> None:
-        self.channel.send(message, self.wake, lambda: None)
-
-    def close(self) -> None:
-        for thread in self.threads:
-            thread.join(30)
-        self.channel.close()
+@pytest.fixture(scope="module")
+def link() -> Iterator[tuple[Workers, Worker]]:
+    """A worker's handle, and rank 0's handle on it, in one process."""
+    ours, theirs = mp.Pipe()
+    workers = Workers.__new__(Workers)
+    workers._state = workers_module._State([], [ours])
+    with ours, theirs:
+        yield workers, Worker(1, 1, theirs)
 
 
-SIZES = st.sampled_from(
-    [0, 1, 7, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES, 3 * CHUNK_BYTES + 5]
-)
+def exchange(link: tuple[Workers, Worker], messages: list[Any]) -> list[Any]:
+    """Sends messages from a thread, because pipes hold only small ones."""
+    workers, worker = link
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(lambda: [workers.send(message) for message in messages])
+        received = [worker.receive() for _ in messages]
+        sent.result(30)
+    return received
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    st.lists(SIZES | st.integers(0, 5000), min_size=1, max_size=6),
-    st.lists(st.sampled_from([0.0, 0.0, 0.003]), min_size=1, max_size=3),
-)
-def test_readers_get_every_message_whole_and_in_order(sizes: list[int], delays: list[float]):
-    """Guards chunks that are overwritten before a slow reader has them."""
+@given(st.lists(st.sampled_from([0, 1, 7, 1 << 16, 3 << 20]) | st.integers(0, 5000), max_size=6))
+def test_workers_get_every_message_whole_and_in_order(
+    link: tuple[Workers, Worker], sizes: list[int]
+):
     rng = np.random.default_rng(0)
     messages = [rng.bytes(size) for size in sizes]
-    readers = Readers(len(delays), len(messages), delays)
-    try:
-        for message in messages:
-            readers.send(message)
-    finally:
-        readers.close()
-    assert readers.received == [messages] * len(delays)
+    assert exchange(link, messages) == messages
 
 
-def test_the_memory_of_calls_is_open_to_this_user_alone():
+def test_no_other_process_can_open_the_pipe_of_calls(link: tuple[Workers, Worker]):
     """What workers read from it they unpickle."""
-    before = os.umask(0)
-    try:
-        channel = Channel(1)
-    finally:
-        os.umask(before)
-    path = f"/proc/{os.getpid()}/fd/{channel.fd}"
-    status = os.stat(path)
-    assert stat.S_IMODE(status.st_mode) == 0o600
-    assert status.st_uid == os.getuid()
-    assert status.st_nlink == 0, "it has no name"
-    command, number = ["cat", path], 65534
-    if os.getuid() == 0:
-        other = subprocess.run(command, user=number, check=False, capture_output=True, text=True)
-        assert other.returncode == 1
-        assert "Permission denied" in other.stderr
-    channel.close()
-
-
-@pytest.mark.parametrize("spin_seconds", [0.0, 0.01])
-def test_a_semaphore_lets_through_as_often_as_it_was_released(spin_seconds: float):
-    semaphore, passed = Semaphore(), threading.Semaphore(0)
-
-    def run() -> None:
-        for _ in range(4):
-            semaphore.acquire(spin_seconds)
-            passed.release()
-
-    thread = threading.Thread(target=run, daemon=True)
-    for _ in range(3):
-        semaphore.release()
-    thread.start()
-    assert all(passed.acquire(timeout=30) for _ in range(3))
-    assert not passed.acquire(timeout=0.1)
-    semaphore.release()
-    assert passed.acquire(timeout=30)
-    thread.join(30)
-    semaphore.close()
-
-
-def test_waiting_for_a_reader_can_be_cut_short():
-    """Guards a sender that hangs where a worker is dead."""
-    channel = Channel(1)
-    end = time.monotonic() + 0.2
-
-    def check() -> None:
-        if time.monotonic() > end:
-            raise TimeoutError
-
-    try:
-        channel.send(b"first", lambda: None, check)
-        with pytest.raises(TimeoutError):
-            channel.send(b"second", lambda: None, check)
-    finally:
-        channel.close()
+    (ours,) = link[0]._state.pipes
+    for pipe in (ours, link[1].pipe):
+        with socket.socket(fileno=os.dup(pipe.fileno())) as end:
+            assert (end.family, end.getsockname()) == (socket.AF_UNIX, ""), "it has no name"
+        assert not os.get_inheritable(pipe.fileno())
+        with pytest.raises(OSError, match="No such device"):
+            os.open(f"/proc/self/fd/{pipe.fileno()}", os.O_RDONLY)
 
 
 DTYPES = [np.bool_, np.int8, np.int16, np.int32, np.int64, np.float32, np.float64]
@@ -166,11 +83,12 @@ DTYPES = [np.bool_, np.int8, np.int16, np.int32, np.int64, np.float32, np.float6
     ),
     st.text(min_size=1),
 )
-def test_arrays_arrive_equal_aligned_and_writable(shapes: list[Any], method: str):
-    """Guards an array of odd size that shifts the ones after it."""
+def test_arrays_arrive_equal_aligned_and_writable(
+    link: tuple[Workers, Worker], shapes: list[Any], method: str
+):
     rng = np.random.default_rng(0)
     arrays = [np.asarray(rng.integers(0, 99, shape).astype(dtype)) for dtype, shape in shapes]
-    name, (found, number, nothing) = decode(bytearray(encode(method, (arrays, 5, None))))
+    ((name, (found, number, nothing)),) = exchange(link, [(method, (arrays, 5, None))])
     assert (name, number, nothing) == (method, 5, None)
     for array, expected in zip(found, arrays, strict=True):
         np.testing.assert_array_equal(array, expected, strict=True)
@@ -178,14 +96,15 @@ def test_arrays_arrive_equal_aligned_and_writable(shapes: list[Any], method: str
         assert array.flags.writeable or array.ndim == 0
 
 
-def test_an_array_takes_little_more_than_its_bytes():
-    array = np.zeros(1 << 16, np.int32)
-    assert len(encode("run_step", (array,))) < array.nbytes + 500
+def test_an_array_takes_little_more_than_its_bytes(link: tuple[Workers, Worker]):
+    array = np.zeros(1 << 12, np.int32)
+    link[0].send(("run_step", (array,)))
+    assert len(link[1].pipe.recv_bytes()) < array.nbytes + 500
 
 
-def test_packed_inputs_survive_the_trip():
+def test_packed_inputs_survive_the_trip(link: tuple[Workers, Worker]):
     packed = prepare_decode(Batch((), is_prefill=False), 4, 5).pack()
-    _, (found,) = decode(encode("run_step", (packed,)))
+    ((_, (found,)),) = exchange(link, [("run_step", (packed,))])
     assert isinstance(found, PackedInputs)
     assert (found.tensors.shapes, found.context) == (packed.tensors.shapes, packed.context)
     assert torch.equal(found.tensors.buffer, packed.tensors.buffer)
@@ -319,6 +238,7 @@ SLOW = {
     "terminated",
     "all_killed_while_starting",
     "never_closed",
+    "a_worker_that_reads_no_calls",
 }
 
 
@@ -385,7 +305,7 @@ def test_ctrl_c_waits_for_the_start_of_workers_also_beside_another_thread():
     thread = threading.Thread(target=done.wait)
     thread.start()
     try:
-        with pytest.raises(KeyboardInterrupt), workers._interrupts_blocked():
+        with pytest.raises(KeyboardInterrupt), workers_module._interrupts_blocked():
             os.kill(os.getpid(), signal.SIGINT)
             end = time.monotonic() + 0.2
             while time.monotonic() < end:

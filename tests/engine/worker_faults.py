@@ -9,7 +9,6 @@ import atexit
 import faulthandler
 import gc
 import os
-import secrets
 import signal
 import stat
 import sys
@@ -401,13 +400,30 @@ def names_that_others_have_taken(folder: Path) -> None:
     taken = Path(tempfile.gettempdir(), "nanovllm-foreseen")
     taken.mkdir()
     (taken / "store").write_text("not a store")
-    token_hex = secrets.token_hex
-    secrets.token_hex = lambda *args: "foreseen"
-    fails(lambda: make(folder, workers=Workers), str(taken), error=FileExistsError)
-    secrets.token_hex = token_hex
+    names = tempfile._get_candidate_names  # type: ignore[attr-defined]
+    tempfile._get_candidate_names = lambda: iter(["foreseen", "free"])  # type: ignore[attr-defined]
+    with LLM(folder.parent / "qwen3", tensor_parallel_size=2, **SMALL) as llm:
+        tempfile._get_candidate_names = names  # type: ignore[attr-defined]
+        assert tokens(llm) == expected_tokens(folder)
     assert (taken / "store").read_text() == "not a store"
     (taken / "store").unlink()
     taken.rmdir()
+    check_nothing_left()
+
+
+def a_worker_that_reads_no_calls(folder: Path) -> None:
+    """Guards a rank 0 that waits for ever to write its last call into a full pipe."""
+    llm = make(folder)
+    os.kill(worker_of(llm), signal.SIGSTOP)
+    (pipe,) = llm.model_runner.workers._state.pipes
+    os.set_blocking(pipe.fileno(), False)
+    try:
+        while True:
+            os.write(pipe.fileno(), bytes(1000))
+    except BlockingIOError:
+        os.set_blocking(pipe.fileno(), True)
+    with deadline("close", 8):
+        llm.close()
     check_nothing_left()
 
 
@@ -551,6 +567,7 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
         all_killed,
         all_killed_while_starting,
         names_that_others_have_taken,
+        a_worker_that_reads_no_calls,
         forked_children,
         two_engines_at_once,
         deleted,

@@ -11,38 +11,31 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from nanovllm.kernels.rope import apply_rope_and_store, apply_rotary_emb
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
+from nanovllm.models.rope import read_rope
 
 MAX_POSITION = 131072
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-# Name -> our config, transformers' rope_parameters.
-KINDS: dict[str, tuple[RopeConfig, dict[str, Any]]] = {
-    "default": (RopeConfig(), {"rope_type": "default", "rope_theta": 10000.0}),
-    "default-1e6": (RopeConfig(1e6), {"rope_type": "default", "rope_theta": 1e6}),
-    "linear": (
-        RopeConfig(10000.0, "linear", factor=4.0),
-        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-    ),
-    "llama3": (
-        RopeConfig(500000.0, "llama3", original_max_position=8192, **LLAMA3),
-        {
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "original_max_position_embeddings": 8192,
-            **LLAMA3,
-        },
-    ),
-    "llama3-other-ramp": (
-        RopeConfig(10000.0, "llama3", 32.0, 0.5, 9.0, 256),
-        {
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 32.0,
-            "low_freq_factor": 0.5,
-            "high_freq_factor": 9.0,
-            "original_max_position_embeddings": 256,
-        },
-    ),
+# transformers' rope_parameters.
+KINDS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "default-1e6": {"rope_type": "default", "rope_theta": 1e6},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "original_max_position_embeddings": 8192,
+        **LLAMA3,
+    },
+    "llama3-other-ramp": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 32.0,
+        "low_freq_factor": 0.5,
+        "high_freq_factor": 9.0,
+        "original_max_position_embeddings": 256,
+    },
 }
+PLAIN = RopeConfig(tuple(10000.0 ** -(i / 8) for i in range(8)))
 each_kind = pytest.mark.parametrize("kind", KINDS)
 each_head_dim = pytest.mark.parametrize("head_dim", [2, 40, 64, 128])
 HIGH_POSITIONS = torch.tensor([0, 1, 8191, 8192, 32767, 32768, 100_003, MAX_POSITION - 1])
@@ -52,13 +45,18 @@ def rotate(rope: Any, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
     return apply_rope_and_store(rope(positions, *norms), q, k, k, None)
 
 
+def config_of(kind: str, head_dim: int) -> RopeConfig:
+    sizes = {"head_dim": head_dim, "max_position_embeddings": MAX_POSITION}
+    return read_rope({**sizes, "rope_parameters": KINDS[kind]})
+
+
 def oracle(kind: str, head_dim: int) -> LlamaRotaryEmbedding:
     config = LlamaConfig(
         hidden_size=4 * head_dim,
         num_attention_heads=4,
         head_dim=head_dim,
         max_position_embeddings=MAX_POSITION,
-        rope_parameters=dict(KINDS[kind][1]),
+        rope_parameters=dict(KINDS[kind]),
     )
     return LlamaRotaryEmbedding(config)
 
@@ -71,9 +69,8 @@ def rotate_fp64(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor
     return torch.cat((turned.real, turned.imag), -1)
 
 
-def inv_freq_fp64(kind: str, head_dim: int) -> torch.Tensor:
+def inv_freq_fp64(rope: dict[str, Any], head_dim: int) -> torch.Tensor:
     """Frequency by frequency, as the papers and Meta's reference code have it."""
-    rope = KINDS[kind][1]
     out = []
     for i in range(head_dim // 2):
         freq = rope["rope_theta"] ** (-2 * i / head_dim)
@@ -98,7 +95,7 @@ def test_equals_transformers(kind, head_dim):
     """At positions where transformers' fp32 angles are good to 1e-4."""
     positions = torch.randint(0, 1000, (50,))
     q, k = torch.randn(50, 6, head_dim), torch.randn(50, 2, head_dim)
-    rope = RotaryEmbedding(head_dim, 1000, KINDS[kind][0])
+    rope = RotaryEmbedding(head_dim, 1000, config_of(kind, head_dim))
     cos, sin = oracle(kind, head_dim)(q, positions[None])
     expected = apply_rotary_pos_emb(q, k, cos[0], sin[0])
     torch.testing.assert_close(rotate(rope, positions, q, k), expected, rtol=0, atol=1e-3)
@@ -108,7 +105,7 @@ def test_equals_transformers(kind, head_dim):
 @each_head_dim
 def test_frequencies_equal_transformers(kind, head_dim):
     """Read off the cache at position 1, where no angle has wrapped round."""
-    cos, sin = RotaryEmbedding(head_dim, 2, KINDS[kind][0]).cos_sin_cache[1].flatten().chunk(2)
+    cos, sin = RotaryEmbedding(head_dim, 2, config_of(kind, head_dim)).cos_sin_cache[1].chunk(2)
     expected = oracle(kind, head_dim).inv_freq
     torch.testing.assert_close(torch.atan2(sin, cos), expected, rtol=1e-5, atol=0)
 
@@ -118,8 +115,8 @@ def test_frequencies_equal_transformers(kind, head_dim):
 def test_high_positions_are_exact(kind, head_dim):
     """Guards angles computed in fp32, which are off by 4e-3 at position 100,000."""
     q, k = torch.randn(8, 6, head_dim), torch.randn(8, 2, head_dim)
-    rope = RotaryEmbedding(head_dim, MAX_POSITION, KINDS[kind][0])
-    inv_freq = inv_freq_fp64(kind, head_dim)
+    rope = RotaryEmbedding(head_dim, MAX_POSITION, config_of(kind, head_dim))
+    inv_freq = inv_freq_fp64(KINDS[kind], head_dim)
     for x, rotated in zip((q, k), rotate(rope, HIGH_POSITIONS, q, k), strict=True):
         expected = rotate_fp64(x, HIGH_POSITIONS, inv_freq)
         torch.testing.assert_close(rotated.double(), expected, rtol=0, atol=3e-6)
@@ -127,7 +124,7 @@ def test_high_positions_are_exact(kind, head_dim):
 
 @each_kind
 def test_scores_depend_on_the_distance_alone(kind):
-    rope = RotaryEmbedding(64, MAX_POSITION, KINDS[kind][0])
+    rope = RotaryEmbedding(64, MAX_POSITION, config_of(kind, 64))
     q, k = torch.randn(1, 1, 64), torch.randn(1, 1, 64)
 
     def score(q_position: int, k_position: int) -> torch.Tensor:
@@ -147,7 +144,8 @@ def test_norms_come_before_the_rotation(dtype):
     norms = [RMSNorm(40, eps=1e-3).to(dtype).requires_grad_(False) for _ in "qk"]
     for norm in norms:
         norm.weight.uniform_(0.5, 1.5)
-    rope, positions = RotaryEmbedding(40, 100, RopeConfig()), torch.randint(0, 100, (7,))
+    rope = RotaryEmbedding(40, 100, config_of("default", 40))
+    positions = torch.randint(0, 100, (7,))
     found = rotate(rope, positions, q, k, *norms)
     expected = rotate(rope, positions, norms[0](q), norms[1](k))
     assert all(map(torch.equal, found, expected))
@@ -156,17 +154,16 @@ def test_norms_come_before_the_rotation(dtype):
 
 def test_position_0_is_the_identity():
     q, k = torch.randn(3, 2, 16), torch.randn(3, 1, 16)
-    rotated = rotate(RotaryEmbedding(16, 4, RopeConfig()), torch.zeros(3, dtype=torch.int64), q, k)
+    rotated = rotate(RotaryEmbedding(16, 4, PLAIN), torch.zeros(3, dtype=torch.int64), q, k)
     assert all(map(torch.equal, rotated, (q, k)))
 
 
 def test_stated_divisors_replace_the_scaling():
     """A GGUF file of Llama 3 states what each frequency is divided by."""
-    llama3, _ = KINDS["llama3"]
     plain = 500000.0 ** -(torch.arange(32).double() / 32)
-    divisors = tuple((plain / inv_freq_fp64("llama3", 64)).tolist())
-    stated = RopeConfig(llama3.theta, freq_divisors=divisors)
-    expected = RotaryEmbedding(64, 5000, llama3).cos_sin_cache
+    divisors = (plain / inv_freq_fp64(KINDS["llama3"], 64)).tolist()
+    stated = read_rope({"head_dim": 64}, {"rope_theta": 500000.0, "freq_divisors": divisors})
+    expected = RotaryEmbedding(64, 5000, config_of("llama3", 64)).cos_sin_cache
     torch.testing.assert_close(RotaryEmbedding(64, 5000, stated).cos_sin_cache, expected)
 
 
@@ -175,7 +172,7 @@ def test_dtype_is_kept_and_inputs_stay_as_they_are(dtype):
     positions = torch.tensor([5, 77, 3])
     q, k = torch.randn(3, 4, 16).to(dtype), torch.randn(3, 2, 16).to(dtype)
     copies = q.clone(), k.clone()
-    rope = RotaryEmbedding(16, 100, RopeConfig())
+    rope = RotaryEmbedding(16, 100, PLAIN)
     rotated = rotate(rope, positions, q, k)
     assert all(map(torch.equal, (q, k), copies))
     # The rotation runs in fp32 whatever the dtype, so the only error is the last rounding.
@@ -191,7 +188,7 @@ def test_apply_rotary_emb_turns_halves_against_each_other():
 
 
 def test_the_cache_is_not_part_of_the_checkpoint():
-    rope = RotaryEmbedding(16, 10, RopeConfig())
+    rope = RotaryEmbedding(16, 10, PLAIN)
     assert rope.cos_sin_cache.numel() == 10 * 16 and rope.cos_sin_cache.dtype == torch.float32
     assert not rope.state_dict() and not list(rope.parameters())
 

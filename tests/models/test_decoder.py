@@ -100,7 +100,7 @@ def test_layers_may_differ_in_all_that_a_layer_spec_says(tmp_path):
     config = open_checkpoint(str(tmp_path)).config
     plain = config.layers[0]
     biased = LayerSpec(
-        replace(plain.attention, qk_norm=True, qkv_bias=True, rope=RopeConfig(theta=5e5)),
+        replace(plain.attention, qk_norm="head", qkv_bias=True, rope=RopeConfig((1.0,) * 8)),
         replace(plain.mlp, intermediate_size=96, bias=True),
     )
     nope = replace(plain, attention=replace(plain.attention, o_bias=True, rope=None))

@@ -20,6 +20,7 @@ from nanovllm.models.model_config import (
     WeightNames,
 )
 from nanovllm.models.registry import FAMILIES, get_family
+from tests.layers.test_rotary_embedding import inv_freq_fp64
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -41,28 +42,34 @@ LLAMA3_FACTORS = {
     "high_freq_factor": 6.0,
     "original_max_position_embeddings": 1024,
 }
-# Release 4's spelling, release 5's, and what both say.
-SPELLINGS: dict[str, tuple[dict[str, Any], dict[str, Any], RopeConfig]] = {
+
+
+def freqs(theta: float) -> list[float]:
+    return [theta ** (-i / 8) for i in range(8)]
+
+
+# Release 4's spelling, release 5's, and the frequencies that both mean.
+SPELLINGS: dict[str, tuple[dict[str, Any], dict[str, Any], list[float]]] = {
     "default": (
         {"rope_theta": 5e5, "rope_scaling": None},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-        RopeConfig(5e5),
+        freqs(5e5),
     ),
-    "nothing": ({}, {"rope_parameters": {"rope_theta": 10000.0}}, RopeConfig()),
+    "nothing": ({}, {"rope_parameters": {"rope_theta": 10000.0}}, freqs(1e4)),
     "linear": (
         {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.5}},
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.5}},
-        RopeConfig(5e5, "linear", 2.5),
+        [freq / 2.5 for freq in freqs(5e5)],
     ),
     "linear-old": (
         {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.5}},
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.5}},
-        RopeConfig(5e5, "linear", 2.5),
+        [freq / 2.5 for freq in freqs(5e5)],
     ),
     "llama3": (
         {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3_FACTORS}},
         {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3_FACTORS}},
-        RopeConfig(5e5, "llama3", 8.0, 2.0, 6.0, 1024),
+        inv_freq_fp64({"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3_FACTORS}, 16).tolist(),
     ),
 }
 READERS = ["dict", "file"]
@@ -91,7 +98,8 @@ def attention(config: ModelConfig) -> AttentionSpec:
 
 @each_reader
 def test_facts_are_read(read):
-    layer = LayerSpec(AttentionSpec(4, 2, 32, RopeConfig()), MLPSpec(128))
+    rope = RopeConfig(tuple(10000.0 ** (-i / 16) for i in range(16)))
+    layer = LayerSpec(AttentionSpec(4, 2, 32, rope), MLPSpec(128))
     config = read({"head_dim": 32, "dtype": "bfloat16"})
     assert config == ModelConfig(
         architecture="LlamaForCausalLM",
@@ -102,7 +110,6 @@ def test_facts_are_read(read):
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,
         dtype=torch.bfloat16,
-        sliding_window=None,
         weight_names=WeightNames(WEIGHT_NAMES, {"layer": range(3), "kind": ("weight", "bias")}),
     )
     assert (config.num_hidden_layers, config.num_attention_heads) == (3, 4)
@@ -122,8 +129,9 @@ def test_head_dim_and_kv_heads_have_defaults(read):
 def test_rope_spellings_of_both_releases_are_equal(kind, read):
     """Guards rope scaling that is ignored, and a rope_theta looked for in one place only."""
     release_4, release_5, expected = SPELLINGS[kind]
-    assert attention(read(release_4)).rope == expected
-    assert attention(read(release_5)).rope == expected
+    rope = attention(read(release_4)).rope
+    assert rope is not None
+    assert rope.inv_freq == pytest.approx(expected) and rope.scale == 1.0
     assert read(release_4) == read(release_5)
 
 
@@ -149,19 +157,17 @@ def test_other_dtypes_are_refused_by_name(dtype, read):
 
 @each_reader
 @pytest.mark.parametrize("key", ["type", "rope_type"])
-@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "no-such-kind"])
+@pytest.mark.parametrize("kind", ["proportional", "no-such-kind"])
 def test_unknown_rope_kinds_are_refused_by_name(kind, key, read):
     """Guards a model that runs with the wrong rotation and writes nonsense."""
     scaling: dict[str, Any] = {key: kind, "factor": 4.0, "original_max_position_embeddings": 512}
-    if kind == "longrope":
-        scaling.update(short_factor=[1.0] * 8, long_factor=[1.0] * 8)
     with pytest.raises(ValueError, match=f"rope type '{kind}' is not supported.*llama3"):
         read({"rope_scaling": scaling})
 
 
 @each_reader
 @pytest.mark.parametrize(
-    ("kind", "missing"), [("linear", "factor"), ("llama3", "high_freq_factor")]
+    ("kind", "missing"), [("linear", "factor"), ("llama3", "high_freq_factor"), ("yarn", "factor")]
 )
 def test_rope_scaling_without_its_factors_is_refused_by_name(kind, missing, read):
     scaling = {"rope_type": kind, **LLAMA3_FACTORS}
@@ -355,8 +361,10 @@ def test_what_smollm3_cannot_mean_is_refused(changes, match, read):
 
 @each_reader
 def test_a_sliding_window_of_smollm3_limits_the_length(read):
-    """Of its layers without RoPE alone; within the window they attend to everything, too."""
-    config = read({**SMOLLM3, "use_sliding_window": True, "sliding_window": 64})
+    """Its layers without RoPE have the window. Within it they attend to everything, too."""
+    window = {"use_sliding_window": True, "sliding_window": 64, "no_rope_layer_interval": 2}
+    config = read({**SMOLLM3, **window})
+    assert [layer.attention.window for layer in config.layers] == [None, 64, None]
     with pytest.raises(ValueError, match=r"SmolLM3ForCausalLM .* sliding window of 64 tokens"):
         resolve_max_model_len(65, config)
 

@@ -49,7 +49,7 @@ def quantized_rms_norm(*args: Any) -> tuple[Int8, torch.Tensor]:
     return Int8.of(normed), total
 
 
-INT8 = InputFormat(quantized_rms_norm, lambda x: Int8.of(silu_and_mul(x)))
+INT8 = InputFormat(quantized_rms_norm, lambda x: Int8.of(silu_and_mul(x)), silu_and_mul)
 
 
 class BlockScaledWeight(LinearWeight):

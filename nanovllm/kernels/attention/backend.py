@@ -116,7 +116,7 @@ def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
         max_seqlen_k=1,
     )
 
-    # None of these changes attention over one token.
+    # With these values, the features do not change the result of attention over one token.
     neutral = {"window": 1, "softcap": 1.0, "sinks": torch.full((num_heads,), -1e9, device=device)}
     used: dict[str, Any] = {name: neutral[name] for name in features}
 

@@ -19,7 +19,7 @@ class AttentionParams(NamedTuple):
         scale: factor of the scores q k^T.
         window: a token attends to itself and the ``window`` - 1 tokens before it; None if it
             attends to all tokens before it.
-        softcap: scores s, after scaling, become softcap * tanh(s / softcap); None if they stay.
+        softcap: scaled scores s become softcap * tanh(s / softcap); None for no softcap.
         sinks: fp32 [heads], a learned logit per query head that counts in the softmax's
             denominator only (attention sink); None if there are none.
     """
@@ -40,8 +40,8 @@ class AttentionBackend(ABC):
     and values of this step, unless ``decode`` gets them in ``new``. heads is a multiple of
     kv_heads, and query head h attends to KV head h * kv_heads // heads. Results have q's shape.
 
-    In a layer with a window, tokens outside of the windows of all queries are not read: their
-    entries in the block tables may be anything.
+    In a layer with a window, tokens outside of the windows of all queries are not read, so block
+    tables need no valid entries for them.
 
     Attributes:
         name: as in the ``attention_backend`` option.

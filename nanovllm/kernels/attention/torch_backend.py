@@ -9,15 +9,16 @@ from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 
-# Where scores or a mask are stored, limits of what is computed at once: scores of all heads, and
-# queries.
+# A prefill with a window, softcap or sinks stores scores or a mask, so it runs in parts. These are
+# the maximum numbers of scores (of all heads) and of queries in a part.
 MAX_SCORES, MAX_ROWS = 1 << 25, 512
 
 
 class TorchAttention(AttentionBackend):
     """Calls scaled_dot_product_attention for each sequence, on keys gathered from its blocks.
 
-    It has no softcap and no sinks, so with these it computes scores and softmax itself, in fp32.
+    That function supports neither softcap nor sinks. With these, scores and softmax are computed in
+    fp32 by separate operations.
     """
 
     name = "torch"
@@ -143,7 +144,7 @@ def _attend(
         keys, values: [len_k, kv_heads, head_dim].
         params: its sinks are [heads], or [heads, len_q].
         mask: bool [len_q, len_k], which keys each query attends to; None for all.
-        is_causal: instead of a mask, if len_q is len_k.
+        is_causal: whether attention is causal; replaces the mask. Then len_q equals len_k.
     """
     keys, values = keys.transpose(0, 1), values.transpose(0, 1)
     if _uses_sdpa(params):

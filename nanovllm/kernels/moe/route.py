@@ -1,0 +1,164 @@
+"""The router: softmax and top-k in one kernel, which also counts the tokens of each expert.
+
+Experts are chosen by their logits in fp32. Of experts with equal logits, the one with the lower
+index is chosen first.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.utils.triton_compat import by_device, pdl_options, tl, triton
+
+
+class Routing(NamedTuple):
+    """The experts of each token. What follows ``experts`` lets ``sort_by_expert`` sort in one pass.
+
+    Attributes:
+        weights: fp32 [N, k], the chosen experts' probabilities, from the largest.
+        experts: int32 [N, k], their indices.
+        ranks: int32 [N, k], the number of earlier tokens of the same chunk at the same expert.
+        counts: int32 [num_chunks, E], the tokens of each chunk at each expert. A chunk is
+            ``chunk_size`` consecutive tokens.
+    """
+
+    weights: torch.Tensor
+    experts: torch.Tensor
+    ranks: torch.Tensor
+    counts: torch.Tensor
+
+
+def chunk_size(num_tokens: int, num_experts: int) -> int:
+    """Returns the number of tokens that one program of the router computes.
+
+    More programs are faster until sorting has to add the counts of too many chunks. The tile of
+    logits, [chunk_size, E], has to fit in registers.
+    """
+    padded = 1 << (num_experts - 1).bit_length()
+    return min(16 if num_tokens <= 1024 else 64, max(1, 8192 // padded))
+
+
+def route_reference(logits: torch.Tensor, top_k: int, norm_topk_prob: bool) -> Routing:
+    """Chooses the experts of each token.
+
+    Args:
+        logits: [N, E], the output of the router's linear layer.
+        top_k: number of experts per token.
+        norm_topk_prob: whether the probabilities of the chosen experts are divided by their sum.
+    """
+    num_tokens, num_experts = logits.shape
+    logits = logits.float()
+    values, experts = logits.sort(dim=-1, descending=True, stable=True)
+    values, experts = values[:, :top_k], experts[:, :top_k]
+    total = (values if norm_topk_prob else logits).logsumexp(-1, keepdim=True)
+    size = chunk_size(num_tokens, num_experts)
+    num_chunks = -(-num_tokens // size)
+    chosen = torch.zeros(num_chunks * size, num_experts, dtype=torch.int32, device=logits.device)
+    chosen[:num_tokens].scatter_(1, experts, 1)
+    chosen = chosen.view(num_chunks, size, num_experts)
+    earlier = (chosen.cumsum(1) - chosen).view(-1, num_experts)[:num_tokens]
+    return Routing(
+        (values - total).exp(),
+        experts.int(),
+        earlier.gather(1, experts).int(),
+        chosen.sum(1, dtype=torch.int32),
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_kernel(
+    logits_ptr,
+    weights_ptr,
+    experts_ptr,
+    ranks_ptr,
+    counts_ptr,
+    num_tokens,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.arange(0, BLOCK_E)
+    is_real = (token < num_tokens)[:, None] & (expert < NUM_EXPERTS)[None, :]
+    address = logits_ptr + token.to(tl.int64)[:, None] * NUM_EXPERTS + expert[None, :]
+    logits = tl.load(address, mask=is_real, other=float("-inf")).to(tl.float32)
+    # The sort key has the logit as an integer of the same order in its upper half, and the index in
+    # its lower half. Keys are unique, also of NaNs, so no expert is chosen twice.
+    bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32
+    keys += BLOCK_E - 1 - expert[None, :]
+    SMALLEST: tl.constexpr = -(1 << 63)
+    keys = tl.where((expert < NUM_EXPERTS)[None, :], keys, SMALLEST)
+    column = tl.arange(0, BLOCK_K)[None, :]
+    values = tl.full([CHUNK, BLOCK_K], float("-inf"), tl.float32)
+    experts = tl.zeros([CHUNK, BLOCK_K], tl.int32)
+    chosen = tl.zeros([CHUNK, BLOCK_E], tl.int32)
+    for i in tl.static_range(TOP_K):
+        best = tl.max(keys, axis=1)
+        index = BLOCK_E - 1 - (best & 0x7FFFFFFF).to(tl.int32)
+        top = (best >> 32).to(tl.int32)
+        top = (top ^ ((top >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        values = tl.where(column == i, top[:, None], values)
+        experts = tl.where(column == i, index[:, None], experts)
+        is_best = expert[None, :] == index[:, None]
+        keys = tl.where(is_best, SMALLEST, keys)
+        chosen += is_best.to(tl.int32)
+    largest = tl.max(values, axis=1)[:, None]
+    weights = tl.exp(values - largest)
+    summands = weights if NORMALISE else tl.exp(logits - largest)
+    weights = weights / tl.sum(summands, axis=1)[:, None]
+    chosen = tl.where((token < num_tokens)[:, None], chosen, 0)
+    tl.store(
+        counts_ptr + tl.program_id(0) * NUM_EXPERTS + expert,
+        tl.sum(chosen, axis=0),
+        mask=expert < NUM_EXPERTS,
+    )
+    earlier = tl.cumsum(chosen, axis=0) - chosen
+    ranks = tl.zeros([CHUNK, BLOCK_K], tl.int32)
+    for i in tl.static_range(TOP_K):
+        index = tl.sum(tl.where(column == i, experts, 0), axis=1)
+        rank = tl.sum(tl.where(expert[None, :] == index[:, None], earlier, 0), axis=1)
+        ranks = tl.where(column == i, rank[:, None], ranks)
+    slot = token[:, None] * TOP_K + column
+    mask = (token < num_tokens)[:, None] & (column < TOP_K)
+    tl.store(weights_ptr + slot, weights, mask=mask)
+    tl.store(experts_ptr + slot, experts, mask=mask)
+    tl.store(ranks_ptr + slot, ranks, mask=mask)
+
+
+def route_triton(logits: torch.Tensor, top_k: int, norm_topk_prob: bool) -> Routing:
+    num_tokens, num_experts = logits.shape
+    assert logits.is_contiguous() and 0 < top_k <= num_experts
+    chunk = triton.next_power_of_2(chunk_size(num_tokens, num_experts))
+    num_chunks = triton.cdiv(num_tokens, chunk)
+    ints = logits.new_empty(2, num_tokens, top_k, dtype=torch.int32)
+    routing = Routing(
+        logits.new_empty(num_tokens, top_k, dtype=torch.float32),
+        ints[0],
+        ints[1],
+        logits.new_empty(num_chunks, num_experts, dtype=torch.int32),
+    )
+    _route_kernel[(num_chunks,)](
+        logits,
+        *routing,
+        num_tokens,
+        NUM_EXPERTS=num_experts,
+        TOP_K=top_k,
+        NORMALISE=norm_topk_prob,
+        CHUNK=chunk,
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_K=triton.next_power_of_2(top_k),
+        num_warps=8 if chunk * num_experts > 2048 else 4,
+        **pdl_options(logits),
+    )
+    return routing
+
+
+route = by_device(route_reference, route_triton)

@@ -1,0 +1,138 @@
+"""Sorts assignments by expert, and cuts each expert's rows into tiles for a grouped GEMM."""
+
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.kernels.moe.route import Routing, chunk_size
+from nanovllm.utils.triton_compat import pdl_options, tl, triton
+
+
+class Groups(NamedTuple):
+    """Assignments grouped by expert. Those of one expert are in the order of their tokens.
+
+    Attributes:
+        order: int32 [N k], the assignments in sorted order.
+        tiles: int32 [max_tiles, 3], for each tile of at most ``block_m`` rows its expert, its first
+            row in ``order``, and the end of the expert's rows.
+        num_tiles: int32 [1], the number of tiles. The others have no values.
+    """
+
+    order: torch.Tensor
+    tiles: torch.Tensor
+    num_tiles: torch.Tensor
+
+
+def max_tiles(num_assignments: int, num_experts: int, block_m: int) -> int:
+    """Returns an upper bound on the number of tiles: each expert has at most one that is not
+    full."""
+    num_used = min(num_assignments, num_experts)
+    return (num_assignments + num_used * (block_m - 1)) // block_m
+
+
+def sort_reference(routing: Routing, block_m: int) -> Groups:
+    """Groups the assignments of a routing by expert, into tiles of at most ``block_m`` rows."""
+    experts = routing.experts.flatten()
+    counts = routing.counts.sum(0)
+    ends = counts.cumsum(0)
+    per_expert = (counts + block_m - 1) // block_m
+    expert = torch.arange(len(counts), device=counts.device).repeat_interleave(per_expert)
+    index = torch.arange(len(expert), device=counts.device)
+    index -= (per_expert.cumsum(0) - per_expert)[expert]
+    starts = (ends - counts)[expert] + index * block_m
+    size = max_tiles(len(experts), len(counts), block_m)
+    tiles = torch.zeros(size, 3, dtype=torch.int32, device=counts.device)
+    tiles[: len(expert)] = torch.stack([expert, starts, ends[expert]], dim=1)
+    num_tiles = torch.tensor([len(expert)], dtype=torch.int32, device=counts.device)
+    return Groups(experts.argsort(stable=True).int(), tiles, num_tiles)
+
+
+@triton.jit(do_not_specialize=["num_assignments", "num_chunks"])
+def _sort_kernel(
+    experts_ptr,
+    ranks_ptr,
+    counts_ptr,
+    order_ptr,
+    tiles_ptr,
+    num_tiles_ptr,
+    num_assignments,
+    num_chunks,
+    NUM_EXPERTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each program places the SIZE assignments of one chunk. It adds up the counts of all chunks
+    itself: waiting for another kernel to do that would take longer."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    chunk = tl.program_id(0)
+    expert = tl.arange(0, BLOCK_E)
+    row = tl.arange(0, BLOCK_C)
+    totals = tl.zeros([BLOCK_E], tl.int32)
+    earlier = tl.zeros([BLOCK_E], tl.int32)
+    for start in range(0, num_chunks, BLOCK_C):
+        rows = start + row
+        counts = tl.load(
+            counts_ptr + rows[:, None] * NUM_EXPERTS + expert[None, :],
+            mask=(rows < num_chunks)[:, None] & (expert < NUM_EXPERTS)[None, :],
+            other=0,
+        )
+        totals += tl.sum(counts, axis=0)
+        earlier += tl.sum(tl.where((rows < chunk)[:, None], counts, 0), axis=0)
+    ends = tl.cumsum(totals, axis=0)
+    per_expert = (totals + BLOCK_M - 1) // BLOCK_M
+    tile_ends = tl.cumsum(per_expert, axis=0)
+    if chunk == 0:
+        tl.store(num_tiles_ptr, tl.sum(per_expert, axis=0))
+    for start in tl.static_range(0, SIZE, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        assignment = chunk * SIZE + index
+        mask = (index < SIZE) & (assignment < num_assignments)
+        mine = tl.load(experts_ptr + assignment, mask=mask, other=0)
+        rank = tl.load(ranks_ptr + assignment, mask=mask, other=0)
+        rank += tl.gather(earlier, mine, 0)  # among the expert's rows
+        end = tl.gather(ends, mine, 0)
+        position = end - tl.gather(totals, mine, 0) + rank
+        tl.store(order_ptr + position, assignment, mask=mask)
+        # The first row of each tile describes the tile.
+        tile = tl.gather(tile_ends - per_expert, mine, 0) + rank // BLOCK_M
+        is_first = mask & (rank % BLOCK_M == 0)
+        tl.store(tiles_ptr + 3 * tile, mine, mask=is_first)
+        tl.store(tiles_ptr + 3 * tile + 1, position, mask=is_first)
+        tl.store(tiles_ptr + 3 * tile + 2, end, mask=is_first)
+
+
+def sort_triton(routing: Routing, block_m: int) -> Groups:
+    num_tokens, top_k = routing.experts.shape
+    num_chunks, num_experts = routing.counts.shape
+    num_assignments = num_tokens * top_k
+    size = chunk_size(num_tokens, num_experts) * top_k
+    ints = routing.experts
+    groups = Groups(
+        ints.new_empty(num_assignments),
+        ints.new_empty(max_tiles(num_assignments, num_experts, block_m), 3),
+        ints.new_empty(1),
+    )
+    block_e = triton.next_power_of_2(num_experts)
+    _sort_kernel[(num_chunks,)](
+        routing.experts,
+        routing.ranks,
+        routing.counts,
+        *groups,
+        num_assignments,
+        num_chunks,
+        NUM_EXPERTS=num_experts,
+        SIZE=size,
+        BLOCK=min(256, triton.next_power_of_2(size)),
+        BLOCK_E=block_e,
+        BLOCK_C=max(1, 4096 // block_e),
+        BLOCK_M=block_m,
+        num_warps=4,
+        **pdl_options(ints),
+    )
+    return groups

@@ -1,0 +1,84 @@
+"""A mixture of experts as a layer's MLP (Shazeer et al. 2017, arXiv:1701.06538).
+
+Every rank has all experts, and a part of the columns of each, as in a dense MLP that is split over
+tensor-parallel ranks. N is the number of tokens in the step.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.moe.route import route
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.quantization.experts import UnquantizedExperts
+from nanovllm.utils.distributed import get_tp_group
+
+
+class Experts(nn.Module):
+    """The weights of all experts. ``gate_up_proj`` is [num_experts, 2 I, hidden_size], gate above
+    up, and ``down_proj`` [num_experts, hidden_size, I], with the I columns of this rank."""
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.weights = UnquantizedExperts(self, get_tp_group())
+        self.weights.create_parameters(num_experts, hidden_size, intermediate_size)
+        for param in self.parameters():
+            param.weight_loader = self.weight_loader  # type: ignore[attr-defined]
+
+    def weight_loader(
+        self,
+        param: nn.Parameter,
+        loaded_weight: torch.Tensor,
+        shard_id: int | None = None,
+        expert: int | None = None,
+    ) -> None:
+        """Copies this rank's columns of a whole checkpoint tensor into a parameter.
+
+        Args:
+            loaded_weight: the weights of all experts or, with ``expert``, of one of them.
+            shard_id: 0 for gate and 1 for up, if ``loaded_weight`` is only one of them.
+        """
+        self.weights.load(param, loaded_weight, shard_id, expert)
+
+
+class MoE(nn.Module):
+    """Routes each token to ``top_k`` experts and sums their outputs. The arguments are those of a
+    ``MoESpec``."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        intermediate_size: int,
+        norm_topk_prob: bool,
+    ) -> None:
+        super().__init__()
+        self.tp = get_tp_group()
+        self.top_k, self.norm_topk_prob = top_k, norm_topk_prob
+        self.gate = ReplicatedLinear(hidden_size, num_experts)
+        self.experts = Experts(num_experts, hidden_size, intermediate_size)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: RMSNorm,
+        output_norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Computes output_norm(mixture(norm(x + residual))).
+
+        Returns:
+            The result and the new residual, or their sum and None: see
+            ``RowParallelLinear.forward_add``.
+        """
+        x, residual = self.gate.linear_weight.input_format.rms_norm(
+            x, norm.weight, norm.eps, residual
+        )
+        routing = route(self.gate(x), self.top_k, self.norm_topk_prob)
+        if self.tp.size == 1 and output_norm is None:
+            return self.experts.weights.mix(x, routing, residual), None
+        x = self.tp.all_reduce(self.experts.weights.mix(x, routing, None))
+        return x if output_norm is None else output_norm(x), residual
