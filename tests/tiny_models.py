@@ -10,6 +10,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    OlmoeConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
@@ -60,6 +61,7 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
         Qwen3MoeConfig,
         {**MIXTURE, "decoder_sparse_step": 2, "num_experts_per_tok": 3},
     ),
+    "olmoe": (OlmoeConfig, {"num_experts": 8, "num_experts_per_tok": 3}),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "sliding_window": None}),
     "smollm3-every-fourth": (SmolLM3Config, {"num_hidden_layers": 5, "pad_token_id": 0}),
 }

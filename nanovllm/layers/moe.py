@@ -18,14 +18,20 @@ from nanovllm.utils.distributed import get_tp_group
 
 class Experts(nn.Module):
     """The weights of all experts. ``gate_up_proj`` is [num_experts, 2 I, hidden_size], gate above
-    up, and ``down_proj`` [num_experts, hidden_size, I], with the I columns of this rank."""
+    up, and ``down_proj`` [num_experts, hidden_size, I], with the I columns of this rank.
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+    Each parameter has an attribute ``active_share``, the share of it that computes a token.
+    """
+
+    def __init__(
+        self, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int
+    ) -> None:
         super().__init__()
         self.weights = UnquantizedExperts(self, get_tp_group())
         self.weights.create_parameters(num_experts, hidden_size, intermediate_size)
         for param in self.parameters():
             param.weight_loader = self.weight_loader  # type: ignore[attr-defined]
+            param.active_share = top_k / num_experts  # type: ignore[attr-defined]
 
     def weight_loader(
         self,
@@ -59,7 +65,7 @@ class MoE(nn.Module):
         self.tp = get_tp_group()
         self.top_k, self.norm_topk_prob = top_k, norm_topk_prob
         self.gate = ReplicatedLinear(hidden_size, num_experts)
-        self.experts = Experts(num_experts, hidden_size, intermediate_size)
+        self.experts = Experts(num_experts, top_k, hidden_size, intermediate_size)
 
     def forward(
         self,

@@ -14,7 +14,7 @@ DEFAULTS |= {"decoder_sparse_step": 1, "mlp_only_layers": None}
 
 
 def qwen3_moe_layers(hf: dict[str, Any]) -> list[LayerSpec]:
-    dense = equal_layers(hf, qk_norm=True, mlp_bias=False)
+    dense = equal_layers(hf, qk_norm="head", mlp_bias=False)
     mixture = replace(dense[0], mlp=read_moe(hf, "moe_intermediate_size", hf["norm_topk_prob"]))
     step, mlp_only = hf["decoder_sparse_step"], hf.get("mlp_only_layers", [])
     if type(step) is not int or step < 1:

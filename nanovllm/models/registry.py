@@ -4,12 +4,13 @@ from nanovllm.models.family import Family
 from nanovllm.models.llama import LLAMA
 from nanovllm.models.mistral import MISTRAL
 from nanovllm.models.mixtral import MIXTRAL
+from nanovllm.models.olmoe import OLMOE
 from nanovllm.models.qwen2 import QWEN2
 from nanovllm.models.qwen3 import QWEN3
 from nanovllm.models.qwen3_moe import QWEN3_MOE
 from nanovllm.models.smollm3 import SMOLLM3
 
-FAMILIES = (QWEN3, QWEN2, LLAMA, MISTRAL, SMOLLM3, QWEN3_MOE, MIXTRAL)
+FAMILIES = (QWEN3, QWEN2, LLAMA, MISTRAL, SMOLLM3, QWEN3_MOE, MIXTRAL, OLMOE)
 
 
 def get_family(name: str) -> Family:

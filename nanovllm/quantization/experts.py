@@ -1,15 +1,24 @@
 """The weights of a mixture's experts, as they are stored and multiplied."""
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nanovllm.kernels.moe.few import mix_few
+from nanovllm.kernels.moe.grouped import mix_grouped
 from nanovllm.kernels.moe.mix import mix_reference
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import check_shape, copy_weight
 from nanovllm.utils.math import divide
+from nanovllm.utils.triton_compat import use_triton
+
+# The kernels by the number of tokens: the first that is launched for as many. With more than 4
+# tokens of 8 experts each, out of 128, a seventh of the assignments share an expert. The limit is
+# an estimate, not measured yet.
+KERNELS = ((range(1, 5), mix_few), (range(sys.maxsize), mix_grouped))
 
 
 class UnquantizedExperts:
@@ -63,5 +72,7 @@ class UnquantizedExperts:
     def mix(self, x: Tensor, routing: Routing, residual: Tensor | None) -> Tensor:
         """Computes the weighted sum of the experts' outputs [N, hidden], plus the residual unless
         it is None."""
-        layer = self.layer
-        return mix_reference(x, layer.gate_up_proj, layer.down_proj, routing, residual)
+        mix = mix_reference
+        if use_triton(x):
+            mix = next(kernel for rows, kernel in KERNELS if len(x) in rows)
+        return mix(x, self.layer.gate_up_proj, self.layer.down_proj, routing, residual)

@@ -135,20 +135,17 @@ class Runner:
             EngineLostError: the engine failed and could not be replaced.
         """
         source = iter(requests)
-        is_exhausted = False
         try:
             while stop is None or not stop.requested:
-                item = next(source, EXHAUSTED) if self._has_capacity and not is_exhausted else None
-                if item is EXHAUSTED:
-                    is_exhausted = True
-                elif isinstance(item, BatchRequest):
+                item = next(source, EXHAUSTED) if self._has_capacity else None
+                if isinstance(item, BatchRequest):
                     self._add(item)
-                elif item is not None:
-                    yield item
-                elif is_exhausted and self.is_idle:
+                elif item is EXHAUSTED and self.is_idle:
                     return
-                else:
+                elif item is EXHAUSTED or item is None:
                     self._step()
+                else:
+                    yield item
                 yield from self._pop_records()
             self._end_unstarted()
             logger.info("stopping: waiting for %d running requests", len(self._in_flight))

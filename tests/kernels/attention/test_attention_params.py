@@ -9,6 +9,7 @@ import torch
 from nanovllm.kernels.attention import torch_backend
 from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.torch_backend import TorchAttention
+from nanovllm.kernels.attention.triton_backend import TritonAttention
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.distributed import TPGroup, use_tp_group
 from tests.kernels.attention.test_attention import Paged, naive
@@ -62,6 +63,31 @@ def test_torch_prefills_whole_prompts(name, device):
     lens = [1, 5, 130]
     for dtype in (torch.float32, torch.float16):
         torch_output(Paged(lens, lens, *SHAPE, dtype, device), params, paged_keys=False)
+
+
+@EACH
+def test_triton_prefills_whole_prompts(name, device, monkeypatch):
+    params = make_params(name, *SHAPE[0:3:2], device)
+    lens = [1, 5, 130]
+    paged = Paged(lens, lens, *SHAPE, torch.float32, device)
+    paged.check(TritonAttention(), paged.context(paged=False), monkeypatch, params)
+
+
+@EACH
+def test_triton_prefills_chunks(name, device, monkeypatch):
+    params = make_params(name, *SHAPE[0:3:2], device)
+    paged = Paged([30, 5, 150], [7, 5, 40], *SHAPE, torch.float32, device)
+    paged.forget(params.window)
+    paged.check(TritonAttention(), paged.context(), monkeypatch, params)
+
+
+@EACH
+def test_triton_decodes(name, device, monkeypatch):
+    lens = [1, 2, 17, 65, 130]
+    params = make_params(name, *SHAPE[0:3:2], device)
+    paged = Paged(lens, [1] * len(lens), *SHAPE, torch.float32, device)
+    paged.forget(params.window)
+    paged.check_decode(TritonAttention(), True, monkeypatch, params)
 
 
 def test_each_rank_has_the_sinks_of_its_heads():
