@@ -1,6 +1,7 @@
 """The supported model families."""
 
 from nanovllm.models.family import Family
+from nanovllm.models.gpt_oss import GPT_OSS
 from nanovllm.models.llama import LLAMA
 from nanovllm.models.mistral import MISTRAL
 from nanovllm.models.mixtral import MIXTRAL
@@ -10,7 +11,7 @@ from nanovllm.models.qwen3 import QWEN3
 from nanovllm.models.qwen3_moe import QWEN3_MOE
 from nanovllm.models.smollm3 import SMOLLM3
 
-FAMILIES = (QWEN3, QWEN2, LLAMA, MISTRAL, SMOLLM3, QWEN3_MOE, MIXTRAL, OLMOE)
+FAMILIES = (QWEN3, QWEN2, LLAMA, MISTRAL, SMOLLM3, QWEN3_MOE, MIXTRAL, OLMOE, GPT_OSS)
 
 
 def get_family(name: str) -> Family:
