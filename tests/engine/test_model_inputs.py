@@ -1,6 +1,7 @@
 """Input building against a loop over single tokens."""
 
 import math
+import pickle
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
@@ -24,7 +25,6 @@ from nanovllm.engine.model_inputs import (
 from nanovllm.engine.sampling_inputs import prepare_sample
 from nanovllm.engine.sampling_state import SamplingState, SamplingStateFactory
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.workers import decode, encode
 from nanovllm.kernels.attention.block_tables import BlockTables, BlockTableUpdate
 from nanovllm.kernels.sampling.logit_edits import add_bias, apply_mask, penalise
 from nanovllm.kernels.sampling.sampling_row import SAMPLING_ROW
@@ -195,7 +195,8 @@ def test_a_worker_receives_the_same_inputs_in_a_message(case: Case):
     prepare = prepare_prefill if case.batch.is_prefill else prepare_decode
     ours = prepare(case.batch, case.block_size)
     size = GraphSize(True, 99, 7)
-    method, (packed, copies) = decode(encode("run_step", (ours.pack(size), ((1, 2),))))
+    message = pickle.dumps(("run_step", (ours.pack(size), ((1, 2),))), pickle.HIGHEST_PROTOCOL)
+    method, (packed, copies) = pickle.loads(message)
     assert (method, packed.graph_size, copies) == ("run_step", size, ((1, 2),))
     assert_equal(ours, packed.unpack())
     assert packed.tensors.buffer.numpy().flags.aligned
