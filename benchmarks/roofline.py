@@ -4,7 +4,9 @@ and matmul rate.
 Prefill is compute-bound: the matmuls of all prompt tokens, and causal attention. In the last layer,
 every token needs its key and value, but only a prompt's last token needs the rest. A decode step
 reads all weights once, or takes the time of its matmuls if that is longer, and reads the keys and
-values of each sequence once. Launches, sampling, norms and communication count as free.
+values of each sequence once. Of a mixture's experts it reads those that some token is routed to, on
+average over routings that spread tokens evenly. Launches, sampling, norms and communication count
+as free.
 """
 
 from time import perf_counter
@@ -12,7 +14,7 @@ from time import perf_counter
 import torch
 
 from benchmarks.workloads import Workload
-from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.model_config import MLPSpec, ModelConfig, MoESpec
 
 
 def measure_peaks(device: torch.device) -> tuple[float, float]:
@@ -40,18 +42,24 @@ def roofline_seconds(
     """
     # Numbers of parameters.
     kv_proj = 2 * model.hidden_size * model.head_dim * model.num_key_value_heads
-    layer = kv_proj + 2 * model.hidden_size * model.head_dim * model.num_attention_heads
-    layer += 3 * model.hidden_size * model.layers[0].mlp.intermediate_size
+    attention_proj = kv_proj + 2 * model.hidden_size * model.head_dim * model.num_attention_heads
+    mlps = [layer.mlp for layer in model.layers]
+    sizes = [
+        mlp.top_k * 3 * model.hidden_size * mlp.intermediate_size + _router_size(model, mlp)
+        for mlp in mlps
+    ]
+    last = attention_proj + sizes[-1]
+    layers = len(sizes) * attention_proj + sum(sizes)  # those that compute a token
     head = model.vocab_size * model.hidden_size
-    layers = model.num_hidden_layers * layer
     kv_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * itemsize
     attention = 4 * model.num_attention_heads * model.head_dim  # FLOP per query and key
     all_but_last = model.num_hidden_layers - 1
 
     lens = [len(prompt) for prompt in workload.prompts]
     flops = sum(
-        all_but_last * (2 * layer * n + attention * n * n / 2)
-        + (2 * kv_proj * n + 2 * (layer - kv_proj) + attention * n)
+        2 * (layers - last) * n
+        + all_but_last * attention * n * n / 2
+        + (2 * kv_proj * n + 2 * (last - kv_proj) + attention * n)
         + 2 * head
         for n in lens
     )
@@ -60,11 +68,25 @@ def roofline_seconds(
         contexts = [
             n + step for n, out in zip(lens, workload.output_lens, strict=True) if out > step
         ]
-        weights_seconds = max(
-            (layers + head) * itemsize / bandwidth, 2 * (layers + head) * len(contexts) / rate
+        size = len(contexts)
+        weights = len(sizes) * attention_proj + head
+        weights += sum(
+            num_experts_read(mlp, size) * 3 * model.hidden_size * mlp.intermediate_size
+            + _router_size(model, mlp)
+            for mlp in mlps
         )
+        weights_seconds = max(weights * itemsize / bandwidth, 2 * (layers + head) * size / rate)
         seconds += weights_seconds + sum(contexts) * kv_bytes / bandwidth
     return seconds
+
+
+def num_experts_read(mlp: MLPSpec | MoESpec, num_tokens: int) -> float:
+    """Returns the expected number of distinct experts that ``num_tokens`` tokens are routed to."""
+    return mlp.num_experts * (1 - (1 - mlp.top_k / mlp.num_experts) ** num_tokens)
+
+
+def _router_size(model: ModelConfig, mlp: MLPSpec | MoESpec) -> int:
+    return model.hidden_size * mlp.num_experts if mlp.num_experts > 1 else 0
 
 
 def _seconds(run: object, repeats: int = 10) -> float:

@@ -38,7 +38,7 @@ from tests.test_run_batch import (
 
 ray = pytest.importorskip("ray", reason="needs Ray (the extra ray)")
 replicas = pytest.importorskip("nanovllm.run_batch.replicas")
-Replica = pytest.importorskip("nanovllm.run_batch.replica").Replica
+Replica = replicas.Replica
 
 ROOT = Path(__file__).parents[1]
 TWO = ("--replicas=2", "--no-progress")
@@ -247,16 +247,16 @@ def run_with(replica: type, num_requests: int, monkeypatch, num_replicas: int = 
         return [record["custom_id"] for record in runner.run(items)]
 
 
-def make_echo(answer: Callable[[str], None], start: Callable[[], None]) -> type:
-    """A replica that calls ``answer`` with a request's name before it echoes it."""
+def make_echo(answer: Callable[[str], None], start: Callable[[], str | None]) -> type:
+    """A replica that calls ``answer`` with a request's name before it echoes it. ``start`` may tell
+    why it has no engine."""
 
     class Replica:
         def __init__(self, *args: Any) -> None:
             self.requests: Queue[BatchRequest] = Queue()
 
         def start(self) -> tuple[str, str]:
-            start()
-            return ray.get_runtime_context().get_node_id(), ""
+            return ray.get_runtime_context().get_node_id(), start() or ""
 
         def put(self, requests: list[BatchRequest]) -> None:
             for item in requests:
@@ -273,12 +273,11 @@ def make_echo(answer: Callable[[str], None], start: Callable[[], None]) -> type:
     return Replica
 
 
-@pytest.mark.parametrize("loses_machine", [False, True])
-def test_requests_of_a_replica_that_dies_run_again(
-    cluster, monkeypatch, tmp_path: Path, loses_machine: bool
-):
+@pytest.mark.parametrize("lost", ["process", "process, and at first its GPU", "machine"])
+def test_requests_of_a_replica_that_dies_run_again(cluster, monkeypatch, tmp_path: Path, lost: str):
     """In its place; or in the other replica, where its machine is lost."""
-    death = tmp_path / "death"
+    death, failure = tmp_path / "death", tmp_path / "failure"
+    loses_machine = lost == "machine"
 
     def answer(name: str) -> None:
         if name == "5":
@@ -289,15 +288,19 @@ def test_requests_of_a_replica_that_dies_run_again(
         if not death.exists():
             answer(name)
 
-    def start() -> None:
-        if loses_machine:
-            while death.exists():
-                time.sleep(1)
+    def start() -> str | None:
+        while loses_machine and death.exists():
+            time.sleep(1)
+        if "GPU" in lost and death.exists() and not failure.exists():
+            failure.touch()
+            return "no GPU"
+        return None
 
     if loses_machine:
         monkeypatch.setattr(ray, "nodes", lambda real=ray.nodes: lost_if(death, real()))
     found = run_with(make_echo(echo, start), 200, monkeypatch)
     assert death.exists()
+    assert failure.exists() == ("GPU" in lost)
     assert sorted(found, key=int) == [str(i) for i in range(200)]
 
 

@@ -307,6 +307,38 @@ def test_lines_that_cannot_run_have_an_error_and_cost_no_other(llm: LLM, tmp_pat
         assert record["response"]["status_code"] == (404 if "exist" in message else 400)
 
 
+def test_messages_are_read_as_those_of_chat_are(llm: LLM, tmp_path: Path):
+    """Guards templates that would write OpenAI's string as JSON once more."""
+
+    def call(content: Any, arguments: Any) -> list[dict[str, Any]]:
+        function = {"name": "f", "arguments": arguments}
+        calls = [{"id": "1", "type": "function", "function": function}]
+        message = {"role": "assistant", "content": content, "tool_calls": calls}
+        return [{"role": "user", "content": "hi"}, message]
+
+    conversations = {
+        "string": call(None, '{"a": 1}'),
+        "object": call(None, {"a": 1}),
+        "are not JSON": call(None, "{"),
+        "must be an object, got [1]": call(None, "[1]"),
+        "message content must be text": call([{"type": "image_url"}], "{}"),
+    }
+    template = "{% for m in messages if m.tool_calls %}{{ m.tool_calls|tojson }}{% endfor %}"
+    more = {"chat_template": template, "temperature": 0, "max_tokens": 3}
+    items = [request(name, CHAT, messages=m, **more) for name, m in conversations.items()]
+    in_ = write_input(tmp_path / "in", items)
+    with closing(Job(in_, tmp_path / "out", trusts_templates=True)) as work:
+        work.write(Runner(lambda: llm, ["model"]).run(work.requests()), show_progress=False)
+    found = {record["custom_id"]: record["response"] for record in read_output(tmp_path / "out")}
+    string, same = (found.pop(name)["body"] for name in ("string", "object"))
+    assert string["choices"] == same["choices"]
+    assert string["usage"]["prompt_tokens"] == same["usage"]["prompt_tokens"] > 20
+    for message, response in found.items():
+        error = response["body"]["error"]
+        assert response["status_code"] == 400 and error["param"] == "messages"
+        assert error["message"].startswith("messages: ") and message in error["message"]
+
+
 def test_templates_of_requests_run_where_they_are_trusted(llm: LLM, tmp_path: Path):
     template = "{{ messages[0].content }}"
     lines = [
@@ -416,6 +448,13 @@ def test_a_job_reads_no_further_than_its_window(llm: LLM, tmp_path: Path, monkey
             num_read += 1
             yield item
 
+    def watched(records: Iterator[Any]) -> Iterator[Any]:
+        nonlocal num_written
+        for record in records:
+            yield record
+            num_written += 1
+            assert (tmp_path / "out").read_bytes().count(b"\n") == num_written
+
     runner = Runner(lambda: llm, ["model"])
     assert runner.window == WINDOW
     step = llm.step
@@ -430,10 +469,7 @@ def test_a_job_reads_no_further_than_its_window(llm: LLM, tmp_path: Path, monkey
 
     monkeypatch.setattr(llm, "step", counting_step)
     with closing(Job(in_, tmp_path / "out")) as work:
-        for record in runner.run(counted(work.requests())):
-            work.writer.write(record)
-            num_written += 1
-            assert (tmp_path / "out").read_bytes().count(b"\n") == num_written
+        work.write(watched(runner.run(counted(work.requests()))), show_progress=False)
         assert work.is_done
     print(most)
     assert 4 <= most["requests"] <= most["completions"] == WINDOW

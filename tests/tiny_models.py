@@ -19,6 +19,7 @@ from transformers import (
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedModel,
     Qwen2Config,
@@ -163,6 +164,7 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
         Qwen3MoeConfig,
         {**MIXTURE, "decoder_sparse_step": 2, "num_experts_per_tok": 3},
     ),
+    "olmoe": (OlmoeConfig, {"num_experts": 8, "num_experts_per_tok": 3}),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "sliding_window": None}),
     "gemma3-vision": (
         Gemma3Config,

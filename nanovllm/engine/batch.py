@@ -31,12 +31,13 @@ class Batch:
     each.
 
     ``block_copies`` are pairs (source, target) of KV blocks. The step copies them first, one after
-    the other.
+    the other. Each sequence has ``num_groups`` block tables.
     """
 
     items: tuple[ScheduledSequence, ...]
     is_prefill: bool
     block_copies: tuple[tuple[int, int], ...] = ()
+    num_groups: int = 1
 
     def __len__(self) -> int:
         return len(self.items)

@@ -39,7 +39,8 @@ def decode_sizes(max_num_seqs: int) -> list[GraphSize]:
 
 def prefill_sizes(max_num_tokens: int, max_num_seqs: int, num_params: int) -> list[GraphSize]:
     """Returns the sizes of the prefills to capture, ascending: up to 4,096 tokens, fewer with a
-    large model, and up to 64 sequences. ``num_params`` counts the parameters of this rank's layers.
+    large model, and up to 64 sequences. ``num_params`` counts the parameters of this rank's layers
+    that compute a token.
     """
     most_tokens = min(max_num_tokens, MAX_PREFILL_WORK // num_params)
     most_seqs = min(max_num_seqs, MAX_PREFILL_SEQS)
@@ -65,7 +66,9 @@ def graph_sizes(runner: ModelRunner) -> list[GraphSize]:
     """Returns the sizes of the steps to capture: prefills, then decodes, each ascending."""
     max_seqs = runner.config.max_step_seqs
     max_tokens = min(runner.config.max_num_batched_tokens, max_seqs * runner.max_model_len)
-    num_params = sum(p.numel() for p in runner.model.model.layers.parameters())
+    # In a mixture of experts a token is computed with a share of the parameters.
+    params = runner.model.model.layers.parameters()
+    num_params = sum(int(p.numel() * getattr(p, "active_share", 1)) for p in params)
     return prefill_sizes(max_tokens, max_seqs, num_params) + decode_sizes(max_seqs)
 
 
@@ -166,13 +169,13 @@ class StepGraphs:
     ) -> Iterator[tuple[GraphSize, Callable[[], torch.Tensor]]]:
         """Yields each size, the largest first, with a step that reads its inputs from the buffer.
         When a step is yielded, the buffer holds its inputs, which are all padding."""
+        num_groups, _, width = self.runner.block_tables.resident.shape
         packed_inputs = {
-            size: self.runner.prepare(Batch((), is_prefill=size.is_prefill), size)
+            size: self.runner.prepare(Batch((), size.is_prefill, num_groups=num_groups), size)
             for size in sorted(sizes, reverse=True)
         }
-        width = self.runner.block_tables.resident.size(-1)
         ends = [  # if all blocks of all sequences are new
-            packed.tensors.start_of_last() + size.num_seqs * width
+            packed.tensors.start_of_last() + num_groups * size.num_seqs * width
             for size, packed in packed_inputs.items()
         ]
         num_words = max(ends, default=0)
@@ -184,7 +187,7 @@ class StepGraphs:
 
     def _make_step(self, packed: PackedInputs) -> Callable[[], torch.Tensor]:
         inputs = packed.unpack(self.buffer)
-        new_blocks = self.buffer[packed.tensors.start_of_last() :]  # of any number
+        new_blocks = self.buffer[packed.tensors.start_of_last() :]  # their number varies
         inputs = replace(inputs, tables=inputs.tables._replace(new_blocks=new_blocks))
         return lambda: self.runner.run_model(inputs)[1]
 

@@ -4,8 +4,8 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.startup import allocate_kv_cache
-from nanovllm.utils.math import cdiv, heads_per_rank
+from nanovllm.engine.startup import allocate_kv_cache, most_blocks
+from nanovllm.utils.math import heads_per_rank
 from nanovllm.utils.memory import available_bytes
 from nanovllm.utils.timer import Timer
 
@@ -25,10 +25,11 @@ def max_num_blocks(runner: ModelRunner) -> int:
 
 
 def block_bytes(runner: ModelRunner) -> int:
-    """Returns the bytes of one block on one rank: keys and values of all layers."""
+    """Returns the bytes of one block on one rank: keys and values of one group of layers."""
     model = runner.model_config
     kv_heads = heads_per_rank(model.num_key_value_heads, runner.tp.size)
-    num_values = 2 * model.num_hidden_layers * kv_heads * model.head_dim
+    num_layers = max(map(len, runner.kv_groups))
+    num_values = 2 * num_layers * kv_heads * model.head_dim
     return num_values * runner.config.kvcache_block_size * runner.dtype.itemsize
 
 
@@ -41,7 +42,9 @@ def measure_kv_cache(runner: ModelRunner, bytes_before: int, timed: Timer) -> in
     """
     config, device = runner.config, runner.device
     if device.type == "cpu":
-        return num_blocks_on_cpu(config, block_bytes(runner), runner.max_model_len)
+        return num_blocks_on_cpu(
+            config, block_bytes(runner), most_blocks(runner, runner.max_model_len)
+        )
     from nanovllm.engine.cuda_graphs import measure_graphs
     from nanovllm.engine.warmup import warmup_model
 
@@ -61,6 +64,7 @@ def measure_kv_cache(runner: ModelRunner, bytes_before: int, timed: Timer) -> in
         config,
         block_bytes(runner),
         runner.max_model_len,
+        most_blocks(runner, runner.max_model_len),
         total_bytes=total,
         free_bytes=free,
         own_bytes=held - bytes_before + CONTEXT_BYTES,
@@ -69,10 +73,10 @@ def measure_kv_cache(runner: ModelRunner, bytes_before: int, timed: Timer) -> in
     )
 
 
-def num_blocks_on_cpu(config: Config, bytes_per_block: int, max_model_len: int) -> int:
+def num_blocks_on_cpu(config: Config, bytes_per_block: int, blocks_per_seq: int) -> int:
     """Returns the number of blocks that ``max_num_seqs`` sequences can fill, limited to 4 GiB and
     half of the available memory. The system allocates pages only when they are first written."""
-    wanted = config.max_num_seqs * cdiv(max_model_len, config.kvcache_block_size)
+    wanted = config.max_num_seqs * blocks_per_seq
     return min(wanted, max(1, min(CPU_CACHE_BYTES, available_bytes() // 2) // bytes_per_block))
 
 
@@ -80,6 +84,7 @@ def num_blocks_on_gpu(
     config: Config,
     bytes_per_block: int,
     max_model_len: int,
+    blocks_per_seq: int,
     *,
     total_bytes: int,
     free_bytes: int,
@@ -94,6 +99,7 @@ def num_blocks_on_gpu(
     enough: start-up lowers ``max_model_len`` to what fits.
 
     Args:
+        blocks_per_seq: the most blocks that a sequence of ``max_model_len`` tokens holds.
         total_bytes: the GPU's memory.
         free_bytes: the GPU's free memory after the warm-up, with the warm-up's buffers released.
         own_bytes: memory that this engine holds after the warm-up, mainly weights.
@@ -106,16 +112,15 @@ def num_blocks_on_gpu(
     utilization = config.gpu_memory_utilization
     budget = int(total_bytes * utilization)
     left = min(budget - own_bytes, free_bytes) - activation_bytes - graph_bytes
-    num_blocks = left // bytes_per_block
-    needed = cdiv(max_model_len, config.kvcache_block_size)
-    if num_blocks < (1 if config.max_model_len is None else needed):
+    num_blocks, needed = left // bytes_per_block, blocks_per_seq * bytes_per_block
+    if num_blocks < (1 if config.max_model_len is None else blocks_per_seq):
 
         def gib(num_bytes: int) -> str:
             return f"{num_bytes / 2**30:.2f} GiB"
 
         raise ValueError(
             f"the KV cache of one sequence of max_model_len={max_model_len} takes "
-            f"{gib(needed * bytes_per_block)}, but {gib(max(0, left))} are left: the budget is "
+            f"{gib(needed)}, but {gib(max(0, left))} are left: the budget is "
             f"{gib(total_bytes)} x {utilization} = {gib(budget)} ({gib(free_bytes)} free), weights "
             f"and context take {gib(own_bytes)}, activations {gib(activation_bytes)}, CUDA graphs "
             f"{gib(graph_bytes)}. Lower max_model_len or max_num_batched_tokens, or raise "

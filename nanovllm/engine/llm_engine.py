@@ -72,6 +72,8 @@ class LLMEngine:
             started.max_model_len,
             started.eos_token_ids,
             started.eos_token_id,
+            windows=self.model_runner.windows,
+            cache_len=started.cache_len,
         )
         self.loop = StepLoop(self.scheduler, self.model_runner)
         self.sampling_states = SamplingStateFactory(

@@ -14,7 +14,8 @@ import torch
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.kernels.attention.block_tables import BlockTableUpdate
 from nanovllm.utils.context import Context
-from nanovllm.utils.packed_tensors import PackedTensors
+from nanovllm.utils.math import cdiv
+from nanovllm.utils.packed_tensors import ALIGNMENT, PackedTensors
 
 # The tensors of ModelInputs outside ``context`` and ``tables``.
 OWN_TENSORS = ("input_ids", "positions", "sampling_rows")
@@ -36,7 +37,8 @@ class ModelInputs:
         input_ids: int32 [N]. A token that the last step sampled may not be on the host yet. Its
             entry is then -1 - row, where row is its row among the sampled tokens.
         positions: int32 [N].
-        context: the metadata for attention and the output head, without the block tables.
+        context: the metadata for attention and the output head, of all groups of layers, without
+            the block tables.
         tables: the update of the block tables.
         reads_cache: whether attention reads keys and values of earlier steps.
         sampling_rows: int32 [num_seqs, ROW_WORDS], the sampling parameters of each sequence, then
@@ -116,6 +118,7 @@ def prepare_prefill(
     items = batch.items
     positions = [np.arange(item.start, item.end, dtype=np.int32) for item in items]
     slots = [_slots(item, pos, block_size) for item, pos in zip(items, positions, strict=True)]
+    slots.append(np.empty((batch.num_groups, 0), np.int32))  # there may be no items
     tokens = [np.asarray(item.seq.token_ids[item.start : item.end], np.int32) for item in items]
     lens_q, lens_k = [item.num_tokens for item in items], [item.end for item in items]
     num_tokens, num_seqs = num_tokens or sum(lens_q), num_seqs or len(items)
@@ -130,7 +133,7 @@ def prepare_prefill(
         positions=torch.from_numpy(_concatenated(positions, num_tokens)),
         context=Context(
             is_prefill=True,
-            slot_mapping=torch.from_numpy(_concatenated(slots, num_tokens, -1)),
+            slot_mapping=_slot_mapping(np.concatenate(slots, axis=1), num_tokens),
             cu_seqlens_q=torch.from_numpy(cu_seqlens_q),
             cu_seqlens_k=torch.from_numpy(_cumsum(lens_k, num_seqs)),
             max_seqlen_q=num_tokens if max_context else max(lens_q),
@@ -151,25 +154,25 @@ def prepare_decode(
     """Builds the inputs of a decode, which computes each sequence's last token.
 
     For a captured step, padding rows are added up to ``padded_size``. Their keys and values are not
-    stored (slot -1), and their context length is 0. ``split_kv`` computes the split-KV schedule
+    stored (slot -1), and their context length is 0. ``split_kv`` computes the split-KV schedules
     from the context lengths.
     """
     seqs = [item.seq for item in batch.items]
     num_seqs = len(seqs)
     size = max(num_seqs, padded_size)
     input_ids, positions, context_lens = (np.zeros(size, dtype=np.int32) for _ in range(3))
-    slot_mapping = np.full(size, -1, dtype=np.int32)
     input_ids[:num_seqs] = [seq.last_token for seq in seqs]
     context_lens[:num_seqs] = [len(seq) for seq in seqs]
     positions[:num_seqs] = context_lens[:num_seqs] - 1
-    last_blocks = np.array([seq.block_table[-1] for seq in seqs], dtype=np.int32)
-    slot_mapping[:num_seqs] = last_blocks * block_size + positions[:num_seqs] % block_size
+    groups = range(batch.num_groups)
+    last_blocks = [[seq.block_tables[group][-1] for seq in seqs] for group in groups]
+    slots = np.array(last_blocks, np.int32) * block_size + positions[:num_seqs] % block_size
     schedule = None if split_kv is None else split_kv(context_lens)
     return ModelInputs(
         input_ids=torch.from_numpy(input_ids),
         positions=torch.from_numpy(positions),
         context=Context(
-            slot_mapping=torch.from_numpy(slot_mapping),
+            slot_mapping=_slot_mapping(slots, size),
             max_seqlen_k=int(context_lens.max()),
             context_lens=torch.from_numpy(context_lens),
             split_kv_schedule=None if schedule is None else torch.from_numpy(schedule),
@@ -180,36 +183,48 @@ def prepare_decode(
 
 
 def prepare_block_tables(batch: Batch, num_rows: int) -> BlockTableUpdate:
-    """Builds the update of the block tables, with the blocks that the device does not have."""
+    """Builds the update of the block tables, with the blocks that the device does not have. They
+    are ordered by sequence, then by group."""
     seqs = [item.seq for item in batch.items]
     num_seqs = len(seqs)
-    entries = np.zeros((1, num_rows, 4), np.int32)
+    entries = np.zeros((batch.num_groups, num_rows, 4), np.int32)
     rows, lens, first_new, num_new = entries[0].T
     rows[num_seqs:] = -1
     rows[:num_seqs] = [seq.table_row for seq in seqs]
-    lens[:num_seqs] = [len(seq.block_table) for seq in seqs]
-    num_new[:num_seqs] = [seq.num_sent_blocks for seq in seqs]  # to subtract
+    lens[:num_seqs] = [seq.table_len for seq in seqs]
+    num_new[:num_seqs] = [seq.num_sent_blocks for seq in seqs]  # the old blocks
     np.subtract(lens, num_new, out=num_new)
     new_blocks: list[int] = []
     for i in np.flatnonzero(num_new):
         first_new[i] = len(new_blocks)
-        new_blocks += seqs[i].block_table[-num_new[i] :]
+        for table in seqs[i].block_tables:
+            new_blocks += table[seqs[i].num_sent_blocks : seqs[i].table_len]
+    for group in range(1, batch.num_groups):
+        entries[group] = entries[0]
+        entries[group, :, 2] += group * num_new
     return BlockTableUpdate(torch.from_numpy(entries), torch.tensor(new_blocks, dtype=torch.int32))
 
 
 def _slots(item: ScheduledSequence, positions: np.ndarray, block_size: int) -> np.ndarray:
-    """Returns the KV slot of each new token; -1 for a cached token, which is computed only for its
-    logits."""
-    blocks = np.asarray(item.seq.block_table, dtype=np.int32)
-    slots = blocks[positions // block_size] * block_size + positions % block_size
-    slots[positions < item.seq.num_cached_tokens] = -1
-    return slots.astype(np.int32)
+    """Returns the KV slots of the new tokens, [groups, tokens]; -1 for a cached token, which is
+    computed only for its logits."""
+    length = item.seq.table_len
+    blocks = np.array([table[:length] for table in item.seq.block_tables], np.int32)
+    slots = blocks[:, positions // block_size] * block_size + positions % block_size
+    slots[:, positions < item.seq.num_cached_tokens] = -1
+    return slots
+
+
+def _slot_mapping(slots: np.ndarray, size: int) -> torch.Tensor:
+    """Returns int32 [groups, size or more]: the slots, then padding up to the next aligned row."""
+    return torch.from_numpy(_padded(slots, cdiv(size, ALIGNMENT) * ALIGNMENT, -1))
 
 
 def _padded(values: Any, size: int, padding: int = 0) -> np.ndarray:
-    """Returns int32 [size]: the values, then padding."""
-    out = np.full(size, padding, np.int32)
-    out[: len(values)] = values
+    """Returns int32 [..., size]: the values, then padding."""
+    values = np.asarray(values)
+    out = np.full((*values.shape[:-1], size), padding, np.int32)
+    out[..., : values.shape[-1]] = values
     return out
 
 

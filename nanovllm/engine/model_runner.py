@@ -53,9 +53,13 @@ class ModelRunner(LeftToParent):
         dtype: the dtype of weights, activations and KV cache.
         tp: the tensor-parallel group.
         backend: the attention backend.
-        kv_cache: [2, layers, blocks, block_size, kv_heads / ranks, head_dim].
-        block_tables: the block tables of all sequences with blocks. All layers share one table per
-            sequence.
+        kv_groups: the indices of the layers that share block tables, for each group of layers. A
+            model without windows has one group.
+        windows: for each group, the number of tokens to which a token attends, itself included;
+            None for all.
+        kv_cache: [2, layers per group, blocks, block_size, kv_heads / ranks, head_dim]. All groups
+            share the blocks: any group may hold any block.
+        block_tables: the block tables of all sequences with blocks, one per sequence and group.
         num_kvcache_blocks: the number of blocks in the cache.
         graphs: captured steps.
         sampled_tokens: int64 [max_num_seqs], the tokens that the last step sampled, by row. The
@@ -67,6 +71,8 @@ class ModelRunner(LeftToParent):
     backend: AttentionBackend
     model: DecoderForCausalLM
     sampler: Sampler
+    kv_groups: tuple[tuple[int, ...], ...]
+    windows: tuple[int | None, ...]
     kv_cache: torch.Tensor
     block_tables: BlockTables
     num_kvcache_blocks: int
@@ -206,14 +212,14 @@ class ModelRunner(LeftToParent):
         # With programmatic dependent launch (PDL), attention may load the block tables before the
         # previous kernel has ended. So the tables are updated first: the kernels between the update
         # and attention wait for the update to end.
-        tables = self.block_tables.update(inputs.tables)[0]
-        if inputs.reads_cache:
-            # A captured decode has max_seqlen_k=0, and takes all columns.
-            columns = cdiv(context.max_seqlen_k, block_size) or None
-            context = replace(context, block_tables=tables[:, :columns])
+        tables = self.block_tables.update(inputs.tables)
+        # A captured decode has max_seqlen_k=0, and takes all columns.
+        columns = cdiv(context.max_seqlen_k, block_size) or None
+        read_tables = tables[:, :, :columns] if inputs.reads_cache else None
+        contexts = context.of_groups(self.windows, len(inputs.input_ids), read_tables)
         if not context.is_prefill:
             fill_in_sampled(inputs.input_ids, self.sampled_tokens)
-        with step_context(context):
+        with step_context(*contexts):
             hidden_states = self.model(inputs.input_ids, inputs.positions)
             logits = self.model.compute_logits(hidden_states)
         if inputs.sampling_rows is not None:
@@ -237,8 +243,12 @@ class ModelRunner(LeftToParent):
         return inputs.pack(size, pin_memory=self.device.type == "cuda")
 
     def _split_kv(self, context_lens: np.ndarray) -> np.ndarray | None:
+        """Returns the split-KV schedules of all distinct windows; None if the backend uses none."""
         kv_heads = heads_per_rank(self.model_config.num_key_value_heads, self.tp.size)
-        return self.backend.split_kv(context_lens, kv_heads, self.model_config.head_dim, self.dtype)
+        arguments = context_lens, kv_heads, self.model_config.head_dim, self.dtype
+        each = (self.backend.split_kv(*arguments, window) for window in dict.fromkeys(self.windows))
+        schedules = [schedule for schedule in each if schedule is not None]
+        return np.stack(schedules) if schedules else None
 
     @on_device
     def exit(self) -> None:

@@ -1,6 +1,7 @@
 """Decides which sequences run in each step. Counts tokens and blocks; never touches a tensor."""
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from nanovllm.config import Config
@@ -40,6 +41,8 @@ class Scheduler:
         eos_token_id: the primary EOS token, reported with ``stop_reason=None``. Any other EOS token
             is reported as the stop reason.
         policy: the order in which waiting sequences are admitted, first come, first served if None.
+        windows: the window of each group of layers; None for a group that attends to all tokens.
+        cache_len: the length of the longest sequence that the blocks hold, if a group has a window.
     """
 
     running: list[Sequence]  # oldest first
@@ -55,15 +58,18 @@ class Scheduler:
         eos_token_ids: Iterable[int] = (),
         eos_token_id: int | None = None,
         policy: FirstComeFirstServed | None = None,
+        windows: Seq[int | None] = (None,),
+        cache_len: int | None = None,
     ) -> None:
         self.max_num_seqs = config.max_step_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_model_len = max_model_len
         # A sequence that has the cache to itself must fit, or it could never finish.
-        self.max_len = min(max_model_len, num_blocks * config.kvcache_block_size)
+        self.max_len = min(max_model_len, cache_len or num_blocks * config.kvcache_block_size)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.eos_token_id = eos_token_id
         self._cache_settings = num_blocks, config.kvcache_block_size, config.enable_prefix_caching
+        self.windows = windows
         self.waiting = FirstComeFirstServed() if policy is None else policy
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # of prompts started so far
@@ -121,7 +127,7 @@ class Scheduler:
         items = self._schedule_prefill()
         is_prefill = bool(items)
         items = items or self._schedule_decode()
-        return Batch(items, is_prefill=is_prefill, block_copies=copies)
+        return Batch(items, is_prefill, copies, len(self.windows))
 
     def roll_back(self, batch: Batch) -> bool:
         """Rolls back the step just scheduled, which ran out of memory, and preempts sequences.
@@ -217,7 +223,9 @@ class Scheduler:
 
     def reset(self) -> None:
         """Drops all sequences and the prefix cache, even after an interrupted step."""
-        self.block_manager = BlockManager(*self._cache_settings)
+        self.block_manager = BlockManager(
+            *self._cache_settings, self.windows, self.max_num_batched_tokens
+        )
         self.waiting.clear()
         self.running = []
         self._block_copies = []
@@ -290,11 +298,11 @@ class Scheduler:
         prefix cache or recompute it."""
         siblings, seq.siblings = seq.siblings, []
         others = sum(1 + len(other.siblings) for other in self.running)
-        fit = max(0, min(self._max_seqs_now - others, len(self.block_manager.free_block_ids)))
+        num_free = len(self.block_manager.free_block_ids) // len(self.windows)
+        fit = max(0, min(self._max_seqs_now - others, num_free))
         started, left = siblings[:fit], siblings[fit:]
         for sibling in started:
-            if copy := self.block_manager.fork(seq, sibling):
-                self._block_copies.append(copy)
+            self._block_copies += self.block_manager.fork(seq, sibling)
             sibling.status = SequenceStatus.RUNNING
         index = self.running.index(seq) + 1
         self.running[index:index] = started
@@ -306,7 +314,7 @@ class Scheduler:
         while len(items) < len(running):
             seq = running[len(items)]
             num_tokens = seq.num_tokens
-            if num_tokens > len(seq.block_table) * manager.block_size:
+            if num_tokens > seq.table_len * manager.block_size:
                 if not manager.can_append(seq):
                     self.preempt(running[-1])
                     continue

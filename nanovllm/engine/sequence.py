@@ -52,9 +52,12 @@ class Sequence:
         request_id: the id of the request that it belongs to.
         last_token: the newest token's id. While the token is only on the device: -1 - row, where
             row is its row among the tokens that the last step sampled.
-        block_table: physical KV block of each logical block.
+        block_tables: of each group of layers, the physical KV block of each logical block. A group
+            with a window has freed its first blocks (see BlockManager).
+        table_len: number of logical blocks that have an entry in all tables.
+        num_full_blocks: number of computed full blocks. The blocks before their windows are freed.
         table_row: its row in the device's block tables while it has blocks.
-        num_sent_blocks: number of leading entries of ``block_table`` that the device has.
+        num_sent_blocks: number of leading entries of each table that the device has.
         block_hashes: chain hash of each full block hashed so far (see BlockManager).
         siblings: other completions of the same prompt. The scheduler starts them with copies of
             this sequence's blocks when the prompt is computed.
@@ -90,7 +93,9 @@ class Sequence:
         self.num_prompt_tokens = len(token_ids)
         self.num_cached_tokens = 0
         self.last_token = self.token_ids[-1]
-        self.block_table: list[int] = []
+        self.block_tables: list[list[int]] = []
+        self.table_len = 0
+        self.num_full_blocks = 0
         self.table_row = -1
         self.num_sent_blocks = 0
         self.block_hashes: list[int] = []
@@ -106,7 +111,7 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"Sequence({self.seq_id}, {self.status.name}, prompt={self.num_prompt_tokens}, "
-            f"len={self.num_tokens}, cached={self.num_cached_tokens}, blocks={self.block_table})"
+            f"len={self.num_tokens}, cached={self.num_cached_tokens}, blocks={self.block_tables})"
         )
 
     @property

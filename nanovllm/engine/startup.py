@@ -1,8 +1,10 @@
 """Starts an engine: loads the tokenizer and the weights on all ranks, allocates the KV cache."""
 
 import logging
+from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from nanovllm.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.checkpoints.weights import fill_with_dummy_weights, load_model
 from nanovllm.config import MAX_INT32, Config
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_runner import ModelRunner, NoGraphs
 from nanovllm.kernels.attention.backend import AttentionShape, select_attention_backend
 from nanovllm.kernels.attention.block_tables import BlockTables
@@ -37,6 +40,7 @@ class StartedModel:
 
     Attributes:
         max_model_len: maximum length of a sequence in tokens, set by the user or the model.
+        cache_len: maximum length of a sequence that the KV cache holds.
         eos_token_ids: the tokens that end a sequence.
         eos_token_id: the primary EOS token; None if there are several and the tokenizer has none.
         recommended_sampling: sampling parameters in the checkpoint's generation_config.json.
@@ -45,6 +49,7 @@ class StartedModel:
     model_runner: ModelRunner
     prompt_encoder: PromptEncoder
     max_model_len: int
+    cache_len: int
     eos_token_ids: frozenset[int]
     eos_token_id: int | None
     recommended_sampling: dict[str, Any]
@@ -82,7 +87,7 @@ def start_up(config: Config) -> StartedModel:
     # Some checkpoints name EOS tokens outside the vocabulary.
     eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < model_config.vocab_size)
     block_size, num_blocks = config.kvcache_block_size, runner.num_kvcache_blocks
-    cache_len = num_blocks * block_size  # in tokens
+    cache_len = longest_sequence(runner, num_blocks)  # in tokens
     logger.info(
         "%s on %s in %s: %d KV blocks of %d tokens, sequences of up to %d tokens (%s)",
         model_config.architecture,
@@ -101,6 +106,7 @@ def start_up(config: Config) -> StartedModel:
         runner,
         prompt_encoder,
         max_model_len,
+        cache_len,
         eos_token_ids,
         eos_token_id,
         checkpoint.recommended_sampling,
@@ -186,6 +192,8 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
     timed("attention backend")
     runner.join_ranks()
     timed("ranks")
+    groups = group_layers([layer.attention.window for layer in model_config.layers])
+    runner.kv_groups, runner.windows = (*groups.keys(),), (*groups.values(),)
     num_blocks = config.num_kvcache_blocks
     if num_blocks == -1:
         from nanovllm.engine.kv_cache import max_num_blocks
@@ -248,17 +256,73 @@ def load_weights(runner: ModelRunner, checkpoint: Checkpoint) -> None:
             module.pack()
 
 
+def group_layers(windows: list[int | None]) -> dict[tuple[int, ...], int | None]:
+    """Divides layers into groups that share block tables. All layers of a group have the same
+    window.
+
+    Args:
+        windows: the window of each layer; None for a layer that attends to all tokens.
+
+    Returns:
+        The window of each group, by the indices of its layers. Blocks have space for as many layers
+        as the largest group has. The number of groups is a compromise: unused space, as a fraction
+        of the layers with the same window, costs as much memory. The block tables of each group
+        cost time on the host, which counts as 2% of memory.
+    """
+    by_window: dict[int | None, list[int]] = {window: [] for window in windows}
+    for layer, window in enumerate(windows):
+        by_window[window].append(layer)
+    counts = [len(layers) for layers in by_window.values()]
+
+    def cost(size: int) -> float:
+        return sum(-count % size / count + 0.02 * cdiv(count, size) for count in counts)
+
+    size = min(range(1, max(counts) + 1), key=cost)
+    return {
+        tuple(layers[start : start + size]): window
+        for window, layers in by_window.items()
+        for start in range(0, len(layers), size)
+    }
+
+
+def most_blocks(runner: ModelRunner, num_tokens: int) -> int:
+    """Returns the most blocks that a sequence with up to ``num_tokens`` tokens holds at a time."""
+    config = runner.config
+    block_size, max_chunk = config.kvcache_block_size, config.max_num_batched_tokens
+    manager = BlockManager(0, block_size, windows=runner.windows, max_chunk=max_chunk)
+    num_blocks, chunk = cdiv(num_tokens, block_size), manager.num_chunk_blocks
+    return sum(min(num_blocks, window + chunk) for window in manager.window_blocks)
+
+
+def longest_sequence(runner: ModelRunner, num_blocks: int) -> int:
+    """Returns the length of the longest sequence that ``num_blocks`` blocks hold.
+
+    Raises:
+        ValueError: they hold no token, because there are fewer blocks than groups of layers.
+    """
+    block_size = runner.config.kvcache_block_size
+    lengths = range(block_size, MAX_INT32, block_size)
+    num_fitting = bisect_right(lengths, num_blocks, key=partial(most_blocks, runner))
+    if not num_fitting:
+        raise ValueError(
+            f"{num_blocks} KV blocks hold no token, because each of the model's "
+            f"{len(runner.windows)} groups of layers needs one: raise num_kvcache_blocks or "
+            f"gpu_memory_utilization"
+        )
+    return num_fitting * block_size
+
+
 def limit_model_len(runner: ModelRunner, num_blocks: int) -> None:
     """Lowers ``max_model_len`` to what ``num_blocks`` hold, unless the user has set it."""
+    num_tokens = longest_sequence(runner, num_blocks)
     if runner.config.max_model_len is None:
-        num_tokens = num_blocks * runner.config.kvcache_block_size
         runner.max_model_len = min(runner.max_model_len, num_tokens)
 
 
 def allocate_kv_cache(runner: ModelRunner, num_blocks: int) -> None:
     """Allocates the KV cache, and gives each attention layer its view of it."""
-    layers = _attention_layers(runner.model)
-    blocks = (len(layers), num_blocks, runner.config.kvcache_block_size)
+    layers, groups = _attention_layers(runner.model), runner.kv_groups
+    blocks = (max(map(len, groups)), num_blocks, runner.config.kvcache_block_size)
     shape = (2, *blocks, layers[0].num_kv_heads, layers[0].head_dim)
     # Not zeroed, because no slot is read before it is written. On a CPU, the operating system thus
     # allocates pages only when they are first used.
@@ -270,10 +334,12 @@ def allocate_kv_cache(runner: ModelRunner, num_blocks: int) -> None:
             f"num_kvcache_blocks"
         ) from error
     runner.num_kvcache_blocks = num_blocks
+    num_rows = runner.config.max_step_seqs
     width = cdiv(runner.max_model_len, runner.config.kvcache_block_size)
-    runner.block_tables = BlockTables(1, runner.config.max_step_seqs, width, runner.device)
-    for layer, k, v in zip(layers, *runner.kv_cache, strict=True):
-        layer.kv_cache = KVCache(k, v)
+    runner.block_tables = BlockTables(len(groups), num_rows, width, runner.device)
+    for group, indices in enumerate(groups):
+        for index, k, v in zip(indices, *runner.kv_cache, strict=False):  # it may be smaller
+            layers[index].kv_cache, layers[index].kv_group = KVCache(k, v), group
 
 
 def _attention_layers(model: DecoderForCausalLM) -> list[Attention]:

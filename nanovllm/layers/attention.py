@@ -16,8 +16,9 @@ __all__ = ["Attention", "store_kvcache"]
 class Attention(nn.Module):
     """Grouped-query attention of one layer over the paged KV cache.
 
-    The model runner sets ``backend`` and ``kv_cache``, this layer's part of the KV cache. Until
-    then the cache is empty and nothing is stored.
+    The model runner sets ``backend``, ``kv_cache`` (this layer's part of the KV cache) and
+    ``kv_group`` (the layer's group, see utils/context.py). Until then the cache is empty and
+    nothing is stored.
 
     Args:
         num_heads, num_kv_heads: heads of this rank.
@@ -40,6 +41,7 @@ class Attention(nn.Module):
         self.params = params._replace(sinks=self.sinks)
         self.num_kv_heads = num_kv_heads
         self.kv_cache = KVCache(torch.empty(0), torch.empty(0))
+        self.kv_group = 0
         self.backend: AttentionBackend | None = None
 
     def forward(
@@ -61,7 +63,7 @@ class Attention(nn.Module):
         Returns:
             [N, num_heads, head_dim], or only the rows in ``output_indices``.
         """
-        context, slots = get_context(), None
+        context, slots = get_context(self.kv_group), None
         assert self.backend is not None, "the model runner has set no attention backend"
         if rope is not None and self.backend.fuses_rope and not context.is_prefill:
             new = NewKV(rope, k, v)

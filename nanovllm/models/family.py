@@ -60,6 +60,7 @@ class Family:
         defaults: transformers' default values of the config's fields.
         weight_names: names of tensors in checkpoints: the rows of ``WeightNames``.
         numerics: returns further fields of ModelConfig for the fields of a checked config.
+        quant_methods: the supported values of ``quant_method`` in a ``quantization_config``.
     """
 
     architecture: str
@@ -68,6 +69,7 @@ class Family:
     defaults: Mapping[str, Any]
     weight_names: tuple[Any, ...] = WEIGHT_NAMES
     numerics: Callable[[dict[str, Any]], Mapping[str, Any]] = field(default=lambda hf: {})
+    quant_methods: tuple[str, ...] = ()
 
     def read(self, hf: Mapping[str, Any]) -> ModelConfig:
         """Reads the fields of a transformers config, as releases 4 or 5 write it.
@@ -78,7 +80,7 @@ class Family:
         """
         if "use_sliding_window" not in self.defaults:  # other families have no such switch
             hf = {**hf, "use_sliding_window": True}
-        hf = _checked({**self.defaults, **hf})
+        hf = _checked({**self.defaults, **hf}, self.quant_methods)
         rows = self.weight_names + TIED_HEAD * hf["tie_word_embeddings"]
         layers = tuple(self.layers(hf))
         num_experts = max(layer.mlp.num_experts for layer in layers)
@@ -191,7 +193,7 @@ def layer_types(hf: dict[str, Any], is_windowed: Callable[[int], bool]) -> list[
     return types
 
 
-def _checked(hf: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(hf: Mapping[str, Any], quant_methods: Sequence[str]) -> dict[str, Any]:
     """Checks a config's fields and fills in defaults. Fields that are null count as missing.
 
     Raises:
@@ -221,9 +223,10 @@ def _checked(hf: Mapping[str, Any]) -> dict[str, Any]:
         )
     if quantisation := hf.get("quantization_config"):
         method = dict(quantisation).get("quant_method", "unknown")
-        raise ValueError(
-            f"{method!r} quantisation is not supported: use an unquantised or GGUF checkpoint"
-        )
+        if method not in quant_methods:
+            raise ValueError(
+                f"{method!r} quantisation is not supported: use an unquantised or GGUF checkpoint"
+            )
     return hf
 
 

@@ -6,7 +6,7 @@ import logging
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
@@ -23,6 +23,7 @@ from nanovllm.run_batch.supervisor import (
     INTERNAL_ERROR,
     INTERRUPTED,
     RESUME_HINT,
+    end_with,
     print_message,
 )
 from nanovllm.utils.panics import is_failure
@@ -67,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=float,
         default=DEFAULT_GRACE,
         metavar="SECONDS",
-        help="time that running requests have to finish after SIGTERM or Ctrl-C "
+        help="time in which running requests may finish after SIGTERM or Ctrl-C "
         "(default: %(default).0f)",
     )
     add(
@@ -96,52 +97,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(args, stop)
         except KeyboardInterrupt:
-            return _exit(INTERRUPTED, f"interrupted; {RESUME_HINT}")
+            return end_with(INTERRUPTED, f"interrupted; {RESUME_HINT}")
+        except (OSError, EngineLostError) as error:
+            return end_with(INTERRUPTED, f"error: {error}; when that is fixed, {RESUME_HINT}")
         except BaseException as error:
             if not is_failure(error) and not isinstance(error, SystemExit):
                 raise
             logger.exception("internal error")
-            return _exit(INTERNAL_ERROR, f"ended by an error; {RESUME_HINT}")
+            return end_with(INTERNAL_ERROR, f"ended by an error; {RESUME_HINT}")
 
 
 def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
     options = {field.name: getattr(args, field.name) for field in fields(Config)}
-    try:
-        if not args.grace >= 0:
-            raise ValueError(f"--grace must be at least 0 seconds, got {args.grace}")
-        if args.replicas is not None and args.replicas < 1:
-            raise ValueError(f"--replicas must be at least 1, got {args.replicas}")
-        Config(**options)
-        trusts_templates = args.trust_request_chat_template
-        job = Job(args.input_file, args.output_file, trusts_templates=trusts_templates)
-    except (OSError, TypeError, ValueError) as error:
-        return _exit(CANNOT_START, f"error: {error}")
-    try:
-        with closing(job):
-            return _run_job(job, options, args, stop)
-    except (OSError, EngineLostError) as error:
-        return _exit(INTERRUPTED, f"error: {error}; when that is fixed, {RESUME_HINT}")
-
-
-def _run_job(
-    job: Job, options: dict[str, Any], args: argparse.Namespace, stop: StopOnSignal
-) -> int:
-    if not job.is_done:
+    runner: Runner | Replicas | None = None
+    with ExitStack() as stack:
         try:
-            runner = _make_runner(job, options, args)
+            if not args.grace >= 0:
+                raise ValueError(f"--grace must be at least 0 seconds, got {args.grace}")
+            if args.replicas is not None and args.replicas < 1:
+                raise ValueError(f"--replicas must be at least 1, got {args.replicas}")
+            Config(**options)
+            trusts_templates = args.trust_request_chat_template
+            job = Job(args.input_file, args.output_file, trusts_templates=trusts_templates)
+            stack.enter_context(closing(job))
+            if not job.is_done:
+                runner = stack.enter_context(closing(_make_runner(job, options, args)))
         except (EngineLostError, OSError, TypeError, ValueError) as error:
-            return _exit(CANNOT_START, f"error: {error}")
+            return end_with(CANNOT_START, f"error: {error}")
         except Exception as error:
             logger.exception("the engine did not start")
-            return _exit(CANNOT_START, f"error: {type(error).__name__}: {error}")
-        with closing(runner):
+            return end_with(CANNOT_START, f"error: {type(error).__name__}: {error}")
+        if runner is not None:
             stop.is_running = True
             job.write(runner.run(job.requests(), stop), show_progress=not args.no_progress)
             stop.is_running = False
     print_message(job.summary())
     if not job.is_done:
-        return _exit(INTERRUPTED, f"interrupted; {RESUME_HINT}")
-    return SOME_FAILED if job.writer.num_failed else ALL_DONE
+        return end_with(INTERRUPTED, f"interrupted; {RESUME_HINT}")
+    return SOME_FAILED if job.num_failed or job.writer.num_failed else ALL_DONE
 
 
 def _make_runner(
@@ -185,9 +178,3 @@ def _field_docs(described: type) -> dict[str, str]:
     return {
         name: " ".join(entry.split()).replace("``", "").removesuffix(".") for name, entry in pairs
     }
-
-
-def _exit(status: int, message: str) -> int:
-    """Prints a message and returns the exit status."""
-    print_message(message)
-    return status

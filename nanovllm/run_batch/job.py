@@ -13,7 +13,7 @@ from tqdm import tqdm
 from nanovllm.run_batch.journal import Journal
 from nanovllm.run_batch.lines import read_lines
 from nanovllm.run_batch.records import DUPLICATE, Record, RequestError, error_record, key_for
-from nanovllm.run_batch.request import BatchRequest, has_template, parse_line
+from nanovllm.run_batch.request import BatchRequest, parse_line
 from nanovllm.run_batch.supervisor import journal_path
 from nanovllm.run_batch.writer import Writer
 
@@ -33,6 +33,8 @@ class Job:
     Attributes:
         num_lines: the number of input lines that are not blank. Each gets one record.
         num_skipped: the number of these lines that had a record at the start.
+        num_written: the number of records that ``write`` has written.
+        num_failed: the number of them that are errors.
         writer: writes the output file.
         journal: keeps track of the requests in flight; None if every line has its record.
 
@@ -52,16 +54,14 @@ class Job:
             raise ValueError("the output file is the input file: name another")
         self.input_path = input_path
         self.trusts_templates = trusts_templates
+        self.num_lines = self.num_skipped = self.num_written = self.num_failed = 0
         self.writer = Writer(output_path)
         try:
             has_records = bool(self.writer.done or self.writer.done_lines)
             lines = self._lines() if has_records else read_lines(input_path)
-            self.num_lines = self.num_skipped = 0
             for line in lines:
                 self.num_lines += 1
                 self.num_skipped += line is None
-            self._num_earlier_records = self.writer.num_records
-            self._num_earlier_failures = self.writer.num_failed
             path = journal_path(output_path)
             if path.exists() and os.path.samefile(input_path, path):
                 raise ValueError(f"the input file has the name of the job's journal: rename {path}")
@@ -73,23 +73,12 @@ class Job:
     @property
     def is_done(self) -> bool:
         """Whether every line has its record."""
-        return (
-            self.num_skipped + self.writer.num_records - self._num_earlier_records >= self.num_lines
-        )
+        return self.num_skipped + self.num_written >= self.num_lines
 
     def requests(self) -> Iterator[BatchRequest | Record]:
         """Yields the request of each line that has no record yet, or an error record if the line is
         not a valid request."""
-        for item in self._lines():
-            if isinstance(item, BatchRequest) and not self.trusts_templates and has_template(item):
-                error = RequestError(
-                    "a request's own chat_template is a program that this job does not trust: "
-                    "--trust-request-chat-template allows it",
-                    param="chat_template",
-                )
-                yield error_record(item, item.custom_id, error)
-            elif item is not None:
-                yield item
+        return (item for item in self._lines() if item is not None)
 
     def _lines(self) -> Iterator[BatchRequest | Record | None]:
         """Yields an item for each line: None if the output file already has a record of the line,
@@ -104,7 +93,7 @@ class Job:
             if done_lines.get(line.number) == line.digest:
                 yield None
                 continue
-            item = parse_line(line)
+            item = parse_line(line, self.trusts_templates)
             custom_id = item["custom_id"] if isinstance(item, dict) else item.custom_id
             key = None if custom_id is None else key_for(custom_id)
             if key in seen:
@@ -135,23 +124,25 @@ class Job:
         )
         start = logged = monotonic()
         with bar:
-            for num_written, record in enumerate(records, start=1):
+            for record in records:
                 self.writer.write(record)
+                self.num_written += 1
+                self.num_failed += record["error"] is not None
                 bar.update()
                 now = monotonic()
                 if show_progress and not is_bar and now - logged >= LOG_SECONDS:
                     logged = now
-                    done, rate = self.num_skipped + num_written, num_written / (now - start)
+                    done = self.num_skipped + self.num_written
+                    rate = self.num_written / (now - start)
                     left = tqdm.format_interval((self.num_lines - done) / rate)
                     logger.info("%d of %d lines, %.1f/s, %s left", done, self.num_lines, rate, left)
 
     def summary(self) -> str:
         """Returns a line of text with the numbers of done, failed and skipped lines."""
-        num_failed = self.writer.num_failed - self._num_earlier_failures
-        num_done = self.writer.num_records - self._num_earlier_records - num_failed
-        text = f"{num_done} done, {num_failed} failed, {self.num_skipped} skipped"
-        if self._num_earlier_failures:
-            text += f" ({self._num_earlier_failures} of them with an error)"
+        num_done = self.num_written - self.num_failed
+        text = f"{num_done} done, {self.num_failed} failed, {self.num_skipped} skipped"
+        if self.writer.num_failed:
+            text += f" ({self.writer.num_failed} of them with an error)"
         return f"{text}, of {self.num_lines} lines; see {self.writer.path}"
 
     def close(self) -> None:

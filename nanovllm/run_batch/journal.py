@@ -27,9 +27,9 @@ class Journal:
     the cause, the job runs these requests again in ever smaller groups.
 
     The supervisor counts deaths with ``note_death``. If the supervisor was killed together with the
-    process, nobody knows whether a request caused the death or somebody ended the job. Such a death
-    is counted by the next run, and only if the process had written no record or had exactly one
-    request in flight.
+    process, nobody knows whether a request caused the death or somebody ended the job. The next run
+    counts such a death only if a request is the likely cause: the process had written no record, or
+    it had exactly one request in flight.
 
     Args:
         path: the journal file. The file of an earlier run is read and continued.
@@ -42,18 +42,13 @@ class Journal:
 
     def __init__(self, path: Path, num_records: int) -> None:
         self.path = path
-        self._file = _open(path, os.O_RDWR | os.O_CREAT)
-        try:
-            text = _read(self._file, path)
-            in_flight = [digest for digest, _, state in ENTRY.findall(text) if state == b"+"]
-            has_new_records = text[16:LINE_BYTES] != _header(0, num_records)[16:]
-            count_in_flight = len(in_flight) == 1 or not has_new_records
-            self._num_deaths = _count_deaths(text, count_in_flight)
-            self._header = _header(os.getpid(), num_records)
-            _rewrite(self._file, self._header, self._num_deaths)
-        except BaseException:
-            os.close(self._file)
-            raise
+        self._file, text = _open(path, os.O_CREAT)
+        in_flight = [digest for digest, _, state in ENTRY.findall(text) if state == b"+"]
+        has_new_records = text[16:LINE_BYTES] != _header(0, num_records)[16:]
+        adds_death = len(in_flight) == 1 or not has_new_records
+        self._num_deaths = _count_deaths(text, adds_death)
+        self._header = _header(os.getpid(), num_records)
+        _rewrite(self._file, self._header, self._num_deaths)
         self._slots = {digest: i for i, digest in enumerate(self._num_deaths, start=1)}
         self._num_lines = 1 + len(self._slots)
         self._free: list[int] = []
@@ -123,9 +118,8 @@ def note_death(path: Path, pid: int | None = None) -> int:
     """
     if not path.exists():
         return 0
-    file = _open(path, os.O_RDWR)
+    file, text = _open(path)
     try:
-        text = _read(file, path)
         if not text or (pid is not None and int(text[:15]) != pid):
             return 0
         _rewrite(file, text[:LINE_BYTES], _count_deaths(text, True))
@@ -134,32 +128,32 @@ def note_death(path: Path, pid: int | None = None) -> int:
         os.close(file)
 
 
-def _open(path: Path, flags: int) -> int:
-    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
+def _open(path: Path, flags: int = 0) -> tuple[int, bytes]:
+    """Opens a journal. Returns its file descriptor and its text, which is empty if it is new."""
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise ValueError(f"{path} is not a regular file")
+        text = os.pread(file, MAX_BYTES, 0)
+        if not text.strip(b"\0"):  # a power failure may leave a file of zeros
+            return file, b""
+        if not HEADER.match(text):
+            raise ValueError(
+                f"{path} is not a job's journal, but has the name of this job's journal: move it, "
+                f"or name another output file"
+            )
+        return file, text
+    except BaseException:
         os.close(file)
-        raise ValueError(f"{path} is not a regular file")
-    return file
+        raise
 
 
-def _read(file: int, path: Path) -> bytes:
-    text = os.pread(file, MAX_BYTES, 0)
-    if not text.strip(b"\0"):  # a power failure may leave a file of zeros
-        return b""
-    if not HEADER.match(text):
-        raise ValueError(
-            f"{path} is not a job's journal, but has the name of this job's journal: move it, or "
-            f"name another output file"
-        )
-    return text
-
-
-def _count_deaths(text: bytes, count_in_flight: bool) -> dict[str, int]:
-    """Returns the number of deaths of each request that has any. ``count_in_flight`` adds one death
-    to each request in flight."""
+def _count_deaths(text: bytes, adds_death: bool) -> dict[str, int]:
+    """Returns the number of deaths of each request that has any. With ``adds_death``, each request
+    in flight has one more."""
     num_deaths: dict[str, int] = {}
     for digest, num, state in ENTRY.findall(text):
-        num_after = min(9, int(num) + (count_in_flight and state == b"+"))
+        num_after = min(9, int(num) + (adds_death and state == b"+"))
         if num_after:
             name = digest.decode()
             num_deaths[name] = max(num_deaths.get(name, 0), num_after)
@@ -176,9 +170,6 @@ def _entry(digest: str, num_deaths: int, state: str) -> bytes:
 
 def _rewrite(file: int, header: bytes, num_deaths: dict[str, int]) -> None:
     """Replaces the entries with the given numbers of deaths, with no request in flight."""
-    entries = b"".join(_entry(digest, num, ".") for digest, num in num_deaths.items())
-    num_before = os.fstat(file).st_size // LINE_BYTES - 1
-    rest = FREE * max(0, num_before - len(num_deaths))
+    text = header + b"".join(_entry(digest, num, ".") for digest, num in num_deaths.items())
     # One write replaces all lines, so that no old entry remains if the process dies here.
-    os.pwrite(file, header + entries + rest, 0)
-    os.ftruncate(file, LINE_BYTES + len(entries))
+    os.pwrite(file, text.ljust(os.fstat(file).st_size), 0)

@@ -7,23 +7,21 @@ from pathlib import Path
 
 import xxhash
 
+from nanovllm.run_batch.records import LineInfo
+
 MAX_LINE_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Line(LineInfo):
     """A line of the input file that is not blank.
 
     Attributes:
-        number: the line number, from 1. Blank lines are counted too.
         text: the line without surrounding white space; None if it has MAX_LINE_BYTES or more.
-        digest: a hash of the text: 32 hexadecimal digits.
     """
 
-    number: int
     text: bytes | None
-    digest: str
 
 
 def read_lines(path: Path) -> Iterator[Line]:
@@ -38,6 +36,6 @@ def read_lines(path: Path) -> Iterator[Line]:
                 while raw and not raw.endswith(b"\n"):
                     raw = file.readline(CHUNK_BYTES)
                     hasher.update(raw)
-                yield Line(number, None, hasher.hexdigest())
+                yield Line(number, hasher.hexdigest(), None)
             elif text := raw.strip():
-                yield Line(number, text, xxhash.xxh128_hexdigest(text))
+                yield Line(number, xxhash.xxh128_hexdigest(text), text)

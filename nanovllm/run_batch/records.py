@@ -1,8 +1,9 @@
 """Records: the lines of the output file, each with a request's response or error."""
 
 import json
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 Record: TypeAlias = dict[str, Any]
 ID_PREFIX = "batch_req_"  # a record's id is this and the line's number
@@ -33,13 +34,17 @@ class RequestError(ValueError):
         self.param = param
 
 
-class LineInfo(Protocol):
-    """What a record contains of its input line. ``Line`` and ``BatchRequest`` have it."""
+@dataclass(frozen=True, slots=True)
+class LineInfo:
+    """What a record contains of its input line.
 
-    @property
-    def number(self) -> int: ...
-    @property
-    def digest(self) -> str: ...
+    Attributes:
+        number: the line number, from 1. Blank lines are counted too.
+        digest: a hash of the text: 32 hexadecimal digits.
+    """
+
+    number: int
+    digest: str
 
 
 def success_record(line: LineInfo, custom_id: str, body: dict[str, Any]) -> Record:

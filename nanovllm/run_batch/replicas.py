@@ -1,32 +1,117 @@
 """Runs requests on several engines, which Ray distributes over the machines of a cluster."""
 
+import atexit
 import logging
 import os
 import signal
+import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil, inf
-from time import monotonic
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from time import monotonic, sleep
 from typing import Any
 from uuid import uuid4
 
 import ray
 
+from nanovllm.llm import LLM
+from nanovllm.run_batch.journal import Journal, note_death
 from nanovllm.run_batch.records import ID_PREFIX, Record
-from nanovllm.run_batch.replica import Replica
 from nanovllm.run_batch.request import BatchRequest
-from nanovllm.run_batch.runner import EngineLostError, describe
+from nanovllm.run_batch.runner import EngineLostError, Runner, describe
 from nanovllm.run_batch.stop import Stop
 
 logger = logging.getLogger("nanovllm.run_batch")
 
-MAX_DEATHS = 10  # of actors per replica, without a finished request; one request may cause three
-RESTART_ATTEMPTS = 5  # attempts to create the engine of an actor that replaces another
+MAX_DEATHS = 10  # per replica, since a request last finished; one request may cause three
+TAKE_SECONDS = 0.1  # how long ``take`` collects records after the first one
 POLL_SECONDS = 0.5
 START_SECONDS = 60.0  # longest wait for the other replicas after the first one is ready
 CLOSE_SECONDS = 10.0
+
+
+class Replica:
+    """An actor that runs requests on one engine.
+
+    The engine has a thread of its own. If the engine is lost, or anything else fails, the process
+    exits, and the driver starts another actor.
+
+    Args:
+        options: the engine's options: the fields of Config.
+        model_names: as for ``Runner``.
+        journal_name: the name of the journal in the folder for temporary files. If an earlier actor
+            died and left its journal there, this one counts the death and continues the journal.
+    """
+
+    def __init__(
+        self, options: dict[str, Any], model_names: Sequence[str], journal_name: str
+    ) -> None:
+        self._options, self._model_names = options, model_names
+        self._journal_path = Path(tempfile.gettempdir(), journal_name)
+        self._start_result: SimpleQueue[str] = SimpleQueue()
+        self._inbox: SimpleQueue[list[BatchRequest]] = SimpleQueue()
+        self._records: SimpleQueue[Record | None] = SimpleQueue()
+        self._stop = Stop()
+        # Skip the native destructors of Ray, which run at exit and can deadlock.
+        atexit.register(os._exit, 0)
+        Thread(target=self._serve, daemon=True).start()
+
+    def start(self) -> tuple[str, str]:
+        """Waits for the engine. Returns the id of this node, and the reason why the engine could
+        not be created, or "" if it is ready."""
+        return ray.get_runtime_context().get_node_id(), self._start_result.get()
+
+    def put(self, requests: list[BatchRequest]) -> None:
+        """Adds requests."""
+        self._inbox.put(requests)
+
+    def take(self) -> list[Record | None]:
+        """Waits for records and returns them. After ``stop``, None follows the last record."""
+        records = [self._records.get()]
+        sleep(TAKE_SECONDS)
+        while not self._records.empty():
+            records.append(self._records.get())
+        return records
+
+    def stop(self, grace: float) -> None:
+        """Ends the run. Running requests have ``grace`` seconds to finish."""
+        self._stop.deadline = monotonic() + grace
+        self._stop.requested = True
+        self._inbox.put([])
+
+    def _serve(self) -> None:
+        try:
+            note_death(self._journal_path)
+            journal = Journal(self._journal_path, 0)
+            try:
+                runner = Runner(lambda: LLM(**self._options), self._model_names, journal)
+            except Exception as error:
+                journal.close(is_done=False)
+                self._start_result.put(describe(error))
+                return
+            self._start_result.put("")
+            for record in runner.run(self._requests(runner), self._stop):
+                self._records.put(record)
+            runner.close()
+            journal.close(is_done=True)
+            self._records.put(None)
+        except BaseException:
+            logger.exception("a replica has failed and will be replaced")
+            os._exit(1)
+
+    def _requests(self, runner: Runner) -> Iterator[BatchRequest | None]:
+        """Yields incoming requests. Yields None if no request has arrived but the engine has work,
+        and waits for requests if it has none."""
+        while not self._stop.requested:
+            if self._inbox.empty() and not runner.is_idle:
+                yield None
+            else:
+                yield from self._inbox.get()
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +176,7 @@ class Replicas:
             device = "cuda" if resources["num_gpus"] else "cpu"
             self._arguments = options | {"device": device}, model_names
             for replica in self._replicas:
-                self._start(replica, num_attempts=1)
+                self._start(replica)
             self._wait_for_replicas(min(num_replicas, num_fitting))
         except BaseException:
             self.close()
@@ -151,8 +236,8 @@ class Replicas:
     def _is_busy(self) -> bool:
         return any(replica.requests for replica in self._replicas)
 
-    def _start(self, replica: _ReplicaState, num_attempts: int) -> None:
-        replica.actor = self._make_actor(*self._arguments, replica.journal_name, num_attempts)
+    def _start(self, replica: _ReplicaState) -> None:
+        replica.actor = self._make_actor(*self._arguments, replica.journal_name)
         replica.call, replica.is_ready = replica.actor.start.remote(), False
 
     def _stop_all(self, grace: float) -> None:
@@ -183,14 +268,18 @@ class Replicas:
             try:
                 result = ray.get(replica.call)
             except ray.exceptions.RayActorError as error:
-                self._replace(replica, error)
+                self._replace(replica, describe(error))
                 return []
         except ray.exceptions.RayError as error:
             raise EngineLostError(f"Ray does not respond: {describe(error)}") from error
         if not replica.is_ready:
-            replica.node_id, failure = result
-            if failure:
+            node_id, failure = result
+            if failure and not replica.node_id:
                 raise EngineLostError(failure)
+            replica.node_id = node_id
+            if failure:  # the process of a dead actor may hold its GPUs for a while
+                self._replace(replica, failure)
+                return []
             replica.is_ready = True
             replica.actor.put.remote([*replica.requests.values()])
             result = []
@@ -203,8 +292,8 @@ class Replicas:
             self._end(replica)
         return records
 
-    def _replace(self, replica: _ReplicaState, error: Exception) -> None:
-        """Starts a new actor for a replica whose actor has died."""
+    def _replace(self, replica: _ReplicaState, reason: str) -> None:
+        """Starts a new actor for a replica whose actor has died or has no engine."""
         if self._is_stopping:
             self._end(replica)
             return
@@ -212,14 +301,14 @@ class Replicas:
         if self._num_deaths > MAX_DEATHS * len(self._replicas):
             raise EngineLostError(
                 f"the engines' processes have died {self._num_deaths} times since a request last "
-                f"finished: {describe(error)}"
+                f"finished: {reason}"
             )
-        logger.warning("a replica has died and will be replaced: %s", describe(error))
+        logger.warning("a replica has died and will be replaced: %s", reason)
         if not any(node["Alive"] and node["NodeID"] == replica.node_id for node in ray.nodes()):
             self._unassigned.extend(replica.requests.values())
             replica.requests.clear()
         ray.kill(replica.actor)  # in case it is alive but was unreachable
-        self._start(replica, RESTART_ATTEMPTS)
+        self._start(replica)
 
     def _wait_for_replicas(self, num_expected: int) -> None:
         """Waits for the first engine, however long it takes, and then at most START_SECONDS for the
@@ -258,27 +347,26 @@ def _find_resources(options: dict[str, Any], num_replicas: int) -> tuple[dict[st
     size, device = options["tensor_parallel_size"], options["device"]
     if device.startswith("cuda:"):
         raise ValueError(f"replicas get their GPUs from Ray: use device='cuda', not {device!r}")
-    num_gpus = [int(node.get("GPU", 0)) for node in nodes]
-    num_cpus = [int(node.get("CPU", 0)) for node in nodes]
-    if device == "cuda" or (device == "auto" and any(num_gpus)):
+    uses_gpus = device == "cuda" or (device == "auto" and any("GPU" in node for node in nodes))
+    counts = [int(node.get("GPU" if uses_gpus else "CPU", 0)) for node in nodes]
+    if uses_gpus:
         resources = {"num_cpus": 1, "num_gpus": size}
-        num_fitting = sum(num // size for num in num_gpus)
-        noun = "GPU" if size == 1 else "GPUs"
-        needs = f"{size} {noun} of one machine; the machines of the cluster have {num_gpus}"
-    else:
-        cpu_counts = range(1, max(num_cpus, default=0) + 1)
-        fitting = {cpus: sum(num // cpus for num in num_cpus) for cpus in cpu_counts}
-        cpus = max((cpus for cpus in cpu_counts if fitting[cpus] >= num_replicas), default=1)
-        resources = {"num_cpus": cpus, "num_gpus": 0}
-        num_fitting = fitting.get(cpus, 0)
-        needs = f"a CPU; the machines of the cluster have {num_cpus}"
+        needs = f"{size} {'GPU' if size == 1 else 'GPUs'} of one machine"
+    else:  # the largest number of CPUs with which all replicas fit
+        sizes = range(max(counts, default=1), 1, -1)
+        size = next((n for n in sizes if _num_fitting(counts, n) >= num_replicas), 1)
+        resources = {"num_cpus": size, "num_gpus": 0}
+        needs = "a CPU"
+    needs += f"; the machines of the cluster have {counts}"
+    num_fitting = _num_fitting(counts, size)
     if not num_fitting:
         raise ValueError(f"a replica needs {needs}")
     if num_fitting < num_replicas:
-        logger.warning(
-            "only %d of %d replicas fit in the cluster: each needs %s",
-            num_fitting,
-            num_replicas,
-            needs,
-        )
+        message = "only %d of %d replicas fit in the cluster: each needs %s"
+        logger.warning(message, num_fitting, num_replicas, needs)
     return resources, num_fitting
+
+
+def _num_fitting(counts: list[int], size: int) -> int:
+    """Returns how many replicas of a size fit in machines with these counts of GPUs or CPUs."""
+    return sum(count // size for count in counts)

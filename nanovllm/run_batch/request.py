@@ -3,17 +3,16 @@
 import difflib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import xxhash
 
 from nanovllm.run_batch.lines import MAX_LINE_BYTES, Line
-from nanovllm.run_batch.records import Record, RequestError, error_record
+from nanovllm.run_batch.records import LineInfo, Record, RequestError, error_record
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputsParams
-from nanovllm.text.chat import normalize_message
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
@@ -22,42 +21,73 @@ MAX_BRACKETS = 4_000_000  # [ and { in a line; each makes a list or dict of abou
 MAX_LOGPROBS = 20  # per token, the limit of OpenAI and vLLM
 DEFAULT_MAX_TOKENS = 16  # of completions; chats are limited by the model's length only
 
-UNSUPPORTED_SAMPLING_FIELDS = ("prompt_logprobs", "detokenize")
 # SamplingParams excludes fields that have no effect here from its repr.
 SAMPLING_FIELDS = tuple(
     field.name
     for field in fields(SamplingParams)
-    if field.repr and field.name not in UNSUPPORTED_SAMPLING_FIELDS
+    if field.repr and field.name not in ("prompt_logprobs", "detokenize")
 )
-SHARED_FIELDS = (*SAMPLING_FIELDS, "model", "response_format")
-TEMPLATE_FIELDS = ("chat_template", "chat_template_kwargs")
-FIELDS = {
-    COMPLETIONS_URL: (*SHARED_FIELDS, "prompt"),
-    CHAT_URL: (
-        *SHARED_FIELDS,
-        *TEMPLATE_FIELDS,
-        "messages",
-        "max_completion_tokens",
-        "top_logprobs",
-        "tools",
-        "tool_choice",
-        "add_generation_prompt",
-        "continue_final_message",
-    ),
+
+
+def _is_list(value: Any, is_valid: Callable[[Any], bool]) -> bool:
+    """Returns whether a value is a list of valid items, at least one."""
+    return isinstance(value, list) and bool(value) and all(map(is_valid, value))
+
+
+def _is_prompt(value: Any) -> bool:
+    is_text = isinstance(value, str) and value != ""
+    return is_text or _is_list(value, lambda item: type(item) is int)
+
+
+# What the value of a field must be, and a function that checks it.
+Check: TypeAlias = tuple[str, Callable[[Any], bool]]
+ANY: Check = ("anything", lambda value: True)  # SamplingParams or the functions below check it
+BOOLEAN: Check = ("true or false", lambda value: isinstance(value, bool))
+OBJECT: Check = ("an object", lambda value: isinstance(value, dict))
+MESSAGES: Check = (
+    "a list of messages",
+    lambda value: _is_list(value, lambda item: isinstance(item, dict)),
+)
+PROMPTS: Check = (
+    "a non-empty string, a list of token ids, or a list of either",
+    lambda value: _is_prompt(value) or _is_list(value, _is_prompt),
+)
+NUM_LOGPROBS: Check = (
+    f"an integer from 0 to {MAX_LOGPROBS}",
+    lambda value: type(value) is int and 0 <= value <= MAX_LOGPROBS,
+)
+SHARED_FIELDS = dict.fromkeys((*SAMPLING_FIELDS, "model"), ANY) | {
+    "response_format": OBJECT,
+    "structured_outputs": OBJECT,
 }
+FIELDS: dict[str, dict[str, Check]] = {
+    COMPLETIONS_URL: SHARED_FIELDS | {"prompt": PROMPTS, "logprobs": NUM_LOGPROBS},
+    CHAT_URL: SHARED_FIELDS
+    | {
+        "messages": MESSAGES,
+        "max_completion_tokens": ANY,
+        "logprobs": BOOLEAN,
+        "top_logprobs": NUM_LOGPROBS,
+        "tools": ("a list of functions", lambda value: isinstance(value, list)),
+        "tool_choice": ANY,
+        "chat_template": ("a Jinja template", lambda value: isinstance(value, str)),
+        "chat_template_kwargs": OBJECT,
+        "add_generation_prompt": BOOLEAN,
+        "continue_final_message": BOOLEAN,
+    },
+}
+REQUIRED_FIELDS = {COMPLETIONS_URL: "prompt", CHAT_URL: "messages"}
 # Fields that do not affect the response.
-IGNORED_FIELDS = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "parallel_tool_calls",
-    }
-)
+IGNORED_FIELDS = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+}
 # Unsupported fields, with the values at which they have no effect. Null is accepted for any field.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
@@ -74,22 +104,19 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
 }
-ERROR_PREFIX = re.compile(r"^((prompts\[0\]|messages\[0\]|sampling_params): )+")
+ERROR_PREFIX = re.compile(r"^((prompts\[0\]|sampling_params): )+")
 
 
 @dataclass(frozen=True, slots=True)
-class BatchRequest:
+class BatchRequest(LineInfo):
     """A valid request line. Its body has not been checked yet.
 
     Attributes:
-        number, digest: as in ``Line``.
         custom_id: the user's name for the request.
         url: CHAT_URL or COMPLETIONS_URL.
         body: the body as parsed from JSON.
     """
 
-    number: int
-    digest: str
     custom_id: str
     url: str
     body: dict[str, Any]
@@ -101,7 +128,7 @@ class Generation:
 
     Attributes:
         model: the model name for the response.
-        params: the sampling parameters of the first prompt; ``params_of`` returns those of any.
+        params: the sampling parameters of the first prompt; see ``params_of`` for the others.
         has_seed: whether the body sets a seed, which is then used for all prompts.
         prompts: the prompts of a completion request: strings or lists of token ids, at least one.
         messages: the conversation of a chat request.
@@ -123,8 +150,13 @@ class Generation:
         return replace(self.params, seed=_make_seed(self.params.seed, index))
 
 
-def parse_line(line: Line) -> BatchRequest | Record:
-    """Parses a line. Returns its request, or an error record if the line is invalid."""
+def parse_line(line: Line, trusts_templates: bool = True) -> BatchRequest | Record:
+    """Parses a line. Returns its request, or an error record if the line is invalid.
+
+    Args:
+        line: the line.
+        trusts_templates: whether the request may have its own chat template.
+    """
     custom_id = None
     try:
         request = _parse_object(line.text)
@@ -141,7 +173,14 @@ def parse_line(line: Line) -> BatchRequest | Record:
             raise RequestError(f"url must be {' or '.join(FIELDS)}, got {_brief(url)}")
         if not isinstance(body, dict):
             raise RequestError(f"body must be an object, got {_brief(body)}")
-        return BatchRequest(line.number, line.digest, custom_id, url, body)
+        parsed = BatchRequest(line.number, line.digest, custom_id, url, body)
+        if not trusts_templates and has_template(parsed):
+            raise RequestError(
+                "a request's own chat_template is a program that this job does not trust: "
+                "--trust-request-chat-template allows it",
+                param="chat_template",
+            )
+        return parsed
     except RequestError as error:
         return error_record(line, custom_id, error)
 
@@ -166,8 +205,8 @@ def read_body(
 
     Args:
         request: the request.
-        defaults: the values of fields that the body does not set, except ``max_tokens``. Its
-            ``seed``, which must be set, determines the seeds of requests without one.
+        defaults: the values of fields that the body does not set, except ``max_tokens``. A request
+            without a seed gets one that is derived from ``defaults.seed``, which must be set.
         model_names: the names of the model. The first is the default.
 
     Raises:
@@ -206,11 +245,12 @@ def _make_seed(seed: int | None, name: object) -> int:
 
 
 def bad_request(error: Exception) -> RequestError:
-    """Converts an exception of ``LLM`` to a RequestError. Removes the prompt's index from the start
-    of the message, because the call had only one prompt."""
-    message = ERROR_PREFIX.sub("", str(error))
+    """Converts an exception of ``LLM`` to a RequestError. Removes the index from the start of the
+    message, because the call had only one prompt or conversation."""
+    message = ERROR_PREFIX.sub("", str(error)).replace("messages[0]: ", "messages: ", 1)
     name = re.match(r"\w*", message)  # messages about a field begin with the field's name
-    return RequestError(message, param=name[0] if name and name[0] in SHARED_FIELDS else None)
+    param = name[0] if name and name[0] in (*SHARED_FIELDS, "messages") else None
+    return RequestError(message, param=param)
 
 
 def _parse_object(text: bytes | None) -> dict[str, Any]:
@@ -238,51 +278,34 @@ def _refuse_constant(name: str) -> NoReturn:
 def _check_fields(given: dict[str, Any], url: str) -> None:
     known = FIELDS[url]
     neutral = NEUTRAL_VALUES | {"add_special_tokens": (url == COMPLETIONS_URL,)}
-    for name, value in given.items():
-        if name in known or name in IGNORED_FIELDS or value in neutral.get(name, ()):
-            continue
-        hint = ""
-        if name.startswith("guided_"):
-            hint = "; use structured_outputs"
-        elif near := difflib.get_close_matches(name[:80], known, n=1, cutoff=0.75):
-            hint = f"; did you mean {near[0]}?"
-        raise RequestError(
-            f"the field {_brief(name)} is not supported (value {_brief(value)}){hint}",
-            code="unsupported_parameter",
-            param=name[:80],
-        )
+    for name, value in ({REQUIRED_FIELDS[url]: None} | given).items():
+        if name in known:
+            expected, is_valid = known[name]
+            if not is_valid(value):
+                raise _invalid(name, expected, value)
+        elif name not in IGNORED_FIELDS and value not in neutral.get(name, ()):
+            message = f"the field {_brief(name)} is not supported (value {_brief(value)})"
+            raise _unsupported(name[:80], message + _hint(name, known))
 
 
-def _read(given: dict[str, Any], name: str, kind: type, expected: str, default: Any = None) -> Any:
-    """Returns a field's value, or the default if the field is not set. Raises RequestError if the
-    value is not of the type ``kind``, which the message calls ``expected``."""
-    value = given.get(name, default)
-    if name in given and not isinstance(value, kind):
-        raise _invalid(name, expected, value)
-    return value
-
-
-def _read_bool(given: dict[str, Any], name: str, default: bool) -> bool:
-    return _read(given, name, bool, "true or false", default)
-
-
-def _read_num_logprobs(given: dict[str, Any], name: str, default: int | None) -> int | None:
-    value = given.get(name, default)
-    if name in given and (type(value) is not int or not 0 <= value <= MAX_LOGPROBS):
-        raise _invalid(name, f"an integer from 0 to {MAX_LOGPROBS}", value)
-    return value
+def _hint(name: str, known: Iterable[str]) -> str:
+    if name.startswith("guided_"):
+        return "; use structured_outputs"
+    near = difflib.get_close_matches(name[:80], known, n=1, cutoff=0.75)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _read_completion(given: dict[str, Any], defaults: Generation) -> Generation:
-    logprobs = _read_num_logprobs(given, "logprobs", None)
     max_tokens = given.get("max_tokens", DEFAULT_MAX_TOKENS)
+    logprobs = given.get("logprobs")
     params = _read_params(given, defaults.params, max_tokens=max_tokens, logprobs=logprobs)
-    return replace(defaults, params=params, prompts=_read_prompts(given.get("prompt")))
+    prompt = given["prompt"]
+    return replace(defaults, params=params, prompts=[prompt] if _is_prompt(prompt) else prompt)
 
 
 def _read_chat(given: dict[str, Any], defaults: Generation) -> Generation:
-    wants_logprobs = _read_bool(given, "logprobs", False)
-    top_logprobs = _read_num_logprobs(given, "top_logprobs", 0)
+    wants_logprobs = given.get("logprobs", False)
+    top_logprobs = given.get("top_logprobs", 0)
     if top_logprobs and not wants_logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     params = _read_params(
@@ -291,8 +314,8 @@ def _read_chat(given: dict[str, Any], defaults: Generation) -> Generation:
         max_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
         logprobs=top_logprobs if wants_logprobs else None,
     )
-    messages = _read_messages(given.get("messages"))
-    return replace(defaults, params=params, messages=messages, template=_read_template(given))
+    template = _read_template(given)
+    return replace(defaults, params=params, messages=given["messages"], template=template)
 
 
 def _read_params(given: dict[str, Any], defaults: SamplingParams, **parsed: Any) -> SamplingParams:
@@ -318,7 +341,7 @@ def _read_logit_bias(biases: Any) -> Any:
 
 def _read_structured_outputs(given: dict[str, Any]) -> StructuredOutputsParams | None:
     params = _read_response_format(given)
-    extra = _read(given, "structured_outputs", dict, "an object")
+    extra = given.get("structured_outputs")
     if extra is None:
         return params
     if params is not None:
@@ -328,11 +351,8 @@ def _read_structured_outputs(given: dict[str, Any]) -> StructuredOutputsParams |
         )
     names = [f.name for f in fields(StructuredOutputsParams)]
     if unknown := [name for name in extra if name not in names and extra[name]]:
-        raise RequestError(
-            f"structured_outputs.{unknown[0]:.80} is not supported: use {', '.join(names)}",
-            code="unsupported_parameter",
-            param="structured_outputs",
-        )
+        message = f"structured_outputs.{unknown[0]:.80} is not supported: use {', '.join(names)}"
+        raise _unsupported("structured_outputs", message)
     try:
         return StructuredOutputsParams(**{name: extra[name] for name in names if name in extra})
     except (TypeError, ValueError) as error:
@@ -340,7 +360,7 @@ def _read_structured_outputs(given: dict[str, Any]) -> StructuredOutputsParams |
 
 
 def _read_response_format(given: dict[str, Any]) -> StructuredOutputsParams | None:
-    response_format = _read(given, "response_format", dict, "an object", {"type": "text"})
+    response_format = given.get("response_format", {"type": "text"})
     kind = response_format.get("type")
     if kind == "text":
         return None
@@ -355,39 +375,11 @@ def _read_response_format(given: dict[str, Any]) -> StructuredOutputsParams | No
     return StructuredOutputsParams(json=schema)
 
 
-def _read_prompts(prompt: Any) -> list[str | list[int]]:
-    """Returns a completion request's prompts. ``prompt`` is one prompt (a string or a list of token
-    ids) or a list of prompts."""
-    prompts = prompt if isinstance(prompt, list) and not _is_token_ids(prompt) else [prompt]
-    for item in prompts or [prompt]:
-        if not item or not (isinstance(item, str) or _is_token_ids(item)):
-            expected = "a non-empty string, a list of token ids, or a list of either"
-            raise _invalid("prompt", expected, item)
-    return prompts
-
-
-def _is_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
-
-
-def _read_messages(messages: Any) -> list[dict[str, Any]]:
-    if not isinstance(messages, list):
-        raise _invalid("messages", "a list of messages", messages)
-    for message in messages or [messages]:
-        if not isinstance(message, dict):
-            raise _invalid("messages", "a list of messages", message)
-    try:
-        return [normalize_message(message) for message in messages]
-    except ValueError as error:
-        raise RequestError(f"messages: {error}", param="messages") from None
-
-
 def _read_template(given: dict[str, Any]) -> dict[str, Any]:
-    _read(given, "chat_template", str, "a Jinja template")
-    _read(given, "chat_template_kwargs", dict, "an object")
-    options = {name: given[name] for name in TEMPLATE_FIELDS if name in given}
-    continues = _read_bool(given, "continue_final_message", False)
-    adds_prompt = _read_bool(given, "add_generation_prompt", not continues)
+    names = ("chat_template", "chat_template_kwargs")
+    options = {name: given[name] for name in names if name in given}
+    continues = given.get("continue_final_message", False)
+    adds_prompt = given.get("add_generation_prompt", not continues)
     if continues and adds_prompt:
         raise RequestError(
             "continue_final_message and add_generation_prompt exclude each other",
@@ -399,15 +391,15 @@ def _read_template(given: dict[str, Any]) -> dict[str, Any]:
 
 def _read_tools(given: dict[str, Any]) -> list[Any] | None:
     """Returns the tools for the chat template. Tool calls in the response are not parsed."""
-    tools = _read(given, "tools", list, "a list of functions")
     choice = given.get("tool_choice", "auto")
     if choice not in ("none", "auto"):
-        raise RequestError(
-            f"tool_choice {_brief(choice)} is not supported: use none or auto",
-            code="unsupported_parameter",
-            param="tool_choice",
-        )
-    return (tools or None) if choice == "auto" else None
+        message = f"tool_choice {_brief(choice)} is not supported: use none or auto"
+        raise _unsupported("tool_choice", message)
+    return (given.get("tools") or None) if choice == "auto" else None
+
+
+def _unsupported(name: str, message: str) -> RequestError:
+    return RequestError(message, code="unsupported_parameter", param=name)
 
 
 def _invalid(name: str, expected: str, value: Any) -> RequestError:

@@ -7,7 +7,7 @@ from typing import Any
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.run_batch.request import CHAT_URL, BatchRequest, Generation
 
-LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot express, as in vLLM
+LOWEST_LOGPROB = -9999.0  # replaces minus infinity, which JSON lacks; vLLM uses the same
 
 
 def make_body(

@@ -135,20 +135,17 @@ class Runner:
             EngineLostError: the engine failed and could not be replaced.
         """
         source = iter(requests)
-        is_exhausted = False
         try:
             while stop is None or not stop.requested:
-                item = next(source, EXHAUSTED) if self._has_capacity and not is_exhausted else None
-                if item is EXHAUSTED:
-                    is_exhausted = True
-                elif isinstance(item, BatchRequest):
+                item = next(source, EXHAUSTED) if self._has_capacity else None
+                if isinstance(item, BatchRequest):
                     self._add(item)
-                elif item is not None:
-                    yield item
-                elif is_exhausted and self.is_idle:
+                elif item is EXHAUSTED and self.is_idle:
                     return
-                else:
+                elif item is EXHAUSTED or item is None:
                     self._step()
+                else:
+                    yield item
                 yield from self._pop_records()
             self._end_unstarted()
             logger.info("stopping: waiting for %d running requests", len(self._in_flight))
@@ -173,8 +170,8 @@ class Runner:
 
     @property
     def _has_capacity(self) -> bool:
-        """Whether another request should be read before the next step: the engine has room, no
-        request is being retried, and less than a window of requests waits for a retry."""
+        """Whether another request should be read before the next step: the window is not
+        full, no request is being retried, and fewer than ``window`` requests wait for a retry."""
         num_waiting = sum(map(len, self._waiting))
         may_read = self._attempt == 0 and not self._waiting[0] and num_waiting < self.window
         return may_read and self._can_start
@@ -355,7 +352,8 @@ class Runner:
         logger.warning(
             "the engine failed with %d prompts: %s", len(failed), describe(error), exc_info=error
         )
-        # Replace an engine at most once: if its successor fails too, the requests are the cause.
+        # An engine without all its workers is replaced. Any other is replaced only once, after the
+        # third failure in a row: if the new engine fails too, the requests are the cause.
         if isinstance(error, WorkerError) or self._num_failures == MAX_ATTEMPTS:
             self.close()
         for state in self._end_all():

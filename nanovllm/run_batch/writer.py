@@ -29,7 +29,7 @@ class Writer:
             the digest of the input line.
         done_lines: the records whose custom_id is missing or repeats that of an earlier line, as a
             dict from line number to digest.
-        num_records: the number of records in the file.
+        num_records: the number of records that the file had at the start.
         num_failed: the number of them that are errors.
 
     Raises:
@@ -66,7 +66,6 @@ class Writer:
         except OSError as error:
             os.ftruncate(self._file, size)
             raise OSError(error.errno, error.strerror, str(self.path)) from None
-        self._count(record)
 
     def _check_path(self) -> None:
         with suppress(FileNotFoundError):
@@ -115,7 +114,8 @@ class Writer:
     def _add_existing(self, record: Record) -> None:
         """Counts a record of an earlier run. Raises ValueError if it is the second record of a
         request."""
-        self._count(record)
+        self.num_records += 1
+        self.num_failed += record["error"] is not None
         digest, custom_id = record["response"]["request_id"], record["custom_id"]
         if custom_id is None or (record["error"] or {}).get("code") == DUPLICATE:
             self.done_lines[int(record["id"].removeprefix(ID_PREFIX))] = digest
@@ -124,27 +124,19 @@ class Writer:
         else:
             raise ValueError("a second record")
 
-    def _count(self, record: Record) -> None:
-        self.num_failed += record["error"] is not None
-        self.num_records += 1
-
 
 def _parse_record(text: bytes) -> Record:
     """Parses a line of the file. Raises ValueError if it is not a record, and JSONDecodeError or
     RecursionError if it is not JSON."""
-    record = json.loads(text)
-    try:
-        is_record = (
-            re.fullmatch(rf"{ID_PREFIX}[0-9]+", record["id"]) is not None
-            and isinstance(record["response"]["request_id"], str)
-            and isinstance(record["custom_id"], (str, type(None)))
-            and isinstance(record["error"], (dict, type(None)))
-        )
-    except (TypeError, KeyError):
-        is_record = False
-    if not is_record:
-        raise ValueError("not a record")
-    return record
+    match record := json.loads(text):
+        case {
+            "id": str(name),
+            "custom_id": str() | None,
+            "response": {"request_id": str()},
+            "error": dict() | None,
+        } if re.fullmatch(rf"{ID_PREFIX}[0-9]+", name):
+            return record
+    raise ValueError("not a record")
 
 
 def _check_truncated(line: bytes, is_first: bool) -> None:

@@ -1,6 +1,11 @@
-"""The metadata of the current step, which attention layers and the LM head read."""
+"""The metadata of the current step, which attention layers and the LM head read.
 
-from collections.abc import Iterator
+Layers with the same window are in one or more groups, and the layers of a group share block tables.
+Each group has a context. The contexts differ only in ``slot_mapping``, ``block_tables`` and
+``split_kv_schedule``.
+"""
+
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -18,7 +23,7 @@ class Context:
         slot_mapping: int32 [N], KV-cache slot of each new token: block id x block_size + offset in
             the block. A token with slot -1 is not stored.
         block_tables: int32 [num_seqs, max_blocks], padded with 0; None for a prefill that
-            reads no cached keys.
+            reads no cached keys. Entries of blocks that the group's window has left are undefined.
         cu_seqlens_q: int32 [num_seqs + 1], cumulative counts of new tokens (prefill).
         cu_seqlens_k: int32 [num_seqs + 1], cumulative context lengths (prefill).
         max_seqlen_q: an upper bound of new tokens per sequence (prefill).
@@ -47,24 +52,50 @@ class Context:
     cu_num_outputs: torch.Tensor | None = None
     logits_indices: torch.Tensor | None = None
 
+    def of_groups(
+        self, windows: Sequence[int | None], num_tokens: int, tables: torch.Tensor | None
+    ) -> "list[Context]":
+        """Returns the context of each group of layers, from a context of all groups. In that one,
+        ``slot_mapping`` is int32 [groups, N or more], and ``split_kv_schedule`` has a row for each
+        distinct window.
+
+        Args:
+            windows: the window of each group.
+            num_tokens: N.
+            tables: int32 [groups, num_seqs, max_blocks], the block tables; None if no cached keys
+                are read.
+        """
+        distinct, schedules = [*dict.fromkeys(windows)], self.split_kv_schedule
+        assert self.slot_mapping is not None
+        return [
+            replace(
+                self,
+                slot_mapping=self.slot_mapping[group, :num_tokens],
+                block_tables=None if tables is None else tables[group],
+                split_kv_schedule=None if schedules is None else schedules[distinct.index(window)],
+            )
+            for group, window in enumerate(windows)
+        ]
+
     def for_output_rows(self) -> "Context":
         """Returns the context of a step whose only queries are the rows in ``output_indices``."""
         return replace(self, cu_seqlens_q=self.cu_num_outputs, max_seqlen_q=1)
 
 
-_EMPTY = Context()
-_context: ContextVar[Context] = ContextVar("nanovllm_step", default=_EMPTY)
+_EMPTY = (Context(),)
+_contexts: ContextVar[tuple[Context, ...]] = ContextVar("nanovllm_step", default=_EMPTY)
 
 
-def get_context() -> Context:
-    return _context.get()
+def get_context(group: int = 0) -> Context:
+    """Returns the context of a group of attention layers."""
+    return _contexts.get()[group]
 
 
 @contextmanager
-def step_context(context: Context) -> Iterator[None]:
-    """Sets ``context`` for one forward pass, and resets it even if that raises."""
-    token = _context.set(context)
+def step_context(*contexts: Context) -> Iterator[None]:
+    """Sets each group's context for one forward pass, and resets them even if that raises."""
+    token = _contexts.set(contexts)
     try:
         yield
     finally:
-        _context.reset(token)
+        _contexts.reset(token)

@@ -21,9 +21,11 @@ from hypothesis.stateful import (
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 from tests.conftest import needs_asserts
-from tests.invariants import check_blocks
+from tests.invariants import check_blocks, held_blocks
 
 Tokens = tuple[int, ...]
+Windows = tuple[int | None, ...]
+MAX_CHUNK = 4
 # Uneven, so that prefixes meet and equal blocks are computed twice.
 BITS = st.sampled_from([0, 0, 0, 0, 1])
 
@@ -55,80 +57,143 @@ class Model:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, caching: bool, key: Callable[[Tokens], int]
+        self,
+        num_blocks: int,
+        block_size: int,
+        caching: bool,
+        key: Callable[[Tokens], int],
+        windows: Windows,
     ) -> None:
         self.block_size = block_size
         self.caching = caching
         self.key = key
+        self.windows = windows
         self.free = list(range(num_blocks))  # least recently freed first
         self.refs = dict.fromkeys(range(num_blocks), 0)
-        self.full: dict[int, Tokens] = {}  # block -> all tokens from the sequence's first
-        self.shared: dict[int, int] = {}  # key -> block
-        self.tables: dict[int, list[int]] = {}
+        # block -> group, and all tokens from the sequence's first
+        self.full: dict[int, tuple[int, Tokens]] = {}
+        self.shared: dict[tuple[int, int], int] = {}  # group, key -> block
+        # Of each group, the blocks held, by their place in the sequence.
+        self.tables: dict[int, list[dict[int, int]]] = {}
         self.tokens: dict[int, list[int]] = {}
+        self.computed: dict[int, int] = {}
         self.reusable: dict[int, int] = {}  # where not all tokens may come from the cache
 
     def prefix(self, seq_id: int, i: int) -> Tokens:
         return tuple(self.tokens[seq_id][: (i + 1) * self.block_size])
 
-    def cached(self, seq_id: int) -> list[int]:
-        hits: list[int] = []
+    def start(self, group: int, num_computed: int) -> int:
+        """The first block that a group needs: that of the first token in the window of the last
+        token of the last full block."""
+        window = self.windows[group]
+        end = num_computed // self.block_size * self.block_size
+        return 0 if window is None else max(0, end - window) // self.block_size
+
+    def end(self, seq_id: int, group: int, num_computed: int) -> int:
+        """Of a window, a group has blocks for as many as it will ever have beside a chunk."""
+        num_blocks, window = -(-len(self.tokens[seq_id]) // self.block_size), self.windows[group]
+        if window is None:
+            return num_blocks
+        past = max(num_computed // self.block_size, -(-window // self.block_size))
+        return min(num_blocks, past - (-(MAX_CHUNK - 1) // self.block_size) + 1)
+
+    def hit(self, seq_id: int, group: int, i: int) -> int | None:
+        prefix = self.prefix(seq_id, i)
+        block = self.shared.get((group, self.key(prefix)))
+        return None if block is None or self.full[block] != (group, prefix) else block
+
+    def cached(self, seq_id: int) -> list[dict[int, int]]:
+        """The longest prefix of which the cache holds all that is needed to go on."""
         limit = self.reusable.get(seq_id, len(self.tokens[seq_id]))
-        for i in range(limit // self.block_size if self.caching else 0):
-            prefix = self.prefix(seq_id, i)
-            block = self.shared.get(self.key(prefix))
-            if block is None or self.full[block] != prefix:
-                break
-            hits.append(block)
-        return hits
+        for length in range(limit // self.block_size if self.caching else 0, 0, -1):
+            hits = [
+                {
+                    i: self.hit(seq_id, group, i)
+                    for i in range(self.start(group, length * self.block_size), length)
+                }
+                for group in range(len(self.windows))
+            ]
+            if not any(block is None for blocks in hits for block in blocks.values()):
+                return hits
+        return [{} for _ in self.windows]
+
+    def num_hits(self, seq_id: int) -> int:
+        return max(self.cached(seq_id)[0], default=-1) + 1
 
     def num_missing(self, seq_id: int) -> int:
         """Free blocks that allocating takes, revived ones included."""
-        total = -(-len(self.tokens[seq_id]) // self.block_size)
-        return total - sum(self.refs[block] > 0 for block in self.cached(seq_id))
+        num_hits, cached = self.num_hits(seq_id), self.cached(seq_id)
+        return sum(
+            self.end(seq_id, group, num_hits * self.block_size)
+            - num_hits
+            + sum(self.refs[block] == 0 for block in cached[group].values())
+            for group in range(len(self.windows))
+        )
 
     def allocate(self, seq_id: int) -> None:
-        table = self.tables[seq_id] = self.cached(seq_id)
-        for block in table:
+        self.computed[seq_id] = self.num_hits(seq_id) * self.block_size
+        self.tables[seq_id] = self.cached(seq_id)
+        for block in (block for table in self.tables[seq_id] for block in table.values()):
             self.refs[block] += 1
             if block in self.free:
                 self.free.remove(block)
-        while len(table) * self.block_size < len(self.tokens[seq_id]):
-            self.open(seq_id)
+        self.extend(seq_id)
 
-    def open(self, seq_id: int) -> None:
+    def extend(self, seq_id: int) -> None:
+        num_computed = self.computed[seq_id]
+        for group, table in enumerate(self.tables[seq_id]):
+            first = max(table, default=num_computed // self.block_size - 1) + 1
+            for i in range(first, self.end(seq_id, group, num_computed)):
+                table[i] = self.open()
+
+    def open(self) -> int:
         block = self.free.pop(0)
         self.full.pop(block, None)
         self.shared = {key: b for key, b in self.shared.items() if b != block}
         self.refs[block] = 1
-        self.tables[seq_id].append(block)
+        return block
 
-    def fork(self, parent_id: int, child_id: int) -> tuple[int, int] | None:
+    def fork(self, parent_id: int, child_id: int) -> list[tuple[int, int]]:
         """All blocks but the last are shared; that is the child's own, and filled by a copy."""
-        parent = self.tables[parent_id]
         last = len(self.tokens[child_id]) - 1
-        shared = [parent[i // self.block_size] for i in range(0, last, self.block_size)]
-        if partial := last % self.block_size:
-            source = shared.pop()
-        self.tables[child_id] = shared
-        for block in shared:
+        copied = last // self.block_size
+        self.tables[child_id] = [
+            {i: block for i, block in table.items() if i < copied}
+            for table in self.tables[parent_id]
+        ]
+        for block in (block for table in self.tables[child_id] for block in table.values()):
             self.refs[block] += 1
-        self.open(child_id)
-        return (source, self.tables[child_id][-1]) if partial else None
+        for table in self.tables[child_id]:
+            table[copied] = self.open()
+        self.computed[child_id] = last
+        if last % self.block_size == 0:
+            return []
+        both = zip(self.tables[parent_id], self.tables[child_id], strict=True)
+        return [(parent[copied], child[copied]) for parent, child in both]
 
     def compute(self, seq_id: int, end: int) -> None:
         """All tokens before ``end`` have their keys and values."""
         for i in range(end // self.block_size if self.caching else 0):
-            block = self.tables[seq_id][i]
-            if block not in self.full:
-                self.full[block] = self.prefix(seq_id, i)
-                self.shared.setdefault(self.key(self.full[block]), block)
+            for group, table in enumerate(self.tables[seq_id]):
+                if i in table and table[i] not in self.full:
+                    self.full[table[i]] = group, self.prefix(seq_id, i)
+                    self.shared.setdefault((group, self.key(self.prefix(seq_id, i))), table[i])
+        self.computed[seq_id] = max(end, self.computed[seq_id])
+        for group, table in enumerate(self.tables[seq_id]):
+            for i in sorted(table):
+                if i < self.start(group, self.computed[seq_id]):
+                    self.drop(table.pop(i))
+        self.extend(seq_id)
 
     def deallocate(self, seq_id: int) -> None:
-        for block in reversed(self.tables.pop(seq_id)):
-            self.refs[block] -= 1
-            if not self.refs[block]:
-                self.free.append(block)
+        for table in reversed(self.tables.pop(seq_id)):
+            for i in sorted(table, reverse=True):
+                self.drop(table[i])
+
+    def drop(self, block: int) -> None:
+        self.refs[block] -= 1
+        if not self.refs[block]:
+            self.free.append(block)
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
@@ -143,16 +208,18 @@ class BlockManagerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(1, 9),
         block_size=st.integers(1, 3),
         caching=st.sampled_from([True, True, True, False]),
+        windows=st.sampled_from([(None,), (None,), (None, 3), (2, None, 2), (1,), (4, 2)]),
     )
-    def start(self, num_blocks: int, block_size: int, caching: bool) -> None:
-        self.manager = BlockManager(num_blocks, block_size, caching)
+    def start(self, num_blocks: int, block_size: int, caching: bool, windows: Windows) -> None:
+        num_blocks *= len(windows)
+        self.manager = BlockManager(num_blocks, block_size, caching, windows, MAX_CHUNK)
+
+        def key(prefix: Tokens) -> int:
+            return prefix[-1] % 2 if self.colliding else chain_hash(prefix, block_size)
+
         if self.colliding:
             self.manager.compute_hash = lambda tokens, prefix=None: tokens[-1] % 2
-            self.model = Model(num_blocks, block_size, caching, lambda prefix: prefix[-1] % 2)
-        else:
-            self.model = Model(
-                num_blocks, block_size, caching, lambda prefix: chain_hash(prefix, block_size)
-            )
+        self.model = Model(num_blocks, block_size, caching, key, windows)
         self.holders: dict[int, Sequence] = {}
 
     def append(self, tokens: list[int], bit: int) -> int:
@@ -194,6 +261,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def compute_rest(self, seq: Sequence):
         if seq.seq_id not in self.holders:
             return multiple()
+        for end in range(seq.num_cached_tokens + MAX_CHUNK, len(seq), MAX_CHUNK):
+            self.compute(seq, end)
         self.compute(seq, len(seq))
         return seq
 
@@ -203,21 +272,24 @@ class BlockManagerMachine(RuleBasedStateMachine):
             if seq.seq_id not in self.holders:
                 return
             opens = len(seq) % self.manager.block_size == 0
+            fits = len(self.model.free) >= len(self.model.windows)
             seq.append_token(self.append(self.model.tokens[seq.seq_id], bit))
-            assert self.manager.can_append(seq) == (not opens or bool(self.model.free))
-            if opens and not self.model.free:
+            assert self.manager.can_append(seq) == (not opens or fits)
+            if opens and not fits:
                 self.release(seq)
                 return
             self.manager.may_append(seq)
-            if opens:
-                self.model.open(seq.seq_id)
+            self.model.extend(seq.seq_id)
             self.compute(seq, len(seq))
 
     @rule(target=partial, parent=decoding, length=st.integers(1, 9))
     def fork(self, parent: Sequence, length: int):
         """Another sequence goes on from some of the parent's tokens."""
-        if parent.seq_id not in self.holders or not self.model.free:
+        windows = self.model.windows
+        if parent.seq_id not in self.holders or len(self.model.free) < len(windows):
             return multiple()
+        if any(windows):
+            length = len(parent)  # all of them, as after a prompt
         tokens = self.model.tokens[parent.seq_id][:length]
         child = Sequence(tokens, block_size=self.manager.block_size)
         self.model.tokens[child.seq_id] = tokens
@@ -243,11 +315,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
         """Allocates if there is room; a sequence that finds none goes away."""
         num_missing = self.model.num_missing(seq.seq_id)
         for n in (0, spare):
-            fits = num_missing + n <= len(self.model.free)
+            fits = num_missing + n * len(self.model.windows) <= len(self.model.free)
             assert self.manager.can_allocate(seq, num_spare_blocks=n) == fits
         if num_missing > len(self.model.free):
             return multiple()
-        num_hits = len(self.model.cached(seq.seq_id))
+        num_hits = self.model.num_hits(seq.seq_id)
         self.manager.allocate(seq)
         self.model.allocate(seq.seq_id)
         assert seq.num_cached_tokens == num_hits * self.manager.block_size
@@ -258,13 +330,14 @@ class BlockManagerMachine(RuleBasedStateMachine):
         start = min(seq.num_cached_tokens, len(seq) - 1)
         self.manager.cache_blocks(seq, start, end)
         seq.num_cached_tokens = max(end, seq.num_cached_tokens)
+        self.manager.free_left_blocks(seq, end)
         self.model.compute(seq.seq_id, end)
 
     def release(self, seq: Sequence) -> None:
         del self.holders[seq.seq_id]
         self.manager.deallocate(seq)
         self.model.deallocate(seq.seq_id)
-        assert seq.block_table == []
+        assert seq.block_tables == []
         assert seq.num_cached_tokens == 0
 
     @invariant()
@@ -273,12 +346,19 @@ class BlockManagerMachine(RuleBasedStateMachine):
         check_blocks(manager, self.holders.values())
         assert list(manager.free_block_ids) == model.free
         assert manager.used_block_ids == {block for block, refs in model.refs.items() if refs}
-        assert {s.seq_id: s.block_table for s in self.holders.values()} == model.tables
-        assert manager.hash_to_block_id == model.shared
+        tables: dict[int, list[dict[int, int]]] = {}
+        for seq in self.holders.values():
+            tables[seq.seq_id] = [{} for _ in model.windows]
+            for group, i, block_id in held_blocks(manager, seq):
+                tables[seq.seq_id][group][i] = block_id
+        assert tables == model.tables
+        assert manager.hash_to_block_id == {
+            key + 2**64 * group: block for (group, key), block in model.shared.items()
+        }
         for block in manager.blocks:
-            prefix = model.full.get(block.block_id, ())
+            group, prefix = model.full.get(block.block_id, (0, ()))
             assert block.ref_count == model.refs[block.block_id]
-            assert block.hash == (model.key(prefix) if prefix else None)
+            assert block.hash == (model.key(prefix) + 2**64 * group if prefix else None)
             tail = max(len(prefix) - model.block_size, 0)
             assert block.token_ids == list(prefix[tail:])
 
@@ -310,16 +390,16 @@ def test_hash_is_xxh64_of_the_previous_hash_and_the_token_ids():
 def test_equal_content_under_another_prefix_is_not_shared():
     manager = BlockManager(8, 2)
     a, b = admit(manager, [1, 1, 5, 5]), admit(manager, [2, 2, 5, 5])
-    assert not set(a.block_table) & set(b.block_table)
+    assert not set(a.block_tables[0]) & set(b.block_tables[0])
     c = admit(manager, [5, 5, 5, 5])
-    assert not set(c.block_table) & set(a.block_table + b.block_table)
+    assert not set(c.block_tables[0]) & set(a.block_tables[0] + b.block_tables[0])
     check_blocks(manager, [a, b, c])
 
 
 def test_equal_blocks_within_a_sequence_get_a_block_each():
     manager = BlockManager(4, 2)
     seq = admit(manager, [7] * 8)
-    assert len(set(seq.block_table)) == 4
+    assert len(set(seq.block_tables[0])) == 4
     check_blocks(manager, [seq])
 
 
@@ -328,10 +408,10 @@ def test_used_blocks_are_shared_up_to_the_first_miss():
     a = admit(manager, [1, 2, 3, 4, 5, 6])
     b = Sequence([1, 2, 9, 9, 5, 6], block_size=2)
     manager.allocate(b)
-    assert b.block_table[0] == a.block_table[0]
-    assert not set(b.block_table[1:]) & set(a.block_table)
+    assert b.block_tables[0][0] == a.block_tables[0][0]
+    assert not set(b.block_tables[0][1:]) & set(a.block_tables[0])
     assert b.num_cached_tokens == 2
-    assert [manager.blocks[i].ref_count for i in a.block_table] == [2, 1, 1]
+    assert [manager.blocks[i].ref_count for i in a.block_tables[0]] == [2, 1, 1]
     check_blocks(manager, [a, b])
 
 
@@ -349,7 +429,7 @@ def test_a_miss_makes_all_later_blocks_misses():
     manager.cache_blocks(b, 2, 4)
     manager.deallocate(a)
     filler = admit(manager, [5] * 6)
-    assert set(manager.hash_to_block_id.values()) == {b.block_table[1], *filler.block_table}
+    assert set(manager.hash_to_block_id.values()) == {b.block_tables[0][1], *filler.block_tables[0]}
     manager.deallocate(filler)
     late = Sequence([1, 2, 3, 4], block_size=2)
     manager.allocate(late)
@@ -363,7 +443,7 @@ def test_take_block_is_not_shared():
     b = Sequence([1, 2, 3], block_size=4)
     manager.allocate(b)
     assert b.num_cached_tokens == 0
-    assert a.block_table != b.block_table
+    assert a.block_tables[0] != b.block_tables[0]
 
 
 def test_blocks_not_yet_computed_are_not_shared():
@@ -374,8 +454,8 @@ def test_blocks_not_yet_computed_are_not_shared():
     b = Sequence([1, 2, 3, 4], block_size=2)
     manager.allocate(b)
     assert b.num_cached_tokens == 2
-    assert a.block_table[0] == b.block_table[0]
-    assert a.block_table[1] != b.block_table[1]
+    assert a.block_tables[0][0] == b.block_tables[0][0]
+    assert a.block_tables[0][1] != b.block_tables[0][1]
 
 
 def test_two_chunks_that_share_a_block_cache_it():
@@ -385,18 +465,18 @@ def test_two_chunks_that_share_a_block_cache_it():
     manager.cache_blocks(a, 0, 3)
     assert not manager.hash_to_block_id
     manager.cache_blocks(a, 3, 4)
-    assert list(manager.hash_to_block_id.values()) == a.block_table
+    assert list(manager.hash_to_block_id.values()) == a.block_tables[0]
 
 
 def test_freed_block_is_revived_with_its_content():
     manager = BlockManager(4, 2)
     a = admit(manager, [1, 2, 3, 4])
-    table = a.block_table
+    table = a.block_tables[0]
     manager.deallocate(a)
     assert len(manager.free_block_ids) == 4
     b = Sequence([1, 2, 3, 4], block_size=2)
     manager.allocate(b)
-    assert (b.block_table, b.num_cached_tokens) == (table, 4)
+    assert (b.block_tables[0], b.num_cached_tokens) == (table, 4)
     check_blocks(manager, [b])
 
 
@@ -407,14 +487,14 @@ def test_revived_block_is_not_free_to_others():
     manager.deallocate(a)
     b = admit(manager, [1, 2])
     c = admit(manager, [3, 4, 5, 6])
-    assert sorted(b.block_table + c.block_table) == [0, 1, 2]
+    assert sorted(b.block_tables[0] + c.block_tables[0]) == [0, 1, 2]
     assert not manager.can_allocate(Sequence([9], block_size=2))
 
 
 def test_freeing_goes_from_last_to_first():
     manager = BlockManager(4, 2)
     a = admit(manager, [1, 2, 3, 4, 5, 6])
-    assert a.block_table == [0, 1, 2]
+    assert a.block_tables[0] == [0, 1, 2]
     manager.deallocate(a)
     assert list(manager.free_block_ids) == [3, 2, 1, 0]
 
@@ -459,10 +539,10 @@ def test_evicting_a_duplicate_keeps_the_registered_block():
     for seq in (a, b):
         seq.append_token(2)
         manager.cache_blocks(seq, 1, 2)
-    assert list(manager.hash_to_block_id.values()) == a.block_table
+    assert list(manager.hash_to_block_id.values()) == a.block_tables[0]
     manager.deallocate(b)
     filler = admit(manager, [5, 5, 6, 6])
-    assert a.block_table[0] in manager.hash_to_block_id.values()
+    assert a.block_tables[0][0] in manager.hash_to_block_id.values()
     check_blocks(manager, [a, filler])
 
 
@@ -474,7 +554,7 @@ def test_lookup_compares_token_ids(monkeypatch: pytest.MonkeyPatch):
     b = Sequence([5, 6, 7, 8], block_size=2)
     manager.allocate(b)
     assert b.num_cached_tokens == 0
-    assert not set(a.block_table) & set(b.block_table)
+    assert not set(a.block_tables[0]) & set(b.block_tables[0])
     check_blocks(manager, [a, b])
 
 
@@ -482,7 +562,7 @@ def test_without_prefix_caching_nothing_is_hashed_or_shared(monkeypatch: pytest.
     monkeypatch.delattr(BlockManager, "compute_hash")
     manager = BlockManager(4, 2, enable_prefix_caching=False)
     a, b = admit(manager, [1, 2, 3]), admit(manager, [1, 2, 3])
-    assert not set(a.block_table) & set(b.block_table)
+    assert not set(a.block_tables[0]) & set(b.block_tables[0])
     manager.deallocate(a)
     again = Sequence([1, 2, 3], block_size=2)
     manager.allocate(again)
@@ -499,7 +579,7 @@ def test_prompt_tokens_whose_logits_are_wanted_are_computed_again():
     b.wants_prompt_logprobs = True
     manager.allocate(b)
     assert b.num_cached_tokens == 0
-    assert not set(a.block_table) & set(b.block_table)
+    assert not set(a.block_tables[0]) & set(b.block_tables[0])
     check_blocks(manager, [a, b])
 
 
@@ -516,10 +596,10 @@ def test_fork_shares_full_blocks_and_copies_the_one_that_is_written(
     parent = admit(manager, list(range(10, 10 + length)))
     child = Sequence(parent.token_ids, block_size=4)
     copy = manager.fork(parent, child)
-    assert child.block_table[:num_shared] == parent.block_table[:num_shared]
-    assert len(child.block_table) == num_shared + 1 and child.num_uncached_tokens == 1
-    assert child.block_table[-1] not in parent.block_table
-    assert copy == ((parent.block_table[-1], child.block_table[-1]) if copies else None)
+    assert child.block_tables[0][:num_shared] == parent.block_tables[0][:num_shared]
+    assert len(child.block_tables[0]) == num_shared + 1 and child.num_uncached_tokens == 1
+    assert child.block_tables[0][-1] not in parent.block_tables[0]
+    assert copy == [(parent.block_tables[0][-1], child.block_tables[0][-1])] * copies
     check_blocks(manager, [parent, child])
     for seq in (parent, child):
         manager.deallocate(seq)
@@ -543,11 +623,11 @@ def test_append_opens_a_block_only_for_the_first_token_of_one():
     seq = admit(manager, [1])
     seq.append_token(2)
     manager.may_append(seq)
-    assert seq.block_table == [0]
+    assert seq.block_tables[0] == [0]
     seq.append_token(3)
     assert manager.can_append(seq)
     manager.may_append(seq)
-    assert seq.block_table == [0, 1]
+    assert seq.block_tables[0] == [0, 1]
     seq.append_token(4)
     assert manager.can_append(seq)
     seq.append_token(5)
@@ -605,7 +685,7 @@ class Corrupt:
 
     @staticmethod
     def shared_open_block(manager: BlockManager, a: Sequence, b: Sequence) -> None:
-        a.block_table.append(2)
+        a.block_tables[0].append(2)
         manager.blocks[2].ref_count += 1
 
     @staticmethod
@@ -625,7 +705,7 @@ class Corrupt:
         manager.used_block_ids.remove(1)
         manager.free_block_ids[1] = None
         manager.blocks[1].ref_count = 0
-        a.block_table[1] = 0
+        a.block_tables[0][1] = 0
         manager.blocks[0].ref_count = 2
 
     @staticmethod

@@ -12,6 +12,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine import cuda_graphs, kv_cache, warmup
 from nanovllm.engine.kv_cache import num_blocks_on_cpu, num_blocks_on_gpu
+from nanovllm.engine.startup import group_layers, longest_sequence, most_blocks
 from nanovllm.utils.distributed import TPGroup
 
 GIB = 1 << 30
@@ -27,7 +28,7 @@ def machine(monkeypatch):
 
 def on_cpu(max_num_seqs: int, max_model_len: int) -> int:
     config = Config("model", kvcache_block_size=16, max_num_seqs=max_num_seqs)
-    return num_blocks_on_cpu(config, 1 << 20, max_model_len)
+    return num_blocks_on_cpu(config, 1 << 20, max_model_len // 16)
 
 
 def test_a_cache_on_a_cpu_needs_no_sysconf(machine: SimpleNamespace, monkeypatch):
@@ -55,6 +56,7 @@ def on_gpu(may_shorten: bool = False, free_bytes: int = 70 * GIB) -> int:
         config,
         16 << 20,
         length,
+        length // 256,
         total_bytes=80 * GIB,
         free_bytes=free_bytes,
         own_bytes=8 * GIB,
@@ -87,7 +89,9 @@ def test_what_a_gpu_holds_is_measured_around_the_largest_steps(monkeypatch):
         dtype=torch.bfloat16,
         tp=TPGroup(),
         max_model_len=4096,
-        model_config=SimpleNamespace(num_key_value_heads=8, num_hidden_layers=4, head_dim=64),
+        model_config=SimpleNamespace(num_key_value_heads=8, head_dim=64),
+        kv_groups=((0, 2, 4, 6), (1, 3, 5, 7), (8, 9)),
+        windows=(None, 128, 128),
     )
     events: list[Any] = []
     for module, name in (
@@ -113,3 +117,43 @@ def test_what_a_gpu_holds_is_measured_around_the_largest_steps(monkeypatch):
     runner.config = replace(config, num_kvcache_blocks=9)
     assert kv_cache.measure_kv_cache(runner, 2 * GIB, lambda part: None) == 9
     assert len(events) == 8, "the largest steps run in any case"
+
+
+def test_groups_of_layers_are_few_and_waste_little():
+    def grouped(pattern: str) -> list[tuple[int | None, int]]:
+        windows = [128 if kind == "w" else None for kind in pattern]
+        groups = group_layers(windows)
+        assert sorted(layer for layers in groups for layer in layers) == list(range(len(windows)))
+        assert all({windows[layer] for layer in layers} == {groups[layers]} for layers in groups)
+        return [(window, len(layers)) for layers, window in groups.items()]
+
+    assert grouped("f" * 28) == [(None, 28)]
+    assert grouped("w" * 32) == [(128, 32)]
+    assert grouped("wf" * 12) == [(128, 12), (None, 12)]
+    assert grouped(("wwwwwf" * 6)[:34]) == [(128, 5)] * 5 + [(128, 4), (None, 5)]
+    assert grouped("wf" * 12 + "w") == [(128, 13), (None, 12)]
+    assert grouped(("wwwwwf" * 5)[:26]) == [(128, 4)] * 5 + [(128, 2), (None, 4)]
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_blocks", "expected"),
+    [
+        ((None,), 7, 7),
+        ((None, 40), 12, 6),
+        ((None, 40, 40), 30, 12),  # beside it 9: three of the window, six of a chunk of 80
+        ((40, 8), 3, 1),
+        ((40, 8), 16, 2**31 // 16 - 1),  # three and one, and six each
+    ],
+)
+def test_the_longest_sequence_has_the_cache_to_itself(windows, num_blocks, expected):
+    config = Config("model", kvcache_block_size=16, max_num_batched_tokens=80)
+    runner: Any = SimpleNamespace(config=config, windows=windows)
+    assert longest_sequence(runner, num_blocks) == expected * 16
+    assert most_blocks(runner, expected * 16) <= num_blocks
+    assert expected > 1000 or most_blocks(runner, expected * 16 + 1) > num_blocks
+
+
+def test_a_cache_without_a_block_for_each_group_is_refused():
+    runner: Any = SimpleNamespace(config=Config("model"), windows=(None, 40, 40))
+    with pytest.raises(ValueError, match=r"2 KV blocks hold no token, .* 3 groups"):
+        longest_sequence(runner, 2)

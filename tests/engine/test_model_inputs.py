@@ -1,6 +1,7 @@
 """Input building against a loop over single tokens."""
 
 import math
+import pickle
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
@@ -24,7 +25,6 @@ from nanovllm.engine.model_inputs import (
 from nanovllm.engine.sampling_inputs import prepare_sample
 from nanovllm.engine.sampling_state import SamplingState, SamplingStateFactory
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.workers import decode, encode
 from nanovllm.kernels.attention.block_tables import BlockTables, BlockTableUpdate
 from nanovllm.kernels.sampling.logit_edits import add_bias, apply_mask, penalise
 from nanovllm.kernels.sampling.sampling_row import SAMPLING_ROW
@@ -34,7 +34,7 @@ from nanovllm.utils.context import Context
 
 def make_item(
     num_tokens: int,
-    block_table: list[int],
+    block_table: list[int] | list[list[int]],
     block_size: int,
     cached: int = 0,
     num_new: int | None = None,
@@ -42,9 +42,11 @@ def make_item(
     num_sent: int = 0,
 ) -> ScheduledSequence:
     """A sequence of ``num_tokens``, the next ``num_new`` (default: all) uncached to compute."""
-    tokens = range(100 * block_table[0], 100 * block_table[0] + num_tokens)
+    tables = [block_table] if isinstance(block_table[0], int) else block_table
+    tokens = range(100 * tables[0][0], 100 * tables[0][0] + num_tokens)
     seq = Sequence(tokens, block_size=block_size)
-    seq.block_table, seq.num_cached_tokens = block_table, cached
+    seq.block_tables, seq.num_cached_tokens = tables, cached
+    seq.table_len = min(map(len, tables))
     seq.table_row, seq.num_sent_blocks = row, num_sent
     start = min(cached, num_tokens - 1)
     end = num_tokens if num_new is None else start + num_new
@@ -55,29 +57,40 @@ def make_item(
 class Case:
     batch: Batch
     block_size: int
+    num_groups: int
 
 
 @st.composite
 def cases(draw: st.DrawFn, is_prefill: bool) -> Case:
-    block_size = draw(st.integers(1, 5))
+    block_size, num_groups = draw(st.integers(1, 5)), draw(st.sampled_from([1, 1, 3]))
     items = []
-    blocks = iter(draw(st.permutations(range(40))))
+    blocks = iter(draw(st.permutations(range(40 * num_groups))))
     for row in draw(st.permutations(range(5)))[: draw(st.integers(1, 5))]:
         num_tokens = draw(st.integers(1, 6 * block_size))
         cached, num_new = num_tokens - 1, None
         if is_prefill:
             cached = draw(st.integers(0, num_tokens))
             num_new = draw(st.none() | st.integers(1, max(num_tokens - cached, 1)))
-        table = [next(blocks) for _ in range(-(-num_tokens // block_size))]
-        sent = draw(st.integers(0, len(table)))
-        items.append(make_item(num_tokens, table, block_size, cached, num_new, row, sent))
-    return Case(Batch(tuple(items), is_prefill), block_size)
+        num_blocks = -(-num_tokens // block_size)
+        tables = [[next(blocks) for _ in range(num_blocks)] for _ in range(num_groups)]
+        sent = draw(st.integers(0, num_blocks))
+        items.append(make_item(num_tokens, tables, block_size, cached, num_new, row, sent))
+    return Case(Batch(tuple(items), is_prefill, num_groups=num_groups), block_size, num_groups)
 
 
 def check(tensor: torch.Tensor | None, expected: list, dtype: torch.dtype = torch.int32) -> None:
     assert tensor is not None
     assert (tensor.tolist(), tensor.dtype) == (expected, dtype)
     assert tensor.is_contiguous()
+
+
+def check_slots(inputs: ModelInputs, expected: list[list[int]]) -> None:
+    """In each group, the slots of all tokens; padding after them, so that rows are aligned."""
+    slots = inputs.context.slot_mapping
+    assert slots is not None and slots.dtype == torch.int32 and slots.is_contiguous()
+    num_tokens = len(inputs.input_ids)
+    assert slots.size(1) == -(-num_tokens // 4) * 4 and (slots[:, num_tokens:] == -1).all()
+    assert slots[:, :num_tokens].tolist() == expected
 
 
 def packed_views(inputs: ModelInputs) -> dict[str, torch.Tensor]:
@@ -87,22 +100,26 @@ def packed_views(inputs: ModelInputs) -> dict[str, torch.Tensor]:
 
 def check_tables(inputs: ModelInputs, batch: Batch, padding: int = 0) -> None:
     """A device that holds what has been sent of the block tables gets the rest."""
-    tables = BlockTables(1, 8, 6, torch.device("cpu"))
+    tables = BlockTables(len(inputs.tables.entries), 8, 6, torch.device("cpu"))
     for item in batch.items:
         row, sent = item.seq.table_row, item.seq.num_sent_blocks
-        tables.resident[0, row, :sent] = torch.tensor(item.seq.block_table[:sent]).int()
+        for resident, table in zip(tables.resident, item.seq.block_tables, strict=True):
+            resident[row, :sent] = torch.tensor(table[:sent]).int()
     step = tables.update(inputs.tables)
-    assert step.shape[:2] == (1, len(batch) + padding)
-    for row, item in zip(step[0], batch.items, strict=False):
-        assert row[: len(item.seq.block_table)].tolist() == item.seq.block_table
-    num_new = [len(item.seq.block_table) - item.seq.num_sent_blocks for item in batch.items]
-    assert len(inputs.tables.new_blocks) == sum(num_new), "nothing is sent twice"
+    num_new = 0
+    assert step.size(1) == len(batch) + padding
+    for i, seq in enumerate(item.seq for item in batch.items):
+        num_new += (seq.table_len - seq.num_sent_blocks) * len(step)
+        for rows, table in zip(step, seq.block_tables, strict=True):
+            assert rows[i, : seq.table_len].tolist() == table[: seq.table_len]
+    assert len(inputs.tables.new_blocks) == num_new, "nothing is sent twice"
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(cases(is_prefill=True))
 def test_prefill_is_what_a_loop_over_tokens_gives(case: Case):
-    token_ids, positions, slots, bounds_q, bounds_k, logits = [], [], [], [0], [0], []
+    token_ids, positions, bounds_q, bounds_k, logits = [], [], [0], [0], []
+    slots: list[list[int]] = [[] for _ in range(case.num_groups)]
     reads_cache = False
     for item in case.batch.items:
         seq = item.seq
@@ -111,7 +128,8 @@ def test_prefill_is_what_a_loop_over_tokens_gives(case: Case):
             positions.append(position)
             block, offset = divmod(position, case.block_size)
             is_cached = position < seq.num_cached_tokens
-            slots.append(-1 if is_cached else seq.block_table[block] * case.block_size + offset)
+            for row, table in zip(slots, seq.block_tables, strict=True):
+                row.append(-1 if is_cached else table[block] * case.block_size + offset)
         bounds_q.append(len(token_ids))
         bounds_k.append(bounds_k[-1] + item.end)
         reads_cache |= item.start > 0
@@ -122,7 +140,7 @@ def test_prefill_is_what_a_loop_over_tokens_gives(case: Case):
     check(inputs.input_ids, token_ids)
     check(inputs.positions, positions)
     assert context.is_prefill
-    check(context.slot_mapping, slots)
+    check_slots(inputs, slots)
     check(context.cu_seqlens_q, bounds_q)
     check(context.cu_seqlens_k, bounds_k)
     assert context.logits_indices is None
@@ -139,25 +157,28 @@ def test_prefill_is_what_a_loop_over_tokens_gives(case: Case):
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(cases(is_prefill=False), st.integers(0, 8))
 def test_decode_is_what_a_loop_over_sequences_gives(case: Case, padded_size: int):
-    token_ids, positions, slots, lens = [], [], [], []
+    token_ids, positions, lens = [], [], []
+    slots: list[list[int]] = [[] for _ in range(case.num_groups)]
     for item in case.batch.items:
         tokens = item.seq.token_ids
         token_ids.append(tokens[-1])
         positions.append(len(tokens) - 1)
         block, offset = divmod(len(tokens) - 1, case.block_size)
-        slots.append(item.seq.block_table[block] * case.block_size + offset)
+        for row, table in zip(slots, item.seq.block_tables, strict=True):
+            row.append(table[block] * case.block_size + offset)
         lens.append(len(tokens))
-    while len(slots) < padded_size:  # stores nothing, attends to nothing
+    while len(lens) < padded_size:  # stores nothing, attends to nothing
         token_ids.append(0)
         positions.append(0)
-        slots.append(-1)
+        for row in slots:
+            row.append(-1)
         lens.append(0)
     inputs = prepare_decode(case.batch, case.block_size, padded_size)
     context = inputs.context
     check(inputs.input_ids, token_ids)
     check(inputs.positions, positions)
     assert not context.is_prefill
-    check(context.slot_mapping, slots)
+    check_slots(inputs, slots)
     check(context.context_lens, lens)
     check_tables(inputs, case.batch, max(0, padded_size - len(case.batch)))
     assert inputs.reads_cache
@@ -174,7 +195,8 @@ def test_a_worker_receives_the_same_inputs_in_a_message(case: Case):
     prepare = prepare_prefill if case.batch.is_prefill else prepare_decode
     ours = prepare(case.batch, case.block_size)
     size = GraphSize(True, 99, 7)
-    method, (packed, copies) = decode(encode("run_step", (ours.pack(size), ((1, 2),))))
+    message = pickle.dumps(("run_step", (ours.pack(size), ((1, 2),))), pickle.HIGHEST_PROTOCOL)
+    method, (packed, copies) = pickle.loads(message)
     assert (method, packed.graph_size, copies) == ("run_step", size, ((1, 2),))
     assert_equal(ours, packed.unpack())
     assert packed.tensors.buffer.numpy().flags.aligned
@@ -184,11 +206,14 @@ def test_a_worker_receives_the_same_inputs_in_a_message(case: Case):
 @given(st.booleans().flatmap(cases))
 def test_building_inputs_changes_nothing(case: Case):
     before = [{**vars(i.seq), "token_ids": list(i.seq.token_ids)} for i in case.batch.items]
-    tables = [list(item.seq.block_table) for item in case.batch.items]
+    tables = [list(map(list, item.seq.block_tables)) for item in case.batch.items]
     prepare = prepare_prefill if case.batch.is_prefill else prepare_decode
-    assert_equal(prepare(case.batch, case.block_size), prepare(case.batch, case.block_size))
+    assert_equal(
+        prepare(case.batch, case.block_size),
+        prepare(case.batch, case.block_size),
+    )
     assert [vars(item.seq) for item in case.batch.items] == before
-    assert [item.seq.block_table for item in case.batch.items] == tables
+    assert [item.seq.block_tables for item in case.batch.items] == tables
 
 
 def assert_equal(a: ModelInputs, b: ModelInputs) -> None:
@@ -206,10 +231,9 @@ def assert_equal(a: ModelInputs, b: ModelInputs) -> None:
 def test_whole_prompts_do_not_read_the_cache():
     batch = Batch((make_item(5, [3, 1], 4), make_item(2, [7], 4)), is_prefill=True)
     inputs = prepare_prefill(batch, 4)
-    context = inputs.context
     assert not inputs.reads_cache
-    check(context.slot_mapping, [12, 13, 14, 15, 4, 28, 29])
-    check(context.output_indices, [4, 6])
+    check_slots(inputs, [[12, 13, 14, 15, 4, 28, 29]])
+    check(inputs.context.output_indices, [4, 6])
 
 
 def test_one_sequence_that_reads_the_cache_makes_all_read_it():
@@ -226,7 +250,7 @@ def test_last_token_of_a_fully_cached_prompt_is_computed_but_not_stored():
     inputs = prepare_prefill(Batch((make_item(8, [3, 1], 4, cached=8),), is_prefill=True), 4)
     check(inputs.input_ids, [307])
     check(inputs.positions, [7])
-    check(inputs.context.slot_mapping, [-1])
+    check_slots(inputs, [[-1]])
     check(inputs.context.output_indices, [0])
     check(inputs.context.cu_seqlens_k, [0, 8])
 
@@ -256,6 +280,34 @@ def test_only_new_blocks_are_sent():
     tables = prepare_block_tables(Batch(items, is_prefill=False), 3)
     check(tables.entries, [[[3, 1, 0, 1], [1, 4, 1, 2], [-1, 0, 0, 0]]])
     check(tables.new_blocks, [9, 6, 7])
+
+
+def test_new_blocks_of_all_groups_are_sent_as_far_as_all_have_them():
+    """In a long prompt, a group without a window has more blocks."""
+    tables = [[4, 5, 6, 7, 8], [0, 1, 2]]
+    batch = Batch((make_item(9, tables, 2, num_new=4, row=1, num_sent=1),), True, num_groups=2)
+    update = prepare_block_tables(batch, 2)
+    check(update.entries, [[[1, 3, 0, 2], [-1, 0, 0, 0]], [[1, 3, 2, 2], [-1, 0, 0, 0]]])
+    check(update.new_blocks, [5, 6, 1, 2])
+
+
+def test_layers_of_a_group_share_a_context():
+    tables = [[4, 5], [1, 2], [7, 9]]
+    items = (make_item(3, tables, 2, cached=2),)
+    schedules = np.arange(2 * 3 * 8, dtype=np.int32).reshape(2, 3, 8)
+    batch = Batch(items, is_prefill=False, num_groups=3)
+    inputs = prepare_decode(batch, 2, 0, lambda lens: schedules)
+    step_tables = torch.tensor(tables)[:, None]
+    contexts = inputs.context.of_groups([None, 4, 4], 1, step_tables)
+    for context, slot, table, schedule in zip(
+        contexts, (10, 4, 18), step_tables, (0, 1, 1), strict=True
+    ):
+        check(context.slot_mapping, [slot])
+        assert context.block_tables.tolist() == table.tolist()
+        check(context.split_kv_schedule, schedules[schedule].tolist())
+        assert context.context_lens is inputs.context.context_lens
+    blind = inputs.context.of_groups([None, 4, 4], 1, None)
+    assert all(context.block_tables is None for context in blind)
 
 
 def test_inputs_stay_where_they_are_on_a_cpu():
@@ -292,7 +344,8 @@ def test_a_padded_prefill_is_a_prefill_and_padding(case: Case, tokens: int, seqs
     check(padded.input_ids, plain.input_ids.tolist() + [0] * tokens)
     check(padded.positions, plain.positions.tolist() + [0] * tokens)
     before, after = plain.context, padded.context
-    check(after.slot_mapping, before.slot_mapping.tolist() + [-1] * tokens)
+    slots = before.slot_mapping[:, : case.batch.num_tokens].tolist()
+    check_slots(padded, [row + [-1] * tokens for row in slots])
     check(after.cu_seqlens_q, before.cu_seqlens_q.tolist() + [case.batch.num_tokens] * seqs)
     check(
         after.cu_seqlens_k, before.cu_seqlens_k.tolist() + before.cu_seqlens_k.tolist()[-1:] * seqs
@@ -304,14 +357,14 @@ def test_a_padded_prefill_is_a_prefill_and_padding(case: Case, tokens: int, seqs
     assert after.is_prefill and after.logits_indices is None
     assert (after.max_seqlen_q, after.max_seqlen_k) == (num_tokens, most)
     # As graphs are captured with.
-    blank = prepare_prefill(Batch((), is_prefill=True), *args)
+    blank = prepare_prefill(Batch((), is_prefill=True, num_groups=case.num_groups), *args)
     blanks, others = packed_views(blank), packed_views(padded)
     assert list(blanks) == list(others)
     for name, tensor in blanks.items():
         other = others[name]
         shape = other.shape if name != "new_blocks" else (0,)
         assert (tensor.shape, tensor.dtype) == (shape, other.dtype), name
-    check(blank.context.slot_mapping, [-1] * num_tokens)
+    check_slots(blank, [[-1] * num_tokens] * case.num_groups)
 
 
 def test_a_decode_can_be_padding_alone():
@@ -324,9 +377,9 @@ def test_a_decode_can_be_padding_alone():
         other = others[name]
         if name not in BlockTableUpdate._fields:
             assert (tensor.shape, tensor.dtype) == (other.shape, other.dtype), name
-            assert torch.equal(tensor[1:], other[1:]), name
+            assert torch.equal(tensor[..., 1:], other[..., 1:]), name
     check(blank.tables.entries, [[[-1, 0, 0, 0]] * 8])
-    check(blank.context.slot_mapping, [-1] * 8)
+    check_slots(blank, [[-1] * 8])
 
 
 @pytest.mark.parametrize("is_prefill", [False, True])

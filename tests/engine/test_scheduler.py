@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from nanovllm.engine.model_inputs import prepare_decode, prepare_prefill
 from nanovllm.engine.policy import FirstComeFirstServed
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Finish, Sequence, SequenceStatus
+from nanovllm.engine.startup import longest_sequence
 from nanovllm.sampling_params import SamplingParams
 from tests.conftest import needs_asserts
 from tests.invariants import check_scheduler
@@ -30,10 +32,14 @@ Result = tuple[list[int], str | None, int | str | None]
 
 def make_scheduler(**kwargs: Any) -> Scheduler:
     """Arguments of Scheduler or, if it has none of that name, fields of its Config."""
-    defaults = {"num_blocks": 64, "max_model_len": 128, "eos_token_ids": EOS, "policy": None}
+    defaults: dict[str, Any] = {"num_blocks": 64, "max_model_len": 128, "eos_token_ids": EOS}
+    defaults |= {"policy": None, "windows": (None,)}
     arguments = {name: kwargs.pop(name, value) for name, value in defaults.items()}
     settings = {"kvcache_block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, **kwargs}
-    return Scheduler(Config("model", **settings), eos_token_id=min(EOS), **arguments)
+    config = Config("model", **settings)
+    runner: Any = SimpleNamespace(config=config, windows=arguments["windows"])
+    cache_len = longest_sequence(runner, arguments["num_blocks"])
+    return Scheduler(config, eos_token_id=min(EOS), cache_len=cache_len, **arguments)
 
 
 def launch(scheduler: Scheduler) -> Batch:
@@ -78,15 +84,16 @@ def chain_hash(tokens: tuple[int, ...], block_size: int) -> int:
 
 
 class Device:
-    """Runs batches on a cache that holds, per slot, the number of the prefix whose keys and
-    values were stored there."""
+    """Runs batches on a cache that holds, per slot, the group of layers and the number of the
+    prefix whose keys and values were stored there."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, windows: tuple[int | None, ...] = (None,)) -> None:
         self.block_size = block_size
+        self.windows = windows
         self.prefixes = Prefixes()
-        self.cache: dict[int, int] = {}
+        self.cache: dict[int, tuple[int, int] | None] = {}
         self.drawn: dict[Sequence, int] = {}  # by the last step, in the order of its rows
-        self.block_tables: dict[int, list[int]] = {}  # by row
+        self.block_tables: dict[tuple[int, int], list[int]] = {}  # by group and row
 
     def tokens(self, seq: Sequence) -> list[int]:
         """A sequence's tokens, the one that is still on its way included."""
@@ -94,40 +101,43 @@ class Device:
         return seq.token_ids + [self.drawn[seq] for seq in expected]
 
     def run(self, batch: Batch) -> None:
-        """Copies blocks and stores all new tokens, then reads each sequence's, as an attention
-        layer does; all that is read must be that of the sequence's own tokens."""
+        """Copies blocks and stores all new tokens, then reads each sequence's within the windows,
+        as attention layers do; all that is read must be that of the sequence's own tokens."""
         self.copy(batch.block_copies)
         prepare = prepare_prefill if batch.is_prefill else prepare_decode
         inputs = prepare(batch, self.block_size)
-        assert inputs.context.slot_mapping is not None
-        slots = inputs.context.slot_mapping.tolist()
-        drawn = list(self.drawn.values())
-        input_ids = [token if token >= 0 else drawn[-1 - token] for token in inputs.input_ids]
-        rows = list(zip(input_ids, inputs.positions.tolist(), slots, strict=True))
-        stored = [slot for slot in slots if slot != -1]
-        assert len(set(stored)) == len(stored), "a slot is stored twice in one step"
         truth = [self.prefixes.of(self.tokens(item.seq)[: item.end]) for item in batch.items]
         expected = [
             (item.seq, position, numbers[position])
             for item, numbers in zip(batch.items, truth, strict=True)
             for position in range(item.start, item.end)
         ]
-        for (token, position, slot), (seq, true_position, number) in zip(
-            rows, expected, strict=True
+        drawn = list(self.drawn.values())
+        input_ids = [token if token >= 0 else drawn[-1 - token] for token in inputs.input_ids]
+        for token, position, (seq, true_position, _) in zip(
+            input_ids, inputs.positions.tolist(), expected, strict=True
         ):
             assert (token, position) == (self.tokens(seq)[true_position], true_position)
-            assert (slot == -1) == (position < seq.num_cached_tokens)
-            if slot != -1:
-                self.cache[slot] = number
-        tables = inputs.tables
-        entries = tables.entries[0].tolist()
-        for row, length, first_new, num_new in entries:
-            kept = self.block_tables.get(row, [])[: length - num_new]
-            self.block_tables[row] = kept + tables.new_blocks[first_new:][:num_new].tolist()
-        table_rows = [row for row, *_ in entries]
-        for row, item, numbers in zip(table_rows, batch.items, truth, strict=True):
-            assert self.block_tables[row] == item.seq.block_table
-            assert self.read(self.block_tables[row], item.end) == numbers
+        assert inputs.context.slot_mapping is not None
+        stored: list[int] = []
+        for group, row in enumerate(inputs.context.slot_mapping.tolist()):
+            slots = row[: len(input_ids)]
+            stored += [slot for slot in slots if slot != -1]
+            for slot, (seq, position, number) in zip(slots, expected, strict=True):
+                assert (slot == -1) == (position < seq.num_cached_tokens)
+                if slot != -1:
+                    self.cache[slot] = group, number
+        assert len(set(stored)) == len(stored), "a slot is stored twice in one step"
+        new_blocks = inputs.tables.new_blocks
+        for group, entries in enumerate(inputs.tables.entries.tolist()):
+            for (row, length, first_new, num_new), item, numbers in zip(
+                entries, batch.items, truth, strict=True
+            ):
+                kept = self.block_tables.get((group, row), [])[: length - num_new]
+                table = kept + new_blocks[first_new:][:num_new].tolist()
+                self.block_tables[group, row] = table
+                assert table == item.seq.block_tables[group][: item.seq.table_len]
+                self.check_read(group, table, item.start, numbers)
 
     def copy(self, block_copies: Iterable[tuple[int, int]]) -> None:
         size = self.block_size
@@ -135,9 +145,16 @@ class Device:
             for i in range(size):
                 self.cache[target * size + i] = self.cache.get(source * size + i)
 
-    def read(self, block_table: list[int], length: int) -> list[int | None]:
+    def read(self, block_table: list[int], start: int, end: int) -> list[tuple[int, int] | None]:
         size = self.block_size
-        return [self.cache.get(block_table[p // size] * size + p % size) for p in range(length)]
+        return [self.cache.get(block_table[p // size] * size + p % size) for p in range(start, end)]
+
+    def check_read(self, group: int, table: list[int], query: int, numbers: list[int]) -> None:
+        """What a query attends to, and the tokens after it, must have these numbers."""
+        window = self.windows[group]
+        start = 0 if window is None else max(0, query - window + 1)
+        own = [(group, number) for number in numbers[start:]]
+        assert self.read(table, start, len(numbers)) == own
 
     def check(self, scheduler: Scheduler) -> None:
         """Between two steps, all that counts as cached or can be shared has been computed, but
@@ -145,14 +162,17 @@ class Device:
         before = dict(self.cache)
         self.copy(scheduler._block_copies)
         for seq in scheduler.running:
-            cached = seq.num_cached_tokens
-            assert self.read(seq.block_table, cached) == self.prefixes.of(self.tokens(seq)[:cached])
-        for block_hash, block_id in scheduler.block_manager.hash_to_block_id.items():
-            values = self.read([block_id], self.block_size)
+            numbers = self.prefixes.of(self.tokens(seq)[: seq.num_cached_tokens])
+            for group, table in enumerate(seq.block_tables):
+                self.check_read(group, table, min(seq.num_cached_tokens, len(seq) - 1), numbers)
+        for key, block_id in scheduler.block_manager.hash_to_block_id.items():
+            values = self.read([block_id], 0, self.block_size)
             assert None not in values, "a block can be shared that was never stored"
-            tokens = self.prefixes.tokens[values[-1]]
-            assert values == self.prefixes.of(tokens)[-self.block_size :]
-            assert block_hash == chain_hash(tokens, self.block_size)
+            tokens = self.prefixes.tokens[values[-1][1]]
+            group = key >> 64
+            own = [(group, number) for number in self.prefixes.of(tokens)[-self.block_size :]]
+            assert values == own
+            assert key - (group << 64) == chain_hash(tokens, self.block_size)
         self.cache = before
 
 
@@ -202,7 +222,8 @@ class Engine:
         self.overlap = overlap
         self.under_way: tuple[Batch, list[int]] | None = None
         self.most_now: dict[bool, int] = {}  # tokens of the next step after one did not fit
-        self.device = Device(scheduler.block_manager.block_size)
+        manager = scheduler.block_manager
+        self.device = Device(manager.block_size, manager.windows)
         self.unfinished: dict[Sequence, Request] = {}
         self.results: list[tuple[Request, Result]] = []
         self.finishes: dict[Sequence, Finish] = {}
@@ -229,7 +250,7 @@ class Engine:
             self.scheduler.abort(sibling)
             del self.unfinished[sibling]
             assert sibling.is_finished
-            assert not sibling.block_table and not sibling.siblings
+            assert not sibling.block_tables and not sibling.siblings
         self.check()
 
     def step(self, does_not_fit: str | None = None) -> Batch:
@@ -287,7 +308,7 @@ class Engine:
                 self.finishes[seq] = Finish("stop", STOP_TEXT)
         for seq in [seq for seq in live if seq.is_finished]:
             request = self.unfinished.pop(seq)
-            assert not seq.block_table
+            assert not seq.block_tables
             assert seq.token_ids[: seq.num_prompt_tokens] == request.prompt
             finish = self.finishes[seq]
             result = seq.completion_token_ids, finish.reason, finish.stop_reason
@@ -297,7 +318,7 @@ class Engine:
         scheduler = self.scheduler
         before, preemptions = list(scheduler.running), scheduler.num_preemptions
         num_free = len(scheduler.block_manager.free_block_ids)
-        num_opening = sum(len(seq.block_table) < seq.num_blocks for seq in before)
+        num_opening = sum(seq.table_len < seq.num_blocks for seq in before)
         batch = scheduler.schedule()
         assert batch.num_tokens <= scheduler.max_num_batched_tokens
         assert batch.num_tokens <= self.most_now.get(batch.is_prefill, batch.num_tokens)
@@ -319,7 +340,7 @@ class Engine:
         else:
             assert seqs == scheduler.running == before[: len(seqs)]
             assert scheduler.num_preemptions - preemptions == len(before) - len(seqs)
-            assert (num_opening > num_free) == (len(seqs) < len(before))
+            assert (num_opening * len(self.device.windows) > num_free) == (len(seqs) < len(before))
         self.check_order()
         self.batches.append(batch)
         return batch
@@ -401,9 +422,17 @@ REQUESTS = st.builds(
     aborts=st.none() | st.integers(0, 48),
     stop_text_at=st.none() | st.none() | st.integers(1, 9),
 )
+
+
+def make_windowed(num_blocks: int, windows: tuple[int | None, ...], **kwargs: Any) -> Scheduler:
+    """``num_blocks`` for each group."""
+    return make_scheduler(num_blocks=num_blocks * len(windows), windows=windows, **kwargs)
+
+
 SCHEDULERS = st.builds(
-    make_scheduler,
+    make_windowed,
     num_blocks=st.integers(3, 14),
+    windows=st.sampled_from([(None,), (None,), (None, 4), (1,), (3, None, 3), (9, None, 2, 2)]),
     kvcache_block_size=st.integers(1, 5),
     max_num_seqs=st.integers(1, 8),
     max_num_batched_tokens=st.integers(1, 24),
@@ -780,7 +809,7 @@ def test_prompt_shares_only_the_chunk_that_is_computed():
     engine.abort(first)
     second = engine.add(Request(prompt, greedy()))
     assert engine.step().items[0].start == 8
-    assert second.block_table != []
+    assert second.block_tables != []
     engine.run()
     engine.check_results()
 
@@ -1087,7 +1116,7 @@ class TestSiblings:
         batch = engine.step()
         assert [item.seq for item in batch.items] == [late]
         ((source, _),) = batch.block_copies
-        assert source in late.block_table
+        assert source in late.block_tables[0]
         engine.run()
         engine.check_results()
 
@@ -1175,7 +1204,7 @@ class Corrupt:
 
     @staticmethod
     def blocks_of_a_waiting_sequence(scheduler: Scheduler, seq: Sequence) -> None:
-        scheduler.waiting[0].block_table = [0]
+        scheduler.waiting[0].block_tables = [[0]]
 
     @staticmethod
     def too_few_blocks(scheduler: Scheduler, seq: Sequence) -> None:

@@ -16,7 +16,7 @@ def decoding(num_tokens: int, num_blocks: int = 3, **kwargs: int) -> Sequence:
     seq = Sequence(range(1000, 1000 + num_tokens), **kwargs)
     seq.status = SequenceStatus.RUNNING
     seq.num_cached_tokens = num_tokens - 1
-    seq.block_table = list(range(num_blocks))
+    seq.block_tables, seq.table_len = [list(range(num_blocks))], num_blocks
     return seq
 
 
@@ -25,7 +25,7 @@ def test_new_sequence_waits_with_nothing_cached():
     assert seq.status is SequenceStatus.WAITING
     assert not seq.is_finished
     assert (len(seq), seq.num_prompt_tokens, seq.num_cached_tokens) == (3, 3, 0)
-    assert (seq.block_table, seq.siblings) == ([], [])
+    assert (seq.block_tables, seq.siblings) == ([], [])
     assert seq.last_token == 9
     assert seq.sampling_params.max_tokens == 5
 
@@ -90,13 +90,15 @@ def test_prompt_tokens_without_logprobs_are_not_taken_from_the_cache(wanted, num
 
 def test_a_copy_that_is_computed_alone_starts_over():
     seq = decoding(10, block_size=4)
+    seq.num_full_blocks = 2
     seq.append_token(3)
     seq.completion = object()
     copy = isolated_copy(seq)
     assert (copy.status, copy.is_isolated) == (SequenceStatus.WAITING, True)
     assert (copy.token_ids, len(copy), copy.last_token) == (seq.token_ids, 11, 3)
-    assert (copy.block_table, copy.num_cached_tokens, copy.num_reusable_tokens) == ([], 0, 0)
-    assert copy.completion is seq.completion and seq.block_table == [0, 1, 2]
+    assert (copy.block_tables, copy.num_cached_tokens, copy.num_reusable_tokens) == ([], 0, 0)
+    assert (copy.table_len, copy.num_full_blocks) == (0, 0)
+    assert copy.completion is seq.completion and seq.block_tables == [[0, 1, 2]]
 
 
 def test_batch_counts_tokens_and_lists_what_it_samples():

@@ -31,6 +31,8 @@ from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.comm import all_reduce
 from nanovllm.kernels.gemm import skinny, tiled
+from nanovllm.kernels.moe import few, grouped, route, sort
+from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.sampling import logprobs, sample, sampled_tokens
 from nanovllm.utils import triton_compat
 from nanovllm.utils.context import Context
@@ -41,11 +43,15 @@ ALL_SIZES = "--few" not in sys.argv
 PDL_MODULES = (
     all_reduce,
     decode,
+    few,
+    grouped,
     prefill,
     rms_norm,
     rope,
+    route,
     silu_and_mul,
     skinny,
+    sort,
     tiled,
 )
 
@@ -76,7 +82,7 @@ def compile_only() -> list[Any]:
     JITFunction.run = compile_kernel
     for module in PDL_MODULES:
         module.pdl_options = lambda x: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]
-    prefill.shared_memory = lambda device: SHARED_MEMORY
+    prefill.shared_memory = grouped.shared_memory = lambda device: SHARED_MEMORY
     return compiled
 
 
@@ -158,6 +164,7 @@ def launch_all(
             for num_rows in (32, 64) if all_sizes else (32,):
                 for bias in (None, make(out)) if all_sizes else (make(out),):
                     tiled.tile_linear(make(num_rows, width), make(out, width), bias)
+    launch_mixtures(dtype, all_sizes)
     logits, rows = make(8, 151_936), ints(8, sample.ROW_WORDS)
     sample.sample_triton(logits, rows, truncates=True)  # a superset of the other
     sample.sample_shard_triton(make(8, 76_032), rows, 75_904, 76_032)
@@ -166,6 +173,29 @@ def launch_all(
     addresses = torch.zeros(2, dtype=torch.int64)
     for x in (make(8, 4096), torch.zeros(8, dtype=torch.int64)):
         all_reduce.all_reduce(x, addresses, addresses, ints(4096), ints(1), 0, 2)
+
+
+def launch_mixtures(dtype: torch.dtype, all_sizes: bool) -> None:
+    """Launches the kernels of Qwen3-30B-A3B, with 128 experts of 8, and of Mixtral, with 8 of 2."""
+    for num_experts, top_k, hidden, columns in ((128, 8, 2048, 768), (8, 2, 4096, 14336)):
+        gate_up, down = (  # one expert's weights are enough to compile
+            torch.zeros(1, dtype=dtype).expand(num_experts, 2 * columns, hidden),
+            torch.zeros(1, dtype=dtype).expand(num_experts, hidden, columns),
+        )
+        for tensor in (gate_up, down):
+            tensor.is_contiguous = lambda: True  # type: ignore[method-assign]
+        for num_tokens in (1, 100, 256, 800, 2048, 16384) if all_sizes else (1, 100, 16384):
+            x = torch.zeros(num_tokens, hidden, dtype=dtype)
+            logits = torch.zeros(num_tokens, num_experts, dtype=dtype)
+            routing = route.route_triton(logits, top_k, True)
+            experts = Experts(gate_up, down)
+            if num_experts == 8:  # with all arguments
+                biases = gate_up[..., 0].contiguous(), down[..., 0].contiguous()
+                experts = Experts(gate_up, down, *biases, 7.0, 1.7)
+            mix = few.mix_few if num_tokens == 1 else grouped.mix_grouped
+            mix(x, experts, routing, x)
+        if not all_sizes:
+            break
 
 
 if __name__ == "__main__":
@@ -177,7 +207,7 @@ if __name__ == "__main__":
             launch_all(torch.float16, 9, 3, 64, ALL_SIZES)
             launch_all(torch.float32, 4, 1, 96, ALL_SIZES)
     done = [(n, k.result() if hasattr(k, "result") else k) for n, k in kernels]
-    roomy = ("_prefill_kernel", "_tile_kernel")  # on GPUs that have as much
+    roomy = ("_prefill_kernel", "_tile_kernel", "_grouped_kernel")  # on GPUs that have as much
     too_large = [
         name
         for name, kernel in done

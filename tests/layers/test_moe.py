@@ -58,7 +58,7 @@ def run(layer: MoE, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """The layer's output, without the residual and with a norm that has no effect."""
     norm = RMSNorm(HIDDEN, eps=0.0)
     norm.weight.data.fill_(1.0)
-    out, left = layer(x, residual, norm)
+    out, left = layer(x, residual, norm, None)
     return out - (x + residual) if left is None else out
 
 
@@ -104,3 +104,10 @@ def test_other_shapes_are_refused(shape, shard_id, expert):
     gate_up = MoE(HIDDEN, EXPERTS, TOP_K, COLUMNS, True).experts.gate_up_proj
     with pytest.raises(ValueError, match="the model needs shape"):
         gate_up.weight_loader(gate_up, torch.zeros(shape), shard_id, expert=expert)
+
+
+def test_a_token_is_computed_with_a_share_of_the_parameters():
+    """CUDA graphs of prefills are captured for fewer tokens of a model with more parameters."""
+    layer = MoE(HIDDEN, EXPERTS, TOP_K, COLUMNS, True)
+    active = sum(p.numel() * getattr(p, "active_share", 1) for p in layer.parameters())
+    assert active == HIDDEN * (EXPERTS + 3 * TOP_K * COLUMNS)

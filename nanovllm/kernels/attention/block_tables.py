@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.utils.math import cdiv
+from nanovllm.utils.packed_tensors import ALIGNMENT
 from nanovllm.utils.triton_compat import by_device, tl, triton
 
 BLOCK = 1024  # columns per program
@@ -37,8 +39,9 @@ class BlockTables:
     """
 
     def __init__(self, num_groups: int, num_rows: int, width: int, device: torch.device) -> None:
-        # Kernels may load entries that they do not use, so all entries must be valid blocks.
-        shape = num_groups, num_rows, width
+        # Kernels may load entries that they do not use, so all entries must be valid blocks. The
+        # number of rows is rounded up, so that the table of each group is aligned to 16 bytes.
+        shape = num_groups, cdiv(num_rows, ALIGNMENT) * ALIGNMENT, width
         self.resident, self.step = torch.zeros(2, *shape, dtype=torch.int32, device=device)
 
     def update(self, update: BlockTableUpdate) -> torch.Tensor:

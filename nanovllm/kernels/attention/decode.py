@@ -15,9 +15,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.split_kv import KV_SPLIT_WORDS, max_partial_slots
-from nanovllm.kernels.attention.tiles import LOG2_E, attend, load_tile, online_softmax_step
+from nanovllm.kernels.attention.tiles import (
+    CONSTEXPR_LOG2_E,
+    LOG2_E,
+    attend,
+    load_tile,
+    online_softmax_step,
+    softcap,
+)
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 from nanovllm.utils.triton_compat import pdl_options, tl, triton
@@ -95,6 +103,7 @@ def _decode_kernel(
     new_k_ptr,
     new_v_ptr,
     slot_mapping_ptr,
+    sinks_ptr,
     eps,
     scale_log2e,
     q_stride,
@@ -112,6 +121,8 @@ def _decode_kernel(
     TAIL_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
     COMBINE_ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Computes one KV head and one KV_SPLIT, a row of the schedule.
@@ -123,6 +134,8 @@ def _decode_kernel(
     partial is fp32 [slots, Q_HEADS, HEAD_DIM]. lse is fp32 [slots, Q_HEADS], in base 2. arrived is
     int32 [slots, KV_HEADS]. It counts the finished programs of a sequence at the sequence's first
     slot, and is zero before and after a launch.
+    WINDOW and SOFTCAP are as in ``attend``. The schedule of a layer with a window begins with the
+    tile of the window's first key. Sinks count in the first split.
     """
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     HAS_NORM: tl.constexpr = q_weight_ptr is not None
@@ -144,12 +157,15 @@ def _decode_kernel(
     new_slot = tl.load(slot_mapping_ptr + seq).to(tl.int64)
     has_new = (split == num_splits - 1) & (end > begin)
     cached_end = end - has_new.to(tl.int32)
+    window_begin = tl.maximum(position + 1 - WINDOW, 0) if WINDOW else 0
     pages_ptr = block_tables_ptr + seq * table_stride
     dim = tl.arange(0, BLOCK_D)
     in_head = dim < HEAD_DIM
     KV_STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
     if PREFETCHES:
         is_cached = begin + tl.arange(0, BLOCK_N) < cached_end
+        if WINDOW:
+            is_cached = is_cached & (begin + tl.arange(0, BLOCK_N) >= window_begin)
         mask = is_cached[:, None] & in_head[None, :]
         offset = kv_head * HEAD_DIM + dim
         k = load_tile(
@@ -184,6 +200,9 @@ def _decode_kernel(
         q_other_weight = tl.load(q_weight_ptr + other, mask=index < HEAD_DIM, other=0.0)
         k_weight = tl.load(k_weight_ptr + index, mask=index < HEAD_DIM, other=0.0)
         k_other_weight = tl.load(k_weight_ptr + other, mask=index < HEAD_DIM, other=0.0)
+    if sinks_ptr is not None:
+        sink_mask = row < (split == 0).to(tl.int32) * GROUP
+        sinks = tl.load(sinks_ptr + head, mask=sink_mask, other=-float("inf")) * CONSTEXPR_LOG2_E
     # Everything loaded so far was written before this step began. Kernels of this step write q,
     # new_k and new_v.
     if PDL:
@@ -206,6 +225,8 @@ def _decode_kernel(
             new_k, new_k_other, k_weight, k_other_weight, cos, sin, eps, HEAD_DIM, HAS_NORM
         )
         row_max = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1) * scale_log2e
+        if SOFTCAP is not None:
+            row_max = softcap(row_max, SOFTCAP)
         row_sum += 1.0
         cache_offset = new_slot * KV_STRIDE + kv_head * HEAD_DIM + index
         if new_slot >= 0:
@@ -213,10 +234,17 @@ def _decode_kernel(
             tl.store(v_ptr + cache_offset, new_v, mask=(member == 0)[:, None] & in_head[None, :])
     q = _repeat_rows(q, BLOCK_M)
     row_max = tl.reshape(_repeat_rows(row_max[:, None], BLOCK_M), (BLOCK_M,))
+    if sinks_ptr is not None:
+        _, alpha, row_max, row_sum = online_softmax_step(sinks[:, None], 1.0, row_max, row_sum)
+        acc *= alpha[:, None]
     if PREFETCHES:
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if SOFTCAP is not None:
+            scores = softcap(scores * scale_log2e, SOFTCAP)
         scores = tl.where(is_cached[None, :], scores, -float("inf"))
-        p, alpha, row_max, row_sum = online_softmax_step(scores, scale_log2e, row_max, row_sum)
+        p, alpha, row_max, row_sum = online_softmax_step(
+            scores, 1.0 if SOFTCAP is not None else scale_log2e, row_max, row_sum
+        )
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         begin += BLOCK_N
     if begin < cached_end:
@@ -237,11 +265,15 @@ def _decode_kernel(
             scale_log2e,
             KV_STRIDE,
             KV_STRIDE,
+            window_begin,
+            window_begin,
             PAGE_SIZE,
             False,
             HEAD_DIM,
             BLOCK_N,
             TAIL_N,
+            WINDOW,
+            SOFTCAP,
         )
     safe_sum = tl.where(row_sum > 0, row_sum, 1.0)
     out = acc / safe_sum[:, None]
@@ -284,7 +316,12 @@ def _decode_kernel(
 
 
 def decode_attention(
-    q: Tensor, cache: KVCache, context: Context, scale: float, new: NewKV, arrived: Tensor
+    q: Tensor,
+    cache: KVCache,
+    context: Context,
+    params: AttentionParams,
+    new: NewKV,
+    arrived: Tensor,
 ) -> Tensor:
     """See ``AttentionBackend.decode``.
 
@@ -322,8 +359,9 @@ def decode_attention(
         new.k,
         new.v,
         context.slot_mapping,
+        params.sinks,
         new.rope.eps,
-        scale * LOG2_E,
+        params.scale * LOG2_E,
         q.stride(0),
         new.k.stride(0),
         new.v.stride(0),
@@ -339,6 +377,8 @@ def decode_attention(
         TAIL_N=min(tile.num_keys, 64 if tile.num_warps == 4 else 32),  # tuned on an H200
         BLOCK_G=group,
         COMBINE_ROWS=max(COMBINE_ROWS, group),
+        WINDOW=params.window or 0,
+        SOFTCAP=None if params.softcap is None else params.softcap * LOG2_E,
         num_warps=tile.num_warps,
         num_stages=2,
         **pdl_options(q),

@@ -7,8 +7,9 @@ The query heads that share a KV head are rows of one tile, so their keys and val
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
-from nanovllm.kernels.attention.tiles import LOG2_E, attend
+from nanovllm.kernels.attention.tiles import CONSTEXPR_LOG2_E, LOG2_E, attend
 from nanovllm.utils.context import Context
 from nanovllm.utils.triton_compat import pdl_options, shared_memory, tl, triton
 
@@ -24,6 +25,7 @@ def _prefill_kernel(
     block_tables_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
+    sinks_ptr,
     scale_log2e,
     q_stride,
     k_stride,
@@ -39,13 +41,15 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     TAIL_N: tl.constexpr,
     SCAN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Computes one tile of queries of one sequence and KV head.
 
     Row r of the tile is query token r // GROUP and head r % GROUP of the group. k and v are the
     paged caches [blocks x PAGE_SIZE, KV_HEADS, HEAD_DIM], or the keys and values of the step [N,
-    KV_HEADS, HEAD_DIM] if PAGE_SIZE is 0.
+    KV_HEADS, HEAD_DIM] if PAGE_SIZE is 0. WINDOW and SOFTCAP are as in ``attend``.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -81,6 +85,11 @@ def _prefill_kernel(
 
     first_position = len_k - len_q + tile * TILE
     end = tl.minimum(first_position + TILE, len_k)
+    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if sinks_ptr is not None:
+        row_max = tl.load(sinks_ptr + head) * CONSTEXPR_LOG2_E
+        row_sum += 1.0
     _, row_sum, acc = attend(
         q,
         k_ptr,
@@ -92,17 +101,21 @@ def _prefill_kernel(
         tl.minimum(end, first_position + 1) // BLOCK_N * BLOCK_N,
         end,
         len_k - len_q + token,
-        tl.full([BLOCK_M], -float("inf"), tl.float32),
-        tl.zeros([BLOCK_M], tl.float32),
+        row_max,
+        row_sum,
         tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
         scale_log2e,
         k_stride,
         v_stride,
+        tl.maximum(first_position + 1 - WINDOW, 0) if WINDOW else 0,
+        end - WINDOW if WINDOW else 0,
         PAGE_SIZE,
         True,
         HEAD_DIM,
         BLOCK_N,
         TAIL_N,
+        WINDOW,
+        SOFTCAP,
     )
     out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     out_row = (q_start + token).to(tl.int64) * Q_HEADS + head
@@ -114,7 +127,7 @@ def _prefill_kernel(
 
 
 def prefill_attention(
-    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, context: Context, scale: float
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, context: Context, params: AttentionParams
 ) -> Tensor:
     """See ``AttentionBackend.prefill``."""
     q_heads, head_dim = q.shape[1:]
@@ -141,7 +154,8 @@ def prefill_attention(
         tables,
         context.cu_seqlens_q,
         context.cu_seqlens_k,
-        scale * LOG2_E,
+        params.sinks,
+        params.scale * LOG2_E,
         q.stride(0),
         k.stride(0),
         v.stride(0),
@@ -156,6 +170,8 @@ def prefill_attention(
         BLOCK_N=block_n,
         TAIL_N=min(block_n, 64),
         SCAN=SCAN,
+        WINDOW=params.window or 0,
+        SOFTCAP=None if params.softcap is None else params.softcap * LOG2_E,
         num_warps=4 if wide or is_fp32 else 8,
         num_stages=3 if large_tiles else 2,
         **pdl_options(q),

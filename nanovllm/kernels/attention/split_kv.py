@@ -42,7 +42,11 @@ def max_partial_slots(kv_heads: int, num_programs: int) -> int:
 
 
 def make_split_kv_schedule(
-    context_lens: np.ndarray, kv_heads: int, tile: int, num_programs: int
+    context_lens: np.ndarray,
+    kv_heads: int,
+    tile: int,
+    num_programs: int,
+    window: int | None = None,
 ) -> np.ndarray:
     """Splits contexts at multiples of ``tile``, so that about ``num_programs`` programs run.
 
@@ -51,16 +55,21 @@ def make_split_kv_schedule(
         kv_heads: number of programs per split.
         tile: tokens that a program reads at a time.
         num_programs: target number of programs.
+        window: the number of last tokens that are read; None for all. Each context begins with the
+            tile of the window's first token.
 
     Returns:
         int32 [max_num_splits, KV_SPLIT_WORDS], a KV_SPLIT per row, the longest first. The number of
         rows depends only on the number of sequences, so a CUDA graph can replay the launch.
     """
-    num_seqs = len(context_lens)
-    target = max(cdiv(int(context_lens.sum()), cdiv(num_programs, kv_heads)), 1)
-    num_splits = np.maximum(-(-context_lens // target), 1)
-    length = np.maximum(-(-context_lens // (num_splits * tile)) * tile, tile)
-    num_splits = np.maximum(-(-context_lens // length), 1)  # longer splits: fewer may suffice
+    num_seqs, first = len(context_lens), np.zeros_like(context_lens)
+    if window is not None:
+        first = np.maximum(context_lens - window, 0) // tile * tile
+    lens = context_lens - first
+    target = max(cdiv(int(lens.sum()), cdiv(num_programs, kv_heads)), 1)
+    num_splits = np.maximum(-(-lens // target), 1)
+    length = np.maximum(-(-lens // (num_splits * tile)) * tile, tile)
+    num_splits = np.maximum(-(-lens // length), 1)  # longer splits: fewer may suffice
     seq = np.repeat(np.arange(num_seqs), num_splits)
     split = np.arange(len(seq)) - np.repeat(num_splits.cumsum() - num_splits, num_splits)
     num_slots = np.where(num_splits > 1, num_splits, 0)
@@ -68,7 +77,7 @@ def make_split_kv_schedule(
     used = schedule[: len(seq)]
     used["seq"], used["split"], used["num_splits"] = seq, split, num_splits[seq]
     used["first_slot"] = (num_slots.cumsum() - num_slots)[seq]
-    used["begin"] = split * length[seq]
+    used["begin"] = first[seq] + split * length[seq]
     used["end"] = np.minimum(used["begin"] + length[seq], context_lens[seq])
     used[:] = used[np.argsort(used["begin"] - used["end"], kind="stable")]
     return schedule.view(np.int32).reshape(-1, KV_SPLIT_WORDS)

@@ -10,6 +10,7 @@ Here the blocks of the KV cache are called pages, because BLOCK_M and BLOCK_N ar
 from nanovllm.utils.triton_compat import tl, triton
 
 LOG2_E = 1.4426950408889634
+CONSTEXPR_LOG2_E = tl.constexpr(LOG2_E)  # for kernels
 
 
 @triton.jit
@@ -30,11 +31,15 @@ def attend(
     scale_log2e,
     k_stride,
     v_stride,
+    window_begin,
+    window_full,
     PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TAIL_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """Lets the rows of q attend to keys [begin, end).
 
@@ -42,31 +47,52 @@ def attend(
     BLOCK_N. Keys from ``middle`` on, in tiles of TAIL_N, are masked by ``end`` and, if CAUSAL, by
     the ``position`` of each row. PAGE_SIZE is 0 for keys and values that are not paged.
 
+    WINDOW is the number of keys that a row attends to, or 0 for all. With a window, keys before
+    ``window_begin`` are not read, keys from ``window_full`` up to ``middle`` need no mask, and
+    ``begin`` and ``middle`` are multiples of BLOCK_N. SOFTCAP is the softcap of logits in base 2,
+    or None.
+
     Returns the updated ``row_max``, ``row_sum`` and ``acc``, the sum of weighted values.
     """
     dim = tl.arange(0, q.shape[1])
-    for MASKED in tl.static_range(2):
-        first = middle if MASKED else begin
-        for n in tl.range(first, end if MASKED else middle, TAIL_N if MASKED else BLOCK_N):
-            key = n + tl.arange(0, TAIL_N if MASKED else BLOCK_N)
+    full = begin
+    tail = middle
+    if WINDOW:
+        full = tl.maximum(begin, tl.minimum(tl.cdiv(window_full, BLOCK_N) * BLOCK_N, middle))
+        begin = tl.maximum(begin, window_begin // TAIL_N * TAIL_N)
+        tail = tl.maximum(begin, middle)
+    for PART in tl.static_range(0 if WINDOW else 1, 3):  # the window's start, the middle, the end
+        first = tail if PART == 2 else full if PART == 1 else begin
+        last = end if PART == 2 else middle if PART == 1 else full
+        for n in tl.range(first, last, BLOCK_N if PART == 1 else TAIL_N):
+            key = n + tl.arange(0, BLOCK_N if PART == 1 else TAIL_N)
             kv_mask = (dim < HEAD_DIM)[None, :]
-            if MASKED:
-                kv_mask = (key < end)[:, None] & kv_mask
+            if PART != 1:
+                exists = key < end
+                if WINDOW:
+                    exists = exists & (key >= window_begin)
+                kv_mask = exists[:, None] & kv_mask
             offset = kv_head * HEAD_DIM + dim
             k = load_tile(
                 k_ptr, k_stride, offset, kv_mask, n, end, pages_ptr, k_start, PAGE_SIZE,
-                TAIL_N if MASKED else BLOCK_N,
+                BLOCK_N if PART == 1 else TAIL_N,
             )  # fmt: skip
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            if MASKED:
-                visible = (key < end)[None, :]
+            if SOFTCAP is not None:
+                scores = softcap(scores * scale_log2e, SOFTCAP)
+            if PART != 1:
+                visible = exists[None, :]
                 if CAUSAL:
                     visible = visible & (key[None, :] <= position[:, None])
+                    if WINDOW:
+                        visible = visible & (key[None, :] > position[:, None] - WINDOW)
                 scores = tl.where(visible, scores, -float("inf"))
-            p, alpha, row_max, row_sum = online_softmax_step(scores, scale_log2e, row_max, row_sum)
+            p, alpha, row_max, row_sum = online_softmax_step(
+                scores, 1.0 if SOFTCAP is not None else scale_log2e, row_max, row_sum
+            )
             v = load_tile(
                 v_ptr, v_stride, offset, kv_mask, n, end, pages_ptr, k_start, PAGE_SIZE,
-                TAIL_N if MASKED else BLOCK_N,
+                BLOCK_N if PART == 1 else TAIL_N,
             )  # fmt: skip
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return row_max, row_sum, acc
@@ -93,6 +119,19 @@ def load_tile(
         slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
         tile = ptr + slot[:, None] * stride + offset[None, :]
     return tl.load(tile, mask=mask, other=0.0)
+
+
+@triton.jit
+def softcap(logits, SOFTCAP: tl.constexpr):
+    """Returns SOFTCAP * tanh(logits / SOFTCAP)."""
+    x = logits * (1.0 / SOFTCAP)
+    square = x * x
+    # Near 0, where the difference below cancels, a polynomial with a relative error of 1e-7.
+    odd = -0.05387395 + square * (0.02111096 + square * -0.00626912)
+    odd = -0.3333333 + square * (0.13332915 + square * odd)
+    large = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2 * CONSTEXPR_LOG2_E)) + 1.0)
+    large = tl.where(x < 0, -large, large)
+    return SOFTCAP * tl.where(tl.abs(x) < 0.6, x + x * square * odd, large)
 
 
 @triton.jit

@@ -19,22 +19,12 @@ class TritonAttention(AttentionBackend):
 
     name = "triton"
     fuses_rope = True
-    features = frozenset()
 
     def __init__(self) -> None:
         # Counters of the decode kernel. Launches can share them, because steps run in order.
         self._arrived: Tensor | None = None
 
-    def prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: KVCache,
-        context: Context,
-        params: AttentionParams,
-    ) -> Tensor:
-        return prefill_attention(q, k, v, cache, context, _only_scale(params))
+    prefill = staticmethod(prefill_attention)
 
     def split_kv(
         self,
@@ -45,7 +35,9 @@ class TritonAttention(AttentionBackend):
         window: int | None = None,
     ) -> np.ndarray:
         tile = decode_tile(len(context_lens), kv_heads, head_dim, dtype)
-        return make_split_kv_schedule(context_lens, kv_heads, tile.num_keys, tile.num_programs)
+        return make_split_kv_schedule(
+            context_lens, kv_heads, tile.num_keys, tile.num_programs, window
+        )
 
     def decode(
         self,
@@ -59,10 +51,4 @@ class TritonAttention(AttentionBackend):
         if self._arrived is None:
             size = num_arrival_counters(cache.k.size(2))
             self._arrived = torch.zeros(size, dtype=torch.int32, device=q.device)
-        return decode_attention(q, cache, context, _only_scale(params), new, self._arrived)
-
-
-def _only_scale(params: AttentionParams) -> float:
-    if params != AttentionParams(params.scale):
-        raise NotImplementedError("attention with a window, a softcap or sinks")
-    return params.scale
+        return decode_attention(q, cache, context, params, new, self._arrived)

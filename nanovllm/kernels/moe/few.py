@@ -1,0 +1,165 @@
+"""Experts' MLPs for a few tokens, one GEMV per assignment, without sorting.
+
+With few tokens nearly every assignment has an expert of its own, so it costs nothing to compute
+each by itself, on the CUDA cores as in ``gemm/skinny.py``. Two assignments of one expert, which are
+computed at the same time, read its weights once from memory and once from the L2 cache. The second
+kernel adds the k experts of a token and the residual in registers.
+"""
+
+import torch
+
+from nanovllm.kernels.moe.activation import gated_activation
+from nanovllm.kernels.moe.mix import Experts
+from nanovllm.kernels.moe.route import Routing
+from nanovllm.utils.triton_compat import pdl_options, tl, triton
+
+# BLOCK_N, BLOCK_K and num_warps of both kernels, chosen like the skinny GEMMs' and not measured
+# yet. For Qwen3-30B-A3B (hidden 2048, top 8, 768 columns) and one token: gate and up are 8 x 384
+# programs that read 2 x 2 rows of 4 KB, and down 512 programs that read 4 rows of 1.5 KB of each of
+# 8 experts, 23 and 4 programs for each of 132 multiprocessors.
+GATE_UP_CONFIG = 2, 1024, 4
+DOWN_CONFIG = 4, 1024, 4
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    experts_ptr,
+    bias_ptr,
+    out_features,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Row a of the result is SwiGLU(x[a // TOP_K] W^T) of the assignment's expert."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    assignment = tl.program_id(1)
+    expert = tl.load(experts_ptr + assignment).to(tl.int64)
+    feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_weight = feature < out_features
+    gate_ptr = weight_ptr + (expert * 2 * out_features + feature)[:, None] * WIDTH
+    up_ptr = gate_ptr + out_features.to(tl.int64) * WIDTH
+    x_ptr += (assignment // TOP_K).to(tl.int64) * WIDTH
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for start in tl.static_range(0, WIDTH, BLOCK_K):
+        column = start + tl.arange(0, BLOCK_K)
+        mask = in_weight[:, None] & (column < WIDTH)[None, :]
+        gate = tl.load(gate_ptr + column[None, :], mask=mask, other=0.0)
+        up = tl.load(up_ptr + column[None, :], mask=mask, other=0.0)
+        x = tl.load(x_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        acc += gate.to(tl.float32) * x[None, :]
+        up_acc += up.to(tl.float32) * x[None, :]
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    gate_sum, up_sum = tl.sum(acc, axis=1), tl.sum(up_acc, axis=1)
+    if bias_ptr is not None:
+        bias_ptr += expert * 2 * out_features + feature
+        gate_sum += tl.load(bias_ptr, mask=in_weight, other=0.0).to(tl.float32)
+        up_sum += tl.load(bias_ptr + out_features, mask=in_weight, other=0.0).to(tl.float32)
+    out = gated_activation(gate_sum, up_sum, LIMIT, ALPHA, dtype)
+    address = out_ptr + assignment.to(tl.int64) * out_features + feature
+    tl.store(address, out.to(dtype), mask=in_weight)
+
+
+@triton.jit
+def _down_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    experts_ptr,
+    scales_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_features,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Row t of the result is the residual plus the sum of x[a] W^T times its scale over the
+    assignments a of token t."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(1)
+    feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_weight = feature < out_features
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    bias = tl.zeros([BLOCK_N], tl.float32)
+    for i in tl.static_range(TOP_K):
+        assignment = token * TOP_K + i
+        expert = tl.load(experts_ptr + assignment).to(tl.int64)
+        scale = tl.load(scales_ptr + assignment)
+        if bias_ptr is not None:
+            address = bias_ptr + expert * out_features + feature
+            bias += tl.load(address, mask=in_weight, other=0.0).to(tl.float32) * scale
+        row_ptr = weight_ptr + (expert * out_features + feature)[:, None] * WIDTH
+        for start in tl.static_range(0, WIDTH, BLOCK_K):
+            column = start + tl.arange(0, BLOCK_K)
+            mask = in_weight[:, None] & (column < WIDTH)[None, :]
+            weight = tl.load(row_ptr + column[None, :], mask=mask, other=0.0)
+            address = x_ptr + assignment.to(tl.int64) * WIDTH + column
+            x = tl.load(address, mask=column < WIDTH, other=0.0).to(tl.float32) * scale
+            acc += weight.to(tl.float32) * x[None, :]
+    out = tl.sum(acc, axis=1) + bias
+    address = token.to(tl.int64) * out_features + feature
+    if residual_ptr is not None:
+        out += tl.load(residual_ptr + address, mask=in_weight, other=0.0).to(tl.float32)
+    tl.store(out_ptr + address, out.to(out_ptr.dtype.element_ty), mask=in_weight)
+
+
+def mix_few(
+    x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """``mix_reference`` for a few tokens."""
+    _, hidden, width = experts.down.shape
+    num_tokens, top_k = routing.experts.shape
+    gate_up, down = experts.gate_up, experts.down
+    assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
+    assert residual is None or residual.is_contiguous()
+    inner = x.new_empty(num_tokens * top_k, width)
+    block_n, block_k, num_warps = GATE_UP_CONFIG
+    _gate_up_kernel[(triton.cdiv(width, block_n), len(inner))](
+        x,
+        gate_up,
+        inner,
+        routing.experts,
+        experts.gate_up_bias,
+        width,
+        WIDTH=hidden,
+        TOP_K=top_k,
+        LIMIT=experts.limit,
+        ALPHA=experts.alpha,
+        BLOCK_N=block_n,
+        BLOCK_K=min(block_k, triton.next_power_of_2(hidden)),
+        num_warps=num_warps,
+        **pdl_options(x),
+    )
+    out = torch.empty_like(x)
+    block_n, block_k, num_warps = DOWN_CONFIG
+    _down_kernel[(triton.cdiv(hidden, block_n), num_tokens)](
+        inner,
+        down,
+        out,
+        routing.experts,
+        routing.weights,
+        experts.down_bias,
+        residual,
+        hidden,
+        WIDTH=width,
+        TOP_K=top_k,
+        BLOCK_N=block_n,
+        BLOCK_K=min(block_k, triton.next_power_of_2(width)),
+        num_warps=num_warps,
+        **pdl_options(x),
+    )
+    return out

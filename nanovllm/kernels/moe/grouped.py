@@ -1,0 +1,235 @@
+"""Grouped GEMMs: the rows of each expert times that expert's weight, for any number of tokens.
+
+The first GEMM gathers its rows from x and applies SwiGLU to gate and up. The second multiplies each
+row by its routing weight, and scatters it to the row of its assignment. A third kernel adds the k
+rows of each token in their order. Atomic additions would save its traffic, but their order, and so
+the result's last bits, would change from run to run.
+
+As in ``gemm/tiled.py``, features are the M dimension of the matmul, and rows of x the N dimension,
+which may be as small as 8.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.kernels.moe.activation import gated_activation
+from nanovllm.kernels.moe.mix import Experts
+from nanovllm.kernels.moe.route import Routing
+from nanovllm.kernels.moe.sort import Groups, sort_triton
+from nanovllm.utils.triton_compat import pdl_options, shared_memory, tl, triton
+
+
+class Tile(NamedTuple):
+    """Sizes of a program's tile: rows (BLOCK_M), features (BLOCK_N, of gate and of up each in the
+    first GEMM), columns per step (BLOCK_K), pipeline stages and warps."""
+
+    rows: int
+    features: int
+    columns: int
+    stages: int
+    warps: int
+
+
+# By the mean number of rows of an expert: the first entry that has as many or more. Not measured
+# yet. The reasoning is for Qwen3-30B-A3B (hidden 2048, 128 experts, top 8, 768 columns) on an H200
+# with 132 multiprocessors, 4.8 TB/s and 800 TFLOP/s, so that a weight pays off after about 170
+# rows.
+# - Up to 48 rows (768 tokens) reading weights is all that counts: 6.3 MB an expert for gate and up
+#   and 3.1 MB for down. A tile has to have all rows of its expert, or the weights are read again,
+#   from the L2 cache at best. The rows of an expert vary by about the root of their mean, so
+#   the tile is twice the mean. 4.8 TB/s at a latency of 0.8 us need 3.8 MB in flight, 29 KB a
+#   multiprocessor. A step of 64 features of gate and up with 64 columns loads 16 KB of weights;
+#   with 4 stages, 3 of which are in flight, and two programs a multiprocessor it is three times as
+#   much. The grid is 128 x 12 programs for gate and up, 128 x 32 for down: 5 waves or more.
+# - Above it, tensor cores count: a tile of 128 rows and 128 features of gate and of up has 2 x 128
+#   x 128 sums, 128 registers a thread with 8 warps, and loads (256 + 128) x 64 x 2 = 48 KB a
+#   step, 3 steps in 144 KB. 16,384 tokens have 1,024 rows an expert: 8 tiles, 6 x 8 x 128 programs.
+TILES: dict[int, Tile] = {
+    8: Tile(16, 64, 64, 4, 4),
+    16: Tile(32, 64, 64, 4, 4),
+    48: Tile(64, 64, 64, 4, 4),
+    1 << 31: Tile(128, 128, 64, 3, 8),
+}
+FP32_TILE = Tile(16, 32, 32, 2, 4)  # whose matmuls run on the CUDA cores
+
+
+def choose_tile(num_assignments: int, weight: torch.Tensor) -> Tile:
+    """Returns the tile of both GEMMs for a weight [E, ..., ...]. It has fewer stages where shared
+    memory is small, as on consumer GPUs."""
+    if weight.dtype is torch.float32:
+        return FP32_TILE
+    mean_rows = num_assignments / len(weight)
+    tile = next(tile for rows, tile in TILES.items() if mean_rows <= rows)
+    stage_bytes = (tile.rows + 2 * tile.features) * tile.columns * weight.itemsize
+    most_stages = max(1, shared_memory(weight.device) // stage_bytes)
+    return tile._replace(stages=min(tile.stages, most_stages))
+
+
+@triton.jit
+def _grouped_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    order_ptr,
+    tiles_ptr,
+    num_tiles_ptr,
+    scales_ptr,
+    bias_ptr,
+    out_features,
+    width,
+    TOP_K: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Computes one tile of a grouped GEMM.
+
+    With GATED, row r of the result is SwiGLU(x[order[r] // TOP_K] W^T), W [E, 2 out, width].
+    Otherwise row order[r] of the result is x[r] W^T times its scale, W [E, out, width]. The bias is
+    added to the products with W.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    tile = tl.program_id(1)
+    if tile >= tl.load(num_tiles_ptr):
+        return
+    expert = tl.load(tiles_ptr + 3 * tile)
+    row = tl.load(tiles_ptr + 3 * tile + 1) + tl.arange(0, BLOCK_M)
+    end = tl.load(tiles_ptr + 3 * tile + 2)
+    in_group = row < end
+    row = tl.minimum(row, end - 1)  # rows past the end repeat the last one, and are not stored
+    assignment = tl.load(order_ptr + row)
+    source = assignment // TOP_K if GATED else row
+    feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Features past the end repeat the last one, too.
+    clamped = tl.minimum(feature, out_features - 1)
+    column = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + source.to(tl.int64)[None, :] * width + column[:, None]
+    PARTS: tl.constexpr = 2 if GATED else 1
+    weight_ptr += expert.to(tl.int64) * PARTS * out_features * width
+    gate_ptrs = weight_ptr + clamped[:, None] * width + column[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(0, width, BLOCK_K, num_stages=STAGES):
+        mask = column < width - start
+        x = tl.load(x_ptrs + start, mask=mask[:, None], other=0.0)
+        weight = tl.load(gate_ptrs + start, mask=mask[None, :], other=0.0)
+        acc = tl.dot(weight, x, acc, input_precision="ieee")
+        if GATED:
+            up_ptrs = gate_ptrs + out_features * width
+            weight = tl.load(up_ptrs + start, mask=mask[None, :], other=0.0)
+            up_acc = tl.dot(weight, x, up_acc, input_precision="ieee")
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if bias_ptr is not None:
+        bias_ptr += expert * PARTS * out_features + clamped
+        acc += tl.load(bias_ptr).to(tl.float32)[:, None]
+        if GATED:
+            up_acc += tl.load(bias_ptr + out_features).to(tl.float32)[:, None]
+    if GATED:
+        acc = gated_activation(acc, up_acc, LIMIT, ALPHA, dtype)
+    else:
+        acc *= tl.load(scales_ptr + assignment)[None, :]
+    target = row if GATED else assignment
+    address = out_ptr + target.to(tl.int64)[None, :] * out_features + feature[:, None]
+    mask = in_group[None, :] & (feature < out_features)[:, None]
+    tl.store(address, acc.to(dtype), mask=mask)
+
+
+@triton.jit
+def _sum_kernel(
+    parts_ptr,
+    residual_ptr,
+    out_ptr,
+    width,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Adds the TOP_K rows of each token, and the residual."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(TOP_K):
+        part = tl.load(parts_ptr + (token * TOP_K + i) * width + column, mask=mask, other=0.0)
+        total += part.to(tl.float32)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + token * width + column, mask=mask, other=0.0)
+        total += residual.to(tl.float32)
+    tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def mix_grouped(
+    x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """``mix_reference`` as grouped GEMMs."""
+    _, hidden, width = experts.down.shape
+    num_tokens, top_k = routing.experts.shape
+    gate_up, down = experts.gate_up, experts.down
+    assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
+    assert residual is None or residual.is_contiguous()
+    tile = choose_tile(num_tokens * top_k, down)
+    groups = sort_triton(routing, tile.rows)
+    inner = x.new_empty(num_tokens * top_k, width)
+    activation = experts.limit, experts.alpha
+    _multiply(x, gate_up, experts.gate_up_bias, inner, groups, tile, top_k, None, activation)
+    parts = x.new_empty(num_tokens * top_k, hidden)
+    scales = routing.weights
+    _multiply(inner, down, experts.down_bias, parts, groups, tile, top_k, scales, activation)
+    out = x.new_empty(num_tokens, hidden)
+    block = min(1024, triton.next_power_of_2(hidden))
+    _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
+        parts,
+        residual,
+        out,
+        hidden,
+        TOP_K=top_k,
+        BLOCK=block,
+        num_warps=max(1, block // 256),
+        **pdl_options(x),
+    )
+    return out
+
+
+def _multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    groups: Groups,
+    tile: Tile,
+    top_k: int,
+    scales: torch.Tensor | None,
+    activation: tuple[float | None, float],
+) -> None:
+    features = out.size(1)
+    _grouped_kernel[(triton.cdiv(features, tile.features), len(groups.tiles))](
+        x,
+        weight,
+        out,
+        *groups,
+        scales,
+        bias,
+        features,
+        x.size(1),
+        TOP_K=top_k,
+        LIMIT=activation[0],
+        ALPHA=activation[1],
+        GATED=scales is None,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.features,
+        BLOCK_K=tile.columns,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+        **pdl_options(x),
+    )

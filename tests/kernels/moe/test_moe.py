@@ -1,0 +1,220 @@
+"""The kernels of mixtures of experts against their references, and these against plain loops."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm.kernels.moe import few, grouped
+from nanovllm.kernels.moe.few import mix_few
+from nanovllm.kernels.moe.grouped import Tile, mix_grouped
+from nanovllm.kernels.moe.mix import Experts, mix_reference
+from nanovllm.kernels.moe.route import Routing, chunk_size, route_reference, route_triton
+from nanovllm.kernels.moe.sort import max_tiles, sort_reference, sort_triton
+from tests.kernels.conftest import DEVICE
+from tests.kernels.oracle import assert_as_good_as_eager, poisoned
+
+slow = pytest.mark.slow
+SHAPES = [  # tokens, experts, top_k
+    (1, 8, 2),
+    (5, 5, 5),
+    (33, 128, 8),
+    pytest.param(300, 60, 4, marks=slow),
+    pytest.param(1500, 12, 3, marks=slow),
+    pytest.param(16384, 128, 8, marks=slow),
+]
+
+
+def assert_same_routing(found: Routing, expected: Routing) -> None:
+    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-6)
+    for ours, reference in zip(found[1:], expected[1:], strict=True):
+        assert torch.equal(ours, reference)
+
+
+@pytest.mark.parametrize("norm_topk_prob", [False, True])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), SHAPES)
+def test_route(num_tokens, num_experts, top_k, norm_topk_prob, dtype, monkeypatch):
+    logits = torch.randn(num_tokens, num_experts).to(dtype).to(DEVICE)
+    expected = route_reference(logits, top_k, norm_topk_prob)
+    probs = logits.float().softmax(-1)
+    plain, _ = probs.topk(top_k)
+    if norm_topk_prob:
+        plain /= plain.sum(-1, keepdim=True)
+    torch.testing.assert_close(expected.weights, plain)
+    size = chunk_size(num_tokens, num_experts)
+    for chunk, experts in enumerate(expected.experts.split(size)[:20]):
+        flat = experts.flatten().tolist()
+        ranks = [flat[:i].count(expert) for i, expert in enumerate(flat)]
+        assert expected.ranks[chunk * size :][:size].flatten().tolist() == ranks
+        assert expected.counts[chunk].tolist() == [flat.count(i) for i in range(num_experts)]
+    poisoned(monkeypatch)
+    assert_same_routing(route_triton(logits, top_k, norm_topk_prob), expected)
+
+
+def test_of_equal_logits_the_lower_index_is_first():
+    logits = torch.tensor([[1.0, 3, 2, 3, 3, 2], [0.0, -0.0, 0, 0, -1, 0], [-9.0] * 6])
+    for route in (route_reference, route_triton):
+        routing = route(logits.to(DEVICE), 4, False)
+        assert routing.experts.tolist() == [[1, 3, 4, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
+
+
+def test_invalid_logits_give_indices_of_experts():
+    """Else a NaN would make the GEMMs read memory out of bounds."""
+    inf, nan = torch.inf, torch.nan
+    logits = torch.tensor([[nan] * 6, [-inf] * 6, [inf, nan, -inf, 0, inf, -nan]])
+    routing = route_triton(logits.to(DEVICE), 4, True)
+    for experts in routing.experts.tolist():
+        assert len({*experts}) == 4 and {*experts} <= {*range(6)}
+    assert routing.counts.sum() == 12
+
+
+def make_routing(experts: torch.Tensor, num_experts: int) -> Routing:
+    """A routing to the experts [N, k], which differ within a row."""
+    top_k = experts.size(1)
+    logits = torch.zeros(len(experts), num_experts)
+    logits.scatter_(1, experts, torch.arange(2.0 * top_k, top_k, -1).expand_as(experts))
+    return route_reference(logits.to(DEVICE), top_k, True)
+
+
+def routings() -> dict[str, Routing]:
+    random = torch.rand(70, 12).argsort(-1)[:, :3]
+    return {
+        "one-token": make_routing(torch.tensor([[3, 1]]), 4),
+        "spread": make_routing(random, 12),
+        "empty-experts": make_routing(random[:20] % 4 + torch.tensor([0, 4, 8]), 40),
+        "all-to-one": make_routing(torch.full((37, 1), 2), 5),
+        "all-to-all": make_routing(torch.arange(4).repeat(9, 1), 4),
+    }
+
+
+@pytest.mark.parametrize("block_m", [1, 16, 64])
+@pytest.mark.parametrize("name", routings())
+def test_sort(name, block_m, monkeypatch):
+    routing = routings()[name]
+    expected = sort_reference(routing, block_m)
+    count = int(expected.num_tiles)
+    assert count <= len(expected.tiles)
+    experts = routing.experts.flatten()[expected.order.long()]
+    covered = []
+    for expert, start, end in expected.tiles[:count].tolist():
+        assert start % block_m == 0 or experts[start - 1] != expert or block_m < end
+        rows = range(start, min(start + block_m, end))
+        assert rows and (experts[start:end] == expert).all()
+        assert end == len(experts) or experts[end] != expert
+        covered += rows
+    assert covered == [*range(len(experts))]
+    poisoned(monkeypatch)
+    found = sort_triton(routing, block_m)
+    assert torch.equal(found.order, expected.order) and int(found.num_tiles) == count
+    assert torch.equal(found.tiles[:count], expected.tiles[:count])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 100, pytest.param(16384, marks=slow)])
+def test_sort_in_many_chunks(num_tokens):
+    routing = route_reference(torch.randn(num_tokens, 128, device=DEVICE), 8, True)
+    found, expected = sort_triton(routing, 32), sort_reference(routing, 32)
+    assert torch.equal(found.order, expected.order)
+    count = int(expected.num_tiles)
+    assert torch.equal(found.tiles[:count], expected.tiles[:count])
+
+
+def test_the_most_tiles():
+    """Brute force over all counts of 3 experts."""
+    for total in range(1, 12):
+        for size in range(1, 6):
+            counts = [(a, b, total - a - b) for a in range(total + 1) for b in range(total - a + 1)]
+            most = max(sum(-(-count // size) for count in each) for each in counts)
+            assert most <= max_tiles(total, 3, size) <= most + 1
+
+
+def make(routing: Routing, hidden: int, columns: int, dtype: torch.dtype, has_biases: bool):
+    num_experts, num_tokens = routing.counts.size(1), len(routing.experts)
+    shapes = {
+        "x": (num_tokens, hidden),
+        "gate_up": (num_experts, 2 * columns, hidden),
+        "down": (num_experts, hidden, columns),
+        "residual": (num_tokens, hidden),
+        **({"gate_up_bias": (num_experts, 2 * columns)} if has_biases else {}),
+        **({"down_bias": (num_experts, hidden)} if has_biases else {}),
+    }
+    scales = {"gate_up": hidden**-0.5, "down": columns**-0.5}
+    tensors = {
+        name: (torch.randn(shape) * scales.get(name, 1.0)).to(dtype).to(DEVICE)
+        for name, shape in shapes.items()
+    }
+    return tensors.pop("x"), tensors.pop("residual"), Experts(**tensors)
+
+
+def check_mix(mix, routing: Routing, hidden: int, columns: int, dtype: torch.dtype, monkeypatch):
+    """Against eager PyTorch, both compared with fp64."""
+    for has_biases in (False, True):
+        x, residual, experts = make(routing, hidden, columns, dtype, has_biases)
+        if has_biases:
+            experts = experts._replace(limit=0.7, alpha=1.7)
+        added = residual if has_biases else None
+        eager = mix_reference(x, experts, routing, added)
+        exact = mix_reference(
+            x.double(),
+            Experts(*(t.double() if isinstance(t, torch.Tensor) else t for t in experts)),
+            routing._replace(weights=routing.weights.double()),
+            None if added is None else added.double(),
+        )
+        with monkeypatch.context() as context:
+            poisoned(context)
+            ours = mix(x, experts, routing, added)
+        assert_as_good_as_eager(ours, eager, exact)
+
+
+CHOSEN = ("one-token", "all-to-one", "empty-experts")  # the interpreter takes its time
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in CHOSEN else slow) for name in routings()]
+)
+def test_grouped_gemms(name, dtype, monkeypatch):
+    tile = Tile(16, 32, 16, 2, 4)
+    monkeypatch.setattr(grouped, "choose_tile", lambda *_: tile)
+    check_mix(mix_grouped, routings()[name], 40, 24, dtype, monkeypatch)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, pytest.param(16, marks=slow)])
+def test_few_tokens(num_tokens, dtype, monkeypatch):
+    """With sizes that no tile divides."""
+    monkeypatch.setattr(few, "GATE_UP_CONFIG", (8, 64, 4))
+    monkeypatch.setattr(few, "DOWN_CONFIG", (16, 32, 4))
+    routing = make_routing(torch.rand(num_tokens, 6).argsort(-1)[:, :2], 6)
+    check_mix(mix_few, routing, 100, 50, dtype, monkeypatch)
+
+
+@slow
+@pytest.mark.parametrize("num_tokens", [1, 2, 17, 300, 1100])
+def test_the_tiles_of_the_table(num_tokens, dtype, monkeypatch):
+    """With sizes that no tile divides."""
+    routing = route_reference(torch.randn(num_tokens, 8, device=DEVICE), 3, True)
+    check_mix(mix_grouped, routing, 152, 168, dtype, monkeypatch)
+
+
+@slow
+def test_many_tokens(monkeypatch):
+    routing = route_reference(torch.randn(16384, 4, device=DEVICE), 1, True)
+    check_mix(mix_grouped, routing, 16, 8, torch.float16, monkeypatch)
+
+
+@slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("target", ["80 163", "89 99", "90 227", "100 227", "120 99"])
+def test_compiles_for_every_generation(target, tmp_path):
+    program = Path(__file__).with_name("compile_for.py")
+    root = str(program.parents[3])
+    result = subprocess.run(
+        [sys.executable, str(program), *target.split()],
+        env={**os.environ, "PYTHONPATH": root, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "launches of 6 kernels" in result.stdout
