@@ -99,7 +99,7 @@ def is_valid(model_type: str, config: dict[str, Any]) -> bool:
         return scaling.get("rope_type", scaling.get("type", "default")) == "default"
     if model_type in ("gemma3_text", "olmo3") and "rope_parameters" in config and scaling:
         return "rope_scaling" not in config
-    windowed = model_type in ("gemma2", "gemma3_text", "olmo3")
+    windowed = model_type in ("gemma2", "gemma3_text", "gpt_oss", "olmo3")
     return not windowed or config.get("sliding_window", 1) is not None
 
 
