@@ -29,6 +29,7 @@ MODELS = [
     "ministral3",
     "gemma2",
     "gemma3",
+    "gemma3-vision",
     "olmo2",
     "olmo3",
     "granite",
