@@ -16,6 +16,7 @@ from nanovllm.config import MAX_INT32, Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_runner import ModelRunner, NoGraphs
 from nanovllm.kernels.attention.backend import AttentionShape, select_attention_backend
+from nanovllm.kernels.attention.base import ALL_FEATURES
 from nanovllm.kernels.attention.block_tables import BlockTables
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.layers.attention import Attention
@@ -193,6 +194,7 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
         config.kvcache_block_size,
         runner.dtype,
         device,
+        attention_features(model_config),
     )
     runner.backend = select_attention_backend(config.attention_backend, shape)
     timed("attention backend")
@@ -260,6 +262,12 @@ def load_weights(runner: ModelRunner, checkpoint: Checkpoint) -> None:
     for module in runner.model.modules():
         if isinstance(module, (LinearBase, ParallelLMHead)):
             module.pack()
+
+
+def attention_features(model_config: ModelConfig) -> frozenset[str]:
+    """Returns which of windows, softcaps and sinks some layer uses, by their names."""
+    specs = [layer.attention for layer in model_config.layers]
+    return frozenset(name for name in ALL_FEATURES if any(getattr(spec, name) for spec in specs))
 
 
 def group_layers(windows: list[int | None]) -> dict[tuple[int, ...], int | None]:
