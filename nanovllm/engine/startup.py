@@ -16,7 +16,6 @@ from nanovllm.config import MAX_INT32, Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_runner import ModelRunner, NoGraphs
 from nanovllm.kernels.attention.backend import AttentionShape, select_attention_backend
-from nanovllm.kernels.attention.base import ALL_FEATURES
 from nanovllm.kernels.attention.block_tables import BlockTables
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.layers.attention import Attention
@@ -115,24 +114,17 @@ def start_up(config: Config) -> StartedModel:
 
 
 def resolve_max_model_len(max_model_len: int | None, model: ModelConfig) -> int:
-    """Returns the maximum length of a sequence, by default the model's number of positions or its
-    sliding window.
+    """Returns the maximum length of a sequence, by default the model's number of positions.
 
     Raises:
-        ValueError: ``max_model_len`` exceeds the model's positions, or its sliding window, which
-            attention does not implement.
+        ValueError: ``max_model_len`` exceeds the model's positions.
     """
     if max_model_len is None:
-        return min(model.max_position_embeddings, model.sliding_window or MAX_INT32, MAX_INT32)
+        return min(model.max_position_embeddings, MAX_INT32)
     if max_model_len > model.max_position_embeddings:
         raise ValueError(
             f"max_model_len={max_model_len} is more than the model's "
             f"{model.max_position_embeddings} positions: lower it, or leave it out"
-        )
-    if model.sliding_window is not None and max_model_len > model.sliding_window:
-        raise ValueError(
-            f"{model.architecture} attends within a sliding window of {model.sliding_window} "
-            f"tokens, which is not supported: set max_model_len to at most {model.sliding_window}"
         )
     return max_model_len
 
@@ -194,7 +186,7 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
         config.kvcache_block_size,
         runner.dtype,
         device,
-        attention_features(model_config),
+        model_config.attention_features,
     )
     runner.backend = select_attention_backend(config.attention_backend, shape)
     timed("attention backend")
@@ -262,12 +254,6 @@ def load_weights(runner: ModelRunner, checkpoint: Checkpoint) -> None:
     for module in runner.model.modules():
         if isinstance(module, (LinearBase, ParallelLMHead)):
             module.pack()
-
-
-def attention_features(model_config: ModelConfig) -> frozenset[str]:
-    """Returns which of windows, softcaps and sinks some layer uses, by their names."""
-    specs = [layer.attention for layer in model_config.layers]
-    return frozenset(name for name in ALL_FEATURES if any(getattr(spec, name) for spec in specs))
 
 
 def group_layers(windows: list[int | None]) -> dict[tuple[int, ...], int | None]:
