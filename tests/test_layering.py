@@ -69,6 +69,7 @@ CAPABILITIES = {
     "text/chat_renderer.py": "LLM makes a ChatRenderer for the first conversation.",
     "text/template_process.py": "Only ChatRenderer knows it.",
     "structured_outputs.py": "SamplingParams checks that structured_outputs is of its class.",
+    "layers/all_heads_norm.py": "A LayerSpec whose qk_norm is over all heads is built with it.",
     "layers/moe.py": "The decoder builds a MoE for a LayerSpec whose mlp is a MoESpec.",
     "kernels/moe/*.py": "Only experts' weights and layers/moe.py know it.",
     "quantization/experts.py": "Only layers/moe.py knows it.",

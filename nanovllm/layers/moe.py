@@ -18,17 +18,27 @@ from nanovllm.utils.distributed import get_tp_group
 
 class Experts(nn.Module):
     """The weights of all experts. ``gate_up_proj`` is [num_experts, 2 I, hidden_size], gate above
-    up, and ``down_proj`` [num_experts, hidden_size, I], with the I columns of this rank.
+    up, and ``down_proj`` [num_experts, hidden_size, I], with the I columns of this rank. Their
+    biases are ``gate_up_proj_bias`` and ``down_proj_bias``. The arguments are those of a
+    ``MoESpec``.
 
     Each parameter has an attribute ``active_share``, the share of it that computes a token.
     """
 
     def __init__(
-        self, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        intermediate_size: int,
+        bias: bool,
+        limit: float | None,
+        alpha: float,
+        interleaved: bool,
     ) -> None:
         super().__init__()
-        self.weights = UnquantizedExperts(self, get_tp_group())
-        self.weights.create_parameters(num_experts, hidden_size, intermediate_size)
+        self.weights = UnquantizedExperts(self, get_tp_group(), limit, alpha, interleaved)
+        self.weights.create_parameters(num_experts, hidden_size, intermediate_size, bias)
         for param in self.parameters():
             param.weight_loader = self.weight_loader  # type: ignore[attr-defined]
             param.active_share = top_k / num_experts  # type: ignore[attr-defined]
@@ -37,14 +47,15 @@ class Experts(nn.Module):
         self,
         param: nn.Parameter,
         loaded_weight: torch.Tensor,
-        shard_id: int | None = None,
+        shard_id: int | str | None = None,
         expert: int | None = None,
     ) -> None:
         """Copies this rank's columns of a whole checkpoint tensor into a parameter.
 
         Args:
             loaded_weight: the weights of all experts or, with ``expert``, of one of them.
-            shard_id: 0 for gate and 1 for up, if ``loaded_weight`` is only one of them.
+            shard_id: 0 for gate and 1 for up, if ``loaded_weight`` is only one of them; "blocks"
+                or "scales" for a part of MXFP4 weights.
         """
         self.weights.load(param, loaded_weight, shard_id, expert)
 
@@ -60,12 +71,17 @@ class MoE(nn.Module):
         top_k: int,
         intermediate_size: int,
         norm_topk_prob: bool,
+        bias: bool = False,
+        limit: float | None = None,
+        alpha: float = 1.0,
+        interleaved: bool = False,
     ) -> None:
         super().__init__()
         self.tp = get_tp_group()
         self.top_k, self.norm_topk_prob = top_k, norm_topk_prob
-        self.gate = ReplicatedLinear(hidden_size, num_experts)
-        self.experts = Experts(num_experts, top_k, hidden_size, intermediate_size)
+        self.gate = ReplicatedLinear(hidden_size, num_experts, bias)
+        sizes = hidden_size, num_experts, top_k, intermediate_size
+        self.experts = Experts(*sizes, bias, limit, alpha, interleaved)
 
     def forward(
         self,

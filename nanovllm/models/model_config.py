@@ -66,12 +66,21 @@ class MoESpec:
     Attributes:
         intermediate_size: columns of one expert.
         norm_topk_prob: whether the probabilities of the chosen experts are divided by their sum.
+        bias: whether the router and the experts have biases.
+        limit, alpha: clamps gate and up, and scales the gate within the sigmoid: see
+            ``kernels.moe.mix.Experts``.
+        interleaved: whether a checkpoint has the weights of all experts as [in, out], with rows of
+            gate and up in turn.
     """
 
     num_experts: int
     top_k: int
     intermediate_size: int
     norm_topk_prob: bool = True
+    bias: bool = False
+    limit: float | None = None
+    alpha: float = 1.0
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +171,7 @@ class ModelConfig:
         return self.layers[0].attention.head_dim
 
     @property
-    def sliding_window(self) -> int | None:
-        """The shortest window; None if all layers attend to all tokens."""
-        windows = [layer.attention.window for layer in self.layers]
-        return min((window for window in windows if window is not None), default=None)
+    def attention_features(self) -> frozenset[str]:
+        """Which of window, softcap and sinks some layers have."""
+        names = ("window", "softcap", "sinks")
+        return frozenset(n for n in names for layer in self.layers if getattr(layer.attention, n))

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from nanovllm.kernels.moe.few import mix_few
 from nanovllm.kernels.moe.grouped import mix_grouped
-from nanovllm.kernels.moe.mix import mix_reference
+from nanovllm.kernels.moe.mix import Experts, mix_reference
+from nanovllm.kernels.moe.mxfp4 import dequantise_mxfp4
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import check_shape, copy_weight
@@ -28,51 +29,85 @@ class UnquantizedExperts:
     Args:
         layer: the module that the parameters belong to.
         tp: the ranks over which the columns are split.
+        limit, alpha, interleaved: as in a MoESpec.
     """
 
-    def __init__(self, layer: nn.Module, tp: TPGroup) -> None:
+    def __init__(
+        self, layer: nn.Module, tp: TPGroup, limit: float | None, alpha: float, interleaved: bool
+    ) -> None:
         self.layer: Any = layer
         self.tp = tp
+        self.limit, self.alpha, self.interleaved = limit, alpha, interleaved
+        # The parts of MXFP4 weights that have arrived, until the others arrive.
+        self._parts: dict[str, dict[str, Tensor]] = {}
 
-    def create_parameters(self, num_experts: int, hidden_size: int, num_columns: int) -> None:
+    def create_parameters(
+        self, num_experts: int, hidden_size: int, num_columns: int, bias: bool
+    ) -> None:
         """Registers the parameters with the layer, without values."""
         inner = divide(num_columns, self.tp.size)
-        for name, shape in (
-            ("gate_up_proj", (num_experts, 2 * inner, hidden_size)),
-            ("down_proj", (num_experts, hidden_size, inner)),
-        ):
+        shapes: dict[str, tuple[int, ...]] = {
+            "gate_up_proj": (num_experts, 2 * inner, hidden_size),
+            "down_proj": (num_experts, hidden_size, inner),
+        }
+        if bias:
+            shapes |= {f"{name}_bias": shape[:-1] for name, shape in shapes.items()}
+        for name, shape in shapes.items():
             param = nn.Parameter(torch.empty(shape), requires_grad=False)
             self.layer.register_parameter(name, param)
 
     def load(
-        self, param: nn.Parameter, tensor: Tensor, shard_id: int | None, expert: int | None
+        self, param: nn.Parameter, tensor: Tensor, shard_id: int | str | None, expert: int | None
     ) -> None:
         """Copies this rank's columns of a checkpoint tensor: see ``Experts.weight_loader``.
 
         Raises:
             ValueError: the tensor has another shape than the model needs, or an unknown dtype.
         """
-        target: Tensor = param.data
-        if param is self.layer.down_proj:
-            dim = -1
-        else:
-            dim = -2
+        name = next(name for name, own in self.layer.named_parameters() if own is param)
+        if isinstance(shard_id, str):
+            parts = self._parts.setdefault(name, {})
+            parts[shard_id] = tensor
+            if len(parts) < 2:
+                return
+            shard_id, tensor = None, dequantise_mxfp4(**self._parts.pop(name), dtype=param.dtype)
+        elif self.interleaved and tensor.dim() == 3:
+            tensor = tensor.transpose(1, 2)
+        # [E, 2, I, hidden] or [E, hidden, I], or the bias: [E, 2, I] or [E, hidden].
+        target, axis, is_gate_up = param.data, 2, name.startswith("gate_up_proj")
+        if is_gate_up:
             target = target.unflatten(1, (2, -1))
         if expert is not None:
-            target = target[expert]
+            target, axis = target[expert], axis - 1
         if shard_id is not None:
-            target = target.select(-3, shard_id)
+            target, axis = target.select(axis - 1, shard_id), axis - 1
         needed = list(target.shape)
-        needed[dim] *= self.tp.size
-        is_both = dim == -2 and shard_id is None
-        check_shape([*needed[:-3], 2 * needed[-2], needed[-1]] if is_both else needed, tensor)
-        tensor = tensor.view(needed).narrow(dim, self.tp.rank * target.size(dim), target.size(dim))
+        if name != "down_proj_bias":  # which is whole on every rank
+            needed[axis] *= self.tp.size
+        if is_gate_up and shard_id is None:
+            check_shape([needed[0], 2 * needed[2], *needed[3:]], tensor)
+            if self.interleaved:
+                tensor = tensor.unflatten(1, (-1, 2)).transpose(1, 2)
+            else:
+                tensor = tensor.unflatten(1, (2, -1))
+        check_shape(needed, tensor)
+        if name != "down_proj_bias":
+            size = target.size(axis)
+            tensor = tensor.narrow(axis, self.tp.rank * size, size)
         copy_weight(target, tensor)
 
     def mix(self, x: Tensor, routing: Routing, residual: Tensor | None) -> Tensor:
         """Computes the weighted sum of the experts' outputs [N, hidden], plus the residual unless
         it is None."""
-        mix = mix_reference
+        kernel = mix_reference
         if use_triton(x):
-            mix = next(kernel for rows, kernel in KERNELS if len(x) in rows)
-        return mix(x, self.layer.gate_up_proj, self.layer.down_proj, routing, residual)
+            kernel = next(kernel for rows, kernel in KERNELS if len(x) in rows)
+        return kernel(x, self._experts, routing, residual)
+
+    @property
+    def _experts(self) -> Experts:
+        layer = self.layer
+        biases = getattr(layer, "gate_up_proj_bias", None), getattr(layer, "down_proj_bias", None)
+        if self.tp.rank > 0:  # the bias of down_proj is added once, not once per rank
+            biases = biases[0], None
+        return Experts(layer.gate_up_proj, layer.down_proj, *biases, self.limit, self.alpha)

@@ -32,6 +32,7 @@ from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.comm import all_reduce
 from nanovllm.kernels.gemm import skinny, tiled
 from nanovllm.kernels.moe import few, grouped, route, sort
+from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.sampling import logprobs, sample, sampled_tokens
 from nanovllm.utils import triton_compat
 from nanovllm.utils.context import Context
@@ -187,10 +188,12 @@ def launch_mixtures(dtype: torch.dtype, all_sizes: bool) -> None:
             x = torch.zeros(num_tokens, hidden, dtype=dtype)
             logits = torch.zeros(num_tokens, num_experts, dtype=dtype)
             routing = route.route_triton(logits, top_k, True)
-            if num_tokens == 1:
-                few.mix_few(x, gate_up, down, routing, x)
-            else:
-                grouped.mix_grouped(x, gate_up, down, routing, x)
+            experts = Experts(gate_up, down)
+            if num_experts == 8:  # with all arguments
+                biases = gate_up[..., 0].contiguous(), down[..., 0].contiguous()
+                experts = Experts(gate_up, down, *biases, 7.0, 1.7)
+            mix = few.mix_few if num_tokens == 1 else grouped.mix_grouped
+            mix(x, experts, routing, x)
         if not all_sizes:
             break
 

@@ -8,6 +8,8 @@ kernel adds the k experts of a token and the residual in registers.
 
 import torch
 
+from nanovllm.kernels.moe.activation import gated_activation
+from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.utils.triton_compat import pdl_options, tl, triton
 
@@ -25,9 +27,12 @@ def _gate_up_kernel(
     weight_ptr,
     out_ptr,
     experts_ptr,
+    bias_ptr,
     out_features,
     WIDTH: tl.constexpr,
     TOP_K: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -54,10 +59,12 @@ def _gate_up_kernel(
         acc += gate.to(tl.float32) * x[None, :]
         up_acc += up.to(tl.float32) * x[None, :]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    # Rounds as separate kernels would.
-    gate = tl.sum(acc, axis=1).to(dtype).to(tl.float32)
-    silu = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    out = silu * tl.sum(up_acc, axis=1).to(dtype).to(tl.float32)
+    gate_sum, up_sum = tl.sum(acc, axis=1), tl.sum(up_acc, axis=1)
+    if bias_ptr is not None:
+        bias_ptr += expert * 2 * out_features + feature
+        gate_sum += tl.load(bias_ptr, mask=in_weight, other=0.0).to(tl.float32)
+        up_sum += tl.load(bias_ptr + out_features, mask=in_weight, other=0.0).to(tl.float32)
+    out = gated_activation(gate_sum, up_sum, LIMIT, ALPHA, dtype)
     address = out_ptr + assignment.to(tl.int64) * out_features + feature
     tl.store(address, out.to(dtype), mask=in_weight)
 
@@ -69,6 +76,7 @@ def _down_kernel(
     out_ptr,
     experts_ptr,
     scales_ptr,
+    bias_ptr,
     residual_ptr,
     out_features,
     WIDTH: tl.constexpr,
@@ -86,10 +94,14 @@ def _down_kernel(
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_weight = feature < out_features
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    bias = tl.zeros([BLOCK_N], tl.float32)
     for i in tl.static_range(TOP_K):
         assignment = token * TOP_K + i
         expert = tl.load(experts_ptr + assignment).to(tl.int64)
         scale = tl.load(scales_ptr + assignment)
+        if bias_ptr is not None:
+            address = bias_ptr + expert * out_features + feature
+            bias += tl.load(address, mask=in_weight, other=0.0).to(tl.float32) * scale
         row_ptr = weight_ptr + (expert * out_features + feature)[:, None] * WIDTH
         for start in tl.static_range(0, WIDTH, BLOCK_K):
             column = start + tl.arange(0, BLOCK_K)
@@ -98,7 +110,7 @@ def _down_kernel(
             address = x_ptr + assignment.to(tl.int64) * WIDTH + column
             x = tl.load(address, mask=column < WIDTH, other=0.0).to(tl.float32) * scale
             acc += weight.to(tl.float32) * x[None, :]
-    out = tl.sum(acc, axis=1)
+    out = tl.sum(acc, axis=1) + bias
     address = token.to(tl.int64) * out_features + feature
     if residual_ptr is not None:
         out += tl.load(residual_ptr + address, mask=in_weight, other=0.0).to(tl.float32)
@@ -106,15 +118,12 @@ def _down_kernel(
 
 
 def mix_few(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    routing: Routing,
-    residual: torch.Tensor | None,
+    x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
     """``mix_reference`` for a few tokens."""
-    _, hidden, width = down.shape
+    _, hidden, width = experts.down.shape
     num_tokens, top_k = routing.experts.shape
+    gate_up, down = experts.gate_up, experts.down
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
     assert residual is None or residual.is_contiguous()
     inner = x.new_empty(num_tokens * top_k, width)
@@ -124,9 +133,12 @@ def mix_few(
         gate_up,
         inner,
         routing.experts,
+        experts.gate_up_bias,
         width,
         WIDTH=hidden,
         TOP_K=top_k,
+        LIMIT=experts.limit,
+        ALPHA=experts.alpha,
         BLOCK_N=block_n,
         BLOCK_K=min(block_k, triton.next_power_of_2(hidden)),
         num_warps=num_warps,
@@ -140,6 +152,7 @@ def mix_few(
         out,
         routing.experts,
         routing.weights,
+        experts.down_bias,
         residual,
         hidden,
         WIDTH=width,

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.kernels.moe.activation import gated_activation
+from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.moe.sort import Groups, sort_triton
 from nanovllm.utils.triton_compat import pdl_options, shared_memory, tl, triton
@@ -73,9 +75,12 @@ def _grouped_kernel(
     tiles_ptr,
     num_tiles_ptr,
     scales_ptr,
+    bias_ptr,
     out_features,
     width,
     TOP_K: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -86,7 +91,8 @@ def _grouped_kernel(
     """Computes one tile of a grouped GEMM.
 
     With GATED, row r of the result is SwiGLU(x[order[r] // TOP_K] W^T), W [E, 2 out, width].
-    Otherwise row order[r] of the result is x[r] W^T times its scale, W [E, out, width].
+    Otherwise row order[r] of the result is x[r] W^T times its scale, W [E, out, width]. The bias is
+    added to the products with W.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -121,11 +127,13 @@ def _grouped_kernel(
             weight = tl.load(up_ptrs + start, mask=mask[None, :], other=0.0)
             up_acc = tl.dot(weight, x, up_acc, input_precision="ieee")
     dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if bias_ptr is not None:
+        bias_ptr += expert * PARTS * out_features + clamped
+        acc += tl.load(bias_ptr).to(tl.float32)[:, None]
+        if GATED:
+            up_acc += tl.load(bias_ptr + out_features).to(tl.float32)[:, None]
     if GATED:
-        # Rounds as separate kernels would.
-        gate = acc.to(dtype).to(tl.float32)
-        silu = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        acc = silu * up_acc.to(dtype).to(tl.float32)
+        acc = gated_activation(acc, up_acc, LIMIT, ALPHA, dtype)
     else:
         acc *= tl.load(scales_ptr + assignment)[None, :]
     target = row if GATED else assignment
@@ -162,23 +170,22 @@ def _sum_kernel(
 
 
 def mix_grouped(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    routing: Routing,
-    residual: torch.Tensor | None,
+    x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
     """``mix_reference`` as grouped GEMMs."""
-    _, hidden, width = down.shape
+    _, hidden, width = experts.down.shape
     num_tokens, top_k = routing.experts.shape
+    gate_up, down = experts.gate_up, experts.down
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
     assert residual is None or residual.is_contiguous()
     tile = choose_tile(num_tokens * top_k, down)
     groups = sort_triton(routing, tile.rows)
     inner = x.new_empty(num_tokens * top_k, width)
-    _multiply(x, gate_up, inner, groups, tile, top_k, None)
+    activation = experts.limit, experts.alpha
+    _multiply(x, gate_up, experts.gate_up_bias, inner, groups, tile, top_k, None, activation)
     parts = x.new_empty(num_tokens * top_k, hidden)
-    _multiply(inner, down, parts, groups, tile, top_k, routing.weights)
+    scales = routing.weights
+    _multiply(inner, down, experts.down_bias, parts, groups, tile, top_k, scales, activation)
     out = x.new_empty(num_tokens, hidden)
     block = min(1024, triton.next_power_of_2(hidden))
     _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
@@ -197,11 +204,13 @@ def mix_grouped(
 def _multiply(
     x: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor | None,
     out: torch.Tensor,
     groups: Groups,
     tile: Tile,
     top_k: int,
     scales: torch.Tensor | None,
+    activation: tuple[float | None, float],
 ) -> None:
     features = out.size(1)
     _grouped_kernel[(triton.cdiv(features, tile.features), len(groups.tiles))](
@@ -210,9 +219,12 @@ def _multiply(
         out,
         *groups,
         scales,
+        bias,
         features,
         x.size(1),
         TOP_K=top_k,
+        LIMIT=activation[0],
+        ALPHA=activation[1],
         GATED=scales is None,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.features,

@@ -1,5 +1,7 @@
-"""The experts' SwiGLU MLPs and the sum of their outputs, in plain PyTorch: the CPU path, and the
-reference of the kernels."""
+"""The experts' MLPs and the sum of their outputs, in plain PyTorch: the CPU path, and the reference
+of the kernels."""
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -8,19 +10,40 @@ from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
 
 
+class Experts(NamedTuple):
+    """The weights of E experts, and their activation.
+
+    Attributes:
+        gate_up: [E, 2 I, hidden], gate above up.
+        down: [E, hidden, I].
+        gate_up_bias: [E, 2 I], or None.
+        down_bias: [E, hidden], or None.
+        limit, alpha: with a limit, the activation is (up + 1) * gate * sigmoid(alpha * gate), with
+            gate up to ``limit`` and up from -limit to limit. Without one it is SwiGLU.
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    limit: float | None = None
+    alpha: float = 1.0
+
+
+def clamped_swiglu(x: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
+    """The activation of experts with a limit, with gate and up concatenated: [N, 2 I] -> [N, I]."""
+    gate, up = x.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(alpha * gate))
+
+
 def mix_reference(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    routing: Routing,
-    residual: torch.Tensor | None,
+    x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
     """Computes each expert for the tokens routed to it, and adds the outputs.
 
     Args:
         x: [N, hidden].
-        gate_up: [E, 2 I, hidden], gate above up.
-        down: [E, hidden, I].
         residual: [N, hidden], added to the result; None for zero.
 
     Returns:
@@ -35,8 +58,14 @@ def mix_reference(
         if count:
             rows = slice(start, start + count)
             tokens = order[rows] // top_k
-            inner = silu_and_mul_reference(F.linear(x[tokens], gate_up[expert]))
-            y = F.linear(inner, down[expert]) * weights[rows, None]
+            bias = None if experts.gate_up_bias is None else experts.gate_up_bias[expert]
+            inner = F.linear(x[tokens], experts.gate_up[expert], bias)
+            if experts.limit is None:
+                inner = silu_and_mul_reference(inner)
+            else:
+                inner = clamped_swiglu(inner, experts.limit, experts.alpha)
+            bias = None if experts.down_bias is None else experts.down_bias[expert]
+            y = F.linear(inner, experts.down[expert], bias) * weights[rows, None]
             out.index_add_(0, tokens, y)
             start += count
     return out

@@ -11,7 +11,7 @@ import torch
 from nanovllm.kernels.moe import few, grouped
 from nanovllm.kernels.moe.few import mix_few
 from nanovllm.kernels.moe.grouped import Tile, mix_grouped
-from nanovllm.kernels.moe.mix import mix_reference
+from nanovllm.kernels.moe.mix import Experts, mix_reference
 from nanovllm.kernels.moe.route import Routing, chunk_size, route_reference, route_triton
 from nanovllm.kernels.moe.sort import max_tiles, sort_reference, sort_triton
 from tests.kernels.conftest import DEVICE
@@ -130,35 +130,41 @@ def test_the_most_tiles():
             assert most <= max_tiles(total, 3, size) <= most + 1
 
 
-def make(routing: Routing, hidden: int, columns: int, dtype: torch.dtype):
+def make(routing: Routing, hidden: int, columns: int, dtype: torch.dtype, has_biases: bool):
     num_experts, num_tokens = routing.counts.size(1), len(routing.experts)
     shapes = {
         "x": (num_tokens, hidden),
         "gate_up": (num_experts, 2 * columns, hidden),
         "down": (num_experts, hidden, columns),
         "residual": (num_tokens, hidden),
+        **({"gate_up_bias": (num_experts, 2 * columns)} if has_biases else {}),
+        **({"down_bias": (num_experts, hidden)} if has_biases else {}),
     }
     scales = {"gate_up": hidden**-0.5, "down": columns**-0.5}
     tensors = {
         name: (torch.randn(shape) * scales.get(name, 1.0)).to(dtype).to(DEVICE)
         for name, shape in shapes.items()
     }
-    return tensors.pop("residual"), tensors
+    return tensors.pop("x"), tensors.pop("residual"), Experts(**tensors)
 
 
 def check_mix(mix, routing: Routing, hidden: int, columns: int, dtype: torch.dtype, monkeypatch):
     """Against eager PyTorch, both compared with fp64."""
-    residual, tensors = make(routing, hidden, columns, dtype)
-    for added in (None, residual):
-        eager = mix_reference(**tensors, routing=routing, residual=added)
+    for has_biases in (False, True):
+        x, residual, experts = make(routing, hidden, columns, dtype, has_biases)
+        if has_biases:
+            experts = experts._replace(limit=0.7, alpha=1.7)
+        added = residual if has_biases else None
+        eager = mix_reference(x, experts, routing, added)
         exact = mix_reference(
-            **{name: tensor.double() for name, tensor in tensors.items()},
-            routing=routing._replace(weights=routing.weights.double()),
-            residual=added if added is None else added.double(),
+            x.double(),
+            Experts(*(t.double() if isinstance(t, torch.Tensor) else t for t in experts)),
+            routing._replace(weights=routing.weights.double()),
+            None if added is None else added.double(),
         )
         with monkeypatch.context() as context:
             poisoned(context)
-            ours = mix(**tensors, routing=routing, residual=added)
+            ours = mix(x, experts, routing, added)
         assert_as_good_as_eager(ours, eager, exact)
 
 
