@@ -24,6 +24,7 @@ MODELS = [
     "qwen3-moe-every-second",
     "mixtral",
     "olmoe",
+    "gpt-oss",
 ]
 if ON_GPU:  # what differs between the others does not touch the device's kernels
     MODELS = ["qwen3", "llama", "smollm3", "qwen3-moe"]

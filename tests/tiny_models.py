@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -62,6 +63,10 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
         {**MIXTURE, "decoder_sparse_step": 2, "num_experts_per_tok": 3},
     ),
     "olmoe": (OlmoeConfig, {"num_experts": 8, "num_experts_per_tok": 3}),
+    "gpt-oss": (
+        GptOssConfig,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 2048},
+    ),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "sliding_window": None}),
     "smollm3-every-fourth": (SmolLM3Config, {"num_hidden_layers": 5, "pad_token_id": 0}),
 }
