@@ -46,7 +46,7 @@ SPINE = (
     "sampling_params.py",
     "outputs.py",
 )
-MAX_SPINE_LINES, MAX_FILE_LINES = 2420, 350
+MAX_SPINE_LINES, MAX_FILE_LINES = 2490, 350
 # What could be deleted without touching the spine: by path or glob, the seam behind which it is.
 CAPABILITIES = {
     "engine/cuda_graphs.py": "On a GPU, start-up replaces a runner's NoGraphs by StepGraphs.",
@@ -69,6 +69,7 @@ CAPABILITIES = {
     "text/chat_renderer.py": "LLM makes a ChatRenderer for the first conversation.",
     "text/template_process.py": "Only ChatRenderer knows it.",
     "structured_outputs.py": "SamplingParams checks that structured_outputs is of its class.",
+    "layers/all_heads_norm.py": "A LayerSpec whose qk_norm is over all heads is built with it.",
     "layers/moe.py": "The decoder builds a MoE for a LayerSpec whose mlp is a MoESpec.",
     "kernels/moe/*.py": "Only experts' weights and layers/moe.py know it.",
     "quantization/experts.py": "Only layers/moe.py knows it.",

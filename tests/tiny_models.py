@@ -7,11 +7,21 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
     GptOssConfig,
+    GraniteConfig,
+    GraniteMoeConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     OlmoeConfig,
+    Phi3Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
@@ -33,7 +43,7 @@ BASE: dict[str, Any] = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
-SEEDS = {"mistral": 2}  # 1 otherwise: no near ties in the parity tests
+SEEDS = {"mistral": 2, "llama-dynamic": 2}  # 1 otherwise: no near ties in the parity tests
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -42,6 +52,28 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 256,
     "rope_theta": 10000.0,
 }
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 256,
+    "rope_theta": 10000.0,
+}
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+    "partial_rotary_factor": 0.75,
+    "rope_theta": 10000.0,
+}
+GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 3.0,
+    "attention_bias": True,
+}
+GEMMA: dict[str, Any] = {"query_pre_attn_scalar": 24, "sliding_window": 40, "pad_token_id": 0}
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, {}),
@@ -56,6 +88,69 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "mistral": (MistralConfig, {"sliding_window": None}),
     # The second of three layers has no RoPE; or, as in the released model, the fourth.
     "smollm3": (SmolLM3Config, {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "llama-yarn": (LlamaConfig, {"rope_parameters": YARN}),
+    "llama-dynamic": (LlamaConfig, {"rope_parameters": {**YARN, "rope_type": "dynamic"}}),
+    "qwen2-window": (
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+    ),
+    "qwen3-window": (
+        Qwen3Config,
+        {
+            "use_sliding_window": True,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "mistral-window": (MistralConfig, {"sliding_window": 40}),
+    "smollm3-window": (
+        SmolLM3Config,
+        {
+            "no_rope_layer_interval": 2,
+            "pad_token_id": 0,
+            "use_sliding_window": True,
+            "sliding_window": 40,
+        },
+    ),
+    "ministral3": (
+        Ministral3Config,
+        {
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 64,
+                "llama_4_scaling_beta": 0.3,
+            },
+            "pad_token_id": 0,
+        },
+    ),
+    "olmo2": (Olmo2Config, {"pad_token_id": 0}),
+    "olmo3": (
+        Olmo3Config,
+        {
+            "pad_token_id": 0,
+            "sliding_window": 40,
+            "num_hidden_layers": 4,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "granite": (GraniteConfig, GRANITE),
+    "phi3": (Phi3Config, {"pad_token_id": 0}),
+    "phi3-longrope": (
+        Phi3Config,
+        {
+            "pad_token_id": 0,
+            "rope_parameters": LONGROPE,
+            "original_max_position_embeddings": 2048,
+            "sliding_window": 40,
+        },
+    ),
+    "glm": (GlmConfig, {"pad_token_id": 0}),
+    "glm4": (Glm4Config, {"pad_token_id": 0}),
+    "gemma2": (Gemma2Config, GEMMA),
+    "gemma3": (Gemma3TextConfig, {**GEMMA, "num_hidden_layers": 7}),
     # A dense layer between two mixtures.
     "qwen3-moe": (Qwen3MoeConfig, {**MIXTURE, "mlp_only_layers": [1], "norm_topk_prob": True}),
     "qwen3-moe-every-second": (
@@ -65,8 +160,9 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "olmoe": (OlmoeConfig, {"num_experts": 8, "num_experts_per_tok": 3}),
     "gpt-oss": (
         GptOssConfig,
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 2048},
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 40},
     ),
+    "granitemoe": (GraniteMoeConfig, {**GRANITE, "num_local_experts": 4}),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "sliding_window": None}),
     "smollm3-every-fourth": (SmolLM3Config, {"num_hidden_layers": 5, "pad_token_id": 0}),
 }

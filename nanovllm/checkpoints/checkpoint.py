@@ -31,9 +31,9 @@ GENERATION_FIELDS = {
 CONFIG_FIELDS = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads head_dim "
     "num_key_value_heads max_position_embeddings rms_norm_eps hidden_act attention_bias mlp_bias "
-    "rope_parameters rope_scaling rope_theta partial_rotary_factor sliding_window "
-    "use_sliding_window tie_word_embeddings dtype torch_dtype eos_token_id quantization_config "
-    "tokenizer_class"
+    "rope_parameters rope_scaling rope_theta partial_rotary_factor "
+    "original_max_position_embeddings sliding_window use_sliding_window tie_word_embeddings "
+    "dtype torch_dtype eos_token_id quantization_config tokenizer_class"
 )
 TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja"]
 # All files that transformers' tokenizers may open.

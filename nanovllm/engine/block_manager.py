@@ -100,11 +100,12 @@ class BlockManager:
         """Whether there are free blocks for a waiting sequence, and ``num_spare_blocks`` more for
         each group."""
         tables = self._cached_prefix(seq)
-        num_hits, num_groups = len(tables[0]), len(tables)
-        num_new = sum(self._table_lens(seq, num_hits)) - num_hits * num_groups
+        num_hits = len(tables[0])
         hits = self._held(tables, num_hits)
-        num_new += sum(block_id not in self.used_block_ids for block_id in hits)
-        return num_new + num_spare_blocks * num_groups <= len(self.free_block_ids)
+        num_new = sum(self._table_lens(seq, num_hits)) - num_hits * len(tables)
+        num_revived = sum(block_id not in self.used_block_ids for block_id in hits)
+        num_spare = num_spare_blocks * len(tables)
+        return num_new + num_revived + num_spare <= len(self.free_block_ids)
 
     def allocate(self, seq: Sequence) -> None:
         """Gives a waiting sequence blocks for all its tokens, or the tokens of its next chunk in
@@ -183,7 +184,7 @@ class BlockManager:
             for group, table in enumerate(seq.block_tables):
                 block = self.blocks[table[i]]
                 if block.hash is None:
-                    hash_ = _group_hash(self._hash(seq, i), group)
+                    hash_ = self._hash(seq, i, group)
                     block.update(hash_, seq.block(i))
                     # If an equal block is already cached, later sequences share that one.
                     self.hash_to_block_id.setdefault(hash_, block.block_id)
@@ -211,7 +212,7 @@ class BlockManager:
         corrupt."""
         for hash_ in seq.block_hashes:
             for group in range(len(self.windows)):
-                self.hash_to_block_id.pop(_group_hash(hash_, group), None)
+                self.hash_to_block_id.pop(hash_ + (group << 64), None)
 
     def deallocate(self, seq: Sequence) -> None:
         """Frees the sequence's blocks, last to first, so that prefixes are evicted last."""
@@ -229,9 +230,9 @@ class BlockManager:
         limit = min(len(seq), seq.num_reusable_tokens) // self.block_size
         num_hits, next_hit = 0, 0  # a prefix of this many blocks may be cached
         for i in range(limit if self.enable_prefix_caching else 0):
-            hash_, token_ids = self._hash(seq, i), seq.block(i)
+            token_ids = seq.block(i)
             for group, table in enumerate(tables):
-                block_id = self.hash_to_block_id.get(_group_hash(hash_, group))
+                block_id = self.hash_to_block_id.get(self._hash(seq, i, group))
                 if block_id is None or self.blocks[block_id].token_ids != token_ids:
                     block_id, next_hit = 0, max(next_hit, i + 1 + self.window_blocks[group])
                 table.append(block_id)
@@ -260,12 +261,13 @@ class BlockManager:
                 table.append(self._take_block())
         seq.table_len = min(map(len, seq.block_tables))
 
-    def _hash(self, seq: Sequence, i: int) -> int:
-        """Returns the chain hash of full block i, computed once per sequence."""
+    def _hash(self, seq: Sequence, i: int, group: int) -> int:
+        """Returns the hash of a group's full block i: its chain hash, which is computed once per
+        sequence, and the group above its 64 bits."""
         while len(seq.block_hashes) <= i:
             prefix = seq.block_hashes[-1] if seq.block_hashes else None
             seq.block_hashes.append(self.compute_hash(seq.block(len(seq.block_hashes)), prefix))
-        return seq.block_hashes[i]
+        return seq.block_hashes[i] + (group << 64)
 
     def _take_row(self, seq: Sequence) -> None:
         if not self.free_table_rows:
@@ -292,8 +294,3 @@ class BlockManager:
         if block.hash is not None and self.hash_to_block_id.get(block.hash) == block.block_id:
             del self.hash_to_block_id[block.hash]
         block.reset()
-
-
-def _group_hash(hash_: int, group: int) -> int:
-    """Returns the hash of a group's block: the chain hash, with the group above its 64 bits."""
-    return hash_ + (group << 64)

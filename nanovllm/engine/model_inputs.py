@@ -5,7 +5,6 @@ cache of 2^31 slots would take terabytes.
 """
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -38,9 +37,8 @@ class ModelInputs:
         input_ids: int32 [N]. A token that the last step sampled may not be on the host yet. Its
             entry is then -1 - row, where row is its row among the sampled tokens.
         positions: int32 [N].
-        context: the metadata for attention and the output head, without the block tables. Its
-            ``slot_mapping`` is int32 [groups, N or more], and its ``split_kv_schedule`` has a row
-            for each distinct window.
+        context: the metadata for attention and the output head, of all groups of layers, without
+            the block tables.
         tables: the update of the block tables.
         reads_cache: whether attention reads keys and values of earlier steps.
         sampling_rows: int32 [num_seqs, ROW_WORDS], the sampling parameters of each sequence, then
@@ -53,26 +51,6 @@ class ModelInputs:
     tables: BlockTableUpdate
     reads_cache: bool
     sampling_rows: torch.Tensor | None = None
-
-    def contexts(self, tables: torch.Tensor, windows: Seq[int | None]) -> list[Context]:
-        """Returns the context of each group of layers.
-
-        Args:
-            tables: int32 [groups, num_seqs, blocks], the block tables of the step's sequences.
-            windows: the window of each group.
-        """
-        context, distinct = self.context, [*dict.fromkeys(windows)]
-        slots, schedules = context.slot_mapping, context.split_kv_schedule
-        assert slots is not None
-        return [
-            replace(
-                context,
-                slot_mapping=slots[group, : len(self.input_ids)],
-                block_tables=tables[group] if self.reads_cache else None,
-                split_kv_schedule=None if schedules is None else schedules[distinct.index(window)],
-            )
-            for group, window in enumerate(windows)
-        ]
 
     def pack(self, graph_size: GraphSize | None = None, pin_memory: bool = False) -> "PackedInputs":
         """Copies all tensors to one buffer on the host. The new blocks come last, because only

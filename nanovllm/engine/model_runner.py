@@ -215,7 +215,8 @@ class ModelRunner(LeftToParent):
         tables = self.block_tables.update(inputs.tables)
         # A captured decode has max_seqlen_k=0, and takes all columns.
         columns = cdiv(context.max_seqlen_k, block_size) or None
-        contexts = inputs.contexts(tables[:, :, :columns], self.windows)
+        read_tables = tables[:, :, :columns] if inputs.reads_cache else None
+        contexts = context.of_groups(self.windows, len(inputs.input_ids), read_tables)
         if not context.is_prefill:
             fill_in_sampled(inputs.input_ids, self.sampled_tokens)
         with step_context(*contexts):

@@ -114,24 +114,17 @@ def start_up(config: Config) -> StartedModel:
 
 
 def resolve_max_model_len(max_model_len: int | None, model: ModelConfig) -> int:
-    """Returns the maximum length of a sequence, by default the model's number of positions or its
-    sliding window.
+    """Returns the maximum length of a sequence, by default the model's number of positions.
 
     Raises:
-        ValueError: ``max_model_len`` exceeds the model's positions, or its sliding window, which
-            attention does not implement.
+        ValueError: ``max_model_len`` exceeds the model's positions.
     """
     if max_model_len is None:
-        return min(model.max_position_embeddings, model.sliding_window or MAX_INT32, MAX_INT32)
+        return min(model.max_position_embeddings, MAX_INT32)
     if max_model_len > model.max_position_embeddings:
         raise ValueError(
             f"max_model_len={max_model_len} is more than the model's "
             f"{model.max_position_embeddings} positions: lower it, or leave it out"
-        )
-    if model.sliding_window is not None and max_model_len > model.sliding_window:
-        raise ValueError(
-            f"{model.architecture} attends within a sliding window of {model.sliding_window} "
-            f"tokens, which is not supported: set max_model_len to at most {model.sliding_window}"
         )
     return max_model_len
 
@@ -193,6 +186,7 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
         config.kvcache_block_size,
         runner.dtype,
         device,
+        model_config.attention_features,
     )
     runner.backend = select_attention_backend(config.attention_backend, shape)
     timed("attention backend")

@@ -4,9 +4,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.utils.distributed import get_tp_group
 from nanovllm.utils.loader import copy_weight
-from nanovllm.utils.math import divide
 
 
 class RMSNorm(nn.Module):
@@ -40,33 +38,3 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps, residual)[0]
-
-
-class AllHeadsRMSNorm(nn.Module):
-    """RMSNorm over all of a token's query heads or key heads, [N, heads, head_dim], which are split
-    over the tensor-parallel ranks. An fp32 weight [heads * head_dim]: see ``RMSNorm``.
-
-    Args:
-        num_heads: the heads of all ranks. With more ranks than heads, neighbouring ranks have
-            copies of one.
-    """
-
-    def __init__(self, num_heads: int, head_dim: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.eps, self.tp = eps, get_tp_group()
-        self.num_parts = min(num_heads, self.tp.size)
-        size = divide(num_heads, self.num_parts) * head_dim
-        self.weight = nn.Parameter(torch.ones(size, dtype=torch.float32))
-        self.weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
-
-    def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-        part = self.tp.rank * self.num_parts // self.tp.size
-        copy_weight(param, loaded_weight.tensor_split(self.num_parts)[part])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = x.flatten(1)
-        if self.tp.size == 1:
-            return rms_norm(heads.contiguous(), self.weight, self.eps, None)[0].view(x.shape)
-        x32 = heads.float()
-        mean_square = self.tp.all_reduce(x32.square().mean(-1, keepdim=True)) / self.tp.size
-        return (x32 * torch.rsqrt(mean_square + self.eps) * self.weight).to(x.dtype).view(x.shape)

@@ -18,7 +18,7 @@ from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.layers.activation import ACTIVATIONS
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import AllHeadsRMSNorm, RMSNorm
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.model_config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, MoESpec
@@ -30,6 +30,14 @@ Transform = Callable[[torch.Tensor], torch.Tensor]
 def make_norm(config: ModelConfig, size: int) -> RMSNorm:
     dtype = torch.float32 if config.norm_in_fp32 else None
     return RMSNorm(size, config.rms_norm_eps, dtype, config.norm_offset)
+
+
+def make_qk_norm(config: ModelConfig, spec: AttentionSpec, num_heads: int) -> nn.Module:
+    if spec.qk_norm == "head":
+        return make_norm(config, spec.head_dim)
+    from nanovllm.layers.all_heads_norm import AllHeadsRMSNorm
+
+    return AllHeadsRMSNorm(num_heads, spec.head_dim, config.rms_norm_eps)
 
 
 class DecoderAttention(nn.Module):
@@ -58,12 +66,7 @@ class DecoderAttention(nn.Module):
         self.q_norm: Any = None
         self.k_norm: Any = None
         if spec.qk_norm:
-            self.q_norm, self.k_norm = (
-                AllHeadsRMSNorm(num, self.head_dim, config.rms_norm_eps)
-                if self.norms_all_heads
-                else make_norm(config, self.head_dim)
-                for num in heads
-            )
+            self.q_norm, self.k_norm = (make_qk_norm(config, spec, num) for num in heads)
 
     def forward(
         self,

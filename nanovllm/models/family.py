@@ -28,13 +28,16 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTION, MLP = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
+QKV_NAMES = tuple(
+    (ATTENTION + name + "_proj.{kind}", ATTENTION + "qkv_proj.{kind}", name) for name in "qkv"
+)
+# In old checkpoints; computed from the config.
+OLD_BUFFERS = ((ATTENTION + "rotary_emb.inv_freq", None),)
 WEIGHT_NAMES = (
-    (ATTENTION + "q_proj.{kind}", ATTENTION + "qkv_proj.{kind}", "q"),
-    (ATTENTION + "k_proj.{kind}", ATTENTION + "qkv_proj.{kind}", "k"),
-    (ATTENTION + "v_proj.{kind}", ATTENTION + "qkv_proj.{kind}", "v"),
+    *QKV_NAMES,
     (MLP + "gate_proj.{kind}", MLP + "gate_up_proj.{kind}", 0),
     (MLP + "up_proj.{kind}", MLP + "gate_up_proj.{kind}", 1),
-    (ATTENTION + "rotary_emb.inv_freq", None),  # in old checkpoints; computed from the config
+    *OLD_BUFFERS,
 )
 TIED_HEAD = (("lm_head.weight", None),)  # the same as the embedding's weight
 LAYER = "model.layers.{layer}."
@@ -75,6 +78,8 @@ class Family:
             ValueError: the config asks for something unsupported (an activation, RoPE type or
                 quantisation method), or a field is missing or has an invalid value.
         """
+        if "use_sliding_window" not in self.defaults:  # other families have no such switch
+            hf = {**hf, "use_sliding_window": True}
         hf = _checked({**self.defaults, **hf}, self.quant_methods)
         rows = self.weight_names + TIED_HEAD * hf["tie_word_embeddings"]
         layers = tuple(self.layers(hf))
@@ -104,8 +109,11 @@ def equal_layers(hf: dict[str, Any], **flags: Any) -> list[LayerSpec]:
     flags = {"qkv_bias": bias, "o_bias": bias, "mlp_bias": hf["mlp_bias"], **flags}
     if "rope" not in flags:
         flags["rope"] = read_rope(hf)
-    activation = ACTIVATIONS[hf.get("hidden_act", "silu")]
-    mlp = MLPSpec(hf["intermediate_size"], flags.pop("mlp_bias"), activation)
+    act = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
+    if not isinstance(act, str) or act not in ACTIVATIONS:
+        supported = " and ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"hidden_act {act!r:.80} is not supported, only {supported}")
+    mlp = MLPSpec(hf["intermediate_size"], flags.pop("mlp_bias"), ACTIVATIONS[act])
     heads, kv_heads, head_dim = (hf[name] for name in LAYERS_AND_HEADS[1:])
     attention = AttentionSpec(heads, kv_heads, head_dim, **flags)
     return [LayerSpec(attention, mlp)] * hf["num_hidden_layers"]
@@ -141,6 +149,35 @@ def with_windows(
     windows = [window if kind == SLIDING else None for kind in types]
     pairs = zip(layers, windows, strict=True)
     return [with_attention(layer, window=window) for layer, window in pairs]
+
+
+def with_layer_types(
+    hf: dict[str, Any],
+    layers: list[LayerSpec],
+    is_windowed: Callable[[int], bool],
+    sliding_theta: float,
+) -> list[LayerSpec]:
+    """Returns the layers with windows (``with_windows``), and with the RoPE of their type.
+
+    ``rope_parameters`` may have an object for each type. The other fields, such as
+    ``rope_scaling``, are those of layers without window. Layers with a window then have a plain
+    RoPE with the base ``sliding_theta``.
+    """
+    nested = hf.get("rope_parameters") or {}
+    if not isinstance(nested, dict):
+        raise ValueError(f"the config's rope parameters must be an object, got {nested!r:.80}")
+    full, sliding = (nested.get(kind) or {} for kind in (FULL, SLIDING))
+    scaling = hf.get("rope_scaling") or {}
+    if not all(isinstance(fields, dict) for fields in (full, sliding, scaling)):
+        raise ValueError("the config's RoPE parameters of a type of layer must be an object")
+    ropes = {
+        FULL: read_rope(hf, {**full, **scaling}),
+        SLIDING: read_rope(hf, {"rope_theta": sliding_theta, **sliding}),
+    }
+    types = layer_types(hf, is_windowed)
+    layers = with_windows(hf, layers, is_windowed)
+    pairs = zip(layers, types, strict=True)
+    return [with_attention(layer, rope=ropes[kind]) for layer, kind in pairs]
 
 
 def layer_types(hf: dict[str, Any], is_windowed: Callable[[int], bool]) -> list[str]:
@@ -184,10 +221,6 @@ def _checked(hf: Mapping[str, Any], quant_methods: Sequence[str]) -> dict[str, A
         raise ValueError(
             f"head_dim must be even and positive for RoPE, got {head_dim}: check the config"
         )
-    act = hf.get("hidden_act", "silu")
-    if not isinstance(act, str) or act not in ACTIVATIONS:
-        supported = " and ".join(map(repr, ACTIVATIONS))
-        raise ValueError(f"hidden_act {act!r:.80} is not supported, only {supported}")
     if quantisation := hf.get("quantization_config"):
         method = dict(quantisation).get("quant_method", "unknown")
         if method not in quant_methods:

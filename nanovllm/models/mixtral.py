@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.models.experts import DOWN, EXPERT_NAMES, GATE_UP, read_moe
-from nanovllm.models.family import MLP, WEIGHT_NAMES, Family, equal_layers
+from nanovllm.models.family import MLP, WEIGHT_NAMES, Family, equal_layers, with_windows
 from nanovllm.models.model_config import LayerSpec
 
 DEFAULTS: dict[str, Any] = {"num_key_value_heads": 8, "max_position_embeddings": 131072}
@@ -23,7 +23,8 @@ HUB_NAMES = (
 def mixtral_layers(hf: dict[str, Any]) -> list[LayerSpec]:
     mixture = read_moe(hf, "intermediate_size", norm_topk_prob=True)
     layers = equal_layers(hf, qkv_bias=False, o_bias=False, mlp_bias=False)
-    return [replace(layer, mlp=mixture) for layer in layers]
+    mixtures = [replace(layer, mlp=mixture) for layer in layers]
+    return with_windows({**hf, "layer_types": None}, mixtures, lambda layer: True)
 
 
 MIXTRAL = Family(

@@ -171,7 +171,7 @@ class ModelConfig:
         return self.layers[0].attention.head_dim
 
     @property
-    def sliding_window(self) -> int | None:
-        """The shortest window; None if all layers attend to all tokens."""
-        windows = [layer.attention.window for layer in self.layers]
-        return min((window for window in windows if window is not None), default=None)
+    def attention_features(self) -> frozenset[str]:
+        """Which of window, softcap and sinks some layers have."""
+        names = ("window", "softcap", "sinks")
+        return frozenset(n for n in names for layer in self.layers if getattr(layer.attention, n))

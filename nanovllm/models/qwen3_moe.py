@@ -4,12 +4,17 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.models.experts import EXPERT_NAMES, read_moe
-from nanovllm.models.family import WEIGHT_NAMES, Family, equal_layers
+from nanovllm.models.family import WEIGHT_NAMES, Family, equal_layers, with_windows
 from nanovllm.models.model_config import LayerSpec
 
 DEFAULTS: dict[str, Any] = {"num_key_value_heads": 4, "max_position_embeddings": 32768}
 DEFAULTS |= {"use_sliding_window": False, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
-DEFAULTS |= {"num_experts": 128, "num_local_experts": None, "norm_topk_prob": False}
+DEFAULTS |= {
+    "num_experts": 128,
+    "num_local_experts": None,
+    "norm_topk_prob": False,
+    "sliding_window": 4096,
+}
 DEFAULTS |= {"decoder_sparse_step": 1, "mlp_only_layers": None}
 
 
@@ -21,7 +26,10 @@ def qwen3_moe_layers(hf: dict[str, Any]) -> list[LayerSpec]:
         raise ValueError(f"decoder_sparse_step must be a positive int, got {step!r:.80}")
     if not isinstance(mlp_only, list):
         raise ValueError(f"mlp_only_layers must be a list of layers, got {mlp_only!r:.80}")
-    return [layer if i in mlp_only or (i + 1) % step else mixture for i, layer in enumerate(dense)]
+    layers = [
+        layer if i in mlp_only or (i + 1) % step else mixture for i, layer in enumerate(dense)
+    ]
+    return with_windows({**hf, "layer_types": None}, layers, lambda layer: True)
 
 
 QWEN3_MOE = Family(

@@ -95,15 +95,15 @@ def type_of(rope: Mapping[str, Any]) -> Any:
 def max_positions(hf: Mapping[str, Any]) -> int:
     """Returns the number of positions of a checked config. YaRN may extend a model beyond its
     ``max_position_embeddings``."""
-    num_positions: int = hf["max_position_embeddings"]
+    lengths: list[int] = [hf["max_position_embeddings"]]
     rope = rope_parameters(hf)
-    length, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
-    if type_of(rope) != "yarn" or length is None:
-        return num_positions
-    extended = positive("RoPE's original_max_position_embeddings", length) * positive(
-        "the RoPE factor", factor
-    )
-    return max(num_positions, int(extended))
+    of_layer_types = [fields for fields in rope.values() if isinstance(fields, dict)]
+    for fields in (rope, *of_layer_types):
+        length = fields.get("original_max_position_embeddings")
+        if type_of(fields) == "yarn" and length is not None:
+            length = positive("RoPE's original_max_position_embeddings", length)
+            lengths.append(int(length * positive("the RoPE factor", fields.get("factor"))))
+    return max(lengths)
 
 
 def for_length(config: ModelConfig, max_model_len: int) -> ModelConfig:

@@ -23,6 +23,7 @@ from nanovllm.run_batch.supervisor import (
     INTERNAL_ERROR,
     INTERRUPTED,
     RESUME_HINT,
+    end_with,
     print_message,
 )
 from nanovllm.utils.panics import is_failure
@@ -96,14 +97,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(args, stop)
         except KeyboardInterrupt:
-            return _exit(INTERRUPTED, f"interrupted; {RESUME_HINT}")
+            return end_with(INTERRUPTED, f"interrupted; {RESUME_HINT}")
         except (OSError, EngineLostError) as error:
-            return _exit(INTERRUPTED, f"error: {error}; when that is fixed, {RESUME_HINT}")
+            return end_with(INTERRUPTED, f"error: {error}; when that is fixed, {RESUME_HINT}")
         except BaseException as error:
             if not is_failure(error) and not isinstance(error, SystemExit):
                 raise
             logger.exception("internal error")
-            return _exit(INTERNAL_ERROR, f"ended by an error; {RESUME_HINT}")
+            return end_with(INTERNAL_ERROR, f"ended by an error; {RESUME_HINT}")
 
 
 def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
@@ -122,17 +123,17 @@ def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
             if not job.is_done:
                 runner = stack.enter_context(closing(_make_runner(job, options, args)))
         except (EngineLostError, OSError, TypeError, ValueError) as error:
-            return _exit(CANNOT_START, f"error: {error}")
+            return end_with(CANNOT_START, f"error: {error}")
         except Exception as error:
             logger.exception("the engine did not start")
-            return _exit(CANNOT_START, f"error: {type(error).__name__}: {error}")
+            return end_with(CANNOT_START, f"error: {type(error).__name__}: {error}")
         if runner is not None:
             stop.is_running = True
             job.write(runner.run(job.requests(), stop), show_progress=not args.no_progress)
             stop.is_running = False
     print_message(job.summary())
     if not job.is_done:
-        return _exit(INTERRUPTED, f"interrupted; {RESUME_HINT}")
+        return end_with(INTERRUPTED, f"interrupted; {RESUME_HINT}")
     return SOME_FAILED if job.num_failed or job.writer.num_failed else ALL_DONE
 
 
@@ -177,9 +178,3 @@ def _field_docs(described: type) -> dict[str, str]:
     return {
         name: " ".join(entry.split()).replace("``", "").removesuffix(".") for name, entry in pairs
     }
-
-
-def _exit(status: int, message: str) -> int:
-    """Prints a message and returns the exit status."""
-    print_message(message)
-    return status

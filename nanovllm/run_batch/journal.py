@@ -173,4 +173,3 @@ def _rewrite(file: int, header: bytes, num_deaths: dict[str, int]) -> None:
     text = header + b"".join(_entry(digest, num, ".") for digest, num in num_deaths.items())
     # One write replaces all lines, so that no old entry remains if the process dies here.
     os.pwrite(file, text.ljust(os.fstat(file).st_size), 0)
-    os.ftruncate(file, len(text))

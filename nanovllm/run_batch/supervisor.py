@@ -47,6 +47,12 @@ def print_message(message: str) -> None:
         print(f"run_batch: {message}", file=sys.stderr, flush=True)
 
 
+def end_with(status: int, message: str) -> int:
+    """Prints a message and returns the exit status."""
+    print_message(message)
+    return status
+
+
 def supervise(job: Callable[[], int], argv: Sequence[str]) -> int:
     """Runs a job in a child process, and again if the child dies with requests in flight.
 
@@ -77,26 +83,21 @@ def supervise(job: Callable[[], int], argv: Sequence[str]) -> int:
             if status < 0:
                 name = signal.strsignal(-status) or f"signal {-status}"
             if supervisor.is_stopping or -status in STOP_SIGNALS:
-                print_message(f"interrupted ({name}); {RESUME_HINT}")
-                return INTERRUPTED
+                return end_with(INTERRUPTED, f"interrupted ({name}); {RESUME_HINT}")
+            death = f"the process died ({name})"
             try:
                 num_requests = note_death(journal_path(args.output_file), supervisor.pid)
             except (OSError, ValueError) as error:
                 print_message(f"error: {error}")
                 num_requests = 0
             if not num_requests:
-                print_message(
-                    f"the process died ({name}) with no known request in flight; {RESUME_HINT}"
-                )
-                return INTERNAL_ERROR
+                message = f"{death} with no known request in flight; {RESUME_HINT}"
+                return end_with(INTERNAL_ERROR, message)
             if supervisor.is_stopping:
                 return INTERRUPTED
-            print_message(
-                f"the process died ({name}) with {num_requests} requests in flight: restarting"
-            )
+            print_message(f"{death} with {num_requests} requests in flight: restarting")
         else:
-            print_message(f"the process died {MAX_DEATHS} times; {RESUME_HINT}")
-            return INTERNAL_ERROR
+            return end_with(INTERNAL_ERROR, f"the process died {MAX_DEATHS} times; {RESUME_HINT}")
     try:
         status = job()
     except SystemExit as end:  # raised by argparse

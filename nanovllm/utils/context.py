@@ -5,7 +5,7 @@ Each group has a context. The contexts differ only in ``slot_mapping``, ``block_
 ``split_kv_schedule``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -51,6 +51,31 @@ class Context:
     output_indices: torch.Tensor | None = None
     cu_num_outputs: torch.Tensor | None = None
     logits_indices: torch.Tensor | None = None
+
+    def of_groups(
+        self, windows: Sequence[int | None], num_tokens: int, tables: torch.Tensor | None
+    ) -> "list[Context]":
+        """Returns the context of each group of layers, from a context of all groups. In that one,
+        ``slot_mapping`` is int32 [groups, N or more], and ``split_kv_schedule`` has a row for each
+        distinct window.
+
+        Args:
+            windows: the window of each group.
+            num_tokens: N.
+            tables: int32 [groups, num_seqs, max_blocks], the block tables; None if no cached keys
+                are read.
+        """
+        distinct, schedules = [*dict.fromkeys(windows)], self.split_kv_schedule
+        assert self.slot_mapping is not None
+        return [
+            replace(
+                self,
+                slot_mapping=self.slot_mapping[group, :num_tokens],
+                block_tables=None if tables is None else tables[group],
+                split_kv_schedule=None if schedules is None else schedules[distinct.index(window)],
+            )
+            for group, window in enumerate(windows)
+        ]
 
     def for_output_rows(self) -> "Context":
         """Returns the context of a step whose only queries are the rows in ``output_indices``."""

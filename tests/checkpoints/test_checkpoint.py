@@ -277,17 +277,13 @@ class TestConfig:
         assert open_checkpoint(str(folder)).config == open_checkpoint(str(original)).config
         assert tokens(folder) == tokens(original)
 
-    def test_a_sliding_window_shorter_than_the_length_is_refused(self, copy):
-        folder = copy("mistral")
-        edit_json(folder / "config.json", sliding_window=128)
-        refuse(folder, "sliding window of 128.*set max_model_len to at most 128", max_model_len=129)
-        LLM(folder, **SMALL, max_model_len=128)
-
-    def test_a_sliding_window_is_the_default_length(self, copy):
+    def test_a_sliding_window_does_not_limit_the_length(self, copy):
         folder = copy("mistral")
         edit_json(folder / "config.json", sliding_window=128)
         with LLM(folder, **SMALL) as llm:
-            assert llm.scheduler.max_len == 128
+            assert llm.scheduler.max_len > 128
+            windows = {layer.attention.window for layer in llm.model_runner.model_config.layers}
+            assert windows == {128}
 
     def test_a_window_that_is_not_used_is_ignored(self, copy):
         folder = copy("qwen2")

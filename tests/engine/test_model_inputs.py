@@ -298,7 +298,7 @@ def test_layers_of_a_group_share_a_context():
     batch = Batch(items, is_prefill=False, num_groups=3)
     inputs = prepare_decode(batch, 2, 0, lambda lens: schedules)
     step_tables = torch.tensor(tables)[:, None]
-    contexts = inputs.contexts(step_tables, [None, 4, 4])
+    contexts = inputs.context.of_groups([None, 4, 4], 1, step_tables)
     for context, slot, table, schedule in zip(
         contexts, (10, 4, 18), step_tables, (0, 1, 1), strict=True
     ):
@@ -306,13 +306,8 @@ def test_layers_of_a_group_share_a_context():
         assert context.block_tables.tolist() == table.tolist()
         check(context.split_kv_schedule, schedules[schedule].tolist())
         assert context.context_lens is inputs.context.context_lens
-    whole = prepare_prefill(Batch(items, is_prefill=True, num_groups=3), 2)
-    assert whole.contexts(step_tables, [None, 4, 4])[2].block_tables is not None
-    (item,) = items
-    item.seq.num_cached_tokens = 0
-    batch = Batch((ScheduledSequence(item.seq, 0, 3, samples=True),), True, num_groups=3)
-    whole = prepare_prefill(batch, 2)
-    assert all(c.block_tables is None for c in whole.contexts(step_tables, [None, 4, 4]))
+    blind = inputs.context.of_groups([None, 4, 4], 1, None)
+    assert all(context.block_tables is None for context in blind)
 
 
 def test_inputs_stay_where_they_are_on_a_cpu():

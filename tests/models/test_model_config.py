@@ -96,6 +96,9 @@ def attention(config: ModelConfig) -> AttentionSpec:
     return config.layers[0].attention
 
 
+FIELDS: dict[str, Any] = {"layer": range(3), "kind": ("weight", "bias"), "expert": range(1)}
+
+
 @each_reader
 def test_facts_are_read(read):
     rope = RopeConfig(tuple(10000.0 ** (-i / 16) for i in range(16)))
@@ -110,7 +113,7 @@ def test_facts_are_read(read):
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,
         dtype=torch.bfloat16,
-        weight_names=WeightNames(WEIGHT_NAMES, {"layer": range(3), "kind": ("weight", "bias")}),
+        weight_names=WeightNames(WEIGHT_NAMES, FIELDS),
     )
     assert (config.num_hidden_layers, config.num_attention_heads) == (3, 4)
     assert (config.num_key_value_heads, config.head_dim) == (2, 32)
@@ -185,7 +188,7 @@ def test_a_partial_rotation_is_refused(read):
 @each_reader
 @pytest.mark.parametrize("act", ["gelu", "relu"])
 def test_other_activations_are_refused_by_name(act, read):
-    with pytest.raises(ValueError, match=f"hidden_act '{act}' is not supported"):
+    with pytest.raises(ValueError, match=f"hidden_act '{act}' is not supported, only 'silu'"):
         read({"hidden_act": act})
 
 
@@ -294,19 +297,50 @@ MISTRAL_WINDOW = {
 }
 
 
+def windows(config: ModelConfig) -> list[int | None]:
+    return [layer.attention.window for layer in config.layers]
+
+
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
 @each_reader
 @pytest.mark.parametrize(
-    "changes",
-    [{**QWEN2_WINDOW, "use_sliding_window": True}, MISTRAL_WINDOW],
-    ids=["qwen2", "mistral"],
+    ("changes", "expected"),
+    [
+        ({**QWEN2_WINDOW, "use_sliding_window": True}, [None, 128, 128]),
+        (
+            {**QWEN2_WINDOW, "use_sliding_window": True, "layer_types": TYPES},
+            [128, None, 128],
+        ),
+        (MISTRAL_WINDOW, [128, 128, 128]),
+    ],
+    ids=["qwen2", "qwen2-types", "mistral"],
 )
-def test_a_sliding_window_shorter_than_the_length_asked_for_is_refused(changes, read):
+def test_sliding_windows_are_read_for_each_layer(changes, expected, read):
     """Guards full attention where the model was trained with a window: another function."""
-    config = read(changes)
-    assert config.sliding_window == 128
-    with pytest.raises(ValueError, match=r"sliding window of 128.*max_model_len to at most 128"):
-        resolve_max_model_len(129, config)
-    assert resolve_max_model_len(128, config) == 128
+    assert windows(read(changes)) == expected
+
+
+@each_reader
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        (
+            {"layer_types": TYPES},
+            "layer_types has sliding windows, but use_sliding_window is false",
+        ),
+        ({"layer_types": TYPES[:2]}, "layer_types has 2 entries for 3 layers"),
+        (
+            {"layer_types": ["chunked_attention"] * 3},
+            "layer_types must be a list of full_attention",
+        ),
+        ({"max_window_layers": -1, "use_sliding_window": True}, "max_window_layers must be an int"),
+    ],
+)
+def test_windows_that_are_not_served_are_refused(changes, match, read):
+    with pytest.raises(ValueError, match=match):
+        read({**QWEN2_WINDOW, **changes})
 
 
 @each_reader
@@ -319,9 +353,7 @@ def test_a_sliding_window_shorter_than_the_length_asked_for_is_refused(changes, 
     ids=["qwen2-off", "mistral-null"],
 )
 def test_a_window_that_is_not_used_is_ignored(changes, read):
-    config = read(changes)
-    assert config.sliding_window is None
-    assert resolve_max_model_len(2048, config) == 2048
+    assert windows(read(changes)) == [None, None, None]
 
 
 @pytest.mark.parametrize("reader", ["dict"])
@@ -360,13 +392,9 @@ def test_what_smollm3_cannot_mean_is_refused(changes, match, read):
 
 
 @each_reader
-def test_a_sliding_window_of_smollm3_limits_the_length(read):
-    """Its layers without RoPE have the window. Within it they attend to everything, too."""
+def test_smollm3s_layers_without_rope_have_the_window(read):
     window = {"use_sliding_window": True, "sliding_window": 64, "no_rope_layer_interval": 2}
-    config = read({**SMOLLM3, **window})
-    assert [layer.attention.window for layer in config.layers] == [None, 64, None]
-    with pytest.raises(ValueError, match=r"SmolLM3ForCausalLM .* sliding window of 64 tokens"):
-        resolve_max_model_len(65, config)
+    assert windows(read({**SMOLLM3, **window})) == [None, 64, None]
 
 
 @each_reader

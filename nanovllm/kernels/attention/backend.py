@@ -117,7 +117,7 @@ def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
     )
 
     # With these values, the features do not change the result of attention over one token.
-    neutral = {"window": 1, "softcap": 1.0, "sinks": torch.full((num_heads,), -1e9, device=device)}
+    neutral = {"window": 1, "softcap": 1e3, "sinks": torch.full((num_heads,), -1e9, device=device)}
     used: dict[str, Any] = {name: neutral[name] for name in features}
 
     def outputs() -> Iterator[torch.Tensor]:

@@ -16,7 +16,8 @@ MAX_TILE = 128  # the largest number of keys in a tile of flash-attn-4
 
 
 class FlashAttention4(TritonAttention):
-    """Uses flash-attn-4's varlen function for prefill, in fp16 or bf16, and Triton for decode.
+    """Uses flash-attn-4's varlen function for prefill, in fp16 or bf16, and Triton for decode and
+    for layers with a window, a softcap or sinks.
 
     A prefill of several prompts without block tables may treat NaN and infinite values as the
     largest finite numbers.

@@ -70,11 +70,10 @@ class FlashAttention(AttentionBackend):
 
 def _options(params: AttentionParams) -> dict[str, Any]:
     """Returns the arguments of both functions. The package has none for sinks."""
-    if params.sinks is not None:
-        raise NotImplementedError("attention sinks")
-    return {
-        "softmax_scale": params.scale,
-        "causal": True,
-        "window_size": (-1 if params.window is None else params.window - 1, -1),
-        "softcap": params.softcap or 0.0,
-    }
+    assert params.sinks is None
+    options: dict[str, Any] = {"softmax_scale": params.scale, "causal": True}
+    if params.window is not None:
+        options["window_size"] = (params.window - 1, 0)
+    if params.softcap is not None:
+        options["softcap"] = params.softcap
+    return options

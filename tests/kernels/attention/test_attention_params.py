@@ -3,44 +3,56 @@
 All that is before the first window is NaN, or in a block that is no longer the sequence's.
 """
 
+import re
+
 import pytest
 import torch
 
-from nanovllm.kernels.attention import torch_backend
+from nanovllm.kernels.attention import decode, prefill, torch_backend, triton_backend
 from nanovllm.kernels.attention.base import AttentionParams
+from nanovllm.kernels.attention.decode import DecodeTile
 from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.kernels.attention.triton_backend import TritonAttention
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.distributed import TPGroup, use_tp_group
-from tests.kernels.attention.test_attention import Paged, naive
+from tests.kernels.attention.test_attention import EACH_SHAPE, SLOW, Paged, naive
 
-SHAPE = (4, 2, 64, 16)  # q_heads, kv_heads, head_dim, block_size
-NAMES = ("window1", "window5", "window16", "window17", "window999", "softcap", "sinks", "all")
+# Softcaps of large logits: tanh is 1 where exp is infinite.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+
+SHAPE = (2, 1, 32, 16)  # q_heads, kv_heads, head_dim, block_size; tiles have 8 tokens and 16 keys
+# Smaller than a block, equal to one, several tiles, larger than a context; a sink beside one key.
+NAMES = ("window5", "window16", "window40", "window999", "softcap", "large-softcap")
+NAMES += ("sinks", "window1-sinks", "window21-softcap-sinks")
 EACH = pytest.mark.parametrize("name", NAMES)
 
 
-def make_params(name: str, heads: int, head_dim: int, device: str = "cpu") -> AttentionParams:
+def make_params(name: str, shape: tuple[int, ...], device: str) -> AttentionParams:
+    heads, _, head_dim, _ = shape
     params = AttentionParams(head_dim**-0.5)
-    if name.startswith("window"):
-        return params._replace(window=int(name.removeprefix("window")))
-    if name != "softcap":
+    if window := re.search(r"window(\d+)", name):
+        params = params._replace(window=int(window[1]))
+    if "softcap" in name:
+        params = params._replace(softcap=0.5)  # scores are about 1
+    if "large" in name:
+        params = params._replace(scale=100.0, softcap=3.0)
+    if "sinks" in name:
         params = params._replace(sinks=3 * torch.randn(heads, device=device))
-    if name != "sinks":
-        params = params._replace(softcap=0.5)  # the scores are about 1
-    return params._replace(window=21) if name == "all" else params
+    return params
 
 
-def torch_output(paged: Paged, params: AttentionParams, paged_keys: bool = True) -> None:
+def check_torch(paged: Paged, params: AttentionParams, reads_cache: bool = True) -> None:
     """Checks the backend in PyTorch, whose errors bound those of the others."""
     q, k, v = (torch.cat(x) for x in (paged.qs, paged.ks, paged.vs))
     exact = torch.cat([naive(*t, params) for t in zip(paged.qs, paged.ks, paged.vs, strict=True)])
-    backend, outs = TorchAttention(), []
-    outs.append(backend.prefill(q, k, v, paged.cache, paged.context(paged=paged_keys), params))
-    if max(paged.new_tokens) == 1 and paged_keys:
+    backend, context = TorchAttention(), paged.context(paged=reads_cache)
+    outs = [backend.prefill(q, k, v, paged.cache, context, params)]
+    if max(paged.new_tokens) == 1 and reads_cache:
         outs.append(backend.decode(q, paged.cache, paged.context(decode=True), params))
+    eps = torch.finfo(q.dtype).eps
+    atol = 32 * eps * max(1.0, params.scale)
     for out in outs:
-        eps = torch.finfo(q.dtype).eps
-        torch.testing.assert_close(out.double(), exact, rtol=8 * eps, atol=32 * eps)
+        torch.testing.assert_close(out.double(), exact, rtol=8 * eps, atol=atol)
 
 
 @EACH
@@ -48,46 +60,87 @@ def torch_output(paged: Paged, params: AttentionParams, paged_keys: bool = True)
     ("lens", "new"), [([1, 40, 150], [1, 1, 1]), ([30, 5, 150], [7, 5, 70])], ids=["one", "chunks"]
 )
 def test_torch_reads_the_cache(name, lens, new, device, monkeypatch):
-    """In chunks of a few rows too."""
-    params = make_params(name, *SHAPE[0:3:2], device)
+    params = make_params(name, SHAPE, device)
     for num_rows in (512, 9):
         monkeypatch.setattr(torch_backend, "MAX_ROWS", num_rows)
         paged = Paged(lens, new, *SHAPE, torch.float32, device)
         paged.forget(params.window)
-        torch_output(paged, params)
+        check_torch(paged, params)
 
 
 @EACH
 def test_torch_prefills_whole_prompts(name, device):
-    params = make_params(name, *SHAPE[0:3:2], device)
-    lens = [1, 5, 130]
+    params = make_params(name, SHAPE, device)._replace(scale=SHAPE[2] ** -0.5)
     for dtype in (torch.float32, torch.float16):
-        torch_output(Paged(lens, lens, *SHAPE, dtype, device), params, paged_keys=False)
+        paged = Paged([1, 5, 130], [1, 5, 130], *SHAPE, dtype, device)
+        check_torch(paged, params, reads_cache=False)
 
 
 @EACH
-def test_triton_prefills_whole_prompts(name, device, monkeypatch):
-    params = make_params(name, *SHAPE[0:3:2], device)
-    lens = [1, 5, 130]
-    paged = Paged(lens, lens, *SHAPE, torch.float32, device)
+def test_prefill_of_chunks(name, device, monkeypatch):
+    """The first window of a chunk begins in earlier chunks."""
+    params = make_params(name, SHAPE, device)
+    paged = Paged([3, 83], [2, 15], *SHAPE, torch.float32, device)
+    paged.forget(params.window)
+    paged.check(TritonAttention(), paged.context(), monkeypatch, params)
+
+
+@pytest.mark.parametrize("name", ["window5", "window21-softcap-sinks"])
+def test_prefill_of_whole_prompts(name, device, monkeypatch):
+    params = make_params(name, SHAPE, device)
+    paged = Paged([1, 50], [1, 50], *SHAPE, torch.float32, device)
     paged.check(TritonAttention(), paged.context(paged=False), monkeypatch, params)
 
 
-@EACH
-def test_triton_prefills_chunks(name, device, monkeypatch):
-    params = make_params(name, *SHAPE[0:3:2], device)
-    paged = Paged([30, 5, 150], [7, 5, 40], *SHAPE, torch.float32, device)
+def test_prefill_in_large_tiles(device, monkeypatch):
+    """Tiles at the edges of a window are smaller than those amid it."""
+    monkeypatch.setattr(prefill, "shared_memory", lambda _: 200 << 10)
+    params = make_params("window300-sinks", SHAPE, device)
+    paged = Paged([500], [70], *SHAPE[:3], 256, torch.float16, device)
     paged.forget(params.window)
     paged.check(TritonAttention(), paged.context(), monkeypatch, params)
 
 
 @EACH
-def test_triton_decodes(name, device, monkeypatch):
-    lens = [1, 2, 17, 65, 130]
-    params = make_params(name, *SHAPE[0:3:2], device)
+def test_decode(name, device, monkeypatch):
+    params = make_params(name, SHAPE, device)
+    lens = [1, 17, 60]
     paged = Paged(lens, [1] * len(lens), *SHAPE, torch.float32, device)
     paged.forget(params.window)
-    paged.check_decode(TritonAttention(), True, monkeypatch, params)
+    paged.check_decode(TritonAttention(), False, monkeypatch, params)
+
+
+@pytest.mark.parametrize("window", [16, 33, pytest.param(64, marks=SLOW)])
+@pytest.mark.parametrize(
+    "tile", [DecodeTile(16, 4, 3, True), DecodeTile(64, 1, 3, False)], ids=["prefetch", "one-warp"]
+)
+def test_decode_with_windows_at_the_edges_of_blocks(tile, window, device, monkeypatch):
+    """In splits of several tiles; the last one may hold the new token only."""
+    for module in (triton_backend, decode):
+        monkeypatch.setattr(module, "decode_tile", lambda *_: tile)
+    params = make_params(f"window{window}-sinks", SHAPE, device)
+    backend, lens = TritonAttention(), [window, window + 1, window + 16, 97]
+    paged = Paged(lens, [1] * len(lens), *SHAPE, torch.float16, device)
+    paged.forget(window)
+    paged.check_decode(backend, False, monkeypatch, params)
+    assert not backend._arrived.any()
+
+
+@pytest.mark.slow
+@EACH
+@EACH_SHAPE
+def test_every_shape(name, shape, dtype, device, monkeypatch):
+    params = make_params(name, shape, device)
+    backend = TritonAttention()
+    for lens, new in (([30, 5, 150, 64], [7, 5, 1, 64]), ([1, 65, 130], [1, 1, 1])):
+        paged = Paged(lens, new, *shape, dtype, device)
+        paged.forget(params.window)
+        with monkeypatch.context() as patch:
+            paged.check(backend, paged.context(), patch, params)
+    with monkeypatch.context() as patch:
+        paged.check_decode(backend, True, patch, params)
+    paged = Paged([1, 130], [1, 130], *shape, dtype, device)
+    paged.check(backend, paged.context(paged=False), monkeypatch, params)
 
 
 def test_each_rank_has_the_sinks_of_its_heads():

@@ -179,6 +179,14 @@ def test_decode_is_our_own(backend, device, monkeypatch):
     assert not backend.calls
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_prefill_with_a_window_is_our_own(backend, paged, device, monkeypatch):
+    params = AttentionParams(0.125, window=9)
+    batch = Paged([5, 40], [5, 40], 2, 1, 64, 256, torch.float16, device)
+    batch.check(backend, batch.context(paged=paged), monkeypatch, params)
+    assert not backend.calls
+
+
 def test_prefill_of_many_sequences_is_our_own(backend, device, monkeypatch):
     """Guards seconds of compiling in the middle of a run."""
     monkeypatch.setattr(flash_attn_4_backend, "MAX_SEQS", 3)
@@ -311,8 +319,10 @@ class TestChoice:
 
     def test_features_that_a_backend_lacks_are_refused_by_name(self, monkeypatch):
         install(monkeypatch, stand_in)
-        monkeypatch.setattr(FlashAttention4, "features", frozenset())
-        assert self.choose(features=["sinks"]) != "flash_attn_4"
+        assert self.choose(features=ALL_FEATURES) == "flash_attn_4"
+        monkeypatch.setattr(FlashAttention4, "features", frozenset(("window",)))
+        assert self.choose(features=["sinks"]) == "triton"
+        assert self.choose(features=["window"]) == "flash_attn_4"
         with pytest.raises(ValueError, match=r"has no attention with sinks and softcap.*'auto'"):
             self.choose("flash_attn_4", features=ALL_FEATURES)
         assert self.choose("torch", features=ALL_FEATURES) == "torch"

@@ -15,9 +15,12 @@ from nanovllm.kernels.attention.split_kv import (
 )
 
 
-def divide(lens: list[int], kv_heads: int, tile: int, num_programs: int) -> np.ndarray:
+def divide(
+    lens: list[int], kv_heads: int, tile: int, num_programs: int, window: int | None = None
+) -> np.ndarray:
     """The items that are any."""
-    rows = make_split_kv_schedule(np.array(lens, np.int32), kv_heads, tile, num_programs)
+    context_lens = np.array(lens, np.int32)
+    rows = make_split_kv_schedule(context_lens, kv_heads, tile, num_programs, window)
     assert rows.dtype == np.int32
     assert len(rows) == max_num_splits(len(lens), kv_heads, num_programs)
     items = rows.view(KV_SPLIT)[:, 0]
@@ -32,9 +35,10 @@ def divide(lens: list[int], kv_heads: int, tile: int, num_programs: int) -> np.n
     st.integers(1, 64),
     st.sampled_from([16, 32, 64, 128]),
     st.sampled_from([264, 528]),
+    st.none() | st.integers(1, 2000),
 )
-def test_each_token_is_in_one_split(lens, kv_heads, tile, num_programs):
-    items = divide(lens, kv_heads, tile, num_programs)
+def test_each_token_of_the_window_is_in_one_split(lens, kv_heads, tile, num_programs, window):
+    items = divide(lens, kv_heads, tile, num_programs, window)
     found: dict[int, list[tuple[int, int]]] = {}
     slots: list[int] = []
     for item in items[np.lexsort((items["split"], items["seq"]))]:
@@ -46,7 +50,8 @@ def test_each_token_is_in_one_split(lens, kv_heads, tile, num_programs):
     assert sorted(found) == list(range(len(lens)))
     for seq, splits in found.items():
         assert (items[items["seq"] == seq]["num_splits"] == len(splits)).all()
-        assert splits[0][0] == 0 and splits[-1][1] == lens[seq]
+        window_begin = max(0, lens[seq] - (window or lens[seq]))
+        assert splits[0][0] == window_begin // tile * tile and splits[-1][1] == lens[seq]
         assert all(end == begin for (_, end), (begin, _) in pairwise(splits))
         assert all(begin % tile == 0 for begin, _ in splits)
         assert len(splits) == 1 or all(begin < end for begin, end in splits), "an empty split"
@@ -66,6 +71,13 @@ def test_no_split_is_much_longer_than_an_even_share(kv_heads, lens, num_programs
     items = divide(lens, kv_heads, 64, num_programs)
     share = sum(lens) * kv_heads / num_programs
     assert (items["end"] - items["begin"]).max() <= share + 2 * 64
+
+
+def test_what_is_outside_of_the_window_takes_no_program():
+    items = divide([50_000, 700, 90], 4, 64, 264, window=512)
+    lens = items["end"] - items["begin"]
+    assert lens.sum() <= 512 + 512 + 90 + 3 * 64
+    assert lens.max() <= lens.sum() * 4 / 264 + 2 * 64
 
 
 def test_many_contexts_are_not_cut():
