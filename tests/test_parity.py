@@ -43,6 +43,8 @@ MODELS = [
     "qwen3-moe-every-second",
     "mixtral",
     "olmoe",
+    "granitemoe",
+    "gpt-oss",
 ]
 if ON_GPU:  # what differs between the others does not touch the device's kernels
     MODELS = ["qwen3", "llama", "smollm3", "qwen3-moe"]
