@@ -142,6 +142,9 @@ def path_of(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory):
     [
         "qwen3",
         pytest.param("smollm3", marks=pytest.mark.slow),
+        pytest.param("qwen3-moe", marks=pytest.mark.slow),
+        pytest.param("olmoe", marks=pytest.mark.slow),
+        pytest.param("gpt-oss", marks=pytest.mark.slow),
         pytest.param("llama-odd-vocabulary", marks=pytest.mark.slow),
         pytest.param("gemma2", marks=pytest.mark.slow),
         pytest.param("gemma3", marks=pytest.mark.slow),

@@ -12,7 +12,9 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     GlmConfig,
+    GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
@@ -165,6 +167,11 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
         {**MIXTURE, "decoder_sparse_step": 2, "num_experts_per_tok": 3},
     ),
     "olmoe": (OlmoeConfig, {"num_experts": 8, "num_experts_per_tok": 3}),
+    "gpt-oss": (
+        GptOssConfig,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 40},
+    ),
+    "granitemoe": (GraniteMoeConfig, {**GRANITE, "num_local_experts": 4}),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "sliding_window": None}),
     "gemma3-vision": (
         Gemma3Config,

@@ -5,6 +5,7 @@ from nanovllm.models.gemma import GEMMA2, GEMMA3
 from nanovllm.models.glm import GLM, GLM4
 from nanovllm.models.gpt_oss import GPT_OSS
 from nanovllm.models.granite import GRANITE
+from nanovllm.models.granitemoe import GRANITE_MOE
 from nanovllm.models.llama import LLAMA
 from nanovllm.models.ministral3 import MINISTRAL3
 from nanovllm.models.mistral import MISTRAL
@@ -20,7 +21,7 @@ from nanovllm.models.smollm3 import SMOLLM3
 
 FAMILIES = (
     *(QWEN3, QWEN2, LLAMA, MISTRAL, MINISTRAL3, SMOLLM3, QWEN3_MOE, MIXTRAL, OLMOE),
-    *(GEMMA2, GEMMA3, GRANITE, GLM, GLM4, OLMO2, OLMO3, PHI3, GPT_OSS),
+    *(GEMMA2, GEMMA3, GRANITE, GRANITE_MOE, GLM, GLM4, OLMO2, OLMO3, PHI3, GPT_OSS),
 )
 
 
