@@ -86,11 +86,17 @@ def test_a_few_layers_stand_for_all(tmp_path):
         layer.self_attn.attn.backend = TorchAttention()
         layer.register_forward_hook(lambda *_, i=i: ran.append(i))
     names = [*dict(model.named_parameters())]
-    with skip_middle_layers(model.model):
+    with skip_middle_layers(model.model, checkpoint.config.layers):
         run(model)
         assert names == [*dict(model.named_parameters())]
     run(model)
     assert ran == [0, 1, 4, 0, 1, 2, 3, 4]
+    ran.clear()
+    plain = checkpoint.config.layers[0]
+    other = replace(plain, attention=replace(plain.attention, window=8))
+    with skip_middle_layers(model.model, (other, plain, plain, other, plain)):
+        run(model)
+    assert ran == [0, 1, 3, 4]
 
 
 def test_layers_may_differ_in_all_that_a_layer_spec_says(tmp_path):
