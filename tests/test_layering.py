@@ -46,7 +46,7 @@ SPINE = (
     "sampling_params.py",
     "outputs.py",
 )
-MAX_SPINE_LINES, MAX_FILE_LINES = 2420, 350
+MAX_SPINE_LINES, MAX_FILE_LINES = 2490, 350
 # What could be deleted without touching the spine: by path or glob, the seam behind which it is.
 CAPABILITIES = {
     "engine/cuda_graphs.py": "On a GPU, start-up replaces a runner's NoGraphs by StepGraphs.",
@@ -56,6 +56,7 @@ CAPABILITIES = {
     "engine/metrics.py": "LLMEngine.metrics returns what read_metrics does.",
     "engine/logit_edits.py": "A SamplingState has a list of edits, empty for plain sampling.",
     "engine/logprobs.py": "The loop and the runner call it for sequences that ask for logprobs.",
+    "engine/streaming.py": "LLMEngine.generate_stream returns stream_outputs.",
     "engine/tensor_parallel.py": "With several ranks, start_ranks makes a MainRunner instead of a "
     "ModelRunner.",
     "engine/workers.py": "Only MainRunner and WorkerRunner know it.",

@@ -1,6 +1,6 @@
 """CUDA graphs of whole steps, from the input tokens to the sampled tokens."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,7 +14,6 @@ from nanovllm.engine.model_inputs import GraphSize, PackedInputs
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
 from nanovllm.models.decoder import DecoderModel
-from nanovllm.models.model_config import LayerSpec
 
 MAX_DECODE_SEQS = 2048
 MAX_PREFILL_SEQS = 64
@@ -123,17 +122,12 @@ class StepGraph:
 
 
 @contextmanager
-def skip_middle_layers(model: DecoderModel, specs: Sequence[LayerSpec]) -> Iterator[None]:
-    """Makes steps in this context run only the first layer, the last one, and after the first one a
-    layer of each kind. These launch all kernels that the model uses.
-
-    Args:
-        specs: the kind of each layer.
-    """
-    layers = [*model.layers]
-    first_of_kind = {spec: i for i, spec in reversed([*enumerate(specs)][1:])}
-    chosen = {0, *first_of_kind.values(), len(layers) - 1}
-    model.layers_run = [layers[i] for i in sorted(chosen)]
+def skip_middle_layers(model: DecoderModel) -> Iterator[None]:
+    """Makes steps in this context run only the first two layers, and the last one with each window
+    and class of MLP. These launch all kernels that the model uses."""
+    layers: list[Any] = [*model.layers]
+    last = {(layer.self_attn.attn.params.window, type(layer.mlp)): layer for layer in layers}
+    model.layers_run = [x for x in layers if x in layers[:2] or x in last.values()]
     try:
         yield
     finally:
@@ -159,7 +153,7 @@ class StepGraphs:
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()  # once: torch.cuda.graph would do it for each capture
         for size, step in self.make_steps(sizes):
-            with skip_middle_layers(self.runner.model.model, self.runner.model_config.layers):
+            with skip_middle_layers(self.runner.model.model):
                 step()  # compiles kernels and chooses algorithms, which a capture cannot
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(capture_stream(self.runner.device)):

@@ -46,7 +46,7 @@ def compile_kernels(runner: ModelRunner) -> None:
     sizes = graph_sizes(runner) if runner.backend.capturable else []
     decodes = [size for size in sizes if not size.is_prefill and size.num_tokens % 64 == 0]
     few = [size for size in sizes if size.num_tokens <= 64]
-    with compiling_only(), skip_middle_layers(runner.model.model, runner.model_config.layers):
+    with compiling_only(), skip_middle_layers(runner.model.model):
         warmup_model(runner)
         for _, step in StepGraphs(runner).make_steps([*{*few, *decodes, *sizes[-1:]}]):
             step()

@@ -5,10 +5,12 @@ from nanovllm.models.gemma import GEMMA2, GEMMA3
 from nanovllm.models.glm import GLM, GLM4
 from nanovllm.models.gpt_oss import GPT_OSS
 from nanovllm.models.granite import GRANITE
+from nanovllm.models.granitemoe import GRANITE_MOE
 from nanovllm.models.llama import LLAMA
 from nanovllm.models.ministral3 import MINISTRAL3
 from nanovllm.models.mistral import MISTRAL
 from nanovllm.models.mixtral import MIXTRAL
+from nanovllm.models.multimodal import TEXT_MODELS
 from nanovllm.models.olmo import OLMO2, OLMO3
 from nanovllm.models.olmoe import OLMOE
 from nanovllm.models.phi3 import PHI3
@@ -19,7 +21,7 @@ from nanovllm.models.smollm3 import SMOLLM3
 
 FAMILIES = (
     *(QWEN3, QWEN2, LLAMA, MISTRAL, MINISTRAL3, SMOLLM3, QWEN3_MOE, MIXTRAL, OLMOE),
-    *(GEMMA2, GEMMA3, GRANITE, GLM, GLM4, OLMO2, OLMO3, PHI3, GPT_OSS),
+    *(GEMMA2, GEMMA3, GRANITE, GRANITE_MOE, GLM, GLM4, OLMO2, OLMO3, PHI3, GPT_OSS),
 )
 
 
@@ -32,5 +34,5 @@ def get_family(name: str) -> Family:
     for family in FAMILIES:
         if name in (family.architecture, family.model_type):
             return family
-    supported = ", ".join(family.architecture for family in FAMILIES)
+    supported = ", ".join([*(family.architecture for family in FAMILIES), *TEXT_MODELS])
     raise ValueError(f"architecture {name!r} is not supported; supported are {supported}")

@@ -77,6 +77,13 @@ OWN = {
     "olmo3": [{"rope_scaling": YARN, "rope_theta": 5e5}, {"layer_types": ["full_attention"] * 3}],
     "ministral3": [{"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.2}}],
     "granite": [{"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "logits_scaling": 8}],
+    "qwen3_moe": [
+        {"num_experts": 16, "norm_topk_prob": True, "moe_intermediate_size": 24},
+        {"num_local_experts": 16, "num_experts_per_tok": 3},
+        {"mlp_only_layers": [0, 2], "decoder_sparse_step": 2},
+    ],
+    "granitemoe": [{"num_local_experts": 40, "residual_multiplier": 0.2}],
+    "gpt_oss": [{"swiglu_limit": 5.0}, {"layer_types": ["full_attention"] * 3}],
     "glm": [{"partial_rotary_factor": 0.25}, {"attention_bias": True}],
     "phi3": [
         {
@@ -99,7 +106,9 @@ def is_valid(model_type: str, config: dict[str, Any]) -> bool:
         return scaling.get("rope_type", scaling.get("type", "default")) == "default"
     if model_type in ("gemma3_text", "olmo3") and "rope_parameters" in config and scaling:
         return "rope_scaling" not in config
-    windowed = model_type in ("gemma2", "gemma3_text", "olmo3")
+    if model_type == "gpt_oss" and not config.get("use_sliding_window", True):
+        return False
+    windowed = model_type in ("gemma2", "gemma3_text", "gpt_oss", "olmo3")
     return not windowed or config.get("sliding_window", 1) is not None
 
 
@@ -135,3 +144,22 @@ def test_layers_without_rope_are_transformers_own(tmp_path):
         assert [layer.attention.rope is not None for layer in layers] == [
             bool(rope) for rope in hf.no_rope_layers[:3]
         ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 0}, "number of experts must be a positive int up to 1024, got 0"),
+        ({"num_experts": "8"}, "number of experts must be a positive int"),
+        ({"num_experts": 10**9}, "number of experts must be a positive int"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok must be .* up to 128, got 129"),
+        ({"moe_intermediate_size": 1.5}, "moe_intermediate_size must be"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive int"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers must be a list of layers"),
+    ],
+    ids=str,
+)
+def test_invalid_mixtures_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        get_family("qwen3_moe").read({**FULL, **changes})
