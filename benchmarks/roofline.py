@@ -16,6 +16,8 @@ import torch
 from benchmarks.workloads import Workload
 from nanovllm.models.model_config import MLPSpec, ModelConfig, MoESpec
 
+MXFP4_BYTES = 17 / 32  # a byte of scale for 32 values of 4 bits
+
 
 def measure_peaks(device: torch.device) -> tuple[float, float]:
     """Measures the peaks of a GPU.
@@ -38,7 +40,7 @@ def roofline_seconds(
     Args:
         bandwidth: bytes/s.
         rate: FLOP/s.
-        itemsize: bytes per element of weights and KV cache.
+        itemsize: bytes per element of weights, other than MXFP4's, and of the KV cache.
     """
     # Numbers of parameters.
     kv_proj = 2 * model.hidden_size * model.head_dim * model.num_key_value_heads
@@ -69,15 +71,18 @@ def roofline_seconds(
             n + step for n, out in zip(lens, workload.output_lens, strict=True) if out > step
         ]
         size = len(contexts)
-        weights = len(sizes) * attention_proj + head
-        weights += sum(
-            num_experts_read(mlp, size) * 3 * model.hidden_size * mlp.intermediate_size
-            + _router_size(model, mlp)
-            for mlp in mlps
-        )
-        weights_seconds = max(weights * itemsize / bandwidth, 2 * (layers + head) * size / rate)
+        weight_bytes = (len(sizes) * attention_proj + head) * itemsize
+        for mlp in mlps:
+            experts = num_experts_read(mlp, size) * 3 * model.hidden_size * mlp.intermediate_size
+            weight_bytes += experts * (MXFP4_BYTES if is_mxfp4(mlp) else itemsize)
+            weight_bytes += _router_size(model, mlp) * itemsize
+        weights_seconds = max(weight_bytes / bandwidth, 2 * (layers + head) * size / rate)
         seconds += weights_seconds + sum(contexts) * kv_bytes / bandwidth
     return seconds
+
+
+def is_mxfp4(mlp: MLPSpec | MoESpec) -> bool:
+    return isinstance(mlp, MoESpec) and mlp.mxfp4
 
 
 def num_experts_read(mlp: MLPSpec | MoESpec, num_tokens: int) -> float:

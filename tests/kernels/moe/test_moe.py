@@ -189,6 +189,36 @@ def test_few_tokens(num_tokens, dtype, monkeypatch):
     check_mix(mix_few, routing, 100, 50, dtype, monkeypatch)
 
 
+@pytest.mark.parametrize("name", ["one-token", "empty-experts"])
+def test_grouped_gemms_of_mxfp4_weights(name, monkeypatch):
+    """With widths that the tile does not divide. The reference dequantises to the same values."""
+    tile = Tile(16, 32, 64, 2, 4)
+    monkeypatch.setattr(grouped, "choose_tile", lambda *_: tile)
+    routing, hidden, columns, dtype = routings()[name], 96, 32, torch.float16
+    x, residual, experts = make(routing, hidden, columns, dtype, True)
+    tensors = {}
+    for field, tensor in (("gate_up", experts.gate_up), ("down", experts.down)):
+        shape = (*tensor.shape[:-1], tensor.size(-1) // 2)
+        tensors[field] = torch.randint(0, 256, shape, dtype=torch.uint8).to(DEVICE)
+        shape = (*tensor.shape[:-1], tensor.size(-1) // 32)
+        tensors[f"{field}_scales"] = torch.randint(121, 126, shape).to(torch.uint8).to(DEVICE)
+    packed = experts._replace(**tensors, limit=0.7, alpha=1.7)
+    eager = mix_reference(x, packed, routing, residual)
+    exact = mix_reference(
+        x.double(),
+        Experts(
+            *(
+                t.double() if isinstance(t, torch.Tensor) else t
+                for t in packed.dequantised(torch.float32)
+            )
+        ),
+        routing._replace(weights=routing.weights.double()),
+        residual.double(),
+    )
+    ours = mix_grouped(x, packed, routing, residual)
+    assert_as_good_as_eager(ours, eager, exact)
+
+
 @slow
 @pytest.mark.parametrize("num_tokens", [1, 2, 17, 300, 1100])
 def test_the_tiles_of_the_table(num_tokens, dtype, monkeypatch):
