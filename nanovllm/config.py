@@ -1,7 +1,6 @@
 """Engine configuration. Creating it validates the values and touches neither disk nor device."""
 
 import os
-import re
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
@@ -10,30 +9,19 @@ from nanovllm.utils.validation import (
     check_names,
     choice,
     integer,
+    matching,
     number,
     optional,
+    path_or_hub_id,
     validators_of,
 )
 
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+DEVICE = r"auto|cpu|cuda(:\d+)?"
 ATTENTION_BACKENDS = ("auto", "flash_attn_4", "flash_attn", "triton", "torch")
 MAX_RANKS = 8
 MAX_INT32 = 2**31 - 1  # the kernels use int32 for slots, tokens and positions
 MAX_STEP_TOKENS, MAX_STEP_SEQS = 2**24, 2**15  # larger values cannot run on any device
-
-
-def _model(name: str, value: Any) -> str:
-    if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"{name} must be a path or a hub id, got {value!r:.80}")
-    if not (path := os.fspath(value)):
-        raise ValueError(f"{name} must name a checkpoint directory, a .gguf file or a hub id")
-    return path
-
-
-def _device(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value, re.ASCII):
-        raise ValueError(f"{name} must be one of auto, cpu, cuda, cuda:<index>, got {value!r:.80}")
-    return value
 
 
 def _dtype(name: str, value: Any) -> str:
@@ -83,7 +71,7 @@ class Config:
         ValueError: a value is invalid; the message says what to change.
     """
 
-    model: Annotated[str, _model]
+    model: Annotated[str, path_or_hub_id]
     max_num_batched_tokens: Annotated[int, integer(1, MAX_STEP_TOKENS)] = 16384
     max_num_seqs: Annotated[int, integer(1, MAX_STEP_SEQS)] = 512
     max_model_len: Annotated[int | None, optional(integer(2, MAX_INT32))] = None
@@ -92,13 +80,15 @@ class Config:
     enforce_eager: Annotated[bool, boolean] = False
     kvcache_block_size: Annotated[int, integer(1, MAX_INT32)] = 256
     num_kvcache_blocks: Annotated[int, integer(-1, MAX_INT32)] = -1
-    device: Annotated[str, _device] = "auto"
+    device: Annotated[str, matching(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda, cuda:<index>")] = (
+        "auto"
+    )
     dtype: Annotated[str, _dtype] = "auto"
     attention_backend: Annotated[str, choice(*ATTENTION_BACKENDS)] = "auto"
     enable_prefix_caching: Annotated[bool, boolean] = True
     load_format: Annotated[str, choice("auto", "dummy")] = "auto"
     seed: Annotated[int, integer(0, 2**63 - 1)] = 0
-    tokenizer: Annotated[str | None, optional(_model)] = None
+    tokenizer: Annotated[str | None, optional(path_or_hub_id)] = None
     skip_tokenizer_init: Annotated[bool, boolean] = False
     max_logprobs: Annotated[int, integer(-1, MAX_INT32)] = 20
     logprobs_mode: Annotated[str, choice("raw_logprobs", "processed_logprobs")] = "raw_logprobs"

@@ -56,6 +56,7 @@ CAPABILITIES = {
     "engine/metrics.py": "LLMEngine.metrics returns what read_metrics does.",
     "engine/logit_edits.py": "A SamplingState has a list of edits, empty for plain sampling.",
     "engine/logprobs.py": "The loop and the runner call it for sequences that ask for logprobs.",
+    "engine/streaming.py": "LLMEngine.generate_stream returns stream_outputs.",
     "engine/tensor_parallel.py": "With several ranks, start_ranks makes a MainRunner instead of a "
     "ModelRunner.",
     "engine/workers.py": "Only MainRunner and WorkerRunner know it.",

@@ -29,7 +29,8 @@ TIGHT: dict[str, Any] = {
 NUM_NEW_TOKENS = 40
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
 # Shapes that ranks do not share evenly; name -> family, changes to its config.
-UNEVEN = {
+UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmo2-one-kv-head": ("olmo2", {"num_key_value_heads": 1}),
     "llama-odd-vocabulary": ("llama", {"vocab_size": 511}),
     "qwen2-tied-odd-vocabulary-one-kv-head": (
         "qwen2",
@@ -145,6 +146,14 @@ def path_of(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory):
         pytest.param("olmoe", marks=pytest.mark.slow),
         pytest.param("gpt-oss", marks=pytest.mark.slow),
         pytest.param("llama-odd-vocabulary", marks=pytest.mark.slow),
+        pytest.param("gemma2", marks=pytest.mark.slow),
+        pytest.param("gemma3", marks=pytest.mark.slow),
+        pytest.param("glm4", marks=pytest.mark.slow),
+        pytest.param("granite", marks=pytest.mark.slow),
+        pytest.param("olmo2-one-kv-head", marks=pytest.mark.slow),
+        pytest.param("olmo3", marks=pytest.mark.slow),
+        pytest.param("phi3-longrope", marks=pytest.mark.slow),
+        pytest.param("ministral3", marks=pytest.mark.slow),
         "qwen2-tied-odd-vocabulary-one-kv-head",
     ],
 )

@@ -8,6 +8,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     Glm4Config,
     GlmConfig,
@@ -75,6 +76,14 @@ GRANITE: dict[str, Any] = {
 }
 GEMMA: dict[str, Any] = {"query_pre_attn_scalar": 24, "sliding_window": 40, "pad_token_id": 0}
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, {}),
     "qwen3-tied": (Qwen3Config, {"tie_word_embeddings": True}),
@@ -164,6 +173,15 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "granitemoe": (GraniteMoeConfig, {**GRANITE, "num_local_experts": 4}),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "sliding_window": None}),
+    "gemma3-vision": (
+        Gemma3Config,
+        {
+            "text_config": {**BASE, **GEMMA},
+            "tie_word_embeddings": False,
+            "vision_config": VISION,
+            "mm_tokens_per_image": 4,
+        },
+    ),
     "smollm3-every-fourth": (SmolLM3Config, {"num_hidden_layers": 5, "pad_token_id": 0}),
 }
 
@@ -180,6 +198,8 @@ class TinyModels:
         if not path.exists():
             config_class, changes = CONFIGS[name]
             config = config_class(**{**BASE, **changes})
+            if "text_config" in changes:
+                config = config_class(**changes)
             self.build(config, SEEDS.get(name, 1)).save_pretrained(path)
         return path
 

@@ -1,5 +1,7 @@
 """Loads a checkpoint's tensors into a model's parameters. Reports missing and unknown tensors."""
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from typing import Any
@@ -11,6 +13,8 @@ from tqdm.auto import tqdm
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import WeightNames
 from nanovllm.utils.loader import copy_weight
+
+logger = logging.getLogger("nanovllm")
 
 LARGE_BYTES = 10**9
 
@@ -39,7 +43,12 @@ def load_model(
     if shows_bar and sum(param.nbytes for param in model.parameters()) > LARGE_BYTES:
         count = sum(len(ways[0]) for ways in needed.values())
         tensors = tqdm(tensors, "Loading weights", count, unit=" tensors", disable=None)
-    for name, tensor in tensors:
+    skipped: Counter[str] = Counter()
+    for hub_name, tensor in tensors:
+        if patterns := [p for p in model.weight_names.skipped if hub_name.startswith(p)]:
+            skipped[f"{patterns[0]}*"] += 1
+            continue
+        name = _replace_prefix(hub_name, model.weight_names)
         if name not in expected:
             if name not in redundant:
                 leftover.append(name)
@@ -55,6 +64,8 @@ def load_model(
         except ValueError as error:
             raise ValueError(f"checkpoint tensor {name}: {error}") from None
     missing = set[str]().union(*(ways[0] for ways in needed.values()))
+    if skipped:
+        logger.info("skipped %d tensors: %s", skipped.total(), ", ".join(skipped))
     problems = []
     if missing:
         problems.append(f"lacks {_some(missing)}")
@@ -107,6 +118,13 @@ def _expected_tensors(
     needed = {name: [parts.get(name, set()), *wholes.get(name, [])] for name in params}
     needed = {name: [names for names in ways if names] for name, ways in needed.items()}
     return expected, needed, redundant
+
+
+def _replace_prefix(name: str, names: WeightNames) -> str:
+    for prefix, replacement in names.prefixes:
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
+    return name
 
 
 def _loader(param: nn.Parameter, *shard_id: Any, **indices: Any) -> Callable[[torch.Tensor], Any]:

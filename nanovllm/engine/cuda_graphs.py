@@ -123,10 +123,11 @@ class StepGraph:
 
 @contextmanager
 def skip_middle_layers(model: DecoderModel) -> Iterator[None]:
-    """Makes steps in this context run only the first two layers and the last one. These launch all
-    kernels that the model uses."""
-    layers = [*model.layers]
-    model.layers_run = [*layers[:2], *layers[2:][-1:]]
+    """Makes steps in this context run only the first two layers, and the last one with each window
+    and class of MLP. These launch all kernels that the model uses."""
+    layers: list[Any] = [*model.layers]
+    last = {(layer.self_attn.attn.params.window, type(layer.mlp)): layer for layer in layers}
+    model.layers_run = [x for x in layers if x in layers[:2] or x in last.values()]
     try:
         yield
     finally:

@@ -214,27 +214,9 @@ class LLMEngine:
         Raises:
             TypeError, ValueError: as ``generate``, when the first output is requested.
         """
-        with self.turns.until_closed():
-            if sampling_params is None:
-                sampling_params = self.get_default_sampling_params()
-            ready = self.preparer.prepare_all(as_prompt_list(prompts), sampling_params, "prompts")
-        with self._running(NOT_ALONE.format("generate_stream")), self._reset_on_error():
-            requests = [self._add(item, streams=True) for item in ready]
-        own = {request.request_id: request for request in requests}
-        try:
-            while not own.keys().isdisjoint(self._requests):
-                with self.turns.turn(), self._reset_on_error():
-                    sampled, _ = self._step()
-                    advanced = dict.fromkeys(seq.request_id for seq in sampled)
-                    updated = [own[request_id] for request_id in advanced if request_id in own]
-                    outputs = make_outputs(updated, self.prompt_encoder)
-                yield from outputs
-            if not all(request.is_finished for request in requests):
-                self.turns.check_still_open()
-        finally:
-            with self.turns.turn(), self._reset_on_error():
-                for request_id in own.keys() & self._requests.keys():
-                    self.abort_request(request_id)
+        from nanovllm.engine.streaming import stream_outputs
+
+        return stream_outputs(self, prompts, sampling_params)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the sampling parameters that the checkpoint's generation_config.json recommends,

@@ -117,12 +117,12 @@ def prepare_prefill(
     """
     items = batch.items
     positions = [np.arange(item.start, item.end, dtype=np.int32) for item in items]
-    slots = [_slots(item, pos, block_size) for item, pos in zip(items, positions, strict=True)]
-    slots.append(np.empty((batch.num_groups, 0), np.int32))  # there may be no items
     tokens = [np.asarray(item.seq.token_ids[item.start : item.end], np.int32) for item in items]
     lens_q, lens_k = [item.num_tokens for item in items], [item.end for item in items]
     num_tokens, num_seqs = num_tokens or sum(lens_q), num_seqs or len(items)
-    cu_seqlens_q = _cumsum(lens_q, num_seqs)
+    cu_seqlens_q, slot_mapping = _cumsum(lens_q, num_seqs), _no_slots(batch, num_tokens)
+    for item, pos, start in zip(items, positions, cu_seqlens_q, strict=False):
+        slot_mapping[:, start : start + len(pos)] = _slots(item, pos, block_size)
     samples = _padded([item.samples for item in items], num_seqs)
     rows = _padded(cu_seqlens_q[1:][samples == 1] - 1, num_seqs)
     outputs = {"output_indices": rows, "cu_num_outputs": _cumsum(samples, num_seqs)}
@@ -133,7 +133,7 @@ def prepare_prefill(
         positions=torch.from_numpy(_concatenated(positions, num_tokens)),
         context=Context(
             is_prefill=True,
-            slot_mapping=_slot_mapping(np.concatenate(slots, axis=1), num_tokens),
+            slot_mapping=torch.from_numpy(slot_mapping),
             cu_seqlens_q=torch.from_numpy(cu_seqlens_q),
             cu_seqlens_k=torch.from_numpy(_cumsum(lens_k, num_seqs)),
             max_seqlen_q=num_tokens if max_context else max(lens_q),
@@ -164,15 +164,16 @@ def prepare_decode(
     input_ids[:num_seqs] = [seq.last_token for seq in seqs]
     context_lens[:num_seqs] = [len(seq) for seq in seqs]
     positions[:num_seqs] = context_lens[:num_seqs] - 1
-    groups = range(batch.num_groups)
-    last_blocks = [[seq.block_tables[group][-1] for seq in seqs] for group in groups]
-    slots = np.array(last_blocks, np.int32) * block_size + positions[:num_seqs] % block_size
+    offsets, slot_mapping = positions[:num_seqs] % block_size, _no_slots(batch, size)
+    for group, slots in enumerate(slot_mapping):
+        last_blocks = np.array([seq.block_tables[group][-1] for seq in seqs], dtype=np.int32)
+        slots[:num_seqs] = last_blocks * block_size + offsets
     schedule = None if split_kv is None else split_kv(context_lens)
     return ModelInputs(
         input_ids=torch.from_numpy(input_ids),
         positions=torch.from_numpy(positions),
         context=Context(
-            slot_mapping=_slot_mapping(slots, size),
+            slot_mapping=torch.from_numpy(slot_mapping),
             max_seqlen_k=int(context_lens.max()),
             context_lens=torch.from_numpy(context_lens),
             split_kv_schedule=None if schedule is None else torch.from_numpy(schedule),
@@ -215,22 +216,21 @@ def _slots(item: ScheduledSequence, positions: np.ndarray, block_size: int) -> n
     return slots
 
 
-def _slot_mapping(slots: np.ndarray, size: int) -> torch.Tensor:
-    """Returns int32 [groups, size or more]: the slots, then padding up to the next aligned row."""
-    return torch.from_numpy(_padded(slots, cdiv(size, ALIGNMENT) * ALIGNMENT, -1))
+def _no_slots(batch: Batch, num_tokens: int) -> np.ndarray:
+    """Returns int32 [groups, num_tokens or more], all -1. Its rows are aligned."""
+    return np.full((batch.num_groups, cdiv(num_tokens, ALIGNMENT) * ALIGNMENT), -1, np.int32)
 
 
-def _padded(values: Any, size: int, padding: int = 0) -> np.ndarray:
-    """Returns int32 [..., size]: the values, then padding."""
-    values = np.asarray(values)
-    out = np.full((*values.shape[:-1], size), padding, np.int32)
-    out[..., : values.shape[-1]] = values
+def _padded(values: Any, size: int) -> np.ndarray:
+    """Returns int32 [size]: the values, then zeros."""
+    out = np.zeros(size, np.int32)
+    out[: len(values)] = values
     return out
 
 
-def _concatenated(parts: list[np.ndarray], size: int, padding: int = 0) -> np.ndarray:
-    """Returns int32 [size]: the concatenated parts, then padding."""
-    return _padded(np.concatenate(parts) if parts else (), size, padding)
+def _concatenated(parts: list[np.ndarray], size: int) -> np.ndarray:
+    """Returns int32 [size]: the concatenated parts, then zeros."""
+    return _padded(np.concatenate(parts) if parts else (), size)
 
 
 def _cumsum(counts: Any, size: int) -> np.ndarray:

@@ -119,10 +119,15 @@ class WeightNames:
             name lacks, such as the index of an expert, the parameter's ``weight_loader`` gets its
             value as a keyword argument. A parameter may have several rows without a shard id and
             such a field. A checkpoint has one of them, or all rows with shard ids or such fields.
+        prefixes: (prefix, replacement): tensors' names that begin with the prefix are read with the
+            replacement.
+        skipped: tensors whose names begin with one of these are not needed, and are logged.
     """
 
     rows: tuple[WeightName, ...]
     fields: Mapping[str, Sequence[str | int]]
+    prefixes: tuple[tuple[str, str], ...] = ()
+    skipped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from nanovllm.models.llama import LLAMA
 from nanovllm.models.ministral3 import MINISTRAL3
 from nanovllm.models.mistral import MISTRAL
 from nanovllm.models.mixtral import MIXTRAL
+from nanovllm.models.multimodal import TEXT_MODELS
 from nanovllm.models.olmo import OLMO2, OLMO3
 from nanovllm.models.olmoe import OLMOE
 from nanovllm.models.phi3 import PHI3
@@ -33,5 +34,5 @@ def get_family(name: str) -> Family:
     for family in FAMILIES:
         if name in (family.architecture, family.model_type):
             return family
-    supported = ", ".join(family.architecture for family in FAMILIES)
+    supported = ", ".join([*(family.architecture for family in FAMILIES), *TEXT_MODELS])
     raise ValueError(f"architecture {name!r} is not supported; supported are {supported}")

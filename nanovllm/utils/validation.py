@@ -5,6 +5,8 @@ A field names its validator in its annotation: ``n: Annotated[int, integer(1, 8)
 
 import difflib
 import math
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from numbers import Integral, Real
@@ -84,6 +86,26 @@ def choice(*choices: str) -> Validator:
         return value
 
     return validate
+
+
+def matching(pattern: str, choices: str) -> Validator:
+    """Accepts strings that match a regular expression, which ``choices`` describes."""
+
+    def validate(name: str, value: Any) -> str:
+        if not isinstance(value, str) or not re.fullmatch(pattern, value, re.ASCII):
+            raise ValueError(f"{name} must be one of {choices}, got {value!r:.80}")
+        return value
+
+    return validate
+
+
+def path_or_hub_id(name: str, value: Any) -> str:
+    """Accepts a non-empty string or path."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name} must be a path or a hub id, got {value!r:.80}")
+    if not (path := os.fspath(value)):
+        raise ValueError(f"{name} must name a checkpoint directory, a .gguf file or a hub id")
+    return path
 
 
 def strings(max_count: int, max_chars: float = math.inf, may_be_empty: bool = False) -> Validator:

@@ -1,7 +1,9 @@
 """Start-up: how long sequences may be, and what a start that fails leaves behind."""
 
 import weakref
-from typing import Any
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from nanovllm import LLM
 from nanovllm.engine import startup
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.models.model_config import AttentionSpec, ModelConfig
 from tests.tiny_models import BASE, CONFIGS
 
 SMALL: dict[str, Any] = {"device": "cpu", "kvcache_block_size": 16, "num_kvcache_blocks": 8}
@@ -80,3 +83,16 @@ def test_by_default_sequences_are_as_long_as_the_cache_holds(tmp_path):
             }
             assert length == expected
             assert runner.block_tables.resident.size(-1) == -(-expected // 16)
+
+
+def test_backends_are_told_which_features_some_layer_needs():
+    """Guards a backend without sinks that fails in the first step."""
+    plain = AttentionSpec(4, 2, 16, None)
+
+    def features(*specs: AttentionSpec) -> frozenset[str]:
+        model: Any = SimpleNamespace(layers=[SimpleNamespace(attention=spec) for spec in specs])
+        return cast(property, ModelConfig.attention_features).fget(model)
+
+    assert features(plain, plain) == frozenset()
+    assert features(replace(plain, window=8), plain) == {"window"}
+    assert features(plain, replace(plain, softcap=30.0, sinks=True)) == {"softcap", "sinks"}

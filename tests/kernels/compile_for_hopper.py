@@ -57,10 +57,13 @@ PDL_MODULES = (
 
 
 class Hopper:
-    """What the compiler asks of a driver."""
+    """What the compiler asks of a driver; of another GPU if told its compute capability."""
+
+    def __init__(self, capability: int = 90) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self.target
 
     def get_current_device(self) -> int:
         return 0
@@ -69,9 +72,14 @@ class Hopper:
         return 0
 
 
-def compile_only() -> list[Any]:
-    """From now on kernels are compiled and not launched. Returns the list that they go to."""
-    triton.runtime.driver.set_active(Hopper())
+def compile_only(capability: int = 90, memory: int = SHARED_MEMORY) -> list[Any]:
+    """From now on kernels are compiled and not launched. Returns the list that they go to.
+
+    Args:
+        capability: compute capability of the GPU, 90 for 9.0.
+        memory: its shared memory in bytes.
+    """
+    triton.runtime.driver.set_active(Hopper(capability))
     run, compiled = JITFunction.run, []
 
     def compile_kernel(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -80,9 +88,10 @@ def compile_only() -> list[Any]:
         return kernel
 
     JITFunction.run = compile_kernel
+    options = {"PDL": True, "launch_pdl": True} if capability >= 90 else {"PDL": False}
     for module in PDL_MODULES:
-        module.pdl_options = lambda x: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]
-    prefill.shared_memory = grouped.shared_memory = lambda device: SHARED_MEMORY
+        module.pdl_options = lambda x: options  # type: ignore[attr-defined]
+    prefill.shared_memory = grouped.shared_memory = lambda device: memory
     return compiled
 
 
@@ -90,6 +99,7 @@ def launch_all(
     dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int, all_sizes: bool
 ) -> None:
     """Launches each kernel, in the sizes of many models and batches or in a few."""
+    launch_attention(dtype, q_heads, kv_heads, head_dim, AttentionParams(1.0), all_sizes)
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
@@ -98,35 +108,8 @@ def launch_all(
         return torch.zeros(shape, dtype=dtype)
 
     cache = KVCache(*(make(4, 256, kv_heads, head_dim) for _ in range(2)))
-    attention = triton_backend.TritonAttention()
-    angles, params = torch.zeros(99, head_dim), AttentionParams(1.0)
-    sizes = (1, 64, 128, 256) if dtype is torch.bfloat16 else (1, 256)
-    for num_seqs in sizes if all_sizes else (64,):
-        work = attention.split_kv(np.ones(num_seqs, np.int32), kv_heads, head_dim, dtype)
-        context = Context(
-            slot_mapping=ints(num_seqs),
-            block_tables=ints(num_seqs, 16),
-            context_lens=ints(num_seqs),
-            split_kv_schedule=torch.from_numpy(work),
-            max_seqlen_k=1,
-        )
-        qkv = make(num_seqs, q_heads + 2 * kv_heads, head_dim)
-        q, k, v = qkv.split((q_heads, kv_heads, kv_heads), dim=1)
-        for weight in (None, make(head_dim)) if all_sizes else (make(head_dim),):
-            inputs = rope.RopeInputs(ints(num_seqs), angles, weight, weight, 1e-6)
-            attention.decode(q, cache, context, params, rope.NewKV(inputs, k, v))
+    angles = torch.zeros(99, head_dim)
     q, k, weight = make(64, q_heads, head_dim), make(64, kv_heads, head_dim), make(head_dim)
-    bounds = ints(2)
-    for tables in (None, ints(1, 16)) if all_sizes else (ints(1, 16),):
-        prefill = Context(
-            is_prefill=True,
-            cu_seqlens_q=bounds,
-            cu_seqlens_k=bounds,
-            max_seqlen_q=64,
-            max_seqlen_k=64,
-            block_tables=tables,
-        )
-        attention.prefill(q, k, k, cache, prefill, params)
     update = block_tables.BlockTableUpdate(ints(1, 8, 4), ints(9))
     block_tables.update_triton(ints(1, 8, 16), update, ints(1, 8, 16))
     slots = rope.CacheSlots(cache, ints(64))
@@ -175,6 +158,65 @@ def launch_all(
         all_reduce.all_reduce(x, addresses, addresses, ints(4096), ints(1), 0, 2)
 
 
+def launch_attention(
+    dtype: torch.dtype,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    params: AttentionParams,
+    all_sizes: bool,
+) -> None:
+    """Launches the attention kernels, for batches of several sizes or of one."""
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    cache = KVCache(*(make(4, 256, kv_heads, head_dim) for _ in range(2)))
+    attention = triton_backend.TritonAttention()
+    angles = torch.zeros(99, head_dim)
+    sizes = (1, 64, 128, 256) if dtype is torch.bfloat16 else (1, 256)
+    for num_seqs in sizes if all_sizes else (64,):
+        lens = np.ones(num_seqs, np.int32)
+        work = attention.split_kv(lens, kv_heads, head_dim, dtype, params.window)
+        context = Context(
+            slot_mapping=ints(num_seqs),
+            block_tables=ints(num_seqs, 16),
+            context_lens=ints(num_seqs),
+            split_kv_schedule=torch.from_numpy(work),
+            max_seqlen_k=1,
+        )
+        qkv = make(num_seqs, q_heads + 2 * kv_heads, head_dim)
+        q, k, v = qkv.split((q_heads, kv_heads, kv_heads), dim=1)
+        for weight in (None, make(head_dim)) if all_sizes else (make(head_dim),):
+            inputs = rope.RopeInputs(ints(num_seqs), angles, weight, weight, 1e-6)
+            attention.decode(q, cache, context, params, rope.NewKV(inputs, k, v))
+    q, k = make(64, q_heads, head_dim), make(64, kv_heads, head_dim)
+    bounds = ints(2)
+    for tables in (None, ints(1, 16)) if all_sizes else (ints(1, 16),):
+        prefill = Context(
+            is_prefill=True,
+            cu_seqlens_q=bounds,
+            cu_seqlens_k=bounds,
+            max_seqlen_q=64,
+            max_seqlen_k=64,
+            block_tables=tables,
+        )
+        attention.prefill(q, k, k, cache, prefill, params)
+
+
+def launch_windows(all_sizes: bool) -> None:
+    """Launches the attention kernels of gpt-oss, and those of Gemma 2 and 3."""
+    features = AttentionParams(1.0, 128, 50.0, torch.zeros(64))
+    launch_attention(torch.bfloat16, 64, 8, 64, features, all_sizes)
+    if all_sizes:
+        launch_attention(torch.bfloat16, 8, 4, 256, AttentionParams(1.0, 4096, 50.0), True)
+        launch_attention(torch.bfloat16, 4, 1, 256, AttentionParams(1.0, 512), True)
+        launch_attention(torch.float32, 4, 1, 256, features._replace(sinks=None), True)
+
+
 def launch_mixtures(dtype: torch.dtype, all_sizes: bool) -> None:
     """Launches the kernels of Qwen3-30B-A3B, with 8 of 128 experts, of gpt-oss-20b, with 4 of 32 in
     MXFP4, and of Mixtral, with 2 of 8."""
@@ -219,6 +261,7 @@ if __name__ == "__main__":
     kernels = compile_only()
     with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor):
         launch_all(torch.bfloat16, 16, 8, 128, ALL_SIZES)
+        launch_windows(ALL_SIZES)
         if ALL_SIZES:
             launch_all(torch.float16, 9, 3, 64, ALL_SIZES)
             launch_all(torch.float32, 4, 1, 96, ALL_SIZES)

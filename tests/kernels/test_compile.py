@@ -32,6 +32,27 @@ def test_every_kernel_compiles_for_a_hopper_gpu(sizes: list[str], tmp_path: Path
     assert "launches of 21 kernels" in result.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("capability", "kib"), [(80, 163), (89, 99), (100, 227), (120, 99)])
+def test_attention_kernels_compile_for_other_gpus(capability: int, kib: int, tmp_path: Path):
+    """With windows, softcaps and sinks, and heads of 256."""
+    program = PROGRAM.parent / "attention" / "compile_for.py"
+    result = subprocess.run(
+        [sys.executable, str(program), str(capability), str(kib)],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(PROGRAM.parents[2]),
+            "TRITON_CACHE_DIR": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert f"sm_{capability} " in result.stdout
+
+
 AHEAD = """
 import threading
 import torch, triton

@@ -23,6 +23,17 @@ def test_norm(shape, dtype, device, monkeypatch):
     assert_as_good_as_eager(out, rms_norm_reference(x, weight, EPS)[0], exact(x, weight))
 
 
+def test_an_fp32_weight_is_applied_before_the_result_is_rounded(dtype, device):
+    """As in Gemma and OLMo 2: the result has no more than the error of one rounding."""
+    x = torch.randn(5, 123, device=device).to(dtype) * 3
+    weight = torch.rand(123, device=device) + 0.5
+    out, _ = rms_norm_triton(x, weight, EPS)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, rms_norm_reference(x, weight, EPS)[0])
+    rounding = 0.51 * torch.finfo(dtype).eps if dtype is not torch.float32 else 1e-6
+    torch.testing.assert_close(out.double(), exact(x, weight), rtol=rounding, atol=0)
+
+
 @pytest.mark.parametrize("shape", [(1, 64), (5, 123), (4, 1024)])
 def test_add_and_norm_returns_the_new_residual_and_changes_no_input(
     shape, dtype, device, monkeypatch

@@ -11,7 +11,7 @@ from nanovllm.kernels.rope import (
 from tests.kernels.oracle import assert_as_good_as_eager, poisoned
 
 
-@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("with_norm", [False, True, "fp32"])
 @pytest.mark.parametrize(
     ("tokens", "q_heads", "k_heads", "head_dim"),
     [(1, 1, 1, 64), (5, 9, 3, 64), (3, 4, 2, 96), (4, 16, 8, 128), (2, 2, 2, 256), (3, 3, 1, 6)],
@@ -28,7 +28,10 @@ def test_rope_of_strided_heads(
     cache = torch.cat((angles.cos(), angles.sin()), -1)
     weights = (None, None)
     if with_norm:
-        weights = tuple(torch.rand(head_dim, device=device).to(dtype) + 0.5 for _ in range(2))
+        weight_dtype = torch.float32 if with_norm == "fp32" else dtype
+        weights = tuple(
+            torch.rand(head_dim, device=device).to(weight_dtype) + 0.5 for _ in range(2)
+        )
     rope = RopeInputs(positions, cache, *weights, 1e-6)
     ours = apply_rope_and_store_triton(rope, q, k, v, None)
     eager = apply_rope_and_store_reference(rope, q, k, v, None)

@@ -3,6 +3,9 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.silu_and_mul import (
+    gelu_tanh_and_mul,
+    gelu_tanh_and_mul_reference,
+    gelu_tanh_and_mul_triton,
     silu_and_mul,
     silu_and_mul_reference,
     silu_and_mul_triton,
@@ -49,3 +52,19 @@ def test_the_first_half_is_the_gate():
 def test_strided_input():
     x = torch.randn(8, 6).T
     assert torch.equal(silu_and_mul(x), silu_and_mul(x.contiguous()))
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (5, 246), (3, 2 * 1536)])
+def test_gelu_tanh_and_mul(shape, dtype, device, monkeypatch):
+    poisoned(monkeypatch)
+    x = torch.randn(shape, device=device).to(dtype) * 4
+    gate, up = x.double().chunk(2, -1)
+    exact = F.gelu(gate, approximate="tanh") * up
+    out = gelu_tanh_and_mul_triton(x)
+    assert_as_good_as_eager(out, gelu_tanh_and_mul_reference(x), exact)
+    assert torch.equal(gelu_tanh_and_mul(x), gelu_tanh_and_mul_reference(x)) or x.is_cuda
+
+
+def test_gelu_of_large_gates_is_finite(device):
+    x = torch.tensor([[-1e4, 1e4, -50.0, 50.0, 2.0, 2.0, 2.0, 2.0]], device=device)
+    assert gelu_tanh_and_mul_triton(x).tolist() == [[0.0, 2e4, 0.0, 100.0]]

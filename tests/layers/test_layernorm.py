@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.layernorm import AllHeadsRMSNorm, RMSNorm
+from nanovllm.utils.distributed import TPGroup, use_tp_group
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 8), (5, 123), (3, 4, 40), (0, 16)]
@@ -103,3 +106,48 @@ def test_eps_counts_for_small_inputs():
     x = torch.full((1, 16), 1e-2)
     torch.testing.assert_close(norm(x).double(), reference(x, norm), **tolerance(torch.float32))
     assert torch.equal(norm(torch.zeros(1, 16)), torch.zeros(1, 16))
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("oracle_class", "offset"), [(Gemma3RMSNorm, 1.0), (Olmo2RMSNorm, 0.0)], ids=["gemma", "olmo"]
+)
+def test_fp32_weights_equal_transformers(oracle_class, offset, dtype):
+    """Bit for bit, also when loaded twice: the offset is not added twice."""
+    oracle = oracle_class(40, eps=1e-5).to(dtype).requires_grad_(False)
+    norm = RMSNorm(40, 1e-5, torch.float32, offset).requires_grad_(False)
+    x = (3 * torch.randn(7, 40)).to(dtype)
+    for _ in range(2):
+        oracle.weight.uniform_(-0.5, 0.5)
+        norm.weight.weight_loader(norm.weight, oracle.weight)
+        assert torch.equal(norm(x), oracle(x))
+
+
+class OtherRank:
+    """A group of two ranks, the other of which has this mean square."""
+
+    def __init__(self, rank: int, mean_square: torch.Tensor) -> None:
+        self.rank, self.size, self.mean_square = rank, 2, mean_square
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mean_square
+
+
+@pytest.mark.parametrize("num_heads", [4, 1])
+def test_a_norm_over_all_heads_is_that_over_all_ranks(num_heads):
+    """Also where both ranks have a copy of the only head."""
+    x, weight = torch.randn(5, num_heads, 8), torch.rand(num_heads * 8) + 0.5
+    whole = AllHeadsRMSNorm(num_heads, 8, 1e-3).requires_grad_(False)
+    whole.weight.weight_loader(whole.weight, weight)
+    expected = Olmo2RMSNorm(num_heads * 8, 1e-3).requires_grad_(False)
+    expected.weight.copy_(weight)
+    torch.testing.assert_close(whole(x), expected(x.flatten(1)).view(x.shape))
+    halves = x.chunk(2, 1) if num_heads > 1 else (x, x)
+    squares = [half.flatten(1).square().mean(-1, keepdim=True) for half in halves]
+    for rank in range(2):
+        with use_tp_group(TPGroup(rank, 2)):
+            norm = AllHeadsRMSNorm(num_heads, 8, 1e-3).requires_grad_(False)
+        norm.weight.weight_loader(norm.weight, weight)
+        norm.tp = OtherRank(rank, squares[1 - rank])
+        part = whole(x).chunk(2, 1)[rank] if num_heads > 1 else whole(x)
+        torch.testing.assert_close(norm(halves[rank]), part)

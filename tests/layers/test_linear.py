@@ -292,3 +292,41 @@ def test_layers_keep_the_group_that_they_were_built_in():
         layer = ColumnParallelLinear(4, 8)
     assert (layer.tp.rank, layer.tp.size, layer.weight.shape) == (1, 2, (4, 4))
     assert ColumnParallelLinear(4, 8).weight.shape == (8, 4)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_tensor_with_all_shards_is_loaded_as_its_shards_are(rank):
+    """As in Phi-3's checkpoints."""
+    with use_tp_group(TPGroup(rank, 2)):
+        qkv, fused_qkv = (QKVParallelLinear(6, 4, 4, 1, bias=True) for _ in range(2))
+        merged, fused_merged = (MergedColumnParallelLinear(6, [8, 8]) for _ in range(2))
+    q, kv = torch.randn(16, 6), torch.randn(2, 4, 6)
+    for name, part in zip("qkv", (q, *kv), strict=True):
+        qkv.weight.weight_loader(qkv.weight, part, name)
+        qkv.bias.weight_loader(qkv.bias, part[:, 0], name)
+    whole = torch.cat((q, *kv))
+    fused_qkv.weight.weight_loader(fused_qkv.weight, whole)
+    fused_qkv.bias.weight_loader(fused_qkv.bias, whole[:, 0])
+    gate_up = torch.randn(16, 6)
+    for shard_id, part in enumerate(gate_up.chunk(2)):
+        merged.weight.weight_loader(merged.weight, part, shard_id)
+    fused_merged.weight.weight_loader(fused_merged.weight, gate_up)
+    assert torch.equal(fused_qkv.weight, qkv.weight) and torch.equal(fused_qkv.bias, qkv.bias)
+    assert torch.equal(fused_merged.weight, merged.weight)
+    for wrong in (gate_up[:-2], gate_up[:, :-1]):
+        with pytest.raises(ValueError, match="the model needs shape"):
+            merged.weight.weight_loader(merged.weight, wrong)
+
+
+def test_rows_of_query_and_key_heads_are_reordered():
+    order = [0, 2, 1, 3]
+    plain, ordered = (QKVParallelLinear(6, 4, 2, 1, True, order_) for order_ in (None, order))
+    whole = torch.randn(16, 6)
+    for layer in (plain, ordered):
+        layer.weight.weight_loader(layer.weight, whole)
+        layer.bias.weight_loader(layer.bias, whole[:, 0])
+    rows = [*order, *(4 + i for i in order), *(8 + i for i in order), *range(12, 16)]
+    assert torch.equal(ordered.weight, plain.weight[rows])
+    assert torch.equal(ordered.bias, plain.bias[rows])
+    with pytest.raises(ValueError, match="split evenly"):
+        ordered.weight.weight_loader(ordered.weight, whole[:7], "q")

@@ -91,6 +91,13 @@ def test_a_few_layers_stand_for_all(tmp_path):
         assert names == [*dict(model.named_parameters())]
     run(model)
     assert ran == [0, 1, 4, 0, 1, 2, 3, 4]
+    for i in (2, 3):
+        attention = model.model.layers[i].self_attn.attn
+        attention.params = attention.params._replace(window=8)
+    ran.clear()
+    with skip_middle_layers(model.model):
+        run(model)
+    assert ran == [0, 1, 3, 4]
 
 
 def test_layers_may_differ_in_all_that_a_layer_spec_says(tmp_path):

@@ -71,8 +71,9 @@ def _norm_and_rope(
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(x32 * x32, axis=1) / HEAD_DIM + eps)[:, None]
         # Rounds where rms_norm_reference rounds.
-        x32 = ((x32 * scale).to(x.dtype) * weight).to(tl.float32)
-        other32 = ((other32 * scale).to(x.dtype) * other_weight).to(tl.float32)
+        x32 = ((x32 * scale).to(weight.dtype) * weight).to(x.dtype).to(tl.float32)
+        other32 = (other32 * scale).to(weight.dtype) * other_weight
+        other32 = other32.to(x.dtype).to(tl.float32)
     return (x32 * cos + other32 * sin).to(x.dtype)
 
 

@@ -1,0 +1,46 @@
+"""Multimodal checkpoints, of which only the text model is served."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from nanovllm.models.model_config import ModelConfig
+
+# Architectures, and the model type of their text model unless the config names it.
+TEXT_MODELS = {
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Mistral3ForConditionalGeneration": "mistral",
+}
+# The beginnings of tensors' names, in releases of transformers before and after 4.52.
+PREFIXES = (
+    ("language_model.model.", "model."),
+    ("model.language_model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+VISION = ("vision_tower.", "multi_modal_projector.")
+# Fields that apply to the text model, even if they stand outside of its config.
+SHARED_FIELDS = ("dtype", "torch_dtype", "tie_word_embeddings")
+
+
+def text_config(architecture: str, raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Returns the model type and the config of a multimodal checkpoint's text model.
+
+    Raises:
+        ValueError: ``text_config`` is missing.
+    """
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise ValueError(f"the config of a {architecture} needs a text_config, got {text!r:.80}")
+    shared = {name: raw[name] for name in SHARED_FIELDS if raw.get(name) is not None}
+    fields = {**shared, **{name: value for name, value in text.items() if value is not None}}
+    for name in ("eos_token_id", "quantization_config"):  # those of the text model are defaults
+        if raw.get(name) is not None:
+            fields[name] = raw[name]
+    return str(text.get("model_type") or TEXT_MODELS[architecture]), fields
+
+
+def with_text_names(config: ModelConfig) -> ModelConfig:
+    """Returns the text model's config with the names that its tensors have in the checkpoint."""
+    skipped = (*VISION, *(f"model.{name}" for name in VISION))
+    names = replace(config.weight_names, prefixes=PREFIXES, skipped=skipped)
+    return replace(config, weight_names=names)

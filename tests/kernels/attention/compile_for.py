@@ -1,0 +1,20 @@
+"""Compiles the attention kernels of models with windows, softcaps and sinks for a GPU, without one:
+run as a program, with its compute capability and KiB of shared memory as arguments: ``80 163``."""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from tests.kernels import compile_for_hopper  # first: it turns the interpreter off
+
+import triton  # isort: skip
+
+if __name__ == "__main__":
+    capability, kib = map(int, sys.argv[1:])
+    kernels = compile_for_hopper.compile_only(capability, kib << 10)
+    with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor):
+        compile_for_hopper.launch_windows(all_sizes=True)
+    done = [k.result() if hasattr(k, "result") else k for _, k in kernels]
+    assert {kernel.metadata.target.arch for kernel in done} == {capability}
+    most = max(kernel.metadata.shared for kernel in done)
+    assert most <= kib << 10, f"{most} bytes of shared memory on sm_{capability}"
+    print(f"sm_{capability}", len(done), "launches")
