@@ -71,6 +71,7 @@ class MoESpec:
             ``kernels.moe.mix.Experts``.
         interleaved: whether a checkpoint has the weights of all experts as [in, out], with rows of
             gate and up in turn.
+        mxfp4: whether a checkpoint has the weights in MXFP4. They stay so on a GPU.
     """
 
     num_experts: int
@@ -81,6 +82,7 @@ class MoESpec:
     limit: float | None = None
     alpha: float = 1.0
     interleaved: bool = False
+    mxfp4: bool = False
 
 
 @dataclass(frozen=True, slots=True)
