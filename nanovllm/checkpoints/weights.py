@@ -11,7 +11,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.model_config import WeightNames
+from nanovllm.models.weight_names import WeightNames
 from nanovllm.utils.loader import copy_weight
 
 logger = logging.getLogger("nanovllm")
