@@ -175,7 +175,7 @@ def test_tokens_equal_transformers(name, configuration, engine, tiny_models, exp
 @EVERY_MODEL
 def test_tokens_survive_preemption(name, engine, tiny_models, expected):
     """42 blocks hold one long sequence in each group of layers; everything else waits its turn or
-    is preempted. Where layers have a window, the blocks that they free may be enough for all."""
+    is preempted. Layers with a window free what they take, so their sequences may only wait."""
     path = tiny_models.path(name)
     layers = open_checkpoint(str(path)).config.layers
     num_blocks = 42 * len(group_layers([layer.attention.window for layer in layers]))
@@ -208,18 +208,26 @@ def test_tokens_survive_prefix_cache_hits(name, engine, tiny_models, expected):
 
 @pytest.mark.skipif(ON_GPU, reason="the tests above run the kernels")
 @pytest.mark.parametrize(
-    ("name", "chosen"),
-    [("qwen3", [1, 4]), ("smollm3", [1, 4]), pytest.param("qwen3", [1, 4, 7], marks=slow)],
-    ids=["short", "without-rope", "long"],
+    ("name", "lens"),
+    [
+        ("qwen3", [2, 17]),
+        ("smollm3", [2, 17]),
+        ("gemma2", [58]),
+        pytest.param("qwen3", [2, 17, 357], marks=slow),
+        pytest.param("gemma2", [2, 357], marks=slow),
+        pytest.param("gemma3", [17, 131], marks=slow),
+        pytest.param("mistral-window", [17, 131], marks=slow),
+    ],
 )
-def test_the_kernels_of_attention_in_an_engine(name, chosen, tiny_models, monkeypatch):
-    """In Triton's interpreter: what the host plans for a decode is what the kernel reads.
-    The prompts have 2, 17 and, with the slow tests, 257 tokens."""
+def test_the_kernels_of_attention_in_an_engine(name, lens, tiny_models, monkeypatch):
+    """In Triton's interpreter: what the host plans for a decode is what the kernel reads. Chunks
+    and windows have 40 tokens, so a prompt of 58 tokens has a block that its window has left."""
     monkeypatch.setattr(startup, "select_attention_backend", lambda *_, **__: TritonAttention())
     model = tiny_models.load(name)
-    oracle = [transformers_greedy(model, PROMPTS[i], 3) for i in chosen]
+    prompts = [PROMPTS[7][:length] for length in lens]
+    oracle = [transformers_greedy(model, prompt, 3) for prompt in prompts]
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    settings = {"kvcache_block_size": 16, "num_kvcache_blocks": 40, "max_num_batched_tokens": 200}
+    settings = {"kvcache_block_size": 16, "num_kvcache_blocks": 200, "max_num_batched_tokens": 40}
     with LLM(tiny_models.path(name), device="cpu", **settings) as llm:
-        outputs = llm.generate([PROMPTS[i] for i in chosen], params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
     assert_same_tokens([out["token_ids"] for out in outputs], oracle)

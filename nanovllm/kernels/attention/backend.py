@@ -70,7 +70,9 @@ def select_attention_backend(name: str, shape: AttentionShape) -> AttentionBacke
             continue
         why = "the fastest that works here" if name == "auto" else "as requested"
         skipped = f"; skipped: {'; '.join(reasons)}" if reasons else ""
-        logger.info("attention backend %s: %s%s", candidate, why, skipped)
+        is_slow = name == "auto" and candidate == "torch" and shape.device.type == "cuda"
+        level = logging.WARNING if is_slow else logging.INFO
+        logger.log(level, "attention backend %s: %s%s", candidate, why, skipped)
         return backend
     raise ValueError(
         f"attention backend {name!r} does not work for head_dim {shape.head_dim}, block size "

@@ -25,6 +25,9 @@ SHAPE = (2, 1, 32, 16)  # q_heads, kv_heads, head_dim, block_size; tiles have 8 
 NAMES = ("window5", "window16", "window40", "window999", "softcap", "large-softcap")
 NAMES += ("sinks", "window1-sinks", "window21-softcap-sinks")
 EACH = pytest.mark.parametrize("name", NAMES)
+IN_KERNELS = pytest.mark.parametrize(  # the slow tests' are in the others too
+    "name", [pytest.param(n, marks=SLOW if n in ("softcap", "sinks") else []) for n in NAMES]
+)
 
 
 def make_params(name: str, shape: tuple[int, ...], device: str) -> AttentionParams:
@@ -76,7 +79,7 @@ def test_torch_prefills_whole_prompts(name, device):
         check_torch(paged, params, reads_cache=False)
 
 
-@EACH
+@IN_KERNELS
 def test_prefill_of_chunks(name, device, monkeypatch):
     """The first window of a chunk begins in earlier chunks."""
     params = make_params(name, SHAPE, device)
@@ -101,7 +104,7 @@ def test_prefill_in_large_tiles(device, monkeypatch):
     paged.check(TritonAttention(), paged.context(), monkeypatch, params)
 
 
-@EACH
+@IN_KERNELS
 def test_decode(name, device, monkeypatch):
     params = make_params(name, SHAPE, device)
     lens = [1, 17, 60]

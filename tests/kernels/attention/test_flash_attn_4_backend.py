@@ -15,6 +15,7 @@ from nanovllm.kernels.attention import flash_attn_4_backend
 from nanovllm.kernels.attention.backend import AttentionShape, select_attention_backend
 from nanovllm.kernels.attention.base import ALL_FEATURES, AttentionParams
 from nanovllm.kernels.attention.flash_attn_4_backend import FlashAttention4
+from nanovllm.kernels.attention.triton_backend import TritonAttention
 from nanovllm.kernels.rope import RopeInputs
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import step_context
@@ -326,6 +327,15 @@ class TestChoice:
         with pytest.raises(ValueError, match=r"has no attention with sinks and softcap.*'auto'"):
             self.choose("flash_attn_4", features=ALL_FEATURES)
         assert self.choose("torch", features=ALL_FEATURES) == "torch"
+
+    def test_no_kernels_on_a_gpu_is_worth_a_warning(self, monkeypatch, caplog):
+        monkeypatch.setattr(TritonAttention, "features", frozenset())
+        monkeypatch.setattr(selection.FlashAttention, "features", frozenset())
+        with caplog.at_level("WARNING", "nanovllm"):
+            assert self.choose("torch") == "torch"
+            assert not caplog.records
+            assert self.choose(features=["sinks"]) == "torch"
+        assert "backend torch: the fastest that works here; skipped: flash_attn_4" in caplog.text
 
     def test_every_backend_can_be_asked_for(self):
         assert set(ATTENTION_BACKENDS) == {"auto", *selection.BACKENDS}
