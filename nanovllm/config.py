@@ -46,7 +46,8 @@ class Config:
         tensor_parallel_size: number of GPUs (ranks) over which the model is split.
         enforce_eager: run all steps without CUDA graphs.
         kvcache_block_size: tokens per KV-cache block.
-        num_kvcache_blocks: size of the KV cache in blocks; -1 uses the available memory.
+        num_kvcache_blocks: size of the KV cache in blocks; -1 uses the available memory. In a model
+            with sliding windows, a block holds only a group of layers (docs/architecture.md).
         device: "cpu", "cuda", "cuda:<index>" for one GPU, or "auto" for a GPU if there is one, else
             the CPU. With several ranks, the index is that of rank 0, and the other ranks use the
             following GPUs.

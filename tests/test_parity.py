@@ -175,14 +175,14 @@ def test_tokens_equal_transformers(name, configuration, engine, tiny_models, exp
 @EVERY_MODEL
 def test_tokens_survive_preemption(name, engine, tiny_models, expected):
     """42 blocks hold one long sequence in each group of layers; everything else waits its turn or
-    is preempted. Where all layers have a window, nobody grows after the prompt."""
+    is preempted. Layers with a window free what they take, so their sequences may only wait."""
     path = tiny_models.path(name)
     layers = open_checkpoint(str(path)).config.layers
     num_blocks = 42 * len(group_layers([layer.attention.window for layer in layers]))
     with LLM(path, **engine, kvcache_block_size=16, num_kvcache_blocks=num_blocks) as llm:
         ours = generate(llm, PROMPTS)
         assert_same_tokens(ours, expected(name, ours))
-        assert llm.scheduler.num_preemptions > 0 or None not in llm.model_runner.windows
+        assert llm.scheduler.num_preemptions > 0 or any(llm.model_runner.windows)
         check_scheduler(llm.scheduler)
 
 

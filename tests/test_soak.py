@@ -38,12 +38,18 @@ TIGHT: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("soak")
-    config = Qwen3Config(**{**BASE, "num_hidden_layers": 1, "hidden_size": 32})
-    TinyModels.build(config).save_pretrained(folder)
-    save_tokenizer(folder)
-    return folder
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """A model, and one of which a layer has a window."""
+    folders = {}
+    for windowed in (False, True):
+        folder = folders[windowed] = tmp_path_factory.mktemp("soak")
+        changes: dict[str, Any] = {"num_hidden_layers": 1 + windowed, "hidden_size": 32}
+        if windowed:
+            changes |= {"use_sliding_window": True, "sliding_window": 11}
+            changes["layer_types"] = ["sliding_attention", "full_attention"]
+        TinyModels.build(Qwen3Config(**{**BASE, **changes})).save_pretrained(folder)
+        save_tokenizer(folder)
+    return folders
 
 
 def make_requests(seed: int) -> Iterator[tuple[list[int], SamplingParams]]:
@@ -112,10 +118,19 @@ def break_steps(llm: LLM, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("num_requests", [3_000, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_requests", "windowed"),
+    [
+        (3_000, False),
+        pytest.param(20_000, False, marks=pytest.mark.slow),
+        pytest.param(10_000, True, marks=pytest.mark.slow),
+    ],
+)
 def test_every_request_finishes_once_with_what_it_has_without_pressure(
-    num_requests, path, monkeypatch
+    num_requests, windowed, paths, monkeypatch
 ):
+    path = paths[windowed]
+    tight = {**TIGHT, "num_kvcache_blocks": TIGHT["num_kvcache_blocks"] * (1 + windowed)}
     # Not in oneDNN's layout, which keeps code for hundreds of batch shapes: that is no leak.
     monkeypatch.setattr(UnquantizedWeight, "pack", lambda self: None)
     rng = random.Random(7)
@@ -124,7 +139,7 @@ def test_every_request_finishes_once_with_what_it_has_without_pressure(
     number_of: dict[str, int] = {}  # outstanding requests
     num_added = num_aborted = num_steps = 0
     memory: list[int] = []
-    with LLM(path, **TIGHT) as llm:
+    with LLM(path, **tight) as llm:
         broken = break_steps(llm, rng, monkeypatch)
         while num_added < num_requests or number_of:
             # Bursts, and now and then an empty engine.
@@ -149,7 +164,7 @@ def test_every_request_finishes_once_with_what_it_has_without_pressure(
         check_scheduler(llm.scheduler)
         manager = llm.scheduler.block_manager
         assert llm.is_finished() and not manager.used_block_ids
-        assert len(manager.free_block_ids) == TIGHT["num_kvcache_blocks"]
+        assert len(manager.free_block_ids) == tight["num_kvcache_blocks"]
         metrics = llm.metrics()
     assert len(results) + num_aborted == num_requests
     growth = max(memory[2:]) - memory[1]

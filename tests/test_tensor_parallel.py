@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.engine import tensor_parallel
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.in_flight import InFlightStep
+from nanovllm.engine.startup import group_layers
 from tests.tiny_models import BASE, CONFIGS, TinyModels
 
 # Little of everything: prompts come in chunks, blocks run out, prefixes are shared.
@@ -164,6 +166,9 @@ def test_all_outputs_equal_those_of_one_rank(name: str, path_of: Callable):
     for tensor_parallel_size in (1, 2):
         events: Counter[str] = Counter()
         settings = {**TIGHT, "tensor_parallel_size": tensor_parallel_size, "max_logprobs": -1}
+        layers = open_checkpoint(str(path_of(name))).config.layers
+        groups = group_layers([layer.attention.window for layer in layers])
+        settings["num_kvcache_blocks"] *= len(groups)
         if name in UNEVEN:
             settings["logprobs_mode"] = "processed_logprobs"
         with LLM(path_of(name), **settings) as llm, count_events(llm, events):

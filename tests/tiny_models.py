@@ -173,6 +173,12 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "granitemoe": (GraniteMoeConfig, {**GRANITE, "num_local_experts": 4}),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "sliding_window": None}),
+    # GGUF files do not state query_pre_attn_scalar.
+    "gemma2-scalar": (Gemma2Config, {**GEMMA, "query_pre_attn_scalar": 16}),
+    "gemma3-scalar": (
+        Gemma3TextConfig,
+        {**GEMMA, "query_pre_attn_scalar": 16, "num_hidden_layers": 7},
+    ),
     "gemma3-vision": (
         Gemma3Config,
         {

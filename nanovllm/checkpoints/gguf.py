@@ -1,9 +1,9 @@
 """Checkpoints in GGUF, llama.cpp's single-file format, with config, tokenizer and weights."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -13,22 +13,70 @@ from nanovllm.checkpoints.files import CPU, check_bytes
 from nanovllm.checkpoints.gguf_file import GGUFFile
 from nanovllm.checkpoints.weights import expand
 from nanovllm.models.family import MAX_SIZES
-from nanovllm.models.model_config import ModelConfig, WeightNames
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import get_family
+from nanovllm.models.weight_names import WeightNames
 from nanovllm.utils.panics import as_value_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# llama.cpp's architectures, whose names are also model types in transformers. "llama" stands for
-# Llama and Mistral. For each: whether llama.cpp reorders the rows of q and k (``_to_half_split``),
-# and the architecture under which transformers loads the tokenizer. It is another one if some
-# releases of transformers do not know the architecture itself.
+# The names of norms in llama.cpp and in transformers where norms follow attention and MLP.
+OUTPUT_NORMS = {
+    "blk.{layer}.post_attention_norm": "model.layers.{layer}.post_attention_layernorm",
+    "blk.{layer}.post_ffw_norm": "model.layers.{layer}.post_feedforward_layernorm",
+    "blk.{layer}.ffn_norm": "model.layers.{layer}.pre_feedforward_layernorm",
+}
+
+
+class Architecture(NamedTuple):
+    """One of llama.cpp's architectures.
+
+    Attributes:
+        tokenizer: the architecture under which transformers loads the tokenizer. It differs where
+            some releases of transformers do not know the architecture itself.
+        reorders: whether llama.cpp reorders the rows of q and k (``_to_half_split``).
+        family: the model type in transformers, if the name differs.
+        names: names of modules that differ from TENSOR_NAMES.
+        adds_1: whether the norms' weights are stored with 1 added.
+        fields: fields of the config, and the metadata and type that they are read from.
+        has_windows: whether ``attention.sliding_window`` counts. llama.cpp ignores it otherwise.
+    """
+
+    tokenizer: str
+    reorders: bool = False
+    family: str | None = None
+    names: Mapping[str, str] = {}
+    adds_1: bool = False
+    fields: Mapping[str, str] = {}
+    has_windows: bool = False
+
+
+GRANITE_FIELDS = {
+    "embedding_multiplier": "embedding_scale",
+    "attention_multiplier": "attention.scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+GEMMA2_FIELDS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+# llama.cpp's names are also model types in transformers, unless ``family`` says otherwise. "llama"
+# stands for Llama and Mistral.
 ARCHITECTURES = {
-    "llama": (True, "llama"),
-    "qwen2": (False, "qwen2"),
-    "qwen3": (False, "qwen3"),
-    "smollm3": (True, "llama"),
+    "llama": Architecture("llama", reorders=True),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "smollm3": Architecture("llama", reorders=True),
+    "gemma2": Architecture(
+        "gemma2", names=OUTPUT_NORMS, adds_1=True, fields=GEMMA2_FIELDS, has_windows=True
+    ),
+    "gemma3": Architecture(
+        "gemma3", family="gemma3_text", names=OUTPUT_NORMS, adds_1=True, has_windows=True
+    ),
+    "granite": Architecture("llama", reorders=True, fields=GRANITE_FIELDS),
+    "olmo2": Architecture("qwen2", names=OUTPUT_NORMS),
 }
 # The names of modules in llama.cpp and in transformers, the same for all architectures.
 TENSOR_NAMES = {
@@ -52,6 +100,7 @@ TOKENS = "tokenizer.ggml.tokens"
 MAX_TOKENS = 2**20  # including merges; the largest vocabularies have three quarters of that
 MAX_TOKEN_LENGTH = 1024
 ROPE_DIVISORS = "rope_freqs.weight"
+NORM = "_norm.weight"
 
 
 class GGUFCheckpoint:
@@ -67,7 +116,7 @@ class GGUFCheckpoint:
                     f"GGUF architecture {self.arch!r:.80} is not supported; "
                     f"supported are {', '.join(ARCHITECTURES)}"
                 )
-            self._reorders, self._tokenizer_arch = ARCHITECTURES[self.arch]
+            self._architecture = ARCHITECTURES[self.arch]
             self.config = self._read_config()
             check_bytes(self.config, path.stat().st_size)
             eos_names = ("eos_token_id", "eot_token_id")
@@ -85,7 +134,7 @@ class GGUFCheckpoint:
             # transformers does not check the file, and reads other files beside it. So it gets a
             # copy of the checked fields, in an empty directory.
             fields, path = self._tokenizer_fields(), Path(tmp, "m.gguf")
-            self.file.write_fields(fields, path, self._tokenizer_arch)
+            self.file.write_fields(fields, path, self._architecture.tokenizer)
             # If the file has no add_bos_token, llama.cpp decides by the pre-tokenizer. Always pass
             # the value, because transformers before 5.4 ignores the field in the file.
             default = self._field("tokenizer.ggml.pre", str, None) in PRE_TOKENIZERS_WITH_BOS
@@ -96,7 +145,8 @@ class GGUFCheckpoint:
         return tokenizer
 
     def tensors(self, device: torch.device = CPU) -> Iterator[tuple[str, torch.Tensor]]:
-        rows = tuple((f"{name}.{{kind}}", f"{hf}.{{kind}}") for name, hf in TENSOR_NAMES.items())
+        modules = {**TENSOR_NAMES, **self._architecture.names}
+        rows = tuple((f"{name}.{{kind}}", f"{hf}.{{kind}}") for name, hf in modules.items())
         names = WeightNames(rows, self.config.weight_names.fields)
         hf_names = {name: hf_name for name, hf_name, *_ in expand(names)}
         for name in self.file.tensors:
@@ -138,7 +188,7 @@ class GGUFCheckpoint:
             "rms_norm_eps": read("attention.layer_norm_rms_epsilon", float),
             "tie_word_embeddings": "output.weight" not in tensors,
             "sliding_window": read("attention.sliding_window", int, None),
-            "use_sliding_window": True,
+            "use_sliding_window": self._architecture.has_windows,
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in tensors,
             "rope_parameters": self._read_rope(read, head_dim),
@@ -146,7 +196,16 @@ class GGUFCheckpoint:
             # trained in bf16, and some overflow in fp16.
             "dtype": "bfloat16",
         }
-        return get_family(self.arch).read(hf)
+        for name, field in self._architecture.fields.items():
+            hf[name] = read(field, float, None)
+        if self.arch.startswith("gemma"):
+            # llama.cpp knows the 27B models, where it differs from head_dim, by their depth.
+            is_27b = hf["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[self.arch]
+            hf["query_pre_attn_scalar"] = hidden_size // heads if is_27b else head_dim
+        family = self._architecture.family or self.arch
+        if family == "llama" and hf["sliding_window"] is not None:
+            family = "mistral"
+        return get_family(family).read(hf)
 
     def _read_rope(self, read: Any, head_dim: int) -> dict[str, Any]:
         kind = read("rope.scaling.type", str, "none")
@@ -169,11 +228,11 @@ class GGUFCheckpoint:
         message = f"{self.path}: tensor {name!r:.80} ({kind.name}) cannot be dequantised:"
         with as_value_error(message):  # an unsupported type, or a shape that does not fit heads
             weight = torch.from_numpy(gguf.quants.dequantize(data, kind).astype("float32"))
-            if self._reorders and ".attn_q." in name:
+            if self._architecture.reorders and ".attn_q." in name:
                 return _to_half_split(weight, self.config.num_attention_heads)
-            if self._reorders and ".attn_k." in name:
+            if self._architecture.reorders and ".attn_k." in name:
                 return _to_half_split(weight, self.config.num_key_value_heads)
-            return weight
+            return weight - 1 if self._architecture.adds_1 and name.endswith(NORM) else weight
 
     def _field(self, name: str, kind: type, *default: Any) -> Any:
         value = self.file.fields.get(name)

@@ -301,7 +301,7 @@ def longest_sequence(runner: ModelRunner, num_blocks: int) -> int:
         ValueError: they hold no token, because there are fewer blocks than groups of layers.
     """
     block_size = runner.config.kvcache_block_size
-    lengths = range(block_size, MAX_INT32, block_size)
+    lengths = range(block_size, MAX_INT32 + 1, block_size)
     num_fitting = bisect_right(lengths, num_blocks, key=partial(most_blocks, runner))
     if not num_fitting:
         raise ValueError(

@@ -22,7 +22,7 @@ from tests.tiny_models import LLAMA3_ROPE, VOCAB_SIZE, TinyModels
 
 pytestmark = pytest.mark.smoke
 
-SMALL: dict[str, Any] = {"num_kvcache_blocks": 64, "kvcache_block_size": 16, "max_num_seqs": 4}
+SMALL: dict[str, Any] = {"num_kvcache_blocks": 256, "kvcache_block_size": 16, "max_num_seqs": 4}
 MODELS = {
     "llama": "llama",
     "llama-linear": "llama",
@@ -31,8 +31,13 @@ MODELS = {
     "qwen3": "qwen3",
     "qwen3-tied": "qwen3",
     "smollm3-every-fourth": "smollm3",
+    "gemma2-scalar": "gemma2",
+    "gemma3-scalar": "gemma3",
+    "granite": "granite",
+    "olmo2": "olmo2",
 }
-REORDERED = ("llama", "smollm3")
+REORDERED = ("granite", "llama", "smollm3")
+OUTPUT_NORMS = ("gemma2", "gemma3", "olmo2")
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 # transformers' names and llama.cpp's.
 TOP_NAMES = {
@@ -55,6 +60,23 @@ LAYER_NAMES = {
 }
 
 
+# Where norms follow attention and MLP.
+OUTPUT_NORM_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+# Metadata, and the config's field with its value.
+FLOATS = {
+    "embedding_scale": "embedding_multiplier",
+    "attention.scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+
+
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(5)
     return [
@@ -74,12 +96,13 @@ def transformers_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: i
     return out
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, arch: str) -> str:
     module, _, kind = name.rpartition(".")
     if module in TOP_NAMES:
         return f"{TOP_NAMES[module]}.{kind}"
     _, _, layer, module = module.split(".", 3)
-    return f"blk.{layer}.{LAYER_NAMES[module]}.{kind}"
+    names = {**LAYER_NAMES, **OUTPUT_NORM_NAMES} if arch in OUTPUT_NORMS else LAYER_NAMES
+    return f"blk.{layer}.{names[module]}.{kind}"
 
 
 def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -112,6 +135,10 @@ def llama3_divisors(head_dim: int) -> np.ndarray:
     return np.array(out, dtype=np.float32)
 
 
+def rope_of(config: Any) -> dict[str, Any]:
+    return config.rope_parameters.get("full_attention", config.rope_parameters)
+
+
 def file_tensors(model: PreTrainedModel, arch: str) -> Iterator[tuple[str, np.ndarray]]:
     """(llama.cpp's name, fp32 weight) as its converter lays them out."""
     config = model.config
@@ -123,8 +150,10 @@ def file_tensors(model: PreTrainedModel, arch: str) -> Iterator[tuple[str, np.nd
             weight = interleaved(weight, config.num_attention_heads)
         if arch in REORDERED and ".k_proj." in name:
             weight = interleaved(weight, config.num_key_value_heads)
-        yield gguf_name(name), weight
-    if config.rope_parameters["rope_type"] == "llama3":
+        if arch.startswith("gemma") and "norm" in name:
+            weight = weight + 1
+        yield gguf_name(name, arch), weight
+    if rope_of(config)["rope_type"] == "llama3":
         yield "rope_freqs.weight", llama3_divisors(config.head_dim)
 
 
@@ -158,10 +187,16 @@ def write_gguf(
         if name not in drop:
             writer.add_uint32(f"{arch}.{name}", value)
     writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
-    writer.add_float32(f"{arch}.rope.freq_base", config.rope_parameters["rope_theta"])
-    if config.rope_parameters["rope_type"] == "linear":
+    rope = rope_of(config)
+    writer.add_float32(f"{arch}.rope.freq_base", rope["rope_theta"])
+    if rope["rope_type"] == "linear":
         writer.add_string(f"{arch}.rope.scaling.type", "linear")
-        writer.add_float32(f"{arch}.rope.scaling.factor", config.rope_parameters["factor"])
+        writer.add_float32(f"{arch}.rope.scaling.factor", rope["factor"])
+    for name, field in FLOATS.items():
+        if (number := getattr(config, field, None)) is not None:
+            writer.add_float32(f"{arch}.{name}", number)
+    if arch.startswith("gemma"):
+        writer.add_sliding_window(config.sliding_window)
     fields(writer)
     tensors = dict(file_tensors(model, arch))
     edit(tensors)
@@ -229,19 +264,16 @@ def test_config_equals_the_safetensors_one(name, tiny_models, tmp_path):
     assert found.rms_norm_eps == pytest.approx(original.rms_norm_eps)
     for ours, theirs in zip(found.layers, original.layers, strict=True):
         rope, original_rope = ours.attention.rope, theirs.attention.rope
-        attention = replace(ours.attention, rope=original_rope)
-        assert replace(ours, attention=attention) == theirs
+        scale = theirs.attention.scale
+        attention = replace(ours.attention, rope=original_rope, scale=scale)
+        output_scale = theirs.output_scale
+        assert replace(ours, attention=attention, output_scale=output_scale) == theirs
+        assert ours.attention.scale == (scale and pytest.approx(scale))
+        assert ours.output_scale == pytest.approx(output_scale)
         assert (rope is None) == (original_rope is None)
         if rope is None:
             continue
-        assert rope.theta == original_rope.theta
-        if name == "llama":
-            assert rope.freq_divisors == pytest.approx(llama3_divisors(16).tolist())
-        else:
-            assert (rope.rope_type, rope.factor) == (
-                original_rope.rope_type,
-                original_rope.factor,
-            )
+        assert rope.inv_freq == pytest.approx(original_rope.inv_freq)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -250,7 +282,7 @@ def test_tensor_names_are_those_of_the_formats_own_table(arch):
     if not kinds:
         pytest.skip("this release of gguf-py does not know the architecture")
     table = gguf.get_tensor_name_map(kinds[0], 3)
-    for name, hf_name in TENSOR_NAMES.items():
+    for name, hf_name in {**TENSOR_NAMES, **ARCHITECTURES[arch].names}.items():
         found = table.get_name(hf_name.format(layer=2))
         assert found == name.format(layer=2) or (found is None and arch != "qwen3")
 
@@ -433,12 +465,12 @@ class TestDamage:
 class TestRefusals:
     def test_an_unknown_architecture_is_refused_with_those_served(self, tmp_path):
         path = tmp_path / "m.gguf"
-        writer = gguf.GGUFWriter(path, "gemma3")
+        writer = gguf.GGUFWriter(path, "mamba")
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        refuse(path, "'gemma3' is not supported; supported are llama, qwen2, qwen3")
+        refuse(path, "'mamba' is not supported; supported are llama, qwen2, qwen3")
 
     @pytest.mark.parametrize(
         "name", ["context_length", "block_count", "attention.head_count", "embedding_length"]
@@ -469,9 +501,9 @@ class TestRefusals:
             tmp_path / "m.gguf",
             tiny_models.load("qwen3"),
             "qwen3",
-            fields=lambda writer: writer.add_string("qwen3.rope.scaling.type", "yarn"),
+            fields=lambda writer: writer.add_string("qwen3.rope.scaling.type", "other"),
         )
-        refuse(path, "rope type 'yarn' is not supported")
+        refuse(path, "rope type 'other' is not supported")
 
     def test_a_partial_rotation_is_refused(self, tiny_models, tmp_path):
         path = write_gguf(
@@ -483,11 +515,12 @@ class TestRefusals:
         )
         refuse(path, "partial rotary")
 
-    def test_a_sliding_window_is_refused(self, tiny_models, tmp_path):
+    def test_a_sliding_window_is_read(self, tiny_models, tmp_path):
         path = write_gguf(
             tmp_path / "m.gguf",
             tiny_models.load("llama"),
             "llama",
             fields=lambda writer: writer.add_sliding_window(128),
         )
-        refuse(path, "sliding window of 128", max_model_len=129)
+        layers = open_checkpoint(str(path)).config.layers
+        assert {layer.attention.window for layer in layers} == {128}

@@ -142,7 +142,7 @@ def test_groups_of_layers_are_few_and_waste_little():
         ((None, 40), 12, 6),
         ((None, 40, 40), 30, 12),  # beside it 9: three of the window, six of a chunk of 80
         ((40, 8), 3, 1),
-        ((40, 8), 16, 2**31 // 16 - 1),  # three and one, and six each
+        ((40, 8), 16, (2**31 - 1) // 16),  # three and one, and six each
     ],
 )
 def test_the_longest_sequence_has_the_cache_to_itself(windows, num_blocks, expected):

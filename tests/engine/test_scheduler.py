@@ -879,6 +879,33 @@ def test_admission_leaves_each_resident_a_spare_block(num_tokens: int, admitted:
     engine.check_results()
 
 
+def test_windows_hold_few_blocks_of_a_long_prompt():
+    """20,000 tokens in chunks of up to 2,048, then a decode; windows of 128 tokens in two of three
+    groups, which hold 8 full blocks and those of a chunk, or of the token being decoded."""
+    scheduler = make_scheduler(
+        num_blocks=1272 + 2 * (8 + 1 + 128),
+        max_model_len=2**15,
+        kvcache_block_size=16,
+        max_num_batched_tokens=2048,
+        windows=(None, 128, 128),
+    )
+    manager, size = scheduler.block_manager, 16
+    assert scheduler.max_len == 1272 * size
+    seq = Sequence([1, 2, 5, 7] * 5000, greedy(max_tokens=300), size)
+    scheduler.add(seq)
+    for batch in drain(scheduler):
+        (item,) = batch.items
+        used, past = len(manager.used_block_ids), item.start // size
+        num_blocks = -(-len(seq) // size)
+        if batch.is_prefill:
+            ahead = min(num_blocks, max(past, 8) + 1 + 128)
+            assert used == 1250 + 2 * (ahead - max(0, past - 8))
+        else:
+            assert used == num_blocks + 2 * (num_blocks - past + 8) <= num_blocks + 18
+    assert seq.is_finished and len(seq) == 20_300
+    assert not manager.used_block_ids
+
+
 def count_hashes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int | None]]:
     calls = []
     compute_hash = BlockManager.compute_hash
