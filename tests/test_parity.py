@@ -217,6 +217,7 @@ def test_tokens_survive_prefix_cache_hits(name, engine, tiny_models, expected):
         pytest.param("gemma2", [2, 357], marks=slow),
         pytest.param("gemma3", [17, 131], marks=slow),
         pytest.param("mistral-window", [17, 131], marks=slow),
+        pytest.param("gpt-oss", [2, 131], marks=slow),
     ],
 )
 def test_the_kernels_of_attention_in_an_engine(name, lens, tiny_models, monkeypatch):

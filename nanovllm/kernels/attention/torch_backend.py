@@ -157,8 +157,9 @@ def _attend(
             scale=params.scale,
             enable_gqa=q.size(0) != keys.size(0),
         ).squeeze(0)
-    grouped = q.unflatten(0, (keys.size(0), -1)).float()
-    scores = (grouped @ keys.float().transpose(1, 2).unsqueeze(1)).flatten(0, 1) * params.scale
+    kv_heads, len_k, head_dim = keys.shape  # the queries of a group are rows of one matrix
+    rows = q.reshape(kv_heads, -1, head_dim).float()
+    scores = (rows @ keys.float().transpose(1, 2)).view(*q.shape[:2], len_k) * params.scale
     if params.softcap is not None:
         scores = (scores / params.softcap).tanh_().mul_(params.softcap)
     if mask is not None:
@@ -166,5 +167,5 @@ def _attend(
     if params.sinks is not None:
         sinks = params.sinks.float().view(q.size(0), -1, 1).expand(*q.shape[:2], 1)
         scores = torch.cat((scores, sinks), -1)
-    weights = scores.softmax(-1)[..., : keys.size(1)].unflatten(0, grouped.shape[:2])
-    return (weights @ values.float().unsqueeze(1)).flatten(0, 1).to(q.dtype)
+    weights = scores.softmax(-1)[..., :len_k].reshape(*rows.shape[:2], len_k)
+    return (weights @ values.float()).view(q.shape).to(q.dtype)

@@ -38,7 +38,7 @@ def make_params(name: str, shape: tuple[int, ...], device: str) -> AttentionPara
     if "softcap" in name:
         params = params._replace(softcap=0.5)  # scores are about 1
     if "large" in name:
-        params = params._replace(scale=100.0, softcap=3.0)
+        params = params._replace(scale=40 * params.scale)
     if "sinks" in name:
         params = params._replace(sinks=3 * torch.randn(heads, device=device))
     return params
