@@ -4,17 +4,20 @@ and matmul rate.
 Prefill is compute-bound: the matmuls of all prompt tokens, and causal attention. In the last layer,
 every token needs its key and value, but only a prompt's last token needs the rest. A decode step
 reads all weights once, or takes the time of its matmuls if that is longer, and reads the keys and
-values of each sequence once. Of a mixture's experts it reads those that some token is routed to, on
-average over routings that spread tokens evenly. Launches, sampling, norms and communication count
-as free.
+values of each sequence once, as far as windows reach. Of a mixture's experts it reads those that
+some token is routed to, on average over routings that spread tokens evenly. Launches, sampling,
+norms and communication count as free.
 """
 
+from collections import Counter
 from time import perf_counter
 
 import torch
 
 from benchmarks.workloads import Workload
 from nanovllm.models.model_config import MLPSpec, ModelConfig, MoESpec
+
+MXFP4_BYTES = 17 / 32  # a byte of scale for 32 values of 4 bits
 
 
 def measure_peaks(device: torch.device) -> tuple[float, float]:
@@ -38,7 +41,7 @@ def roofline_seconds(
     Args:
         bandwidth: bytes/s.
         rate: FLOP/s.
-        itemsize: bytes per element of weights and KV cache.
+        itemsize: bytes per element of weights, other than MXFP4's, and of the KV cache.
     """
     # Numbers of parameters.
     kv_proj = 2 * model.hidden_size * model.head_dim * model.num_key_value_heads
@@ -51,15 +54,17 @@ def roofline_seconds(
     last = attention_proj + sizes[-1]
     layers = len(sizes) * attention_proj + sum(sizes)  # those that compute a token
     head = model.vocab_size * model.hidden_size
-    kv_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * itemsize
+    kv_bytes = 2 * model.num_key_value_heads * model.head_dim * itemsize  # per layer and token
+    windows = Counter(layer.attention.window for layer in model.layers)
+    last_window = model.layers[-1].attention.window
+    before_last = windows - Counter([last_window])
     attention = 4 * model.num_attention_heads * model.head_dim  # FLOP per query and key
-    all_but_last = model.num_hidden_layers - 1
 
     lens = [len(prompt) for prompt in workload.prompts]
     flops = sum(
         2 * (layers - last) * n
-        + all_but_last * attention * n * n / 2
-        + (2 * kv_proj * n + 2 * (last - kv_proj) + attention * n)
+        + attention * sum(count * _num_pairs(n, w) for w, count in before_last.items())
+        + (2 * kv_proj * n + 2 * (last - kv_proj) + attention * min(n, last_window or n))
         + 2 * head
         for n in lens
     )
@@ -69,15 +74,25 @@ def roofline_seconds(
             n + step for n, out in zip(lens, workload.output_lens, strict=True) if out > step
         ]
         size = len(contexts)
-        weights = len(sizes) * attention_proj + head
-        weights += sum(
-            num_experts_read(mlp, size) * 3 * model.hidden_size * mlp.intermediate_size
-            + _router_size(model, mlp)
-            for mlp in mlps
-        )
-        weights_seconds = max(weights * itemsize / bandwidth, 2 * (layers + head) * size / rate)
-        seconds += weights_seconds + sum(contexts) * kv_bytes / bandwidth
+        weight_bytes = (len(sizes) * attention_proj + head) * itemsize
+        for mlp in mlps:
+            experts = num_experts_read(mlp, size) * 3 * model.hidden_size * mlp.intermediate_size
+            weight_bytes += experts * (MXFP4_BYTES if is_mxfp4(mlp) else itemsize)
+            weight_bytes += _router_size(model, mlp) * itemsize
+        weights_seconds = max(weight_bytes / bandwidth, 2 * (layers + head) * size / rate)
+        read = sum(count * sum(min(n, w or n) for n in contexts) for w, count in windows.items())
+        seconds += weights_seconds + read * kv_bytes / bandwidth
     return seconds
+
+
+def _num_pairs(length: int, window: int | None) -> float:
+    """Returns the number of pairs of a query and a key that it attends to, in a prompt."""
+    window = min(length, window or length)
+    return window * length - window * window / 2
+
+
+def is_mxfp4(mlp: MLPSpec | MoESpec) -> bool:
+    return isinstance(mlp, MoESpec) and mlp.mxfp4
 
 
 def num_experts_read(mlp: MLPSpec | MoESpec, num_tokens: int) -> float:

@@ -1,10 +1,13 @@
-"""The roofline of mixtures of experts."""
+"""What the benchmarks state about mixtures of experts."""
 
 import pytest
 import torch
 
+from benchmarks.experts import count_experts
 from benchmarks.roofline import num_experts_read
+from nanovllm import LLM
 from nanovllm.models.model_config import MLPSpec, MoESpec
+from tests.tiny_models import TinyModels
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
@@ -14,3 +17,11 @@ def test_the_number_of_experts_read(num_tokens):
     read = torch.zeros(2000, 16).scatter_(1, chosen, 1.0).sum(-1).mean()
     assert num_experts_read(MoESpec(16, 3, 8), num_tokens) == pytest.approx(float(read), rel=0.02)
     assert num_experts_read(MLPSpec(8), num_tokens) == 1
+
+
+def test_experts_of_decode_steps_are_counted(tiny_models: TinyModels):
+    """With one sequence every layer reads ``top_k`` experts, with more at most all."""
+    settings = {"device": "cpu", "load_format": "dummy", "num_kvcache_blocks": 8}
+    with LLM(tiny_models.path("qwen3-moe"), **settings) as llm:  # type: ignore[arg-type]
+        assert count_experts(llm, 1) == 2
+        assert 2 < count_experts(llm, 3) < 6

@@ -13,8 +13,9 @@ from nanovllm.checkpoints.files import CPU, check_bytes
 from nanovllm.checkpoints.gguf_file import GGUFFile
 from nanovllm.checkpoints.weights import expand
 from nanovllm.models.family import MAX_SIZES
-from nanovllm.models.model_config import ModelConfig, WeightNames
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import get_family
+from nanovllm.models.weight_names import WeightNames
 from nanovllm.utils.panics import as_value_error
 
 if TYPE_CHECKING:

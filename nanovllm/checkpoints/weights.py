@@ -11,7 +11,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.model_config import WeightNames
+from nanovllm.models.weight_names import WeightNames
 from nanovllm.utils.loader import copy_weight
 
 logger = logging.getLogger("nanovllm")
@@ -81,7 +81,9 @@ def fill_with_dummy_weights(model: nn.Module, seed: int) -> None:
     params = dict(model.named_parameters())
     generator = torch.Generator(next(iter(params.values())).device).manual_seed(seed)
     for name, param in params.items():
-        if param.dim() > 1:
+        if param.dtype is torch.uint8:  # MXFP4, with values of up to 6 / 128
+            param.fill_(120) if name.endswith("scales") else param.random_(generator=generator)
+        elif param.dim() > 1:
             param.normal_(0, 0.02, generator=generator)
         elif name.endswith("bias"):
             param.zero_()

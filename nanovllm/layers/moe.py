@@ -12,7 +12,7 @@ from torch import nn
 from nanovllm.kernels.moe.route import route
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
-from nanovllm.quantization.experts import UnquantizedExperts
+from nanovllm.quantization.experts import Mxfp4Experts, UnquantizedExperts
 from nanovllm.utils.distributed import get_tp_group
 
 
@@ -35,9 +35,13 @@ class Experts(nn.Module):
         limit: float | None,
         alpha: float,
         interleaved: bool,
+        mxfp4: bool,
     ) -> None:
         super().__init__()
-        self.weights = UnquantizedExperts(self, get_tp_group(), limit, alpha, interleaved)
+        # A CPU dequantises on load.
+        is_packed = mxfp4 and torch.get_default_device().type != "cpu"
+        weights_class = Mxfp4Experts if is_packed else UnquantizedExperts
+        self.weights = weights_class(self, get_tp_group(), limit, alpha, interleaved)
         self.weights.create_parameters(num_experts, hidden_size, intermediate_size, bias)
         for param in self.parameters():
             param.weight_loader = self.weight_loader  # type: ignore[attr-defined]
@@ -75,13 +79,14 @@ class MoE(nn.Module):
         limit: float | None = None,
         alpha: float = 1.0,
         interleaved: bool = False,
+        mxfp4: bool = False,
     ) -> None:
         super().__init__()
         self.tp = get_tp_group()
         self.top_k, self.norm_topk_prob = top_k, norm_topk_prob
         self.gate = ReplicatedLinear(hidden_size, num_experts, bias)
         sizes = hidden_size, num_experts, top_k, intermediate_size
-        self.experts = Experts(*sizes, bias, limit, alpha, interleaved)
+        self.experts = Experts(*sizes, bias, limit, alpha, interleaved, mxfp4)
 
     def forward(
         self,

@@ -1,54 +1,11 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), half-split layout."""
 
-from dataclasses import dataclass
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels.rope import RopeInputs
 from nanovllm.layers.layernorm import RMSNorm
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """The rotary embedding of a checkpoint.
-
-    Attributes:
-        inv_freq: the frequency of each pair of features, in radians per position. The pairs make
-            up the first 2 * len(inv_freq) features of a head, and the others are not rotated.
-        scale: what rotated features are multiplied by (YaRN, LongRoPE).
-        interleaved: whether the pairs are features 2i and 2i + 1; otherwise i and
-            len(inv_freq) + i.
-        long: (length, inv_freq): other frequencies for engines with longer sequences than
-            ``length`` (LongRoPE); None for the same.
-        query_scaling: (beta, length): the query at position p is multiplied by
-            1 + beta * log(1 + p // length); None for 1.
-    """
-
-    inv_freq: tuple[float, ...]
-    scale: float = 1.0
-    interleaved: bool = False
-    long: tuple[int, tuple[float, ...]] | None = None
-    query_scaling: tuple[float, int] | None = None
-
-    def head_order(self, head_dim: int) -> list[int] | None:
-        """Returns the feature of the checkpoint's heads that becomes each feature of ours; None if
-        they are the same.
-
-        Our kernels rotate features i and i + head_dim / 2. Features that are not rotated are
-        rotated by 0.
-        """
-        num_pairs = len(self.inv_freq)
-        if num_pairs == head_dim // 2 and not self.interleaved:
-            return None
-        rotated, rest = range(2 * num_pairs), range(2 * num_pairs, head_dim)
-        if self.interleaved:
-            first, second = rotated[::2], rotated[1::2]
-        else:
-            first, second = rotated[:num_pairs], rotated[num_pairs:]
-        middle = len(rest) // 2
-        return [*first, *rest[:middle], *second, *rest[middle:]]
+from nanovllm.utils.rope import RopeConfig, cos_sin_table, query_scales
 
 
 class RotaryEmbedding(nn.Module):
@@ -66,25 +23,9 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, head_dim: int, max_position: int, rope: RopeConfig | None) -> None:
         super().__init__()
-        inv_freq, scale = (rope.inv_freq, rope.scale) if rope is not None else ((), 1.0)
-        # fp64, because at position 100,000 the error of an fp32 angle is 4e-3.
-        angles = torch.outer(
-            torch.arange(max_position, dtype=torch.float64),
-            torch.tensor(inv_freq, dtype=torch.float64),
-        )
-        num_unrotated = head_dim // 2 - len(inv_freq)
-        cos = F.pad(angles.cos() * scale, (0, num_unrotated), value=1.0)
-        sin = F.pad(angles.sin() * scale, (0, num_unrotated))
-        cache = torch.cat((cos, sin), dim=-1).float()
-        self.register_buffer("cos_sin_cache", cache, persistent=False)
-        scales = None
-        if rope is not None and rope.query_scaling is not None:
-            beta, length = rope.query_scaling
-            steps = torch.arange(max_position) // length
-            scales = (1 + beta * steps.double().log1p()).to(torch.get_default_dtype())
-        self.register_buffer(
-            "query_scale", None if scales is None else scales.view(-1, 1, 1), persistent=False
-        )
+        table = cos_sin_table(rope, head_dim, max_position)
+        self.register_buffer("cos_sin_cache", table, persistent=False)
+        self.register_buffer("query_scale", query_scales(rope, max_position), persistent=False)
 
     def forward(
         self, positions: torch.Tensor, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None

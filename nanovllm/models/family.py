@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from nanovllm.models.model_config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, WeightNames
+from nanovllm.models.model_config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig
 from nanovllm.models.rope import max_positions, positive, read_rope
+from nanovllm.models.weight_names import WeightNames
 
 # Limits far above any real model's sizes. A config that exceeds them is damaged or malicious.
 LAYERS_AND_HEADS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")

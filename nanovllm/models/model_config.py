@@ -1,12 +1,12 @@
 """The description of a model, which the decoder, the engine and the weight loader use."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from nanovllm.layers.rotary_embedding import RopeConfig
+from nanovllm.models.weight_names import WeightNames
+from nanovllm.utils.rope import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ class MoESpec:
             ``kernels.moe.mix.Experts``.
         interleaved: whether a checkpoint has the weights of all experts as [in, out], with rows of
             gate and up in turn.
+        mxfp4: whether a checkpoint has the weights in MXFP4. They stay so on a GPU.
     """
 
     num_experts: int
@@ -81,6 +82,7 @@ class MoESpec:
     limit: float | None = None
     alpha: float = 1.0
     interleaved: bool = False
+    mxfp4: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,33 +101,6 @@ class LayerSpec:
     input_norms: bool = True
     output_norms: bool = False
     output_scale: float = 1.0
-
-
-WeightName = tuple[str, str | None] | tuple[str, str, str | int]
-
-
-@dataclass(frozen=True, slots=True)
-class WeightNames:
-    """Which checkpoint tensor fills which parameter.
-
-    Attributes:
-        rows: (tensor, parameter), or (tensor, parameter, shard id) for a part of a packed
-            parameter. Names have fields in braces: ``model.layers.{layer}.mlp.up_proj.{kind}``.
-            The parameter is None for a tensor that is not needed. A parameter without a row has
-            the same name in checkpoints.
-        fields: the values of each field. If the tensor's name has a field that the parameter's
-            name lacks, such as the index of an expert, the parameter's ``weight_loader`` gets its
-            value as a keyword argument. A parameter may have several rows without a shard id and
-            such a field. A checkpoint has one of them, or all rows with shard ids or such fields.
-        prefixes: (prefix, replacement): tensors' names that begin with the prefix are read with the
-            replacement.
-        skipped: tensors whose names begin with one of these are not needed, and are logged.
-    """
-
-    rows: tuple[WeightName, ...]
-    fields: Mapping[str, Sequence[str | int]]
-    prefixes: tuple[tuple[str, str], ...] = ()
-    skipped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

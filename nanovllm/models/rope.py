@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.models.model_config import LayerSpec, ModelConfig
+from nanovllm.utils.rope import RopeConfig
 
 TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 

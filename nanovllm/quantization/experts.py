@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from nanovllm.kernels.moe.few import mix_few
 from nanovllm.kernels.moe.grouped import mix_grouped
 from nanovllm.kernels.moe.mix import Experts, mix_reference
-from nanovllm.kernels.moe.mxfp4 import dequantise_mxfp4
+from nanovllm.kernels.moe.mxfp4 import BLOCK, dequantise_mxfp4
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import check_shape, copy_weight
@@ -31,6 +31,8 @@ class UnquantizedExperts:
         tp: the ranks over which the columns are split.
         limit, alpha, interleaved: as in a MoESpec.
     """
+
+    kernels: tuple[tuple[range, Any], ...] = KERNELS
 
     def __init__(
         self, layer: nn.Module, tp: TPGroup, limit: float | None, alpha: float, interleaved: bool
@@ -71,7 +73,7 @@ class UnquantizedExperts:
             if len(parts) < 2:
                 return
             shard_id, tensor = None, dequantise_mxfp4(**self._parts.pop(name), dtype=param.dtype)
-        elif self.interleaved and tensor.dim() == 3:
+        elif self.interleaved and tensor.dim() == 3 and tensor.is_floating_point():
             tensor = tensor.transpose(1, 2)
         # [E, 2, I, hidden] or [E, hidden, I], or the bias: [E, 2, I] or [E, hidden].
         target, axis, is_gate_up = param.data, 2, name.startswith("gate_up_proj")
@@ -94,20 +96,74 @@ class UnquantizedExperts:
         if name != "down_proj_bias":
             size = target.size(axis)
             tensor = tensor.narrow(axis, self.tp.rank * size, size)
-        copy_weight(target, tensor)
+        if param.dtype is torch.uint8:
+            target.copy_(tensor)
+        else:
+            copy_weight(target, tensor)
 
     def mix(self, x: Tensor, routing: Routing, residual: Tensor | None) -> Tensor:
         """Computes the weighted sum of the experts' outputs [N, hidden], plus the residual unless
         it is None."""
         kernel = mix_reference
         if use_triton(x):
-            kernel = next(kernel for rows, kernel in KERNELS if len(x) in rows)
+            kernel = next(kernel for rows, kernel in self.kernels if len(x) in rows)
         return kernel(x, self._experts, routing, residual)
 
     @property
     def _experts(self) -> Experts:
-        layer = self.layer
-        biases = getattr(layer, "gate_up_proj_bias", None), getattr(layer, "down_proj_bias", None)
+        return self._with_biases(self.layer.gate_up_proj, self.layer.down_proj)
+
+    def _with_biases(self, gate_up: Tensor, down: Tensor, *scales: Tensor) -> Experts:
+        biases = [
+            getattr(self.layer, f"{name}_bias", None) for name in ("gate_up_proj", "down_proj")
+        ]
         if self.tp.rank > 0:  # the bias of down_proj is added once, not once per rank
-            biases = biases[0], None
-        return Experts(layer.gate_up_proj, layer.down_proj, *biases, self.limit, self.alpha)
+            biases[1] = None
+        return Experts(gate_up, down, biases[0], biases[1], self.limit, self.alpha, *scales)
+
+
+class Mxfp4Experts(UnquantizedExperts):
+    """Weights that stay in MXFP4 and are dequantised in the grouped GEMMs: see
+    ``kernels/moe/mxfp4.py`` and ``kernels.moe.mix.Experts``."""
+
+    kernels = KERNELS[1:]
+
+    def create_parameters(
+        self, num_experts: int, hidden_size: int, num_columns: int, bias: bool
+    ) -> None:
+        inner = divide(num_columns, self.tp.size)
+        if hidden_size % BLOCK or inner % BLOCK:
+            raise ValueError(
+                f"MXFP4 weights need sizes that are multiples of {BLOCK}, but there are "
+                f"{hidden_size} hidden features and {inner} columns of each expert on a rank"
+            )
+        for name, rows, width in (
+            ("gate_up_proj", 2 * inner, hidden_size),
+            ("down_proj", hidden_size, inner),
+        ):
+            for part, size in (("blocks", width // 2), ("scales", width // BLOCK)):
+                values = torch.empty(num_experts, rows, size, dtype=torch.uint8)
+                param = nn.Parameter(values, requires_grad=False)
+                self.layer.register_parameter(f"{name}_{part}", param)
+            if bias:
+                param = nn.Parameter(torch.empty(num_experts, rows), requires_grad=False)
+                self.layer.register_parameter(f"{name}_bias", param)
+
+    def load(
+        self, param: nn.Parameter, tensor: Tensor, shard_id: int | str | None, expert: int | None
+    ) -> None:
+        if param.dtype is torch.uint8:
+            if tensor.dtype is not torch.uint8:
+                raise ValueError(f"dtype {tensor.dtype} is not supported, MXFP4 weights are uint8")
+            tensor = tensor.flatten(2)  # [E, out, in / 2]: 16 bytes for each block
+        super().load(param, tensor, shard_id, expert)
+
+    @property
+    def _experts(self) -> Experts:
+        layer = self.layer
+        return self._with_biases(
+            layer.gate_up_proj_blocks,
+            layer.down_proj_blocks,
+            layer.gate_up_proj_scales,
+            layer.down_proj_scales,
+        )

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoints.weights import fill_with_dummy_weights
 from nanovllm.kernels.moe.mxfp4 import dequantise_mxfp4
 from tests.tiny_models import TinyModels
 
@@ -70,3 +72,15 @@ def test_other_quantisations_are_refused(tiny_models: TinyModels, tmp_path: Path
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(ValueError, match=f"'{method}' quantisation is not supported"):
             LLM(tmp_path, device="cpu", load_format="dummy")
+
+
+def test_dummy_weights():
+    """Of about the size of those in the model's dtype, none of them NaN."""
+    module = nn.Module()
+    for part, size in (("blocks", 16), ("scales", 1)):
+        values = torch.zeros(4, 64, size, dtype=torch.uint8)
+        module.register_parameter(f"up_{part}", nn.Parameter(values, requires_grad=False))
+    fill_with_dummy_weights(module, 0)
+    params = dict(module.named_parameters())
+    blocks, scales = params["up_blocks"].unflatten(-1, (-1, 16)), params["up_scales"]
+    assert 0.01 < dequantise_mxfp4(blocks, scales).std() < 0.04

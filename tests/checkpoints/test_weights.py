@@ -10,7 +10,7 @@ from nanovllm.layers.linear import (
     QKVParallelLinear,
     ReplicatedLinear,
 )
-from nanovllm.models.model_config import WeightNames
+from nanovllm.models.weight_names import WeightNames
 from nanovllm.utils.loader import copy_weight
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nanovllm.checkpoints import weights
-from nanovllm.models.model_config import WeightNames
+from nanovllm.models.weight_names import WeightNames
 
 
 class Model(nn.Module):

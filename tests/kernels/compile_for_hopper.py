@@ -218,8 +218,10 @@ def launch_windows(all_sizes: bool) -> None:
 
 
 def launch_mixtures(dtype: torch.dtype, all_sizes: bool) -> None:
-    """Launches the kernels of Qwen3-30B-A3B, with 128 experts of 8, and of Mixtral, with 8 of 2."""
-    for num_experts, top_k, hidden, columns in ((128, 8, 2048, 768), (8, 2, 4096, 14336)):
+    """Launches the kernels of Qwen3-30B-A3B, with 8 of 128 experts, of gpt-oss-20b, with 4 of 32 in
+    MXFP4, and of Mixtral, with 2 of 8."""
+    models = (128, 8, 2048, 768), (32, 4, 2880, 2880), (8, 2, 4096, 14336)
+    for num_experts, top_k, hidden, columns in models:
         gate_up, down = (  # one expert's weights are enough to compile
             torch.zeros(1, dtype=dtype).expand(num_experts, 2 * columns, hidden),
             torch.zeros(1, dtype=dtype).expand(num_experts, hidden, columns),
@@ -234,9 +236,23 @@ def launch_mixtures(dtype: torch.dtype, all_sizes: bool) -> None:
             if num_experts == 8:  # with all arguments
                 biases = gate_up[..., 0].contiguous(), down[..., 0].contiguous()
                 experts = Experts(gate_up, down, *biases, 7.0, 1.7)
+            if num_experts == 32:
+                bytes_of = [
+                    torch.zeros(1, dtype=torch.uint8).expand(*weight.shape[:2], weight.size(2) // n)
+                    for weight in (gate_up, down)
+                    for n in (2, 32)
+                ]
+                for tensor in bytes_of:
+                    tensor.is_contiguous = lambda: True  # type: ignore[method-assign]
+                biases = gate_up[..., 0].contiguous(), down[..., 0].contiguous()
+                scales = bytes_of[1], bytes_of[3]
+                experts = Experts(bytes_of[0], bytes_of[2], *biases, 7.0, 1.7, *scales)
+                if dtype is not torch.float32:
+                    grouped.mix_grouped(x, experts, routing, x)
+                continue
             mix = few.mix_few if num_tokens == 1 else grouped.mix_grouped
             mix(x, experts, routing, x)
-        if not all_sizes:
+        if not all_sizes and num_experts == 32:
             break
 
 

@@ -7,7 +7,8 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.layers.layernorm import AllHeadsRMSNorm, RMSNorm
+from nanovllm.layers.all_heads_norm import AllHeadsRMSNorm
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.utils.distributed import TPGroup, use_tp_group
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

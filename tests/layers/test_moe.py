@@ -3,12 +3,17 @@
 import pytest
 import torch
 from torch import nn
-from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from nanovllm.kernels.moe.route import route_triton
+from nanovllm.layers import moe
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.moe import MoE
+from nanovllm.quantization import experts
 from nanovllm.utils.distributed import TPGroup, use_tp_group
 
 HIDDEN, EXPERTS, TOP_K, COLUMNS = 24, 6, 3, 16
@@ -111,3 +116,62 @@ def test_a_token_is_computed_with_a_share_of_the_parameters():
     layer = MoE(HIDDEN, EXPERTS, TOP_K, COLUMNS, True)
     active = sum(p.numel() * getattr(p, "active_share", 1) for p in layer.parameters())
     assert active == HIDDEN * (EXPERTS + 3 * TOP_K * COLUMNS)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are interpreted")
+@torch.no_grad()
+def test_the_kernels_in_a_layer(monkeypatch):
+    """One token with GEMVs, and six with grouped GEMMs, as KERNELS chooses."""
+    monkeypatch.setattr(experts, "use_triton", lambda x: True)
+    monkeypatch.setattr(moe, "route", route_triton)
+    block = make_block(True)
+    layer = make_layer(block, True)
+    for num_tokens in (1, 6):
+        x, residual = torch.randn(2, num_tokens, HIDDEN)
+        expected = block(rms_normed(x + residual)[None])[0]
+        torch.testing.assert_close(run(layer, x, residual), expected, rtol=1e-4, atol=1e-4)
+
+
+GPT_OSS = GptOssConfig(
+    hidden_size=64, intermediate_size=128, num_local_experts=3, num_experts_per_tok=2
+)
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["on-load", "packed"])
+@torch.no_grad()
+def test_mxfp4_on_two_ranks(is_packed, monkeypatch):
+    """Against transformers' layer with the weights that transformers dequantises. A GPU keeps
+    them packed; here the reference of its kernels dequantises them in each step."""
+    block = GptOssMLP(GPT_OSS)
+    for param in block.parameters():
+        nn.init.normal_(param, std=0.3)
+    packed = {}
+    for name, rows, width in (("gate_up_proj", 256, 64), ("down_proj", 64, 128)):
+        blocks = torch.randint(0, 256, (3, rows, width // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(123, 126, (3, rows, width // 32)).to(torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        dense = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        getattr(block.experts, name).copy_(dense)
+    if is_packed:
+        monkeypatch.setattr(moe, "UnquantizedExperts", experts.Mxfp4Experts)
+    x, residual = torch.randn(2, 7, 64)
+    parts = []
+    for rank in range(2):
+        with use_tp_group(TPGroup(rank, 2)):
+            layer = MoE(64, 3, 2, 128, True, True, GPT_OSS.swiglu_limit, 1.702, True, True)
+        layer.gate.weight.copy_(block.router.weight)
+        layer.gate.bias.copy_(block.router.bias)
+        params = dict(layer.experts.named_parameters())
+        for name, tensor in packed.items():
+            if is_packed:
+                params[name].weight_loader(params[name], tensor)
+            else:
+                param = params[name.removesuffix("_blocks").removesuffix("_scales")]
+                param.weight_loader(param, tensor, name.rsplit("_", 1)[1])
+        for name in ("gate_up_proj_bias", "down_proj_bias"):
+            params[name].weight_loader(params[name], getattr(block.experts, name))
+        object.__setattr__(layer.tp, "size", 1)  # without the all-reduce
+        norm = RMSNorm(64, eps=0.0)
+        parts.append(layer(x, residual, norm, torch.clone)[0])
+    expected = block(rms_normed(x + residual)[None])[0][0]
+    torch.testing.assert_close(sum(parts), expected, rtol=1e-4, atol=1e-4)

@@ -10,8 +10,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from nanovllm.kernels.rope import apply_rope_and_store, apply_rotary_emb
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.rope import read_rope
+from nanovllm.utils.rope import RopeConfig
 
 MAX_POSITION = 131072
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

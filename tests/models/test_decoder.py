@@ -11,12 +11,12 @@ from nanovllm.checkpoints.weights import load_model
 from nanovllm.engine.cuda_graphs import skip_middle_layers
 from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import LayerSpec
 from nanovllm.quantization import unquantized
 from nanovllm.quantization.unquantized import ANY, Choice
 from nanovllm.utils.context import Context, step_context
+from nanovllm.utils.rope import RopeConfig
 from tests.tiny_models import BASE, CONFIGS, VOCAB_SIZE, TinyModels
 
 LENS = [5, 1, 9]

@@ -10,16 +10,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.engine.startup import resolve_max_model_len
-from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.models.family import TIED_HEAD, WEIGHT_NAMES
-from nanovllm.models.model_config import (
-    AttentionSpec,
-    LayerSpec,
-    MLPSpec,
-    ModelConfig,
-    WeightNames,
-)
+from nanovllm.models.model_config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig
 from nanovllm.models.registry import FAMILIES, get_family
+from nanovllm.models.weight_names import WeightNames
+from nanovllm.utils.rope import RopeConfig
 from tests.layers.test_rotary_embedding import inv_freq_fp64
 
 LLAMA: dict[str, Any] = {

@@ -9,9 +9,10 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.registry import get_family
 from nanovllm.models.rope import for_length, read_rope
+from nanovllm.utils.rope import RopeConfig
 from tests.test_parity import transformers_greedy
 from tests.tiny_models import BASE, LONGROPE, TinyModels
 

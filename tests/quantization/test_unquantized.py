@@ -23,7 +23,7 @@ from nanovllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from nanovllm.models.model_config import WeightNames
+from nanovllm.models.weight_names import WeightNames
 from nanovllm.quantization import unquantized
 from nanovllm.quantization.unquantized import UnquantizedWeight, choose_kernel
 from nanovllm.utils.distributed import TPGroup, use_tp_group

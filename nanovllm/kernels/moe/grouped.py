@@ -54,15 +54,15 @@ TILES: dict[int, Tile] = {
 FP32_TILE = Tile(16, 32, 32, 2, 4)  # whose matmuls run on the CUDA cores
 
 
-def choose_tile(num_assignments: int, weight: torch.Tensor) -> Tile:
-    """Returns the tile of both GEMMs for a weight [E, ..., ...]. It has fewer stages where shared
-    memory is small, as on consumer GPUs."""
-    if weight.dtype is torch.float32:
+def choose_tile(num_assignments: int, num_experts: int, x: torch.Tensor) -> Tile:
+    """Returns the tile of both GEMMs. It has fewer stages where shared memory is small, as on
+    consumer GPUs."""
+    if x.dtype is torch.float32:
         return FP32_TILE
-    mean_rows = num_assignments / len(weight)
+    mean_rows = num_assignments / num_experts
     tile = next(tile for rows, tile in TILES.items() if mean_rows <= rows)
-    stage_bytes = (tile.rows + 2 * tile.features) * tile.columns * weight.itemsize
-    most_stages = max(1, shared_memory(weight.device) // stage_bytes)
+    stage_bytes = (tile.rows + 2 * tile.features) * tile.columns * x.itemsize
+    most_stages = max(1, shared_memory(x.device) // stage_bytes)
     return tile._replace(stages=min(tile.stages, most_stages))
 
 
@@ -70,6 +70,7 @@ def choose_tile(num_assignments: int, weight: torch.Tensor) -> Tile:
 def _grouped_kernel(
     x_ptr,
     weight_ptr,
+    blocks_scales_ptr,
     out_ptr,
     order_ptr,
     tiles_ptr,
@@ -92,7 +93,7 @@ def _grouped_kernel(
 
     With GATED, row r of the result is SwiGLU(x[order[r] // TOP_K] W^T), W [E, 2 out, width].
     Otherwise row order[r] of the result is x[r] W^T times its scale, W [E, out, width]. The bias is
-    added to the products with W.
+    added to the products with W. With ``blocks_scales_ptr`` W is in MXFP4.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -113,19 +114,39 @@ def _grouped_kernel(
     column = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + source.to(tl.int64)[None, :] * width + column[:, None]
     PARTS: tl.constexpr = 2 if GATED else 1
-    weight_ptr += expert.to(tl.int64) * PARTS * out_features * width
-    gate_ptrs = weight_ptr + clamped[:, None] * width + column[None, :]
+    first = expert.to(tl.int64) * PARTS * out_features
+    if blocks_scales_ptr is None:
+        gate_ptrs = weight_ptr + (first + clamped)[:, None] * width + column[None, :]
+        up_ptrs = gate_ptrs + out_features * width
+    else:
+        byte = tl.arange(0, BLOCK_K // 2)
+        block = tl.arange(0, BLOCK_K // 32)
+        gate_ptrs = weight_ptr + (first + clamped)[:, None] * (width // 2) + byte[None, :]
+        up_ptrs = gate_ptrs + out_features * (width // 2)
+        scale_ptrs = blocks_scales_ptr + (first + clamped)[:, None] * (width // 32) + block[None, :]
+        up_scale_ptrs = scale_ptrs + out_features * (width // 32)
+        x_format: tl.constexpr = "fp16" if x_ptr.dtype.element_ty == tl.float16 else "bf16"
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in tl.range(0, width, BLOCK_K, num_stages=STAGES):
         mask = column < width - start
         x = tl.load(x_ptrs + start, mask=mask[:, None], other=0.0)
-        weight = tl.load(gate_ptrs + start, mask=mask[None, :], other=0.0)
-        acc = tl.dot(weight, x, acc, input_precision="ieee")
-        if GATED:
-            up_ptrs = gate_ptrs + out_features * width
-            weight = tl.load(up_ptrs + start, mask=mask[None, :], other=0.0)
-            up_acc = tl.dot(weight, x, up_acc, input_precision="ieee")
+        if blocks_scales_ptr is None:
+            weight = tl.load(gate_ptrs + start, mask=mask[None, :], other=0.0)
+            acc = tl.dot(weight, x, acc, input_precision="ieee")
+            if GATED:
+                weight = tl.load(up_ptrs + start, mask=mask[None, :], other=0.0)
+                up_acc = tl.dot(weight, x, up_acc, input_precision="ieee")
+        else:
+            in_bytes = (byte < (width - start) // 2)[None, :]
+            in_blocks = (block < (width - start) // 32)[None, :]
+            weight = tl.load(gate_ptrs + start // 2, mask=in_bytes, other=0)
+            scale = tl.load(scale_ptrs + start // 32, mask=in_blocks, other=0)
+            acc = tl.dot_scaled(weight, scale, "e2m1", x, None, x_format, acc)
+            if GATED:
+                weight = tl.load(up_ptrs + start // 2, mask=in_bytes, other=0)
+                scale = tl.load(up_scale_ptrs + start // 32, mask=in_blocks, other=0)
+                up_acc = tl.dot_scaled(weight, scale, "e2m1", x, None, x_format, up_acc)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if bias_ptr is not None:
         bias_ptr += expert * PARTS * out_features + clamped
@@ -173,19 +194,20 @@ def mix_grouped(
     x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
     """``mix_reference`` as grouped GEMMs."""
-    _, hidden, width = experts.down.shape
+    hidden, width = x.size(1), experts.gate_up.size(1) // 2
     num_tokens, top_k = routing.experts.shape
     gate_up, down = experts.gate_up, experts.down
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
     assert residual is None or residual.is_contiguous()
-    tile = choose_tile(num_tokens * top_k, down)
+    tile = choose_tile(num_tokens * top_k, len(down), x)
     groups = sort_triton(routing, tile.rows)
     inner = x.new_empty(num_tokens * top_k, width)
     activation = experts.limit, experts.alpha
-    _multiply(x, gate_up, experts.gate_up_bias, inner, groups, tile, top_k, None, activation)
+    weight = gate_up, experts.gate_up_scales, experts.gate_up_bias
+    _multiply(x, weight, inner, groups, tile, top_k, None, activation)
     parts = x.new_empty(num_tokens * top_k, hidden)
-    scales = routing.weights
-    _multiply(inner, down, experts.down_bias, parts, groups, tile, top_k, scales, activation)
+    weight = down, experts.down_scales, experts.down_bias
+    _multiply(inner, weight, parts, groups, tile, top_k, routing.weights, activation)
     out = x.new_empty(num_tokens, hidden)
     block = min(1024, triton.next_power_of_2(hidden))
     _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
@@ -203,8 +225,7 @@ def mix_grouped(
 
 def _multiply(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    weight: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
     out: torch.Tensor,
     groups: Groups,
     tile: Tile,
@@ -212,10 +233,11 @@ def _multiply(
     scales: torch.Tensor | None,
     activation: tuple[float | None, float],
 ) -> None:
-    features = out.size(1)
+    features, (values, blocks_scales, bias) = out.size(1), weight
     _grouped_kernel[(triton.cdiv(features, tile.features), len(groups.tiles))](
         x,
-        weight,
+        values,
+        blocks_scales,
         out,
         *groups,
         scales,

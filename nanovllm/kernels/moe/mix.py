@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.moe.mxfp4 import dequantise_mxfp4
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
 
@@ -20,6 +21,9 @@ class Experts(NamedTuple):
         down_bias: [E, hidden], or None.
         limit, alpha: with a limit, the activation is (up + 1) * gate * sigmoid(alpha * gate), with
             gate up to ``limit`` and up from -limit to limit. Without one it is SwiGLU.
+        gate_up_scales, down_scales: for MXFP4 weights, the scales of their blocks: uint8 [E, 2 I,
+            hidden / 32] and [E, hidden, I / 32]. Then gate_up and down are uint8 [E, 2 I,
+            hidden / 2] and [E, hidden, I / 2].
     """
 
     gate_up: torch.Tensor
@@ -28,6 +32,19 @@ class Experts(NamedTuple):
     down_bias: torch.Tensor | None = None
     limit: float | None = None
     alpha: float = 1.0
+    gate_up_scales: torch.Tensor | None = None
+    down_scales: torch.Tensor | None = None
+
+    def dequantised(self, dtype: torch.dtype) -> "Experts":
+        """Returns them with weights of this dtype instead of MXFP4."""
+        if self.gate_up_scales is None or self.down_scales is None:
+            return self
+        pairs = (self.gate_up, self.gate_up_scales), (self.down, self.down_scales)
+        gate_up, down = (
+            dequantise_mxfp4(blocks.unflatten(-1, (-1, 16)), scales, dtype)
+            for blocks, scales in pairs
+        )
+        return self._replace(gate_up=gate_up, down=down, gate_up_scales=None, down_scales=None)
 
 
 def clamped_swiglu(x: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
@@ -49,6 +66,7 @@ def mix_reference(
     Returns:
         [N, hidden].
     """
+    experts = experts.dequantised(x.dtype)
     out = torch.zeros_like(x) if residual is None else residual.clone()
     top_k = routing.experts.size(1)
     order = routing.experts.flatten().argsort(stable=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from nanovllm.kernels.moe import few, grouped
 from nanovllm.kernels.moe.few import mix_few
@@ -14,6 +15,7 @@ from nanovllm.kernels.moe.grouped import Tile, mix_grouped
 from nanovllm.kernels.moe.mix import Experts, mix_reference
 from nanovllm.kernels.moe.route import Routing, chunk_size, route_reference, route_triton
 from nanovllm.kernels.moe.sort import max_tiles, sort_reference, sort_triton
+from nanovllm.quantization.experts import KERNELS
 from tests.kernels.conftest import DEVICE
 from tests.kernels.oracle import assert_as_good_as_eager, poisoned
 
@@ -189,6 +191,36 @@ def test_few_tokens(num_tokens, dtype, monkeypatch):
     check_mix(mix_few, routing, 100, 50, dtype, monkeypatch)
 
 
+@pytest.mark.parametrize("name", ["one-token", "empty-experts"])
+def test_grouped_gemms_of_mxfp4_weights(name, monkeypatch):
+    """With widths that the tile does not divide. The reference dequantises to the same values."""
+    tile = Tile(16, 32, 64, 2, 4)
+    monkeypatch.setattr(grouped, "choose_tile", lambda *_: tile)
+    routing, hidden, columns, dtype = routings()[name], 96, 32, torch.float16
+    x, residual, experts = make(routing, hidden, columns, dtype, True)
+    tensors = {}
+    for field, tensor in (("gate_up", experts.gate_up), ("down", experts.down)):
+        shape = (*tensor.shape[:-1], tensor.size(-1) // 2)
+        tensors[field] = torch.randint(0, 256, shape, dtype=torch.uint8).to(DEVICE)
+        shape = (*tensor.shape[:-1], tensor.size(-1) // 32)
+        tensors[f"{field}_scales"] = torch.randint(121, 126, shape).to(torch.uint8).to(DEVICE)
+    packed = experts._replace(**tensors, limit=0.7, alpha=1.7)
+    eager = mix_reference(x, packed, routing, residual)
+    exact = mix_reference(
+        x.double(),
+        Experts(
+            *(
+                t.double() if isinstance(t, torch.Tensor) else t
+                for t in packed.dequantised(torch.float32)
+            )
+        ),
+        routing._replace(weights=routing.weights.double()),
+        residual.double(),
+    )
+    ours = mix_grouped(x, packed, routing, residual)
+    assert_as_good_as_eager(ours, eager, exact)
+
+
 @slow
 @pytest.mark.parametrize("num_tokens", [1, 2, 17, 300, 1100])
 def test_the_tiles_of_the_table(num_tokens, dtype, monkeypatch):
@@ -218,3 +250,38 @@ def test_compiles_for_every_generation(target, tmp_path):
     )
     assert result.returncode == 0, result.stderr[-4000:]
     assert "launches of 6 kernels" in result.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 4, 16, 100, 256, 2000])
+def test_a_layer_of_qwen3_30b_a3b_in_a_cuda_graph(num_tokens):
+    """Replayed with other tokens, whose experts have other numbers of tiles."""
+    draw = lambda *shape, scale=1.0: torch.randn(  # noqa: E731
+        shape, device="cuda", dtype=torch.bfloat16
+    ).mul_(scale)
+    gate = draw(128, 2048, scale=2048**-0.5)
+    weights = Experts(
+        draw(128, 1536, 2048, scale=2048**-0.5), draw(128, 2048, 768, scale=768**-0.5)
+    )
+    x, residual = draw(num_tokens, 2048), draw(num_tokens, 2048)
+    mix = next(kernel for rows, kernel in KERNELS if num_tokens in rows)
+
+    def run() -> torch.Tensor:
+        return mix(x, weights, route_triton(F.linear(x, gate), 8, True), residual)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours = run()
+    for spread in (1.0, 0.0):  # the second time all tokens are equal
+        x.copy_(draw(num_tokens, 2048) * spread + draw(1, 2048))
+        graph.replay()
+        routing = route_reference(F.linear(x, gate), 8, True)
+        eager = mix_reference(x, weights, routing, residual)
+        exact = mix_reference(
+            x.float(),
+            weights._replace(gate_up=weights.gate_up.float(), down=weights.down.float()),
+            routing,
+            residual.float(),
+        )
+        assert_as_good_as_eager(ours, eager, exact.double())

@@ -1,0 +1,30 @@
+"""The names of parameters in checkpoints."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+WeightName = tuple[str, str | None] | tuple[str, str, str | int]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightNames:
+    """Which checkpoint tensor fills which parameter.
+
+    Attributes:
+        rows: (tensor, parameter), or (tensor, parameter, shard id) for a part of a packed
+            parameter. Names have fields in braces: ``model.layers.{layer}.mlp.up_proj.{kind}``.
+            The parameter is None for a tensor that is not needed. A parameter without a row has
+            the same name in checkpoints.
+        fields: the values of each field. If the tensor's name has a field that the parameter's
+            name lacks, such as the index of an expert, the parameter's ``weight_loader`` gets its
+            value as a keyword argument. A parameter may have several rows without a shard id and
+            such a field. A checkpoint has one of them, or all rows with shard ids or such fields.
+        prefixes: (prefix, replacement): tensors' names that begin with the prefix are read with the
+            replacement.
+        skipped: tensors whose names begin with one of these are not needed, and are logged.
+    """
+
+    rows: tuple[WeightName, ...]
+    fields: Mapping[str, Sequence[str | int]]
+    prefixes: tuple[tuple[str, str], ...] = ()
+    skipped: tuple[str, ...] = ()
