@@ -101,11 +101,10 @@ class BlockManager:
         each group."""
         tables = self._cached_prefix(seq)
         num_hits = len(tables[0])
+        needed = sum(self._table_lens(seq, num_hits)) + (num_spare_blocks - num_hits) * len(tables)
         hits = self._held(tables, num_hits)
-        num_new = sum(self._table_lens(seq, num_hits)) - num_hits * len(tables)
-        num_revived = sum(block_id not in self.used_block_ids for block_id in hits)
-        num_spare = num_spare_blocks * len(tables)
-        return num_new + num_revived + num_spare <= len(self.free_block_ids)
+        needed += sum(block_id not in self.used_block_ids for block_id in hits)
+        return needed <= len(self.free_block_ids)
 
     def allocate(self, seq: Sequence) -> None:
         """Gives a waiting sequence blocks for all its tokens, or the tokens of its next chunk in
@@ -146,10 +145,9 @@ class BlockManager:
             self.blocks[block_id].ref_count += 1
         self._take_row(child)
         self._extend(child)
-        if child.num_cached_tokens % self.block_size == 0:
-            return []
+        copies = child.num_cached_tokens % self.block_size > 0
         tables = zip(parent.block_tables, child.block_tables, strict=True)
-        return [(source[num_shared], target[num_shared]) for source, target in tables]
+        return [(old[num_shared], new[num_shared]) for old, new in tables if copies]
 
     def can_append(self, seq: Sequence) -> bool:
         """Whether the sequence's last token has slots, or there are free blocks to append."""
