@@ -185,8 +185,8 @@ def test_grouped_gemms(name, dtype, monkeypatch):
 @pytest.mark.parametrize("num_tokens", [1, 3, pytest.param(16, marks=slow)])
 def test_few_tokens(num_tokens, dtype, monkeypatch):
     """With sizes that no tile divides."""
-    monkeypatch.setattr(few, "GATE_UP_CONFIG", (8, 64, 4))
-    monkeypatch.setattr(few, "DOWN_CONFIG", (16, 32, 4))
+    monkeypatch.setattr(few, "GATE_UP_CONFIG", (16, 64, 4))
+    monkeypatch.setattr(few, "DOWN_CONFIG", (32, 32, 4))
     routing = make_routing(torch.rand(num_tokens, 6).argsort(-1)[:, :2], 6)
     check_mix(mix_few, routing, 100, 50, dtype, monkeypatch)
 
