@@ -85,7 +85,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 
 
 def assert_same(ours: list[RequestOutput], expected: list[RequestOutput]) -> int:
-    """Equal tokens, and log-probabilities within 1e-4; returns how many of those there were."""
+    """Equal tokens, and log-probabilities within fp32 rounding; returns how many those were."""
     assert tokens(ours) == tokens(expected)
     num_compared = 0
     for output, other in zip(ours, expected, strict=True):
@@ -99,7 +99,7 @@ def assert_same(ours: list[RequestOutput], expected: list[RequestOutput]) -> int
                 if a is not None:
                     assert set(a) == set(b)
                     values = ([d[i].logprob for i in sorted(d)] for d in (a, b))
-                    np.testing.assert_allclose(*values, rtol=0, atol=1e-4)
+                    np.testing.assert_allclose(*values, rtol=2e-5, atol=1e-4)
                     num_compared += len(a)
     return num_compared
 
