@@ -75,6 +75,11 @@ slow = pytest.mark.slow
 # Two families run in every configuration; the others in the default one, and in all with the slow
 # tests.
 THOROUGH = ("qwen3", "llama")
+VARIANTS = (  # of a family that another name stands for; they run with the slow tests
+    *("qwen3-tied", "llama-linear", "llama-bias", "llama-yarn", "llama-dynamic"),
+    *("qwen2-window", "qwen3-window", "smollm3-window", "gemma3-vision", "glm", "phi3-longrope"),
+    "qwen3-moe-every-second",
+)
 EVERY_MODEL = pytest.mark.parametrize(
     "name", [name if name in THOROUGH else pytest.param(name, marks=slow) for name in MODELS]
 )
@@ -160,7 +165,9 @@ def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
         pytest.param(
             name,
             configuration,
-            marks=[] if name in THOROUGH or configuration == "default" else slow,
+            marks=[]
+            if name in THOROUGH or (configuration == "default" and name not in VARIANTS)
+            else slow,
         )
         for name in MODELS
         for configuration in CONFIGURATIONS
