@@ -59,12 +59,9 @@ def read_rope(
     if rope_type == "linear":
         factor = positive("the RoPE factor", rope.get("factor"))
         return replace(config, inv_freq=tuple(freq / factor for freq in freqs))
-    length = positive(
-        "RoPE's original_max_position_embeddings",
-        hf.get("original_max_position_embeddings")
-        or rope.get("original_max_position_embeddings")
-        or hf["max_position_embeddings"],
-    )
+    name = "original_max_position_embeddings"
+    lengths = hf.get(name), rope.get(name), hf["max_position_embeddings"]
+    length = positive(f"RoPE's {name}", next(each for each in lengths if each is not None))
     if rope_type == "longrope":
         return _longrope(config, hf, rope, length)
     factor = positive("the RoPE factor", rope.get("factor"))
