@@ -212,7 +212,11 @@ class TinyModels:
 
     def load(self, name: str) -> PreTrainedModel:
         """The same checkpoint in transformers, in fp32."""
-        return AutoModelForCausalLM.from_pretrained(self.path(name), dtype=torch.float32).eval()
+        # Early releases of transformers leave Gemma 2's softcaps out of their default attention.
+        attention = {"attn_implementation": "eager"} if name.startswith("gemma") else {}
+        path = self.path(name)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **attention)
+        return model.eval()
 
     @staticmethod
     def build(config: Any, seed: int = 1) -> PreTrainedModel:
