@@ -48,11 +48,12 @@ class BlockManager:
     The prefix cache follows vLLM's: a full block's hash covers its tokens and the hash of the
     block before it, so equal hashes mean equal prefixes. Every operation is O(1) per block.
 
-    A sequence has a block table for each group of layers. A group with a window frees the blocks
-    that the window has left, when a step that fills a block has been launched: steps run in order,
-    so a block's next owner writes it later. The group keeps the last ``window_blocks`` full blocks.
-    These suffice to compute even the last token again. In a long prompt, the group has blocks for
-    the next chunk only. It takes as many new blocks as it frees, so a chunk never lacks blocks.
+    A sequence has a block table for each group of layers. When a step that fills a block has been
+    launched, a group with a window frees the blocks that are now outside of the window. Steps run
+    in order, so the next owner of such a block writes to it in a later step. The group keeps the
+    last ``window_blocks`` full blocks, which suffice even to recompute the last token. For a
+    long prompt, the group has blocks for the next chunk only. It takes as many new blocks as it
+    frees, so a chunk never lacks blocks.
 
     Args:
         windows: the window of each group.
@@ -70,9 +71,9 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.windows = windows
-        # Full blocks that each group keeps. A sequence has fewer than a group without a window.
+        # Number of full blocks that each group keeps. Without a window, no sequence has as many.
         self.window_blocks = [cdiv(window or MAX_INT32, block_size) for window in windows]
-        # After the full blocks, a chunk takes slots in up to this many blocks.
+        # Number of blocks after the full ones that a chunk needs at most.
         self.num_chunk_blocks = 1 + cdiv(max_chunk - 1, block_size)
         self.blocks = [Block(i) for i in range(num_blocks)]
         self.hash_to_block_id: dict[int, int] = {}
@@ -93,7 +94,7 @@ class BlockManager:
         return h.intdigest()
 
     def count_cached_tokens(self, seq: Sequence) -> int:
-        """How many of a waiting sequence's tokens the cache holds, in full blocks."""
+        """Returns how many tokens of a waiting sequence are cached, in full blocks."""
         return len(self._cached_prefix(seq)[0]) * self.block_size
 
     def can_allocate(self, seq: Sequence, num_spare_blocks: int = 0) -> bool:
@@ -107,10 +108,10 @@ class BlockManager:
         return needed <= len(self.free_block_ids)
 
     def allocate(self, seq: Sequence) -> None:
-        """Gives a waiting sequence blocks for all its tokens, or the tokens of its next chunk in
-        groups with a window, its cached prefix first.
+        """Gives a waiting sequence the blocks of its cached prefix, then new ones for its other
+        tokens. Groups with a window get new ones for the next chunk only.
 
-        Sets ``num_cached_tokens`` to what the cache already holds.
+        Sets ``num_cached_tokens`` to the length of the cached prefix.
         """
         assert not seq.block_tables
         seq.block_tables = self._cached_prefix(seq)
@@ -222,11 +223,12 @@ class BlockManager:
         seq.num_cached_tokens = seq.num_full_blocks = seq.table_len = 0
 
     def _cached_prefix(self, seq: Sequence) -> list[list[int]]:
-        """Returns the first entries of each group's block table that hold the sequence's longest
-        cached prefix. Of each group, the cache holds the blocks that ``_held`` returns."""
+        """Returns the first entries of each group's block table, for the sequence's longest cached
+        prefix. Only the entries that ``_held`` selects are sure to be cached blocks. No other is
+        needed."""
         tables: list[list[int]] = [[] for _ in range(len(self.windows))]
         limit = min(len(seq), seq.num_reusable_tokens) // self.block_size
-        num_hits, next_hit = 0, 0  # a prefix of this many blocks may be cached
+        num_hits, next_hit = 0, 0  # next_hit: the shortest prefix that may be a hit after a miss
         for i in range(limit if self.enable_prefix_caching else 0):
             token_ids = seq.block(i)
             for group, table in enumerate(tables):
@@ -241,8 +243,8 @@ class BlockManager:
         return [table[:num_hits] for table in tables]
 
     def _held(self, tables: list[list[int]], num_full: int) -> list[int]:
-        """Returns the blocks in all groups' tables that windows have not left, if ``num_full`` full
-        blocks are computed."""
+        """Returns the blocks in all groups' tables that the windows still need, if ``num_full``
+        full blocks are computed."""
         windowed = zip(tables, self.window_blocks, strict=False)  # none before allocation
         return [i for table, window in windowed for i in table[max(0, num_full - window) :]]
 
@@ -260,8 +262,8 @@ class BlockManager:
         seq.table_len = min(map(len, seq.block_tables))
 
     def _hash(self, seq: Sequence, i: int, group: int) -> int:
-        """Returns the hash of a group's full block i: its chain hash, which is computed once per
-        sequence, and the group above its 64 bits."""
+        """Returns the hash of a group's full block i. Its lower 64 bits are the chain hash, which
+        is computed once per sequence. The bits above are the group's index."""
         while len(seq.block_hashes) <= i:
             prefix = seq.block_hashes[-1] if seq.block_hashes else None
             seq.block_hashes.append(self.compute_hash(seq.block(len(seq.block_hashes)), prefix))

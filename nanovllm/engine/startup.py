@@ -171,7 +171,7 @@ def start_ranks(config: Config, checkpoint: Checkpoint, max_model_len: int) -> M
 
 @on_device
 def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
-    """Every rank: loads the model, allocates the KV cache and captures CUDA graphs."""
+    """Loads the model, allocates the KV cache and captures CUDA graphs. Runs on every rank."""
     config, model_config, device = runner.config, runner.model_config, runner.device
     timed = Timer(runner.startup_seconds, device)
     on_gpu = device.type == "cuda"
@@ -264,10 +264,10 @@ def group_layers(windows: list[int | None]) -> dict[tuple[int, ...], int | None]
         windows: the window of each layer; None for a layer that attends to all tokens.
 
     Returns:
-        The window of each group, by the indices of its layers. Blocks have space for as many layers
-        as the largest group has. The number of groups is a compromise: unused space, as a fraction
-        of the layers with the same window, costs as much memory. The block tables of each group
-        cost time on the host, which counts as 2% of memory.
+        The window of each group, by the indices of its layers. A block has space for the layers of
+        the largest group, so a smaller group wastes memory. Many small groups waste less, but the
+        block tables of each group cost time on the host. The cost that is minimised is the wasted
+        fraction of the memory of layers with the same window, plus 2% for each group.
     """
     by_window: dict[int | None, list[int]] = {window: [] for window in windows}
     for layer, window in enumerate(windows):
@@ -338,7 +338,8 @@ def allocate_kv_cache(runner: ModelRunner, num_blocks: int) -> None:
     width = cdiv(runner.max_model_len, runner.config.kvcache_block_size)
     runner.block_tables = BlockTables(len(groups), num_rows, width, runner.device)
     for group, indices in enumerate(groups):
-        for index, k, v in zip(indices, *runner.kv_cache, strict=False):  # it may be smaller
+        # A group may have fewer layers than the KV cache has space for.
+        for index, k, v in zip(indices, *runner.kv_cache, strict=False):
             layers[index].kv_cache, layers[index].kv_group = KVCache(k, v), group
 
 

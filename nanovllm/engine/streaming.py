@@ -15,8 +15,8 @@ def stream_outputs(
     prompts: Prompt | Seq[Prompt],
     sampling_params: SamplingParams | Seq[SamplingParams] | None,
 ) -> Iterator[RequestOutput]:
-    """Runs requests, and yields the output of each that has new tokens. The engine takes other
-    calls between two steps. See ``LLMEngine.generate_stream``."""
+    """Runs requests, and yields the output of each that has new tokens. Other calls can run
+    between two steps. See ``LLMEngine.generate_stream``."""
     turns = engine.turns
     with turns.until_closed():
         if sampling_params is None:

@@ -10,12 +10,14 @@ from nanovllm.utils.math import divide
 
 
 class AllHeadsRMSNorm(nn.Module):
-    """RMSNorm over all of a token's query heads or key heads, [N, heads, head_dim], which are split
-    over the tensor-parallel ranks. An fp32 weight [heads * head_dim]: see ``RMSNorm``.
+    """One RMSNorm over all query heads, or all key heads, of a token.
+
+    The input is [N, heads, head_dim] with the heads of this rank. The mean square is computed over
+    the heads of all ranks. The weight is fp32 [heads * head_dim].
 
     Args:
-        num_heads: the heads of all ranks. With more ranks than heads, neighbouring ranks have
-            copies of one.
+        num_heads: total number of heads. If there are more ranks than heads, neighbouring ranks
+            hold copies of the same head.
     """
 
     def __init__(self, num_heads: int, head_dim: int, eps: float = 1e-6) -> None:

@@ -14,9 +14,10 @@ class RMSNorm(nn.Module):
     ``LinearWeight.norm_matmul``.
 
     Args:
-        dtype: the weight's dtype. If it is fp32, the norm is rounded once, after it is multiplied
-            by the weight; otherwise also before.
-        offset: is added to the weight of a checkpoint. An fp32 weight keeps the sum exact enough.
+        dtype: the weight's dtype. With an fp32 weight, the result is rounded once, after the
+            multiplication by the weight. Otherwise it is also rounded before.
+        offset: added to the checkpoint's weight when it is loaded. The weight should then be fp32,
+            because the sum loses digits in bf16.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """A mixture of experts as a layer's MLP (Shazeer et al. 2017, arXiv:1701.06538).
 
-Every rank has all experts, and a part of the columns of each, as in a dense MLP that is split over
-tensor-parallel ranks. N is the number of tokens in the step.
+Experts are split like a dense MLP: each tensor-parallel rank holds a slice of the intermediate
+dimension of every expert. N is the number of tokens in the step, and I the size of that slice.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,13 @@ from nanovllm.utils.distributed import get_tp_group
 
 
 class Experts(nn.Module):
-    """The weights of all experts. ``gate_up_proj`` is [num_experts, 2 I, hidden_size], gate above
-    up, and ``down_proj`` [num_experts, hidden_size, I], with the I columns of this rank. Their
-    biases are ``gate_up_proj_bias`` and ``down_proj_bias``. The arguments are those of a
-    ``MoESpec``.
+    """The weights of all experts on this rank. The arguments are those of a ``MoESpec``.
 
-    Each parameter has an attribute ``active_share``, the share of it that computes a token.
+    ``gate_up_proj`` is [num_experts, 2 I, hidden_size]: the rows of gate, then those of up.
+    ``down_proj`` is [num_experts, hidden_size, I]. Their biases are ``gate_up_proj_bias`` and
+    ``down_proj_bias``.
+
+    Each parameter has an attribute ``active_share``: the fraction of the experts that a token uses.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Experts(nn.Module):
         mxfp4: bool,
     ) -> None:
         super().__init__()
-        # A CPU dequantises on load.
+        # On a CPU, MXFP4 weights are dequantised when they are loaded.
         is_packed = mxfp4 and torch.get_default_device().type != "cpu"
         weights_class = Mxfp4Experts if is_packed else UnquantizedExperts
         self.weights = weights_class(self, get_tp_group(), limit, alpha, interleaved)
@@ -54,10 +55,10 @@ class Experts(nn.Module):
         shard_id: int | str | None = None,
         expert: int | None = None,
     ) -> None:
-        """Copies this rank's columns of a whole checkpoint tensor into a parameter.
+        """Copies this rank's slice of a checkpoint tensor into a parameter.
 
         Args:
-            loaded_weight: the weights of all experts or, with ``expert``, of one of them.
+            loaded_weight: the weights of all experts, or of one if ``expert`` is its index.
             shard_id: 0 for gate and 1 for up, if ``loaded_weight`` is only one of them; "blocks"
                 or "scales" for a part of MXFP4 weights.
         """

@@ -12,10 +12,11 @@ class RotaryEmbedding(nn.Module):
     """Rotary embedding with precomputed cosines and sines.
 
     ``cos_sin_cache`` is fp32 [max_position, head_dim]: head_dim / 2 cosines, then head_dim / 2
-    sines. If ``rope`` is None, every angle is 0, so that the same kernels leave queries and keys as
-    they are.
+    sines. If ``rope`` is None, every angle is 0, so the same kernels leave queries and keys
+    unchanged.
 
-    ``query_scale`` is [max_position, 1, 1], what queries are multiplied by before RoPE, or None.
+    ``query_scale`` is [max_position, 1, 1], the factor of the query at each position, applied
+    before RoPE. It is None if queries are not scaled.
     """
 
     cos_sin_cache: torch.Tensor

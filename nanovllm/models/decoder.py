@@ -121,9 +121,10 @@ def new_mlp(config: ModelConfig, spec: MLPSpec | MoESpec) -> nn.Module:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each with an RMSNorm before it, after it or both. A multiplier takes the
-    place of the norm after it. Attention's norms are input_layernorm and post_self_attn_layernorm,
-    and the MLP's are post_attention_layernorm and post_mlp_layernorm.
+    """Attention and MLP, each with an RMSNorm before it, after it or both. With an
+    ``output_scale``, a multiplication takes the place of the norm after it. Attention's norms are
+    input_layernorm and post_self_attn_layernorm, and the MLP's are post_attention_layernorm and
+    post_mlp_layernorm.
 
     The outputs of attention and MLP are added to the residual in one of two places: in the
     projection that computes them (``RowParallelLinear.forward_add``), or in the next norm
@@ -169,9 +170,9 @@ class DecoderModel(nn.Module):
     def __init__(self, config: ModelConfig, max_position: int) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        # Rounded to the model's dtype, as the families with a scale are trained.
+        # Rounded to the model's dtype, as when the models with a scale were trained.
         self.embedding_scale = float(torch.tensor(config.embedding_scale, device="cpu"))
-        rope = cache(RotaryEmbedding)  # layers of equal settings share one
+        rope = cache(RotaryEmbedding)  # layers with equal arguments share one
         self.layers = nn.ModuleList(
             DecoderLayer(config, spec, rope(config.head_dim, max_position, spec.attention.rope))
             for spec in config.layers

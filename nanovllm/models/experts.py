@@ -1,4 +1,4 @@
-"""What families of mixtures of experts share: reading the sizes, and the names of tensors."""
+"""Helpers for families with mixtures of experts: sizes from a config, and tensor names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from nanovllm.models.model_config import MoESpec
 MAX_EXPERTS = 2**10  # far above any real model's
 EXPERT = MLP + "experts.{expert}."
 GATE_UP, DOWN = MLP + "experts.gate_up_proj", MLP + "experts.down_proj"
-# One tensor for each expert, as on the hub; or all of them in one, as in transformers' memory.
+# One tensor per expert, as on the hub, or one for all, as transformers 5 holds them in memory.
 EXPERT_NAMES = (
     (EXPERT + "gate_proj.weight", GATE_UP, 0),
     (EXPERT + "up_proj.weight", GATE_UP, 1),
@@ -24,7 +24,7 @@ def read_moe(hf: Mapping[str, Any], intermediate_size: str, norm_topk_prob: bool
 
     Args:
         hf: the fields of the config.
-        intermediate_size: the name of the field that has the number of columns of one expert.
+        intermediate_size: the name of the field that has the intermediate size of one expert.
         norm_topk_prob: as in MoESpec.
 
     Raises:

@@ -32,7 +32,7 @@ ATTENTION, MLP = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
 QKV_NAMES = tuple(
     (ATTENTION + name + "_proj.{kind}", ATTENTION + "qkv_proj.{kind}", name) for name in "qkv"
 )
-# In old checkpoints; computed from the config.
+# Old checkpoints contain this buffer. It is computed from the config instead.
 OLD_BUFFERS = ((ATTENTION + "rotary_emb.inv_freq", None),)
 WEIGHT_NAMES = (
     *QKV_NAMES,
@@ -42,7 +42,8 @@ WEIGHT_NAMES = (
 )
 TIED_HEAD = (("lm_head.weight", None),)  # the same as the embedding's weight
 LAYER = "model.layers.{layer}."
-# Norms after attention and the MLP, where post_attention_layernorm is the norm after attention.
+# For families with norms after attention and MLP. Their post_attention_layernorm follows attention,
+# while Llama's precedes the MLP.
 OUTPUT_NORM_NAMES = (
     (LAYER + "post_attention_layernorm.weight", LAYER + "post_self_attn_layernorm.weight"),
     (LAYER + "post_feedforward_layernorm.weight", LAYER + "post_mlp_layernorm.weight"),
@@ -57,10 +58,10 @@ class Family:
     Attributes:
         architecture: the model's class in transformers, as in a config.json: ``Qwen3ForCausalLM``.
         model_type: the config's ``model_type`` in transformers: ``qwen3``.
-        layers: returns the layers for the fields of a checked config.
+        layers: function from the fields of a checked config to the layers.
         defaults: transformers' default values of the config's fields.
         weight_names: names of tensors in checkpoints: the rows of ``WeightNames``.
-        numerics: returns further fields of ModelConfig for the fields of a checked config.
+        numerics: function from the fields of a checked config to further fields of ModelConfig.
         quant_methods: the supported values of ``quant_method`` in a ``quantization_config``.
     """
 
@@ -160,9 +161,9 @@ def with_layer_types(
 ) -> list[LayerSpec]:
     """Returns the layers with windows (``with_windows``), and with the RoPE of their type.
 
-    ``rope_parameters`` may have an object for each type. The other fields, such as
-    ``rope_scaling``, are those of layers without window. Layers with a window then have a plain
-    RoPE with the base ``sliding_theta``.
+    ``rope_parameters`` may have an object for each type. Fields outside of it, such as
+    ``rope_scaling``, apply to layers without a window. If only these exist, layers with a window
+    have unscaled RoPE with the base ``sliding_theta``.
     """
     nested = hf.get("rope_parameters") or {}
     if not isinstance(nested, dict):

@@ -1,4 +1,4 @@
-"""GLM-4 (arXiv:2406.12793): RoPE rotates neighbouring features, in half of each head.
+"""GLM-4 (arXiv:2406.12793): interleaved RoPE, in half of each head.
 
 GLM-4-0414 also has norms after attention and MLP.
 """

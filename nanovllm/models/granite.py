@@ -1,4 +1,4 @@
-"""Granite 3 (ibm-granite/granite-3.3-8b-instruct): the plain decoder, with four multipliers."""
+"""Granite 3 (ibm-granite/granite-3.3-8b-instruct): Llama's architecture, with four multipliers."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Llama 2 and 3 (arXiv:2407.21783): the plain decoder, with the biases that the config enables."""
+"""Llama 2 and 3 (arXiv:2407.21783): the decoder without extras. Biases are optional."""
 
 from nanovllm.models.family import Family, equal_layers
 

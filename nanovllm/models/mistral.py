@@ -1,4 +1,4 @@
-"""Mistral (arXiv:2310.06825): the plain decoder, with a sliding window in all layers or in none."""
+"""Mistral (arXiv:2310.06825): Llama's architecture, with a sliding window in all layers or none."""
 
 from typing import Any
 

@@ -24,7 +24,7 @@ class AttentionSpec:
         qkv_bias, o_bias: whether the projections have biases.
         window: number of tokens that a token attends to, itself included; None for all.
         softcap: attention scores s become softcap * tanh(s / softcap); None leaves them.
-        scale: what scores are multiplied by; None for head_dim ** -0.5.
+        scale: factor of the attention scores; None for head_dim ** -0.5.
         sinks: whether each query head has an attention sink, a learned logit.
     """
 
@@ -43,7 +43,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class MLPSpec:
-    """The feed-forward part of one layer: a gated MLP over ``intermediate_size`` columns.
+    """The feed-forward part of one layer: a gated MLP.
 
     Attributes:
         activation: "silu" or "gelu_tanh", applied to the gate.
@@ -64,14 +64,14 @@ class MoESpec:
     weighted with their probabilities.
 
     Attributes:
-        intermediate_size: columns of one expert.
+        intermediate_size: intermediate size of one expert.
         norm_topk_prob: whether the probabilities of the chosen experts are divided by their sum.
         bias: whether the router and the experts have biases.
         limit, alpha: clamps gate and up, and scales the gate within the sigmoid: see
             ``kernels.moe.mix.Experts``.
-        interleaved: whether a checkpoint has the weights of all experts as [in, out], with rows of
-            gate and up in turn.
-        mxfp4: whether a checkpoint has the weights in MXFP4. They stay so on a GPU.
+        interleaved: whether checkpoints interleave the output features of gate and up. Unless it is
+            in MXFP4, a tensor is then [num_experts, in, out].
+        mxfp4: whether checkpoints have the weights in MXFP4. On a GPU they stay packed.
     """
 
     num_experts: int
@@ -93,7 +93,7 @@ class LayerSpec:
         input_norms: whether an RMSNorm precedes attention, and another the MLP.
         output_norms: whether an RMSNorm follows attention, and another the MLP, before their
             outputs are added to the residual.
-        output_scale: what the outputs of attention and MLP are multiplied by.
+        output_scale: factor of the outputs of attention and MLP.
     """
 
     attention: AttentionSpec
@@ -112,9 +112,10 @@ class ModelConfig:
         layers: the layers from first to last. All have the same attention heads.
         dtype: the checkpoint's dtype.
         weight_names: the names of the parameters in the checkpoint.
-        norm_in_fp32: whether norms multiply by their weights in fp32, before they round.
-        norm_offset: what is added to the norm weights of a checkpoint.
-        embedding_scale: what the embeddings are multiplied by.
+        norm_in_fp32: whether norms multiply by their weights in fp32, before rounding to the
+            model's dtype.
+        norm_offset: added to the norm weights of a checkpoint.
+        embedding_scale: factor of the embeddings.
         logits_scale, logits_softcap: logits x become softcap * tanh(scale * x / softcap), or
             scale * x without a softcap.
     """
@@ -152,6 +153,6 @@ class ModelConfig:
 
     @property
     def attention_features(self) -> frozenset[str]:
-        """Which of window, softcap and sinks some layers have."""
+        """The features (window, softcap, sinks) that at least one layer has."""
         names = ("window", "softcap", "sinks")
         return frozenset(n for n in names for layer in self.layers if getattr(layer.attention, n))

@@ -1,4 +1,4 @@
-"""Multimodal checkpoints, of which only the text model is served."""
+"""Multimodal checkpoints, of which only the text model is loaded."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,12 +6,12 @@ from typing import Any
 
 from nanovllm.models.model_config import ModelConfig
 
-# Architectures, and the model type of their text model unless the config names it.
+# Architectures, and the default model type of their text model.
 TEXT_MODELS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Mistral3ForConditionalGeneration": "mistral",
 }
-# The beginnings of tensors' names, in releases of transformers before and after 4.52.
+# Prefixes of tensor names, as transformers writes them before and since 4.52, and replacements.
 PREFIXES = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),
@@ -33,7 +33,7 @@ def text_config(architecture: str, raw: Mapping[str, Any]) -> tuple[str, dict[st
         raise ValueError(f"the config of a {architecture} needs a text_config, got {text!r:.80}")
     shared = {name: raw[name] for name in SHARED_FIELDS if raw.get(name) is not None}
     fields = {**shared, **{name: value for name, value in text.items() if value is not None}}
-    for name in ("eos_token_id", "quantization_config"):  # those of the text model are defaults
+    for name in ("eos_token_id", "quantization_config"):  # these override the text model's
         if raw.get(name) is not None:
             fields[name] = raw[name]
     return str(text.get("model_type") or TEXT_MODELS[architecture]), fields

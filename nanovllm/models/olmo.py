@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv:2501.00656) and OLMo 3: norms after attention and MLP, and over all q and k heads.
+"""OLMo 2 (arXiv:2501.00656) and OLMo 3: norms after attention and MLP, q/k norms over all heads.
 
 In OLMo 3, three of four layers have a sliding window, and RoPE is scaled in the fourth only.
 """

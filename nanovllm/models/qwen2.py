@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (arXiv:2407.10671): the plain decoder, with biases for q, k and v."""
+"""Qwen2 and Qwen2.5 (arXiv:2407.10671): Llama's architecture, with biases for q, k and v."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def qwen_layers(hf: dict[str, Any], **flags: Any) -> list[LayerSpec]:
-    """Returns identical layers, of which those from ``max_window_layers`` on may have a window."""
+    """Returns identical layers, but those from index ``max_window_layers`` on may have a window."""
     first = hf["max_window_layers"]
     if type(first) is not int or first < 0:
         raise ValueError(f"max_window_layers must be an int of at least 0, got {first!r:.80}")

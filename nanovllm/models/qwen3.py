@@ -1,4 +1,4 @@
-"""Qwen3 (arXiv:2505.09388): the plain decoder, with an RMSNorm on each query and key head."""
+"""Qwen3 (arXiv:2505.09388): Llama's architecture, with an RMSNorm on each query and key head."""
 
 from nanovllm.models.family import Family
 from nanovllm.models.qwen2 import DEFAULTS, qwen_layers

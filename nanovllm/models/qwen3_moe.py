@@ -1,4 +1,4 @@
-"""Qwen3's mixtures of experts (arXiv:2505.09388): Qwen3, with experts in some or all layers."""
+"""Qwen3-MoE (arXiv:2505.09388): Qwen3, with a mixture of experts in some or all layers."""
 
 from dataclasses import replace
 from typing import Any

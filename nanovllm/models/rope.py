@@ -2,12 +2,12 @@
 
 The types are default, linear (arXiv:2306.15595), dynamic (NTK-aware), llama3, yarn
 (arXiv:2309.00071) and longrope (arXiv:2402.13753). Two of them depend on the length of a sequence
-in transformers, but a KV cache holds keys that were rotated before the final length was known:
+in transformers. Here they cannot, because keys are cached after RoPE, before the final length of
+the sequence is known:
 
-- dynamic: the frequencies are the unscaled ones up to ``max_position_embeddings``, which no
-  sequence exceeds here.
-- longrope: there are short and long frequencies. The engine's maximum length decides, as in vLLM,
-  and not each sequence's.
+- dynamic: frequencies are unscaled up to ``max_position_embeddings``, and no sequence is longer.
+- longrope: there are frequencies for short and for long sequences. The engine's maximum length
+  decides between them for all sequences, as in vLLM.
 """
 
 import math
@@ -28,10 +28,9 @@ def read_rope(
 
     Args:
         hf: the fields of the config.
-        rope: the fields of its ``rope_parameters`` or ``rope_scaling``, for a layer of one type;
-            None if it applies to all layers.
-        interleaved: how RopeConfig pairs features; None for a family that rotates all of them, in
-            halves.
+        rope: the RoPE fields to read, if they are not those that ``rope_parameters`` returns.
+        interleaved: as in RopeConfig. None for a family that supports no partial RoPE, and has
+            half-split pairs.
 
     Raises:
         ValueError: a field is missing, invalid or unsupported.
@@ -104,7 +103,7 @@ def max_positions(hf: Mapping[str, Any]) -> int:
 
 
 def for_length(config: ModelConfig, max_model_len: int) -> ModelConfig:
-    """Returns the config of an engine with sequences of up to ``max_model_len`` tokens, which
+    """Returns the config for an engine with sequences of up to ``max_model_len`` tokens. The length
     decides between the short and the long frequencies of LongRoPE."""
 
     def choose(layer: LayerSpec) -> LayerSpec:
@@ -164,7 +163,7 @@ def _yarn(
 
 
 def _ramp(freqs: list[float], kept: list[float], factor: float) -> tuple[float, ...]:
-    """Divides by ``factor`` what is not kept of each frequency."""
+    """Interpolates between each frequency (where ``kept`` is 1) and frequency / ``factor`` (0)."""
     kept = [min(max(share, 0.0), 1.0) for share in kept]
     return tuple(
         freq * (share + (1 - share) / factor) for freq, share in zip(freqs, kept, strict=True)
@@ -176,10 +175,10 @@ def _yarn_scale(rope: Mapping[str, Any], factor: float) -> float:
         return 0.1 * multiplier * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        above, below = (
+        numerator, denominator = (
             positive(f"RoPE's {name}", rope[name]) for name in ("mscale", "mscale_all_dim")
         )
-        return scale(above) / scale(below)
+        return scale(numerator) / scale(denominator)
     return scale(1.0)
 
 

@@ -1,4 +1,4 @@
-"""SmolLM3 (HuggingFaceTB/SmolLM3-3B): the plain decoder, without RoPE in every fourth layer."""
+"""SmolLM3 (HuggingFaceTB/SmolLM3-3B): Llama's architecture, without RoPE in every fourth layer."""
 
 from typing import Any
 

@@ -17,8 +17,8 @@ class WeightNames:
             the same name in checkpoints.
         fields: the values of each field. If the tensor's name has a field that the parameter's
             name lacks, such as the index of an expert, the parameter's ``weight_loader`` gets its
-            value as a keyword argument. A parameter may have several rows without a shard id and
-            such a field. A checkpoint has one of them, or all rows with shard ids or such fields.
+            value as a keyword argument. A parameter may have several rows. A checkpoint has
+            either all of its rows with a shard id or such a field, or one of its other rows.
         prefixes: (prefix, replacement): tensors' names that begin with the prefix are read with the
             replacement.
         skipped: tensors whose names begin with one of these are not needed, and are logged.

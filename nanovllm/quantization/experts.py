@@ -1,4 +1,4 @@
-"""The weights of a mixture's experts, as they are stored and multiplied."""
+"""How the weights of experts are loaded, stored and multiplied."""
 
 import sys
 from typing import Any
@@ -16,19 +16,19 @@ from nanovllm.utils.loader import check_shape, copy_weight
 from nanovllm.utils.math import divide
 from nanovllm.utils.triton_compat import use_triton
 
-# The kernels by the number of tokens: the first that is launched for as many. With more than 4
-# tokens of 8 experts each, out of 128, a seventh of the assignments share an expert. The limit is
-# an estimate, not measured yet.
+# The kernels and the numbers of tokens that they are for. The first match is launched. With 5
+# tokens and 8 of 128 experts each, about an eighth of the assignments have an expert that another
+# one already reads. The limit is an estimate, not benchmarked yet.
 KERNELS = ((range(1, 5), mix_few), (range(sys.maxsize), mix_grouped))
 
 
 class UnquantizedExperts:
-    """Weights in the model's own dtype: gate_up_proj [E, 2 I, hidden], gate above up, and down_proj
-    [E, hidden, I], with I columns of each expert on this rank.
+    """Weights in the model's own dtype: gate_up_proj [E, 2 I, hidden], the rows of gate, then those
+    of up, and down_proj [E, hidden, I]. I is this rank's slice of the intermediate size.
 
     Args:
         layer: the module that the parameters belong to.
-        tp: the ranks over which the columns are split.
+        tp: the ranks over which the intermediate dimension is split.
         limit, alpha, interleaved: as in a MoESpec.
     """
 
@@ -40,7 +40,7 @@ class UnquantizedExperts:
         self.layer: Any = layer
         self.tp = tp
         self.limit, self.alpha, self.interleaved = limit, alpha, interleaved
-        # The parts of MXFP4 weights that have arrived, until the others arrive.
+        # By parameter, the MXFP4 blocks or scales that wait for their counterpart.
         self._parts: dict[str, dict[str, Tensor]] = {}
 
     def create_parameters(
@@ -61,7 +61,8 @@ class UnquantizedExperts:
     def load(
         self, param: nn.Parameter, tensor: Tensor, shard_id: int | str | None, expert: int | None
     ) -> None:
-        """Copies this rank's columns of a checkpoint tensor: see ``Experts.weight_loader``.
+        """Copies this rank's slice of a checkpoint tensor: see
+        ``layers.moe.Experts.weight_loader``.
 
         Raises:
             ValueError: the tensor has another shape than the model needs, or an unknown dtype.
@@ -84,7 +85,7 @@ class UnquantizedExperts:
         if shard_id is not None:
             target, axis = target.select(axis - 1, shard_id), axis - 1
         needed = list(target.shape)
-        if name != "down_proj_bias":  # which is whole on every rank
+        if name != "down_proj_bias":  # every rank has all of it
             needed[axis] *= self.tp.size
         if is_gate_up and shard_id is None:
             check_shape([needed[0], 2 * needed[2], *needed[3:]], tensor)

@@ -55,7 +55,7 @@ class Context:
     def of_groups(
         self, windows: Sequence[int | None], num_tokens: int, tables: torch.Tensor | None
     ) -> "list[Context]":
-        """Returns the context of each group of layers, from a context of all groups. In that one,
+        """Splits a context of all groups of layers into one for each group. In ``self``,
         ``slot_mapping`` is int32 [groups, N or more], and ``split_kv_schedule`` has a row for each
         distinct window.
 

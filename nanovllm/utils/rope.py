@@ -1,4 +1,4 @@
-"""The facts of a rotary embedding, and the tables computed from them."""
+"""The parameters of a rotary embedding, and the tables computed from them."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,11 @@ class RopeConfig:
     Attributes:
         inv_freq: the frequency of each pair of features, in radians per position. The pairs make
             up the first 2 * len(inv_freq) features of a head, and the others are not rotated.
-        scale: what rotated features are multiplied by (YaRN, LongRoPE).
+        scale: factor of cosines and sines, the attention factor of YaRN and LongRoPE.
         interleaved: whether the pairs are features 2i and 2i + 1; otherwise i and
             len(inv_freq) + i.
-        long: (length, inv_freq): other frequencies for engines with longer sequences than
-            ``length`` (LongRoPE); None for the same.
+        long: (length, inv_freq), the frequencies for engines whose maximum length exceeds
+            ``length`` (LongRoPE); None if there are no others.
         query_scaling: (beta, length): the query at position p is multiplied by
             1 + beta * log(1 + p // length); None for 1.
     """
@@ -29,11 +29,11 @@ class RopeConfig:
     query_scaling: tuple[float, int] | None = None
 
     def head_order(self, head_dim: int) -> list[int] | None:
-        """Returns the feature of the checkpoint's heads that becomes each feature of ours; None if
-        they are the same.
+        """Returns, for each feature of a head here, its index in a head of the checkpoint. Returns
+        None if the order is the same.
 
-        Our kernels rotate features i and i + head_dim / 2. Features that are not rotated are
-        rotated by 0.
+        The kernels rotate pairs of features i and i + head_dim / 2. Features without RoPE become
+        pairs with angle 0.
         """
         num_pairs = len(self.inv_freq)
         if num_pairs == head_dim // 2 and not self.interleaved:
@@ -63,8 +63,8 @@ def cos_sin_table(rope: RopeConfig | None, head_dim: int, max_position: int) -> 
 
 
 def query_scales(rope: RopeConfig | None, max_position: int) -> torch.Tensor | None:
-    """Returns [max_position, 1, 1] in the default dtype: what queries are multiplied by before
-    RoPE. Returns None for no scaling."""
+    """Returns [max_position, 1, 1] in the default dtype: the factor of the query at each position,
+    applied before RoPE. Returns None if queries are not scaled."""
     if rope is None or rope.query_scaling is None:
         return None
     beta, length = rope.query_scaling

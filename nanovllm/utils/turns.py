@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Condition, Thread, current_thread
 
-POLL_SECONDS = 1.0  # how often a waiting thread checks for dead threads, which do not notify it
+POLL_SECONDS = 1.0  # how often a waiting call checks for threads that ended without notifying it
 
 
 class Turns:
@@ -38,7 +38,7 @@ class Turns:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Waits until no other call is in its turn."""
+        """Holds the lock during the block. Calls in other threads wait for it."""
         with self._turn:
             try:
                 yield
@@ -47,15 +47,15 @@ class Turns:
 
     @contextmanager
     def turn_after(self, owners: Callable[[], set[Thread]], conflict: str) -> Iterator[None]:
-        """Waits for a turn in which no thread has unfinished work.
+        """Like ``turn``, but first waits until no thread has unfinished work.
 
         Args:
             owners: returns the threads with unfinished work.
             conflict: the message of the error.
 
         Raises:
-            ValueError: waiting would never end, because the work is of this thread, or of threads
-                that have ended.
+            ValueError: the wait would never end, because the work belongs to this thread, or only
+                to threads that have ended.
         """
         self.check_open()
         with self.turn():

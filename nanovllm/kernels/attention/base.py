@@ -21,7 +21,7 @@ class AttentionParams(NamedTuple):
             attends to all tokens before it.
         softcap: scaled scores s become softcap * tanh(s / softcap); None for no softcap.
         sinks: fp32 [heads], a learned logit per query head that counts in the softmax's
-            denominator only (attention sink); None if there are none.
+            denominator only (attention sink); None for no sinks.
     """
 
     scale: float
@@ -73,9 +73,9 @@ class AttentionBackend(ABC):
         undefined."""
 
     def clamp_end(self, context: Context) -> int:
-        """Returns the position in each prompt below which the tensor v must be finite.
+        """Returns how many leading tokens of each prompt must have finite values in the tensor v.
 
-        ``apply_rope_and_store`` clamps v there before ``prefill``, so that NaN and inf cannot reach
+        ``apply_rope_and_store`` clamps their v before ``prefill``, so that NaN and inf cannot reach
         other sequences.
         """
         return 0

@@ -3,8 +3,8 @@
 With one program per sequence and KV head, contexts of unequal length leave multiprocessors idle at
 the end, and a small batch never fills the GPU. So long contexts are split, such that each
 multiprocessor gets a few splits, and the longest splits start first. FlashInfer's scheduler
-(arXiv:2501.01005) does the same. All layers share the schedule. The host computes it once per step,
-before the launch, because it knows the lengths.
+(arXiv:2501.01005) does the same. Layers with the same window share a schedule. The host knows the
+lengths, so it computes the schedules before the launch.
 """
 
 import numpy as np
@@ -55,8 +55,8 @@ def make_split_kv_schedule(
         kv_heads: number of programs per split.
         tile: tokens that a program reads at a time.
         num_programs: target number of programs.
-        window: the number of last tokens that are read; None for all. Each context begins with the
-            tile of the window's first token.
+        window: the number of last tokens that are read; None for all. The first split begins at the
+            start of the tile that has the window's first token.
 
     Returns:
         int32 [max_num_splits, KV_SPLIT_WORDS], a KV_SPLIT per row, the longest first. The number of
@@ -69,7 +69,8 @@ def make_split_kv_schedule(
     target = max(cdiv(int(lens.sum()), cdiv(num_programs, kv_heads)), 1)
     num_splits = np.maximum(-(-lens // target), 1)
     length = np.maximum(-(-lens // (num_splits * tile)) * tile, tile)
-    num_splits = np.maximum(-(-lens // length), 1)  # longer splits: fewer may suffice
+    # Rounding has made splits longer, so fewer may suffice.
+    num_splits = np.maximum(-(-lens // length), 1)
     seq = np.repeat(np.arange(num_seqs), num_splits)
     split = np.arange(len(seq)) - np.repeat(num_splits.cumsum() - num_splits, num_splits)
     num_slots = np.where(num_splits > 1, num_splits, 0)

@@ -9,8 +9,8 @@ from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 
-# A prefill with a window, softcap or sinks stores scores or a mask, so it runs in parts. These are
-# the maximum numbers of scores (of all heads) and of queries in a part.
+# A prefill with a window, softcap or sinks materialises scores or a mask, so it computes a chunk of
+# queries at a time: at most MAX_ROWS queries, with at most MAX_SCORES scores of all heads.
 MAX_SCORES, MAX_ROWS = 1 << 25, 512
 
 
@@ -157,7 +157,8 @@ def _attend(
             scale=params.scale,
             enable_gqa=q.size(0) != keys.size(0),
         ).squeeze(0)
-    kv_heads, len_k, head_dim = keys.shape  # the queries of a group are rows of one matrix
+    kv_heads, len_k, head_dim = keys.shape
+    # Query heads that share a KV head are rows of one matrix.
     rows = q.reshape(kv_heads, -1, head_dim).float()
     scores = (rows @ keys.float().transpose(1, 2)).view(*q.shape[:2], len_k) * params.scale
     if params.softcap is not None:

@@ -1,4 +1,4 @@
-"""The experts' activation, as the kernels that compute gate and up apply it."""
+"""The activation of the experts, called by the kernels that compute gate and up."""
 
 from nanovllm.utils.triton_compat import tl, triton
 
@@ -7,7 +7,8 @@ from nanovllm.utils.triton_compat import tl, triton
 def gated_activation(
     gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
-    """See ``mix.Experts``. Rounds intermediate results as separate kernels would."""
+    """Computes the activation that ``mix.Experts`` describes. Rounds gate, up and the activated
+    gate to DTYPE, as separate kernels would."""
     gate = gate.to(DTYPE).to(tl.float32)
     up = up.to(DTYPE).to(tl.float32)
     if LIMIT is not None:

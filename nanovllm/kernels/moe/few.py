@@ -1,9 +1,9 @@
 """Experts' MLPs for a few tokens, one GEMV per assignment, without sorting.
 
-With few tokens nearly every assignment has an expert of its own, so it costs nothing to compute
-each by itself, on the CUDA cores as in ``gemm/skinny.py``. Two assignments of one expert, which are
-computed at the same time, read its weights once from memory and once from the L2 cache. The second
-kernel adds the k experts of a token and the residual in registers.
+With few tokens, nearly every assignment has an expert of its own, so little is gained by grouping
+them. Dot products are computed on the CUDA cores, as in ``gemm/skinny.py``. If two assignments have
+the same expert, they run at the same time, and the second reads the weights from the L2 cache. The
+second kernel sums the outputs of a token's k experts and the residual in registers.
 """
 
 import torch
@@ -13,10 +13,11 @@ from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.utils.triton_compat import pdl_options, tl, triton
 
-# BLOCK_N, BLOCK_K and num_warps of both kernels, chosen like the skinny GEMMs' and not measured
-# yet. For Qwen3-30B-A3B (hidden 2048, top 8, 768 columns) and one token: gate and up are 8 x 384
-# programs that read 2 x 2 rows of 4 KB, and down 512 programs that read 4 rows of 1.5 KB of each of
-# 8 experts, 23 and 4 programs for each of 132 multiprocessors.
+# BLOCK_N, BLOCK_K and num_warps of each kernel, chosen as for the skinny GEMMs. Not benchmarked
+# yet. Example: one token of Qwen3-30B-A3B (hidden size 2048, top 8, intermediate size 768). Gate
+# and up take 8 x 384 programs, each of which reads 2 rows of gate and 2 of up, of 4 KB. Down takes
+# 512 programs, each of which reads 4 rows of 1.5 KB from each of 8 experts. With 132
+# multiprocessors, that is 23 and 4 programs per multiprocessor.
 GATE_UP_CONFIG = 2, 1024, 4
 DOWN_CONFIG = 4, 1024, 4
 
@@ -37,7 +38,8 @@ def _gate_up_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Row a of the result is SwiGLU(x[a // TOP_K] W^T) of the assignment's expert."""
+    """Row a of the result is activation(x[a // TOP_K] W^T + bias), with the W and bias of the
+    expert of assignment a."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -85,8 +87,8 @@ def _down_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Row t of the result is the residual plus the sum of x[a] W^T times its scale over the
-    assignments a of token t."""
+    """Row t of the result is the residual plus the sum of scale[a] * (x[a] W^T + bias) over the
+    assignments a of token t, with the W and bias of the expert of assignment a."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -120,7 +122,7 @@ def _down_kernel(
 def mix_few(
     x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """``mix_reference`` for a few tokens."""
+    """Computes ``mix_reference`` for a few tokens."""
     _, hidden, width = experts.down.shape
     num_tokens, top_k = routing.experts.shape
     gate_up, down = experts.gate_up, experts.down

@@ -1,12 +1,12 @@
 """Grouped GEMMs: the rows of each expert times that expert's weight, for any number of tokens.
 
-The first GEMM gathers its rows from x and applies SwiGLU to gate and up. The second multiplies each
-row by its routing weight, and scatters it to the row of its assignment. A third kernel adds the k
-rows of each token in their order. Atomic additions would save its traffic, but their order, and so
-the result's last bits, would change from run to run.
+The first GEMM gathers its rows from x and applies the activation to gate and up. The second
+multiplies each row by its routing weight, and scatters it to the row of its assignment. A third
+kernel sums the k rows of each token in a fixed order. Atomic additions would save memory traffic,
+but their order varies, so the last bits of the result would vary too.
 
-As in ``gemm/tiled.py``, features are the M dimension of the matmul, and rows of x the N dimension,
-which may be as small as 8.
+As in ``gemm/tiled.py``, ``tl.dot`` computes W x^T: features are its M dimension, and rows of x its
+N dimension, which may be as small as 8. BLOCK_M and BLOCK_N are named as in x W^T.
 """
 
 from typing import NamedTuple
@@ -21,8 +21,15 @@ from nanovllm.utils.triton_compat import pdl_options, shared_memory, tl, triton
 
 
 class Tile(NamedTuple):
-    """Sizes of a program's tile: rows (BLOCK_M), features (BLOCK_N, of gate and of up each in the
-    first GEMM), columns per step (BLOCK_K), pipeline stages and warps."""
+    """The tile of one program.
+
+    Attributes:
+        rows: BLOCK_M, rows of x.
+        features: BLOCK_N, output features. The first GEMM has this many of gate, and as many of up.
+        columns: BLOCK_K, input features per iteration.
+        stages: pipeline stages.
+        warps: num_warps.
+    """
 
     rows: int
     features: int
@@ -31,27 +38,29 @@ class Tile(NamedTuple):
     warps: int
 
 
-# By the mean number of rows of an expert: the first entry that has as many or more. Not measured
-# yet. The reasoning is for Qwen3-30B-A3B (hidden 2048, 128 experts, top 8, 768 columns) on an H200
-# with 132 multiprocessors, 4.8 TB/s and 800 TFLOP/s, so that a weight pays off after about 170
-# rows.
-# - Up to 48 rows (768 tokens) reading weights is all that counts: 6.3 MB an expert for gate and up
-#   and 3.1 MB for down. A tile has to have all rows of its expert, or the weights are read again,
-#   from the L2 cache at best. The rows of an expert vary by about the root of their mean, so
-#   the tile is twice the mean. 4.8 TB/s at a latency of 0.8 us need 3.8 MB in flight, 29 KB a
-#   multiprocessor. A step of 64 features of gate and up with 64 columns loads 16 KB of weights;
-#   with 4 stages, 3 of which are in flight, and two programs a multiprocessor it is three times as
-#   much. The grid is 128 x 12 programs for gate and up, 128 x 32 for down: 5 waves or more.
-# - Above it, tensor cores count: a tile of 128 rows and 128 features of gate and of up has 2 x 128
-#   x 128 sums, 128 registers a thread with 8 warps, and loads (256 + 128) x 64 x 2 = 48 KB a
-#   step, 3 steps in 144 KB. 16,384 tokens have 1,024 rows an expert: 8 tiles, 6 x 8 x 128 programs.
+# The tile by the mean number of rows per expert: the first entry whose key is at least the mean.
+# Not benchmarked yet. Chosen for Qwen3-30B-A3B (hidden size 2048, 128 experts, top 8, intermediate
+# size 768) on an H200 (132 multiprocessors, 4.8 TB/s, 800 TFLOP/s), where a GEMM becomes
+# compute-bound at about 170 rows.
+# - Up to 48 rows (768 tokens), the time is that of reading weights: 6.3 MB per expert for gate and
+#   up, and 3.1 MB for down. One tile should hold all rows of its expert. Otherwise the weights are
+#   read again, from the L2 cache at best. The number of rows varies between experts by about the
+#   square root of the mean, so a tile has more rows than the largest mean it is used for.
+#   At 4.8 TB/s and a latency of 0.8 us, 3.8 MB must be in flight, 29 KB per multiprocessor. An
+#   iteration over 64 columns of 64 features of gate and of up loads 16 KB of weights. With 3 of 4
+#   stages in flight and two programs per multiprocessor that is 96 KB. The grid is 128 x 12
+#   programs for gate and up, and 128 x 32 for down: 5 waves or more.
+# - Above that, tensor cores are the bottleneck. A tile of 128 rows, and 128 features of gate and of
+#   up, has 2 x 128 x 128 accumulators, 128 registers per thread with 8 warps. An iteration loads
+#   (256 + 128) x 64 x 2 bytes = 48 KB, so 3 stages take 144 KB. With 16,384 tokens, an expert has
+#   1,024 rows: 8 tiles, and a grid of 6 x 8 x 128 programs.
 TILES: dict[int, Tile] = {
     8: Tile(16, 64, 64, 4, 4),
     16: Tile(32, 64, 64, 4, 4),
     48: Tile(64, 64, 64, 4, 4),
     1 << 31: Tile(128, 128, 64, 3, 8),
 }
-FP32_TILE = Tile(16, 32, 32, 2, 4)  # whose matmuls run on the CUDA cores
+FP32_TILE = Tile(16, 32, 32, 2, 4)  # fp32 matmuls run on the CUDA cores
 
 
 def choose_tile(num_assignments: int, num_experts: int, x: torch.Tensor) -> Tile:
@@ -91,9 +100,10 @@ def _grouped_kernel(
 ):
     """Computes one tile of a grouped GEMM.
 
-    With GATED, row r of the result is SwiGLU(x[order[r] // TOP_K] W^T), W [E, 2 out, width].
-    Otherwise row order[r] of the result is x[r] W^T times its scale, W [E, out, width]. The bias is
-    added to the products with W. With ``blocks_scales_ptr`` W is in MXFP4.
+    W and bias are those of the tile's expert. With GATED, the weight is [E, 2 out, width], and row
+    r of the result is activation(x[order[r] // TOP_K] W^T + bias). Otherwise it is [E, out, width],
+    and row order[r] of the result is scale * (x[r] W^T + bias). The scale is the assignment's
+    routing weight. The weight is in MXFP4 if ``blocks_scales_ptr`` is not None.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -193,7 +203,7 @@ def _sum_kernel(
 def mix_grouped(
     x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """``mix_reference`` as grouped GEMMs."""
+    """Computes ``mix_reference`` with grouped GEMMs."""
     hidden, width = x.size(1), experts.gate_up.size(1) // 2
     num_tokens, top_k = routing.experts.shape
     gate_up, down = experts.gate_up, experts.down
@@ -233,6 +243,13 @@ def _multiply(
     scales: torch.Tensor | None,
     activation: tuple[float | None, float],
 ) -> None:
+    """Launches a grouped GEMM: the first one if ``scales`` is None, otherwise the second.
+
+    Args:
+        weight: the values, the scales of MXFP4 blocks, and the bias.
+        scales: the routing weight of each assignment.
+        activation: limit and alpha, for the first GEMM.
+    """
     features, (values, blocks_scales, bias) = out.size(1), weight
     _grouped_kernel[(triton.cdiv(features, tile.features), len(groups.tiles))](
         x,

@@ -15,12 +15,12 @@ class Experts(NamedTuple):
     """The weights of E experts, and their activation.
 
     Attributes:
-        gate_up: [E, 2 I, hidden], gate above up.
+        gate_up: [E, 2 I, hidden], the rows of gate, then those of up.
         down: [E, hidden, I].
         gate_up_bias: [E, 2 I], or None.
         down_bias: [E, hidden], or None.
         limit, alpha: with a limit, the activation is (up + 1) * gate * sigmoid(alpha * gate), with
-            gate up to ``limit`` and up from -limit to limit. Without one it is SwiGLU.
+            gate clamped to at most ``limit``, and up to [-limit, limit]. Without one it is SwiGLU.
         gate_up_scales, down_scales: for MXFP4 weights, the scales of their blocks: uint8 [E, 2 I,
             hidden / 32] and [E, hidden, I / 32]. Then gate_up and down are uint8 [E, 2 I,
             hidden / 2] and [E, hidden, I / 2].
@@ -36,7 +36,7 @@ class Experts(NamedTuple):
     down_scales: torch.Tensor | None = None
 
     def dequantised(self, dtype: torch.dtype) -> "Experts":
-        """Returns them with weights of this dtype instead of MXFP4."""
+        """Returns the experts with MXFP4 weights dequantised to ``dtype``."""
         if self.gate_up_scales is None or self.down_scales is None:
             return self
         pairs = (self.gate_up, self.gate_up_scales), (self.down, self.down_scales)
@@ -57,7 +57,7 @@ def clamped_swiglu(x: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
 def mix_reference(
     x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """Computes each expert for the tokens routed to it, and adds the outputs.
+    """Computes each expert's MLP for the tokens routed to it, and sums the weighted outputs.
 
     Args:
         x: [N, hidden].

@@ -1,7 +1,7 @@
 """MXFP4 weights (OCP Microscaling Formats 1.0): blocks of 32 values with a common scale.
 
-A value has 4 bits (E2M1), two values share a byte, the first in the lower half. A scale is a byte
-that stands for 2 ** (byte - 127).
+A value has 4 bits (E2M1). Two values share a byte, the first one in the lower four bits. A scale is
+one byte (E8M0), which means 2 ** (byte - 127).
 """
 
 import torch
@@ -25,5 +25,5 @@ def dequantise_mxfp4(
     values = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=dtype)
     values = values.to(blocks.device)
     pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1)
-    mantissas = values[pairs.int()].flatten(-2)
-    return torch.ldexp(mantissas, (scales.int() - 127)[..., None]).flatten(-2)
+    unscaled = values[pairs.int()].flatten(-2)
+    return torch.ldexp(unscaled, (scales.int() - 127)[..., None]).flatten(-2)

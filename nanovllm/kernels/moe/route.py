@@ -1,7 +1,7 @@
 """The router: softmax and top-k in one kernel, which also counts the tokens of each expert.
 
-Experts are chosen by their logits in fp32. Of experts with equal logits, the one with the lower
-index is chosen first.
+Experts are chosen by their logits in fp32. If logits are equal, the expert with the lower index is
+chosen first.
 """
 
 from typing import NamedTuple
@@ -12,14 +12,14 @@ from nanovllm.utils.triton_compat import by_device, pdl_options, tl, triton
 
 
 class Routing(NamedTuple):
-    """The experts of each token. What follows ``experts`` lets ``sort_by_expert`` sort in one pass.
+    """The experts of each token. ``ranks`` and ``counts`` let ``sort_triton`` sort in one pass.
 
     Attributes:
-        weights: fp32 [N, k], the chosen experts' probabilities, from the largest.
+        weights: fp32 [N, k], the chosen experts' probabilities, in descending order.
         experts: int32 [N, k], their indices.
-        ranks: int32 [N, k], the number of earlier tokens of the same chunk at the same expert.
-        counts: int32 [num_chunks, E], the tokens of each chunk at each expert. A chunk is
-            ``chunk_size`` consecutive tokens.
+        ranks: int32 [N, k], the number of earlier tokens in the same chunk with the same expert.
+        counts: int32 [num_chunks, E], the number of tokens in each chunk with each expert. A chunk
+            is ``chunk_size`` consecutive tokens.
     """
 
     weights: torch.Tensor
@@ -29,10 +29,10 @@ class Routing(NamedTuple):
 
 
 def chunk_size(num_tokens: int, num_experts: int) -> int:
-    """Returns the number of tokens that one program of the router computes.
+    """Returns the number of tokens in a chunk. One program of the router handles one chunk.
 
-    More programs are faster until sorting has to add the counts of too many chunks. The tile of
-    logits, [chunk_size, E], has to fit in registers.
+    Small chunks keep more multiprocessors busy, but sorting has to sum the counts of all chunks.
+    The tile of logits, [chunk_size, E], has to fit in registers.
     """
     padded = 1 << (num_experts - 1).bit_length()
     return min(16 if num_tokens <= 1024 else 64, max(1, 8192 // padded))
@@ -89,8 +89,9 @@ def _route_kernel(
     is_real = (token < num_tokens)[:, None] & (expert < NUM_EXPERTS)[None, :]
     address = logits_ptr + token.to(tl.int64)[:, None] * NUM_EXPERTS + expert[None, :]
     logits = tl.load(address, mask=is_real, other=float("-inf")).to(tl.float32)
-    # The sort key has the logit as an integer of the same order in its upper half, and the index in
-    # its lower half. Keys are unique, also of NaNs, so no expert is chosen twice.
+    # The upper half of a sort key is the logit, as an integer with the same order. The lower half
+    # is the index, reversed so that the lower index wins a tie. Keys are unique, even those of
+    # NaNs, so no expert is chosen twice.
     bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32
     keys += BLOCK_E - 1 - expert[None, :]
@@ -126,11 +127,11 @@ def _route_kernel(
         index = tl.sum(tl.where(column == i, experts, 0), axis=1)
         rank = tl.sum(tl.where(expert[None, :] == index[:, None], earlier, 0), axis=1)
         ranks = tl.where(column == i, rank[:, None], ranks)
-    slot = token[:, None] * TOP_K + column
+    assignment = token[:, None] * TOP_K + column
     mask = (token < num_tokens)[:, None] & (column < TOP_K)
-    tl.store(weights_ptr + slot, weights, mask=mask)
-    tl.store(experts_ptr + slot, experts, mask=mask)
-    tl.store(ranks_ptr + slot, ranks, mask=mask)
+    tl.store(weights_ptr + assignment, weights, mask=mask)
+    tl.store(experts_ptr + assignment, experts, mask=mask)
+    tl.store(ranks_ptr + assignment, ranks, mask=mask)
 
 
 def route_triton(logits: torch.Tensor, top_k: int, norm_topk_prob: bool) -> Routing:

@@ -9,13 +9,13 @@ from nanovllm.utils.triton_compat import pdl_options, tl, triton
 
 
 class Groups(NamedTuple):
-    """Assignments grouped by expert. Those of one expert are in the order of their tokens.
+    """Assignments grouped by expert. Each group keeps the order of the tokens.
 
     Attributes:
         order: int32 [N k], the assignments in sorted order.
         tiles: int32 [max_tiles, 3], for each tile of at most ``block_m`` rows its expert, its first
             row in ``order``, and the end of the expert's rows.
-        num_tiles: int32 [1], the number of tiles. The others have no values.
+        num_tiles: int32 [1], the number of tiles. The other rows of ``tiles`` are undefined.
     """
 
     order: torch.Tensor
@@ -24,8 +24,7 @@ class Groups(NamedTuple):
 
 
 def max_tiles(num_assignments: int, num_experts: int, block_m: int) -> int:
-    """Returns an upper bound on the number of tiles: each expert has at most one that is not
-    full."""
+    """Returns an upper bound on the number of tiles. Each expert has at most one partial tile."""
     num_used = min(num_assignments, num_experts)
     return (num_assignments + num_used * (block_m - 1)) // block_m
 
@@ -65,8 +64,8 @@ def _sort_kernel(
     BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each program places the SIZE assignments of one chunk. It adds up the counts of all chunks
-    itself: waiting for another kernel to do that would take longer."""
+    """Each program sorts the SIZE assignments of one chunk. Every program sums the counts of all
+    chunks itself, because a separate kernel for that would take longer."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -93,16 +92,16 @@ def _sort_kernel(
         index = start + tl.arange(0, BLOCK)
         assignment = chunk * SIZE + index
         mask = (index < SIZE) & (assignment < num_assignments)
-        mine = tl.load(experts_ptr + assignment, mask=mask, other=0)
+        experts = tl.load(experts_ptr + assignment, mask=mask, other=0)
         rank = tl.load(ranks_ptr + assignment, mask=mask, other=0)
-        rank += tl.gather(earlier, mine, 0)  # among the expert's rows
-        end = tl.gather(ends, mine, 0)
-        position = end - tl.gather(totals, mine, 0) + rank
+        rank += tl.gather(earlier, experts, 0)  # among the expert's rows
+        end = tl.gather(ends, experts, 0)
+        position = end - tl.gather(totals, experts, 0) + rank
         tl.store(order_ptr + position, assignment, mask=mask)
         # The first row of each tile describes the tile.
-        tile = tl.gather(tile_ends - per_expert, mine, 0) + rank // BLOCK_M
+        tile = tl.gather(tile_ends - per_expert, experts, 0) + rank // BLOCK_M
         is_first = mask & (rank % BLOCK_M == 0)
-        tl.store(tiles_ptr + 3 * tile, mine, mask=is_first)
+        tl.store(tiles_ptr + 3 * tile, experts, mask=is_first)
         tl.store(tiles_ptr + 3 * tile + 1, position, mask=is_first)
         tl.store(tiles_ptr + 3 * tile + 2, end, mask=is_first)
 

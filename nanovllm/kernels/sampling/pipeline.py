@@ -1,4 +1,4 @@
-"""From the logits of the whole vocabulary to tokens and log-probabilities."""
+"""Turns logits of the whole vocabulary into tokens and log-probabilities."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
