@@ -58,7 +58,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert all(not seq.block_tables for seq in scheduler.waiting)
     for seq in scheduler.running:
         decodes = seq.num_uncached_tokens <= 1
-        if not decodes:  # the next chunk of a prompt always has slots
+        # The next chunk of a prompt has slots, unless blocks that left its window are shared.
+        if not decodes and scheduler.block_manager.free_block_ids:
             chunk = seq.num_cached_tokens + scheduler.max_num_batched_tokens
             assert seq.table_len * seq.block_size >= min(chunk, len(seq))
         for table, window in zip(

@@ -52,8 +52,8 @@ class BlockManager:
     launched, a group with a window frees the blocks that are now outside of the window. Steps run
     in order, so the next owner of such a block writes to it in a later step. The group keeps the
     last ``window_blocks`` full blocks, which suffice even to recompute the last token. For a
-    long prompt, the group has blocks for the next chunk only. It takes as many new blocks as it
-    frees, so a chunk never lacks blocks.
+    long prompt, the group has blocks for the next chunk only. It takes as many new blocks as leave
+    the window. They are freed unless other sequences share them, so a chunk may lack blocks.
 
     Args:
         windows: the window of each group.
@@ -190,7 +190,7 @@ class BlockManager:
 
     def free_left_blocks(self, seq: Sequence, end: int) -> None:
         """Frees the blocks that no window reaches after token ``end`` - 1 is computed, and gives
-        the sequence blocks for its next chunk."""
+        the sequence blocks for its next chunk, as far as there are free ones."""
         if (num_full := end // self.block_size) > seq.num_full_blocks:
             for table, window in zip(seq.block_tables, self.window_blocks, strict=True):
                 held = max(0, seq.num_full_blocks - window)
@@ -198,6 +198,12 @@ class BlockManager:
                     self._release(block_id)
             seq.num_full_blocks = num_full
             self._extend(seq)
+
+    def prepare_chunk(self, seq: Sequence) -> bool:
+        """Gives a partly computed prompt the blocks that its next chunk still lacks, as far as
+        there are free ones. Returns whether its next token has slots."""
+        self._extend(seq)
+        return seq.num_cached_tokens < seq.table_len * self.block_size
 
     def uncache_blocks(self, seq: Sequence, end: int) -> None:
         """Rolls back ``cache_blocks`` for tokens up to ``end``, because the step that should have
@@ -254,10 +260,10 @@ class BlockManager:
             yield min(seq.num_blocks, max(num_full, window) + self.num_chunk_blocks)
 
     def _extend(self, seq: Sequence) -> None:
-        """Appends blocks to the sequence's tables, as far as its next step needs them."""
+        """Appends free blocks to the sequence's tables, as far as its next step needs them."""
         lengths = self._table_lens(seq, seq.num_full_blocks)
         for table, length in zip(seq.block_tables, lengths, strict=True):
-            while len(table) < length:
+            while len(table) < length and self.free_block_ids:
                 table.append(self._take_block())
         seq.table_len = min(map(len, seq.block_tables))
 

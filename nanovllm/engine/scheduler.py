@@ -241,8 +241,13 @@ class Scheduler:
         residents = sum(1 + len(seq.siblings) for seq in self.running)
         # Admission stops where the budget ends, so only the youngest can be partly prefilled.
         if self.running and self.running[-1].num_uncached_tokens > 1:
-            items.append(self._prefill_chunk(self.running[-1], budget))
-            budget -= items[-1].num_tokens
+            seq = self.running[-1]
+            if self.block_manager.prepare_chunk(seq):
+                items.append(self._prefill_chunk(seq, budget))
+                budget -= items[-1].num_tokens
+            else:
+                self.preempt(seq)
+                residents -= 1 + len(seq.siblings)
         if residents and not items and not self._can_admit_several(residents):
             return ()
         while budget and self.waiting and self._can_admit(self.waiting[0], residents):
@@ -286,7 +291,7 @@ class Scheduler:
     def _prefill_chunk(self, seq: Sequence, budget: int) -> ScheduledSequence:
         # The last token is computed even if it is cached, because its logits are needed.
         start = min(seq.num_cached_tokens, len(seq) - 1)
-        end = min(start + budget, len(seq))
+        end = min(start + budget, len(seq), seq.table_len * self.block_manager.block_size)
         # The blocks are cached before they are computed, so that equal prompts in this step share
         # them: each layer stores the keys and values of all the step's tokens before it reads any.
         self.block_manager.cache_blocks(seq, start, end)

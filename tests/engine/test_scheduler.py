@@ -1253,3 +1253,30 @@ def test_invariants_notice(name: str):
     getattr(Corrupt, name)(engine.scheduler, seq)
     with pytest.raises(AssertionError):
         check_scheduler(engine.scheduler)
+
+
+@pytest.mark.parametrize(("windows", "fewest"), [((16,), 8), ((None, 16), 28)], ids=str)
+def test_a_chunk_may_lack_blocks_that_left_its_window_but_are_shared(windows, fewest):
+    """A prompt in chunks shares a prefix with a sequence that still runs, so what leaves its window
+    is not freed. With few blocks it is preempted; it was a KeyError."""
+    num_preemptions = 0
+    for num_blocks in range(fewest, 60):
+        config = Config("model", max_num_seqs=4, max_num_batched_tokens=8, kvcache_block_size=4)
+        scheduler = Scheduler(config, num_blocks, 1000, windows=windows, cache_len=80)
+        prefix = list(range(100, 116))
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
+        first = Sequence([*prefix, 7], params, 4)
+        second = Sequence([*prefix, *range(200, 240)], params, 4)
+        scheduler.add(first)
+        for step in range(200):
+            if step == 4:
+                scheduler.add(second)
+            batch = scheduler.schedule()
+            for item in batch.items:  # every new token has a slot
+                assert item.end <= item.seq.table_len * 4
+            scheduler.launched(batch)
+            check_scheduler(scheduler)
+            scheduler.postprocess(batch, [5] * len(batch.sampled))
+        assert first.is_finished and second.is_finished
+        num_preemptions += scheduler.num_preemptions
+    assert num_preemptions > 0
