@@ -84,7 +84,10 @@ class Family:
             hf = {**hf, "use_sliding_window": True}
         hf = _checked({**self.defaults, **hf}, self.quant_methods)
         rows = self.weight_names + TIED_HEAD * hf["tie_word_embeddings"]
-        layers = tuple(self.layers(hf))
+        try:
+            layers = tuple(self.layers(hf))
+        except KeyError as error:  # a field with a default is null
+            raise ValueError(f"the config lacks {error.args[0]!r}") from error
         num_experts = max(layer.mlp.num_experts for layer in layers)
         fields = {"layer": range(len(layers)), "kind": ("weight", "bias")}
         fields["expert"] = range(num_experts)
@@ -224,6 +227,8 @@ def _checked(hf: Mapping[str, Any], quant_methods: Sequence[str]) -> dict[str, A
             f"head_dim must be even and positive for RoPE, got {head_dim}: check the config"
         )
     if quantisation := hf.get("quantization_config"):
+        if not isinstance(quantisation, Mapping):
+            raise ValueError(f"quantization_config must be an object, got {quantisation!r:.80}")
         method = dict(quantisation).get("quant_method", "unknown")
         if method not in quant_methods:
             raise ValueError(

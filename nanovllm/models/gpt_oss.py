@@ -35,7 +35,7 @@ def gpt_oss_layers(hf: dict[str, Any]) -> list[LayerSpec]:
         limit=positive("swiglu_limit", hf["swiglu_limit"]),
         alpha=positive("swiglu_alpha", hf["swiglu_alpha"]),
         interleaved=True,
-        mxfp4="quantization_config" in hf,
+        mxfp4=bool(hf.get("quantization_config")),
     )
     layers = equal_layers(hf, sinks=True)
     layers = with_windows(hf, layers, lambda layer: layer % 2 == 0)

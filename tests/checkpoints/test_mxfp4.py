@@ -84,3 +84,17 @@ def test_dummy_weights():
     params = dict(module.named_parameters())
     blocks, scales = params["up_blocks"].unflatten(-1, (-1, 16)), params["up_scales"]
     assert 0.01 < dequantise_mxfp4(blocks, scales).std() < 0.04
+
+
+@pytest.mark.parametrize(
+    ("blocks", "scales"),
+    [
+        (torch.zeros(4, 64, 2, 16, dtype=torch.uint8), torch.zeros(4, 64, 3, dtype=torch.uint8)),
+        (torch.zeros(4, 64, 2, 16), torch.zeros(4, 64, 2, dtype=torch.uint8)),
+        (torch.zeros(4, dtype=torch.uint8), torch.zeros(4, 64, 2, dtype=torch.uint8)),
+    ],
+    ids=["more scales than blocks", "float blocks", "one dimension"],
+)
+def test_malformed_tensors_are_refused(blocks, scales):
+    with pytest.raises(ValueError, match="MXFP4 needs uint8 blocks of 16 bytes"):
+        dequantise_mxfp4(blocks, scales)

@@ -403,3 +403,23 @@ def test_tied_embeddings_are_read(tied, read):
 @each_reader
 def test_embeddings_are_not_tied_unless_the_config_says_so(read):
     assert read({}, drop=("tie_word_embeddings",)).tie_word_embeddings is False
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "message"),
+    [
+        ("qwen2", {"max_window_layers": None}, "lacks 'max_window_layers'"),
+        ("qwen3_moe", {"norm_topk_prob": None}, "lacks 'norm_topk_prob'"),
+        ("qwen3_moe", {"decoder_sparse_step": None}, "lacks 'decoder_sparse_step'"),
+        ("gpt_oss", {"swiglu_limit": None}, "lacks 'swiglu_limit'"),
+        ("qwen2", {"quantization_config": 5}, "quantization_config must be an object"),
+        ("qwen2", {"quantization_config": "x"}, "quantization_config must be an object"),
+    ],
+    ids=str,
+)
+def test_fields_that_are_null_or_no_object_are_refused(model_type, change, message):
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config |= {**dict.fromkeys(sizes, 64), "head_dim": 16, **change}
+    with pytest.raises(ValueError, match=message):
+        get_family(model_type).read(config)

@@ -21,7 +21,16 @@ def dequantise_mxfp4(
 
     Returns:
         [..., 32 num_blocks].
+
+    Raises:
+        ValueError: the tensors have other dtypes or shapes.
     """
+    are_uint8 = blocks.dtype == scales.dtype == torch.uint8
+    if not are_uint8 or blocks.shape != (*scales.shape, 16):
+        raise ValueError(
+            f"MXFP4 needs uint8 blocks of 16 bytes with a scale each, got {blocks.dtype} "
+            f"{list(blocks.shape)} and {scales.dtype} {list(scales.shape)}"
+        )
     values = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=dtype)
     values = values.to(blocks.device)
     pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1)
