@@ -84,7 +84,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
     return [[list(out.token_ids) for out in output.outputs] for output in outputs]
 
 
-def assert_same(ours: list[RequestOutput], expected: list[RequestOutput]) -> int:
+def assert_same(ours: list[RequestOutput], expected: list[RequestOutput], rtol: float = 0.0) -> int:
     """Equal tokens, and log-probabilities within fp32 rounding; returns how many those were."""
     assert tokens(ours) == tokens(expected)
     num_compared = 0
@@ -99,7 +99,7 @@ def assert_same(ours: list[RequestOutput], expected: list[RequestOutput]) -> int
                 if a is not None:
                     assert set(a) == set(b)
                     values = ([d[i].logprob for i in sorted(d)] for d in (a, b))
-                    np.testing.assert_allclose(*values, rtol=2e-5, atol=1e-4)
+                    np.testing.assert_allclose(*values, rtol=rtol, atol=1e-4)
                     num_compared += len(a)
     return num_compared
 
@@ -180,8 +180,9 @@ def test_all_outputs_equal_those_of_one_rank(name: str, path_of: Callable):
             events["preemptions"] += 1
         assert min(events.values()) > 0
         assert set(events) == {"copied blocks", "prefix hits", "chunks", "preemptions"}
-    assert_same(results[1][0], results[0][0])
-    assert assert_same(results[1][1], results[0][1]) > 1000
+    rtol = 2e-5 if name == "gemma2" else 0.0  # its log-probabilities go down to -14
+    assert_same(results[1][0], results[0][0], rtol)
+    assert assert_same(results[1][1], results[0][1], rtol) > 1000
 
 
 @pytest.mark.slow
