@@ -143,6 +143,24 @@ def test_decode(name, device, monkeypatch):
     paged.check_decode(TritonAttention(), False, monkeypatch, params)
 
 
+def test_decode_with_a_window_launches_only_programs_that_may_have_keys(device, monkeypatch):
+    """A window of 16 overlaps two tiles of 16 keys. Without one, 264 programs can share a context."""
+    kernel, grids = decode._decode_kernel, []
+
+    class Launcher:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(decode, "_decode_kernel", Launcher())
+    for name in ("window16", "plain"):
+        params = make_params(name, SHAPE, device)
+        paged = Paged([60], [1], *SHAPE, torch.float32, device)
+        with monkeypatch.context() as patch:
+            paged.check_decode(TritonAttention(), False, patch, params)
+    assert grids == [(1, 2), (1, 265)]
+
+
 @pytest.mark.parametrize("window", [16, 33, pytest.param(64, marks=SLOW)])
 @pytest.mark.parametrize(
     "tile", [DecodeTile(16, 4, 3, True), DecodeTile(64, 1, 3, False)], ids=["prefetch", "one-warp"]
