@@ -144,7 +144,7 @@ def test_decode(name, device, monkeypatch):
 
 
 def test_decode_with_a_window_launches_only_programs_that_may_have_keys(device, monkeypatch):
-    """A window of 16 overlaps two tiles of 16 keys. Without one, 264 programs can share a context."""
+    """A window of 16 overlaps two tiles of 16 keys. Without one, 264 programs may share it."""
     kernel, grids = decode._decode_kernel, []
 
     class Launcher:
