@@ -17,16 +17,14 @@ from nanovllm.kernels.moe.mxfp4 import (
     pack_mxfp4,
     pack_mxfp4_scales,
 )
-from nanovllm.kernels.moe.route import Routing
+from nanovllm.kernels.moe.route import MAX_UNSORTED_TOKENS, Routing
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import check_shape, copy_weight
 from nanovllm.utils.math import divide
 from nanovllm.utils.triton_compat import use_triton
 
-# The kernels and the numbers of tokens that they are for. The first match is launched. With 5
-# tokens and 8 of 128 experts each, about an eighth of the assignments have an expert that another
-# one already reads. The limit is an estimate, not benchmarked yet.
-KERNELS = ((range(1, 5), mix_few), (range(sys.maxsize), mix_grouped))
+# The kernels and the numbers of tokens that they are for. The first match is launched.
+KERNELS = ((range(1, MAX_UNSORTED_TOKENS + 1), mix_few), (range(sys.maxsize), mix_grouped))
 
 
 class UnquantizedExperts:

@@ -412,9 +412,10 @@ def decode_tile(num_seqs: int, kv_heads: int, head_dim: int, dtype: torch.dtype)
     if dtype is torch.float32:
         return DecodeTile(16, 4, NUM_PROGRAMS, is_small)
     if head_dim > 128:
-        return DecodeTile(32, 4, NUM_PROGRAMS, is_small)
+        return DecodeTile(64 if is_small else 32, 4 if is_small else 2, NUM_PROGRAMS, is_small)
     if is_small:
         return DecodeTile(64, 2, NUM_PROGRAMS_SMALL_BATCH, True)
     if num_unsplit < LARGE_BATCH:
         return DecodeTile(128, 4, NUM_PROGRAMS, False)
-    return DecodeTile(64 if num_unsplit < VERY_LARGE_BATCH else 32, 1, NUM_PROGRAMS, False)
+    num_keys = 32 if num_unsplit >= VERY_LARGE_BATCH and head_dim > 64 else 64
+    return DecodeTile(num_keys, 1, NUM_PROGRAMS, False)

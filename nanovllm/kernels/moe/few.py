@@ -13,13 +13,12 @@ from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.utils.triton_compat import pdl_options, tl, triton
 
-# BLOCK_N, BLOCK_K and num_warps of each kernel, chosen as for the skinny GEMMs. Not benchmarked
-# yet. Example: one token of Qwen3-30B-A3B (hidden size 2048, top 8, intermediate size 768). Gate
-# and up take 8 x 384 programs, each of which reads 2 rows of gate and 2 of up, of 4 KB. Down takes
-# 512 programs, each of which reads 4 rows of 1.5 KB from each of 8 experts. With 132
-# multiprocessors, that is 23 and 4 programs per multiprocessor.
-GATE_UP_CONFIG = 2, 1024, 4
-DOWN_CONFIG = 4, 1024, 4
+# BLOCK_N, BLOCK_K and num_warps of each kernel, tuned for one token of Qwen3-30B-A3B (hidden size
+# 2048, top 8, intermediate size 768) on an H200. Gate and up take 8 x 768 programs, each of which
+# reads a row of gate and one of up, of 4 KB. Down takes 1,024 programs, each of which reads 2 rows
+# of 1.5 KB from each of 8 experts.
+GATE_UP_CONFIG = 1, 1024, 2
+DOWN_CONFIG = 2, 1024, 2
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import torch
 from nanovllm.kernels.moe.activation import gated_activation
 from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.moe.mxfp4 import dequantise_part, rescale
-from nanovllm.kernels.moe.route import Routing
+from nanovllm.kernels.moe.route import MAX_UNSORTED_TOKENS, Routing
 from nanovllm.kernels.moe.sort import Groups, sort_triton
 from nanovllm.utils.triton_compat import pdl_options, shared_memory, tl, triton
 
@@ -40,9 +40,8 @@ class Tile(NamedTuple):
 
 
 # The tile by the mean number of rows per expert: the first entry whose key is at least the mean.
-# Not benchmarked yet. Chosen for Qwen3-30B-A3B (hidden size 2048, 128 experts, top 8, intermediate
-# size 768) on an H200 (132 multiprocessors, 4.8 TB/s, 800 TFLOP/s), where a GEMM becomes
-# compute-bound at about 170 rows.
+# Tuned for Qwen3-30B-A3B (hidden size 2048, 128 experts, top 8, intermediate size 768) on an H200
+# (132 multiprocessors, 4.8 TB/s, 800 TFLOP/s), where a GEMM becomes compute-bound at about 170 rows.
 # - Up to 48 rows (768 tokens), the time is that of reading weights: 6.3 MB per expert for gate and
 #   up, and 3.1 MB for down. One tile should hold all rows of its expert. Otherwise the weights are
 #   read again, from the L2 cache at best. The number of rows varies between experts by about the
@@ -53,27 +52,25 @@ class Tile(NamedTuple):
 #   programs for gate and up, and 128 x 32 for down: 5 waves or more.
 # - Above that, tensor cores are the bottleneck. A tile of 128 rows, and 128 features of gate and of
 #   up, has 2 x 128 x 128 accumulators, 128 registers per thread with 8 warps. An iteration loads
-#   (256 + 128) x 64 x 2 bytes = 48 KB, so 3 stages take 144 KB. With 16,384 tokens, an expert has
+#   (256 + 128) x 64 x 2 bytes = 48 KB, so 4 stages take 192 KB. With 16,384 tokens, an expert has
 #   1,024 rows: 8 tiles, and a grid of 6 x 8 x 128 programs.
 TILES: dict[int, Tile] = {
-    8: Tile(16, 64, 64, 4, 4),
+    8: Tile(16, 64, 128, 4, 4),
     16: Tile(32, 64, 64, 4, 4),
     48: Tile(64, 64, 64, 4, 4),
-    1 << 31: Tile(128, 128, 64, 3, 8),
+    1 << 31: Tile(128, 128, 64, 4, 8),
 }
-# The same for MXFP4 weights. An iteration is over a group of 128 columns.
+# The same for MXFP4 weights, tuned for gpt-oss-20b. An iteration is over a group of 128 columns.
 MXFP4_TILES: dict[int, Tile] = {
     8: Tile(16, 64, 128, 4, 4),
-    16: Tile(32, 64, 128, 4, 4),
+    16: Tile(32, 64, 128, 3, 4),
     48: Tile(64, 64, 128, 3, 4),
     1 << 31: Tile(128, 128, 128, 3, 8),
 }
 FP32_TILE = Tile(16, 32, 32, 2, 4)  # fp32 matmuls run on the CUDA cores
-# Few tokens nearly all have experts of their own. Their assignments are not sorted, which saves a
-# kernel. With at most 32 features, matmuls have fewer than the 64 rows of Hopper's asynchronous
-# tensor core instructions. The others take a warp, and have a lower latency.
-MAX_UNSORTED_TOKENS = 4
-UNSORTED_TILE = Tile(8, 32, 128, 6, 2)
+# For assignments that are not sorted. A matmul with 16 features takes one warp and has a low latency.
+# Hopper's asynchronous tensor core instructions need 64 features.
+UNSORTED_TILE = Tile(8, 16, 128, 4, 1)
 
 
 def choose_tile(

@@ -35,6 +35,7 @@ def max_tiles(num_assignments: int, num_experts: int, block_m: int) -> int:
 def sort_reference(routing: Routing, block_m: int) -> Groups:
     """Groups the assignments of a routing by expert, into tiles of at most ``block_m`` rows."""
     experts = routing.experts.flatten()
+    assert routing.counts is not None
     counts = routing.counts.sum(0)
     ends = counts.cumsum(0)
     per_expert = (counts + block_m - 1) // block_m
@@ -111,6 +112,7 @@ def _sort_kernel(
 
 def sort_triton(routing: Routing, block_m: int) -> Groups:
     num_tokens, top_k = routing.experts.shape
+    assert routing.counts is not None
     num_chunks, num_experts = routing.counts.shape
     num_assignments = num_tokens * top_k
     size = chunk_size(num_tokens, num_experts) * top_k

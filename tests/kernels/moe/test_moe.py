@@ -19,7 +19,13 @@ from nanovllm.kernels.moe.mxfp4 import (
     pack_mxfp4_scales,
     unpack_mxfp4,
 )
-from nanovllm.kernels.moe.route import Routing, chunk_size, route_reference, route_triton
+from nanovllm.kernels.moe.route import (
+    MAX_UNSORTED_TOKENS,
+    Routing,
+    chunk_size,
+    route_reference,
+    route_triton,
+)
 from nanovllm.kernels.moe.sort import max_tiles, sort_reference, sort_triton
 from nanovllm.quantization.experts import KERNELS
 from tests.kernels.conftest import DEVICE
@@ -38,8 +44,12 @@ SHAPES = [  # tokens, experts, top_k
 
 def assert_same_routing(found: Routing, expected: Routing) -> None:
     torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-6)
-    for ours, reference in zip(found[1:], expected[1:], strict=True):
-        assert torch.equal(ours, reference)
+    assert torch.equal(found.experts, expected.experts)
+    if len(found.experts) <= MAX_UNSORTED_TOKENS:
+        assert found.ranks is None and found.counts is None
+    else:
+        assert torch.equal(found.ranks, expected.ranks)
+        assert torch.equal(found.counts, expected.counts)
 
 
 @pytest.mark.parametrize("norm_topk_prob", [False, True])
@@ -73,10 +83,11 @@ def test_invalid_logits_give_indices_of_experts():
     """Else a NaN would make the GEMMs read memory out of bounds."""
     inf, nan = torch.inf, torch.nan
     logits = torch.tensor([[nan] * 6, [-inf] * 6, [inf, nan, -inf, 0, inf, -nan]])
-    routing = route_triton(logits.to(DEVICE), 4, True)
-    for experts in routing.experts.tolist():
-        assert len({*experts}) == 4 and {*experts} <= {*range(6)}
-    assert routing.counts.sum() == 12
+    for num_copies in (1, 3):  # also with more tokens, which are sorted
+        routing = route_triton(logits.repeat(num_copies, 1).to(DEVICE), 4, True)
+        for experts in routing.experts.tolist():
+            assert len({*experts}) == 4 and {*experts} <= {*range(6)}
+    assert routing.counts.sum() == 36
 
 
 def make_routing(experts: torch.Tensor, num_experts: int) -> Routing:
@@ -187,7 +198,7 @@ def test_grouped_gemms(name, dtype, monkeypatch):
     monkeypatch.setattr(grouped, "choose_tile", lambda *_: tile)
     check_mix(mix_grouped, routings()[name], 40, 24, dtype, monkeypatch)
     if name == "one-token":
-        monkeypatch.setattr(grouped, "MAX_UNSORTED_TOKENS", 0)
+        monkeypatch.setattr(grouped, "MAX_UNSORTED_TOKENS", 0)  # else they are not sorted
         check_mix(mix_grouped, routings()[name], 40, 24, dtype, monkeypatch)
 
 
