@@ -39,9 +39,9 @@ NUM_MULTIPROCESSORS = 132  # of a Hopper GPU
 # Target numbers of programs. In a small batch the programs have fewer warps, so a multiprocessor
 # holds more of them.
 NUM_PROGRAMS, NUM_PROGRAMS_SMALL_BATCH = 2 * NUM_MULTIPROCESSORS, 4 * NUM_MULTIPROCESSORS
-# Limits of the number of sequences times KV heads. From LARGE_BATCH on, programs have one warp.
-# From VERY_LARGE_BATCH on, they also use the smallest tiles.
-LARGE_BATCH, VERY_LARGE_BATCH = 1024, 1536
+# From LARGE_BATCH sequences times KV heads on, programs have one warp. From MANY_SEQS sequences on,
+# they also use the smallest tiles.
+LARGE_BATCH, MANY_SEQS = 1024, 192
 SPLIT_WORDS = tl.constexpr(KV_SPLIT_WORDS)
 
 
@@ -417,5 +417,5 @@ def decode_tile(num_seqs: int, kv_heads: int, head_dim: int, dtype: torch.dtype)
         return DecodeTile(64, 2, NUM_PROGRAMS_SMALL_BATCH, True)
     if num_unsplit < LARGE_BATCH:
         return DecodeTile(128, 4, NUM_PROGRAMS, False)
-    num_keys = 32 if num_unsplit >= VERY_LARGE_BATCH and head_dim > 64 else 64
+    num_keys = 32 if num_seqs >= MANY_SEQS and head_dim > 64 else 64
     return DecodeTile(num_keys, 1, NUM_PROGRAMS, False)

@@ -146,7 +146,9 @@ class PrefillTile(NamedTuple):
     num_stages: int
 
 
-def prefill_tile(head_dim: int, dtype: torch.dtype, shared_memory: int) -> PrefillTile:
+def prefill_tile(
+    head_dim: int, has_window: bool, dtype: torch.dtype, shared_memory: int
+) -> PrefillTile:
     """Chooses tile and launch sizes. Those for 200 KiB of shared memory, as data-centre GPUs from
     Hopper on have, were tuned on an H200."""
     if dtype is torch.float32:  # no tensor cores: small tiles keep the unrolled code short
@@ -155,7 +157,9 @@ def prefill_tile(head_dim: int, dtype: torch.dtype, shared_memory: int) -> Prefi
         return PrefillTile(64, 32, 32, 4, 2) if head_dim > 128 else PrefillTile(128, 64, 64, 8, 2)
     if head_dim > 128:
         return PrefillTile(128, 64, 64, 8, 2)
-    return PrefillTile(128, 64, 32, 8, 3) if head_dim <= 64 else PrefillTile(128, 128, 64, 8, 3)
+    if head_dim > 64:
+        return PrefillTile(128, 128, 64, 8, 3)
+    return PrefillTile(128, 64, 32, 8, 3) if has_window else PrefillTile(64, 64, 64, 4, 3)
 
 
 def prefill_attention(
@@ -171,7 +175,8 @@ def prefill_attention(
     assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
     assert context.cu_seqlens_q is not None
     group = q_heads // kv_heads
-    tile = prefill_tile(head_dim, q.dtype, shared_memory(q.device))
+    has_window = params.window is not None
+    tile = prefill_tile(head_dim, has_window, q.dtype, shared_memory(q.device))
     block_m = max(tile.num_rows, triton.next_power_of_2(group))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_seqs = len(context.cu_seqlens_q) - 1

@@ -40,8 +40,8 @@ class Tile(NamedTuple):
 
 
 # The tile by the mean number of rows per expert: the first entry whose key is at least the mean.
-# Tuned for Qwen3-30B-A3B (hidden size 2048, 128 experts, top 8, intermediate size 768) on an H200
-# (132 multiprocessors, 4.8 TB/s, 800 TFLOP/s), where a GEMM becomes compute-bound at about 170 rows.
+# Tuned on an H200 (132 multiprocessors, 4.8 TB/s, 800 TFLOP/s) for Qwen3-30B-A3B (hidden size 2048,
+# 128 experts, top 8, intermediate size 768). A GEMM becomes compute-bound at about 170 rows.
 # - Up to 48 rows (768 tokens), the time is that of reading weights: 6.3 MB per expert for gate and
 #   up, and 3.1 MB for down. One tile should hold all rows of its expert. Otherwise the weights are
 #   read again, from the L2 cache at best. The number of rows varies between experts by about the
@@ -68,8 +68,8 @@ MXFP4_TILES: dict[int, Tile] = {
     1 << 31: Tile(128, 128, 128, 3, 8),
 }
 FP32_TILE = Tile(16, 32, 32, 2, 4)  # fp32 matmuls run on the CUDA cores
-# For assignments that are not sorted. A matmul with 16 features takes one warp and has a low latency.
-# Hopper's asynchronous tensor core instructions need 64 features.
+# For assignments that are not sorted. A matmul with 16 features takes one warp and has a low
+# latency. Hopper's asynchronous tensor core instructions need 64 features.
 UNSORTED_TILE = Tile(8, 16, 128, 4, 1)
 
 

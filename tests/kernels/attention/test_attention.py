@@ -205,8 +205,11 @@ TILES = {  # by sequences of 8 KV heads of 128
 
 def test_tiles_follow_from_sequences_times_heads():
     assert {n: decode_tile(n, 8, 128, torch.bfloat16) for n in TILES} == TILES
+    assert decode_tile(256, 4, 128, torch.bfloat16) == DecodeTile(32, 1, 264, False)
+    assert decode_tile(256, 8, 64, torch.bfloat16) == DecodeTile(64, 1, 264, False)
+    assert decode_tile(16, 8, 256, torch.bfloat16) == DecodeTile(64, 4, 264, True)
+    assert decode_tile(512, 8, 256, torch.bfloat16) == DecodeTile(32, 2, 264, False)
     for num_seqs, few in ((16, True), (512, False)):
-        assert decode_tile(num_seqs, 8, 256, torch.bfloat16) == DecodeTile(32, 4, 264, few)
         assert decode_tile(num_seqs, 8, 128, torch.float32) == DecodeTile(16, 4, 264, few)
 
 
