@@ -132,15 +132,6 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
-    def num_reusable_tokens(self) -> int:
-        """How many leading tokens may come from the prefix cache."""
-        if self.is_isolated:
-            return 0
-        if self.wants_prompt_logprobs and self.num_prompt_logprobs < self.num_prompt_tokens - 1:
-            return self.num_prompt_logprobs  # the next position's logits must be computed
-        return self.num_tokens
-
-    @property
     def num_blocks(self) -> int:
         """Number of blocks that all tokens need."""
         return cdiv(self.num_tokens, self.block_size)

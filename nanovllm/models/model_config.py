@@ -136,10 +136,6 @@ class ModelConfig:
     logits_softcap: float | None = None
 
     @property
-    def num_hidden_layers(self) -> int:
-        return len(self.layers)
-
-    @property
     def num_attention_heads(self) -> int:
         return self.layers[0].attention.num_heads
 
