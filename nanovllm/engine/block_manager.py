@@ -85,10 +85,6 @@ class BlockManager:
 
             self.prefix_cache = PrefixCache(self.window_blocks)
 
-    def count_cached_tokens(self, seq: Sequence) -> int:
-        """Returns how many tokens of a waiting sequence are cached, in full blocks."""
-        return len(self.prefix_cache.lookup(seq)[0]) * self.block_size
-
     def can_allocate(self, seq: Sequence, num_spare_blocks: int = 0) -> bool:
         """Whether there are free blocks for a waiting sequence, and ``num_spare_blocks`` more for
         each group."""
@@ -127,16 +123,6 @@ class BlockManager:
         seq.table_row, seq.num_sent_blocks = self.free_table_rows.pop(), 0
         self._extend(seq)
 
-    def can_append(self, seq: Sequence) -> bool:
-        """Whether the sequence's last token has slots, or there are free blocks to append."""
-        has_slots = seq.num_tokens <= seq.table_len * self.block_size
-        return has_slots or len(self.free_block_ids) >= len(self.windows)
-
-    def may_append(self, seq: Sequence) -> None:
-        """Appends a block in each group if the sequence's last token has no slots yet."""
-        if seq.num_tokens > seq.table_len * self.block_size:
-            self._extend(seq)
-
     def mark_computed(self, batch: Batch) -> None:
         """Records what a launched step computes: its tokens count as computed, its block tables as
         sent to the device. The blocks that it fills are cached, and those that a window has left
@@ -162,9 +148,9 @@ class BlockManager:
             seq.num_full_blocks = num_full
             self._extend(seq)
 
-    def prepare_chunk(self, seq: Sequence) -> bool:
-        """Gives a partly computed prompt the blocks that its next chunk still lacks, as far as
-        there are free ones. Returns whether its next token has slots."""
+    def may_append(self, seq: Sequence) -> bool:
+        """Gives a running sequence the blocks that its next token or chunk still lacks, as far as
+        there are free ones. Returns whether the next token has slots."""
         self._extend(seq)
         return seq.num_cached_tokens < seq.table_len * self.block_size
 

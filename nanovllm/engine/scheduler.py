@@ -118,7 +118,8 @@ class Scheduler:
 
     def count_new_tokens(self, seq: Sequence) -> int:
         """Returns how many tokens of a waiting sequence are not in the prefix cache."""
-        return len(seq) - self.block_manager.count_cached_tokens(seq)
+        manager = self.block_manager
+        return len(seq) - len(manager.prefix_cache.lookup(seq)[0]) * manager.block_size
 
     def schedule(self) -> Batch:
         """Returns the next step; an empty batch if only the step in flight is left.
@@ -217,7 +218,7 @@ class Scheduler:
         # Admission stops where the budget ends, so only the youngest can be partly prefilled.
         if self.running and self.running[-1].num_uncached_tokens > 1:
             seq = self.running[-1]
-            if self.block_manager.prepare_chunk(seq):
+            if self.block_manager.may_append(seq):
                 items.append(self._prefill_chunk(seq, budget))
                 budget -= items[-1].num_tokens
             else:
@@ -278,11 +279,9 @@ class Scheduler:
         while len(items) < len(running):
             seq = running[len(items)]
             num_tokens = seq.num_tokens
-            if num_tokens > seq.table_len * manager.block_size:
-                if not manager.can_append(seq):
-                    self.preempt(running[-1])
-                    continue
-                manager.may_append(seq)
+            if num_tokens > seq.table_len * manager.block_size and not manager.may_append(seq):
+                self.preempt(running[-1])
+                continue
             items.append(ScheduledSequence(seq, num_tokens - 1, num_tokens, True))
         assert items or not self.running, "a lone sequence always fits: max_len is within the cache"
         return tuple(items)

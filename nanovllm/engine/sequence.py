@@ -58,7 +58,7 @@ class Sequence:
         num_full_blocks: number of computed full blocks. The blocks before their windows are freed.
         table_row: its row in the device's block tables while it has blocks.
         num_sent_blocks: number of leading entries of each table that the device has.
-        block_hashes: chain hash of each full block hashed so far (see BlockManager).
+        block_hashes: chain hash of each full block hashed so far (see PrefixCache).
         siblings: other completions of the same prompt. The scheduler starts them with copies of
             this sequence's blocks when the prompt is computed.
         num_cached_prompt_tokens: prompt tokens that were in the prefix cache when it first ran.

@@ -144,6 +144,12 @@ def check_split(model: ModelConfig, num_ranks: int) -> None:
             )
 
 
+def attention_features(model: ModelConfig) -> frozenset[str]:
+    """Returns the features (window, softcap, sinks) that at least one layer has."""
+    names = ("window", "softcap", "sinks")
+    return frozenset(n for n in names for layer in model.layers if getattr(layer.attention, n))
+
+
 def start_ranks(config: Config, checkpoint: Checkpoint, max_model_len: int) -> ModelRunner:
     """Returns rank 0's runner. With several ranks, also starts the worker processes.
 
@@ -199,7 +205,7 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
         config.kvcache_block_size,
         runner.dtype,
         device,
-        model_config.attention_features,
+        attention_features(model_config),
     )
     runner.backend = select_attention_backend(config.attention_backend, shape)
     timed("attention backend")

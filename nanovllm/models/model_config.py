@@ -146,9 +146,3 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         return self.layers[0].attention.head_dim
-
-    @property
-    def attention_features(self) -> frozenset[str]:
-        """The features (window, softcap, sinks) that at least one layer has."""
-        names = ("window", "softcap", "sinks")
-        return frozenset(n for n in names for layer in self.layers if getattr(layer.attention, n))

@@ -146,7 +146,8 @@ class Model:
         for group, table in enumerate(self.tables[seq_id]):
             first = max(table, default=num_computed // self.block_size - 1) + 1
             for i in range(first, self.end(seq_id, group, num_computed)):
-                table[i] = self.open()
+                if self.free:
+                    table[i] = self.open()
 
     def open(self) -> int:
         block = self.free.pop(0)
@@ -276,12 +277,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
             opens = len(seq) % self.manager.block_size == 0
             fits = len(self.model.free) >= len(self.model.windows)
             seq.append_token(self.append(self.model.tokens[seq.seq_id], bit))
-            assert self.manager.can_append(seq) == (not opens or fits)
+            assert self.manager.may_append(seq) == (not opens or fits)
+            self.model.extend(seq.seq_id)
             if opens and not fits:
                 self.release(seq)
                 return
-            self.manager.may_append(seq)
-            self.model.extend(seq.seq_id)
             self.compute(seq, len(seq))
 
     @rule(target=partial, parent=decoding, length=st.integers(1, 9))
@@ -624,17 +624,14 @@ def test_can_allocate_counts_shared_blocks_as_had_and_revived_ones_as_taken():
 def test_append_opens_a_block_only_for_the_first_token_of_one():
     manager = BlockManager(2, 2)
     seq = admit(manager, [1])
-    seq.append_token(2)
-    manager.may_append(seq)
-    assert seq.block_tables[0] == [0]
-    seq.append_token(3)
-    assert manager.can_append(seq)
-    manager.may_append(seq)
-    assert seq.block_tables[0] == [0, 1]
-    seq.append_token(4)
-    assert manager.can_append(seq)
+    for token, table in [(2, [0]), (3, [0, 1]), (4, [0, 1])]:
+        seq.append_token(token)
+        assert manager.may_append(seq)
+        assert seq.block_tables[0] == table
+        seq.num_cached_tokens = len(seq)
     seq.append_token(5)
-    assert not manager.can_append(seq)
+    assert not manager.may_append(seq)
+    assert seq.block_tables[0] == [0, 1]
 
 
 def test_each_block_is_hashed_once_in_a_sequences_life(monkeypatch: pytest.MonkeyPatch):
