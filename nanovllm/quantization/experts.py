@@ -39,6 +39,8 @@ class UnquantizedExperts:
         limit, alpha, interleaved: as in a MoESpec.
     """
 
+    kernels: tuple[tuple[range, Any], ...] = KERNELS
+
     def __init__(
         self, layer: nn.Module, tp: TPGroup, limit: float | None, alpha: float, interleaved: bool
     ) -> None:
@@ -121,7 +123,7 @@ class UnquantizedExperts:
         it is None."""
         kernel = mix_reference
         if use_triton(x):
-            kernel = next(kernel for rows, kernel in KERNELS if len(x) in rows)
+            kernel = next(kernel for rows, kernel in self.kernels if len(x) in rows)
         return kernel(x, self._experts, routing, residual)
 
     @property
@@ -140,6 +142,8 @@ class UnquantizedExperts:
 class Mxfp4Experts(UnquantizedExperts):
     """Weights that stay in MXFP4, packed, and are dequantised in the kernels: see
     ``kernels/moe/mxfp4.py`` and ``kernels.moe.mix.Experts``."""
+
+    kernels = KERNELS[1:]  # GEMVs on the CUDA cores would take longer to dequantise
 
     def create_parameters(
         self, num_experts: int, hidden_size: int, num_columns: int, bias: bool

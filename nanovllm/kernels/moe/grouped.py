@@ -61,17 +61,35 @@ TILES: dict[int, Tile] = {
     48: Tile(64, 64, 64, 4, 4),
     1 << 31: Tile(128, 128, 64, 3, 8),
 }
+# The same for MXFP4 weights. An iteration is over a group of 128 columns.
+MXFP4_TILES: dict[int, Tile] = {
+    8: Tile(16, 64, 128, 4, 4),
+    16: Tile(32, 64, 128, 4, 4),
+    48: Tile(64, 64, 128, 3, 4),
+    1 << 31: Tile(128, 128, 128, 3, 8),
+}
 FP32_TILE = Tile(16, 32, 32, 2, 4)  # fp32 matmuls run on the CUDA cores
+# Few tokens nearly all have experts of their own. Their assignments are not sorted, which saves a
+# kernel. With at most 32 features, matmuls have fewer than the 64 rows of Hopper's asynchronous
+# tensor core instructions. The others take a warp, and have a lower latency.
+MAX_UNSORTED_TOKENS = 4
+UNSORTED_TILE = Tile(8, 32, 128, 6, 2)
 
 
-def choose_tile(num_assignments: int, num_experts: int, x: torch.Tensor) -> Tile:
+def choose_tile(
+    num_tokens: int, top_k: int, num_experts: int, x: torch.Tensor, mxfp4: bool
+) -> Tile:
     """Returns the tile of both GEMMs. It has fewer stages where shared memory is small, as on
     consumer GPUs."""
     if x.dtype is torch.float32:
         return FP32_TILE
-    mean_rows = num_assignments / num_experts
-    tile = next(tile for rows, tile in TILES.items() if mean_rows <= rows)
-    stage_bytes = (tile.rows + 2 * tile.features) * tile.columns * x.itemsize
+    mean_rows = num_tokens * top_k / num_experts
+    tiles = MXFP4_TILES if mxfp4 else TILES
+    tile = next(tile for rows, tile in tiles.items() if mean_rows <= rows)
+    if num_tokens <= MAX_UNSORTED_TOKENS:
+        tile = UNSORTED_TILE
+    weight_bytes = 68 if mxfp4 else tile.columns * x.itemsize  # 68 with the scales
+    stage_bytes = tile.rows * tile.columns * x.itemsize + 2 * tile.features * weight_bytes
     most_stages = max(1, shared_memory(x.device) // stage_bytes)
     return tile._replace(stages=min(tile.stages, most_stages))
 
@@ -81,6 +99,7 @@ def _multiply(
     x_ptr,
     weight_ptr,
     source,
+    in_group,
     expert,
     feature,
     out_features,
@@ -95,6 +114,7 @@ def _multiply(
 
     Args:
         source: [BLOCK_M], the rows of x.
+        in_group: [BLOCK_M], whether to load the row, and not zeros.
         feature: [BLOCK_N], rows of the weight; with GATED, rows of its first half.
 
     Returns:
@@ -110,7 +130,7 @@ def _multiply(
     up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in tl.range(0, width, BLOCK_K, num_stages=STAGES):
         mask = column < width - start
-        x = tl.load(x_ptrs + start, mask=mask[:, None], other=0.0)
+        x = tl.load(x_ptrs + start, mask=mask[:, None] & in_group[None, :], other=0.0)
         weight = tl.load(gate_ptrs + start, mask=mask[None, :], other=0.0)
         acc = tl.dot(weight, x, acc, input_precision="ieee")
         if GATED:
@@ -125,6 +145,7 @@ def _multiply_mxfp4(
     words_ptr,
     scales_ptr,
     source,
+    in_group,
     expert,
     feature,
     out_features,
@@ -155,7 +176,7 @@ def _multiply_mxfp4(
             up_words = tl.load(words_ptrs + out_features * 32)
             up_scales = tl.load(scales_ptrs + out_features)[:, None]
         for part in tl.static_range(4):
-            mask = (column + 32 * part < width - start)[:, None]
+            mask = (column + 32 * part < width - start)[:, None] & in_group[None, :]
             x = tl.load(x_ptrs + start + 32 * part, mask=mask, other=0.0)
             weight = dequantise_part(words, scales, part, DTYPE)
             acc = tl.dot(weight, x, acc, input_precision="ieee")
@@ -196,19 +217,25 @@ def _grouped_kernel(
     r of the result is activation(x[order[r] // TOP_K] W^T + bias). Otherwise it is [E, out, width],
     and row order[r] of the result is scale * (x[r] W^T + bias). The scale is the assignment's
     routing weight. The weight is in MXFP4 if ``block_scales_ptr`` is not None.
+
+    If ``tiles_ptr`` is None, each assignment is a tile, and ``order_ptr`` has its expert.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     tile = tl.program_id(1)
-    if tile >= tl.load(num_tiles_ptr):
-        return
-    expert = tl.load(tiles_ptr + 3 * tile)
-    row = tl.load(tiles_ptr + 3 * tile + 1) + tl.arange(0, BLOCK_M)
-    end = tl.load(tiles_ptr + 3 * tile + 2)
-    in_group = row < end
-    row = tl.minimum(row, end - 1)  # rows past the end repeat the last one, and are not stored
-    assignment = tl.load(order_ptr + row)
+    if tiles_ptr is None:
+        expert = tl.load(order_ptr + tile)
+        row = tile + tl.arange(0, BLOCK_M)
+        in_group = row == tile
+        assignment = row
+    else:
+        if tile >= tl.load(num_tiles_ptr):
+            return
+        expert = tl.load(tiles_ptr + 3 * tile)
+        row = tl.load(tiles_ptr + 3 * tile + 1) + tl.arange(0, BLOCK_M)
+        in_group = row < tl.load(tiles_ptr + 3 * tile + 2)
+        assignment = tl.load(order_ptr + row, mask=in_group, other=0)
     source = assignment // TOP_K if GATED else row
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Features past the end repeat the last one, too.
@@ -218,6 +245,7 @@ def _grouped_kernel(
             x_ptr,
             weight_ptr,
             source,
+            in_group,
             expert,
             clamped,
             out_features,
@@ -234,6 +262,7 @@ def _grouped_kernel(
             weight_ptr,
             block_scales_ptr,
             source,
+            in_group,
             expert,
             clamped,
             out_features,
@@ -252,7 +281,7 @@ def _grouped_kernel(
     if GATED:
         acc = gated_activation(acc, up_acc, LIMIT, ALPHA, dtype)
     else:
-        acc *= tl.load(scales_ptr + assignment)[None, :]
+        acc *= tl.load(scales_ptr + assignment, mask=in_group, other=0.0)[None, :]
     target = row if GATED else assignment
     address = out_ptr + target.to(tl.int64)[None, :] * out_features + feature[:, None]
     mask = in_group[None, :] & (feature < out_features)[:, None]
@@ -295,8 +324,11 @@ def mix_grouped(
     gate_up, down = experts.gate_up, experts.down
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
     assert residual is None or residual.is_contiguous()
-    tile = choose_tile(num_tokens * top_k, len(down), x)
-    groups = sort_triton(routing, tile.rows)
+    tile = choose_tile(num_tokens, top_k, len(down), x, experts.down_scales is not None)
+    if num_tokens <= MAX_UNSORTED_TOKENS:
+        groups = Groups(routing.experts)
+    else:
+        groups = sort_triton(routing, tile.rows)
     inner = x.new_empty(num_tokens * top_k, width)
     activation = experts.limit, experts.alpha
     weight = gate_up, experts.gate_up_scales, experts.gate_up_bias
@@ -337,7 +369,8 @@ def _launch(
         activation: limit and alpha, for the first GEMM.
     """
     features, (values, block_scales, bias) = out.size(1), weight
-    _grouped_kernel[(triton.cdiv(features, tile.features), len(groups.tiles))](
+    num_tiles = groups.order.numel() if groups.tiles is None else len(groups.tiles)
+    _grouped_kernel[(triton.cdiv(features, tile.features), num_tiles)](
         x,
         values,
         block_scales,
