@@ -23,7 +23,7 @@ from nanovllm.engine.step_loop import StepLoop
 from nanovllm.outputs import EngineMetrics, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import EVERY_TOKEN
-from nanovllm.text.prompts import Prompt, as_prompt_list
+from nanovllm.text.prompts import Prompt, PromptEncoder, as_prompt_list
 from nanovllm.utils.forks import leave_to_parent
 from nanovllm.utils.progress import bar_maker, closing_bar
 from nanovllm.utils.throughput import Throughput
@@ -65,8 +65,7 @@ class LLMEngine:
         self.model_runner = started.model_runner
         # Runs when the engine is garbage collected, or before the interpreter exits.
         self._close_runner = weakref.finalize(self, self.model_runner.close)
-        self.prompt_encoder = started.prompt_encoder
-        self.tokenizer = self.prompt_encoder.tokenizer
+        self.tokenizer = started.prompt_encoder.tokenizer
         self.scheduler = Scheduler(
             config,
             self.model_runner.num_kvcache_blocks,
@@ -78,11 +77,11 @@ class LLMEngine:
         )
         self.loop = StepLoop(self.scheduler, self.model_runner)
         self.sampling_states = SamplingStateFactory(
-            self.tokenizer, self.prompt_encoder.vocab_size, started.eos_token_ids, config
+            self.tokenizer, started.prompt_encoder.vocab_size, started.eos_token_ids, config
         )
         self.turns = Turns("engine")
         self.preparer = RequestPreparer(
-            self.prompt_encoder,
+            started.prompt_encoder,
             self.sampling_states,
             self.scheduler.check_prompt_len,
             self.turns.check_open,
@@ -93,6 +92,10 @@ class LLMEngine:
         self._requests: dict[str, Request] = {}
         self._device = self.model_runner.device
         self._request_ids = count()
+
+    @property
+    def prompt_encoder(self) -> PromptEncoder:
+        return self.preparer.encoder
 
     def prepare(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
