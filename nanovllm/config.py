@@ -17,7 +17,6 @@ from nanovllm.utils.validation import (
 )
 
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
-DEVICE = r"auto|cpu|cuda(:\d+)?"
 ATTENTION_BACKENDS = ("auto", "flash_attn_4", "flash_attn", "triton", "torch")
 MAX_RANKS = 8
 MAX_INT32 = 2**31 - 1  # the kernels use int32 for slots, tokens and positions

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.prefix_cache import PrefixCache
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
@@ -17,22 +18,29 @@ def held_blocks(manager: BlockManager, seq: Sequence) -> Iterator[tuple[int, int
             yield group, i, table[i]
 
 
+def prefix_cache(manager: BlockManager) -> PrefixCache:
+    """The manager's prefix cache; an empty one if it has none."""
+    cache = manager.prefix_cache
+    return cache if isinstance(cache, PrefixCache) else PrefixCache(manager.window_blocks)
+
+
 def check_blocks(manager: BlockManager, holders: Iterable[Sequence]) -> None:
     """Asserts that reference counts, queues, hashes and rows agree with the block tables of all
     sequences that hold blocks."""
     holders = [seq for seq in holders if seq.block_tables]
     held = {seq: list(held_blocks(manager, seq)) for seq in holders}
     refs = Counter(block_id for blocks in held.values() for *_, block_id in blocks)
-    free, used = set(manager.free_block_ids), manager.used_block_ids
-    assert not free & used and free | used == set(range(len(manager.blocks)))
-    assert used == set(refs)
-    for block in manager.blocks:
-        assert block.ref_count == refs[block.block_id]
-        shareable = block.hash is not None or not manager.enable_prefix_caching
-        assert shareable or block.ref_count <= 1, "an open block is shared"
-        assert (block.hash is None) == (not block.token_ids)
-    for hash_, block_id in manager.hash_to_block_id.items():
-        assert manager.blocks[block_id].hash == hash_, "a stale hash entry"
+    free, used = set(manager.free_block_ids), set(manager.used_block_ids)
+    assert not free & used and free | used == set(range(manager.num_blocks))
+    assert dict(manager.used_block_ids) == dict(refs)
+    cache = prefix_cache(manager)
+    for block_id, num_holders in refs.items():
+        shareable = block_id in cache.blocks or cache is not manager.prefix_cache
+        assert shareable or num_holders == 1, "an open block is shared"
+    assert all(len(block.token_ids) == manager.block_size for block in cache.blocks.values())
+    for hash_, block_id in cache.hash_to_block_id.items():
+        assert block_id in cache.blocks, "a stale hash entry"
+        assert cache.blocks[block_id].hash == hash_, "a stale hash entry"
     for seq, blocks in held.items():
         assert len({block_id for *_, block_id in blocks}) == len(blocks)
         assert seq.table_len == min(map(len, seq.block_tables))
@@ -43,8 +51,7 @@ def check_blocks(manager: BlockManager, holders: Iterable[Sequence]) -> None:
             or seq.num_full_blocks <= seq.num_cached_tokens // manager.block_size + 1
         )
         for group, i, block_id in blocks:
-            block = manager.blocks[block_id]
-            if block.hash is not None:
+            if (block := cache.blocks.get(block_id)) is not None:
                 assert block.token_ids == seq.block(i)
                 assert block.hash >> 64 == group, "a block of another group"
     rows = [seq.table_row for seq in holders] + manager.free_table_rows

@@ -582,14 +582,14 @@ class TestOutOfMemory:
         failing = iter([True, True])
         Memory(llm, monkeypatch, "run", lambda batch: not next(failing, False))
         run(llm)
-        limits = llm.scheduler._max_tokens_now, llm.scheduler._max_seqs_now
+        limits = llm.scheduler.max_tokens_now, llm.scheduler.max_seqs_now
         assert limits != (64, 8)
         num_runs = 0
         while limits != (64, 8):
             num_runs += 1
             assert num_runs <= 30
             run(llm)
-            limits = llm.scheduler._max_tokens_now, llm.scheduler._max_seqs_now
+            limits = llm.scheduler.max_tokens_now, llm.scheduler.max_seqs_now
 
     def test_where_nothing_fits_it_says_what_is_in_use_and_goes_on_after(self, llm, monkeypatch):
         expected = tokens(run(llm))

@@ -1,52 +1,43 @@
-"""Allocates KV-cache blocks and keeps the prefix cache. Works with ids and hashes, not tensors."""
+"""Allocates KV-cache blocks. Works with ids and counts, not tensors."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-
-import numpy as np
-import xxhash
+from typing import TYPE_CHECKING
 
 from nanovllm.config import MAX_INT32
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.math import cdiv
 
+if TYPE_CHECKING:
+    from nanovllm.engine.prefix_cache import PrefixCache
 
-class Block:
-    """One physical block: ``block_size`` consecutive token slots of the KV cache of a group's
-    layers. All groups take their blocks from one pool.
 
-    A full block with a hash is cached: other sequences may share it. A block whose ``hash`` is None
-    belongs to one sequence, which fills it. A freed block keeps its content until it is allocated
-    again.
-    """
+class NoPrefixCache:
+    """Takes the place of ``PrefixCache`` if sequences share no prefixes."""
 
-    __slots__ = ("block_id", "hash", "ref_count", "token_ids")
+    def __init__(self, window_blocks: Seq[int]) -> None:
+        self.num_groups = len(window_blocks)
 
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_count = 0
-        self.hash: int | None = None
-        self.token_ids: list[int] = []
+    def lookup(self, seq: Sequence) -> list[list[int]]:
+        """Returns empty tables: no prefix is cached."""
+        return [[] for _ in range(self.num_groups)]
 
-    def update(self, hash: int, token_ids: list[int]) -> None:
-        """Sets the hash and the content of a full block."""
-        self.hash = hash
-        self.token_ids = token_ids
+    def register(self, seq: Sequence, start: int, end: int) -> None:
+        """Does nothing: no block is shared."""
 
-    def reset(self) -> None:
-        """Makes the block empty, with no hash and one owner."""
-        self.ref_count = 1
-        self.hash = None
-        self.token_ids = []
+    def forget(self, block_id: int) -> None:
+        """Does nothing."""
+
+    def evict(self, seq: Sequence) -> None:
+        """Does nothing."""
 
 
 class BlockManager:
-    """Owner of all blocks: each is either free, in a queue, or used, with a reference count.
-
-    The prefix cache follows vLLM's: a full block's hash covers its tokens and the hash of the
-    block before it, so equal hashes mean equal prefixes. Every operation is O(1) per block.
+    """Owner of all blocks: each is either free, in a queue, or used, with a reference count. A
+    block has ``block_size`` token slots of the KV cache of a group's layers. All groups take their
+    blocks from one pool. Every operation is O(1) per block.
 
     A sequence has a block table for each group of layers. When a step that fills a block has been
     launched, a group with a window frees the blocks that are now outside of the window. Steps run
@@ -58,7 +49,15 @@ class BlockManager:
     Args:
         windows: the window of each group.
         max_chunk: maximum number of tokens of a sequence in one step.
+
+    Attributes:
+        free_block_ids: the free blocks, least recently freed first. A freed block keeps its
+            content until it is allocated again.
+        used_block_ids: for each used block, the number of sequences that hold it.
+        prefix_cache: finds the blocks that sequences can share.
     """
+
+    prefix_cache: "PrefixCache | NoPrefixCache"
 
     def __init__(
         self,
@@ -68,43 +67,31 @@ class BlockManager:
         windows: Seq[int | None] = (None,),
         max_chunk: int = 1,
     ) -> None:
+        self.num_blocks = num_blocks
         self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching
         self.windows = windows
         # Number of full blocks that each group keeps. Without a window, no sequence has as many.
         self.window_blocks = [cdiv(window or MAX_INT32, block_size) for window in windows]
         # Number of blocks after the full ones that a chunk needs at most.
         self.num_chunk_blocks = 1 + cdiv(max_chunk - 1, block_size)
-        self.blocks = [Block(i) for i in range(num_blocks)]
-        self.hash_to_block_id: dict[int, int] = {}
-        # Least recently freed first. Ordered, with O(1) removal from the middle for cache hits.
+        # Ordered, with O(1) removal from the middle for cache hits.
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self.used_block_ids: set[int] = set()
+        self.used_block_ids = Counter[int]()
         self.free_table_rows: list[int] = []
         self.num_table_rows = 0  # rows of the device's block tables that have ever been in use
+        self.prefix_cache = NoPrefixCache(self.window_blocks)
+        if enable_prefix_caching:
+            from nanovllm.engine.prefix_cache import PrefixCache
 
-    @staticmethod
-    def compute_hash(token_ids: list[int], prefix: int | None = None) -> int:
-        """xxh64 of the previous block's hash (8 bytes, little endian; absent for a first
-        block) followed by the token ids (8 bytes each, little endian)."""
-        h = xxhash.xxh64()
-        if prefix is not None:
-            h.update(prefix.to_bytes(8, "little"))
-        h.update(np.asarray(token_ids, dtype="<i8").tobytes())
-        return h.intdigest()
-
-    def count_cached_tokens(self, seq: Sequence) -> int:
-        """Returns how many tokens of a waiting sequence are cached, in full blocks."""
-        return len(self._cached_prefix(seq)[0]) * self.block_size
+            self.prefix_cache = PrefixCache(self.window_blocks)
 
     def can_allocate(self, seq: Sequence, num_spare_blocks: int = 0) -> bool:
         """Whether there are free blocks for a waiting sequence, and ``num_spare_blocks`` more for
         each group."""
-        tables = self._cached_prefix(seq)
+        tables = self.prefix_cache.lookup(seq)
         num_hits = len(tables[0])
         needed = sum(self._table_lens(seq, num_hits)) + (num_spare_blocks - num_hits) * len(tables)
-        hits = self._held(tables, num_hits)
-        needed += sum(block_id not in self.used_block_ids for block_id in hits)
+        needed += sum(block_id in self.free_block_ids for block_id in self._held(tables, num_hits))
         return needed <= len(self.free_block_ids)
 
     def allocate(self, seq: Sequence) -> None:
@@ -113,52 +100,28 @@ class BlockManager:
 
         Sets ``num_cached_tokens`` to the length of the cached prefix.
         """
-        assert not seq.block_tables
-        seq.block_tables = self._cached_prefix(seq)
-        seq.num_full_blocks = len(seq.block_tables[0])
-        seq.num_cached_tokens = seq.num_full_blocks * self.block_size
-        for block_id in self._held(seq.block_tables, seq.num_full_blocks):
-            if block_id in self.used_block_ids:
-                self.blocks[block_id].ref_count += 1
-            else:
-                del self.free_block_ids[block_id]
-                self.used_block_ids.add(block_id)
-                self.blocks[block_id].ref_count = 1
-        self._take_row(seq)
-        self._extend(seq)
+        tables = self.prefix_cache.lookup(seq)
+        num_hits = len(tables[0])
+        self.start_with(seq, tables, num_hits, num_cached_tokens=num_hits * self.block_size)
 
-    def fork(self, parent: Sequence, child: Sequence) -> list[tuple[int, int]]:
-        """Gives a waiting child the blocks of a parent whose tokens begin with the child's. These
-        blocks hold the keys and values of all the child's tokens but the last. Full blocks are
-        shared. A partly filled last block is copied. If a group has a window, the parent must have
-        computed no more tokens than the child has.
+    def start_with(
+        self, seq: Sequence, tables: list[list[int]], num_full_blocks: int, num_cached_tokens: int
+    ) -> None:
+        """Gives a waiting sequence computed blocks, which it may share with others, then new ones.
 
-        Returns:
-            The pairs (source, target) of blocks to copy before the next step.
+        Args:
+            tables: the first entries of each group's block table.
         """
-        assert not child.block_tables and len(self.free_block_ids) >= len(self.windows)
-        num_shared = (len(child) - 1) // self.block_size
-        child.block_tables = [table[:num_shared] for table in parent.block_tables]
-        child.block_hashes = parent.block_hashes[:num_shared]
-        child.num_cached_tokens = len(child) - 1
-        child.num_full_blocks = parent.num_full_blocks
-        for block_id in self._held(child.block_tables, child.num_full_blocks):
-            self.blocks[block_id].ref_count += 1
-        self._take_row(child)
-        self._extend(child)
-        copies = child.num_cached_tokens % self.block_size > 0
-        tables = zip(parent.block_tables, child.block_tables, strict=True)
-        return [(old[num_shared], new[num_shared]) for old, new in tables if copies]
-
-    def can_append(self, seq: Sequence) -> bool:
-        """Whether the sequence's last token has slots, or there are free blocks to append."""
-        has_slots = seq.num_tokens <= seq.table_len * self.block_size
-        return has_slots or len(self.free_block_ids) >= len(self.windows)
-
-    def may_append(self, seq: Sequence) -> None:
-        """Appends a block in each group if the sequence's last token has no slots yet."""
-        if seq.num_tokens > seq.table_len * self.block_size:
-            self._extend(seq)
+        assert not seq.block_tables
+        seq.block_tables, seq.num_full_blocks = tables, num_full_blocks
+        seq.num_cached_tokens = num_cached_tokens
+        for block_id in self._held(tables, num_full_blocks):
+            self._hold(block_id)
+        if not self.free_table_rows:
+            self.free_table_rows.append(self.num_table_rows)
+            self.num_table_rows += 1
+        seq.table_row, seq.num_sent_blocks = self.free_table_rows.pop(), 0
+        self._extend(seq)
 
     def mark_computed(self, batch: Batch) -> None:
         """Records what a launched step computes: its tokens count as computed, its block tables as
@@ -171,22 +134,8 @@ class BlockManager:
                 seq.num_sent_blocks = seq.table_len
                 # A decode fills a block only if its token takes the last slot.
                 if batch.is_prefill or end % self.block_size == 0:
-                    self.cache_blocks(seq, start, end)
+                    self.prefix_cache.register(seq, start, end)
                     self.free_left_blocks(seq, end)
-
-    def cache_blocks(self, seq: Sequence, start: int, end: int) -> None:
-        """Adds to the prefix cache the blocks that tokens [start, end) fill. Their keys and values
-        are already computed, or are computed before any other sequence reads them."""
-        if not self.enable_prefix_caching or seq.is_isolated:
-            return
-        for i in range(start // self.block_size, end // self.block_size):
-            for group, table in enumerate(seq.block_tables):
-                block = self.blocks[table[i]]
-                if block.hash is None:
-                    hash_ = self._hash(seq, i, group)
-                    block.update(hash_, seq.block(i))
-                    # If an equal block is already cached, later sequences share that one.
-                    self.hash_to_block_id.setdefault(hash_, block.block_id)
 
     def free_left_blocks(self, seq: Sequence, end: int) -> None:
         """Frees the blocks that no window reaches after token ``end`` - 1 is computed, and gives
@@ -199,25 +148,11 @@ class BlockManager:
             seq.num_full_blocks = num_full
             self._extend(seq)
 
-    def prepare_chunk(self, seq: Sequence) -> bool:
-        """Gives a partly computed prompt the blocks that its next chunk still lacks, as far as
-        there are free ones. Returns whether its next token has slots."""
+    def may_append(self, seq: Sequence) -> bool:
+        """Gives a running sequence the blocks that its next token or chunk still lacks, as far as
+        there are free ones. Returns whether the next token has slots."""
         self._extend(seq)
         return seq.num_cached_tokens < seq.table_len * self.block_size
-
-    def uncache_blocks(self, seq: Sequence, end: int) -> None:
-        """Rolls back ``cache_blocks`` for tokens up to ``end``, because the step that should have
-        computed them failed. No other sequence may hold these blocks."""
-        for i in range(seq.num_cached_tokens // self.block_size, end // self.block_size):
-            for table in seq.block_tables:
-                self._reset_block(self.blocks[table[i]])
-
-    def evict(self, seq: Sequence) -> None:
-        """Removes the sequence's blocks from the prefix cache, because their contents may be
-        corrupt."""
-        for hash_ in seq.block_hashes:
-            for group in range(len(self.windows)):
-                self.hash_to_block_id.pop(hash_ + (group << 64), None)
 
     def deallocate(self, seq: Sequence) -> None:
         """Frees the sequence's blocks, last to first, so that prefixes are evicted last."""
@@ -227,26 +162,6 @@ class BlockManager:
             self._release(block_id)
         seq.block_tables = []
         seq.num_cached_tokens = seq.num_full_blocks = seq.table_len = 0
-
-    def _cached_prefix(self, seq: Sequence) -> list[list[int]]:
-        """Returns the first entries of each group's block table, for the sequence's longest cached
-        prefix. Only the entries that ``_held`` selects are sure to be cached blocks. No other is
-        needed."""
-        tables: list[list[int]] = [[] for _ in range(len(self.windows))]
-        limit = min(len(seq), seq.num_reusable_tokens) // self.block_size
-        num_hits, next_hit = 0, 0  # next_hit: the shortest prefix that may be a hit after a miss
-        for i in range(limit if self.enable_prefix_caching else 0):
-            token_ids = seq.block(i)
-            for group, table in enumerate(tables):
-                block_id = self.hash_to_block_id.get(self._hash(seq, i, group))
-                if block_id is None or self.blocks[block_id].token_ids != token_ids:
-                    block_id, next_hit = 0, max(next_hit, i + 1 + self.window_blocks[group])
-                table.append(block_id)
-            if next_hit > limit:
-                break
-            if i + 1 >= next_hit:
-                num_hits = i + 1
-        return [table[:num_hits] for table in tables]
 
     def _held(self, tables: list[list[int]], num_full: int) -> list[int]:
         """Returns the blocks in all groups' tables that the windows still need, if ``num_full``
@@ -264,39 +179,20 @@ class BlockManager:
         lengths = self._table_lens(seq, seq.num_full_blocks)
         for table, length in zip(seq.block_tables, lengths, strict=True):
             while len(table) < length and self.free_block_ids:
-                table.append(self._take_block())
+                block_id = next(iter(self.free_block_ids))
+                self.prefix_cache.forget(block_id)
+                self._hold(block_id)
+                table.append(block_id)
         seq.table_len = min(map(len, seq.block_tables))
 
-    def _hash(self, seq: Sequence, i: int, group: int) -> int:
-        """Returns the hash of a group's full block i. Its lower 64 bits are the chain hash, which
-        is computed once per sequence. The bits above are the group's index."""
-        while len(seq.block_hashes) <= i:
-            prefix = seq.block_hashes[-1] if seq.block_hashes else None
-            seq.block_hashes.append(self.compute_hash(seq.block(len(seq.block_hashes)), prefix))
-        return seq.block_hashes[i] + (group << 64)
-
-    def _take_row(self, seq: Sequence) -> None:
-        if not self.free_table_rows:
-            self.free_table_rows.append(self.num_table_rows)
-            self.num_table_rows += 1
-        seq.table_row, seq.num_sent_blocks = self.free_table_rows.pop(), 0
-
-    def _take_block(self) -> int:
-        block_id, _ = self.free_block_ids.popitem(last=False)
-        self._reset_block(self.blocks[block_id])
-        self.used_block_ids.add(block_id)
-        return block_id
+    def _hold(self, block_id: int) -> None:
+        """Adds a reference to a block."""
+        self.free_block_ids.pop(block_id, None)
+        self.used_block_ids[block_id] += 1
 
     def _release(self, block_id: int) -> None:
         """Drops a reference to a block, and frees the block if it was the last one."""
-        block = self.blocks[block_id]
-        block.ref_count -= 1
-        if block.ref_count == 0:
-            self.used_block_ids.remove(block_id)
+        self.used_block_ids[block_id] -= 1
+        if self.used_block_ids[block_id] == 0:
+            del self.used_block_ids[block_id]
             self.free_block_ids[block_id] = None
-
-    def _reset_block(self, block: Block) -> None:
-        """Removes a block from the prefix cache, and makes it an empty block with one owner."""
-        if block.hash is not None and self.hash_to_block_id.get(block.hash) == block.block_id:
-            del self.hash_to_block_id[block.hash]
-        block.reset()

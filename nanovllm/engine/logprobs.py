@@ -87,7 +87,9 @@ def add_logprobs(output: RequestOutput, seqs: list[Sequence], decode: Decode | N
 
 
 def check_num_logprobs(params: SamplingParams, maximum: int, vocab_size: int) -> None:
-    """Raises ValueError if a request asks for more log-probabilities per token than ``maximum``."""
+    """Raises ValueError if a request asks for more log-probabilities per token than ``maximum``,
+    where -1 stands for the vocabulary's size."""
+    maximum = vocab_size if maximum == -1 else min(maximum, vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
         count = getattr(params, name)
         if count is not None and (vocab_size if count == -1 else count) > maximum:

@@ -21,7 +21,7 @@ def read_metrics(
     return EngineMetrics(
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
-        kv_cache_usage=len(blocks.used_block_ids) / len(blocks.blocks),
+        kv_cache_usage=len(blocks.used_block_ids) / blocks.num_blocks,
         num_prompt_tokens=scheduler.num_prompt_tokens,
         num_generated_tokens=throughput.num_generated_tokens,
         prefix_cache_hit_rate=scheduler.num_cached_prompt_tokens

@@ -1,7 +1,6 @@
 """Runs scheduled batches on one rank's device. Makes no scheduling decisions."""
 
 import gc
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ from nanovllm.utils.device import on_device
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.forks import LeftToParent
 from nanovllm.utils.math import cdiv, heads_per_rank
-from nanovllm.utils.tracebacks import clear_frames
 
 if TYPE_CHECKING:
     from nanovllm.engine.cuda_graphs import StepGraphs
@@ -267,10 +265,6 @@ class ModelRunner(LeftToParent):
         if not self.is_forked:
             self.exit()
 
-    def abandon(self, error: BaseException) -> None:
-        """Rank 0: frees everything after a failed start. Also clears the frames in the error's
-        traceback. They refer to the model, and notebooks keep the last exception."""
-        self.tp.abort()  # ends kernels that wait for a peer
-        clear_frames(error)
-        with suppress(RuntimeError):  # a GPU that has failed fails again
-            self.close()
+    def abort(self, error: BaseException) -> None:
+        """Rank 0: ends kernels that wait for a peer, after a failed start."""
+        self.tp.abort()

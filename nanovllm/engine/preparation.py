@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from tqdm.auto import tqdm
@@ -16,10 +17,11 @@ from nanovllm.utils.progress import slices
 Checked: TypeAlias = PreparedRequest | Exception  # a request, or why it is refused
 
 
+@dataclass(eq=False)
 class RequestPreparer:
     """Checks and tokenises prompts, and compiles their grammars. Any thread may use it.
 
-    Args:
+    Attributes:
         encoder: tokenises prompts.
         sampling_states: checks sampling parameters.
         check_prompt_len: takes a number of prompt tokens. Raises ValueError if such a prompt can
@@ -27,17 +29,10 @@ class RequestPreparer:
         check_open: raises ValueError if the engine has been closed.
     """
 
-    def __init__(
-        self,
-        encoder: PromptEncoder,
-        sampling_states: SamplingStateFactory,
-        check_prompt_len: Callable[[int], None],
-        check_open: Callable[[], None],
-    ) -> None:
-        self.encoder = encoder
-        self.sampling_states = sampling_states
-        self.check_prompt_len = check_prompt_len
-        self.check_open = check_open
+    encoder: PromptEncoder
+    sampling_states: SamplingStateFactory
+    check_prompt_len: Callable[[int], None]
+    check_open: Callable[[], None]
 
     def prepare_all(
         self,

@@ -6,6 +6,7 @@ import logging
 import torch
 
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.scheduler import Scheduler
@@ -30,7 +31,7 @@ def roll_back(
     if model_runner.tp.size > 1 or not is_out_of_memory(error):
         return False
     memory = describe_memory(model_runner.device)
-    if not scheduler.roll_back(batch):
+    if not preempt_batch(batch, scheduler):
         raise RuntimeError(
             f"out of memory in the smallest step ({memory}). Unfinished requests are dropped. "
             f"Lower gpu_memory_utilization, max_num_batched_tokens or max_num_seqs, or end other "
@@ -39,6 +40,37 @@ def roll_back(
     message = "out of memory in a step of %d tokens; continuing with smaller steps (%s)"
     logger.warning(message, batch.num_tokens, memory)
     return True
+
+
+def preempt_batch(batch: Batch, scheduler: Scheduler) -> bool:
+    """Rolls back the step just scheduled, which ran out of memory, and preempts sequences.
+
+    After a prefill, the next prefills have at most half its tokens. After a decode, at most half
+    its sequences are resident. These limits double every RECOVERY_STEPS steps.
+
+    Returns:
+        False if no smaller step is possible.
+    """
+    scheduler.num_steps = 0
+    scheduler.block_copies = [*batch.block_copies, *scheduler.block_copies]
+    if batch.is_prefill:
+        for item in reversed(batch.items):
+            uncache_blocks(scheduler.block_manager, item.seq, item.end)
+            scheduler.preempt(item.seq)
+        scheduler.max_tokens_now = max(1, batch.num_tokens // 2)
+        return batch.num_tokens > 1
+    scheduler.max_seqs_now = max(1, len(batch) // 2)
+    while len(scheduler.running) > scheduler.max_seqs_now:
+        scheduler.preempt(scheduler.running[-1])
+    return len(batch) > 1
+
+
+def uncache_blocks(manager: BlockManager, seq: Sequence, end: int) -> None:
+    """Removes the blocks that tokens up to ``end`` fill from the prefix cache, because the step
+    that should have computed them failed. No other sequence may hold these blocks."""
+    for i in range(seq.num_cached_tokens // manager.block_size, end // manager.block_size):
+        for table in seq.block_tables:
+            manager.prefix_cache.forget(table[i])
 
 
 def retry_alone(finished: dict[Sequence, Finish], scheduler: Scheduler) -> dict[Sequence, Sequence]:

@@ -126,8 +126,7 @@ class SamplingStateFactory:
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
-        most = config.max_logprobs
-        self.max_logprobs = vocab_size if most == -1 else min(most, vocab_size)
+        self.max_logprobs = config.max_logprobs
         self.processed_logprobs = config.logprobs_mode == "processed_logprobs"
         self.eos_token_ids = frozenset(eos_token_ids)
         # Requests with grammars start when their grammars are compiled, so their order varies. They

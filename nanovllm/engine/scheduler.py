@@ -45,11 +45,6 @@ class Scheduler:
         cache_len: the length of the longest sequence that the blocks hold, if a group has a window.
     """
 
-    running: list[Sequence]  # oldest first
-    _block_copies: list[tuple[int, int]]
-    _max_tokens_now: int
-    _max_seqs_now: int
-
     def __init__(
         self,
         config: Config,
@@ -76,6 +71,18 @@ class Scheduler:
         self.num_cached_prompt_tokens = 0  # the part of them that was already in the cache
         self.reset()
 
+    def reset(self) -> None:
+        """Drops all sequences and the prefix cache, even after an interrupted step."""
+        self.block_manager = BlockManager(
+            *self._cache_settings, self.windows, self.max_num_batched_tokens
+        )
+        self.waiting.clear()
+        self.running: list[Sequence] = []  # oldest first
+        self.block_copies: list[tuple[int, int]] = []  # which the next step begins with
+        # Lower than the engine's limits for some steps after a step has run out of memory.
+        self.max_tokens_now, self.max_seqs_now = self.max_num_batched_tokens, self.max_num_seqs
+        self.num_steps = 0
+
     def is_finished(self) -> bool:
         return not self.waiting and not self.running
 
@@ -87,7 +94,7 @@ class Scheduler:
             if self.max_len < self.max_model_len:
                 manager = self.block_manager
                 cause = (
-                    f"the KV cache ({len(manager.blocks)} blocks of {manager.block_size}): "
+                    f"the KV cache ({manager.num_blocks} blocks of {manager.block_size}): "
                     f"raise num_kvcache_blocks or gpu_memory_utilization"
                 )
             else:
@@ -111,7 +118,8 @@ class Scheduler:
 
     def count_new_tokens(self, seq: Sequence) -> int:
         """Returns how many tokens of a waiting sequence are not in the prefix cache."""
-        return len(seq) - self.block_manager.count_cached_tokens(seq)
+        manager = self.block_manager
+        return len(seq) - len(manager.prefix_cache.lookup(seq)[0]) * manager.block_size
 
     def schedule(self) -> Batch:
         """Returns the next step; an empty batch if only the step in flight is left.
@@ -119,37 +127,15 @@ class Scheduler:
         ``launched`` must have been called for the last step, and ``postprocess`` for the step
         before the last. The tokens of the last step need not be known.
         """
-        self._num_steps += 1
-        if self._num_steps % RECOVERY_STEPS == 0:
-            self._max_tokens_now = min(2 * self._max_tokens_now, self.max_num_batched_tokens)
-            self._max_seqs_now = min(2 * self._max_seqs_now, self.max_num_seqs)
-        copies, self._block_copies = tuple(self._block_copies), []
+        self.num_steps += 1
+        if self.num_steps % RECOVERY_STEPS == 0:
+            self.max_tokens_now = min(2 * self.max_tokens_now, self.max_num_batched_tokens)
+            self.max_seqs_now = min(2 * self.max_seqs_now, self.max_num_seqs)
+        copies, self.block_copies = tuple(self.block_copies), []
         items = self._schedule_prefill()
         is_prefill = bool(items)
         items = items or self._schedule_decode()
         return Batch(items, is_prefill, copies, len(self.windows))
-
-    def roll_back(self, batch: Batch) -> bool:
-        """Rolls back the step just scheduled, which ran out of memory, and preempts sequences.
-
-        After a prefill, the next prefills have at most half its tokens. After a decode, at most
-        half its sequences are resident. These limits double every RECOVERY_STEPS steps.
-
-        Returns:
-            False if no smaller step is possible.
-        """
-        self._num_steps = 0
-        self._block_copies = [*batch.block_copies, *self._block_copies]
-        if batch.is_prefill:
-            for item in reversed(batch.items):
-                self.block_manager.uncache_blocks(item.seq, item.end)
-                self.preempt(item.seq)
-            self._max_tokens_now = max(1, batch.num_tokens // 2)
-            return batch.num_tokens > 1
-        self._max_seqs_now = max(1, len(batch) // 2)
-        while len(self.running) > self._max_seqs_now:
-            self.preempt(self.running[-1])
-        return len(batch) > 1
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> dict[Sequence, Finish]:
         """Appends a step's tokens to their sequences, except to those that have finished since the
@@ -168,7 +154,7 @@ class Scheduler:
                 continue
             if token_id < 0:
                 finish = Finish("error", error=NO_TOKEN)
-                self.block_manager.evict(seq)
+                self.block_manager.prefix_cache.evict(seq)
             else:
                 seq.append_token(token_id)
                 if token_id in seq.stop_token_ids:
@@ -192,7 +178,9 @@ class Scheduler:
         self.block_manager.mark_computed(batch)
         for item in batch.sampled:
             if item.seq.siblings and not item.seq.is_finished:
-                self._start_siblings(item.seq)
+                from nanovllm.engine.parallel_sampling import start_siblings
+
+                start_siblings(self, item.seq)
         left = set()
         for row, item in enumerate(batch.sampled):
             seq = item.seq
@@ -221,28 +209,16 @@ class Scheduler:
         seq.siblings = []
         seq.status = SequenceStatus.FINISHED
 
-    def reset(self) -> None:
-        """Drops all sequences and the prefix cache, even after an interrupted step."""
-        self.block_manager = BlockManager(
-            *self._cache_settings, self.windows, self.max_num_batched_tokens
-        )
-        self.waiting.clear()
-        self.running = []
-        self._block_copies = []
-        # Lower than the engine's limits for some steps after a step has run out of memory.
-        self._max_tokens_now, self._max_seqs_now = self.max_num_batched_tokens, self.max_num_seqs
-        self._num_steps = 0
-
     def _schedule_prefill(self) -> tuple[ScheduledSequence, ...]:
         """Returns the prefills that fit into the token budget: the next chunk of a prompt that has
         begun, then new prompts."""
         items: list[ScheduledSequence] = []
-        budget = self._max_tokens_now
+        budget = self.max_tokens_now
         residents = sum(1 + len(seq.siblings) for seq in self.running)
         # Admission stops where the budget ends, so only the youngest can be partly prefilled.
         if self.running and self.running[-1].num_uncached_tokens > 1:
             seq = self.running[-1]
-            if self.block_manager.prepare_chunk(seq):
+            if self.block_manager.may_append(seq):
                 items.append(self._prefill_chunk(seq, budget))
                 budget -= items[-1].num_tokens
             else:
@@ -272,21 +248,21 @@ class Scheduler:
         through the block table, which is slower."""
         if budget >= len(seq):
             return False
-        return budget < self.count_new_tokens(seq) <= self._max_tokens_now
+        return budget < self.count_new_tokens(seq) <= self.max_tokens_now
 
     def _can_admit_several(self, residents: int) -> bool:
         """Whether enough prompts can be admitted to make a prefill worth the delay of the decodes.
         Without this check, each sequence that finishes would cause a prefill of a single prompt."""
-        num_free = self._max_seqs_now - residents
-        return num_free >= min(len(self.waiting), self._max_seqs_now // ADMISSION_SHARE)
+        num_free = self.max_seqs_now - residents
+        return num_free >= min(len(self.waiting), self.max_seqs_now // ADMISSION_SHARE)
 
     def _can_admit(self, seq: Sequence, residents: int) -> bool:
         # With a spare block for each resident, all of them can cross their next block boundary.
-        # A sequence that runs alone may have more siblings than fit: see _start_siblings.
+        # A sequence that runs alone may have more siblings than fit: see start_siblings.
         if not residents:
             return self.block_manager.can_allocate(seq)
         others = residents + len(seq.siblings)
-        return others < self._max_seqs_now and self.block_manager.can_allocate(seq, others)
+        return others < self.max_seqs_now and self.block_manager.can_allocate(seq, others)
 
     def _prefill_chunk(self, seq: Sequence, budget: int) -> ScheduledSequence:
         # The last token is computed even if it is cached, because its logits are needed.
@@ -294,24 +270,8 @@ class Scheduler:
         end = min(start + budget, len(seq), seq.table_len * self.block_manager.block_size)
         # The blocks are cached before they are computed, so that equal prompts in this step share
         # them: each layer stores the keys and values of all the step's tokens before it reads any.
-        self.block_manager.cache_blocks(seq, start, end)
+        self.block_manager.prefix_cache.register(seq, start, end)
         return ScheduledSequence(seq, start, end, samples=end == len(seq))
-
-    def _start_siblings(self, seq: Sequence) -> None:
-        """Starts the siblings of a sequence whose prompt has just been computed. Each computes only
-        the prompt's last token again. Siblings that do not fit wait, and find the prompt in the
-        prefix cache or recompute it."""
-        siblings, seq.siblings = seq.siblings, []
-        others = sum(1 + len(other.siblings) for other in self.running)
-        num_free = len(self.block_manager.free_block_ids) // len(self.windows)
-        fit = max(0, min(self._max_seqs_now - others, num_free))
-        started, left = siblings[:fit], siblings[fit:]
-        for sibling in started:
-            self._block_copies += self.block_manager.fork(seq, sibling)
-            sibling.status = SequenceStatus.RUNNING
-        index = self.running.index(seq) + 1
-        self.running[index:index] = started
-        self.waiting.extendleft(reversed(left))
 
     def _schedule_decode(self) -> tuple[ScheduledSequence, ...]:
         manager, running = self.block_manager, self.running
@@ -319,11 +279,9 @@ class Scheduler:
         while len(items) < len(running):
             seq = running[len(items)]
             num_tokens = seq.num_tokens
-            if num_tokens > seq.table_len * manager.block_size:
-                if not manager.can_append(seq):
-                    self.preempt(running[-1])
-                    continue
-                manager.may_append(seq)
+            if num_tokens > seq.table_len * manager.block_size and not manager.may_append(seq):
+                self.preempt(running[-1])
+                continue
             items.append(ScheduledSequence(seq, num_tokens - 1, num_tokens, True))
         assert items or not self.running, "a lone sequence always fits: max_len is within the cache"
         return tuple(items)

@@ -58,7 +58,7 @@ class Sequence:
         num_full_blocks: number of computed full blocks. The blocks before their windows are freed.
         table_row: its row in the device's block tables while it has blocks.
         num_sent_blocks: number of leading entries of each table that the device has.
-        block_hashes: chain hash of each full block hashed so far (see BlockManager).
+        block_hashes: chain hash of each full block hashed so far (see PrefixCache).
         siblings: other completions of the same prompt. The scheduler starts them with copies of
             this sequence's blocks when the prompt is computed.
         num_cached_prompt_tokens: prompt tokens that were in the prefix cache when it first ran.
@@ -130,15 +130,6 @@ class Sequence:
     @property
     def completion_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
-
-    @property
-    def num_reusable_tokens(self) -> int:
-        """How many leading tokens may come from the prefix cache."""
-        if self.is_isolated:
-            return 0
-        if self.wants_prompt_logprobs and self.num_prompt_logprobs < self.num_prompt_tokens - 1:
-            return self.num_prompt_logprobs  # the next position's logits must be computed
-        return self.num_tokens
 
     @property
     def num_blocks(self) -> int:

@@ -3,6 +3,7 @@
 import logging
 from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -30,6 +31,7 @@ from nanovllm.utils.device import on_device, select_device, select_dtype
 from nanovllm.utils.distributed import use_tp_group
 from nanovllm.utils.math import cdiv, heads_per_rank
 from nanovllm.utils.timer import Timer
+from nanovllm.utils.tracebacks import clear_frames
 
 logger = logging.getLogger("nanovllm")
 
@@ -142,6 +144,12 @@ def check_split(model: ModelConfig, num_ranks: int) -> None:
             )
 
 
+def attention_features(model: ModelConfig) -> frozenset[str]:
+    """Returns the features (window, softcap, sinks) that at least one layer has."""
+    names = ("window", "softcap", "sinks")
+    return frozenset(n for n in names for layer in model.layers if getattr(layer.attention, n))
+
+
 def start_ranks(config: Config, checkpoint: Checkpoint, max_model_len: int) -> ModelRunner:
     """Returns rank 0's runner. With several ranks, also starts the worker processes.
 
@@ -164,9 +172,20 @@ def start_ranks(config: Config, checkpoint: Checkpoint, max_model_len: int) -> M
     try:
         start(runner, checkpoint)
     except BaseException as error:
-        runner.abandon(error)
+        abandon(runner, error)
         raise
     return runner
+
+
+def abandon(runner: ModelRunner, error: BaseException) -> None:
+    """Frees everything after a failed start. Also clears the frames in the error's traceback. They
+    refer to the model, and notebooks keep the last exception."""
+    try:
+        runner.abort(error)
+    finally:
+        clear_frames(error)
+        with suppress(RuntimeError):  # a GPU that has failed fails again
+            runner.close()
 
 
 @on_device
@@ -186,7 +205,7 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
         config.kvcache_block_size,
         runner.dtype,
         device,
-        model_config.attention_features,
+        attention_features(model_config),
     )
     runner.backend = select_attention_backend(config.attention_backend, shape)
     timed("attention backend")
@@ -201,7 +220,7 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
         num_blocks = max_num_blocks(runner)
     limit_model_len(runner, num_blocks)  # also limits the length of the rotary embedding table
     runner.model = build_model(runner)
-    runner.sampler = Sampler(runner.model.lm_head)
+    runner.sampler = make_sampler(runner.model.lm_head)
     runner.sampled_tokens = torch.zeros(config.max_step_seqs, dtype=torch.int64, device=device)
     runner.graphs = NoGraphs()
     timed("model without weights")
@@ -243,6 +262,15 @@ def build_model(runner: ModelRunner) -> DecoderForCausalLM:
     for layer in _attention_layers(model):
         layer.backend = runner.backend
     return model
+
+
+def make_sampler(head: ParallelLMHead) -> Sampler:
+    """Returns the sampler for logits of ``head``, which may be split over several ranks."""
+    if head.tp.size == 1:
+        return Sampler()
+    from nanovllm.layers.parallel_sampler import ParallelSampler
+
+    return ParallelSampler(head)
 
 
 @torch.inference_mode()
@@ -289,7 +317,7 @@ def most_blocks(runner: ModelRunner, num_tokens: int) -> int:
     """Returns the most blocks that a sequence with up to ``num_tokens`` tokens holds at a time."""
     config = runner.config
     block_size, max_chunk = config.kvcache_block_size, config.max_num_batched_tokens
-    manager = BlockManager(0, block_size, windows=runner.windows, max_chunk=max_chunk)
+    manager = BlockManager(0, block_size, False, runner.windows, max_chunk)
     num_blocks, chunk = cdiv(num_tokens, block_size), manager.num_chunk_blocks
     return sum(min(num_blocks, window + chunk) for window in manager.window_blocks)
 

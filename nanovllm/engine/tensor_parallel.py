@@ -75,11 +75,11 @@ class MainRunner(RankRunner):
         finally:
             self.workers.close()
 
-    def abandon(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         try:
             self.workers.fail(error)  # the others first: they wait for this rank
         finally:
-            super().abandon(error)
+            super().abort(error)
 
 
 class WorkerRunner(RankRunner):

@@ -35,7 +35,6 @@ class Attention(nn.Module):
         has_sinks: bool = False,
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
         self.head_dim = head_dim
         self.sinks = head_parameter(num_heads) if has_sinks else None
         self.params = params._replace(sinks=self.sinks)

@@ -89,7 +89,7 @@ class ColumnParallelLinear(LinearBase):
         tp_size = get_tp_group().size
         num_rows = divide(output_size, tp_size)
         super().__init__(input_size, num_rows, bias)
-        self.shards = {None: self._shard(0, num_rows, tp_size)}
+        self._split({None: (num_rows, tp_size)})
 
     def weight_loader(
         self, param: nn.Parameter, loaded_weight: torch.Tensor, shard_id: str | int | None = None
@@ -103,11 +103,19 @@ class ColumnParallelLinear(LinearBase):
         for shard, part in zip(self.shards, loaded_weight.split(sizes), strict=True):
             self.weight_loader(param, part, shard)
 
-    def _shard(self, start: int, num_rows: int, num_parts: int) -> Shard:
-        """Returns this rank's part of a checkpoint tensor that is split into ``num_parts``. With
-        fewer parts than ranks, neighbouring ranks have the same part."""
-        part = self.tp.rank * num_parts // self.tp.size
-        return Shard(slice(start, start + num_rows), 0, part, num_parts)
+    def _split(self, sizes: dict[str | int | None, tuple[int, int]]) -> None:
+        """Sets ``shards``, which lie one above the other in this rank's weight.
+
+        Args:
+            sizes: for each shard id, the number of rows, and the number of parts into which the
+                checkpoint tensor is split. With fewer parts than ranks, neighbouring ranks have the
+                same part.
+        """
+        start, self.shards = 0, {}
+        for shard_id, (num_rows, num_parts) in sizes.items():
+            part = self.tp.rank * num_parts // self.tp.size
+            self.shards[shard_id] = Shard(slice(start, start + num_rows), 0, part, num_parts)
+            start += num_rows
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -116,11 +124,8 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_sizes: Sequence[int], bias: bool = False) -> None:
         super().__init__(input_size, sum(output_sizes), bias)
-        start, self.shards = 0, {}
-        for shard_id, size in enumerate(output_sizes):
-            num_rows = divide(size, self.tp.size)
-            self.shards[shard_id] = self._shard(start, num_rows, self.tp.size)
-            start += num_rows
+        tp_size = self.tp.size
+        self._split({i: (divide(size, tp_size), tp_size) for i, size in enumerate(output_sizes)})
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -150,12 +155,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         q_size, kv_size = self.num_heads * head_size, self.num_kv_heads * head_size
         super().__init__(hidden_size, (q_size + 2 * kv_size) * tp_size, bias)
         self.head_order = head_order
-        kv_parts = min(tp_size, total_num_kv_heads)
-        self.shards = {
-            "q": self._shard(0, q_size, tp_size),
-            "k": self._shard(q_size, kv_size, kv_parts),
-            "v": self._shard(q_size + kv_size, kv_size, kv_parts),
-        }
+        kv = kv_size, min(tp_size, total_num_kv_heads)
+        self._split({"q": (q_size, tp_size), "k": kv, "v": kv})
 
     def weight_loader(
         self, param: nn.Parameter, loaded_weight: torch.Tensor, shard_id: str | int | None = None

@@ -4,23 +4,11 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.sampling.pipeline import SamplingInputs, sample_with_logprobs
-from nanovllm.kernels.sampling.sample import sample_shard, unpack_token_ids
-from nanovllm.layers.embed_head import ParallelLMHead
 
 
 class Sampler(nn.Module):
-    """Applies masks, biases and penalties, then samples with temperature and truncation.
-
-    With tensor parallelism, rank 0 gathers the logits of all ranks and samples from them. If no
-    request uses anything but a temperature, the gather is not needed: each rank samples from its
-    shard of the vocabulary, and an all-reduce takes the maximum of the ranks' Gumbel-max scores.
-    """
-
-    def __init__(self, head: ParallelLMHead) -> None:
-        super().__init__()
-        self.tp, self.gather, self.vocab_start = head.tp, head.gather, head.vocab_start
-        end = min(head.vocab_start + head.num_embeddings_per_rank, head.num_embeddings)
-        self.shard_size = max(end - head.vocab_start, 0)
+    """Applies masks, biases and penalties, then samples with temperature and truncation. With
+    several ranks, ``ParallelSampler`` takes its place."""
 
     def forward(
         self, logits: torch.Tensor, inputs: SamplingInputs | None, per_shard: bool = False
@@ -31,20 +19,12 @@ class Sampler(nn.Module):
             logits: [N, shard of the vocabulary], of this rank.
             inputs: the sampling parameters. Only rank 0 needs them, unless ``per_shard``.
             per_shard: whether each rank samples from its shard instead of rank 0 from the gathered
-                logits. Only temperatures take effect then, not truncation, edits or logprobs.
+                logits. Only temperatures take effect then, not truncation, edits or logprobs. A
+                single rank ignores it.
 
         Returns:
             int64 [N] token ids on all ranks, -1 where no token is allowed. On rank 0 also the
             log-probabilities if requested, as ``pack_logprobs`` returns them, else None.
         """
-        if per_shard and self.tp.size > 1:
-            assert inputs is not None
-            packed = sample_shard(logits, inputs.rows, self.shard_size, self.vocab_start)
-            return unpack_token_ids(self.tp.all_reduce(packed)), None
-        all_logits = self.gather(logits)
-        if all_logits is None or inputs is None:
-            # The all-reduce takes the maximum, so -2 leaves rank 0's token.
-            no_token = torch.full((len(logits),), -2, dtype=torch.int64, device=logits.device)
-            return self.tp.all_reduce(no_token), None
-        token_ids, logprobs = sample_with_logprobs(all_logits, inputs)
-        return self.tp.all_reduce(token_ids), logprobs
+        assert inputs is not None
+        return sample_with_logprobs(logits, inputs)

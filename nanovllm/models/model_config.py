@@ -136,10 +136,6 @@ class ModelConfig:
     logits_softcap: float | None = None
 
     @property
-    def num_hidden_layers(self) -> int:
-        return len(self.layers)
-
-    @property
     def num_attention_heads(self) -> int:
         return self.layers[0].attention.num_heads
 
@@ -150,9 +146,3 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         return self.layers[0].attention.head_dim
-
-    @property
-    def attention_features(self) -> frozenset[str]:
-        """The features (window, softcap, sinks) that at least one layer has."""
-        names = ("window", "softcap", "sinks")
-        return frozenset(n for n in names for layer in self.layers if getattr(layer.attention, n))

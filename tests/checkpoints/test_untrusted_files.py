@@ -222,7 +222,7 @@ def lay_out(folder: Path, files: Files) -> Path:
 def read(path: Path) -> None:
     """All that an engine reads of a checkpoint."""
     checkpoint = open_checkpoint(str(path))
-    assert checkpoint.config.num_hidden_layers > 0
+    assert len(checkpoint.config.layers) > 0
     assert all(isinstance(i, int) for i in checkpoint.eos_token_ids)
     checkpoint.load_tokenizer()
     for _, tensor in checkpoint.tensors():

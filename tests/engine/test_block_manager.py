@@ -18,10 +18,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import BlockManager, NoPrefixCache
+from nanovllm.engine.parallel_sampling import fork
+from nanovllm.engine.prefix_cache import Block, PrefixCache
 from nanovllm.engine.sequence import Sequence
 from tests.conftest import needs_asserts
-from tests.invariants import check_blocks, held_blocks
+from tests.invariants import check_blocks, held_blocks, prefix_cache
 
 Tokens = tuple[int, ...]
 Windows = tuple[int | None, ...]
@@ -44,7 +46,7 @@ def admit(manager: BlockManager, tokens: list[int]) -> Sequence:
     """A sequence with blocks, all its tokens computed."""
     seq = Sequence(tokens, block_size=manager.block_size)
     manager.allocate(seq)
-    manager.cache_blocks(seq, min(seq.num_cached_tokens, len(seq) - 1), len(seq))
+    manager.prefix_cache.register(seq, min(seq.num_cached_tokens, len(seq) - 1), len(seq))
     seq.num_cached_tokens = len(seq)
     return seq
 
@@ -144,7 +146,8 @@ class Model:
         for group, table in enumerate(self.tables[seq_id]):
             first = max(table, default=num_computed // self.block_size - 1) + 1
             for i in range(first, self.end(seq_id, group, num_computed)):
-                table[i] = self.open()
+                if self.free:
+                    table[i] = self.open()
 
     def open(self) -> int:
         block = self.free.pop(0)
@@ -218,7 +221,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             return prefix[-1] % 2 if self.colliding else chain_hash(prefix, block_size)
 
         if self.colliding:
-            self.manager.compute_hash = lambda tokens, prefix=None: tokens[-1] % 2
+            self.manager.prefix_cache.compute_hash = lambda tokens, prefix=None: tokens[-1] % 2
         self.model = Model(num_blocks, block_size, caching, key, windows)
         self.holders: dict[int, Sequence] = {}
 
@@ -274,12 +277,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
             opens = len(seq) % self.manager.block_size == 0
             fits = len(self.model.free) >= len(self.model.windows)
             seq.append_token(self.append(self.model.tokens[seq.seq_id], bit))
-            assert self.manager.can_append(seq) == (not opens or fits)
+            assert self.manager.may_append(seq) == (not opens or fits)
+            self.model.extend(seq.seq_id)
             if opens and not fits:
                 self.release(seq)
                 return
-            self.manager.may_append(seq)
-            self.model.extend(seq.seq_id)
             self.compute(seq, len(seq))
 
     @rule(target=partial, parent=decoding, length=st.integers(1, 9))
@@ -293,7 +295,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         tokens = self.model.tokens[parent.seq_id][:length]
         child = Sequence(tokens, block_size=self.manager.block_size)
         self.model.tokens[child.seq_id] = tokens
-        copy = self.manager.fork(parent, child)
+        copy = fork(self.manager, parent, child)
         assert copy == self.model.fork(parent.seq_id, child.seq_id)
         assert child.num_cached_tokens == len(tokens) - 1
         self.holders[child.seq_id] = child
@@ -328,7 +330,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def compute(self, seq: Sequence, end: int) -> None:
         start = min(seq.num_cached_tokens, len(seq) - 1)
-        self.manager.cache_blocks(seq, start, end)
+        self.manager.prefix_cache.register(seq, start, end)
         seq.num_cached_tokens = max(end, seq.num_cached_tokens)
         self.manager.free_left_blocks(seq, end)
         self.model.compute(seq.seq_id, end)
@@ -345,22 +347,21 @@ class BlockManagerMachine(RuleBasedStateMachine):
         manager, model = self.manager, self.model
         check_blocks(manager, self.holders.values())
         assert list(manager.free_block_ids) == model.free
-        assert manager.used_block_ids == {block for block, refs in model.refs.items() if refs}
+        assert manager.used_block_ids == {block: n for block, n in model.refs.items() if n}
         tables: dict[int, list[dict[int, int]]] = {}
         for seq in self.holders.values():
             tables[seq.seq_id] = [{} for _ in model.windows]
             for group, i, block_id in held_blocks(manager, seq):
                 tables[seq.seq_id][group][i] = block_id
         assert tables == model.tables
-        assert manager.hash_to_block_id == {
+        cache = prefix_cache(manager)
+        assert cache.hash_to_block_id == {
             key + 2**64 * group: block for (group, key), block in model.shared.items()
         }
-        for block in manager.blocks:
-            group, prefix = model.full.get(block.block_id, (0, ()))
-            assert block.ref_count == model.refs[block.block_id]
-            assert block.hash == (model.key(prefix) + 2**64 * group if prefix else None)
-            tail = max(len(prefix) - model.block_size, 0)
-            assert block.token_ids == list(prefix[tail:])
+        assert cache.blocks == {
+            block_id: (model.key(prefix) + 2**64 * group, list(prefix[-model.block_size :]))
+            for block_id, (group, prefix) in model.full.items()
+        }
 
 
 class CollidingMachine(BlockManagerMachine):
@@ -380,11 +381,11 @@ TestAgainstModelWithCollisions.settings = settings(
 
 
 def test_hash_is_xxh64_of_the_previous_hash_and_the_token_ids():
-    first = BlockManager.compute_hash([1, -2, 2**40])
+    first = PrefixCache.compute_hash([1, -2, 2**40])
     assert first == xxhash.xxh64_intdigest(struct.pack("<3q", 1, -2, 2**40))
-    second = BlockManager.compute_hash([4], first)
+    second = PrefixCache.compute_hash([4], first)
     assert second == xxhash.xxh64_intdigest(struct.pack("<Qq", first, 4))
-    assert BlockManager.compute_hash([4], 0) != BlockManager.compute_hash([4])
+    assert PrefixCache.compute_hash([4], 0) != PrefixCache.compute_hash([4])
 
 
 def test_equal_content_under_another_prefix_is_not_shared():
@@ -411,7 +412,7 @@ def test_used_blocks_are_shared_up_to_the_first_miss():
     assert b.block_tables[0][0] == a.block_tables[0][0]
     assert not set(b.block_tables[0][1:]) & set(a.block_tables[0])
     assert b.num_cached_tokens == 2
-    assert [manager.blocks[i].ref_count for i in a.block_tables[0]] == [2, 1, 1]
+    assert [manager.used_block_ids[i] for i in a.block_tables[0]] == [2, 1, 1]
     check_blocks(manager, [a, b])
 
 
@@ -422,14 +423,17 @@ def test_a_miss_makes_all_later_blocks_misses():
     a, b = admit(manager, [1]), admit(manager, [1])
     for seq in (a, b):
         seq.append_token(2)
-        manager.cache_blocks(seq, 1, 2)
+        manager.prefix_cache.register(seq, 1, 2)
     b.append_token(3)
     b.append_token(4)
     manager.may_append(b)
-    manager.cache_blocks(b, 2, 4)
+    manager.prefix_cache.register(b, 2, 4)
     manager.deallocate(a)
     filler = admit(manager, [5] * 6)
-    assert set(manager.hash_to_block_id.values()) == {b.block_tables[0][1], *filler.block_tables[0]}
+    assert set(manager.prefix_cache.hash_to_block_id.values()) == {
+        b.block_tables[0][1],
+        *filler.block_tables[0],
+    }
     manager.deallocate(filler)
     late = Sequence([1, 2, 3, 4], block_size=2)
     manager.allocate(late)
@@ -450,7 +454,7 @@ def test_blocks_not_yet_computed_are_not_shared():
     manager = BlockManager(8, 2)
     a = Sequence([1, 2, 3, 4], block_size=2)
     manager.allocate(a)
-    manager.cache_blocks(a, 0, 3)
+    manager.prefix_cache.register(a, 0, 3)
     b = Sequence([1, 2, 3, 4], block_size=2)
     manager.allocate(b)
     assert b.num_cached_tokens == 2
@@ -462,10 +466,10 @@ def test_two_chunks_that_share_a_block_cache_it():
     manager = BlockManager(4, 4)
     a = Sequence([1, 2, 3, 4], block_size=4)
     manager.allocate(a)
-    manager.cache_blocks(a, 0, 3)
-    assert not manager.hash_to_block_id
-    manager.cache_blocks(a, 3, 4)
-    assert list(manager.hash_to_block_id.values()) == a.block_tables[0]
+    manager.prefix_cache.register(a, 0, 3)
+    assert not manager.prefix_cache.hash_to_block_id
+    manager.prefix_cache.register(a, 3, 4)
+    assert list(manager.prefix_cache.hash_to_block_id.values()) == a.block_tables[0]
 
 
 def test_freed_block_is_revived_with_its_content():
@@ -523,11 +527,10 @@ def test_eviction_takes_the_least_recently_freed():
 def test_handing_out_a_block_drops_its_stale_hash_entry():
     manager = BlockManager(1, 2)
     manager.deallocate(admit(manager, [1, 2]))
-    assert len(manager.hash_to_block_id) == 1
+    assert len(manager.prefix_cache.hash_to_block_id) == 1
     seq = Sequence([3], block_size=2)
     manager.allocate(seq)
-    assert manager.hash_to_block_id == {}
-    assert (manager.blocks[0].hash, manager.blocks[0].token_ids) == (None, [])
+    assert manager.prefix_cache.hash_to_block_id == manager.prefix_cache.blocks == {}
     check_blocks(manager, [seq])
 
 
@@ -538,17 +541,17 @@ def test_evicting_a_duplicate_keeps_the_registered_block():
     a, b = admit(manager, [1]), admit(manager, [1])
     for seq in (a, b):
         seq.append_token(2)
-        manager.cache_blocks(seq, 1, 2)
-    assert list(manager.hash_to_block_id.values()) == a.block_tables[0]
+        manager.prefix_cache.register(seq, 1, 2)
+    assert list(manager.prefix_cache.hash_to_block_id.values()) == a.block_tables[0]
     manager.deallocate(b)
     filler = admit(manager, [5, 5, 6, 6])
-    assert a.block_tables[0][0] in manager.hash_to_block_id.values()
+    assert a.block_tables[0][0] in manager.prefix_cache.hash_to_block_id.values()
     check_blocks(manager, [a, filler])
 
 
 def test_lookup_compares_token_ids(monkeypatch: pytest.MonkeyPatch):
     """Guards a hash collision that hands one prompt the keys and values of another."""
-    monkeypatch.setattr(BlockManager, "compute_hash", lambda self, tokens, prefix=None: 42)
+    monkeypatch.setattr(PrefixCache, "compute_hash", lambda self, tokens, prefix=None: 42)
     manager = BlockManager(8, 2)
     a = admit(manager, [1, 2, 3, 4])
     b = Sequence([5, 6, 7, 8], block_size=2)
@@ -559,7 +562,7 @@ def test_lookup_compares_token_ids(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_without_prefix_caching_nothing_is_hashed_or_shared(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delattr(BlockManager, "compute_hash")
+    monkeypatch.delattr(PrefixCache, "compute_hash")
     manager = BlockManager(4, 2, enable_prefix_caching=False)
     a, b = admit(manager, [1, 2, 3]), admit(manager, [1, 2, 3])
     assert not set(a.block_tables[0]) & set(b.block_tables[0])
@@ -567,7 +570,7 @@ def test_without_prefix_caching_nothing_is_hashed_or_shared(monkeypatch: pytest.
     again = Sequence([1, 2, 3], block_size=2)
     manager.allocate(again)
     assert again.num_cached_tokens == 0
-    assert manager.hash_to_block_id == {}
+    assert isinstance(manager.prefix_cache, NoPrefixCache)
     check_blocks(manager, [b, again])
 
 
@@ -595,7 +598,7 @@ def test_fork_shares_full_blocks_and_copies_the_one_that_is_written(
     manager = BlockManager(8, 4, caching)
     parent = admit(manager, list(range(10, 10 + length)))
     child = Sequence(parent.token_ids, block_size=4)
-    copy = manager.fork(parent, child)
+    copy = fork(manager, parent, child)
     assert child.block_tables[0][:num_shared] == parent.block_tables[0][:num_shared]
     assert len(child.block_tables[0]) == num_shared + 1 and child.num_uncached_tokens == 1
     assert child.block_tables[0][-1] not in parent.block_tables[0]
@@ -621,17 +624,14 @@ def test_can_allocate_counts_shared_blocks_as_had_and_revived_ones_as_taken():
 def test_append_opens_a_block_only_for_the_first_token_of_one():
     manager = BlockManager(2, 2)
     seq = admit(manager, [1])
-    seq.append_token(2)
-    manager.may_append(seq)
-    assert seq.block_tables[0] == [0]
-    seq.append_token(3)
-    assert manager.can_append(seq)
-    manager.may_append(seq)
-    assert seq.block_tables[0] == [0, 1]
-    seq.append_token(4)
-    assert manager.can_append(seq)
+    for token, table in [(2, [0]), (3, [0, 1]), (4, [0, 1])]:
+        seq.append_token(token)
+        assert manager.may_append(seq)
+        assert seq.block_tables[0] == table
+        seq.num_cached_tokens = len(seq)
     seq.append_token(5)
-    assert not manager.can_append(seq)
+    assert not manager.may_append(seq)
+    assert seq.block_tables[0] == [0, 1]
 
 
 def test_each_block_is_hashed_once_in_a_sequences_life(monkeypatch: pytest.MonkeyPatch):
@@ -642,19 +642,19 @@ def test_each_block_is_hashed_once_in_a_sequences_life(monkeypatch: pytest.Monke
         calls.append(tokens)
         return compute_hash(tokens, prefix)
 
-    compute_hash = BlockManager.compute_hash
-    monkeypatch.setattr(BlockManager, "compute_hash", staticmethod(counting))
+    compute_hash = PrefixCache.compute_hash
+    monkeypatch.setattr(PrefixCache, "compute_hash", staticmethod(counting))
     manager = BlockManager(8, 2)
     seq = Sequence(range(7), block_size=2)
     for _ in range(5):
         manager.can_allocate(seq)
         manager.allocate(seq)
-        manager.cache_blocks(seq, 0, len(seq))
+        manager.prefix_cache.register(seq, 0, len(seq))
         manager.deallocate(seq)
     assert len(calls) <= 3
     seq.append_token(7)
     manager.allocate(seq)
-    manager.cache_blocks(seq, 6, 8)
+    manager.prefix_cache.register(seq, 6, 8)
     assert calls == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
@@ -677,36 +677,35 @@ class Corrupt:
     @staticmethod
     def used_without_a_holder(manager: BlockManager, a: Sequence, b: Sequence) -> None:
         del manager.free_block_ids[3]
-        manager.used_block_ids.add(3)
+        manager.used_block_ids[3] = 1
 
     @staticmethod
     def wrong_reference_count(manager: BlockManager, a: Sequence, b: Sequence) -> None:
-        manager.blocks[0].ref_count += 1
+        manager.used_block_ids[0] += 1
 
     @staticmethod
     def shared_open_block(manager: BlockManager, a: Sequence, b: Sequence) -> None:
         a.block_tables[0].append(2)
-        manager.blocks[2].ref_count += 1
+        manager.used_block_ids[2] += 1
 
     @staticmethod
     def cached_without_tokens(manager: BlockManager, a: Sequence, b: Sequence) -> None:
-        manager.blocks[3].hash = 1
+        manager.prefix_cache.blocks[3] = Block(1, [])
 
     @staticmethod
-    def open_with_tokens(manager: BlockManager, a: Sequence, b: Sequence) -> None:
-        manager.blocks[2].token_ids = b.block(0)
+    def cached_though_open(manager: BlockManager, a: Sequence, b: Sequence) -> None:
+        manager.prefix_cache.blocks[2] = Block(1, b.block(0))
 
     @staticmethod
     def stale_hash_entry(manager: BlockManager, a: Sequence, b: Sequence) -> None:
-        manager.hash_to_block_id[1] = 3
+        manager.prefix_cache.hash_to_block_id[1] = 3
 
     @staticmethod
     def same_block_twice_in_a_table(manager: BlockManager, a: Sequence, b: Sequence) -> None:
-        manager.used_block_ids.remove(1)
+        del manager.used_block_ids[1]
         manager.free_block_ids[1] = None
-        manager.blocks[1].ref_count = 0
         a.block_tables[0][1] = 0
-        manager.blocks[0].ref_count = 2
+        manager.used_block_ids[0] = 2
 
     @staticmethod
     def content_of_another_prompt(manager: BlockManager, a: Sequence, b: Sequence) -> None:

@@ -15,15 +15,17 @@ from hypothesis import strategies as st
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import NoPrefixCache
 from nanovllm.engine.model_inputs import prepare_decode, prepare_prefill
 from nanovllm.engine.policy import FirstComeFirstServed
+from nanovllm.engine.prefix_cache import PrefixCache
+from nanovllm.engine.recovery import preempt_batch
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Finish, Sequence, SequenceStatus
 from nanovllm.engine.startup import longest_sequence
 from nanovllm.sampling_params import SamplingParams
 from tests.conftest import needs_asserts
-from tests.invariants import check_scheduler
+from tests.invariants import check_scheduler, prefix_cache
 
 EOS = (3, 4)
 STOP_TEXT = "a stop string"
@@ -80,7 +82,7 @@ class Prefixes:
 def chain_hash(tokens: tuple[int, ...], block_size: int) -> int:
     """Of the last of some full blocks."""
     before, block = tokens[:-block_size], list(tokens[-block_size:])
-    return BlockManager.compute_hash(block, chain_hash(before, block_size) if before else None)
+    return PrefixCache.compute_hash(block, chain_hash(before, block_size) if before else None)
 
 
 class Device:
@@ -160,12 +162,12 @@ class Device:
         """Between two steps, all that counts as cached or can be shared has been computed, but
         for the copies that the next step begins with."""
         before = dict(self.cache)
-        self.copy(scheduler._block_copies)
+        self.copy(scheduler.block_copies)
         for seq in scheduler.running:
             numbers = self.prefixes.of(self.tokens(seq)[: seq.num_cached_tokens])
             for group, table in enumerate(seq.block_tables):
                 self.check_read(group, table, min(seq.num_cached_tokens, len(seq) - 1), numbers)
-        for key, block_id in scheduler.block_manager.hash_to_block_id.items():
+        for key, block_id in prefix_cache(scheduler.block_manager).hash_to_block_id.items():
             values = self.read([block_id], 0, self.block_size)
             assert None not in values, "a block can be shared that was never stored"
             tokens = self.prefixes.tokens[values[-1][1]]
@@ -281,7 +283,7 @@ class Engine:
         num_tokens, running = batch.num_tokens, list(self.scheduler.running)
         if num_tokens == 1:
             return False
-        assert self.scheduler.roll_back(batch)
+        assert preempt_batch(batch, self.scheduler)
         still = running[: -len(batch)] if batch.is_prefill else running[: num_tokens // 2]
         assert self.scheduler.running == still
         self.most_now[batch.is_prefill] = num_tokens // 2
@@ -360,7 +362,7 @@ class Engine:
         each time it is prefilled in so many chunks."""
         scheduler = self.scheduler
         num_tokens = sum(len(r.result(scheduler.max_len)[0]) for r in self.unfinished.values())
-        chunks = scheduler.max_len // scheduler._max_tokens_now + 1
+        chunks = scheduler.max_len // scheduler.max_tokens_now + 1
         return num_tokens * (1 + len(self.unfinished) * chunks) + len(self.unfinished)
 
     def check(self) -> None:
@@ -491,7 +493,7 @@ def check_schedule(
     engine.run()
     engine.check_results()
     assert len(engine.results) == sum(r.params.n for r in requests) - num_dropped
-    assert len(scheduler.block_manager.free_block_ids) == len(scheduler.block_manager.blocks)
+    assert len(scheduler.block_manager.free_block_ids) == scheduler.block_manager.num_blocks
 
 
 def greedy(max_tokens: int | None = 4) -> SamplingParams:
@@ -908,13 +910,13 @@ def test_windows_hold_few_blocks_of_a_long_prompt():
 
 def count_hashes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int | None]]:
     calls = []
-    compute_hash = BlockManager.compute_hash
+    compute_hash = PrefixCache.compute_hash
 
     def counting(token_ids: list[int], prefix: int | None = None) -> int:
         calls.append((token_ids, prefix))
         return compute_hash(token_ids, prefix)
 
-    monkeypatch.setattr(BlockManager, "compute_hash", staticmethod(counting))
+    monkeypatch.setattr(PrefixCache, "compute_hash", staticmethod(counting))
     return calls
 
 
@@ -959,7 +961,7 @@ def test_scheduling_a_decode_looks_at_no_token(monkeypatch: pytest.MonkeyPatch):
         for seq in seqs:
             seq.token_ids, seq.last_token = [], -1
         with monkeypatch.context() as patch:
-            patch.delattr(BlockManager, "compute_hash")
+            patch.delattr(PrefixCache, "compute_hash")
             batch = engine.schedule()
         for seq, token_ids in zip(seqs, tokens, strict=True):
             seq.token_ids, seq.last_token = token_ids, token_ids[-1]
@@ -1026,7 +1028,7 @@ def test_reset_leaves_everything_clean(state: str, mid_step: bool):
     manager = scheduler.block_manager
     assert list(manager.free_block_ids) == list(range(9))
     assert not manager.used_block_ids
-    assert not manager.hash_to_block_id
+    assert not manager.prefix_cache.hash_to_block_id
     again = Engine(scheduler)
     again.run([Request([1] * 6, greedy()), Request([2] * 11, greedy())])
     again.check_results()
@@ -1037,8 +1039,8 @@ def test_reset_keeps_the_settings():
     scheduler = make_scheduler(enable_prefix_caching=False)
     scheduler.reset()
     manager = scheduler.block_manager
-    assert (len(manager.blocks), manager.block_size) == (64, 4)
-    assert not manager.enable_prefix_caching
+    assert (manager.num_blocks, manager.block_size) == (64, 4)
+    assert isinstance(manager.prefix_cache, NoPrefixCache)
 
 
 def several(n: int, max_tokens: int | None = 4, **kwargs: Any) -> SamplingParams:

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
+from nanovllm.engine.prefix_cache import num_reusable_tokens
 from nanovllm.engine.recovery import isolated_copy
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
@@ -85,7 +86,7 @@ def test_prompt_tokens_without_logprobs_are_not_taken_from_the_cache(wanted, num
     seq.append_token(3)
     seq.append_token(4)
     seq.wants_prompt_logprobs, seq.num_prompt_logprobs = wanted, num_known
-    assert seq.num_reusable_tokens == reusable
+    assert num_reusable_tokens(seq) == reusable
 
 
 def test_a_copy_that_is_computed_alone_starts_over():
@@ -96,7 +97,7 @@ def test_a_copy_that_is_computed_alone_starts_over():
     copy = isolated_copy(seq)
     assert (copy.status, copy.is_isolated) == (SequenceStatus.WAITING, True)
     assert (copy.token_ids, len(copy), copy.last_token) == (seq.token_ids, 11, 3)
-    assert (copy.block_tables, copy.num_cached_tokens, copy.num_reusable_tokens) == ([], 0, 0)
+    assert (copy.block_tables, copy.num_cached_tokens, num_reusable_tokens(copy)) == ([], 0, 0)
     assert (copy.table_len, copy.num_full_blocks) == (0, 0)
     assert copy.completion is seq.completion and seq.block_tables == [[0, 1, 2]]
 

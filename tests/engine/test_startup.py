@@ -3,7 +3,7 @@
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import torch
 from nanovllm import LLM
 from nanovllm.engine import startup
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.models.model_config import AttentionSpec, ModelConfig
+from nanovllm.models.model_config import AttentionSpec
 from tests.tiny_models import BASE, CONFIGS
 
 SMALL: dict[str, Any] = {"device": "cpu", "kvcache_block_size": 16, "num_kvcache_blocks": 8}
@@ -91,7 +91,7 @@ def test_backends_are_told_which_features_some_layer_needs():
 
     def features(*specs: AttentionSpec) -> frozenset[str]:
         model: Any = SimpleNamespace(layers=[SimpleNamespace(attention=spec) for spec in specs])
-        return cast(property, ModelConfig.attention_features).fget(model)
+        return startup.attention_features(model)
 
     assert features(plain, plain) == frozenset()
     assert features(replace(plain, window=8), plain) == {"window"}

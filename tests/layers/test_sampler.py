@@ -21,7 +21,7 @@ from nanovllm.kernels.sampling.pipeline import (
     sample_with_logprobs,
 )
 from nanovllm.kernels.sampling.sampling_row import SAMPLING_ROW
-from nanovllm.layers.sampler import Sampler
+from nanovllm.layers.parallel_sampler import ParallelSampler
 
 NUM_DRAWS = 5_000
 # 8 tokens of graded odds, and one that must never come.
@@ -187,7 +187,7 @@ def test_a_rank_that_samples_for_itself_leaves_out_the_padding_of_the_vocabulary
     logits = torch.full((8, 256), 9.0)
     logits[:, :44] = torch.randn(8, 44)
     inputs = SamplingInputs(rows=sampling_rows(8, temperature=temperature))
-    token_ids, _ = Sampler(head)(logits, inputs, per_shard=True)
+    token_ids, _ = ParallelSampler(head)(logits, inputs, per_shard=True)
     assert token_ids.min() >= 256 and token_ids.max() < 300
     if not temperature:
         assert torch.equal(token_ids, logits[:, :44].argmax(-1) + 256)

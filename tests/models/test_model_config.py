@@ -110,7 +110,7 @@ def test_facts_are_read(read):
         dtype=torch.bfloat16,
         weight_names=WeightNames(WEIGHT_NAMES, FIELDS),
     )
-    assert (config.num_hidden_layers, config.num_attention_heads) == (3, 4)
+    assert (len(config.layers), config.num_attention_heads) == (3, 4)
     assert (config.num_key_value_heads, config.head_dim) == (2, 32)
 
 

@@ -167,7 +167,7 @@ def test_a_decoder_is_built_of_them(tiny_models, taken):
     with use_quantization(CONFIG):
         model = DecoderForCausalLM(config, 64)
     layers = [module for module in model.modules() if isinstance(module, LinearBase)]
-    assert len(layers) == 4 * config.num_hidden_layers
+    assert len(layers) == 4 * len(config.layers)
     assert all(isinstance(layer.linear_weight, BlockScaledWeight) for layer in layers)
     assert "model.layers.0.mlp.down_proj.weight_scale_inv" in dict(model.named_parameters())
     assert model.model.layers[0].mlp.act_fn.output_format is INT8

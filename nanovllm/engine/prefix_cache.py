@@ -1,0 +1,111 @@
+"""The prefix cache: full KV blocks by the hash of all tokens up to their end."""
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from nanovllm.engine.sequence import Sequence
+
+
+class Block(NamedTuple):
+    """The hash and the token ids of a cached block."""
+
+    hash: int
+    token_ids: list[int]
+
+
+class PrefixCache:
+    """Finds the full blocks that a sequence can share, because another one has computed them.
+
+    As in vLLM, a block's hash covers its tokens and the hash of the block before it, so equal
+    hashes mean equal prefixes. Every operation is O(1) per block. A freed block stays in the cache
+    until it is allocated again.
+
+    Args:
+        window_blocks: number of full blocks that each group of layers needs (see BlockManager).
+
+    Attributes:
+        blocks: the cached blocks, by block id.
+        hash_to_block_id: for each hash, the block that sequences share, the first one if several
+            blocks are equal.
+    """
+
+    def __init__(self, window_blocks: Seq[int]) -> None:
+        self.window_blocks = window_blocks
+        self.blocks: dict[int, Block] = {}
+        self.hash_to_block_id: dict[int, int] = {}
+
+    @staticmethod
+    def compute_hash(token_ids: list[int], prefix: int | None = None) -> int:
+        """xxh64 of the previous block's hash (8 bytes, little endian; absent for a first
+        block) followed by the token ids (8 bytes each, little endian)."""
+        h = xxhash.xxh64()
+        if prefix is not None:
+            h.update(prefix.to_bytes(8, "little"))
+        h.update(np.asarray(token_ids, dtype="<i8").tobytes())
+        return h.intdigest()
+
+    def lookup(self, seq: Sequence) -> list[list[int]]:
+        """Returns the first entries of each group's block table, for the sequence's longest cached
+        prefix. Only the last ``window_blocks`` entries are sure to be cached blocks. No other is
+        needed."""
+        tables: list[list[int]] = [[] for _ in self.window_blocks]
+        limit = num_reusable_tokens(seq) // seq.block_size
+        num_hits, next_hit = 0, 0  # next_hit: the shortest prefix that may be a hit after a miss
+        for i in range(limit):
+            token_ids = seq.block(i)
+            for group, table in enumerate(tables):
+                block_id = self.hash_to_block_id.get(self._hash(seq, i, group))
+                if block_id is None or self.blocks[block_id].token_ids != token_ids:
+                    block_id, next_hit = 0, max(next_hit, i + 1 + self.window_blocks[group])
+                table.append(block_id)
+            if next_hit > limit:
+                break
+            if i + 1 >= next_hit:
+                num_hits = i + 1
+        return [table[:num_hits] for table in tables]
+
+    def register(self, seq: Sequence, start: int, end: int) -> None:
+        """Adds the blocks that tokens [start, end) fill. Their keys and values are already
+        computed, or are computed before any other sequence reads them."""
+        if seq.is_isolated:
+            return
+        for i in range(start // seq.block_size, end // seq.block_size):
+            for group, table in enumerate(seq.block_tables):
+                if table[i] not in self.blocks:
+                    hash_ = self._hash(seq, i, group)
+                    self.blocks[table[i]] = Block(hash_, seq.block(i))
+                    # If an equal block is already cached, later sequences share that one.
+                    self.hash_to_block_id.setdefault(hash_, table[i])
+
+    def forget(self, block_id: int) -> None:
+        """Removes a block, if it is cached."""
+        block = self.blocks.pop(block_id, None)
+        if block is not None and self.hash_to_block_id.get(block.hash) == block_id:
+            del self.hash_to_block_id[block.hash]
+
+    def evict(self, seq: Sequence) -> None:
+        """Lets no other sequence share the sequence's blocks, because their contents may be
+        corrupt."""
+        for hash_ in seq.block_hashes:
+            for group in range(len(self.window_blocks)):
+                self.hash_to_block_id.pop(hash_ + (group << 64), None)
+
+    def _hash(self, seq: Sequence, i: int, group: int) -> int:
+        """Returns the hash of a group's full block i. Its lower 64 bits are the chain hash, which
+        is computed once per sequence. The bits above are the group's index."""
+        while len(seq.block_hashes) <= i:
+            prefix = seq.block_hashes[-1] if seq.block_hashes else None
+            seq.block_hashes.append(self.compute_hash(seq.block(len(seq.block_hashes)), prefix))
+        return seq.block_hashes[i] + (group << 64)
+
+
+def num_reusable_tokens(seq: Sequence) -> int:
+    """Returns how many leading tokens of a waiting sequence may come from the cache."""
+    if seq.is_isolated:
+        return 0
+    if seq.wants_prompt_logprobs and seq.num_prompt_logprobs < seq.num_prompt_tokens - 1:
+        return seq.num_prompt_logprobs  # the next position's logits must be computed
+    return len(seq)

@@ -1,0 +1,38 @@
+"""Samples the next tokens from logits that are split over the ranks."""
+
+import torch
+
+from nanovllm.kernels.sampling.pipeline import SamplingInputs
+from nanovllm.kernels.sampling.sample import sample_shard, unpack_token_ids
+from nanovllm.layers.embed_head import ParallelLMHead
+from nanovllm.layers.sampler import Sampler
+
+
+class ParallelSampler(Sampler):
+    """A Sampler for several ranks.
+
+    Rank 0 gathers the logits of all ranks and samples from them. If no request uses anything but a
+    temperature, the gather is not needed: each rank samples from its shard of the vocabulary, and
+    an all-reduce takes the maximum of the ranks' Gumbel-max scores.
+    """
+
+    def __init__(self, head: ParallelLMHead) -> None:
+        super().__init__()
+        self.tp, self.gather, self.vocab_start = head.tp, head.gather, head.vocab_start
+        end = min(head.vocab_start + head.num_embeddings_per_rank, head.num_embeddings)
+        self.shard_size = max(end - head.vocab_start, 0)
+
+    def forward(
+        self, logits: torch.Tensor, inputs: SamplingInputs | None, per_shard: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if per_shard:
+            assert inputs is not None
+            packed = sample_shard(logits, inputs.rows, self.shard_size, self.vocab_start)
+            return unpack_token_ids(self.tp.all_reduce(packed)), None
+        all_logits = self.gather(logits)
+        if all_logits is None or inputs is None:
+            # The all-reduce takes the maximum, so -2 leaves rank 0's token.
+            no_token = torch.full((len(logits),), -2, dtype=torch.int64, device=logits.device)
+            return self.tp.all_reduce(no_token), None
+        token_ids, logprobs = super().forward(all_logits, inputs)
+        return self.tp.all_reduce(token_ids), logprobs
