@@ -75,10 +75,8 @@ class GGUFCheckpoint:
             # transformers does not check the file, and reads other files beside it. So it gets a
             # copy of the checked fields, in an empty directory.
             fields, path = self._tokenizer_fields(), Path(tmp, "m.gguf")
-            # Of phi3's files, Phi-3's have SentencePiece's vocabulary and Phi-4's a byte-level one.
-            kind, architecture = self._field("tokenizer.ggml.model", str), self._architecture
-            is_phi4 = self.arch == "phi3" and kind == "gpt2"
-            self.file.write_fields(fields, path, "llama" if is_phi4 else architecture.tokenizer)
+            self.file.write_fields(fields, path, self._architecture.tokenizer)
+            kind = self._field("tokenizer.ggml.model", str)
             # If the file has no add_bos_token, llama.cpp decides by the vocabulary and the
             # pre-tokenizer. Always pass the value, because transformers before 5.4 ignores the
             # field in the file.
@@ -88,6 +86,8 @@ class GGUFCheckpoint:
             adds_bos = self._field("tokenizer.ggml.add_bos_token", bool, default)
             bos = {"add_bos_token": True} if adds_bos else {}
             tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp, gguf_file="m.gguf", **bos)
+            if self.arch == "phi3" and kind == "llama":
+                _split_as_phi3(tokenizer.backend_tokenizer)
         tokenizer.name_or_path = str(self.path)
         return tokenizer
 
@@ -228,6 +228,15 @@ class GGUFCheckpoint:
         if type(value) is not kind:
             raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r:.80}")
         return value
+
+
+def _split_as_phi3(tokenizer: Any) -> None:
+    """Makes a tokenizer put a space before the text after each special token, as Phi-3's own does.
+    Llama's puts one only before the first text."""
+    from tokenizers.normalizers import Prepend, Replace, Sequence
+
+    tokenizer.normalizer = Sequence([Prepend("\u2581"), Replace(" ", "\u2581")])
+    tokenizer.pre_tokenizer = None
 
 
 def _to_half_split(weight: torch.Tensor, num_heads: int) -> torch.Tensor:

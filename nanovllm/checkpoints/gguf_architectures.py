@@ -133,7 +133,7 @@ ARCHITECTURES = {
     "olmoe": Architecture(
         "qwen2", names=MIXTURE, ints=EXPERTS, constants={"norm_topk_prob": False}
     ),
-    "phi3": Architecture("phi3", names=FUSED),
+    "phi3": Architecture("llama", names=FUSED),
     "gpt-oss": Architecture(
         "llama",
         family="gpt_oss",
