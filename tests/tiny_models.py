@@ -167,6 +167,7 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
         Qwen3MoeConfig,
         {**MIXTURE, "decoder_sparse_step": 2, "num_experts_per_tok": 3},
     ),
+    "qwen3-moe-all": (Qwen3MoeConfig, {**MIXTURE, "norm_topk_prob": True}),
     "olmoe": (OlmoeConfig, {"num_experts": 8, "num_experts_per_tok": 3}),
     "gpt-oss": (
         GptOssConfig,

@@ -194,7 +194,18 @@ def _read_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(path, config=hf_config, trust_remote_code=False)
         # Checked again, because transformers may have converted a tokenizer.model instead.
         check_growth(parts_of(getattr(tokenizer, "backend_tokenizer", None)))
+        if not tokenizer.chat_template:
+            tokenizer.chat_template = _multimodal_template(path)
         return tokenizer
+
+
+def _multimodal_template(path: Path) -> str | None:
+    """Returns the chat template of a multimodal checkpoint's processor, None if there is none."""
+    fields = _read_json(path / "chat_template.json")
+    template = None if fields is None else fields.get("chat_template")
+    if fields is not None and not isinstance(template, str):
+        raise ValueError(f"chat_template.json must hold a chat_template, got {template!r:.80}")
+    return template
 
 
 def _download(model: str, patterns: list[str]) -> Path:

@@ -1,15 +1,23 @@
 """Checkpoints in GGUF, llama.cpp's single-file format, with config, tokenizer and weights."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
 import torch
 
 from nanovllm.checkpoints.files import CPU, check_bytes
+from nanovllm.checkpoints.gguf_architectures import (
+    ARCHITECTURES,
+    EXPERTS,
+    LONGROPE_FACTORS,
+    ROPE_DIVISORS,
+    TENSOR_NAMES,
+    with_gguf_names,
+)
 from nanovllm.checkpoints.gguf_file import GGUFFile
 from nanovllm.checkpoints.weights import expand
 from nanovllm.models.family import MAX_SIZES
@@ -21,86 +29,21 @@ from nanovllm.utils.panics import as_value_error
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The names of norms in llama.cpp and in transformers where norms follow attention and MLP.
-OUTPUT_NORMS = {
-    "blk.{layer}.post_attention_norm": "model.layers.{layer}.post_attention_layernorm",
-    "blk.{layer}.post_ffw_norm": "model.layers.{layer}.post_feedforward_layernorm",
-    "blk.{layer}.ffn_norm": "model.layers.{layer}.pre_feedforward_layernorm",
-}
-
-
-class Architecture(NamedTuple):
-    """One of llama.cpp's architectures.
-
-    Attributes:
-        tokenizer: the architecture under which transformers loads the tokenizer. It differs where
-            some releases of transformers do not know the architecture itself.
-        reorders: whether llama.cpp reorders the rows of q and k (``_to_half_split``).
-        family: the model type in transformers, if the name differs.
-        names: names of modules that differ from TENSOR_NAMES.
-        adds_1: whether the norms' weights are stored with 1 added.
-        fields: fields of the config, and the metadata and type that they are read from.
-        has_windows: whether ``attention.sliding_window`` counts. llama.cpp ignores it otherwise.
-    """
-
-    tokenizer: str
-    reorders: bool = False
-    family: str | None = None
-    names: Mapping[str, str] = {}
-    adds_1: bool = False
-    fields: Mapping[str, str] = {}
-    has_windows: bool = False
-
-
-GRANITE_FIELDS = {
-    "embedding_multiplier": "embedding_scale",
-    "attention_multiplier": "attention.scale",
-    "residual_multiplier": "residual_scale",
-    "logits_scaling": "logit_scale",
-}
-GEMMA2_FIELDS = {
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
-# llama.cpp's names are also model types in transformers, unless ``family`` says otherwise. "llama"
-# stands for Llama and Mistral.
-ARCHITECTURES = {
-    "llama": Architecture("llama", reorders=True),
-    "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3"),
-    "smollm3": Architecture("llama", reorders=True),
-    "gemma2": Architecture(
-        "gemma2", names=OUTPUT_NORMS, adds_1=True, fields=GEMMA2_FIELDS, has_windows=True
-    ),
-    "gemma3": Architecture(
-        "gemma3", family="gemma3_text", names=OUTPUT_NORMS, adds_1=True, has_windows=True
-    ),
-    "granite": Architecture("llama", reorders=True, fields=GRANITE_FIELDS),
-    "olmo2": Architecture("qwen2", names=OUTPUT_NORMS),
-}
-# The names of modules in llama.cpp and in transformers, the same for all architectures.
-TENSOR_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "blk.{layer}.attn_norm": "model.layers.{layer}.input_layernorm",
-    "blk.{layer}.attn_q": "model.layers.{layer}.self_attn.q_proj",
-    "blk.{layer}.attn_k": "model.layers.{layer}.self_attn.k_proj",
-    "blk.{layer}.attn_v": "model.layers.{layer}.self_attn.v_proj",
-    "blk.{layer}.attn_output": "model.layers.{layer}.self_attn.o_proj",
-    "blk.{layer}.attn_q_norm": "model.layers.{layer}.self_attn.q_norm",
-    "blk.{layer}.attn_k_norm": "model.layers.{layer}.self_attn.k_norm",
-    "blk.{layer}.ffn_norm": "model.layers.{layer}.post_attention_layernorm",
-    "blk.{layer}.ffn_gate": "model.layers.{layer}.mlp.gate_proj",
-    "blk.{layer}.ffn_up": "model.layers.{layer}.mlp.up_proj",
-    "blk.{layer}.ffn_down": "model.layers.{layer}.mlp.down_proj",
-}
 PRE_TOKENIZERS_WITH_BOS = ("llama3", "llama-v3", "llama-bpe")
 TOKENS = "tokenizer.ggml.tokens"
 MAX_TOKENS = 2**20  # including merges; the largest vocabularies have three quarters of that
 MAX_TOKEN_LENGTH = 1024
-ROPE_DIVISORS = "rope_freqs.weight"
+# Tokens that end a turn. llama.cpp knows them by their texts, because files state only one or
+# two of them. gpt-oss's <|end|> is not one: it ends a message, such as its reasoning.
+END_OF_TURN = {
+    *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>"),
+    *("<|return|>", "<|call|>"),
+}
 NORM = "_norm.weight"
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+YARN_BETAS = ("beta_fast", "beta_slow")
+# Factors that llama.cpp multiplies with its own, unlike transformers.
+UNSUPPORTED_YARN = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier")
 
 
 class GGUFCheckpoint:
@@ -119,9 +62,7 @@ class GGUFCheckpoint:
             self._architecture = ARCHITECTURES[self.arch]
             self.config = self._read_config()
             check_bytes(self.config, path.stat().st_size)
-            eos_names = ("eos_token_id", "eot_token_id")
-            eos = [self._field(f"tokenizer.ggml.{name}", int, None) for name in eos_names]
-        self.eos_token_ids = frozenset(token_id for token_id in eos if token_id is not None)
+            self.eos_token_ids = frozenset(self._end_tokens())
         self.recommended_sampling: dict[str, Any] = {}
 
     def load_tokenizer(self) -> "PreTrainedTokenizerBase | None":
@@ -135,12 +76,18 @@ class GGUFCheckpoint:
             # copy of the checked fields, in an empty directory.
             fields, path = self._tokenizer_fields(), Path(tmp, "m.gguf")
             self.file.write_fields(fields, path, self._architecture.tokenizer)
-            # If the file has no add_bos_token, llama.cpp decides by the pre-tokenizer. Always pass
-            # the value, because transformers before 5.4 ignores the field in the file.
-            default = self._field("tokenizer.ggml.pre", str, None) in PRE_TOKENIZERS_WITH_BOS
+            kind = self._field("tokenizer.ggml.model", str)
+            # If the file has no add_bos_token, llama.cpp decides by the vocabulary and the
+            # pre-tokenizer. Always pass the value, because transformers before 5.4 ignores the
+            # field in the file.
+            default = kind == "llama" or (
+                self._field("tokenizer.ggml.pre", str, None) in PRE_TOKENIZERS_WITH_BOS
+            )
             adds_bos = self._field("tokenizer.ggml.add_bos_token", bool, default)
             bos = {"add_bos_token": True} if adds_bos else {}
             tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp, gguf_file="m.gguf", **bos)
+            if self.arch == "phi3" and kind == "llama":
+                _split_as_phi3(tokenizer.backend_tokenizer)
         tokenizer.name_or_path = str(self.path)
         return tokenizer
 
@@ -149,9 +96,21 @@ class GGUFCheckpoint:
         rows = tuple((f"{name}.{{kind}}", f"{hf}.{{kind}}") for name, hf in modules.items())
         names = WeightNames(rows, self.config.weight_names.fields)
         hf_names = {name: hf_name for name, hf_name, *_ in expand(names)}
-        for name in self.file.tensors:
-            if name != ROPE_DIVISORS:
-                yield hf_names.get(name) or name, self._dequantize(name)
+        for name, (_, data) in self.file.tensors.items():
+            hf_name = hf_names.get(name)
+            if hf_name and "{expert}" in hf_name:
+                for expert, part in enumerate(data):
+                    yield hf_name.format(expert=expert), self._dequantize(name, part)
+            elif name not in (ROPE_DIVISORS, *LONGROPE_FACTORS.values()):
+                yield hf_name or name, self._dequantize(name, data)
+
+    def _end_tokens(self) -> Iterator[int]:
+        for name in ("eos_token_id", "eot_token_id"):
+            if (token_id := self._field(f"tokenizer.ggml.{name}", int, None)) is not None:
+                yield token_id
+        tokens = self._field(TOKENS, list, [])
+        ends = END_OF_TURN - ({"<|end|>"} if "<|return|>" in tokens else set())
+        yield from (token_id for token_id, token in enumerate(tokens) if token in ends)
 
     def _tokenizer_fields(self) -> Iterator[str]:
         """Yields the names of the tokenizer's fields. Raises ValueError for values that
@@ -172,10 +131,11 @@ class GGUFCheckpoint:
         def read(name: str, kind: type, *default: Any) -> Any:
             return self._field(f"{self.arch}.{name}", kind, *default)
 
-        tensors = self.file.tensors
+        architecture, tensors = self._architecture, self.file.tensors
         heads, hidden_size = read("attention.head_count", int), read("embedding_length", int)
         head_dim = read("attention.key_length", int, hidden_size // heads if heads else 0)
         vocab_size = read("vocab_size", int, None) or len(self._field(TOKENS, list))
+        rope = self._read_rope(read, head_dim)
         hf = {
             "vocab_size": vocab_size,
             "hidden_size": hidden_size,
@@ -185,27 +145,33 @@ class GGUFCheckpoint:
             "num_key_value_heads": read("attention.head_count_kv", int, heads),
             "head_dim": head_dim,
             "max_position_embeddings": read("context_length", int),
+            "original_max_position_embeddings": rope.get(ORIGINAL_LENGTH),
             "rms_norm_eps": read("attention.layer_norm_rms_epsilon", float),
             "tie_word_embeddings": "output.weight" not in tensors,
-            "sliding_window": read("attention.sliding_window", int, None),
-            "use_sliding_window": self._architecture.has_windows,
+            "sliding_window": read("attention.sliding_window", int, None) or None,  # 0 for none
+            # llama.cpp ignores the window of the families that have this switch.
+            "use_sliding_window": False,
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-            "rope_parameters": self._read_rope(read, head_dim),
+            "clip_qkv": read("attention.clamp_kqv", float, None),
+            "rope_parameters": rope,
             # The dtype of quantised weights does not tell the dtype to compute in. Most models were
             # trained in bf16, and some overflow in fp16.
             "dtype": "bfloat16",
+            **architecture.constants,
         }
-        for name, field in self._architecture.fields.items():
-            hf[name] = read(field, float, None)
+        hf |= {name: read(field, float) for name, field in architecture.floats.items()}
+        hf |= {name: read(field, int) for name, field in architecture.ints.items()}
         if self.arch.startswith("gemma"):
             # llama.cpp knows the 27B models, where it differs from head_dim, by their depth.
             is_27b = hf["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[self.arch]
             hf["query_pre_attn_scalar"] = hidden_size // heads if is_27b else head_dim
-        family = self._architecture.family or self.arch
-        if family == "llama" and hf["sliding_window"] is not None:
+        family = architecture.family or self.arch
+        if family == "llama" and read("expert_count", int, 0):
+            family, hf = "mixtral", hf | {name: read(EXPERTS[name], int) for name in EXPERTS}
+        elif family == "llama" and hf["sliding_window"] is not None:
             family = "mistral"
-        return get_family(family).read(hf)
+        return with_gguf_names(get_family(family).read(hf))
 
     def _read_rope(self, read: Any, head_dim: int) -> dict[str, Any]:
         kind = read("rope.scaling.type", str, "none")
@@ -213,18 +179,37 @@ class GGUFCheckpoint:
             "rope_theta": read("rope.freq_base", float, 10000.0),
             "rope_type": "default" if kind == "none" else kind,
             "partial_rotary_factor": read("rope.dimension_count", int, head_dim) / max(head_dim, 1),
+            **self._architecture.rope,
         }
-        if kind == "linear":
+        if kind in ("linear", "yarn"):
             rope["factor"] = read("rope.scaling.factor", float)
+        if kind == "yarn":
+            rope |= {name: read(f"rope.scaling.yarn_{name}", float, None) for name in YARN_BETAS}
+            for name in UNSUPPORTED_YARN:
+                if read(f"rope.scaling.{name}", float, None) is not None:
+                    raise ValueError(f"{self.arch}.rope.scaling.{name} is not supported")
+        if has_factors := any(name in self.file.tensors for name in LONGROPE_FACTORS.values()):
+            rope |= {field: self._rope_values(name) for field, name in LONGROPE_FACTORS.items()}
+            rope["rope_type"] = "longrope"
+            rope["attention_factor"] = read("rope.scaling.attn_factor", float, None)
+        if kind == "yarn" or has_factors:
+            rope[ORIGINAL_LENGTH] = read("rope.scaling.original_context_length", int)
         if ROPE_DIVISORS in self.file.tensors:  # Llama 3's scaling, precomputed by the converter
-            if self.file.tensors[ROPE_DIVISORS][1].size > 4 * MAX_SIZES["head_dim"]:
-                raise ValueError(f"{ROPE_DIVISORS} is too large for any head")
-            rope["freq_divisors"] = self._dequantize(ROPE_DIVISORS).tolist()
+            rope["freq_divisors"] = self._rope_values(ROPE_DIVISORS)
         return rope
 
-    def _dequantize(self, name: str) -> torch.Tensor:
-        """Returns a tensor in fp32, with its rows in transformers' order."""
-        kind, data = self.file.tensors[name]
+    def _rope_values(self, name: str) -> Any:
+        if name not in self.file.tensors:
+            raise ValueError(f"it lacks the tensor {name}")
+        data = self.file.tensors[name][1]
+        if data.size > 4 * MAX_SIZES["head_dim"]:
+            raise ValueError(f"{name} is too large for any head")
+        return self._dequantize(name, data).tolist()
+
+    def _dequantize(self, name: str, data: np.ndarray) -> torch.Tensor:
+        """Returns a tensor, or the part of it for one expert, in fp32 with its rows in
+        transformers' order."""
+        kind = self.file.tensors[name][0]
         message = f"{self.path}: tensor {name!r:.80} ({kind.name}) cannot be dequantised:"
         with as_value_error(message):  # an unsupported type, or a shape that does not fit heads
             weight = torch.from_numpy(gguf.quants.dequantize(data, kind).astype("float32"))
@@ -243,6 +228,15 @@ class GGUFCheckpoint:
         if type(value) is not kind:
             raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r:.80}")
         return value
+
+
+def _split_as_phi3(tokenizer: Any) -> None:
+    """Makes a tokenizer put a space before the text after each special token, as Phi-3's own does.
+    Llama's puts one only before the first text."""
+    from tokenizers.normalizers import Prepend, Replace, Sequence
+
+    tokenizer.normalizer = Sequence([Prepend("\u2581"), Replace(" ", "\u2581")])
+    tokenizer.pre_tokenizer = None
 
 
 def _to_half_split(weight: torch.Tensor, num_heads: int) -> torch.Tensor:

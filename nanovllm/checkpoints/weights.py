@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
 from itertools import product
 from typing import Any
 
@@ -45,8 +46,8 @@ def load_model(
         tensors = tqdm(tensors, "Loading weights", count, unit=" tensors", disable=None)
     skipped: Counter[str] = Counter()
     for hub_name, tensor in tensors:
-        if patterns := [p for p in model.weight_names.skipped if hub_name.startswith(p)]:
-            skipped[f"{patterns[0]}*"] += 1
+        if patterns := [p for p in model.weight_names.skipped if fnmatchcase(hub_name, p)]:
+            skipped[patterns[0]] += 1
             continue
         name = _replace_prefix(hub_name, model.weight_names)
         if name not in expected:

@@ -32,13 +32,13 @@ ATTENTION, MLP = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
 QKV_NAMES = tuple(
     (ATTENTION + name + "_proj.{kind}", ATTENTION + "qkv_proj.{kind}", name) for name in "qkv"
 )
-# Old checkpoints contain this buffer. It is computed from the config instead.
-OLD_BUFFERS = ((ATTENTION + "rotary_emb.inv_freq", None),)
+# Tensors that no model here needs: RoPE's frequencies, which are computed from the config instead,
+# and heads for multi-token prediction (MTP), which only speculative decoding uses.
+SKIPPED = ("*.rotary_emb.inv_freq", "mtp.*", "*.mtp.*", "*.mtp_layers.*")
 WEIGHT_NAMES = (
     *QKV_NAMES,
     (MLP + "gate_proj.{kind}", MLP + "gate_up_proj.{kind}", 0),
     (MLP + "up_proj.{kind}", MLP + "gate_up_proj.{kind}", 1),
-    *OLD_BUFFERS,
 )
 TIED_HEAD = (("lm_head.weight", None),)  # the same as the embedding's weight
 LAYER = "model.layers.{layer}."
@@ -97,7 +97,7 @@ class Family:
             max_position_embeddings=max_positions(hf),
             rms_norm_eps=positive("rms_norm_eps", hf.get("rms_norm_eps") or 1e-6),
             dtype=_read_dtype(hf.get("dtype") or hf.get("torch_dtype") or "float32"),
-            weight_names=WeightNames(rows, fields),
+            weight_names=WeightNames(rows, fields, skipped=SKIPPED),
             **{name: hf[name] for name in COPIED_FIELDS},
             **self.numerics(hf),
         )

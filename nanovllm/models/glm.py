@@ -6,7 +6,7 @@ GLM-4-0414 also has norms after attention and MLP.
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.models.family import OLD_BUFFERS, QKV_NAMES, Family, equal_layers
+from nanovllm.models.family import QKV_NAMES, Family, equal_layers
 from nanovllm.models.model_config import LayerSpec
 from nanovllm.models.rope import read_rope
 
@@ -28,7 +28,7 @@ def glm_layers(hf: dict[str, Any], output_norms: bool = False) -> list[LayerSpec
 
 
 # gate_up_proj is fused in the checkpoint too.
-GLM = Family("GlmForCausalLM", "glm", glm_layers, DEFAULTS, QKV_NAMES + OLD_BUFFERS)
+GLM = Family("GlmForCausalLM", "glm", glm_layers, DEFAULTS, QKV_NAMES)
 GLM4 = replace(
     GLM,
     architecture="Glm4ForCausalLM",

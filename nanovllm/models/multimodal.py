@@ -17,7 +17,7 @@ PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
-VISION = ("vision_tower.", "multi_modal_projector.")
+VISION = ("vision_tower.*", "multi_modal_projector.*")
 # Fields that apply to the text model, even if they stand outside of its config.
 SHARED_FIELDS = ("dtype", "torch_dtype", "tie_word_embeddings")
 
@@ -41,6 +41,6 @@ def text_config(architecture: str, raw: Mapping[str, Any]) -> tuple[str, dict[st
 
 def with_text_names(config: ModelConfig) -> ModelConfig:
     """Returns the text model's config with the names that its tensors have in the checkpoint."""
-    skipped = (*VISION, *(f"model.{name}" for name in VISION))
+    skipped = (*VISION, *(f"model.{name}" for name in VISION), *config.weight_names.skipped)
     names = replace(config.weight_names, prefixes=PREFIXES, skipped=skipped)
     return replace(config, weight_names=names)

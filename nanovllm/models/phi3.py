@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanovllm.models.family import OLD_BUFFERS, Family, equal_layers, with_windows
+from nanovllm.models.family import Family, equal_layers, with_windows
 from nanovllm.models.model_config import LayerSpec
 from nanovllm.models.rope import read_rope, rope_parameters, type_of
 
@@ -26,5 +26,5 @@ PHI3 = Family(
         "rms_norm_eps": 1e-5,
         "eos_token_id": 32000,
     },
-    weight_names=OLD_BUFFERS,  # qkv_proj and gate_up_proj are fused in the checkpoint too
+    weight_names=(),  # qkv_proj and gate_up_proj are fused in the checkpoint too
 )

@@ -21,7 +21,8 @@ class WeightNames:
             either all of its rows with a shard id or such a field, or one of its other rows.
         prefixes: (prefix, replacement): tensors' names that begin with the prefix are read with the
             replacement.
-        skipped: tensors whose names begin with one of these are not needed, and are logged.
+        skipped: patterns as of a shell, with ``*`` for any characters. Tensors in the checkpoint
+            whose names match one are not needed, and are logged.
     """
 
     rows: tuple[WeightName, ...]

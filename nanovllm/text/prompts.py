@@ -80,7 +80,7 @@ class PromptEncoder:
         Args:
             prompts: strings, token ids or dicts. Exceptions among them are passed through.
             add_special_tokens: whether the tokenizer adds its special tokens, such as BOS, to
-                texts. It adds none to a text that starts with BOS.
+                texts. It adds none to a text that starts with them.
 
         Returns:
             For each prompt its text (None if it is given as token ids) and its token ids, or a
@@ -213,6 +213,13 @@ class PromptEncoder:
         """An upper bound of the characters in a token."""
         return max(map(len, self.tokenizer.get_vocab()), default=0)
 
+    @cached_property
+    def _added_texts(self) -> tuple[str, ...]:
+        """The BOS token, and the special tokens that the tokenizer adds to a text, such as GLM's
+        ``[gMASK]<sop>``. A text that starts with either already has its special tokens."""
+        added = self.tokenizer.convert_ids_to_tokens(self.tokenizer("")["input_ids"])
+        return tuple(filter(None, (self.tokenizer.bos_token, "".join(added))))
+
     def _check_text_ids(
         self, encoded: tuple[str | None, list[int]]
     ) -> tuple[str | None, list[int]]:
@@ -225,10 +232,10 @@ class PromptEncoder:
         return encoded
 
     def tokenize(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        """Tokenizes texts. Special tokens are not added to texts that start with BOS, such as those
-        from a chat template."""
-        bos = self.tokenizer.bos_token if texts else None
-        adds = [add_special_tokens and not (bos and text.startswith(bos)) for text in texts]
+        """Tokenizes texts. Special tokens are not added to texts that start with them, such as
+        those from a chat template."""
+        added = self._added_texts if texts and add_special_tokens else ()
+        adds = [add_special_tokens and not text.startswith(added) for text in texts]
         out: list[list[int]] = [[]] * len(texts)
         for add in (True, False):
             rows = [i for i, flag in enumerate(adds) if flag is add]

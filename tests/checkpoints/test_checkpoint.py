@@ -1,6 +1,7 @@
 """Safetensors checkpoints: what loads, and what is refused by name."""
 
 import json
+import logging
 import re
 import shutil
 import time
@@ -259,6 +260,37 @@ class TestTensors:
         folder, name = copy("llama"), "model.layers.0.self_attn.rotary_emb.inv_freq"
         edit_tensors(folder, lambda tensors: tensors.update({name: torch.ones(8)}))
         assert tokens(folder) == tokens(tiny_models.path("llama"))
+
+    @pytest.mark.parametrize(
+        ("names", "line"),
+        [
+            (
+                [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(3)],
+                "skipped 3 tensors: *.rotary_emb.inv_freq",
+            ),
+            (["model.rotary_emb.inv_freq"], "skipped 1 tensors: *.rotary_emb.inv_freq"),
+            (
+                ["mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight", "mtp.norm.weight"],
+                "skipped 3 tensors: mtp.*",
+            ),
+            (["model.mtp_layers.0.input_proj.weight"], "skipped 1 tensors: *.mtp_layers.*"),
+            (
+                ["mtp.norm.weight", "model.rotary_emb.inv_freq"],
+                "skipped 2 tensors: *.rotary_emb.inv_freq, mtp.*",
+            ),
+        ],
+        ids=lambda value: value[0] if isinstance(value, list) else "",
+    )
+    def test_what_is_not_needed_is_skipped_and_logged(self, names, line, copy, tiny_models, caplog):
+        """RoPE's frequencies, and heads for multi-token prediction."""
+        folder = copy("qwen3")
+        edit_tensors(folder, lambda tensors: tensors.update({n: torch.ones(8) for n in names}))
+        with caplog.at_level(logging.INFO, "nanovllm"):
+            assert tokens(folder) == tokens(tiny_models.path("qwen3"))
+        lines = [record.message for record in caplog.records if "skipped" in record.message]
+        assert [set(found.replace(",", "").split()) for found in lines] == [
+            set(line.replace(",", "").split())
+        ]
 
 
 class TestConfig:

@@ -11,18 +11,23 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGMLQuantizationType as Quant
+from packaging.version import Version
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.checkpoint import open_checkpoint
-from nanovllm.checkpoints.gguf import ARCHITECTURES, TENSOR_NAMES
+from nanovllm.checkpoints.gguf_architectures import ARCHITECTURES, OUTPUT_NORMS, TENSOR_NAMES
 from nanovllm.utils.device import select_dtype
 from tests.tiny_models import LLAMA3_ROPE, VOCAB_SIZE, TinyModels
 
 pytestmark = pytest.mark.smoke
 
 SMALL: dict[str, Any] = {"num_kvcache_blocks": 256, "kvcache_block_size": 16, "max_num_seqs": 4}
+# Early releases of transformers 5 cannot build a model with LongRoPE in a part of a head.
+HAS_LONGROPE = Version(transformers.__version__) >= Version("5.4")
+needs_longrope = pytest.mark.skipif(not HAS_LONGROPE, reason="transformers lacks partial LongRoPE")
 MODELS = {
     "llama": "llama",
     "llama-linear": "llama",
@@ -35,9 +40,18 @@ MODELS = {
     "gemma3-scalar": "gemma3",
     "granite": "granite",
     "olmo2": "olmo2",
+    "llama-yarn": "llama",
+    "phi3": "phi3",
+    **({"phi3-longrope": "phi3"} if HAS_LONGROPE else {}),
+    "mixtral": "llama",
+    "qwen3-moe-all": "qwen3moe",
+    "olmoe": "olmoe",
+    "granitemoe": "granitemoe",
+    "gpt-oss": "gpt-oss",
 }
-REORDERED = ("granite", "llama", "smollm3")
-OUTPUT_NORMS = ("gemma2", "gemma3", "olmo2")
+MIXTURES = ("mixtral", "qwen3-moe-all", "olmoe", "granitemoe", "gpt-oss")
+REORDERED = ("granite", "granitemoe", "llama", "smollm3")
+HAVE_OUTPUT_NORMS = ("gemma2", "gemma3", "olmo2")
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 # transformers' names and llama.cpp's.
 TOP_NAMES = {
@@ -57,6 +71,17 @@ LAYER_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    # Phi-3
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+    # mixtures of experts
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 
 
@@ -65,6 +90,12 @@ OUTPUT_NORM_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+}
+# Metadata of mixtures of experts. The first of a config's fields that exists has the value.
+COUNTS = {
+    "expert_count": ("num_local_experts", "num_experts"),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
 }
 # Metadata, and the config's field with its value.
 FLOATS = {
@@ -101,7 +132,9 @@ def gguf_name(name: str, arch: str) -> str:
     if module in TOP_NAMES:
         return f"{TOP_NAMES[module]}.{kind}"
     _, _, layer, module = module.split(".", 3)
-    names = {**LAYER_NAMES, **OUTPUT_NORM_NAMES} if arch in OUTPUT_NORMS else LAYER_NAMES
+    names = {**LAYER_NAMES, **OUTPUT_NORM_NAMES} if arch in HAVE_OUTPUT_NORMS else LAYER_NAMES
+    if arch == "gpt-oss":
+        names = {**names, "post_attention_layernorm": "post_attention_norm"}
     return f"blk.{layer}.{names[module]}.{kind}"
 
 
@@ -152,9 +185,38 @@ def file_tensors(model: PreTrainedModel, arch: str) -> Iterator[tuple[str, np.nd
             weight = interleaved(weight, config.num_key_value_heads)
         if arch.startswith("gemma") and "norm" in name:
             weight = weight + 1
-        yield gguf_name(name, arch), weight
+        if name.endswith(".sinks"):
+            yield f"blk.{name.split('.')[2]}.attn_sinks.weight", weight
+        elif ".experts." in name or weight.ndim == 3:
+            for part, expert_weight in stacked_experts(name, weight, arch):
+                yield gguf_name(part, arch), expert_weight
+        else:
+            yield gguf_name(name, arch), weight
     if rope_of(config)["rope_type"] == "llama3":
         yield "rope_freqs.weight", llama3_divisors(config.head_dim)
+    for length in ("short", "long"):
+        if rope_of(config)["rope_type"] == "longrope":
+            factors = np.array(rope_of(config)[f"{length}_factor"], np.float32)
+            yield f"rope_factors_{length}.weight", factors
+
+
+def stacked_experts(name: str, weight: np.ndarray, arch: str) -> Iterator[tuple[str, np.ndarray]]:
+    """A tensor [experts, ...] of all experts as llama.cpp has it: gate and up are two tensors. In
+    gpt-oss, transformers holds [experts, in, out], with the columns of gate and up in turn."""
+    name = name.replace("block_sparse_moe", "mlp")
+    # Granite's names in early transformers 5.
+    name = name.replace("input_linear.weight", "experts.gate_up_proj")
+    name = name.replace("output_linear.weight", "experts.down_proj")
+    module, kind = name.removesuffix("_bias"), "bias" if name.endswith("_bias") else "weight"
+    if arch == "gpt-oss" and kind == "weight":
+        weight = weight.swapaxes(1, 2)
+    if module.endswith(".down_proj"):
+        yield f"{module}.{kind}", weight
+        return
+    is_mixed = arch == "gpt-oss"
+    halves = (weight[:, ::2], weight[:, 1::2]) if is_mixed else np.split(weight, 2, axis=1)
+    for part, half in zip(("gate_proj", "up_proj"), halves, strict=True):
+        yield f"{module.replace('gate_up_proj', part)}.{kind}", half
 
 
 def write_gguf(
@@ -166,9 +228,10 @@ def write_gguf(
     edit: Callable[[dict[str, np.ndarray]], Any] = lambda tensors: None,
     fields: Callable[[gguf.GGUFWriter], Any] = lambda writer: None,
     drop: tuple[str, ...] = (),
+    packed: dict[str, np.ndarray] | None = None,
 ) -> Path:
     """Matrices in ``quant``, vectors in fp32; ``edit`` changes the tensors, ``fields`` adds
-    metadata and ``drop`` leaves some out."""
+    metadata and ``drop`` leaves some out. Tensors in ``packed`` have these bytes, in MXFP4."""
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
     metadata = {
@@ -181,28 +244,42 @@ def write_gguf(
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
-        "rope.dimension_count": config.head_dim,
+        "rope.dimension_count": int(
+            config.head_dim * rope_of(config).get("partial_rotary_factor", 1)
+        ),
     }
+    for name, candidates in COUNTS.items():
+        if found := [getattr(config, field) for field in candidates if hasattr(config, field)]:
+            metadata[name] = found[0]
     for name, value in metadata.items():
         if name not in drop:
             writer.add_uint32(f"{arch}.{name}", value)
     writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
     rope = rope_of(config)
     writer.add_float32(f"{arch}.rope.freq_base", rope["rope_theta"])
-    if rope["rope_type"] == "linear":
-        writer.add_string(f"{arch}.rope.scaling.type", "linear")
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_string(f"{arch}.rope.scaling.type", rope["rope_type"])
         writer.add_float32(f"{arch}.rope.scaling.factor", rope["factor"])
+    if rope["rope_type"] in ("yarn", "longrope"):
+        length = rope["original_max_position_embeddings"]
+        if "rope.scaling.original_context_length" not in drop:
+            writer.add_uint32(f"{arch}.rope.scaling.original_context_length", length)
+    if rope["rope_type"] == "longrope":
+        scale = math.sqrt(1 + math.log(rope["factor"]) / math.log(length))
+        writer.add_float32(f"{arch}.rope.scaling.attn_factor", scale)
     for name, field in FLOATS.items():
         if (number := getattr(config, field, None)) is not None:
             writer.add_float32(f"{arch}.{name}", number)
-    if arch.startswith("gemma"):
-        writer.add_sliding_window(config.sliding_window)
+    if arch.startswith(("gemma", "gpt-oss", "phi3")) and "attention.sliding_window" not in drop:
+        writer.add_sliding_window(config.sliding_window or 0)
     fields(writer)
     tensors = dict(file_tensors(model, arch))
     edit(tensors)
     for name, weight in tensors.items():
-        if weight.ndim < 2:
-            writer.add_tensor(name, weight)
+        if packed and name in packed:
+            writer.add_tensor(name, packed[name], raw_dtype=Quant.MXFP4)
+        elif weight.ndim < 2 or name.endswith(".bias"):
+            writer.add_tensor(name, np.ascontiguousarray(weight))
         else:
             codes = gguf.quants.quantize(np.ascontiguousarray(weight), quant)
             writer.add_tensor(name, codes, raw_dtype=quant)
@@ -216,10 +293,12 @@ def write_gguf(
 def dequantised(model: PreTrainedModel, quant: Quant) -> PreTrainedModel:
     """The same model with the numbers that survive ``quant``."""
     with torch.no_grad():
-        for param in model.parameters():
-            if param.dim() > 1:
-                codes = gguf.quants.quantize(param.numpy(), quant)
-                param.copy_(torch.from_numpy(gguf.quants.dequantize(codes, quant).copy()))
+        for name, param in model.named_parameters():
+            if param.dim() > 1 and not name.endswith("bias"):
+                is_transposed = type(model).__name__ == "GptOssForCausalLM" and ".experts." in name
+                rows = param.transpose(1, 2) if is_transposed else param
+                codes = gguf.quants.quantize(rows.contiguous().numpy(), quant)
+                rows.copy_(torch.from_numpy(gguf.quants.dequantize(codes, quant).copy()))
     return model
 
 
@@ -253,13 +332,63 @@ def test_tokens_of_other_quantisations_equal_transformers(quant, tiny_models, tm
     check_tokens(path, dequantised(tiny_models.load("llama"), quant))
 
 
+@needs_longrope
+def test_long_contexts_have_the_long_frequencies(tiny_models, tmp_path):
+    """transformers chooses the frequencies by each prompt's length, and this engine by the longest
+    possible length, so every prompt here has more tokens than the short ones are for."""
+    model = tiny_models.load("phi3-longrope")
+    original = "phi3.rope.scaling.original_context_length"
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        model,
+        "phi3",
+        drop=("rope.scaling.original_context_length",),
+        fields=lambda writer: writer.add_uint32(original, 32),
+    )
+    model.config.original_max_position_embeddings = 32
+    model.config.rope_parameters["original_max_position_embeddings"] = 32
+    prompt = prompts()[-1]
+    expected = transformers_greedy(model, prompt, 16)
+    with LLM(path, **SMALL) as llm:
+        assert llm.generate([prompt], GREEDY, use_tqdm=False)[0]["token_ids"] == expected
+
+
+def test_mxfp4_experts_equal_transformers(tiny_models, tmp_path):
+    """As in the released files: only the experts' weights are in MXFP4. The blocks are packed here,
+    from values that MXFP4 can represent, and not by gguf-py: a scale 2^(e - 127), then 16 bytes
+    with the codes of features i in the low and i + 16 in the high halves."""
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+    model, rng = tiny_models.load("gpt-oss"), np.random.default_rng(0)
+    packed: dict[str, np.ndarray] = {}
+    for layer, module in enumerate(model.model.layers):
+        for name, param in module.mlp.experts.named_parameters():
+            if name.endswith("bias"):
+                continue
+            num, width, rows = param.shape
+            codes = rng.integers(0, 16, (num, rows, width // 32, 32), dtype=np.uint8)
+            scales = rng.integers(122, 126, (num, rows, width // 32, 1), dtype=np.uint8)
+            weight = values[codes] * 2.0 ** (scales.astype(np.float32) - 127)
+            with torch.no_grad():
+                weight = weight.reshape(num, rows, width)
+                param.copy_(torch.from_numpy(weight).transpose(1, 2))
+            bytes_ = np.concatenate([scales, codes[..., :16] | codes[..., 16:] << 4], axis=-1)
+            bytes_ = bytes_.reshape(num, rows, -1)
+            parts = {"gate": bytes_[:, ::2], "up": bytes_[:, 1::2]}
+            for part, data in (parts if "up" in name else {"down": bytes_}).items():
+                packed[f"blk.{layer}.ffn_{part}_exps.weight"] = np.ascontiguousarray(data)
+    path = write_gguf(tmp_path / "m.gguf", model, "gpt-oss", packed=packed)
+    check_tokens(path, model)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_config_equals_the_safetensors_one(name, tiny_models, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", tiny_models.load(name), MODELS[name])
     found = open_checkpoint(str(path)).config
     original = open_checkpoint(str(tiny_models.path(name))).config
     for field in found.__slots__:
-        if field not in ("layers", "dtype", "rms_norm_eps"):
+        if field == "weight_names" and name in MIXTURES:
+            assert found.weight_names.fields == original.weight_names.fields
+        elif field not in ("layers", "dtype", "rms_norm_eps"):
             assert getattr(found, field) == getattr(original, field), field
     assert found.rms_norm_eps == pytest.approx(original.rms_norm_eps)
     for ours, theirs in zip(found.layers, original.layers, strict=True):
@@ -274,6 +403,11 @@ def test_config_equals_the_safetensors_one(name, tiny_models, tmp_path):
         if rope is None:
             continue
         assert rope.inv_freq == pytest.approx(original_rope.inv_freq)
+        assert rope.scale == pytest.approx(original_rope.scale)
+        assert (rope.long is None) == (original_rope.long is None)
+        if rope.long is not None:
+            assert rope.long[0] == original_rope.long[0]
+            assert rope.long[1] == pytest.approx(original_rope.long[1])
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -283,8 +417,9 @@ def test_tensor_names_are_those_of_the_formats_own_table(arch):
         pytest.skip("this release of gguf-py does not know the architecture")
     table = gguf.get_tensor_name_map(kinds[0], 3)
     for name, hf_name in {**TENSOR_NAMES, **ARCHITECTURES[arch].names}.items():
-        found = table.get_name(hf_name.format(layer=2))
-        assert found == name.format(layer=2) or (found is None and arch != "qwen3")
+        found = table.get_name(hf_name.format(layer=2).replace(".{expert}", ""))
+        some_lack_it = name in {**TENSOR_NAMES, **OUTPUT_NORMS} and arch != "qwen3"
+        assert found == name.format(layer=2) or (found is None and some_lack_it)
 
 
 @pytest.mark.parametrize("quant", [Quant.F16, Quant.BF16, Quant.Q8_0], ids=lambda q: q.name)
@@ -341,6 +476,61 @@ def test_every_end_of_sequence_id_stops(tiny_models, tmp_path):
         first = next(i for i, token in enumerate(run) if token in ends)
         assert out["token_ids"] == run[: first + 1]
         assert out.outputs[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [
+        (["<|im_end|>", "<|endoftext|>"], {0, 1}),
+        (["<|endoftext|>", "<|end|>", "<|user|>"], {0, 1}),
+        (["<|end|>", "<|return|>", "<|call|>"], {1, 2}),
+        (["<end_of_turn>", "<eos>"], {0}),
+    ],
+    ids=["qwen", "phi3", "gpt-oss", "gemma"],
+)
+def test_tokens_that_end_a_turn_are_known_by_their_texts(tokens, ends, tiny_models, tmp_path):
+    """As in llama.cpp, because files state one or two. In gpt-oss, <|end|> ends only a message."""
+    words = [*tokens, *(f"w{i}" for i in range(VOCAB_SIZE - len(tokens)))]
+
+    def fields(writer: gguf.GGUFWriter) -> None:
+        writer.add_token_list(words)
+
+    path = write_gguf(tmp_path / "m.gguf", tiny_models.load("qwen3"), "qwen3", fields=fields)
+    assert open_checkpoint(str(path)).eos_token_ids == ends
+
+
+@pytest.mark.parametrize(("kind", "has_bos"), [("llama", True), ("gpt2", False)])
+def test_phi3_files_have_either_kind_of_vocabulary(kind, has_bos, tiny_models, tmp_path):
+    """SentencePiece's, as in Phi-3, where llama.cpp adds BOS unless told otherwise; or a byte-level
+    one, as in Phi-4, whose tokens would otherwise be read as if they were plain text."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words += ["\u2581", *"abcdefghijklmnopqrstuvwxyz"] if kind == "llama" else [*"\u0120cab!"]
+    words += ["\u2581c"] if kind == "llama" else ["\u0120c", "ab"]
+    words += [f"<unused{i}>" for i in range(VOCAB_SIZE - len(words))]
+
+    def fields(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model(kind)
+        writer.add_tokenizer_pre("default" if kind == "llama" else "dbrx")
+        writer.add_token_list(words)
+        scores = [-float(i) for i in range(VOCAB_SIZE)]
+        writer.add_token_scores(scores)
+        kinds = {"<unk>": 3, "<s>": 3, "</s>": 3}
+        writer.add_token_types([kinds.get(w, 6 if w.startswith("<0x") else 1) for w in words])
+        if kind == "gpt2":
+            writer.add_token_merges(["\u0120 c", "a b"])
+        for name, token in (("unk", 0), ("bos", 1), ("eos", 2), ("pad", 2)):
+            getattr(writer, f"add_{name}_token_id")(token)
+
+    path = write_gguf(tmp_path / "m.gguf", tiny_models.load("phi3"), "phi3", fields=fields)
+    tokenizer = open_checkpoint(str(path)).load_tokenizer()
+    assert tokenizer is not None
+    space_c, a = words.index("\u2581c" if kind == "llama" else "\u0120c"), words.index("a")
+    text = "ca" if kind == "llama" else " ca"  # SentencePiece adds the space
+    assert tokenizer(text).input_ids == [1] * has_bos + [space_c, a]
+    assert tokenizer.decode([space_c, a]).strip() == "ca"
+    # In Phi-3, each text after a special token begins with a space.
+    after_special = tokenizer("</s>" + text, add_special_tokens=False).input_ids
+    assert after_special == [2, space_c, a]
 
 
 @pytest.mark.parametrize(
@@ -450,6 +640,25 @@ class TestDamage:
         write_gguf(path, tiny_models.load("qwen3"), "qwen3", edit=lambda t: t.update(extra))
         refuse(path, r"has blk\.0\.ffn_gate_exps\.weight, which the model does not have")
 
+    @pytest.mark.parametrize("shape", [(64,), (8, 32), (7, 32, 64), (9, 32, 64), (8, 32, 32)])
+    def test_misshapen_experts_are_named(self, shape, tiny_models, tmp_path):
+        """The file has eight experts of [32, 64]."""
+        path, wrong = tmp_path / "m.gguf", {"blk.1.ffn_up_exps.weight": np.zeros(shape, np.float32)}
+        model = tiny_models.load("qwen3-moe-all")
+        write_gguf(path, model, "qwen3moe", edit=lambda t: t.update(wrong))
+        refuse(path, r"ffn_up_exps|layers\.1\.mlp\.experts\.\d\.up_proj\.weight")
+
+    def test_missing_experts_are_named(self, tiny_models, tmp_path):
+        path, name = tmp_path / "m.gguf", "blk.1.ffn_up_exps.bias"
+        write_gguf(path, tiny_models.load("gpt-oss"), "gpt-oss", edit=lambda t: t.pop(name))
+        refuse(path, r"lacks model\.layers\.1\.mlp\.experts\.0\.up_proj\.bias")
+
+    def test_shared_experts_are_named(self, tiny_models, tmp_path):
+        path, extra = tmp_path / "m.gguf", {"blk.0.ffn_up_shexp.weight": np.zeros(32, np.float32)}
+        model = tiny_models.load("granitemoe")
+        write_gguf(path, model, "granitemoe", edit=lambda t: t.update(extra))
+        refuse(path, r"has blk\.0\.ffn_up_shexp\.weight, which the model does not have")
+
     def test_a_misshapen_tensor_is_named(self, tiny_models, tmp_path):
         path, wrong = tmp_path / "m.gguf", {"output_norm.weight": np.zeros(32, np.float32)}
         write_gguf(path, tiny_models.load("qwen3"), "qwen3", edit=lambda t: t.update(wrong))
@@ -478,6 +687,51 @@ class TestRefusals:
     def test_a_missing_field_is_named(self, name, tiny_models, tmp_path):
         path = write_gguf(tmp_path / "m.gguf", tiny_models.load("qwen3"), "qwen3", drop=(name,))
         refuse(path, rf"m\.gguf.* lacks the field qwen3\.{name}")
+
+    @pytest.mark.parametrize(
+        ("name", "field"),
+        [
+            ("qwen3-moe-all", "expert_count"),
+            ("olmoe", "expert_used_count"),
+            ("mixtral", "expert_used_count"),
+            ("qwen3-moe-all", "expert_feed_forward_length"),
+            ("gpt-oss", "attention.sliding_window"),
+            ("gemma2", "attention.sliding_window"),
+            pytest.param(
+                "phi3-longrope", "rope.scaling.original_context_length", marks=needs_longrope
+            ),
+            ("llama-yarn", "rope.scaling.original_context_length"),
+        ],
+    )
+    def test_a_field_that_a_family_needs_is_named(self, name, field, tiny_models, tmp_path):
+        arch = {**MODELS, "gemma2": "gemma2"}[name]
+        path = write_gguf(tmp_path / "m.gguf", tiny_models.load(name), arch, drop=(field,))
+        refuse(path, rf"m\.gguf.* lacks the field {arch}\.{field}")
+
+    @pytest.mark.parametrize("name", ["yarn_attn_factor", "yarn_log_multiplier"])
+    def test_other_factors_of_yarn_are_refused_by_name(self, name, tiny_models, tmp_path):
+        path = write_gguf(
+            tmp_path / "m.gguf",
+            tiny_models.load("llama-yarn"),
+            "llama",
+            fields=lambda writer: writer.add_float32(f"llama.rope.scaling.{name}", 0.5),
+        )
+        refuse(path, rf"llama\.rope\.scaling\.{name} is not supported")
+
+    @needs_longrope
+    def test_a_missing_tensor_of_longrope_is_named(self, tiny_models, tmp_path):
+        path, name = tmp_path / "m.gguf", "rope_factors_long.weight"
+        write_gguf(path, tiny_models.load("phi3-longrope"), "phi3", edit=lambda t: t.pop(name))
+        refuse(path, r"lacks the tensor rope_factors_long\.weight")
+
+    def test_clipped_projections_are_refused(self, tiny_models, tmp_path):
+        path = write_gguf(
+            tmp_path / "m.gguf",
+            tiny_models.load("olmoe"),
+            "olmoe",
+            fields=lambda writer: writer.add_clamp_kqv(8.0),
+        )
+        refuse(path, "clip_qkv is not supported")
 
     @pytest.mark.parametrize("name", ["attention.head_count", "attention.key_length"])
     def test_heads_of_no_size_are_refused(self, name, tiny_models, tmp_path):

@@ -5,10 +5,13 @@ import logging
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.checkpoint import open_checkpoint
+from tests.tiny_models import BASE, VISION
 
 PROMPTS = [[3, 1, 4], list(range(100, 160))]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -37,6 +40,30 @@ def test_what_is_skipped_is_logged_in_one_line(folder, caplog):
     num_tensors = sum(not name.startswith("language") for name in load_file(weights(folder)))
     assert line.startswith(f"skipped {num_tensors} tensors: ")
     assert "vision_tower.*" in line and "multi_modal_projector.*" in line
+
+
+def test_the_text_model_of_mistral3_gives_the_tokens_of_transformers(tmp_path, caplog):
+    """With the names of the hub: language_model.model.layers..., language_model.lm_head."""
+    text = {**BASE, "model_type": "mistral", "sliding_window": None}
+    vision = {**VISION, "model_type": "pixtral", "head_dim": 8}
+    config = Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    torch.manual_seed(2)
+    model = Mistral3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.uniform_(0.5, 1.5) if "norm" in name else param.normal_(0, 0.3)
+    model.save_pretrained(tmp_path)
+    names = list(load_file(weights(tmp_path)))
+    assert any(name.startswith("language_model.model.layers.") for name in names)
+    with caplog.at_level(logging.INFO, "nanovllm"):
+        found = tokens(tmp_path)
+    (line,) = [record.message for record in caplog.records if "skipped" in record.message]
+    num_skipped = sum(not name.startswith("language_model.") for name in names)
+    assert line == f"skipped {num_skipped} tensors: multi_modal_projector.*, vision_tower.*"
+    for prompt, found_ids in zip(PROMPTS, found, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *found_ids]])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == list(found_ids)
 
 
 def weights(folder):
