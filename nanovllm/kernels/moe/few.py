@@ -10,6 +10,7 @@ import torch
 
 from nanovllm.kernels.moe.activation import gated_activation
 from nanovllm.kernels.moe.mix import Experts
+from nanovllm.kernels.moe.mxfp4 import GROUP, dequantise_part, rescale
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.utils.triton_compat import pdl_options, tl, triton
 
@@ -23,9 +24,47 @@ DOWN_CONFIG = 4, 1024, 4
 
 
 @triton.jit
+def _load_groups(
+    words_ptr,
+    scales_ptr,
+    row,
+    num_rows,
+    in_weight,
+    start,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Loads GROUPS groups of packed MXFP4 weights, from column ``start`` on.
+
+    Args:
+        row: [BLOCK_N], the index of each row in the expert's first group.
+        num_rows: the number of rows of an expert.
+
+    Returns:
+        Words [BLOCK_N, GROUPS, 32] and scales [BLOCK_N, GROUPS, 1].
+    """
+    group = start // 128 + tl.arange(0, GROUPS)
+    address = row[:, None] + group[None, :] * num_rows
+    mask = in_weight[:, None] & (group < (WIDTH + 127) // 128)[None, :]
+    scales = tl.load(scales_ptr + address, mask=mask, other=0)
+    word = tl.arange(0, 32)[None, None, :]
+    words = tl.load(words_ptr + address[:, :, None] * 32 + word, mask=mask[:, :, None], other=0)
+    return words, scales[:, :, None]
+
+
+@triton.jit
+def _load_x(x_ptr, start, part, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
+    """Loads what block ``part`` of each group is multiplied by: fp32 [1, GROUPS, 32]."""
+    column = start + tl.arange(0, GROUPS)[:, None] * 128 + part * 32 + tl.arange(0, 32)[None, :]
+    x = tl.load(x_ptr + column, mask=column < WIDTH, other=0.0)
+    return x.to(tl.float32)[None, :, :]
+
+
+@triton.jit
 def _gate_up_kernel(
     x_ptr,
     weight_ptr,
+    block_scales_ptr,
     out_ptr,
     experts_ptr,
     bias_ptr,
@@ -47,21 +86,55 @@ def _gate_up_kernel(
     expert = tl.load(experts_ptr + assignment).to(tl.int64)
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_weight = feature < out_features
-    gate_ptr = weight_ptr + (expert * 2 * out_features + feature)[:, None] * WIDTH
-    up_ptr = gate_ptr + out_features.to(tl.int64) * WIDTH
     x_ptr += (assignment // TOP_K).to(tl.int64) * WIDTH
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in tl.static_range(0, WIDTH, BLOCK_K):
-        column = start + tl.arange(0, BLOCK_K)
-        mask = in_weight[:, None] & (column < WIDTH)[None, :]
-        gate = tl.load(gate_ptr + column[None, :], mask=mask, other=0.0)
-        up = tl.load(up_ptr + column[None, :], mask=mask, other=0.0)
-        x = tl.load(x_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-        acc += gate.to(tl.float32) * x[None, :]
-        up_acc += up.to(tl.float32) * x[None, :]
+    if block_scales_ptr is None:
+        gate_ptr = weight_ptr + (expert * 2 * out_features + feature)[:, None] * WIDTH
+        up_ptr = gate_ptr + out_features.to(tl.int64) * WIDTH
+        acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        for start in tl.static_range(0, WIDTH, BLOCK_K):
+            column = start + tl.arange(0, BLOCK_K)
+            mask = in_weight[:, None] & (column < WIDTH)[None, :]
+            gate = tl.load(gate_ptr + column[None, :], mask=mask, other=0.0)
+            up = tl.load(up_ptr + column[None, :], mask=mask, other=0.0)
+            x = tl.load(x_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+            acc += gate.to(tl.float32) * x[None, :]
+            up_acc += up.to(tl.float32) * x[None, :]
+        gate_sum, up_sum = tl.sum(acc, axis=1), tl.sum(up_acc, axis=1)
+    else:
+        GROUPS: tl.constexpr = BLOCK_K // 128
+        DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+        acc = tl.zeros([BLOCK_N, GROUPS, 32], tl.float32)
+        up_acc = tl.zeros([BLOCK_N, GROUPS, 32], tl.float32)
+        first = expert * 2 * out_features * ((WIDTH + 127) // 128) + feature
+        for start in tl.static_range(0, WIDTH, BLOCK_K):
+            words, scales = _load_groups(
+                weight_ptr,
+                block_scales_ptr,
+                first,
+                2 * out_features,
+                in_weight,
+                start,
+                WIDTH,
+                GROUPS,
+            )
+            up_words, up_scales = _load_groups(
+                weight_ptr,
+                block_scales_ptr,
+                first + out_features,
+                2 * out_features,
+                in_weight,
+                start,
+                WIDTH,
+                GROUPS,
+            )
+            for part in tl.static_range(4):
+                x = _load_x(x_ptr, start, part, WIDTH, GROUPS)
+                acc += dequantise_part(words, scales, part, DTYPE).to(tl.float32) * x
+                up_acc += dequantise_part(up_words, up_scales, part, DTYPE).to(tl.float32) * x
+        gate_sum = rescale(tl.sum(tl.sum(acc, axis=2), axis=1), DTYPE)
+        up_sum = rescale(tl.sum(tl.sum(up_acc, axis=2), axis=1), DTYPE)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    gate_sum, up_sum = tl.sum(acc, axis=1), tl.sum(up_acc, axis=1)
     if bias_ptr is not None:
         bias_ptr += expert * 2 * out_features + feature
         gate_sum += tl.load(bias_ptr, mask=in_weight, other=0.0).to(tl.float32)
@@ -75,6 +148,7 @@ def _gate_up_kernel(
 def _down_kernel(
     x_ptr,
     weight_ptr,
+    block_scales_ptr,
     out_ptr,
     experts_ptr,
     scales_ptr,
@@ -95,7 +169,12 @@ def _down_kernel(
     token = tl.program_id(1)
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_weight = feature < out_features
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    GROUPS: tl.constexpr = BLOCK_K // 128
+    if block_scales_ptr is None:
+        acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_N, GROUPS, 32], tl.float32)
     bias = tl.zeros([BLOCK_N], tl.float32)
     for i in tl.static_range(TOP_K):
         assignment = token * TOP_K + i
@@ -104,26 +183,50 @@ def _down_kernel(
         if bias_ptr is not None:
             address = bias_ptr + expert * out_features + feature
             bias += tl.load(address, mask=in_weight, other=0.0).to(tl.float32) * scale
-        row_ptr = weight_ptr + (expert * out_features + feature)[:, None] * WIDTH
+        row_ptr = x_ptr + assignment.to(tl.int64) * WIDTH
         for start in tl.static_range(0, WIDTH, BLOCK_K):
-            column = start + tl.arange(0, BLOCK_K)
-            mask = in_weight[:, None] & (column < WIDTH)[None, :]
-            weight = tl.load(row_ptr + column[None, :], mask=mask, other=0.0)
-            address = x_ptr + assignment.to(tl.int64) * WIDTH + column
-            x = tl.load(address, mask=column < WIDTH, other=0.0).to(tl.float32) * scale
-            acc += weight.to(tl.float32) * x[None, :]
-    out = tl.sum(acc, axis=1) + bias
+            if block_scales_ptr is None:
+                column = start + tl.arange(0, BLOCK_K)
+                mask = in_weight[:, None] & (column < WIDTH)[None, :]
+                address = (expert * out_features + feature)[:, None] * WIDTH + column[None, :]
+                weight = tl.load(weight_ptr + address, mask=mask, other=0.0)
+                x = tl.load(row_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32) * scale
+                acc += weight.to(tl.float32) * x[None, :]
+            else:
+                first = expert * out_features * ((WIDTH + 127) // 128) + feature
+                words, scales = _load_groups(
+                    weight_ptr,
+                    block_scales_ptr,
+                    first,
+                    out_features,
+                    in_weight,
+                    start,
+                    WIDTH,
+                    GROUPS,
+                )
+                for part in tl.static_range(4):
+                    x = _load_x(row_ptr, start, part, WIDTH, GROUPS) * scale
+                    acc += dequantise_part(words, scales, part, DTYPE).to(tl.float32) * x
+    if block_scales_ptr is None:
+        out = tl.sum(acc, axis=1) + bias
+    else:
+        out = rescale(tl.sum(tl.sum(acc, axis=2), axis=1), DTYPE) + bias
     address = token.to(tl.int64) * out_features + feature
     if residual_ptr is not None:
         out += tl.load(residual_ptr + address, mask=in_weight, other=0.0).to(tl.float32)
     tl.store(out_ptr + address, out.to(out_ptr.dtype.element_ty), mask=in_weight)
 
 
+def _block_size(limit: int, width: int, block_scales: torch.Tensor | None) -> int:
+    """Returns BLOCK_K. With MXFP4 it is a multiple of the size of a group."""
+    return max(1 if block_scales is None else GROUP, min(limit, triton.next_power_of_2(width)))
+
+
 def mix_few(
     x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
     """Computes ``mix_reference`` for a few tokens."""
-    _, hidden, width = experts.down.shape
+    hidden, width = x.size(1), experts.gate_up.size(-2) // 2
     num_tokens, top_k = routing.experts.shape
     gate_up, down = experts.gate_up, experts.down
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
@@ -133,6 +236,7 @@ def mix_few(
     _gate_up_kernel[(triton.cdiv(width, block_n), len(inner))](
         x,
         gate_up,
+        experts.gate_up_scales,
         inner,
         routing.experts,
         experts.gate_up_bias,
@@ -142,7 +246,7 @@ def mix_few(
         LIMIT=experts.limit,
         ALPHA=experts.alpha,
         BLOCK_N=block_n,
-        BLOCK_K=min(block_k, triton.next_power_of_2(hidden)),
+        BLOCK_K=_block_size(block_k, hidden, experts.gate_up_scales),
         num_warps=num_warps,
         **pdl_options(x),
     )
@@ -151,6 +255,7 @@ def mix_few(
     _down_kernel[(triton.cdiv(hidden, block_n), num_tokens)](
         inner,
         down,
+        experts.down_scales,
         out,
         routing.experts,
         routing.weights,
@@ -160,7 +265,7 @@ def mix_few(
         WIDTH=width,
         TOP_K=top_k,
         BLOCK_N=block_n,
-        BLOCK_K=min(block_k, triton.next_power_of_2(width)),
+        BLOCK_K=_block_size(block_k, width, experts.down_scales),
         num_warps=num_warps,
         **pdl_options(x),
     )
