@@ -106,7 +106,8 @@ def transformers_greedy(
     out: list[int] = []
     while len(out) < num_tokens:
         rest = (draft or [])[len(out) : num_tokens - 1]
-        logits = model(torch.tensor([prompt + out + rest])).logits[0, -len(rest) - 1 :]
+        tokens = torch.tensor([prompt + out + rest])
+        logits = model(tokens, logits_to_keep=len(rest) + 1).logits[0]
         for row, drafted in zip(logits, [*rest, None], strict=True):
             (first, second), (token, _) = row.topk(2)
             if first - second < SMALLEST_MARGIN:
