@@ -17,16 +17,14 @@ from nanovllm.kernels.moe.mxfp4 import (
     pack_mxfp4,
     pack_mxfp4_scales,
 )
-from nanovllm.kernels.moe.route import Routing
+from nanovllm.kernels.moe.route import MAX_UNSORTED_TOKENS, Routing
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import check_shape, copy_weight
 from nanovllm.utils.math import divide
 from nanovllm.utils.triton_compat import use_triton
 
-# The kernels and the numbers of tokens that they are for. The first match is launched. With 5
-# tokens and 8 of 128 experts each, about an eighth of the assignments have an expert that another
-# one already reads. The limit is an estimate, not benchmarked yet.
-KERNELS = ((range(1, 5), mix_few), (range(sys.maxsize), mix_grouped))
+# The kernels and the numbers of tokens that they are for. The first match is launched.
+KERNELS = ((range(1, MAX_UNSORTED_TOKENS + 1), mix_few), (range(sys.maxsize), mix_grouped))
 
 
 class UnquantizedExperts:
@@ -38,6 +36,8 @@ class UnquantizedExperts:
         tp: the ranks over which the intermediate dimension is split.
         limit, alpha, interleaved: as in a MoESpec.
     """
+
+    kernels: tuple[tuple[range, Any], ...] = KERNELS
 
     def __init__(
         self, layer: nn.Module, tp: TPGroup, limit: float | None, alpha: float, interleaved: bool
@@ -121,7 +121,7 @@ class UnquantizedExperts:
         it is None."""
         kernel = mix_reference
         if use_triton(x):
-            kernel = next(kernel for rows, kernel in KERNELS if len(x) in rows)
+            kernel = next(kernel for rows, kernel in self.kernels if len(x) in rows)
         return kernel(x, self._experts, routing, residual)
 
     @property
@@ -140,6 +140,8 @@ class UnquantizedExperts:
 class Mxfp4Experts(UnquantizedExperts):
     """Weights that stay in MXFP4, packed, and are dequantised in the kernels: see
     ``kernels/moe/mxfp4.py`` and ``kernels.moe.mix.Experts``."""
+
+    kernels = KERNELS[1:]  # GEMVs on the CUDA cores would take longer to dequantise
 
     def create_parameters(
         self, num_experts: int, hidden_size: int, num_columns: int, bias: bool

@@ -17,7 +17,11 @@ from torch import Tensor
 
 from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
-from nanovllm.kernels.attention.split_kv import KV_SPLIT_WORDS, max_partial_slots
+from nanovllm.kernels.attention.split_kv import (
+    KV_SPLIT_WORDS,
+    max_partial_slots,
+    max_window_splits,
+)
 from nanovllm.kernels.attention.tiles import (
     CONSTEXPR_LOG2_E,
     LOG2_E,
@@ -342,7 +346,10 @@ def decode_attention(
     partial = out.new_empty(num_slots, q_heads, head_dim, dtype=torch.float32)
     lse = out.new_empty(num_slots, q_heads, dtype=torch.float32)
     group = triton.next_power_of_2(q_heads // kv_heads)
-    _decode_kernel[(kv_heads, len(context.split_kv_schedule))](
+    num_splits = len(context.split_kv_schedule)
+    if params.window is not None:  # used rows come first
+        num_splits = min(num_splits, num_seqs * max_window_splits(params.window, tile.num_keys))
+    _decode_kernel[(kv_heads, num_splits)](
         q,
         cache.k,
         cache.v,
@@ -405,9 +412,10 @@ def decode_tile(num_seqs: int, kv_heads: int, head_dim: int, dtype: torch.dtype)
     if dtype is torch.float32:
         return DecodeTile(16, 4, NUM_PROGRAMS, is_small)
     if head_dim > 128:
-        return DecodeTile(32, 4, NUM_PROGRAMS, is_small)
+        return DecodeTile(64 if is_small else 32, 4 if is_small else 2, NUM_PROGRAMS, is_small)
     if is_small:
         return DecodeTile(64, 2, NUM_PROGRAMS_SMALL_BATCH, True)
     if num_unsplit < LARGE_BATCH:
         return DecodeTile(128, 4, NUM_PROGRAMS, False)
-    return DecodeTile(64 if num_unsplit < VERY_LARGE_BATCH else 32, 1, NUM_PROGRAMS, False)
+    num_keys = 32 if num_unsplit >= VERY_LARGE_BATCH and head_dim > 64 else 64
+    return DecodeTile(num_keys, 1, NUM_PROGRAMS, False)

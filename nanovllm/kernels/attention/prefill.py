@@ -4,6 +4,8 @@ keys of their own sequence.
 The query heads that share a KV head are rows of one tile, so their keys and values are read once.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -126,6 +128,36 @@ def _prefill_kernel(
     )
 
 
+class PrefillTile(NamedTuple):
+    """Tile and launch sizes of the prefill kernel.
+
+    Attributes:
+        num_rows: rows of queries, which are tokens times heads of a group.
+        num_keys: keys per iteration.
+        num_tail_keys: keys per iteration where some of them are masked.
+        num_warps: warps per program.
+        num_stages: pipeline stages.
+    """
+
+    num_rows: int
+    num_keys: int
+    num_tail_keys: int
+    num_warps: int
+    num_stages: int
+
+
+def prefill_tile(head_dim: int, dtype: torch.dtype, shared_memory: int) -> PrefillTile:
+    """Chooses tile and launch sizes. Those for 200 KiB of shared memory, as data-centre GPUs from
+    Hopper on have, were tuned on an H200."""
+    if dtype is torch.float32:  # no tensor cores: small tiles keep the unrolled code short
+        return PrefillTile(16, 16, 16, 4, 2)
+    if shared_memory < 200 << 10:
+        return PrefillTile(64, 32, 32, 4, 2) if head_dim > 128 else PrefillTile(128, 64, 64, 8, 2)
+    if head_dim > 128:
+        return PrefillTile(128, 64, 64, 8, 2)
+    return PrefillTile(128, 64, 32, 8, 3) if head_dim <= 64 else PrefillTile(128, 128, 64, 8, 3)
+
+
 def prefill_attention(
     q: Tensor, k: Tensor, v: Tensor, cache: KVCache, context: Context, params: AttentionParams
 ) -> Tensor:
@@ -138,12 +170,9 @@ def prefill_attention(
         k, v = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
     assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
     assert context.cu_seqlens_q is not None
-    group, wide = q_heads // kv_heads, head_dim > 128
-    # fp32 matmuls have no tensor cores and unroll into long code. Small tiles keep it short.
-    is_fp32 = q.dtype is torch.float32
-    large_tiles = not (wide or is_fp32) and shared_memory(q.device) >= 200 << 10
-    block_m = max(16 if is_fp32 else 64 if wide else 128, triton.next_power_of_2(group))
-    block_n = 16 if is_fp32 else 32 if wide else 128 if large_tiles else 64
+    group = q_heads // kv_heads
+    tile = prefill_tile(head_dim, q.dtype, shared_memory(q.device))
+    block_m = max(tile.num_rows, triton.next_power_of_2(group))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_seqs = len(context.cu_seqlens_q) - 1
     _prefill_kernel[(len(q) // (block_m // group) + num_seqs, kv_heads)](
@@ -167,13 +196,13 @@ def prefill_attention(
         HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        TAIL_N=min(block_n, 64),
+        BLOCK_N=tile.num_keys,
+        TAIL_N=tile.num_tail_keys,
         SCAN=SCAN,
         WINDOW=params.window or 0,
         SOFTCAP=None if params.softcap is None else params.softcap * LOG2_E,
-        num_warps=4 if wide or is_fp32 else 8,
-        num_stages=3 if large_tiles else 2,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         **pdl_options(q),
     )
     return out

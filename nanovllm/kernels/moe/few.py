@@ -10,61 +10,21 @@ import torch
 
 from nanovllm.kernels.moe.activation import gated_activation
 from nanovllm.kernels.moe.mix import Experts
-from nanovllm.kernels.moe.mxfp4 import GROUP, dequantise_part, rescale
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.utils.triton_compat import pdl_options, tl, triton
 
-# BLOCK_N, BLOCK_K and num_warps of each kernel, chosen as for the skinny GEMMs. Not benchmarked
-# yet. Example: one token of Qwen3-30B-A3B (hidden size 2048, top 8, intermediate size 768). Gate
-# and up take 8 x 384 programs, each of which reads 2 rows of gate and 2 of up, of 4 KB. Down takes
-# 512 programs, each of which reads 4 rows of 1.5 KB from each of 8 experts. With 132
-# multiprocessors, that is 23 and 4 programs per multiprocessor.
-GATE_UP_CONFIG = 2, 1024, 4
-DOWN_CONFIG = 4, 1024, 4
-
-
-@triton.jit
-def _load_groups(
-    words_ptr,
-    scales_ptr,
-    row,
-    num_rows,
-    in_weight,
-    start,
-    WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
-    """Loads GROUPS groups of packed MXFP4 weights, from column ``start`` on.
-
-    Args:
-        row: [BLOCK_N], the index of each row in the expert's first group.
-        num_rows: the number of rows of an expert.
-
-    Returns:
-        Words [BLOCK_N, GROUPS, 32] and scales [BLOCK_N, GROUPS, 1].
-    """
-    group = start // 128 + tl.arange(0, GROUPS)
-    address = row[:, None] + group[None, :] * num_rows
-    mask = in_weight[:, None] & (group < (WIDTH + 127) // 128)[None, :]
-    scales = tl.load(scales_ptr + address, mask=mask, other=0)
-    word = tl.arange(0, 32)[None, None, :]
-    words = tl.load(words_ptr + address[:, :, None] * 32 + word, mask=mask[:, :, None], other=0)
-    return words, scales[:, :, None]
-
-
-@triton.jit
-def _load_x(x_ptr, start, part, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
-    """Loads what block ``part`` of each group is multiplied by: fp32 [1, GROUPS, 32]."""
-    column = start + tl.arange(0, GROUPS)[:, None] * 128 + part * 32 + tl.arange(0, 32)[None, :]
-    x = tl.load(x_ptr + column, mask=column < WIDTH, other=0.0)
-    return x.to(tl.float32)[None, :, :]
+# BLOCK_N, BLOCK_K and num_warps of each kernel, tuned for one token of Qwen3-30B-A3B (hidden size
+# 2048, top 8, intermediate size 768) on an H200. Gate and up take 8 x 768 programs, each of which
+# reads a row of gate and one of up, of 4 KB. Down takes 1,024 programs, each of which reads 2 rows
+# of 1.5 KB from each of 8 experts.
+GATE_UP_CONFIG = 1, 1024, 2
+DOWN_CONFIG = 2, 1024, 2
 
 
 @triton.jit
 def _gate_up_kernel(
     x_ptr,
     weight_ptr,
-    block_scales_ptr,
     out_ptr,
     experts_ptr,
     bias_ptr,
@@ -86,55 +46,21 @@ def _gate_up_kernel(
     expert = tl.load(experts_ptr + assignment).to(tl.int64)
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_weight = feature < out_features
+    gate_ptr = weight_ptr + (expert * 2 * out_features + feature)[:, None] * WIDTH
+    up_ptr = gate_ptr + out_features.to(tl.int64) * WIDTH
     x_ptr += (assignment // TOP_K).to(tl.int64) * WIDTH
-    if block_scales_ptr is None:
-        gate_ptr = weight_ptr + (expert * 2 * out_features + feature)[:, None] * WIDTH
-        up_ptr = gate_ptr + out_features.to(tl.int64) * WIDTH
-        acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        for start in tl.static_range(0, WIDTH, BLOCK_K):
-            column = start + tl.arange(0, BLOCK_K)
-            mask = in_weight[:, None] & (column < WIDTH)[None, :]
-            gate = tl.load(gate_ptr + column[None, :], mask=mask, other=0.0)
-            up = tl.load(up_ptr + column[None, :], mask=mask, other=0.0)
-            x = tl.load(x_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-            acc += gate.to(tl.float32) * x[None, :]
-            up_acc += up.to(tl.float32) * x[None, :]
-        gate_sum, up_sum = tl.sum(acc, axis=1), tl.sum(up_acc, axis=1)
-    else:
-        GROUPS: tl.constexpr = BLOCK_K // 128
-        DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-        acc = tl.zeros([BLOCK_N, GROUPS, 32], tl.float32)
-        up_acc = tl.zeros([BLOCK_N, GROUPS, 32], tl.float32)
-        first = expert * 2 * out_features * ((WIDTH + 127) // 128) + feature
-        for start in tl.static_range(0, WIDTH, BLOCK_K):
-            words, scales = _load_groups(
-                weight_ptr,
-                block_scales_ptr,
-                first,
-                2 * out_features,
-                in_weight,
-                start,
-                WIDTH,
-                GROUPS,
-            )
-            up_words, up_scales = _load_groups(
-                weight_ptr,
-                block_scales_ptr,
-                first + out_features,
-                2 * out_features,
-                in_weight,
-                start,
-                WIDTH,
-                GROUPS,
-            )
-            for part in tl.static_range(4):
-                x = _load_x(x_ptr, start, part, WIDTH, GROUPS)
-                acc += dequantise_part(words, scales, part, DTYPE).to(tl.float32) * x
-                up_acc += dequantise_part(up_words, up_scales, part, DTYPE).to(tl.float32) * x
-        gate_sum = rescale(tl.sum(tl.sum(acc, axis=2), axis=1), DTYPE)
-        up_sum = rescale(tl.sum(tl.sum(up_acc, axis=2), axis=1), DTYPE)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for start in tl.static_range(0, WIDTH, BLOCK_K):
+        column = start + tl.arange(0, BLOCK_K)
+        mask = in_weight[:, None] & (column < WIDTH)[None, :]
+        gate = tl.load(gate_ptr + column[None, :], mask=mask, other=0.0)
+        up = tl.load(up_ptr + column[None, :], mask=mask, other=0.0)
+        x = tl.load(x_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        acc += gate.to(tl.float32) * x[None, :]
+        up_acc += up.to(tl.float32) * x[None, :]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
+    gate_sum, up_sum = tl.sum(acc, axis=1), tl.sum(up_acc, axis=1)
     if bias_ptr is not None:
         bias_ptr += expert * 2 * out_features + feature
         gate_sum += tl.load(bias_ptr, mask=in_weight, other=0.0).to(tl.float32)
@@ -148,7 +74,6 @@ def _gate_up_kernel(
 def _down_kernel(
     x_ptr,
     weight_ptr,
-    block_scales_ptr,
     out_ptr,
     experts_ptr,
     scales_ptr,
@@ -169,12 +94,7 @@ def _down_kernel(
     token = tl.program_id(1)
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_weight = feature < out_features
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    GROUPS: tl.constexpr = BLOCK_K // 128
-    if block_scales_ptr is None:
-        acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_N, GROUPS, 32], tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     bias = tl.zeros([BLOCK_N], tl.float32)
     for i in tl.static_range(TOP_K):
         assignment = token * TOP_K + i
@@ -183,50 +103,26 @@ def _down_kernel(
         if bias_ptr is not None:
             address = bias_ptr + expert * out_features + feature
             bias += tl.load(address, mask=in_weight, other=0.0).to(tl.float32) * scale
-        row_ptr = x_ptr + assignment.to(tl.int64) * WIDTH
+        row_ptr = weight_ptr + (expert * out_features + feature)[:, None] * WIDTH
         for start in tl.static_range(0, WIDTH, BLOCK_K):
-            if block_scales_ptr is None:
-                column = start + tl.arange(0, BLOCK_K)
-                mask = in_weight[:, None] & (column < WIDTH)[None, :]
-                address = (expert * out_features + feature)[:, None] * WIDTH + column[None, :]
-                weight = tl.load(weight_ptr + address, mask=mask, other=0.0)
-                x = tl.load(row_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32) * scale
-                acc += weight.to(tl.float32) * x[None, :]
-            else:
-                first = expert * out_features * ((WIDTH + 127) // 128) + feature
-                words, scales = _load_groups(
-                    weight_ptr,
-                    block_scales_ptr,
-                    first,
-                    out_features,
-                    in_weight,
-                    start,
-                    WIDTH,
-                    GROUPS,
-                )
-                for part in tl.static_range(4):
-                    x = _load_x(row_ptr, start, part, WIDTH, GROUPS) * scale
-                    acc += dequantise_part(words, scales, part, DTYPE).to(tl.float32) * x
-    if block_scales_ptr is None:
-        out = tl.sum(acc, axis=1) + bias
-    else:
-        out = rescale(tl.sum(tl.sum(acc, axis=2), axis=1), DTYPE) + bias
+            column = start + tl.arange(0, BLOCK_K)
+            mask = in_weight[:, None] & (column < WIDTH)[None, :]
+            weight = tl.load(row_ptr + column[None, :], mask=mask, other=0.0)
+            address = x_ptr + assignment.to(tl.int64) * WIDTH + column
+            x = tl.load(address, mask=column < WIDTH, other=0.0).to(tl.float32) * scale
+            acc += weight.to(tl.float32) * x[None, :]
+    out = tl.sum(acc, axis=1) + bias
     address = token.to(tl.int64) * out_features + feature
     if residual_ptr is not None:
         out += tl.load(residual_ptr + address, mask=in_weight, other=0.0).to(tl.float32)
     tl.store(out_ptr + address, out.to(out_ptr.dtype.element_ty), mask=in_weight)
 
 
-def _block_size(limit: int, width: int, block_scales: torch.Tensor | None) -> int:
-    """Returns BLOCK_K. With MXFP4 it is a multiple of the size of a group."""
-    return max(1 if block_scales is None else GROUP, min(limit, triton.next_power_of_2(width)))
-
-
 def mix_few(
     x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
     """Computes ``mix_reference`` for a few tokens."""
-    hidden, width = x.size(1), experts.gate_up.size(-2) // 2
+    _, hidden, width = experts.down.shape
     num_tokens, top_k = routing.experts.shape
     gate_up, down = experts.gate_up, experts.down
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
@@ -236,7 +132,6 @@ def mix_few(
     _gate_up_kernel[(triton.cdiv(width, block_n), len(inner))](
         x,
         gate_up,
-        experts.gate_up_scales,
         inner,
         routing.experts,
         experts.gate_up_bias,
@@ -246,7 +141,7 @@ def mix_few(
         LIMIT=experts.limit,
         ALPHA=experts.alpha,
         BLOCK_N=block_n,
-        BLOCK_K=_block_size(block_k, hidden, experts.gate_up_scales),
+        BLOCK_K=min(block_k, triton.next_power_of_2(hidden)),
         num_warps=num_warps,
         **pdl_options(x),
     )
@@ -255,7 +150,6 @@ def mix_few(
     _down_kernel[(triton.cdiv(hidden, block_n), num_tokens)](
         inner,
         down,
-        experts.down_scales,
         out,
         routing.experts,
         routing.weights,
@@ -265,7 +159,7 @@ def mix_few(
         WIDTH=width,
         TOP_K=top_k,
         BLOCK_N=block_n,
-        BLOCK_K=_block_size(block_k, width, experts.down_scales),
+        BLOCK_K=min(block_k, triton.next_power_of_2(width)),
         num_warps=num_warps,
         **pdl_options(x),
     )

@@ -16,7 +16,7 @@ import torch
 from nanovllm.kernels.moe.activation import gated_activation
 from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.moe.mxfp4 import dequantise_part, rescale
-from nanovllm.kernels.moe.route import Routing
+from nanovllm.kernels.moe.route import MAX_UNSORTED_TOKENS, Routing
 from nanovllm.kernels.moe.sort import Groups, sort_triton
 from nanovllm.utils.triton_compat import pdl_options, shared_memory, tl, triton
 
@@ -40,9 +40,8 @@ class Tile(NamedTuple):
 
 
 # The tile by the mean number of rows per expert: the first entry whose key is at least the mean.
-# Not benchmarked yet. Chosen for Qwen3-30B-A3B (hidden size 2048, 128 experts, top 8, intermediate
-# size 768) on an H200 (132 multiprocessors, 4.8 TB/s, 800 TFLOP/s), where a GEMM becomes
-# compute-bound at about 170 rows.
+# Tuned for Qwen3-30B-A3B (hidden size 2048, 128 experts, top 8, intermediate size 768) on an H200
+# (132 multiprocessors, 4.8 TB/s, 800 TFLOP/s), where a GEMM becomes compute-bound at about 170 rows.
 # - Up to 48 rows (768 tokens), the time is that of reading weights: 6.3 MB per expert for gate and
 #   up, and 3.1 MB for down. One tile should hold all rows of its expert. Otherwise the weights are
 #   read again, from the L2 cache at best. The number of rows varies between experts by about the
@@ -53,25 +52,41 @@ class Tile(NamedTuple):
 #   programs for gate and up, and 128 x 32 for down: 5 waves or more.
 # - Above that, tensor cores are the bottleneck. A tile of 128 rows, and 128 features of gate and of
 #   up, has 2 x 128 x 128 accumulators, 128 registers per thread with 8 warps. An iteration loads
-#   (256 + 128) x 64 x 2 bytes = 48 KB, so 3 stages take 144 KB. With 16,384 tokens, an expert has
+#   (256 + 128) x 64 x 2 bytes = 48 KB, so 4 stages take 192 KB. With 16,384 tokens, an expert has
 #   1,024 rows: 8 tiles, and a grid of 6 x 8 x 128 programs.
 TILES: dict[int, Tile] = {
-    8: Tile(16, 64, 64, 4, 4),
+    8: Tile(16, 64, 128, 4, 4),
     16: Tile(32, 64, 64, 4, 4),
     48: Tile(64, 64, 64, 4, 4),
-    1 << 31: Tile(128, 128, 64, 3, 8),
+    1 << 31: Tile(128, 128, 64, 4, 8),
+}
+# The same for MXFP4 weights, tuned for gpt-oss-20b. An iteration is over a group of 128 columns.
+MXFP4_TILES: dict[int, Tile] = {
+    8: Tile(16, 64, 128, 4, 4),
+    16: Tile(32, 64, 128, 3, 4),
+    48: Tile(64, 64, 128, 3, 4),
+    1 << 31: Tile(128, 128, 128, 3, 8),
 }
 FP32_TILE = Tile(16, 32, 32, 2, 4)  # fp32 matmuls run on the CUDA cores
+# For assignments that are not sorted. A matmul with 16 features takes one warp and has a low latency.
+# Hopper's asynchronous tensor core instructions need 64 features.
+UNSORTED_TILE = Tile(8, 16, 128, 4, 1)
 
 
-def choose_tile(num_assignments: int, num_experts: int, x: torch.Tensor) -> Tile:
+def choose_tile(
+    num_tokens: int, top_k: int, num_experts: int, x: torch.Tensor, mxfp4: bool
+) -> Tile:
     """Returns the tile of both GEMMs. It has fewer stages where shared memory is small, as on
     consumer GPUs."""
     if x.dtype is torch.float32:
         return FP32_TILE
-    mean_rows = num_assignments / num_experts
-    tile = next(tile for rows, tile in TILES.items() if mean_rows <= rows)
-    stage_bytes = (tile.rows + 2 * tile.features) * tile.columns * x.itemsize
+    mean_rows = num_tokens * top_k / num_experts
+    tiles = MXFP4_TILES if mxfp4 else TILES
+    tile = next(tile for rows, tile in tiles.items() if mean_rows <= rows)
+    if num_tokens <= MAX_UNSORTED_TOKENS:
+        tile = UNSORTED_TILE
+    weight_bytes = 68 if mxfp4 else tile.columns * x.itemsize  # 68 with the scales
+    stage_bytes = tile.rows * tile.columns * x.itemsize + 2 * tile.features * weight_bytes
     most_stages = max(1, shared_memory(x.device) // stage_bytes)
     return tile._replace(stages=min(tile.stages, most_stages))
 
@@ -81,6 +96,7 @@ def _multiply(
     x_ptr,
     weight_ptr,
     source,
+    in_group,
     expert,
     feature,
     out_features,
@@ -95,6 +111,7 @@ def _multiply(
 
     Args:
         source: [BLOCK_M], the rows of x.
+        in_group: [BLOCK_M], whether to load the row, and not zeros.
         feature: [BLOCK_N], rows of the weight; with GATED, rows of its first half.
 
     Returns:
@@ -110,7 +127,7 @@ def _multiply(
     up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in tl.range(0, width, BLOCK_K, num_stages=STAGES):
         mask = column < width - start
-        x = tl.load(x_ptrs + start, mask=mask[:, None], other=0.0)
+        x = tl.load(x_ptrs + start, mask=mask[:, None] & in_group[None, :], other=0.0)
         weight = tl.load(gate_ptrs + start, mask=mask[None, :], other=0.0)
         acc = tl.dot(weight, x, acc, input_precision="ieee")
         if GATED:
@@ -125,6 +142,7 @@ def _multiply_mxfp4(
     words_ptr,
     scales_ptr,
     source,
+    in_group,
     expert,
     feature,
     out_features,
@@ -155,7 +173,7 @@ def _multiply_mxfp4(
             up_words = tl.load(words_ptrs + out_features * 32)
             up_scales = tl.load(scales_ptrs + out_features)[:, None]
         for part in tl.static_range(4):
-            mask = (column + 32 * part < width - start)[:, None]
+            mask = (column + 32 * part < width - start)[:, None] & in_group[None, :]
             x = tl.load(x_ptrs + start + 32 * part, mask=mask, other=0.0)
             weight = dequantise_part(words, scales, part, DTYPE)
             acc = tl.dot(weight, x, acc, input_precision="ieee")
@@ -196,19 +214,25 @@ def _grouped_kernel(
     r of the result is activation(x[order[r] // TOP_K] W^T + bias). Otherwise it is [E, out, width],
     and row order[r] of the result is scale * (x[r] W^T + bias). The scale is the assignment's
     routing weight. The weight is in MXFP4 if ``block_scales_ptr`` is not None.
+
+    If ``tiles_ptr`` is None, each assignment is a tile, and ``order_ptr`` has its expert.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     tile = tl.program_id(1)
-    if tile >= tl.load(num_tiles_ptr):
-        return
-    expert = tl.load(tiles_ptr + 3 * tile)
-    row = tl.load(tiles_ptr + 3 * tile + 1) + tl.arange(0, BLOCK_M)
-    end = tl.load(tiles_ptr + 3 * tile + 2)
-    in_group = row < end
-    row = tl.minimum(row, end - 1)  # rows past the end repeat the last one, and are not stored
-    assignment = tl.load(order_ptr + row)
+    if tiles_ptr is None:
+        expert = tl.load(order_ptr + tile)
+        row = tile + tl.arange(0, BLOCK_M)
+        in_group = row == tile
+        assignment = row
+    else:
+        if tile >= tl.load(num_tiles_ptr):
+            return
+        expert = tl.load(tiles_ptr + 3 * tile)
+        row = tl.load(tiles_ptr + 3 * tile + 1) + tl.arange(0, BLOCK_M)
+        in_group = row < tl.load(tiles_ptr + 3 * tile + 2)
+        assignment = tl.load(order_ptr + row, mask=in_group, other=0)
     source = assignment // TOP_K if GATED else row
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Features past the end repeat the last one, too.
@@ -218,6 +242,7 @@ def _grouped_kernel(
             x_ptr,
             weight_ptr,
             source,
+            in_group,
             expert,
             clamped,
             out_features,
@@ -234,6 +259,7 @@ def _grouped_kernel(
             weight_ptr,
             block_scales_ptr,
             source,
+            in_group,
             expert,
             clamped,
             out_features,
@@ -252,7 +278,7 @@ def _grouped_kernel(
     if GATED:
         acc = gated_activation(acc, up_acc, LIMIT, ALPHA, dtype)
     else:
-        acc *= tl.load(scales_ptr + assignment)[None, :]
+        acc *= tl.load(scales_ptr + assignment, mask=in_group, other=0.0)[None, :]
     target = row if GATED else assignment
     address = out_ptr + target.to(tl.int64)[None, :] * out_features + feature[:, None]
     mask = in_group[None, :] & (feature < out_features)[:, None]
@@ -295,8 +321,11 @@ def mix_grouped(
     gate_up, down = experts.gate_up, experts.down
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
     assert residual is None or residual.is_contiguous()
-    tile = choose_tile(num_tokens * top_k, len(down), x)
-    groups = sort_triton(routing, tile.rows)
+    tile = choose_tile(num_tokens, top_k, len(down), x, experts.down_scales is not None)
+    if num_tokens <= MAX_UNSORTED_TOKENS:
+        groups = Groups(routing.experts)
+    else:
+        groups = sort_triton(routing, tile.rows)
     inner = x.new_empty(num_tokens * top_k, width)
     activation = experts.limit, experts.alpha
     weight = gate_up, experts.gate_up_scales, experts.gate_up_bias
@@ -337,7 +366,8 @@ def _launch(
         activation: limit and alpha, for the first GEMM.
     """
     features, (values, block_scales, bias) = out.size(1), weight
-    _grouped_kernel[(triton.cdiv(features, tile.features), len(groups.tiles))](
+    num_tiles = groups.order.numel() if groups.tiles is None else len(groups.tiles)
+    _grouped_kernel[(triton.cdiv(features, tile.features), num_tiles)](
         x,
         values,
         block_scales,

@@ -69,7 +69,7 @@ def mix_reference(
     order = routing.experts.flatten().argsort(stable=True)
     weights = routing.weights.flatten()[order].to(x.dtype)
     start = 0
-    for expert, count in enumerate(routing.counts.sum(0).tolist()):
+    for expert, count in enumerate(routing.experts.flatten().bincount().tolist()):
         if count:
             rows = slice(start, start + count)
             tokens = order[rows] // top_k

@@ -10,9 +10,13 @@ import torch
 
 from nanovllm.utils.triton_compat import by_device, pdl_options, tl, triton
 
+# Assignments of so few tokens are not sorted, because nearly all have experts of their own.
+MAX_UNSORTED_TOKENS = 4
+
 
 class Routing(NamedTuple):
-    """The experts of each token. ``ranks`` and ``counts`` let ``sort_triton`` sort in one pass.
+    """The experts of each token. ``ranks`` and ``counts`` let ``sort_triton`` sort in one pass. The
+    kernel does not compute them for at most MAX_UNSORTED_TOKENS tokens.
 
     Attributes:
         weights: fp32 [N, k], the chosen experts' probabilities, in descending order.
@@ -24,8 +28,8 @@ class Routing(NamedTuple):
 
     weights: torch.Tensor
     experts: torch.Tensor
-    ranks: torch.Tensor
-    counts: torch.Tensor
+    ranks: torch.Tensor | None
+    counts: torch.Tensor | None
 
 
 def chunk_size(num_tokens: int, num_experts: int) -> int:
@@ -115,36 +119,38 @@ def _route_kernel(
     weights = tl.exp(values - largest)
     summands = weights if NORMALISE else tl.exp(logits - largest)
     weights = weights / tl.sum(summands, axis=1)[:, None]
-    chosen = tl.where((token < num_tokens)[:, None], chosen, 0)
-    tl.store(
-        counts_ptr + tl.program_id(0) * NUM_EXPERTS + expert,
-        tl.sum(chosen, axis=0),
-        mask=expert < NUM_EXPERTS,
-    )
-    earlier = tl.cumsum(chosen, axis=0) - chosen
-    ranks = tl.zeros([CHUNK, BLOCK_K], tl.int32)
-    for i in tl.static_range(TOP_K):
-        index = tl.sum(tl.where(column == i, experts, 0), axis=1)
-        rank = tl.sum(tl.where(expert[None, :] == index[:, None], earlier, 0), axis=1)
-        ranks = tl.where(column == i, rank[:, None], ranks)
     assignment = token[:, None] * TOP_K + column
     mask = (token < num_tokens)[:, None] & (column < TOP_K)
     tl.store(weights_ptr + assignment, weights, mask=mask)
     tl.store(experts_ptr + assignment, experts, mask=mask)
-    tl.store(ranks_ptr + assignment, ranks, mask=mask)
+    if ranks_ptr is not None:
+        chosen = tl.where((token < num_tokens)[:, None], chosen, 0)
+        tl.store(
+            counts_ptr + tl.program_id(0) * NUM_EXPERTS + expert,
+            tl.sum(chosen, axis=0),
+            mask=expert < NUM_EXPERTS,
+        )
+        earlier = tl.cumsum(chosen, axis=0) - chosen
+        ranks = tl.zeros([CHUNK, BLOCK_K], tl.int32)
+        for i in tl.static_range(TOP_K):
+            index = tl.sum(tl.where(column == i, experts, 0), axis=1)
+            rank = tl.sum(tl.where(expert[None, :] == index[:, None], earlier, 0), axis=1)
+            ranks = tl.where(column == i, rank[:, None], ranks)
+        tl.store(ranks_ptr + assignment, ranks, mask=mask)
 
 
 def route_triton(logits: torch.Tensor, top_k: int, norm_topk_prob: bool) -> Routing:
     num_tokens, num_experts = logits.shape
     assert logits.is_contiguous() and 0 < top_k <= num_experts
-    chunk = triton.next_power_of_2(chunk_size(num_tokens, num_experts))
+    sorts = num_tokens > MAX_UNSORTED_TOKENS
+    chunk = triton.next_power_of_2(chunk_size(num_tokens, num_experts)) if sorts else 1
     num_chunks = triton.cdiv(num_tokens, chunk)
     ints = logits.new_empty(2, num_tokens, top_k, dtype=torch.int32)
     routing = Routing(
         logits.new_empty(num_tokens, top_k, dtype=torch.float32),
         ints[0],
-        ints[1],
-        logits.new_empty(num_chunks, num_experts, dtype=torch.int32),
+        ints[1] if sorts else None,
+        logits.new_empty(num_chunks, num_experts, dtype=torch.int32) if sorts else None,
     )
     _route_kernel[(num_chunks,)](
         logits,
@@ -156,7 +162,7 @@ def route_triton(logits: torch.Tensor, top_k: int, norm_topk_prob: bool) -> Rout
         CHUNK=chunk,
         BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK_K=triton.next_power_of_2(top_k),
-        num_warps=8 if chunk * num_experts > 2048 else 4,
+        num_warps=(8 if chunk * num_experts > 2048 else 4) if sorts else 1,
         **pdl_options(logits),
     )
     return routing

@@ -16,11 +16,14 @@ class Groups(NamedTuple):
         tiles: int32 [max_tiles, 3], for each tile of at most ``block_m`` rows its expert, its first
             row in ``order``, and the end of the expert's rows.
         num_tiles: int32 [1], the number of tiles. The other rows of ``tiles`` are undefined.
+
+    If ``tiles`` is None, assignments are not grouped. Each one is a tile, and ``order`` has their
+    experts instead.
     """
 
     order: torch.Tensor
-    tiles: torch.Tensor
-    num_tiles: torch.Tensor
+    tiles: torch.Tensor | None = None
+    num_tiles: torch.Tensor | None = None
 
 
 def max_tiles(num_assignments: int, num_experts: int, block_m: int) -> int:
@@ -32,6 +35,7 @@ def max_tiles(num_assignments: int, num_experts: int, block_m: int) -> int:
 def sort_reference(routing: Routing, block_m: int) -> Groups:
     """Groups the assignments of a routing by expert, into tiles of at most ``block_m`` rows."""
     experts = routing.experts.flatten()
+    assert routing.counts is not None
     counts = routing.counts.sum(0)
     ends = counts.cumsum(0)
     per_expert = (counts + block_m - 1) // block_m
@@ -108,6 +112,7 @@ def _sort_kernel(
 
 def sort_triton(routing: Routing, block_m: int) -> Groups:
     num_tokens, top_k = routing.experts.shape
+    assert routing.counts is not None
     num_chunks, num_experts = routing.counts.shape
     num_assignments = num_tokens * top_k
     size = chunk_size(num_tokens, num_experts) * top_k

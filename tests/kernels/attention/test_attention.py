@@ -108,7 +108,7 @@ class Paged:
         expected = TorchAttention().prefill(*args)
         poisoned(monkeypatch)
         out = backend.prefill(*args)
-        assert_as_good_as_eager(out, expected, exact, factor=3.0)
+        assert_as_good_as_eager(out, expected, exact, ulps=1.0)
 
     def draw_new(self, norms):
         """A decode as the projection gives it, [N, heads + 2 kv_heads, D] in one; and its keys as
@@ -147,7 +147,7 @@ class Paged:
         exact = torch.cat([naive(*t, params) for t in triples])
         poisoned(monkeypatch)
         out = backend.decode(q, self.cache, context, params, new)
-        assert_as_good_as_eager(out, expected, exact, factor=3.0)
+        assert_as_good_as_eager(out, expected, exact, ulps=1.0)
         torch.testing.assert_close(self.cache.v, cache.v, rtol=0, atol=0, equal_nan=True)
         rtol = 2 * torch.finfo(q.dtype).eps
         torch.testing.assert_close(self.cache.k, cache.k, rtol=rtol, atol=1e-6, equal_nan=True)

@@ -19,7 +19,13 @@ from nanovllm.kernels.moe.mxfp4 import (
     pack_mxfp4_scales,
     unpack_mxfp4,
 )
-from nanovllm.kernels.moe.route import Routing, chunk_size, route_reference, route_triton
+from nanovllm.kernels.moe.route import (
+    MAX_UNSORTED_TOKENS,
+    Routing,
+    chunk_size,
+    route_reference,
+    route_triton,
+)
 from nanovllm.kernels.moe.sort import max_tiles, sort_reference, sort_triton
 from nanovllm.quantization.experts import KERNELS
 from tests.kernels.conftest import DEVICE, DTYPES
@@ -38,8 +44,12 @@ SHAPES = [  # tokens, experts, top_k
 
 def assert_same_routing(found: Routing, expected: Routing) -> None:
     torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-6)
-    for ours, reference in zip(found[1:], expected[1:], strict=True):
-        assert torch.equal(ours, reference)
+    assert torch.equal(found.experts, expected.experts)
+    if len(found.experts) <= MAX_UNSORTED_TOKENS:
+        assert found.ranks is None and found.counts is None
+    else:
+        assert torch.equal(found.ranks, expected.ranks)
+        assert torch.equal(found.counts, expected.counts)
 
 
 @pytest.mark.parametrize("norm_topk_prob", [False, True])
@@ -73,10 +83,11 @@ def test_invalid_logits_give_indices_of_experts():
     """Else a NaN would make the GEMMs read memory out of bounds."""
     inf, nan = torch.inf, torch.nan
     logits = torch.tensor([[nan] * 6, [-inf] * 6, [inf, nan, -inf, 0, inf, -nan]])
-    routing = route_triton(logits.to(DEVICE), 4, True)
-    for experts in routing.experts.tolist():
-        assert len({*experts}) == 4 and {*experts} <= {*range(6)}
-    assert routing.counts.sum() == 12
+    for num_copies in (1, 3):  # also with more tokens, which are sorted
+        routing = route_triton(logits.repeat(num_copies, 1).to(DEVICE), 4, True)
+        for experts in routing.experts.tolist():
+            assert len({*experts}) == 4 and {*experts} <= {*range(6)}
+    assert routing.counts.sum() == 36
 
 
 def make_routing(experts: torch.Tensor, num_experts: int) -> Routing:
@@ -186,6 +197,9 @@ def test_grouped_gemms(name, dtype, monkeypatch):
     tile = Tile(16, 32, 16, 2, 4)
     monkeypatch.setattr(grouped, "choose_tile", lambda *_: tile)
     check_mix(mix_grouped, routings()[name], 40, 24, dtype, monkeypatch)
+    if name == "one-token":
+        monkeypatch.setattr(grouped, "MAX_UNSORTED_TOKENS", 0)  # else they are not sorted
+        check_mix(mix_grouped, routings()[name], 40, 24, dtype, monkeypatch)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, pytest.param(16, marks=slow)])
@@ -222,13 +236,10 @@ def test_every_value_and_scale_of_mxfp4():
         pack_mxfp4_scales(torch.tensor([[100, 255]], dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("mix", [mix_grouped, mix_few])
 @pytest.mark.parametrize("name", ["one-token", "empty-experts"])
-def test_mxfp4_weights(name, mix, dtype, monkeypatch):
+def test_mxfp4_weights(name, dtype, monkeypatch):
     """With widths that no tile divides, and groups that are padded."""
     monkeypatch.setattr(grouped, "choose_tile", lambda *_: Tile(16, 32, 64, 2, 4))
-    monkeypatch.setattr(few, "GATE_UP_CONFIG", (16, 256, 4))
-    monkeypatch.setattr(few, "DOWN_CONFIG", (32, 128, 4))
     routing, hidden, columns = routings()[name], 416, 96
     x, residual, experts = make(routing, hidden, columns, dtype, True)
     num_experts = len(experts.down)
@@ -248,7 +259,7 @@ def test_mxfp4_weights(name, mix, dtype, monkeypatch):
     )
     with monkeypatch.context() as context:
         poisoned(context)
-        ours = mix(x, packed, routing, residual)
+        ours = mix_grouped(x, packed, routing, residual)
     assert_as_good_as_eager(ours, eager, exact)
 
 
