@@ -28,7 +28,7 @@ from nanovllm.kernels.moe.route import (
 )
 from nanovllm.kernels.moe.sort import max_tiles, sort_reference, sort_triton
 from nanovllm.quantization.experts import KERNELS
-from tests.kernels.conftest import DEVICE
+from tests.kernels.conftest import DEVICE, DTYPES
 from tests.kernels.oracle import assert_as_good_as_eager, poisoned
 
 slow = pytest.mark.slow
@@ -38,7 +38,7 @@ SHAPES = [  # tokens, experts, top_k
     (33, 128, 8),
     pytest.param(300, 60, 4, marks=slow),
     pytest.param(1500, 12, 3, marks=slow),
-    pytest.param(16384, 128, 8, marks=slow),
+    pytest.param(2100, 128, 8, marks=slow),
 ]
 
 
@@ -264,7 +264,16 @@ def test_mxfp4_weights(name, dtype, monkeypatch):
 
 
 @slow
-@pytest.mark.parametrize("num_tokens", [1, 2, 17, 300, 1100])
+@pytest.mark.parametrize(
+    ("num_tokens", "dtype"),
+    [
+        (num_tokens, dtype)
+        for num_tokens in (1, 17, 40, 100, 300)
+        for dtype in DTYPES
+        if num_tokens < 40 or dtype is not torch.float32  # which has one tile
+    ],
+    ids=str,
+)
 def test_the_tiles_of_the_table(num_tokens, dtype, monkeypatch):
     """With sizes that no tile divides."""
     routing = route_reference(torch.randn(num_tokens, 8, device=DEVICE), 3, True)
@@ -273,14 +282,15 @@ def test_the_tiles_of_the_table(num_tokens, dtype, monkeypatch):
 
 @slow
 def test_many_tokens(monkeypatch):
-    routing = route_reference(torch.randn(16384, 4, device=DEVICE), 1, True)
+    routing = route_reference(torch.randn(4096, 4, device=DEVICE), 1, True)
     check_mix(mix_grouped, routing, 16, 8, torch.float16, monkeypatch)
 
 
 @slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("target", ["80 163", "89 99", "90 227", "100 227", "120 99"])
-def test_compiles_for_every_generation(target, tmp_path):
+@pytest.mark.parametrize("target", ["80 163", "89 99", "100 227", "120 99"])
+def test_compiles_for_every_other_generation(target, tmp_path):
+    """Of Hopper GPUs, tests/kernels/test_compile.py compiles every kernel."""
     program = Path(__file__).with_name("compile_for.py")
     root = str(program.parents[3])
     result = subprocess.run(
