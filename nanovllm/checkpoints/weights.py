@@ -77,12 +77,13 @@ def load_model(
 
 def fill_with_dummy_weights(model: nn.Module, seed: int) -> None:
     """Fills matrices with samples from a normal distribution with standard deviation 0.02, and
-    biases with 0. Norm weights stay 1."""
+    biases with 0. Norm weights stay 1. A parameter with a method ``fill_with_dummy_weights(param,
+    generator)`` is filled by that method."""
     params = dict(model.named_parameters())
     generator = torch.Generator(next(iter(params.values())).device).manual_seed(seed)
     for name, param in params.items():
-        if param.dtype is torch.uint8:  # MXFP4, with values of up to 6 / 128
-            param.fill_(120) if name.endswith("scales") else param.random_(generator=generator)
+        if hasattr(param, "fill_with_dummy_weights"):
+            param.fill_with_dummy_weights(param, generator)
         elif param.dim() > 1:
             param.normal_(0, 0.02, generator=generator)
         elif name.endswith("bias"):

@@ -9,7 +9,14 @@ from torch import Tensor, nn
 from nanovllm.kernels.moe.few import mix_few
 from nanovllm.kernels.moe.grouped import mix_grouped
 from nanovllm.kernels.moe.mix import Experts, mix_reference
-from nanovllm.kernels.moe.mxfp4 import BLOCK, dequantise_mxfp4
+from nanovllm.kernels.moe.mxfp4 import (
+    BLOCK,
+    dequantise_mxfp4,
+    fill_mxfp4,
+    num_groups,
+    pack_mxfp4,
+    pack_mxfp4_scales,
+)
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import check_shape, copy_weight
@@ -67,7 +74,7 @@ class UnquantizedExperts:
         Raises:
             ValueError: the tensor has another shape than the model needs, or an unknown dtype.
         """
-        name = next(name for name, own in self.layer.named_parameters() if own is param)
+        name = self._name(param)
         if isinstance(shard_id, str):
             parts = self._parts.setdefault(name, {})
             parts[shard_id] = tensor
@@ -76,8 +83,17 @@ class UnquantizedExperts:
             shard_id, tensor = None, dequantise_mxfp4(**self._parts.pop(name), dtype=param.dtype)
         elif self.interleaved and tensor.dim() == 3 and tensor.is_floating_point():
             tensor = tensor.transpose(1, 2)
+        self._copy(name, param.data, tensor, shard_id, expert)
+
+    def _name(self, param: nn.Parameter) -> str:
+        return next(name for name, own in self.layer.named_parameters() if own is param)
+
+    def _copy(
+        self, name: str, target: Tensor, tensor: Tensor, shard_id: int | None, expert: int | None
+    ) -> None:
+        """Copies this rank's slice of a tensor that has a parameter's shape, but for the ranks."""
         # [E, 2, I, hidden] or [E, hidden, I], or the bias: [E, 2, I] or [E, hidden].
-        target, axis, is_gate_up = param.data, 2, name.startswith("gate_up_proj")
+        axis, is_gate_up = 2, name.startswith("gate_up_proj")
         if is_gate_up:
             target = target.unflatten(1, (2, -1))
         if expert is not None:
@@ -97,7 +113,7 @@ class UnquantizedExperts:
         if name != "down_proj_bias":
             size = target.size(axis)
             tensor = tensor.narrow(axis, self.tp.rank * size, size)
-        if param.dtype is torch.uint8:
+        if target.dtype is torch.uint8:
             target.copy_(tensor)
         else:
             copy_weight(target, tensor)
@@ -124,14 +140,15 @@ class UnquantizedExperts:
 
 
 class Mxfp4Experts(UnquantizedExperts):
-    """Weights that stay in MXFP4 and are dequantised in the grouped GEMMs: see
+    """Weights that stay in MXFP4, packed, and are dequantised in the kernels: see
     ``kernels/moe/mxfp4.py`` and ``kernels.moe.mix.Experts``."""
 
-    kernels = KERNELS[1:]
+    kernels = KERNELS[1:]  # GEMVs on the CUDA cores would take longer to dequantise
 
     def create_parameters(
         self, num_experts: int, hidden_size: int, num_columns: int, bias: bool
     ) -> None:
+        self._shapes: dict[str, tuple[int, int, int]] = {}  # of this rank's unpacked weights
         inner = divide(num_columns, self.tp.size)
         if hidden_size % BLOCK or inner % BLOCK:
             raise ValueError(
@@ -142,22 +159,38 @@ class Mxfp4Experts(UnquantizedExperts):
             ("gate_up_proj", 2 * inner, hidden_size),
             ("down_proj", hidden_size, inner),
         ):
-            for part, size in (("blocks", width // 2), ("scales", width // BLOCK)):
-                values = torch.empty(num_experts, rows, size, dtype=torch.uint8)
-                param = nn.Parameter(values, requires_grad=False)
-                self.layer.register_parameter(f"{name}_{part}", param)
+            self._shapes[name] = num_experts, rows, width
+            groups = (num_experts, num_groups(width), rows)
+            tensors = {
+                f"{name}_blocks": torch.empty(*groups, 32, dtype=torch.int16),
+                f"{name}_scales": torch.empty(groups, dtype=torch.int32),
+            }
             if bias:
-                param = nn.Parameter(torch.empty(num_experts, rows), requires_grad=False)
-                self.layer.register_parameter(f"{name}_bias", param)
+                tensors[f"{name}_bias"] = torch.empty(num_experts, rows)
+            for tensor_name, tensor in tensors.items():
+                param: Any = nn.Parameter(tensor, requires_grad=False)
+                if not param.is_floating_point():
+                    param.fill_with_dummy_weights = fill_mxfp4
+                self.layer.register_parameter(tensor_name, param)
 
     def load(
         self, param: nn.Parameter, tensor: Tensor, shard_id: int | str | None, expert: int | None
     ) -> None:
-        if param.dtype is torch.uint8:
-            if tensor.dtype is not torch.uint8:
-                raise ValueError(f"dtype {tensor.dtype} is not supported, MXFP4 weights are uint8")
-            tensor = tensor.flatten(2)  # [E, out, in / 2]: 16 bytes for each block
-        super().load(param, tensor, shard_id, expert)
+        if param.is_floating_point():
+            super().load(param, tensor, shard_id, expert)
+            return
+        if tensor.dtype is not torch.uint8:
+            raise ValueError(f"dtype {tensor.dtype} is not supported, MXFP4 weights are uint8")
+        name, part = self._name(param).rsplit("_", 1)
+        num_experts, rows, width = self._shapes[name]
+        bytes_per_block = 16 if part == "blocks" else 1
+        own = tensor.new_empty(num_experts, rows, width // BLOCK * bytes_per_block)
+        self._copy(name, own, tensor.reshape(*tensor.shape[:2], -1), None, None)
+        for target, values in zip(param.data, own.to(param.device), strict=True):
+            if part == "blocks":
+                target.copy_(pack_mxfp4(values.unflatten(-1, (-1, 16))))
+            else:
+                target.copy_(pack_mxfp4_scales(values))
 
     @property
     def _experts(self) -> Experts:

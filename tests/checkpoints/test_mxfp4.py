@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.weights import fill_with_dummy_weights
-from nanovllm.kernels.moe.mxfp4 import dequantise_mxfp4
+from nanovllm.kernels.moe.mxfp4 import dequantise_mxfp4, fill_mxfp4, unpack_mxfp4
+from nanovllm.layers.moe import Experts
 from tests.tiny_models import TinyModels
 
 
@@ -76,14 +76,16 @@ def test_other_quantisations_are_refused(tiny_models: TinyModels, tmp_path: Path
 
 def test_dummy_weights():
     """Of about the size of those in the model's dtype, none of them NaN."""
-    module = nn.Module()
-    for part, size in (("blocks", 16), ("scales", 1)):
-        values = torch.zeros(4, 64, size, dtype=torch.uint8)
-        module.register_parameter(f"up_{part}", nn.Parameter(values, requires_grad=False))
-    fill_with_dummy_weights(module, 0)
-    params = dict(module.named_parameters())
-    blocks, scales = params["up_blocks"].unflatten(-1, (-1, 16)), params["up_scales"]
-    assert 0.01 < dequantise_mxfp4(blocks, scales).std() < 0.04
+    with torch.device("meta"):
+        experts = Experts(128, 4, 2, 64, False, None, 1.0, True, mxfp4=True)
+    experts.to_empty(device="cpu")
+    for param in experts.parameters():
+        param.fill_with_dummy_weights = fill_mxfp4
+    fill_with_dummy_weights(experts, 0)
+    values = unpack_mxfp4(
+        experts.gate_up_proj_blocks, experts.gate_up_proj_scales, 128, torch.float32
+    )
+    assert 0.01 < values.std() < 0.04 and abs(values.mean()) < 0.002
 
 
 @pytest.mark.parametrize(

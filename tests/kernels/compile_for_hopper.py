@@ -31,7 +31,7 @@ from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.comm import all_reduce
 from nanovllm.kernels.gemm import skinny, tiled
-from nanovllm.kernels.moe import few, grouped, route, sort
+from nanovllm.kernels.moe import few, grouped, mxfp4, route, sort
 from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.sampling import logprobs, sample, sampled_tokens
 from nanovllm.utils import triton_compat
@@ -238,19 +238,19 @@ def launch_mixtures(dtype: torch.dtype, all_sizes: bool) -> None:
                 biases = gate_up[..., 0].contiguous(), down[..., 0].contiguous()
                 experts = Experts(gate_up, down, *biases, 7.0, 1.7)
             if num_experts == 32:
-                bytes_of = [
-                    torch.zeros(1, dtype=torch.uint8).expand(*weight.shape[:2], weight.size(2) // n)
+                groups = [
+                    (num_experts, mxfp4.num_groups(weight.size(2)), weight.size(1))
                     for weight in (gate_up, down)
-                    for n in (2, 32)
                 ]
-                for tensor in bytes_of:
+                packed = [
+                    torch.zeros(1, dtype=kind).expand(*shape, *rest)
+                    for kind, rest in ((torch.int16, (32,)), (torch.int32, ()))
+                    for shape in groups
+                ]
+                for tensor in packed:
                     tensor.is_contiguous = lambda: True  # type: ignore[method-assign]
                 biases = gate_up[..., 0].contiguous(), down[..., 0].contiguous()
-                scales = bytes_of[1], bytes_of[3]
-                experts = Experts(bytes_of[0], bytes_of[2], *biases, 7.0, 1.7, *scales)
-                if dtype is not torch.float32:
-                    grouped.mix_grouped(x, experts, routing, x)
-                continue
+                experts = Experts(*packed[:2], *biases, 7.0, 1.7, *packed[2:])
             mix = few.mix_few if num_tokens == 1 else grouped.mix_grouped
             mix(x, experts, routing, x)
         if not all_sizes and num_experts == 32:

@@ -27,7 +27,9 @@ def poisoned(monkeypatch) -> None:
     empty = torch.empty
 
     def fill(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(2**30)
+        if tensor.is_floating_point():
+            return tensor.fill_(float("nan"))
+        return tensor.fill_(torch.iinfo(tensor.dtype).max // 2)
 
     monkeypatch.setattr(torch, "empty", lambda *a, **k: fill(empty(*a, **k)))
     monkeypatch.setattr(

@@ -133,7 +133,11 @@ def test_the_kernels_in_a_layer(monkeypatch):
 
 
 GPT_OSS = GptOssConfig(
-    hidden_size=64, intermediate_size=128, num_local_experts=3, num_experts_per_tok=2
+    hidden_size=64,
+    intermediate_size=128,
+    num_local_experts=3,
+    num_experts_per_tok=2,
+    swiglu_limit=7.0,
 )
 
 

@@ -17,7 +17,11 @@ from torch import Tensor
 
 from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
-from nanovllm.kernels.attention.split_kv import KV_SPLIT_WORDS, max_partial_slots
+from nanovllm.kernels.attention.split_kv import (
+    KV_SPLIT_WORDS,
+    max_partial_slots,
+    max_window_splits,
+)
 from nanovllm.kernels.attention.tiles import (
     CONSTEXPR_LOG2_E,
     LOG2_E,
@@ -342,7 +346,10 @@ def decode_attention(
     partial = out.new_empty(num_slots, q_heads, head_dim, dtype=torch.float32)
     lse = out.new_empty(num_slots, q_heads, dtype=torch.float32)
     group = triton.next_power_of_2(q_heads // kv_heads)
-    _decode_kernel[(kv_heads, len(context.split_kv_schedule))](
+    num_splits = len(context.split_kv_schedule)
+    if params.window is not None:  # used rows come first
+        num_splits = min(num_splits, num_seqs * max_window_splits(params.window, tile.num_keys))
+    _decode_kernel[(kv_heads, num_splits)](
         q,
         cache.k,
         cache.v,

@@ -31,6 +31,12 @@ def max_num_splits(num_seqs: int, kv_heads: int, num_programs: int) -> int:
     return num_seqs + cdiv(num_programs, kv_heads)
 
 
+def max_window_splits(window: int, tile: int) -> int:
+    """Returns the largest number of splits of one sequence in a layer with a window: the number of
+    tiles that a window can overlap."""
+    return cdiv(window - 1, tile) + 1
+
+
 def max_partial_slots(kv_heads: int, num_programs: int) -> int:
     """Returns the number of slots for partial results that suffices for any batch.
 

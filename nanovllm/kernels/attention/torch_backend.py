@@ -9,9 +9,10 @@ from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 
-# A prefill with a window, softcap or sinks materialises scores or a mask, so it computes a chunk of
-# queries at a time: at most MAX_ROWS queries, with at most MAX_SCORES scores of all heads.
-MAX_SCORES, MAX_ROWS = 1 << 25, 512
+# A prefill that needs a mask, or computes scores itself, computes a tile of queries at a time: at
+# most MAX_ROWS, with at most MAX_SCORES mask entries or scores of all heads (64 MiB in fp32). Few
+# rows are also faster, because a tile skips the keys after its last row and before its window.
+MAX_SCORES, MAX_ROWS = 1 << 24, 256
 
 
 class TorchAttention(AttentionBackend):
@@ -106,20 +107,21 @@ def _prefill_one(
     """
     len_q, len_k = len(q), len(keys)
     window = params.window if params.window is not None and params.window < len_k else None
+    is_causal = start == 0 and window is None and _uses_sdpa(params)  # needs no mask
     num_rows = max(1, len_q)
-    if window is not None or not _uses_sdpa(params):
+    if not is_causal:
         num_keys = len_k if window is None else min(len_k, window + MAX_ROWS)
-        num_rows = max(1, min(MAX_ROWS, MAX_SCORES // (q.size(1) * max(1, num_keys))))
+        num_heads = 1 if _uses_sdpa(params) else q.size(1)  # the heads share the mask
+        num_rows = max(1, min(MAX_ROWS, MAX_SCORES // (num_heads * max(1, num_keys))))
     for row in range(0, len_q, num_rows):
         rows = slice(row, min(row + num_rows, len_q))
         first, end = _window_start(start + row, params), start + rows.stop
-        mask, len_rows = None, rows.stop - row
-        is_causal = 1 < len_rows == end - first and window is None and _uses_sdpa(params)
-        if len_rows > 1 and not is_causal:
-            mask = torch.ones(len_rows, end - first, dtype=torch.bool, device=q.device)
-            mask = mask.tril(start + row - first)
+        mask = None
+        if rows.stop - row > 1 and not is_causal:
+            mask = torch.ones(rows.stop - row, end - first, dtype=torch.bool, device=q.device)
+            mask = mask.tril_(start + row - first)
             if window is not None:
-                mask = mask.triu(start + row - first + 1 - window)
+                mask = mask.triu_(start + row - first + 1 - window)
         out[rows] = _attend(
             q[rows].transpose(0, 1), keys[first:end], values[first:end], params, mask, is_causal
         ).transpose(0, 1)
@@ -160,9 +162,9 @@ def _attend(
     kv_heads, len_k, head_dim = keys.shape
     # Query heads that share a KV head are rows of one matrix.
     rows = q.reshape(kv_heads, -1, head_dim).float()
-    scores = (rows @ keys.float().transpose(1, 2)).view(*q.shape[:2], len_k) * params.scale
+    scores = (rows @ keys.float().transpose(1, 2)).view(*q.shape[:2], len_k).mul_(params.scale)
     if params.softcap is not None:
-        scores = (scores / params.softcap).tanh_().mul_(params.softcap)
+        scores.div_(params.softcap).tanh_().mul_(params.softcap)
     if mask is not None:
         scores.masked_fill_(~mask, -torch.inf)
     if params.sinks is not None:

@@ -15,6 +15,7 @@ import torch
 
 from nanovllm.kernels.moe.activation import gated_activation
 from nanovllm.kernels.moe.mix import Experts
+from nanovllm.kernels.moe.mxfp4 import dequantise_part, rescale
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.moe.sort import Groups, sort_triton
 from nanovllm.utils.triton_compat import pdl_options, shared_memory, tl, triton
@@ -60,26 +61,138 @@ TILES: dict[int, Tile] = {
     48: Tile(64, 64, 64, 4, 4),
     1 << 31: Tile(128, 128, 64, 3, 8),
 }
+# The same for MXFP4 weights. An iteration is over a group of 128 columns.
+MXFP4_TILES: dict[int, Tile] = {
+    8: Tile(16, 64, 128, 4, 4),
+    16: Tile(32, 64, 128, 4, 4),
+    48: Tile(64, 64, 128, 3, 4),
+    1 << 31: Tile(128, 128, 128, 3, 8),
+}
 FP32_TILE = Tile(16, 32, 32, 2, 4)  # fp32 matmuls run on the CUDA cores
+# Few tokens nearly all have experts of their own. Their assignments are not sorted, which saves a
+# kernel. With at most 32 features, matmuls have fewer than the 64 rows of Hopper's asynchronous
+# tensor core instructions. The others take a warp, and have a lower latency.
+MAX_UNSORTED_TOKENS = 4
+UNSORTED_TILE = Tile(8, 32, 128, 6, 2)
 
 
-def choose_tile(num_assignments: int, num_experts: int, x: torch.Tensor) -> Tile:
+def choose_tile(
+    num_tokens: int, top_k: int, num_experts: int, x: torch.Tensor, mxfp4: bool
+) -> Tile:
     """Returns the tile of both GEMMs. It has fewer stages where shared memory is small, as on
     consumer GPUs."""
     if x.dtype is torch.float32:
         return FP32_TILE
-    mean_rows = num_assignments / num_experts
-    tile = next(tile for rows, tile in TILES.items() if mean_rows <= rows)
-    stage_bytes = (tile.rows + 2 * tile.features) * tile.columns * x.itemsize
+    mean_rows = num_tokens * top_k / num_experts
+    tiles = MXFP4_TILES if mxfp4 else TILES
+    tile = next(tile for rows, tile in tiles.items() if mean_rows <= rows)
+    if num_tokens <= MAX_UNSORTED_TOKENS:
+        tile = UNSORTED_TILE
+    weight_bytes = 68 if mxfp4 else tile.columns * x.itemsize  # 68 with the scales
+    stage_bytes = tile.rows * tile.columns * x.itemsize + 2 * tile.features * weight_bytes
     most_stages = max(1, shared_memory(x.device) // stage_bytes)
     return tile._replace(stages=min(tile.stages, most_stages))
+
+
+@triton.jit
+def _multiply(
+    x_ptr,
+    weight_ptr,
+    source,
+    in_group,
+    expert,
+    feature,
+    out_features,
+    width,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Multiplies rows of x with rows of an expert's weight.
+
+    Args:
+        source: [BLOCK_M], the rows of x.
+        in_group: [BLOCK_M], whether to load the row, and not zeros.
+        feature: [BLOCK_N], rows of the weight; with GATED, rows of its first half.
+
+    Returns:
+        W x^T, fp32 [BLOCK_N, BLOCK_M]; with GATED, that of the rows in the second half too.
+    """
+    column = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + source.to(tl.int64)[None, :] * width + column[:, None]
+    PARTS: tl.constexpr = 2 if GATED else 1
+    row = expert.to(tl.int64) * PARTS * out_features + feature
+    gate_ptrs = weight_ptr + row[:, None] * width + column[None, :]
+    up_ptrs = gate_ptrs + out_features * width
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(0, width, BLOCK_K, num_stages=STAGES):
+        mask = column < width - start
+        x = tl.load(x_ptrs + start, mask=mask[:, None] & in_group[None, :], other=0.0)
+        weight = tl.load(gate_ptrs + start, mask=mask[None, :], other=0.0)
+        acc = tl.dot(weight, x, acc, input_precision="ieee")
+        if GATED:
+            weight = tl.load(up_ptrs + start, mask=mask[None, :], other=0.0)
+            up_acc = tl.dot(weight, x, up_acc, input_precision="ieee")
+    return acc, up_acc
+
+
+@triton.jit
+def _multiply_mxfp4(
+    x_ptr,
+    words_ptr,
+    scales_ptr,
+    source,
+    in_group,
+    expert,
+    feature,
+    out_features,
+    width,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Computes what ``_multiply`` does, with packed MXFP4 weights.
+
+    An iteration is over the 128 columns of a group. Words are loaded into the registers in which
+    ``tl.dot`` needs the values, so that these do not pass through shared memory.
+    """
+    column = tl.arange(0, 32)
+    x_ptrs = x_ptr + source.to(tl.int64)[None, :] * width + column[:, None]
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    PARTS: tl.constexpr = 2 if GATED else 1
+    num_rows = PARTS * out_features
+    row = expert.to(tl.int64) * tl.cdiv(width, 128) * num_rows + feature
+    words_ptrs = words_ptr + row[:, None] * 32 + column[None, :]
+    scales_ptrs = scales_ptr + row
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(0, width, 128, num_stages=STAGES):
+        words, scales = tl.load(words_ptrs), tl.load(scales_ptrs)[:, None]
+        if GATED:
+            up_words = tl.load(words_ptrs + out_features * 32)
+            up_scales = tl.load(scales_ptrs + out_features)[:, None]
+        for part in tl.static_range(4):
+            mask = (column + 32 * part < width - start)[:, None] & in_group[None, :]
+            x = tl.load(x_ptrs + start + 32 * part, mask=mask, other=0.0)
+            weight = dequantise_part(words, scales, part, DTYPE)
+            acc = tl.dot(weight, x, acc, input_precision="ieee")
+            if GATED:
+                weight = dequantise_part(up_words, up_scales, part, DTYPE)
+                up_acc = tl.dot(weight, x, up_acc, input_precision="ieee")
+        words_ptrs += num_rows * 32
+        scales_ptrs += num_rows
+    return rescale(acc, DTYPE), rescale(up_acc, DTYPE)
 
 
 @triton.jit
 def _grouped_kernel(
     x_ptr,
     weight_ptr,
-    blocks_scales_ptr,
+    block_scales_ptr,
     out_ptr,
     order_ptr,
     tiles_ptr,
@@ -103,70 +216,72 @@ def _grouped_kernel(
     W and bias are those of the tile's expert. With GATED, the weight is [E, 2 out, width], and row
     r of the result is activation(x[order[r] // TOP_K] W^T + bias). Otherwise it is [E, out, width],
     and row order[r] of the result is scale * (x[r] W^T + bias). The scale is the assignment's
-    routing weight. The weight is in MXFP4 if ``blocks_scales_ptr`` is not None.
+    routing weight. The weight is in MXFP4 if ``block_scales_ptr`` is not None.
+
+    If ``tiles_ptr`` is None, each assignment is a tile, and ``order_ptr`` has its expert.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     tile = tl.program_id(1)
-    if tile >= tl.load(num_tiles_ptr):
-        return
-    expert = tl.load(tiles_ptr + 3 * tile)
-    row = tl.load(tiles_ptr + 3 * tile + 1) + tl.arange(0, BLOCK_M)
-    end = tl.load(tiles_ptr + 3 * tile + 2)
-    in_group = row < end
-    row = tl.minimum(row, end - 1)  # rows past the end repeat the last one, and are not stored
-    assignment = tl.load(order_ptr + row)
+    if tiles_ptr is None:
+        expert = tl.load(order_ptr + tile)
+        row = tile + tl.arange(0, BLOCK_M)
+        in_group = row == tile
+        assignment = row
+    else:
+        if tile >= tl.load(num_tiles_ptr):
+            return
+        expert = tl.load(tiles_ptr + 3 * tile)
+        row = tl.load(tiles_ptr + 3 * tile + 1) + tl.arange(0, BLOCK_M)
+        in_group = row < tl.load(tiles_ptr + 3 * tile + 2)
+        assignment = tl.load(order_ptr + row, mask=in_group, other=0)
     source = assignment // TOP_K if GATED else row
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Features past the end repeat the last one, too.
     clamped = tl.minimum(feature, out_features - 1)
-    column = tl.arange(0, BLOCK_K)
-    x_ptrs = x_ptr + source.to(tl.int64)[None, :] * width + column[:, None]
-    PARTS: tl.constexpr = 2 if GATED else 1
-    first = expert.to(tl.int64) * PARTS * out_features
-    if blocks_scales_ptr is None:
-        gate_ptrs = weight_ptr + (first + clamped)[:, None] * width + column[None, :]
-        up_ptrs = gate_ptrs + out_features * width
+    if block_scales_ptr is None:
+        acc, up_acc = _multiply(
+            x_ptr,
+            weight_ptr,
+            source,
+            in_group,
+            expert,
+            clamped,
+            out_features,
+            width,
+            GATED,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            STAGES,
+        )
     else:
-        byte = tl.arange(0, BLOCK_K // 2)
-        block = tl.arange(0, BLOCK_K // 32)
-        gate_ptrs = weight_ptr + (first + clamped)[:, None] * (width // 2) + byte[None, :]
-        up_ptrs = gate_ptrs + out_features * (width // 2)
-        scale_ptrs = blocks_scales_ptr + (first + clamped)[:, None] * (width // 32) + block[None, :]
-        up_scale_ptrs = scale_ptrs + out_features * (width // 32)
-        x_format: tl.constexpr = "fp16" if x_ptr.dtype.element_ty == tl.float16 else "bf16"
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in tl.range(0, width, BLOCK_K, num_stages=STAGES):
-        mask = column < width - start
-        x = tl.load(x_ptrs + start, mask=mask[:, None], other=0.0)
-        if blocks_scales_ptr is None:
-            weight = tl.load(gate_ptrs + start, mask=mask[None, :], other=0.0)
-            acc = tl.dot(weight, x, acc, input_precision="ieee")
-            if GATED:
-                weight = tl.load(up_ptrs + start, mask=mask[None, :], other=0.0)
-                up_acc = tl.dot(weight, x, up_acc, input_precision="ieee")
-        else:
-            in_bytes = (byte < (width - start) // 2)[None, :]
-            in_blocks = (block < (width - start) // 32)[None, :]
-            weight = tl.load(gate_ptrs + start // 2, mask=in_bytes, other=0)
-            scale = tl.load(scale_ptrs + start // 32, mask=in_blocks, other=0)
-            acc = tl.dot_scaled(weight, scale, "e2m1", x, None, x_format, acc)
-            if GATED:
-                weight = tl.load(up_ptrs + start // 2, mask=in_bytes, other=0)
-                scale = tl.load(up_scale_ptrs + start // 32, mask=in_blocks, other=0)
-                up_acc = tl.dot_scaled(weight, scale, "e2m1", x, None, x_format, up_acc)
+        acc, up_acc = _multiply_mxfp4(
+            x_ptr,
+            weight_ptr,
+            block_scales_ptr,
+            source,
+            in_group,
+            expert,
+            clamped,
+            out_features,
+            width,
+            GATED,
+            BLOCK_M,
+            BLOCK_N,
+            STAGES,
+        )
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if bias_ptr is not None:
-        bias_ptr += expert * PARTS * out_features + clamped
+        bias_ptr += expert * (2 if GATED else 1) * out_features + clamped
         acc += tl.load(bias_ptr).to(tl.float32)[:, None]
         if GATED:
             up_acc += tl.load(bias_ptr + out_features).to(tl.float32)[:, None]
     if GATED:
         acc = gated_activation(acc, up_acc, LIMIT, ALPHA, dtype)
     else:
-        acc *= tl.load(scales_ptr + assignment)[None, :]
+        acc *= tl.load(scales_ptr + assignment, mask=in_group, other=0.0)[None, :]
     target = row if GATED else assignment
     address = out_ptr + target.to(tl.int64)[None, :] * out_features + feature[:, None]
     mask = in_group[None, :] & (feature < out_features)[:, None]
@@ -204,20 +319,23 @@ def mix_grouped(
     x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
     """Computes ``mix_reference`` with grouped GEMMs."""
-    hidden, width = x.size(1), experts.gate_up.size(1) // 2
+    hidden, width = x.size(1), experts.gate_up.size(-2) // 2
     num_tokens, top_k = routing.experts.shape
     gate_up, down = experts.gate_up, experts.down
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
     assert residual is None or residual.is_contiguous()
-    tile = choose_tile(num_tokens * top_k, len(down), x)
-    groups = sort_triton(routing, tile.rows)
+    tile = choose_tile(num_tokens, top_k, len(down), x, experts.down_scales is not None)
+    if num_tokens <= MAX_UNSORTED_TOKENS:
+        groups = Groups(routing.experts)
+    else:
+        groups = sort_triton(routing, tile.rows)
     inner = x.new_empty(num_tokens * top_k, width)
     activation = experts.limit, experts.alpha
     weight = gate_up, experts.gate_up_scales, experts.gate_up_bias
-    _multiply(x, weight, inner, groups, tile, top_k, None, activation)
+    _launch(x, weight, inner, groups, tile, top_k, None, activation)
     parts = x.new_empty(num_tokens * top_k, hidden)
     weight = down, experts.down_scales, experts.down_bias
-    _multiply(inner, weight, parts, groups, tile, top_k, routing.weights, activation)
+    _launch(inner, weight, parts, groups, tile, top_k, routing.weights, activation)
     out = x.new_empty(num_tokens, hidden)
     block = min(1024, triton.next_power_of_2(hidden))
     _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
@@ -233,7 +351,7 @@ def mix_grouped(
     return out
 
 
-def _multiply(
+def _launch(
     x: torch.Tensor,
     weight: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
     out: torch.Tensor,
@@ -250,11 +368,12 @@ def _multiply(
         scales: the routing weight of each assignment.
         activation: limit and alpha, for the first GEMM.
     """
-    features, (values, blocks_scales, bias) = out.size(1), weight
-    _grouped_kernel[(triton.cdiv(features, tile.features), len(groups.tiles))](
+    features, (values, block_scales, bias) = out.size(1), weight
+    num_tiles = groups.order.numel() if groups.tiles is None else len(groups.tiles)
+    _grouped_kernel[(triton.cdiv(features, tile.features), num_tiles)](
         x,
         values,
-        blocks_scales,
+        block_scales,
         out,
         *groups,
         scales,

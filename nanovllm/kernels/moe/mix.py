@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.moe.mxfp4 import dequantise_mxfp4
+from nanovllm.kernels.moe.mxfp4 import unpack_mxfp4
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
 
@@ -21,9 +21,8 @@ class Experts(NamedTuple):
         down_bias: [E, hidden], or None.
         limit, alpha: with a limit, the activation is (up + 1) * gate * sigmoid(alpha * gate), with
             gate clamped to at most ``limit``, and up to [-limit, limit]. Without one it is SwiGLU.
-        gate_up_scales, down_scales: for MXFP4 weights, the scales of their blocks: uint8 [E, 2 I,
-            hidden / 32] and [E, hidden, I / 32]. Then gate_up and down are uint8 [E, 2 I,
-            hidden / 2] and [E, hidden, I / 2].
+        gate_up_scales, down_scales: for MXFP4 weights, the packed scales of their blocks, and None
+            for others. Then gate_up and down are packed too: see ``mxfp4.pack_mxfp4``.
     """
 
     gate_up: torch.Tensor
@@ -39,11 +38,9 @@ class Experts(NamedTuple):
         """Returns the experts with MXFP4 weights dequantised to ``dtype``."""
         if self.gate_up_scales is None or self.down_scales is None:
             return self
-        pairs = (self.gate_up, self.gate_up_scales), (self.down, self.down_scales)
-        gate_up, down = (
-            dequantise_mxfp4(blocks.unflatten(-1, (-1, 16)), scales, dtype)
-            for blocks, scales in pairs
-        )
+        hidden, columns = self.down.size(-2), self.gate_up.size(-2) // 2
+        gate_up = unpack_mxfp4(self.gate_up, self.gate_up_scales, hidden, dtype)
+        down = unpack_mxfp4(self.down, self.down_scales, columns, dtype)
         return self._replace(gate_up=gate_up, down=down, gate_up_scales=None, down_scales=None)
 
 

@@ -16,11 +16,14 @@ class Groups(NamedTuple):
         tiles: int32 [max_tiles, 3], for each tile of at most ``block_m`` rows its expert, its first
             row in ``order``, and the end of the expert's rows.
         num_tiles: int32 [1], the number of tiles. The other rows of ``tiles`` are undefined.
+
+    If ``tiles`` is None, assignments are not grouped. Each one is a tile, and ``order`` has their
+    experts instead.
     """
 
     order: torch.Tensor
-    tiles: torch.Tensor
-    num_tiles: torch.Tensor
+    tiles: torch.Tensor | None = None
+    num_tiles: torch.Tensor | None = None
 
 
 def max_tiles(num_assignments: int, num_experts: int, block_m: int) -> int:

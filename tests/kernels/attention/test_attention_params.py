@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.kernels.attention import decode, prefill, torch_backend, triton_backend
 from nanovllm.kernels.attention.base import AttentionParams
@@ -64,11 +65,40 @@ def check_torch(paged: Paged, params: AttentionParams, reads_cache: bool = True)
 )
 def test_torch_reads_the_cache(name, lens, new, device, monkeypatch):
     params = make_params(name, SHAPE, device)
-    for num_rows in (512, 9):
-        monkeypatch.setattr(torch_backend, "MAX_ROWS", num_rows)
+    for max_rows, max_scores in ((512, 1 << 24), (9, 1 << 24), (512, 1000)):
+        monkeypatch.setattr(torch_backend, "MAX_ROWS", max_rows)
+        monkeypatch.setattr(torch_backend, "MAX_SCORES", max_scores)
         paged = Paged(lens, new, *SHAPE, torch.float32, device)
         paged.forget(params.window)
         check_torch(paged, params)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the bytes of the largest tensor that an operation returns."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, torch.Tensor):
+                self.num_bytes = max(self.num_bytes, x.nbytes)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "new_tokens"),
+    [("plain", 1, 300), ("window79900", 1, 300), ("softcap", 8, 40), ("sinks", 8, 40)],
+)
+def test_torch_prefills_long_prompts_in_bounded_memory(name, heads, new_tokens):
+    """The mask or the scores of all new tokens would have about 100 MB."""
+    shape = (heads, 1, 8, 256)
+    params = make_params(name, shape, "cpu")
+    paged = Paged([80_000], [new_tokens], *shape, torch.float32, "cpu")
+    args = (*(torch.cat(x) for x in (paged.qs, paged.ks, paged.vs)), paged.cache, paged.context())
+    with LargestTensor() as largest:
+        TorchAttention().prefill(*args, params)
+    assert 1 << 24 < largest.num_bytes <= 1 << 26
 
 
 @EACH
@@ -111,6 +141,24 @@ def test_decode(name, device, monkeypatch):
     paged = Paged(lens, [1] * len(lens), *SHAPE, torch.float32, device)
     paged.forget(params.window)
     paged.check_decode(TritonAttention(), False, monkeypatch, params)
+
+
+def test_decode_with_a_window_launches_only_programs_that_may_have_keys(device, monkeypatch):
+    """A window of 16 overlaps two tiles of 16 keys. Without one, 264 programs may share it."""
+    kernel, grids = decode._decode_kernel, []
+
+    class Launcher:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(decode, "_decode_kernel", Launcher())
+    for name in ("window16", "plain"):
+        params = make_params(name, SHAPE, device)
+        paged = Paged([60], [1], *SHAPE, torch.float32, device)
+        with monkeypatch.context() as patch:
+            paged.check_decode(TritonAttention(), False, patch, params)
+    assert grids == [(1, 2), (1, 265)]
 
 
 @pytest.mark.parametrize("window", [16, 33, pytest.param(64, marks=SLOW)])

@@ -12,6 +12,7 @@ from nanovllm.kernels.attention.split_kv import (
     make_split_kv_schedule,
     max_num_splits,
     max_partial_slots,
+    max_window_splits,
 )
 
 
@@ -55,6 +56,8 @@ def test_each_token_of_the_window_is_in_one_split(lens, kv_heads, tile, num_prog
         assert all(end == begin for (_, end), (begin, _) in pairwise(splits))
         assert all(begin % tile == 0 for begin, _ in splits)
         assert len(splits) == 1 or all(begin < end for begin, end in splits), "an empty split"
+    if window is not None:  # the kernel launches no more
+        assert max(map(len, found.values())) <= max_window_splits(window, tile)
     assert len(set(slots)) == len(slots)
     assert max(slots, default=0) < max_partial_slots(kv_heads, num_programs)
     sizes = items["end"] - items["begin"]
@@ -78,6 +81,14 @@ def test_what_is_outside_of_the_window_takes_no_program():
     lens = items["end"] - items["begin"]
     assert lens.sum() <= 512 + 512 + 90 + 3 * 64
     assert lens.max() <= lens.sum() * 4 / 264 + 2 * 64
+
+
+def test_a_window_bounds_the_number_of_programs_of_one_sequence():
+    """A window of 128 tokens overlaps two tiles of 64 at least, and three unless it is aligned."""
+    lens = range(1, 2000)
+    counts = {len(divide([length], 8, 64, 528, window=128)) for length in lens}
+    assert counts == {1, 2, 3} and max_window_splits(128, 64) == 3
+    assert max_window_splits(1, 64) == 1 and max_window_splits(65, 64) == 2
 
 
 def test_many_contexts_are_not_cut():

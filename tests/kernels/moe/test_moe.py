@@ -13,6 +13,12 @@ from nanovllm.kernels.moe import few, grouped
 from nanovllm.kernels.moe.few import mix_few
 from nanovllm.kernels.moe.grouped import Tile, mix_grouped
 from nanovllm.kernels.moe.mix import Experts, mix_reference
+from nanovllm.kernels.moe.mxfp4 import (
+    dequantise_mxfp4,
+    pack_mxfp4,
+    pack_mxfp4_scales,
+    unpack_mxfp4,
+)
 from nanovllm.kernels.moe.route import Routing, chunk_size, route_reference, route_triton
 from nanovllm.kernels.moe.sort import max_tiles, sort_reference, sort_triton
 from nanovllm.quantization.experts import KERNELS
@@ -180,6 +186,9 @@ def test_grouped_gemms(name, dtype, monkeypatch):
     tile = Tile(16, 32, 16, 2, 4)
     monkeypatch.setattr(grouped, "choose_tile", lambda *_: tile)
     check_mix(mix_grouped, routings()[name], 40, 24, dtype, monkeypatch)
+    if name == "one-token":
+        monkeypatch.setattr(grouped, "MAX_UNSORTED_TOKENS", 0)
+        check_mix(mix_grouped, routings()[name], 40, 24, dtype, monkeypatch)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, pytest.param(16, marks=slow)])
@@ -191,33 +200,55 @@ def test_few_tokens(num_tokens, dtype, monkeypatch):
     check_mix(mix_few, routing, 100, 50, dtype, monkeypatch)
 
 
+def make_mxfp4(*shape: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random packed values and scales, and the values that they stand for."""
+    blocks = torch.randint(0, 256, (*shape[:-1], shape[-1] // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(121, 126, blocks.shape[:-1]).to(torch.uint8)
+    tensors = pack_mxfp4(blocks), pack_mxfp4_scales(scales), dequantise_mxfp4(blocks, scales, dtype)
+    return tuple(tensor.to(DEVICE) for tensor in tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [32, 96, 128, 160, 288])
+def test_packed_mxfp4(width, dtype):
+    words, scales, values = make_mxfp4(3, 5, width, dtype=dtype)
+    assert words.shape == (3, -(-width // 128), 5, 32) and scales.shape == words.shape[:-1]
+    assert torch.equal(unpack_mxfp4(words, scales, width, dtype), values)
+
+
+def test_every_value_and_scale_of_mxfp4():
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(193, 1, 1)
+    scales = torch.arange(193, dtype=torch.uint8)[:, None].repeat(1, 16)
+    found = unpack_mxfp4(pack_mxfp4(blocks), pack_mxfp4_scales(scales), 512, torch.float32)
+    assert torch.equal(found, dequantise_mxfp4(blocks, scales))
+    with pytest.raises(ValueError, match="byte 255 is not a scale of MXFP4 weights"):
+        pack_mxfp4_scales(torch.tensor([[100, 255]], dtype=torch.uint8))
+
+
 @pytest.mark.parametrize("name", ["one-token", "empty-experts"])
-def test_grouped_gemms_of_mxfp4_weights(name, monkeypatch):
-    """With widths that the tile does not divide. The reference dequantises to the same values."""
-    tile = Tile(16, 32, 64, 2, 4)
-    monkeypatch.setattr(grouped, "choose_tile", lambda *_: tile)
-    routing, hidden, columns, dtype = routings()[name], 96, 32, torch.float16
+def test_mxfp4_weights(name, dtype, monkeypatch):
+    """With widths that no tile divides, and groups that are padded."""
+    monkeypatch.setattr(grouped, "choose_tile", lambda *_: Tile(16, 32, 64, 2, 4))
+    routing, hidden, columns = routings()[name], 416, 96
     x, residual, experts = make(routing, hidden, columns, dtype, True)
-    tensors = {}
-    for field, tensor in (("gate_up", experts.gate_up), ("down", experts.down)):
-        shape = (*tensor.shape[:-1], tensor.size(-1) // 2)
-        tensors[field] = torch.randint(0, 256, shape, dtype=torch.uint8).to(DEVICE)
-        shape = (*tensor.shape[:-1], tensor.size(-1) // 32)
-        tensors[f"{field}_scales"] = torch.randint(121, 126, shape).to(torch.uint8).to(DEVICE)
-    packed = experts._replace(**tensors, limit=0.7, alpha=1.7)
-    eager = mix_reference(x, packed, routing, residual)
+    num_experts = len(experts.down)
+    gate_up, gate_up_scales, dense = make_mxfp4(num_experts, 2 * columns, hidden, dtype=dtype)
+    down, down_scales, dense_down = make_mxfp4(num_experts, hidden, columns, dtype=dtype)
+    experts = experts._replace(gate_up=dense, down=dense_down, limit=0.7, alpha=1.7)
+    packed = experts._replace(
+        gate_up=gate_up, gate_up_scales=gate_up_scales, down=down, down_scales=down_scales
+    )
+    eager = mix_reference(x, experts, routing, residual)
+    assert torch.equal(mix_reference(x, packed, routing, residual), eager)
     exact = mix_reference(
         x.double(),
-        Experts(
-            *(
-                t.double() if isinstance(t, torch.Tensor) else t
-                for t in packed.dequantised(torch.float32)
-            )
-        ),
+        Experts(*(t.double() if isinstance(t, torch.Tensor) else t for t in experts)),
         routing._replace(weights=routing.weights.double()),
         residual.double(),
     )
-    ours = mix_grouped(x, packed, routing, residual)
+    with monkeypatch.context() as context:
+        poisoned(context)
+        ours = mix_grouped(x, packed, routing, residual)
     assert_as_good_as_eager(ours, eager, exact)
 
 
