@@ -45,7 +45,14 @@ def check_idle(llm: "LLM") -> None:
     assert len(manager.free_block_ids) == llm.model_runner.num_kvcache_blocks
 
 
+def may_take_minutes(item: pytest.Item) -> bool:
+    timeout = item.get_closest_marker("timeout")
+    return timeout is not None and timeout.args[0] > 600
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # First, so that no process is left with them when the others have no more tests.
+    items.sort(key=may_take_minutes, reverse=True)
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from example import PROMPTS, fetch_smollm2
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.checkpoint import open_checkpoint
+from tests.once import once
 from tests.test_parity import assert_same_tokens, transformers_greedy
 
 NUM_NEW_TOKENS = 32
@@ -51,20 +52,21 @@ def prompts(path: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(path: Path, prompts: list[list[int]]) -> Callable[[list[list[int]]], list[list[int]]]:
+def expected(
+    path: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[list[list[int]]], list[list[int]]]:
     """Transformers' tokens, computed once; the drafts spare time where they are right."""
-    cache: list[list[int]] = []
 
     def compute(drafts: list[list[int]]) -> list[list[int]]:
-        if not cache:
-            model = AutoModelForCausalLM.from_pretrained(
-                path.parent, gguf_file=path.name, dtype=torch.float32
-            ).eval()
-            for prompt, draft in zip(prompts, drafts, strict=True):
-                cache.append(transformers_greedy(model, prompt, NUM_NEW_TOKENS, draft))
-        return cache
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32
+        ).eval()
+        return [
+            transformers_greedy(model, prompt, NUM_NEW_TOKENS, draft)
+            for prompt, draft in zip(prompts, drafts, strict=True)
+        ]
 
-    return compute
+    return lambda drafts: once(tmp_path_factory, "smollm2-expected", lambda: compute(drafts))
 
 
 @pytest.mark.smoke

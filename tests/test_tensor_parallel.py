@@ -25,10 +25,10 @@ TIGHT: dict[str, Any] = {
     "max_model_len": 256,
     "max_num_seqs": 16,
     "max_num_batched_tokens": 64,
-    "kvcache_block_size": 32,
-    "num_kvcache_blocks": 9,
+    "kvcache_block_size": 16,
+    "num_kvcache_blocks": 17,
 }
-NUM_NEW_TOKENS = 40
+NUM_NEW_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
 # Shapes that ranks do not share evenly; name -> family, changes to its config.
 UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
@@ -41,7 +41,7 @@ UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_prompts(num: int = 12, shared_tokens: int = 70) -> list[list[int]]:
+def make_prompts(num: int = 9, shared_tokens: int = 70) -> list[list[int]]:
     """Of 1 to 200 tokens; every third starts with the same ones."""
     generator = torch.Generator().manual_seed(3)
 

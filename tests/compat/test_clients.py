@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import regex
 
+from tests.once import once
 from tests.vllm_answers import weights
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +80,10 @@ def test_distilabel(model, tmp_path):
 @pytest.fixture(scope="module")
 def lm_eval(model, tmp_path_factory):
     """For each of the harness's backends its scores, and by task its answers."""
+    return once(tmp_path_factory, "lm_eval", lambda: run_lm_eval(model, tmp_path_factory))
+
+
+def run_lm_eval(model, tmp_path_factory):
     results = {}
     for backend, batch_size in (("vllm", "auto"), ("hf", 8)):
         folder = tmp_path_factory.mktemp(backend)
@@ -130,6 +135,10 @@ class TestLmEval:
 def vllm_examples(tmp_path_factory) -> Path:
     """The folder ``examples`` of vLLM's source. pip unpacks the source and fails to build it, for
     which it has no compilers; ``--no-clean`` keeps it."""
+    return Path(once(tmp_path_factory, "vllm_examples", lambda: unpack_vllm(tmp_path_factory)))
+
+
+def unpack_vllm(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("vllm")
     command = [sys.executable, "-m", "pip", "download", "--no-clean", "--no-deps"]
     command += ["--no-build-isolation", "--no-binary=vllm", f"vllm=={VLLM_VERSION}"]
@@ -140,7 +149,7 @@ def vllm_examples(tmp_path_factory) -> Path:
         capture_output=True,
     )
     (examples,) = folder.glob("*/vllm_*/examples")
-    return examples
+    return str(examples)
 
 
 @pytest.fixture(scope="module")

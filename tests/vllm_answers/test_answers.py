@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.once import once
 from tests.vllm_answers import weights
 from tests.vllm_answers.compare import RECORDED, Answers, differences, read
 from tests.vllm_answers.record import GROUPS
@@ -17,6 +18,7 @@ SLOW = (
     *("outputs", "logprobs", "processed", "prompts", "greedy", "chat"),
     *("structured", "llm_calls"),
 )
+MARKS = pytest.mark.slow, pytest.mark.timeout(1200)
 FAST = tuple(group for group in GROUPS if group not in SLOW)
 
 DIFFERENT_ON_PURPOSE = {
@@ -63,8 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]],
     folders = ["--smollm2", str(weights.smollm2(root("smollm2-fp32")))]
     folders += ["--tiny", str(weights.tiny_llama(root("tiny-llama")))]
 
-    @cache
-    def run(groups: tuple[str, ...]) -> Answers:
+    def compute(groups: tuple[str, ...]) -> Answers:
         out = tmp_path_factory.mktemp("answers") / "ours.json"
         command = [sys.executable, "-m", "tests.vllm_answers.record", "--engine", "nanovllm"]
         result = subprocess.run(
@@ -79,13 +80,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]],
         assert result.returncode == 0, result.stderr[-4000:]
         return read(out)
 
-    return run
+    return cache(
+        lambda groups: once(
+            tmp_path_factory, f"answers-{'-'.join(groups)}", lambda: compute(groups)
+        )
+    )
 
 
 @pytest.mark.parametrize(
     ("group", "groups"),
     [pytest.param(group, FAST, id=group) for group in FAST]
-    + [pytest.param(group, SLOW, id=group, marks=pytest.mark.slow) for group in SLOW],
+    + [pytest.param(group, SLOW, id=group, marks=MARKS) for group in SLOW],
 )
 def test_answers_as_vllm(
     group: str,

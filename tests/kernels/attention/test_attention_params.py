@@ -16,7 +16,8 @@ from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.kernels.attention.triton_backend import TritonAttention
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.distributed import TPGroup, use_tp_group
-from tests.kernels.attention.test_attention import EACH_SHAPE, SLOW, Paged, naive
+from tests.kernels.attention.test_attention import SHAPES, SLOW, Paged, naive
+from tests.kernels.conftest import DEVICE, DTYPES
 
 # Softcaps of large logits: tanh is 1 where exp is infinite.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
@@ -26,6 +27,15 @@ SHAPE = (2, 1, 32, 16)  # q_heads, kv_heads, head_dim, block_size; tiles have 8 
 NAMES = ("window5", "window16", "window40", "window999", "softcap", "large-softcap")
 NAMES += ("sinks", "window1-sinks", "window21-softcap-sinks")
 EACH = pytest.mark.parametrize("name", NAMES)
+# The interpreter takes its time: there each name meets each shape in one of the two dtypes, and
+# every name and every shape has both.
+CASES = [
+    pytest.param(name, shape, dtype, id=f"{name}-{shape_id}-{dtype}")
+    for i, name in enumerate(NAMES)
+    for j, (shape_id, shape) in enumerate(SHAPES.items())
+    for k, dtype in enumerate(DTYPES)
+    if DEVICE == "cuda" or (i + j) % 2 == k
+]
 IN_KERNELS = pytest.mark.parametrize(  # the slow tests' are in the others too
     "name", [pytest.param(n, marks=SLOW if n in ("softcap", "sinks") else []) for n in NAMES]
 )
@@ -178,8 +188,7 @@ def test_decode_with_windows_at_the_edges_of_blocks(tile, window, device, monkey
 
 
 @pytest.mark.slow
-@EACH
-@EACH_SHAPE
+@pytest.mark.parametrize(("name", "shape", "dtype"), CASES)
 def test_every_shape(name, shape, dtype, device, monkeypatch):
     params = make_params(name, shape, device)
     backend = TritonAttention()
