@@ -11,6 +11,7 @@ import sys
 import tokenize
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -235,8 +236,10 @@ def run_without_each(model: str) -> None:
     """Prints what ``run_without`` returns, or why it fails: without a glob, with each and with all
     of them. Each runs in a fork of this process, which has imported what is slow to import."""
     import torch
-    import tqdm.auto  # noqa: F401
 
+    for name in ("psutil", "safetensors.torch", "tqdm.auto", "triton", "xxhash"):
+        with suppress(ModuleNotFoundError):
+            import_module(name)
     torch.set_num_threads(1)  # threads would not survive a fork
     cases = {"none": [], "all": [glob for glob in CAPABILITIES if glob != STARTS_ENGINES]}
     for name, globs in (cases | {glob: [glob] for glob in (*CAPABILITIES, NO_CAPABILITY)}).items():

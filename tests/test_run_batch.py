@@ -392,7 +392,7 @@ def test_absurd_numbers_are_refused_or_served(llm: LLM, tmp_path: Path):
     assert len(texts(found["12"])) == 50
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.data())
 def test_mutated_requests_never_harm_the_engine(shared_llm: LLM, data: st.DataObject):
     """Every line gets its record, no other is lost, and nothing counts as a fault."""
@@ -683,7 +683,13 @@ def test_an_engine_that_fails_once_costs_nothing(make, llm: LLM, tmp_path: Path)
         assert len(failures) == 1
 
 
-@pytest.mark.parametrize("poisoned", [{0}, {19}, {7}, {3, 4}, {0, 1, 2, 10, 19}])
+@pytest.mark.parametrize(
+    "poisoned",
+    [
+        *(pytest.param({i}, marks=pytest.mark.slow) for i in (0, 19)),
+        *({7}, {3, 4}, {0, 1, 2, 10, 19}),
+    ],
+)
 def test_a_request_that_always_brings_down_the_engine_fails_alone(
     make, llm: LLM, tmp_path: Path, poisoned: set[int]
 ):
@@ -1178,11 +1184,11 @@ def jobs() -> Iterator[Jobs]:
         server.kill()
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 30) -> None:
+def wait_until(condition: Callable[[], Any], seconds: float = 30, pause: float = 0.005) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
-        time.sleep(0.0002)
+        time.sleep(pause)
 
 
 @pytest.mark.parametrize("most_kills", [16, pytest.param(20, marks=pytest.mark.slow)])
@@ -1204,7 +1210,7 @@ def test_jobs_that_are_killed_again_and_again_lose_and_repeat_nothing(
         pid = jobs.start(arguments(model_path, in_, out), log)
         if num_kills % 3:
             target = size + int(rng.uniform(1, 3 * mean))
-            wait_until(lambda size=target: out.stat().st_size >= size)
+            wait_until(lambda size=target: out.stat().st_size >= size, pause=0.0002)
             time.sleep(rng.uniform(0, 0.003))
         else:
             time.sleep(rng.uniform(0, 0.6))

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from example import PROMPTS, fetch_smollm2
 from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoints.checkpoint import open_checkpoint
 from tests.once import once
 from tests.test_parity import assert_same_tokens, transformers_greedy
 
@@ -40,15 +41,14 @@ def path() -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(path: Path) -> list[list[int]]:
-    with LLM(path, load_format="dummy", max_model_len=64, device="cpu") as llm:
-        return [
-            llm.tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}],
-                add_generation_prompt=True,
-                return_dict=False,
-            )
-            for question in QUESTIONS
-        ]
+    tokenizer = open_checkpoint(str(path)).load_tokenizer()
+    assert tokenizer is not None
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
+        )
+        for question in QUESTIONS
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_it_knows_the_capital_of_france(path):
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, id="default"),
+        pytest.param({}, id="default", marks=pytest.mark.slow),
         pytest.param({"kvcache_block_size": 16}, id="block16", marks=pytest.mark.slow),
         pytest.param(
             {"enable_prefix_caching": False}, id="no-prefix-cache", marks=pytest.mark.slow

@@ -115,7 +115,7 @@ def check_tables(inputs: ModelInputs, batch: Batch, padding: int = 0) -> None:
     assert len(inputs.tables.new_blocks) == num_new, "nothing is sent twice"
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(cases(is_prefill=True))
 def test_prefill_is_what_a_loop_over_tokens_gives(case: Case):
     token_ids, positions, bounds_q, bounds_k, logits = [], [], [0], [0], []
@@ -154,7 +154,7 @@ def test_prefill_is_what_a_loop_over_tokens_gives(case: Case):
     assert inputs.reads_cache == reads_cache
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(cases(is_prefill=False), st.integers(0, 8))
 def test_decode_is_what_a_loop_over_sequences_gives(case: Case, padded_size: int):
     token_ids, positions, lens = [], [], []
@@ -188,7 +188,7 @@ def test_decode_is_what_a_loop_over_sequences_gives(case: Case, padded_size: int
     assert context.cu_seqlens_k is None
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.booleans().flatmap(cases))
 def test_a_worker_receives_the_same_inputs_in_a_message(case: Case):
     """Guards workers that store keys and values in other slots than rank 0."""
@@ -334,7 +334,7 @@ def test_inputs_survive_the_trip_in_one_buffer(case: Case):
         assert tensor.storage_offset() % 4 == 0, f"{name}: kernels expect 16-byte alignment"
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(cases(is_prefill=True), st.integers(0, 9), st.integers(0, 3), st.integers(30, 33))
 def test_a_padded_prefill_is_a_prefill_and_padding(case: Case, tokens: int, seqs: int, most: int):
     plain = prepare_prefill(case.batch, case.block_size)
@@ -495,7 +495,7 @@ def grouped(rows: torch.Tensor, *columns: torch.Tensor) -> dict[int, list]:
     return entries
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(SAMPLED, min_size=1, max_size=5))
 def test_sampling_inputs_are_what_a_loop_over_sequences_gives(sequences: list[Sampled]):
     inputs = prepare_sample(sampled_batch(sequences))

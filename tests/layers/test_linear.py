@@ -34,7 +34,10 @@ def run_ranks(
     The ranks meet through a file, so no port can be taken; whatever they do, the call ends
     within DEADLINE_S.
     """
-    context = mp.spawn(_rank_main, (size, work, argument, str(folder)), size, join=False)
+    # A fork need not import PyTorch again, but it must not follow CUDA's start.
+    method = "spawn" if torch.cuda.is_available() else "fork"
+    arguments = (size, work, argument, str(folder))
+    context = mp.start_processes(_rank_main, arguments, size, join=False, start_method=method)
     end = time.monotonic() + DEADLINE_S
     try:
         while not context.join(timeout=1):

@@ -24,7 +24,7 @@ from nanovllm.text.detokenizer import (
 )
 from nanovllm.text.token_text import REPLACEMENT_CHAR, TokenTexts
 
-PROFILE = settings(max_examples=200, deadline=None, derandomize=True)
+PROFILE = settings(max_examples=100, deadline=None, derandomize=True)
 END = "<end>"
 # What breaks naive detokenizers: characters of 1 to 4 bytes, several of them to one sign.
 SAMPLES = [
@@ -335,7 +335,7 @@ class TestKnownTexts:
 
     @pytest.mark.parametrize("skip", [True, False])
     @pytest.mark.parametrize("name", DECODERS)
-    @settings(PROFILE, max_examples=100)
+    @settings(PROFILE, max_examples=50)
     @given(data=st.data())
     def test_they_are_those_of_tokens_decoded_together(self, decoded, name, skip, data):
         """Token for token, after any token of a prompt. Ids may be unknown to the tokenizer."""
@@ -473,7 +473,7 @@ class TestStopStrings:
             check_stops(tokenizer, token_ids, text, stops, keep)
 
     @KINDS
-    @settings(PROFILE, max_examples=400)
+    @settings(PROFILE, max_examples=150)
     @given(AB, st.lists(st.text("ab", min_size=1, max_size=5), max_size=4), st.data())
     def test_overlapping_stops(self, kind, text: str, stops: list[str], data: st.DataObject):
         pieces = data.draw(cut_texts(st.just(text)))
@@ -578,7 +578,7 @@ class TestStopStrings:
         assert len(looked_at) < 1500
         assert IncrementalDetokenizer(texts).stop_candidates is None
 
-    @settings(PROFILE, max_examples=400)
+    @settings(PROFILE, max_examples=150)
     @given(AB, st.lists(st.text("ab", min_size=1, max_size=5), max_size=4), st.integers(0, 14))
     def test_find_stop_is_a_search_one_character_at_a_time(self, text, stops, start):
         assert find_stop(text, min(start, len(text)), stops) == first_stop(text, stops, start)

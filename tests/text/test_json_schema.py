@@ -298,7 +298,7 @@ VALUES = [
 ]
 
 
-@settings(max_examples=300, deadline=None, database=None)
+@settings(max_examples=150, deadline=None, database=None)
 @given(schema=st.recursive(st.one_of(OBJECTS, REFERENCES), compose, max_leaves=6))
 def test_compositions_allow_what_unevaluated_properties_allows(start, schema):
     """Every object over four keys. One with the keys of several branches of ``anyOf`` may be left

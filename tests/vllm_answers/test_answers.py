@@ -14,8 +14,11 @@ from tests.vllm_answers import weights
 from tests.vllm_answers.compare import RECORDED, Answers, differences, read
 from tests.vllm_answers.record import GROUPS
 
+SLOW = (
+    *("outputs", "logprobs", "processed", "prompts", "greedy", "chat"),
+    *("structured", "llm_calls"),
+)
 MARKS = pytest.mark.slow, pytest.mark.timeout(1200)
-SLOW = ("outputs", "logprobs", "prompts", "greedy", "chat", "structured", "llm_calls")
 FAST = tuple(group for group in GROUPS if group not in SLOW)
 
 DIFFERENT_ON_PURPOSE = {

@@ -12,6 +12,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # (kv_heads, head_dim): powers of two, and widths between them.
 HEADS = [(1, 2), (2, 16), (8, 128), (3, 40), (5, 18), (1, 96)]
 NUM_BLOCKS = 6
+# Each token is a program of its own; the interpreter takes its time.
+MAX_TOKENS = 99 if DEVICE == "cuda" else 11
 
 
 def store_after_rope(
@@ -74,7 +76,7 @@ def check(
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 def test_any_width_and_block_size(block_size, heads, dtype, store):
     """Guards nano-vLLM's kernel, which needed a power-of-two width."""
-    num_tokens = NUM_BLOCKS * block_size - 1
+    num_tokens = min(NUM_BLOCKS * block_size - 1, MAX_TOKENS)
     slots = torch.randperm(NUM_BLOCKS * block_size)[:num_tokens].tolist()
     check(store, draw(num_tokens, heads, dtype), draw(num_tokens, heads, dtype), slots, block_size)
 
