@@ -1,6 +1,7 @@
 """The workloads of bench.py and compare.py: random tokens with fixed output lengths, and chats."""
 
 import random
+import re
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -41,14 +42,21 @@ def random_workload(
     input_len: tuple[int, int] | None = None,
     output_len: tuple[int, int] | None = None,
 ) -> Workload:
-    """Makes one of SHAPES. If an argument changes its sizes, its name gives the sizes instead."""
-    shape = SHAPES[name]
+    """Makes one of SHAPES. If an argument changes its sizes, its name gives the sizes instead.
+    ``name`` may be such a name, too."""
+    shape = SHAPES.get(name) or _parse(name)
     count, inputs, outputs = num_prompts or shape[0], input_len or shape[1], output_len or shape[2]
     if (count, inputs, outputs) != shape:
         name = f"{count} x ({inputs[0]}:{inputs[1]} + {outputs[0]}:{outputs[1]})"
     rng = random.Random(0)
     prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(*inputs))] for _ in range(count)]
     return Workload(name, prompts, [rng.randint(*outputs) for _ in range(count)])
+
+
+def _parse(name: str) -> tuple[int, tuple[int, int], tuple[int, int]]:
+    """Returns the sizes that a name such as ``8 x (10:20 + 30:40)`` gives."""
+    count, *bounds = map(int, re.findall(r"\d+", name))
+    return count, (bounds[0], bounds[1]), (bounds[2], bounds[3])
 
 
 TOPICS = ["the tides", "a compass", "photosynthesis", "the printing press"]
