@@ -251,7 +251,8 @@ def launch_mixtures(dtype: torch.dtype, all_sizes: bool) -> None:
                     tensor.is_contiguous = lambda: True  # type: ignore[method-assign]
                 biases = gate_up[..., 0].contiguous(), down[..., 0].contiguous()
                 experts = Experts(*packed[:2], *biases, 7.0, 1.7, *packed[2:])
-            mix = few.mix_few if num_tokens == 1 else grouped.mix_grouped
+            is_few = num_tokens == 1 and num_experts != 32  # MXFP4 has no kernel for few tokens
+            mix = few.mix_few if is_few else grouped.mix_grouped
             mix(x, experts, routing, x)
         if not all_sizes and num_experts == 32:
             break

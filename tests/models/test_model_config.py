@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.engine.startup import resolve_max_model_len
-from nanovllm.models.family import TIED_HEAD, WEIGHT_NAMES
+from nanovllm.models.family import SKIPPED, TIED_HEAD, WEIGHT_NAMES
 from nanovllm.models.model_config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig
 from nanovllm.models.registry import FAMILIES, get_family
 from nanovllm.models.weight_names import WeightNames
@@ -108,7 +108,7 @@ def test_facts_are_read(read):
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,
         dtype=torch.bfloat16,
-        weight_names=WeightNames(WEIGHT_NAMES, FIELDS),
+        weight_names=WeightNames(WEIGHT_NAMES, FIELDS, skipped=SKIPPED),
     )
     assert (len(config.layers), config.num_attention_heads) == (3, 4)
     assert (config.num_key_value_heads, config.head_dim) == (2, 32)
