@@ -1,17 +1,33 @@
-"""MXFP4 weights (OCP Microscaling Formats 1.0): blocks of 32 values with a common scale.
+"""MXFP4 weights (OCP Microscaling Formats 1.0), and how the kernels dequantise them.
 
-A value has 4 bits (E2M1): the sign, two bits of exponent, one of mantissa. A scale is one byte
-(E8M0), which means 2 ** (byte - 127). In a checkpoint, two values share a byte, the first one in
-the lower four bits.
+In a checkpoint, 32 consecutive columns of a row are a block. A block has 32 values of 4 bits (E2M1:
+a sign, two bits of exponent, one of mantissa) and a scale of one byte (E8M0, which stands for
+2 ** (byte - 127)). A weight is a value times its block's scale. Two values share a byte, the first
+one in the lower four bits.
 
-Kernels read weights that ``pack_mxfp4`` has rearranged, so that few instructions dequantise them.
-A group is 128 columns of a row, which are four blocks. It is stored as 32 words of 16 bits and four
-bytes of scales. Word c has the values of columns c, 32 + c, 64 + c and 96 + c. Two words in a
-register give two values of block ``part`` by at most two shifts of both and a mask, as the words'
-bits are those of bf16 numbers: the sign in bit 15, the exponent's lower bits and the highest bit of
-the mantissa in bits 8 to 6. This makes a value 2 ** 126 times too small, because the exponents of
-bf16 have another bias. The stored scales correct that, but for 2 ** -64, so that they fit into the
-exponent of a bf16 number.
+**Layout.** ``pack_mxfp4`` and ``pack_mxfp4_scales`` rearrange the weights so that few instructions
+dequantise them. Four blocks of a row, which are 128 columns, are a group. It is stored as 32 words
+of 16 bits, and an int32 with the bytes of its four scales. Word c has the values of columns c,
+32 + c, 64 + c and 96 + c: one of each block. ``part`` is the index of a block in its group, s a
+sign, e a bit of exponent, m a mantissa:
+
+    bit   15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+    part   0  2  3  1  3  3  3  0  0  0  1  1  1  2  2  2
+           s  s  s  s  e  e  m  e  e  m  e  e  m  e  e  m
+
+A bf16 number has its sign in bit 15, its exponent in bits 14 to 7 and its mantissa in bits 6 to 0.
+So the bits of part 0 are already where bf16 has its sign, the lower two bits of its exponent and
+the highest of its mantissa: a mask turns a word into a bf16 number. The bits of part 1 need a shift
+first. Those of parts 2 and 3 need two, one for the sign and one for the rest. Each instruction
+handles the two words in a 32-bit register.
+
+**Scaling.** That number is the value times 2 ** -126, because the exponent's bias is 1 in E2M1 and
+127 in bf16. (This also holds for 0.5, which is subnormal in both.) A multiplication by the scale
+times 2 ** 126 would give the weight, but that factor is too large for bf16 if the scale is above 2.
+So the factor is the scale times 2 ** 62. It gives the weight times 2 ** -64, and ``rescale``
+multiplies the fp32 sums of the GEMM by 2 ** 64. Both multiplications are exact for scales of at
+least 2 ** -68. The stored byte of a scale is the exponent of this factor with bf16's bias: the
+checkpoint's byte plus 62. For fp16 and fp32, ``dequantise_part`` returns the weight itself.
 """
 
 import torch
@@ -21,20 +37,19 @@ from nanovllm.utils.triton_compat import tl, triton
 
 BLOCK, GROUP = 32, 128
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the fourth bit is the sign
-# The bit of a word that has the sign of block ``part``, and the lowest of its other three bits.
+# For each part, the bit of a word that has its sign, and the lowest bit of the other three.
 SIGN_BITS, LOWEST_BITS = (15, 12, 14, 13), (6, 3, 0, 9)
-# A scale's byte plus this is the biased exponent of the scale times 2 ** (126 - 64).
-SCALE_OFFSET = 126 - 64
-MAX_SCALE = 254 - SCALE_OFFSET
+SCALE_OFFSET = 126 - 64  # added to a scale's byte: see "Scaling" above
+MAX_SCALE = 254 - SCALE_OFFSET  # the largest byte in a checkpoint; an exponent of 255 is infinity
 
-_ASM = (
-    "{{ .reg .b32 r, s; {} mov.b32 s, 0x80008000; fma.rn.bf16x2 $0, r, $2, s; }}"  # r * scale - 0
-)
+# PTX for two words: shifts and masks give two bf16 numbers in r, which are multiplied by the factor
+# of their block. Adding -0 keeps the sign of a zero.
+_ASM = "{{ .reg .b32 r, s; {} mov.b32 s, 0x80008000; fma.rn.bf16x2 $0, r, $2, s; }}"
 _SHIFTS = (
-    "and.b32 r, $1, 0x81C081C0;",
+    "and.b32 r, $1, 0x81C081C0;",  # bits 15 and 8 to 6 of both words
     "shl.b32 r, $1, 3; and.b32 r, r, 0x81C081C0;",
     "shl.b32 r, $1, 1; and.b32 r, r, 0x80008000;"
-    " shl.b32 s, $1, 6; lop3.b32 r, s, 0x01C001C0, r, 0xEA;",
+    " shl.b32 s, $1, 6; lop3.b32 r, s, 0x01C001C0, r, 0xEA;",  # (s & mask) | r
     "shl.b32 r, $1, 2; and.b32 r, r, 0x80008000;"
     " shr.b32 s, $1, 3; lop3.b32 r, s, 0x01C001C0, r, 0xEA;",
 )
@@ -44,11 +59,12 @@ _ASM_0, _ASM_1, _ASM_2, _ASM_3 = (tl.constexpr(_ASM.format(shifts)) for shifts i
 def dequantise_mxfp4(
     blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Computes the values of MXFP4 weights as they are in a checkpoint.
+    """Dequantises weights as they are in a checkpoint.
 
     Args:
         blocks: uint8 [..., num_blocks, 16].
         scales: uint8 [..., num_blocks].
+        dtype: of the result.
 
     Returns:
         [..., 32 num_blocks].
@@ -79,13 +95,13 @@ def num_groups(width: int) -> int:
 
 
 def pack_mxfp4(blocks: torch.Tensor) -> torch.Tensor:
-    """Rearranges the values of MXFP4 weights for the kernels.
+    """Rearranges the values of MXFP4 weights for the kernels. Pads the last group with zeros.
 
     Args:
         blocks: uint8 [..., rows, num_blocks, 16].
 
     Returns:
-        int16 [..., num_groups, rows, 32].
+        int16 [..., num_groups, rows, 32], the words.
     """
     padding = -blocks.size(-2) % 4
     codes = F.pad(_codes(blocks).short(), (0, 0, 0, padding)).unflatten(-2, (-1, 4))
@@ -97,7 +113,7 @@ def pack_mxfp4(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def pack_mxfp4_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Rearranges the scales of MXFP4 weights for the kernels.
+    """Rearranges the scales of MXFP4 weights for the kernels, and adds SCALE_OFFSET.
 
     Args:
         scales: uint8 [..., rows, num_blocks].
@@ -106,7 +122,7 @@ def pack_mxfp4_scales(scales: torch.Tensor) -> torch.Tensor:
         int32 [..., num_groups, rows], with the byte of a group's first block lowest.
 
     Raises:
-        ValueError: a scale is above 2 ** 65, or NaN, which is byte 255.
+        ValueError: a byte is above 192: a scale above 2 ** 65, or NaN, which is byte 255.
     """
     if (scales > MAX_SCALE).any():
         raise ValueError(
@@ -119,12 +135,13 @@ def pack_mxfp4_scales(scales: torch.Tensor) -> torch.Tensor:
 def unpack_mxfp4(
     words: torch.Tensor, scales: torch.Tensor, width: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Computes the values of packed weights.
+    """Dequantises packed weights: the reference of ``dequantise_part``.
 
     Args:
         words: int16 [..., num_groups, rows, 32], from ``pack_mxfp4``.
         scales: int32 [..., num_groups, rows], from ``pack_mxfp4_scales``.
         width: number of columns, without padding.
+        dtype: of the result.
 
     Returns:
         [..., rows, width].
@@ -143,8 +160,8 @@ def unpack_mxfp4(
 
 
 def fill_mxfp4(packed: torch.Tensor, generator: torch.Generator) -> None:
-    """Fills packed words with random values, or packed scales with 2 ** -7. The values have a
-    standard deviation of about 0.02."""
+    """Fills packed words (int16) with random bits, or packed scales (int32) with 2 ** -7. Then the
+    weights have a standard deviation of about 0.02."""
     in_bytes = packed.data.view(torch.uint8)
     if packed.dtype is torch.int32:
         in_bytes.fill_(SCALE_OFFSET + 120)
@@ -154,15 +171,15 @@ def fill_mxfp4(packed: torch.Tensor, generator: torch.Generator) -> None:
 
 @triton.jit
 def dequantise_part(words, scales, PART: tl.constexpr, dtype: tl.constexpr):
-    """Computes the values of one block of each group. In bf16 they are divided by 2 ** 64, which
-    ``rescale`` makes up for.
+    """Dequantises block PART (0 to 3) of each group.
 
     Args:
-        words: int16 [..., 32].
-        scales: int32 [..., 1].
+        words: int16 [..., 32], the words of a group.
+        scales: int32 [..., 1], its scales.
 
     Returns:
-        [..., 32], in dtype. The columns are those of block PART of the group.
+        [..., 32], in dtype, for columns 32 PART to 32 PART + 31 of the group. In bf16, these are
+        the weights times 2 ** -64.
     """
     exponent = (scales >> (8 * PART)) & 255
     if dtype == tl.bfloat16:
@@ -175,7 +192,7 @@ def dequantise_part(words, scales, PART: tl.constexpr, dtype: tl.constexpr):
         )
     SIGN: tl.constexpr = 15 if PART == 0 else 12 if PART == 1 else 14 if PART == 2 else 13
     LOWEST: tl.constexpr = 6 if PART == 0 else 3 if PART == 1 else 0 if PART == 2 else 9
-    bits = words.to(tl.int32)
+    bits = words.to(tl.int32)  # then the value times 2 ** -126, as fp32
     bits = ((bits >> SIGN) << 31) | (((bits >> LOWEST) & 7) << 22)
     scale = (exponent << 23).to(tl.float32, bitcast=True)
     return (bits.to(tl.float32, bitcast=True) * 2.0**64 * scale).to(dtype)
@@ -183,8 +200,8 @@ def dequantise_part(words, scales, PART: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def rescale(sums, dtype: tl.constexpr):
-    """Multiplies sums of products with dequantised values by 2 ** 64, if these were divided by
-    it."""
+    """Multiplies the results of a GEMM with weights from ``dequantise_part`` by 2 ** 64, if their
+    dtype is bf16."""
     if dtype == tl.bfloat16:
         sums *= 2.0**64
     return sums

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,9 @@ from nanovllm.kernels.moe.few import mix_few
 from nanovllm.kernels.moe.grouped import Tile, mix_grouped
 from nanovllm.kernels.moe.mix import Experts, mix_reference
 from nanovllm.kernels.moe.mxfp4 import (
+    _SHIFTS,
+    LOWEST_BITS,
+    SIGN_BITS,
     dequantise_mxfp4,
     pack_mxfp4,
     pack_mxfp4_scales,
@@ -234,6 +238,25 @@ def test_every_value_and_scale_of_mxfp4():
     assert torch.equal(found, dequantise_mxfp4(blocks, scales))
     with pytest.raises(ValueError, match="byte 255 is not a scale of MXFP4 weights"):
         pack_mxfp4_scales(torch.tensor([[100, 255]], dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_the_ptx_moves_the_bits_of_a_part_to_those_of_bf16(part):
+    """For pairs of random words. The interpreter cannot run PTX."""
+    pairs = np.random.default_rng(0).integers(0, 1 << 32, 4096, dtype=np.uint32)
+    registers = {"$1": pairs}
+    for instruction in _SHIFTS[part].split(";")[:-1]:
+        name, target, *args = instruction.replace(",", "").split()
+        a, b, *rest = (registers[arg] if arg in registers else int(arg, 16) for arg in args)
+        if name == "lop3.b32":
+            assert int(args[3], 16) == (0xF0 & 0xCC) | 0xAA  # the truth table of (a & b) | c
+            registers[target] = a & np.uint32(b) | rest[0]
+        else:
+            operation = {"and": np.bitwise_and, "shl": np.left_shift, "shr": np.right_shift}
+            registers[target] = operation[name.removesuffix(".b32")](a, np.uint32(b))
+    words = pairs.view(np.uint16)
+    expected = (words >> SIGN_BITS[part] & 1) << 15 | (words >> LOWEST_BITS[part] & 7) << 6
+    assert np.array_equal(registers["r"].view(np.uint16), expected)
 
 
 @pytest.mark.parametrize("name", ["one-token", "empty-experts"])
