@@ -23,7 +23,7 @@ from nanovllm.utils.loader import check_shape, copy_weight
 from nanovllm.utils.math import divide
 from nanovllm.utils.triton_compat import use_triton
 
-# The kernels and the numbers of tokens that they are for. The first match is launched.
+# Each kernel with the numbers of tokens that it is for. ``mix`` launches the first match.
 KERNELS = ((range(1, MAX_UNSORTED_TOKENS + 1), mix_few), (range(sys.maxsize), mix_grouped))
 
 
@@ -35,6 +35,9 @@ class UnquantizedExperts:
         layer: the module that the parameters belong to.
         tp: the ranks over which the intermediate dimension is split.
         limit, alpha, interleaved: as in a MoESpec.
+
+    Attributes:
+        kernels: the numbers of tokens and the kernel for them, in the order of preference.
     """
 
     kernels: tuple[tuple[range, Any], ...] = KERNELS
@@ -45,13 +48,19 @@ class UnquantizedExperts:
         self.layer: Any = layer
         self.tp = tp
         self.limit, self.alpha, self.interleaved = limit, alpha, interleaved
-        # By parameter, the MXFP4 blocks or scales that wait for their counterpart.
+        # MXFP4 blocks and scales are separate tensors, but are dequantised together. This has, for
+        # each parameter, the one that was loaded first: {"blocks": ...} or {"scales": ...}.
         self._parts: dict[str, dict[str, Tensor]] = {}
 
     def create_parameters(
         self, num_experts: int, hidden_size: int, num_columns: int, bias: bool
     ) -> None:
-        """Registers the parameters with the layer, without values."""
+        """Registers the parameters with the layer, without values.
+
+        Args:
+            num_columns: the intermediate size of an expert, over all ranks.
+            bias: whether the experts have biases.
+        """
         inner = divide(num_columns, self.tp.size)
         shapes: dict[str, tuple[int, ...]] = {
             "gate_up_proj": (num_experts, 2 * inner, hidden_size),
@@ -80,7 +89,7 @@ class UnquantizedExperts:
                 return
             shard_id, tensor = None, dequantise_mxfp4(**self._parts.pop(name), dtype=param.dtype)
         elif self.interleaved and tensor.dim() == 3 and tensor.is_floating_point():
-            tensor = tensor.transpose(1, 2)
+            tensor = tensor.transpose(1, 2)  # from [E, in, out]: see MoESpec
         self._copy(name, param.data, tensor, shard_id, expert)
 
     def _name(self, param: nn.Parameter) -> str:
@@ -89,8 +98,17 @@ class UnquantizedExperts:
     def _copy(
         self, name: str, target: Tensor, tensor: Tensor, shard_id: int | None, expert: int | None
     ) -> None:
-        """Copies this rank's slice of a tensor that has a parameter's shape, but for the ranks."""
-        # [E, 2, I, hidden] or [E, hidden, I], or the bias: [E, 2, I] or [E, hidden].
+        """Copies this rank's slice of a checkpoint tensor.
+
+        Args:
+            name: of the parameter.
+            target: of the parameter's shape; the last dimension may be that of MXFP4 blocks or
+                scales instead.
+            tensor: has the shape of ``target`` with the intermediate dimension of all ranks, or
+                the part of it for ``expert`` and ``shard_id``.
+        """
+        # The intermediate dimension is axis 2 of [E, 2, I, hidden] and of [E, hidden, I]. Biases
+        # are [E, 2, I] and [E, hidden].
         axis, is_gate_up = 2, name.startswith("gate_up_proj")
         if is_gate_up:
             target = target.unflatten(1, (2, -1))
@@ -139,9 +157,10 @@ class UnquantizedExperts:
 
 class Mxfp4Experts(UnquantizedExperts):
     """Weights that stay in MXFP4, packed, and are dequantised in the kernels: see
-    ``kernels/moe/mxfp4.py`` and ``kernels.moe.mix.Experts``."""
+    ``kernels/moe/mxfp4.py``. The parameters are gate_up_proj_blocks, gate_up_proj_scales,
+    down_proj_blocks and down_proj_scales, and biases as those of UnquantizedExperts."""
 
-    kernels = KERNELS[1:]  # GEMVs on the CUDA cores would take longer to dequantise
+    kernels = KERNELS[1:]  # not GEMVs: dequantisation on the CUDA cores takes longer
 
     def create_parameters(
         self, num_experts: int, hidden_size: int, num_columns: int, bias: bool
@@ -181,14 +200,11 @@ class Mxfp4Experts(UnquantizedExperts):
             raise ValueError(f"dtype {tensor.dtype} is not supported, MXFP4 weights are uint8")
         name, part = self._name(param).rsplit("_", 1)
         num_experts, rows, width = self._shapes[name]
-        bytes_per_block = 16 if part == "blocks" else 1
-        own = tensor.new_empty(num_experts, rows, width // BLOCK * bytes_per_block)
-        self._copy(name, own, tensor.reshape(*tensor.shape[:2], -1), None, None)
+        pack, block_shape = (pack_mxfp4, [16]) if part == "blocks" else (pack_mxfp4_scales, [])
+        own = tensor.new_empty(num_experts, rows, width // BLOCK, *block_shape)
+        self._copy(name, own, tensor, None, None)
         for target, values in zip(param.data, own.to(param.device), strict=True):
-            if part == "blocks":
-                target.copy_(pack_mxfp4(values.unflatten(-1, (-1, 16))))
-            else:
-                target.copy_(pack_mxfp4_scales(values))
+            target.copy_(pack(values))
 
     @property
     def _experts(self) -> Experts:

@@ -111,6 +111,14 @@ def test_other_shapes_are_refused(shape, shard_id, expert):
         gate_up.weight_loader(gate_up, torch.zeros(shape), shard_id, expert=expert)
 
 
+@pytest.mark.parametrize("shape", [(0, 0), (3, 128), (3, 128, 1, 16), (3, 128, 32), (0, 0, 2, 16)])
+def test_other_shapes_of_mxfp4_are_refused(shape, monkeypatch):
+    monkeypatch.setattr(moe, "UnquantizedExperts", experts.Mxfp4Experts)
+    param = MoE(64, 3, 2, 64, True, mxfp4=True).experts.gate_up_proj_blocks
+    with pytest.raises(ValueError, match="the model needs shape"):
+        param.weight_loader(param, torch.zeros(shape, dtype=torch.uint8))
+
+
 def test_a_token_is_computed_with_a_share_of_the_parameters():
     """CUDA graphs of prefills are captured for fewer tokens of a model with more parameters."""
     layer = MoE(HIDDEN, EXPERTS, TOP_K, COLUMNS, True)
