@@ -97,7 +97,7 @@ class ColumnParallelLinear(LinearBase):
         if shard_id in self.shards:
             super().weight_loader(param, loaded_weight, shard_id)
             return
-        # A checkpoint tensor that has all shards, one above the other.
+        # The checkpoint tensor has all shards, one above the other.
         sizes = [(s.rows.stop - s.rows.start) * s.num_parts for s in self.shards.values()]
         check_shape((sum(sizes), *loaded_weight.shape[1:]), loaded_weight)
         for shard, part in zip(self.shards, loaded_weight.split(sizes), strict=True):
@@ -135,8 +135,10 @@ class QKVParallelLinear(ColumnParallelLinear):
     The output is q, k and v concatenated, [..., (num_heads + 2 num_kv_heads) * head_size], with the
     heads of this rank. The shard ids are "q", "k" and "v", and None for all three.
 
-    ``head_order`` holds the row of a checkpoint's query or key head that is each row of ours
-    (``RopeConfig.head_order``); None for the same order.
+    Args:
+        head_order: how to reorder the rows of each query and key head of a checkpoint: row i of a
+            head is the checkpoint's row ``head_order[i]`` (see ``RopeConfig.head_order``). None
+            keeps the order.
     """
 
     def __init__(

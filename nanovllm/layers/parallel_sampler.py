@@ -11,9 +11,12 @@ from nanovllm.layers.sampler import Sampler
 class ParallelSampler(Sampler):
     """A Sampler for several ranks.
 
-    Rank 0 gathers the logits of all ranks and samples from them. If no request uses anything but a
-    temperature, the gather is not needed: each rank samples from its shard of the vocabulary, and
-    an all-reduce takes the maximum of the ranks' Gumbel-max scores.
+    Rank 0 gathers the logits of all ranks and samples from them. If the temperature is the only
+    sampling parameter in use, the gather is not needed (``per_shard``): each rank samples from its
+    shard of the vocabulary, and an all-reduce takes the maximum of the ranks' Gumbel-max scores.
+
+    Args:
+        head: the LM head that computes the logits.
     """
 
     def __init__(self, head: ParallelLMHead) -> None:

@@ -16,15 +16,16 @@ class Sampler(nn.Module):
         """Samples one token per row. All ranks call it, with the same ``per_shard``.
 
         Args:
-            logits: [N, shard of the vocabulary], of this rank.
+            logits: [N, size of this rank's shard of the vocabulary].
             inputs: the sampling parameters. Only rank 0 needs them, unless ``per_shard``.
-            per_shard: whether each rank samples from its shard instead of rank 0 from the gathered
-                logits. Only temperatures take effect then, not truncation, edits or logprobs. A
-                single rank ignores it.
+            per_shard: whether each rank samples from its own shard. Otherwise rank 0 samples from
+                the gathered logits. With ``per_shard``, only temperatures take effect, not
+                truncation, edits or logprobs. A single rank ignores it.
 
         Returns:
-            int64 [N] token ids on all ranks, -1 where no token is allowed. On rank 0 also the
-            log-probabilities if requested, as ``pack_logprobs`` returns them, else None.
+            The token ids, int64 [N] on all ranks, -1 where no token is allowed; and the
+            log-probabilities as ``pack_logprobs`` returns them, or None if none are requested, and
+            on ranks above 0.
         """
         assert inputs is not None
         return sample_with_logprobs(logits, inputs)

@@ -36,8 +36,8 @@ from nanovllm.utils.triton_compat import pdl_options, tl, triton
 
 COMBINE_ROWS = 32  # partial results (splits times heads of a group) that are combined at once
 NUM_MULTIPROCESSORS = 132  # of a Hopper GPU
-# Target numbers of programs. In a small batch the programs have fewer warps, so a multiprocessor
-# holds more of them.
+# Target numbers of programs, for sequences whose contexts are split. In a small batch the programs
+# have fewer warps, so a multiprocessor holds more of them.
 NUM_PROGRAMS, NUM_PROGRAMS_SMALL_BATCH = 2 * NUM_MULTIPROCESSORS, 4 * NUM_MULTIPROCESSORS
 # From LARGE_BATCH sequences times KV heads on, programs have one warp. From MANY_SEQS sequences on,
 # they also use the smallest tiles.
@@ -138,8 +138,8 @@ def _decode_kernel(
     partial is fp32 [slots, Q_HEADS, HEAD_DIM]. lse is fp32 [slots, Q_HEADS], in base 2. arrived is
     int32 [slots, KV_HEADS]. It counts the finished programs of a sequence at the sequence's first
     slot, and is zero before and after a launch.
-    WINDOW and SOFTCAP are as in ``attend``. The schedule of a layer with a window begins with the
-    tile of the window's first key. Sinks count in the first split.
+    WINDOW and SOFTCAP are as in ``attend``. In a layer with a window, a sequence's first split
+    begins at the start of the tile that has the window's first key. Sinks count in the first split.
     """
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     HAS_NORM: tl.constexpr = q_weight_ptr is not None
@@ -330,7 +330,7 @@ def decode_attention(
     """See ``AttentionBackend.decode``.
 
     Args:
-        arrived: int32 [num_arrival_counters], zero before and after.
+        arrived: int32 [num_arrival_counters(kv_heads)], zero before and after.
     """
     num_seqs, q_heads, head_dim = q.shape
     page_size, kv_heads = cache.k.shape[1:3]
@@ -347,7 +347,7 @@ def decode_attention(
     lse = out.new_empty(num_slots, q_heads, dtype=torch.float32)
     group = triton.next_power_of_2(q_heads // kv_heads)
     num_splits = len(context.split_kv_schedule)
-    if params.window is not None:  # used rows come first
+    if params.window is not None:  # the schedule's unused rows, which come last, need no programs
         num_splits = min(num_splits, num_seqs * max_window_splits(params.window, tile.num_keys))
     _decode_kernel[(kv_heads, num_splits)](
         q,

@@ -15,7 +15,7 @@ from nanovllm.kernels.attention.tiles import CONSTEXPR_LOG2_E, LOG2_E, attend
 from nanovllm.utils.context import Context
 from nanovllm.utils.triton_compat import pdl_options, shared_memory, tl, triton
 
-SCAN = 128  # sequences that a program compares at once, to find its own
+SCAN = 128  # sequences that a program looks at in one iteration, to find that of its tile
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_seqs"])
@@ -51,7 +51,8 @@ def _prefill_kernel(
 
     Row r of the tile is query token r // GROUP and head r % GROUP of the group. k and v are the
     paged caches [blocks x PAGE_SIZE, KV_HEADS, HEAD_DIM], or the keys and values of the step [N,
-    KV_HEADS, HEAD_DIM] if PAGE_SIZE is 0. WINDOW and SOFTCAP are as in ``attend``.
+    KV_HEADS, HEAD_DIM] if PAGE_SIZE is 0. WINDOW and SOFTCAP are as in ``attend``. A sink is a
+    score without a key, so it is the initial maximum of its row, with a weight of 1.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -132,9 +133,9 @@ class PrefillTile(NamedTuple):
     """Tile and launch sizes of the prefill kernel.
 
     Attributes:
-        num_rows: rows of queries, which are tokens times heads of a group.
-        num_keys: keys per iteration.
-        num_tail_keys: keys per iteration where some of them are masked.
+        num_rows: BLOCK_M, rows of queries: tokens times query heads that share a KV head.
+        num_keys: BLOCK_N, keys per iteration where none is masked.
+        num_tail_keys: TAIL_N, keys per iteration where some are masked.
         num_warps: warps per program.
         num_stages: pipeline stages.
     """
@@ -149,8 +150,15 @@ class PrefillTile(NamedTuple):
 def prefill_tile(
     head_dim: int, has_window: bool, dtype: torch.dtype, shared_memory: int
 ) -> PrefillTile:
-    """Chooses tile and launch sizes. Those for 200 KiB of shared memory, as data-centre GPUs from
-    Hopper on have, were tuned on an H200."""
+    """Chooses tile and launch sizes. Those for at least 200 KiB of shared memory, which data-centre
+    GPUs from Hopper on have, were tuned on an H200.
+
+    Args:
+        head_dim: size of a head.
+        has_window: whether the layer has a window.
+        dtype: of queries, keys and values.
+        shared_memory: the most that one program can use, in bytes.
+    """
     if dtype is torch.float32:  # no tensor cores: small tiles keep the unrolled code short
         return PrefillTile(16, 16, 16, 4, 2)
     if shared_memory < 200 << 10:

@@ -27,13 +27,13 @@ KV_SPLIT_WORDS = KV_SPLIT.itemsize // 4
 
 
 def max_num_splits(num_seqs: int, kv_heads: int, num_programs: int) -> int:
-    """Returns the number of rows of a schedule, which suffices for all context lengths."""
+    """Returns the number of rows of a schedule, which suffices for any context lengths."""
     return num_seqs + cdiv(num_programs, kv_heads)
 
 
 def max_window_splits(window: int, tile: int) -> int:
     """Returns the largest number of splits of one sequence in a layer with a window: the number of
-    tiles that a window can overlap."""
+    tiles of ``tile`` tokens that ``window`` consecutive tokens can overlap."""
     return cdiv(window - 1, tile) + 1
 
 
@@ -61,8 +61,8 @@ def make_split_kv_schedule(
         kv_heads: number of programs per split.
         tile: tokens that a program reads at a time.
         num_programs: target number of programs.
-        window: the number of last tokens that are read; None for all. The first split begins at the
-            start of the tile that has the window's first token.
+        window: the number of tokens that are read, at the end of each context; None for all. The
+            first split begins at the start of the tile that has the window's first token.
 
     Returns:
         int32 [max_num_splits, KV_SPLIT_WORDS], a KV_SPLIT per row, the longest first. The number of

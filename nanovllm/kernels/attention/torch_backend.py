@@ -9,9 +9,10 @@ from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 
-# A prefill that needs a mask, or computes scores itself, computes a tile of queries at a time: at
-# most MAX_ROWS, with at most MAX_SCORES mask entries or scores of all heads (64 MiB in fp32). Few
-# rows are also faster, because a tile skips the keys after its last row and before its window.
+# A prefill with a mask, softcap or sinks computes a tile of queries at a time, so that it needs
+# bounded memory: at most MAX_ROWS queries, and at most MAX_SCORES scores of all heads (64 MiB in
+# fp32), or entries of the mask that the heads share. Small tiles are also faster, because a tile
+# skips the keys after its last query and before its window.
 MAX_SCORES, MAX_ROWS = 1 << 24, 256
 
 
@@ -84,8 +85,8 @@ def _window_start(position: int, params: AttentionParams) -> int:
 
 
 def _gather(cache: KVCache, block_table: list[int], first: int, end: int) -> tuple[Tensor, Tensor]:
-    """Returns the keys and values of the tokens [first, end) of a sequence, [end - first, kv_heads,
-    head_dim]: views of a single block, or copies of several."""
+    """Returns the keys and values of a sequence's tokens [first, end): [end - first, kv_heads,
+    head_dim] each. They are views if all are in one block, otherwise copies."""
     block_size = cache.k.size(1)
     skipped = first // block_size
     blocks = block_table[skipped : -(-end // block_size)]
@@ -101,9 +102,11 @@ def _prefill_one(
     """Computes causal attention of one sequence.
 
     Args:
-        q: [len_q, heads, head_dim]. ``out`` has the same shape.
+        q: [len_q, heads, head_dim], of the last tokens. ``out`` has the same shape.
         keys, values: [len_k, kv_heads, head_dim].
-        start: the index of the first query among the keys.
+        start: the index, among the keys, of the first query's token.
+        params: the window, softcap, scale and sinks.
+        out: the result is written to it.
     """
     len_q, len_k = len(q), len(keys)
     window = params.window if params.window is not None and params.window < len_k else None
@@ -146,7 +149,8 @@ def _attend(
         keys, values: [len_k, kv_heads, head_dim].
         params: its sinks are [heads], or [heads, len_q].
         mask: bool [len_q, len_k], which keys each query attends to; None for all.
-        is_causal: whether attention is causal; replaces the mask. Then len_q equals len_k.
+        is_causal: whether query i attends to keys 0 to i. Then len_q equals len_k, and the mask is
+            None.
     """
     keys, values = keys.transpose(0, 1), values.transpose(0, 1)
     if _uses_sdpa(params):

@@ -2,8 +2,9 @@
 
 With few tokens, nearly every assignment has an expert of its own, so little is gained by grouping
 them. Dot products are computed on the CUDA cores, as in ``gemm/skinny.py``. If two assignments have
-the same expert, they run at the same time, and the second reads the weights from the L2 cache. The
-second kernel sums the outputs of a token's k experts and the residual in registers.
+the same expert, their programs run at about the same time, and one of them reads the weights from
+the L2 cache. The first kernel computes gate, up and the activation. The second one computes down,
+and sums the outputs of a token's k experts and the residual in registers.
 """
 
 import torch
@@ -14,9 +15,9 @@ from nanovllm.kernels.moe.route import Routing
 from nanovllm.utils.triton_compat import pdl_options, tl, triton
 
 # BLOCK_N, BLOCK_K and num_warps of each kernel, tuned for one token of Qwen3-30B-A3B (hidden size
-# 2048, top 8, intermediate size 768) on an H200. Gate and up take 8 x 768 programs, each of which
-# reads a row of gate and one of up, of 4 KB. Down takes 1,024 programs, each of which reads 2 rows
-# of 1.5 KB from each of 8 experts.
+# 2048, top 8, intermediate size 768) on an H200. The first kernel has 8 x 768 programs, each of
+# which reads a row of gate and one of up, of 4 KB each. The second has 1,024 programs, which read 2
+# rows of 1.5 KB from each of 8 experts.
 GATE_UP_CONFIG = 1, 1024, 2
 DOWN_CONFIG = 2, 1024, 2
 
@@ -37,8 +38,8 @@ def _gate_up_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Row a of the result is activation(x[a // TOP_K] W^T + bias), with the W and bias of the
-    expert of assignment a."""
+    """Row a of the result [N k, I] is activation(x[a // TOP_K] W^T + bias), with the W and bias of
+    the expert of assignment a. ``out_features`` is I, and WIDTH is the hidden size."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -86,8 +87,9 @@ def _down_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Row t of the result is the residual plus the sum of scale[a] * (x[a] W^T + bias) over the
-    assignments a of token t, with the W and bias of the expert of assignment a."""
+    """Row t of the result [N, hidden] is the residual plus the sum of scale[a] * (x[a] W^T + bias)
+    over the assignments a of token t, with the W and bias of the expert of assignment a.
+    ``out_features`` is the hidden size, and WIDTH is I."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -121,7 +123,7 @@ def _down_kernel(
 def mix_few(
     x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """Computes ``mix_reference`` for a few tokens."""
+    """Computes what ``mix_reference`` does, for a few tokens and weights that are not in MXFP4."""
     _, hidden, width = experts.down.shape
     num_tokens, top_k = routing.experts.shape
     gate_up, down = experts.gate_up, experts.down

@@ -1,12 +1,13 @@
 """Grouped GEMMs: the rows of each expert times that expert's weight, for any number of tokens.
 
-The first GEMM gathers its rows from x and applies the activation to gate and up. The second
-multiplies each row by its routing weight, and scatters it to the row of its assignment. A third
-kernel sums the k rows of each token in a fixed order. Atomic additions would save memory traffic,
-but their order varies, so the last bits of the result would vary too.
+The first GEMM gathers its rows from x, computes gate and up, and applies the activation. The second
+computes down, multiplies each row by its routing weight, and scatters it to the row of its
+assignment. A third kernel sums the k rows of each token in a fixed order. Atomic additions would
+save memory traffic, but their order varies, so the last bits of the result would vary too.
 
 As in ``gemm/tiled.py``, ``tl.dot`` computes W x^T: features are its M dimension, and rows of x its
-N dimension, which may be as small as 8. BLOCK_M and BLOCK_N are named as in x W^T.
+N dimension, which may be as small as 8. The names BLOCK_M (rows) and BLOCK_N (features) are those
+for x W^T.
 """
 
 from typing import NamedTuple
@@ -27,7 +28,7 @@ class Tile(NamedTuple):
     Attributes:
         rows: BLOCK_M, rows of x.
         features: BLOCK_N, output features. The first GEMM has this many of gate, and as many of up.
-        columns: BLOCK_K, input features per iteration.
+        columns: BLOCK_K, input features per iteration. Always 128 for MXFP4 weights.
         stages: pipeline stages.
         warps: num_warps.
     """
@@ -68,8 +69,9 @@ MXFP4_TILES: dict[int, Tile] = {
     1 << 31: Tile(128, 128, 128, 3, 8),
 }
 FP32_TILE = Tile(16, 32, 32, 2, 4)  # fp32 matmuls run on the CUDA cores
-# For assignments that are not sorted. A matmul with 16 features takes one warp and has a low
-# latency. Hopper's asynchronous tensor core instructions need 64 features.
+# For assignments that are not sorted (MXFP4 only, see quantization/experts.py). A matmul with 16
+# features takes one warp and has a low latency. Hopper's asynchronous tensor core instructions need
+# 64 features.
 UNSORTED_TILE = Tile(8, 16, 128, 4, 1)
 
 
@@ -77,7 +79,12 @@ def choose_tile(
     num_tokens: int, top_k: int, num_experts: int, x: torch.Tensor, mxfp4: bool
 ) -> Tile:
     """Returns the tile of both GEMMs. It has fewer stages where shared memory is small, as on
-    consumer GPUs."""
+    consumer GPUs.
+
+    Args:
+        x: the input, whose dtype and device decide.
+        mxfp4: whether the weights are in MXFP4.
+    """
     if x.dtype is torch.float32:
         return FP32_TILE
     mean_rows = num_tokens * top_k / num_experts
@@ -85,7 +92,8 @@ def choose_tile(
     tile = next(tile for rows, tile in tiles.items() if mean_rows <= rows)
     if num_tokens <= MAX_UNSORTED_TOKENS:
         tile = UNSORTED_TILE
-    weight_bytes = 68 if mxfp4 else tile.columns * x.itemsize  # 68 with the scales
+    # Bytes of a row of the weight in one iteration: for MXFP4, 32 words and the scales.
+    weight_bytes = 32 * 2 + 4 if mxfp4 else tile.columns * x.itemsize
     stage_bytes = tile.rows * tile.columns * x.itemsize + 2 * tile.features * weight_bytes
     most_stages = max(1, shared_memory(x.device) // stage_bytes)
     return tile._replace(stages=min(tile.stages, most_stages))
@@ -110,12 +118,17 @@ def _multiply(
     """Multiplies rows of x with rows of an expert's weight.
 
     Args:
-        source: [BLOCK_M], the rows of x.
-        in_group: [BLOCK_M], whether to load the row, and not zeros.
-        feature: [BLOCK_N], rows of the weight; with GATED, rows of its first half.
+        source: [BLOCK_M], indices of the rows of x.
+        in_group: [BLOCK_M], whether to load the row. Zeros take the place of other rows.
+        expert: the index of the expert.
+        feature: [BLOCK_N], indices of output features: rows of the expert's weight. With GATED,
+            rows of gate, and the same rows of up, which is the second half of the weight.
+        out_features: the number of rows of the weight; with GATED, of gate.
+        width: the number of columns of x and of the weight.
 
     Returns:
-        W x^T, fp32 [BLOCK_N, BLOCK_M]; with GATED, that of the rows in the second half too.
+        W x^T for the rows of the weight, or of gate, and that for the rows of up, both fp32
+        [BLOCK_N, BLOCK_M]. Without GATED, the second one is zero.
     """
     column = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + source.to(tl.int64)[None, :] * width + column[:, None]
@@ -152,10 +165,12 @@ def _multiply_mxfp4(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Computes what ``_multiply`` does, with packed MXFP4 weights.
+    """Computes what ``_multiply`` does, with packed MXFP4 weights: see ``mxfp4.py``.
 
-    An iteration is over the 128 columns of a group. Words are loaded into the registers in which
-    ``tl.dot`` needs the values, so that these do not pass through shared memory.
+    An iteration is over the 128 columns of a group, in four matmuls, one for each of its blocks.
+    Each word has a value of all four. So once the compiler has loaded the words in the layout that
+    ``tl.dot`` needs, dequantised values are already in the right registers, and do not pass through
+    shared memory.
     """
     column = tl.arange(0, 32)
     x_ptrs = x_ptr + source.to(tl.int64)[None, :] * width + column[:, None]
@@ -210,12 +225,15 @@ def _grouped_kernel(
 ):
     """Computes one tile of a grouped GEMM.
 
-    W and bias are those of the tile's expert. With GATED, the weight is [E, 2 out, width], and row
-    r of the result is activation(x[order[r] // TOP_K] W^T + bias). Otherwise it is [E, out, width],
-    and row order[r] of the result is scale * (x[r] W^T + bias). The scale is the assignment's
-    routing weight. The weight is in MXFP4 if ``block_scales_ptr`` is not None.
+    W and bias are those of the tile's expert. ``out`` is ``out_features``.
 
-    If ``tiles_ptr`` is None, each assignment is a tile, and ``order_ptr`` has its expert.
+    - With GATED, this is the first GEMM: the weight is [E, 2 out, width], and row r of the result
+      is activation(x[order[r] // TOP_K] W^T + bias).
+    - Otherwise it is the second GEMM: the weight is [E, out, width], and row order[r] of the result
+      is scale * (x[r] W^T + bias), where the scale is the routing weight of assignment order[r].
+
+    The weight is in MXFP4 if ``block_scales_ptr`` is not None. If ``tiles_ptr`` is None, each
+    assignment is a tile, in the order of assignments, and ``order_ptr`` has its expert.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -235,7 +253,7 @@ def _grouped_kernel(
         assignment = tl.load(order_ptr + row, mask=in_group, other=0)
     source = assignment // TOP_K if GATED else row
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Features past the end repeat the last one, too.
+    # Features past the end repeat the last one, so that weights are loaded without a mask for rows.
     clamped = tl.minimum(feature, out_features - 1)
     if block_scales_ptr is None:
         acc, up_acc = _multiply(
@@ -295,7 +313,7 @@ def _sum_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Adds the TOP_K rows of each token, and the residual."""
+    """Sums the TOP_K rows of each token, and the residual: [N k, width] -> [N, width]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -315,7 +333,7 @@ def _sum_kernel(
 def mix_grouped(
     x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """Computes ``mix_reference`` with grouped GEMMs."""
+    """Computes what ``mix_reference`` does, with grouped GEMMs."""
     hidden, width = x.size(1), experts.gate_up.size(-2) // 2
     num_tokens, top_k = routing.experts.shape
     gate_up, down = experts.gate_up, experts.down

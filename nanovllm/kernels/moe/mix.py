@@ -21,8 +21,9 @@ class Experts(NamedTuple):
         down_bias: [E, hidden], or None.
         limit, alpha: with a limit, the activation is (up + 1) * gate * sigmoid(alpha * gate), with
             gate clamped to at most ``limit``, and up to [-limit, limit]. Without one it is SwiGLU.
-        gate_up_scales, down_scales: for MXFP4 weights, the packed scales of their blocks, and None
-            for others. Then gate_up and down are packed too: see ``mxfp4.pack_mxfp4``.
+        gate_up_scales, down_scales: for MXFP4 weights, the scales of their blocks, from
+            ``mxfp4.pack_mxfp4_scales``. gate_up and down are then words from ``mxfp4.pack_mxfp4``:
+            [E, num_groups, 2 I or hidden, 32]. None for other weights.
     """
 
     gate_up: torch.Tensor
@@ -35,7 +36,8 @@ class Experts(NamedTuple):
     down_scales: torch.Tensor | None = None
 
     def dequantised(self, dtype: torch.dtype) -> "Experts":
-        """Returns the experts with MXFP4 weights dequantised to ``dtype``."""
+        """Returns the experts with MXFP4 weights dequantised to ``dtype``. Other weights stay as
+        they are."""
         if self.gate_up_scales is None or self.down_scales is None:
             return self
         hidden, columns = self.down.size(-2), self.gate_up.size(-2) // 2
@@ -58,6 +60,8 @@ def mix_reference(
 
     Args:
         x: [N, hidden].
+        experts: the weights.
+        routing: the experts of each token, and their routing weights.
         residual: [N, hidden], added to the result; None for zero.
 
     Returns:

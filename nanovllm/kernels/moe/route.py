@@ -1,7 +1,7 @@
 """The router: softmax and top-k in one kernel, which also counts the tokens of each expert.
 
-Experts are chosen by their logits in fp32. If logits are equal, the expert with the lower index is
-chosen first.
+The experts with the largest logits in fp32 are chosen. Of equal logits, the one with the lower
+index comes first.
 """
 
 from typing import NamedTuple
@@ -10,17 +10,21 @@ import torch
 
 from nanovllm.utils.triton_compat import by_device, pdl_options, tl, triton
 
-# Assignments of so few tokens are not sorted, because nearly all have experts of their own.
+# Up to this number of tokens, assignments are not sorted, because nearly every one has an expert of
+# its own.
 MAX_UNSORTED_TOKENS = 4
 
 
 class Routing(NamedTuple):
-    """The experts of each token. ``ranks`` and ``counts`` let ``sort_triton`` sort in one pass. The
-    kernel does not compute them for at most MAX_UNSORTED_TOKENS tokens.
+    """The experts of each token.
+
+    ``ranks`` and ``counts`` let ``sort_triton`` sort in one pass. They are None if the kernel has
+    routed at most MAX_UNSORTED_TOKENS tokens.
 
     Attributes:
-        weights: fp32 [N, k], the chosen experts' probabilities, in descending order.
-        experts: int32 [N, k], their indices.
+        weights: fp32 [N, k], the routing weights: the chosen experts' probabilities, in descending
+            order.
+        experts: int32 [N, k], the chosen experts' indices.
         ranks: int32 [N, k], the number of earlier tokens in the same chunk with the same expert.
         counts: int32 [num_chunks, E], the number of tokens in each chunk with each expert. A chunk
             is ``chunk_size`` consecutive tokens.
@@ -33,10 +37,11 @@ class Routing(NamedTuple):
 
 
 def chunk_size(num_tokens: int, num_experts: int) -> int:
-    """Returns the number of tokens in a chunk. One program of the router handles one chunk.
+    """Returns the number of tokens in a chunk: a power of two.
 
-    Small chunks keep more multiprocessors busy, but sorting has to sum the counts of all chunks.
-    The tile of logits, [chunk_size, E], has to fit in registers.
+    One program of the router handles one chunk. Small chunks keep more multiprocessors busy, but
+    sorting has to sum the counts of all chunks. The tile of logits, [chunk_size, E], has to fit in
+    registers.
     """
     padded = 1 << (num_experts - 1).bit_length()
     return min(16 if num_tokens <= 1024 else 64, max(1, 8192 // padded))
@@ -49,6 +54,9 @@ def route_reference(logits: torch.Tensor, top_k: int, norm_topk_prob: bool) -> R
         logits: [N, E], the output of the router's linear layer.
         top_k: number of experts per token.
         norm_topk_prob: whether the probabilities of the chosen experts are divided by their sum.
+
+    Returns:
+        The routing, with ``ranks`` and ``counts`` for any number of tokens.
     """
     num_tokens, num_experts = logits.shape
     logits = logits.float()
@@ -93,9 +101,9 @@ def _route_kernel(
     is_real = (token < num_tokens)[:, None] & (expert < NUM_EXPERTS)[None, :]
     address = logits_ptr + token.to(tl.int64)[:, None] * NUM_EXPERTS + expert[None, :]
     logits = tl.load(address, mask=is_real, other=float("-inf")).to(tl.float32)
-    # The upper half of a sort key is the logit, as an integer with the same order. The lower half
-    # is the index, reversed so that the lower index wins a tie. Keys are unique, even those of
-    # NaNs, so no expert is chosen twice.
+    # The upper 32 bits of a sort key are the logit's bits as an integer with the same order. The
+    # lower ones are the index, reversed so that of equal logits the lower index has the larger key.
+    # Keys are unique, even those of NaNs, so no expert is chosen twice.
     bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32
     keys += BLOCK_E - 1 - expert[None, :]
@@ -143,7 +151,7 @@ def route_triton(logits: torch.Tensor, top_k: int, norm_topk_prob: bool) -> Rout
     num_tokens, num_experts = logits.shape
     assert logits.is_contiguous() and 0 < top_k <= num_experts
     sorts = num_tokens > MAX_UNSORTED_TOKENS
-    chunk = triton.next_power_of_2(chunk_size(num_tokens, num_experts)) if sorts else 1
+    chunk = chunk_size(num_tokens, num_experts) if sorts else 1
     num_chunks = triton.cdiv(num_tokens, chunk)
     ints = logits.new_empty(2, num_tokens, top_k, dtype=torch.int32)
     routing = Routing(

@@ -13,12 +13,13 @@ class Groups(NamedTuple):
 
     Attributes:
         order: int32 [N k], the assignments in sorted order.
-        tiles: int32 [max_tiles, 3], for each tile of at most ``block_m`` rows its expert, its first
-            row in ``order``, and the end of the expert's rows.
+        tiles: int32 [max_tiles, 3], for each tile of at most ``block_m`` rows: its expert, its
+            first index in ``order``, and the end of the expert's assignments in ``order``, which
+            may be in a later tile.
         num_tiles: int32 [1], the number of tiles. The other rows of ``tiles`` are undefined.
 
-    If ``tiles`` is None, assignments are not grouped. Each one is a tile, and ``order`` has their
-    experts instead.
+    If ``tiles`` is None, assignments are not grouped. Then each one is a tile, and ``order`` is
+    int32 [N, k], the expert of each assignment.
     """
 
     order: torch.Tensor
@@ -33,7 +34,8 @@ def max_tiles(num_assignments: int, num_experts: int, block_m: int) -> int:
 
 
 def sort_reference(routing: Routing, block_m: int) -> Groups:
-    """Groups the assignments of a routing by expert, into tiles of at most ``block_m`` rows."""
+    """Groups the assignments of a routing by expert, into tiles of at most ``block_m`` rows. The
+    routing must have counts."""
     experts = routing.experts.flatten()
     assert routing.counts is not None
     counts = routing.counts.sum(0)
@@ -68,7 +70,7 @@ def _sort_kernel(
     BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each program sorts the SIZE assignments of one chunk. Every program sums the counts of all
+    """Each program sorts the SIZE assignments of one chunk of tokens. It sums the counts of all
     chunks itself, because a separate kernel for that would take longer."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -98,7 +100,7 @@ def _sort_kernel(
         mask = (index < SIZE) & (assignment < num_assignments)
         experts = tl.load(experts_ptr + assignment, mask=mask, other=0)
         rank = tl.load(ranks_ptr + assignment, mask=mask, other=0)
-        rank += tl.gather(earlier, experts, 0)  # among the expert's rows
+        rank += tl.gather(earlier, experts, 0)  # now among the expert's rows of all chunks
         end = tl.gather(ends, experts, 0)
         position = end - tl.gather(totals, experts, 0) + rank
         tl.store(order_ptr + position, assignment, mask=mask)
