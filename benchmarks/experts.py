@@ -24,8 +24,8 @@ INPUT_LEN, OUTPUT_LEN = 100, 20
 
 @contextmanager
 def observe_routes(num_tokens: int) -> Iterator[list[int]]:
-    """Yields a list that gets the number of distinct experts of each layer in each step with
-    ``num_tokens`` tokens."""
+    """Observes the router inside a ``with`` block. Yields a list, to which each layer of each step
+    with ``num_tokens`` tokens appends its number of distinct experts."""
     counts: list[int] = []
     route = moe.route
 

@@ -42,8 +42,14 @@ def random_workload(
     input_len: tuple[int, int] | None = None,
     output_len: tuple[int, int] | None = None,
 ) -> Workload:
-    """Makes one of SHAPES. If an argument changes its sizes, its name gives the sizes instead.
-    ``name`` may be such a name, too."""
+    """Makes a workload of random tokens.
+
+    Args:
+        name: a key of SHAPES, or sizes such as ``8 x (10:20 + 30:40)``: 8 prompts of 10 to 20
+            tokens, with 30 to 40 generated tokens each.
+        num_prompts, input_len, output_len: replace the sizes that the name stands for, in tokens.
+            The workload's name then states the sizes.
+    """
     shape = SHAPES.get(name) or _parse(name)
     count, inputs, outputs = num_prompts or shape[0], input_len or shape[1], output_len or shape[2]
     if (count, inputs, outputs) != shape:
@@ -54,7 +60,7 @@ def random_workload(
 
 
 def _parse(name: str) -> tuple[int, tuple[int, int], tuple[int, int]]:
-    """Returns the sizes that a name such as ``8 x (10:20 + 30:40)`` gives."""
+    """Returns the sizes in a name such as ``8 x (10:20 + 30:40)``."""
     count, *bounds = map(int, re.findall(r"\d+", name))
     return count, (bounds[0], bounds[1]), (bounds[2], bounds[3])
 
@@ -79,7 +85,10 @@ CHATS = {"chat32": (32, (16, 256)), "chats": (2000, (64, 256))}
 def chat_workload(name: str, tokenizer: Any, num_prompts: int | None = None) -> Workload:
     """Makes chats with the model's chat template and random output lengths between two bounds.
 
-    A ``num_prompts`` other than the workload's own becomes part of its name.
+    Args:
+        name: a key of CHATS.
+        tokenizer: a transformers tokenizer.
+        num_prompts: replaces the number in CHATS. The workload's name then states the number.
 
     Raises:
         ValueError: the model has no chat template.

@@ -42,12 +42,18 @@ END_OF_TURN = {
 NORM = "_norm.weight"
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 YARN_BETAS = ("beta_fast", "beta_slow")
-# Factors that llama.cpp multiplies with its own, unlike transformers.
+# Further parameters of llama.cpp's YaRN. Its attention factor multiplies the computed one, while
+# that of transformers replaces it.
 UNSUPPORTED_YARN = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier")
 
 
 class GGUFCheckpoint:
-    """A ``.gguf`` file. Its quantised weights are dequantised one tensor at a time."""
+    """A ``.gguf`` file, as a Checkpoint. Its weights are dequantised one tensor at a time, or one
+    expert at a time.
+
+    Raises:
+        ValueError: the file is damaged or not supported.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -149,7 +155,7 @@ class GGUFCheckpoint:
             "rms_norm_eps": read("attention.layer_norm_rms_epsilon", float),
             "tie_word_embeddings": "output.weight" not in tensors,
             "sliding_window": read("attention.sliding_window", int, None) or None,  # 0 for none
-            # llama.cpp ignores the window of the families that have this switch.
+            # For the families that have this switch, llama.cpp ignores the window.
             "use_sliding_window": False,
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in tensors,
@@ -163,7 +169,8 @@ class GGUFCheckpoint:
         hf |= {name: read(field, float) for name, field in architecture.floats.items()}
         hf |= {name: read(field, int) for name, field in architecture.ints.items()}
         if self.arch.startswith("gemma"):
-            # llama.cpp knows the 27B models, where it differs from head_dim, by their depth.
+            # As in llama.cpp, the 27B models are recognised by their number of layers. They scale
+            # queries by another size than head_dim.
             is_27b = hf["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[self.arch]
             hf["query_pre_attn_scalar"] = hidden_size // heads if is_27b else head_dim
         family = architecture.family or self.arch

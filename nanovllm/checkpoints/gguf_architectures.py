@@ -1,7 +1,7 @@
 """llama.cpp's architectures: their names of tensors and metadata, and what their files leave out.
 
-llama.cpp stacks the weights of all experts in one tensor, with gate and up apart. Here they are
-read expert by expert: ``{{expert}}`` in a name is filled in when the tensor is split.
+llama.cpp stacks the weights of all experts in one tensor: one for gate, one for up, one for down.
+Each is read expert by expert: ``{{expert}}`` in a name is filled in when the tensor is split.
 """
 
 from collections.abc import Mapping
@@ -35,8 +35,9 @@ MIXTURE = {
     "blk.{layer}.ffn_up_exps": "model.layers.{layer}.mlp.experts.{{expert}}.up_proj",
     "blk.{layer}.ffn_down_exps": "model.layers.{layer}.mlp.experts.{{expert}}.down_proj",
 }
-# Where post_attention_layernorm has this name, because it follows attention. gpt-oss's precedes the
-# MLP, but has the name too.
+# For architectures that have a tensor post_attention_norm, instead of ffn_norm, for transformers'
+# post_attention_layernorm. In gpt-oss, that norm precedes the MLP. In the others it follows
+# attention.
 OUTPUT_NORMS = {
     "blk.{layer}.post_attention_norm": "model.layers.{layer}.post_attention_layernorm",
     "blk.{layer}.post_ffw_norm": "model.layers.{layer}.post_feedforward_layernorm",
@@ -76,8 +77,8 @@ class Architecture(NamedTuple):
         family: the model type in transformers, if the name differs.
         names: names of modules that TENSOR_NAMES lacks, or that differ from it.
         adds_1: whether the norms' weights are stored with 1 added.
-        floats, ints: fields of the config, and the metadata that they are read from. A file must
-            have them.
+        floats, ints: fields of the config, and the metadata that they are read from. The metadata
+            must be in the file.
         constants: fields of the config that llama.cpp's code fixes.
         rope: RoPE parameters that llama.cpp's files leave out.
     """

@@ -30,7 +30,8 @@ def load_model(
 
     Args:
         model: the model, whose ``weight_names`` map names in the checkpoint to parameters.
-        tensors: the name and value of each tensor in the checkpoint, in any order.
+        tensors: the name and value of each tensor in the checkpoint, in any order. Tensors that
+            match ``weight_names.skipped`` are ignored.
         shows_bar: whether to show a progress bar, in a terminal, for over 1 GB of parameters.
 
     Raises:
@@ -77,9 +78,9 @@ def load_model(
 
 
 def fill_with_dummy_weights(model: nn.Module, seed: int) -> None:
-    """Fills matrices with samples from a normal distribution with standard deviation 0.02, and
-    biases with 0. Norm weights stay 1. A parameter with a method ``fill_with_dummy_weights(param,
-    generator)`` is filled by that method."""
+    """Fills parameters of two or more dimensions with samples from a normal distribution with
+    standard deviation 0.02, and biases of one dimension with 0. Norm weights stay 1. A parameter
+    with a method ``fill_with_dummy_weights(param, generator)`` is filled by that method."""
     params = dict(model.named_parameters())
     generator = torch.Generator(next(iter(params.values())).device).manual_seed(seed)
     for name, param in params.items():
@@ -99,9 +100,10 @@ def _expected_tensors(
     """Returns what to do with the tensors of a checkpoint.
 
     Returns:
-        By the tensor's name, its parameter and the function that loads it; by the parameter's name,
-        the tensors that fill it, one set for each way to store it; the names of tensors that are
-        not needed.
+        expected: by the tensor's name, its parameter's name and the function that loads it.
+        needed: by the parameter's name, the sets of tensors that fill it. There are several sets if
+            checkpoints store the parameter in different ways.
+        redundant: the names of tensors that a checkpoint may have, but that are not needed.
     """
     expected, redundant = {}, set()
     parts: dict[str, set[str]] = {}

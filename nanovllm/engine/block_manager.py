@@ -42,12 +42,15 @@ class BlockManager:
     A sequence has a block table for each group of layers. When a step that fills a block has been
     launched, a group with a window frees the blocks that are now outside of the window. Steps run
     in order, so the next owner of such a block writes to it in a later step. The group keeps the
-    last ``window_blocks`` full blocks, which suffice even to recompute the last token. For a
-    long prompt, the group has blocks for the next chunk only. It takes as many new blocks as leave
-    the window. They are freed unless other sequences share them, so a chunk may lack blocks.
+    last ``window_blocks`` full blocks, which suffice even to recompute the last token.
+
+    While a long prompt is prefilled, a group with a window has blocks for the next chunk only.
+    After each chunk it gets about as many new blocks as have left the window. A block that other
+    sequences share is not free when it leaves, so there may be too few free blocks. Then the next
+    chunk is shorter, or the sequence is preempted.
 
     Args:
-        windows: the window of each group.
+        windows: the window of each group, in tokens; None for all tokens.
         max_chunk: maximum number of tokens of a sequence in one step.
 
     Attributes:
@@ -91,6 +94,7 @@ class BlockManager:
         tables = self.prefix_cache.lookup(seq)
         num_hits = len(tables[0])
         needed = sum(self._table_lens(seq, num_hits)) + (num_spare_blocks - num_hits) * len(tables)
+        # A cached block that no sequence holds is among the free ones.
         needed += sum(block_id in self.free_block_ids for block_id in self._held(tables, num_hits))
         return needed <= len(self.free_block_ids)
 
@@ -107,10 +111,14 @@ class BlockManager:
     def start_with(
         self, seq: Sequence, tables: list[list[int]], num_full_blocks: int, num_cached_tokens: int
     ) -> None:
-        """Gives a waiting sequence computed blocks, which it may share with others, then new ones.
+        """Gives a waiting sequence blocks that have been computed, which it may share with others,
+        then new ones.
 
         Args:
-            tables: the first entries of each group's block table.
+            tables: the first entries of each group's block table, which the sequence keeps.
+            num_full_blocks: number of blocks computed so far. Only those of them are held that a
+                window needs.
+            num_cached_tokens: number of tokens with keys and values.
         """
         assert not seq.block_tables
         seq.block_tables, seq.num_full_blocks = tables, num_full_blocks
@@ -124,9 +132,9 @@ class BlockManager:
         self._extend(seq)
 
     def mark_computed(self, batch: Batch) -> None:
-        """Records what a launched step computes: its tokens count as computed, its block tables as
-        sent to the device. The blocks that it fills are cached, and those that a window has left
-        are freed. Skips finished sequences."""
+        """Records what a launched step computes: its tokens count as computed, and its block tables
+        as sent to the device. The blocks that it fills are registered in the prefix cache, and
+        those that a window has left are freed. Skips finished sequences."""
         for seq, start, end, _ in batch.items:
             if not seq.is_finished:
                 if end > seq.num_cached_tokens:
@@ -138,8 +146,8 @@ class BlockManager:
                     self.free_left_blocks(seq, end)
 
     def free_left_blocks(self, seq: Sequence, end: int) -> None:
-        """Frees the blocks that no window reaches after token ``end`` - 1 is computed, and gives
-        the sequence blocks for its next chunk, as far as there are free ones."""
+        """Frees the blocks that leave their group's window when tokens up to ``end`` are computed,
+        and gives the sequence blocks for its next chunk, as far as there are free ones."""
         if (num_full := end // self.block_size) > seq.num_full_blocks:
             for table, window in zip(seq.block_tables, self.window_blocks, strict=True):
                 held = max(0, seq.num_full_blocks - window)
@@ -166,7 +174,7 @@ class BlockManager:
     def _held(self, tables: list[list[int]], num_full: int) -> list[int]:
         """Returns the blocks in all groups' tables that the windows still need, if ``num_full``
         full blocks are computed."""
-        windowed = zip(tables, self.window_blocks, strict=False)  # none before allocation
+        windowed = zip(tables, self.window_blocks, strict=False)  # no tables: no blocks
         return [i for table, window in windowed for i in table[max(0, num_full - window) :]]
 
     def _table_lens(self, seq: Sequence, num_full: int) -> Iterator[int]:

@@ -11,9 +11,9 @@ def start_siblings(scheduler: Scheduler, seq: Sequence) -> None:
     cache or recompute it."""
     manager, running = scheduler.block_manager, scheduler.running
     siblings, seq.siblings = seq.siblings, []
-    others = sum(1 + len(other.siblings) for other in running)
-    num_free = len(manager.free_block_ids) // len(manager.windows)
-    fit = max(0, min(scheduler.max_seqs_now - others, num_free))
+    residents = sum(1 + len(other.siblings) for other in running)
+    num_free = len(manager.free_block_ids) // len(manager.windows)  # each needs one per group
+    fit = max(0, min(scheduler.max_seqs_now - residents, num_free))
     started, left = siblings[:fit], siblings[fit:]
     for sibling in started:
         scheduler.block_copies += fork(manager, seq, sibling)
@@ -24,10 +24,13 @@ def start_siblings(scheduler: Scheduler, seq: Sequence) -> None:
 
 
 def fork(manager: BlockManager, parent: Sequence, child: Sequence) -> list[tuple[int, int]]:
-    """Gives a waiting child the blocks of a parent whose tokens begin with the child's. These
-    blocks hold the keys and values of all the child's tokens but the last. Full blocks are shared.
-    A partly filled last block is copied. If a group has a window, the parent must have computed no
-    more tokens than the child has.
+    """Gives a waiting child the keys and values of all its tokens but the last. Full blocks are
+    shared with the parent. A partly filled last block is copied.
+
+    Args:
+        parent: a sequence with blocks, whose tokens begin with the child's. If a group has a
+            window, it must have computed no more tokens than the child has.
+        child: a waiting sequence without blocks.
 
     Returns:
         The pairs (source, target) of blocks to copy before the next step.
@@ -39,5 +42,5 @@ def fork(manager: BlockManager, parent: Sequence, child: Sequence) -> list[tuple
     manager.start_with(child, tables, parent.num_full_blocks, num_cached_tokens=len(child) - 1)
     if child.num_cached_tokens % manager.block_size == 0:
         return []
-    both = zip(parent.block_tables, child.block_tables, strict=True)
-    return [(old[num_shared], new[num_shared]) for old, new in both]
+    tables_of_both = zip(parent.block_tables, child.block_tables, strict=True)
+    return [(old[num_shared], new[num_shared]) for old, new in tables_of_both]

@@ -17,7 +17,7 @@ class Block(NamedTuple):
 
 
 class PrefixCache:
-    """Finds the full blocks that a sequence can share, because another one has computed them.
+    """Finds full blocks that other sequences have computed, and that a sequence can share.
 
     As in vLLM, a block's hash covers its tokens and the hash of the block before it, so equal
     hashes mean equal prefixes. Every operation is O(1) per block. A freed block stays in the cache
@@ -28,8 +28,8 @@ class PrefixCache:
 
     Attributes:
         blocks: the cached blocks, by block id.
-        hash_to_block_id: for each hash, the block that sequences share, the first one if several
-            blocks are equal.
+        hash_to_block_id: for each hash, the block that sequences share: of several equal blocks,
+            the one registered first.
     """
 
     def __init__(self, window_blocks: Seq[int]) -> None:
@@ -39,8 +39,8 @@ class PrefixCache:
 
     @staticmethod
     def compute_hash(token_ids: list[int], prefix: int | None = None) -> int:
-        """xxh64 of the previous block's hash (8 bytes, little endian; absent for a first
-        block) followed by the token ids (8 bytes each, little endian)."""
+        """Returns the xxh64 of the previous block's hash (8 bytes, little endian; absent for a
+        first block) followed by the token ids (8 bytes each, little endian)."""
         h = xxhash.xxh64()
         if prefix is not None:
             h.update(prefix.to_bytes(8, "little"))
@@ -49,11 +49,12 @@ class PrefixCache:
 
     def lookup(self, seq: Sequence) -> list[list[int]]:
         """Returns the first entries of each group's block table, for the sequence's longest cached
-        prefix. Only the last ``window_blocks`` entries are sure to be cached blocks. No other is
-        needed."""
+        prefix. In a group with a window, only the last ``window_blocks`` entries are sure to be
+        cached blocks. The others lie outside of the window and are never read."""
         tables: list[list[int]] = [[] for _ in self.window_blocks]
         limit = num_reusable_tokens(seq) // seq.block_size
-        num_hits, next_hit = 0, 0  # next_hit: the shortest prefix that may be a hit after a miss
+        num_hits = 0  # length of the longest prefix found so far, in blocks
+        next_hit = 0  # length from which no window reaches back to a block that is not cached
         for i in range(limit):
             token_ids = seq.block(i)
             for group, table in enumerate(tables):

@@ -41,8 +41,17 @@ class RequestPreparer:
         what: str,
         make_bar: Callable[..., tqdm] | None = None,
     ) -> list[PreparedRequest]:
-        """Prepares all prompts. If some cannot run, raises one exception that lists them by index,
-        as ``what[index]``."""
+        """Prepares all prompts, and waits for their grammars.
+
+        Args:
+            sampling_params: one for all prompts, or one each.
+            what: the name of the prompts in errors, such as "prompts".
+            make_bar: makes the progress bar; None for none.
+
+        Raises:
+            TypeError or ValueError: some prompts cannot run. The message lists them, as
+                ``what[index]``.
+        """
         checked = self.prepare_each(prompts, sampling_params, make_bar)
         ready = dict(
             self.sampling_states.grammars.when_compiled(checked, grammar_of, self.check_open)
@@ -61,6 +70,11 @@ class RequestPreparer:
         Args:
             sampling_params: one for all prompts, or one each. One for all is checked before the
                 first prompt.
+            make_bar: makes the progress bar; None for none.
+
+        Raises:
+            TypeError or ValueError: the number of ``sampling_params`` is not that of the prompts,
+                or the one for all is invalid.
         """
         if isinstance(sampling_params, (list, tuple)):
             if len(sampling_params) != len(prompts):

@@ -22,8 +22,8 @@ def roll_back(
     """Rolls back a step that ran out of memory. Its tokens are computed later, in smaller steps.
 
     Returns:
-        False if the error is not an out-of-memory error, or if there are several ranks. With
-        several ranks a step cannot be rolled back, because other ranks may have run it.
+        Whether the step was rolled back. False if the error is not an out-of-memory error, or if
+        there are several ranks: other ranks may have run the step.
 
     Raises:
         RuntimeError: not even the smallest step fits.
@@ -88,6 +88,7 @@ def retry_alone(finished: dict[Sequence, Finish], scheduler: Scheduler) -> dict[
         if not finish.error:
             continue
         state = seq.completion.sampling
+        # An edit may have failed, or may forbid every token. A retry would end in the same way.
         if reason := next((edit.error for edit in state.edits if edit.error), ""):
             finished[seq] = finish._replace(error=reason)
         elif not seq.is_isolated and not forbids_all(state, seq.token_ids):

@@ -59,7 +59,8 @@ class Family:
         architecture: the model's class in transformers, as in a config.json: ``Qwen3ForCausalLM``.
         model_type: the config's ``model_type`` in transformers: ``qwen3``.
         layers: function from the fields of a checked config to the layers.
-        defaults: transformers' default values of the config's fields.
+        defaults: transformers' default values of the config's fields. Besides common fields, only
+            fields with a default are read from a config.json.
         weight_names: names of tensors in checkpoints: the rows of ``WeightNames``.
         numerics: function from the fields of a checked config to further fields of ModelConfig.
         quant_methods: the supported values of ``quant_method`` in a ``quantization_config``.
@@ -141,8 +142,8 @@ def with_windows(
             ``layer_types``.
 
     Raises:
-        ValueError: ``layer_types`` has sliding windows, but the config does not say how long, or
-            other unsupported values.
+        ValueError: ``layer_types`` has unsupported values, or has sliding windows although the
+            config does not state their length.
     """
     window = hf.get("sliding_window") if hf["use_sliding_window"] else None
     if hf.get("layer_types") is None and window is None:

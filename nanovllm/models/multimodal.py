@@ -6,19 +6,20 @@ from typing import Any
 
 from nanovllm.models.model_config import ModelConfig
 
-# Architectures, and the default model type of their text model.
+# Architectures, and the model type of their text model if the config does not state it.
 TEXT_MODELS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Mistral3ForConditionalGeneration": "mistral",
 }
-# Prefixes of tensor names, as transformers writes them before and since 4.52, and replacements.
+# Prefixes of tensor names, as releases of transformers before 4.52 and from it on write them, and
+# their replacements.
 PREFIXES = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
 VISION = ("vision_tower.*", "multi_modal_projector.*")
-# Fields that apply to the text model, even if they stand outside of its config.
+# Fields outside of ``text_config`` that apply to the text model, unless it has its own value.
 SHARED_FIELDS = ("dtype", "torch_dtype", "tie_word_embeddings")
 
 
@@ -40,7 +41,8 @@ def text_config(architecture: str, raw: Mapping[str, Any]) -> tuple[str, dict[st
 
 
 def with_text_names(config: ModelConfig) -> ModelConfig:
-    """Returns the text model's config with the names that its tensors have in the checkpoint."""
+    """Returns the text model's config with the names that its tensors have in a multimodal
+    checkpoint. Vision tensors are skipped."""
     skipped = (*VISION, *(f"model.{name}" for name in VISION), *config.weight_names.skipped)
     names = replace(config.weight_names, prefixes=PREFIXES, skipped=skipped)
     return replace(config, weight_names=names)

@@ -11,7 +11,7 @@ def phi3_layers(hf: dict[str, Any]) -> list[LayerSpec]:
     rope = rope_parameters(hf)
     if type_of(rope) in ("su", "yarn"):  # early names of LongRoPE
         rope = {**rope, "rope_type": "longrope"}
-    flags = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), False)
+    flags = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), False)  # whatever the config says
     layers = equal_layers(hf, rope=read_rope(hf, rope, interleaved=False), **flags)
     return with_windows({**hf, "layer_types": None}, layers, lambda layer: True)
 
