@@ -289,3 +289,11 @@ def test_the_reading_order_names_files_as_long_as_they_are():
     for name, stated in rows:
         num_lines = len((PACKAGE / name).read_text("utf-8").splitlines())
         assert abs(num_lines - int(stated)) <= num_lines / 10, name
+
+
+def test_the_architecture_names_every_file_and_no_other():
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    files = {str(path.relative_to(PACKAGE)) for path in FILES if path.stat().st_size}
+    tables = "\n".join(line for line in page.splitlines() if line.startswith("| `"))
+    named = re.findall(r"`([\w/]+\.py)`", tables)
+    assert set(named) == files
