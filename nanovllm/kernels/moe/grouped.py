@@ -73,6 +73,7 @@ FP32_TILE = Tile(16, 32, 32, 2, 4)  # fp32 matmuls run on the CUDA cores
 # features takes one warp and has a low latency. Hopper's asynchronous tensor core instructions need
 # 64 features.
 UNSORTED_TILE = Tile(8, 16, 128, 4, 1)
+MAX_LAUNCHED_TILES = 65535  # CUDA's limit of a grid's second dimension
 
 
 def choose_tile(
@@ -385,24 +386,30 @@ def _launch(
     """
     features, (values, block_scales, bias) = out.size(1), weight
     num_tiles = groups.order.numel() if groups.tiles is None else len(groups.tiles)
-    _grouped_kernel[(triton.cdiv(features, tile.features), num_tiles)](
-        x,
-        values,
-        block_scales,
-        out,
-        *groups,
-        scales,
-        bias,
-        features,
-        x.size(1),
-        TOP_K=top_k,
-        LIMIT=activation[0],
-        ALPHA=activation[1],
-        GATED=scales is None,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.features,
-        BLOCK_K=tile.columns,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
-        **pdl_options(x),
-    )
+    for first in range(0, num_tiles, MAX_LAUNCHED_TILES):  # almost always one launch
+        if first:
+            assert groups.tiles is not None and groups.num_tiles is not None
+            tiles = groups.tiles[MAX_LAUNCHED_TILES:]
+            groups = Groups(groups.order, tiles, groups.num_tiles - MAX_LAUNCHED_TILES)
+        launched = min(num_tiles - first, MAX_LAUNCHED_TILES)
+        _grouped_kernel[(triton.cdiv(features, tile.features), launched)](
+            x,
+            values,
+            block_scales,
+            out,
+            *groups,
+            scales,
+            bias,
+            features,
+            x.size(1),
+            TOP_K=top_k,
+            LIMIT=activation[0],
+            ALPHA=activation[1],
+            GATED=scales is None,
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.features,
+            BLOCK_K=tile.columns,
+            STAGES=tile.stages,
+            num_warps=tile.warps,
+            **pdl_options(x),
+        )

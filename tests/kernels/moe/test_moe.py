@@ -206,6 +206,15 @@ def test_grouped_gemms(name, dtype, monkeypatch):
         check_mix(mix_grouped, routings()[name], 40, 24, dtype, monkeypatch)
 
 
+def test_more_tiles_than_a_grid_may_have(monkeypatch):
+    """In fp32, 131,072 tokens with 8 experts each have more than 65,535 tiles."""
+    monkeypatch.setattr(grouped, "choose_tile", lambda *_: Tile(16, 32, 16, 2, 4))
+    monkeypatch.setattr(grouped, "MAX_LAUNCHED_TILES", 5)
+    routing = routings()["empty-experts"]
+    assert sort_reference(routing, 16).num_tiles > 10
+    check_mix(mix_grouped, routing, 40, 24, torch.float32, monkeypatch)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 3, pytest.param(16, marks=slow)])
 def test_few_tokens(num_tokens, dtype, monkeypatch):
     """With sizes that no tile divides."""
