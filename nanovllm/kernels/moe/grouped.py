@@ -28,7 +28,8 @@ class Tile(NamedTuple):
     Attributes:
         rows: BLOCK_M, rows of x.
         features: BLOCK_N, output features. The first GEMM has this many of gate, and as many of up.
-        columns: BLOCK_K, input features per iteration. Always 128 for MXFP4 weights.
+        columns: BLOCK_K, input features per iteration. MXFP4 weights are always read in groups of
+            128.
         stages: pipeline stages.
         warps: num_warps.
     """

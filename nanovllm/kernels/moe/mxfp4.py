@@ -22,12 +22,13 @@ first. Those of parts 2 and 3 need two, one for the sign and one for the rest. E
 handles the two words in a 32-bit register.
 
 **Scaling.** That number is the value times 2 ** -126, because the exponent's bias is 1 in E2M1 and
-127 in bf16. (This also holds for 0.5, which is subnormal in both.) A multiplication by the scale
-times 2 ** 126 would give the weight, but that factor is too large for bf16 if the scale is above 2.
-So the factor is the scale times 2 ** 62. It gives the weight times 2 ** -64, and ``rescale``
-multiplies the fp32 sums of the GEMM by 2 ** 64. Both multiplications are exact for scales of at
-least 2 ** -68. The stored byte of a scale is the exponent of this factor with bf16's bias: the
-checkpoint's byte plus 62. For fp16 and fp32, ``dequantise_part`` returns the weight itself.
+127 in bf16. (This also holds for 0.5, whose bits are a subnormal number in both formats.) If it
+were multiplied by the scale times 2 ** 126, the result would be the weight, but this factor is too
+large for bf16 if the scale is above 2. So the factor is the scale times 2 ** 62, the result is the
+weight times 2 ** -64, and ``rescale`` multiplies the fp32 sums of the GEMM by 2 ** 64. The result
+is exact for scales of at least 2 ** -68. The stored byte of a scale is the exponent of this factor
+with bf16's bias: the checkpoint's byte plus 62. For fp16 and fp32, ``dequantise_part`` returns the
+weight itself.
 """
 
 import torch
