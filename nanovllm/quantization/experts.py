@@ -181,14 +181,12 @@ class Mxfp4Experts(UnquantizedExperts):
             raise ValueError(f"dtype {tensor.dtype} is not supported, MXFP4 weights are uint8")
         name, part = self._name(param).rsplit("_", 1)
         num_experts, rows, width = self._shapes[name]
-        bytes_per_block = 16 if part == "blocks" else 1
-        own = tensor.new_empty(num_experts, rows, width // BLOCK * bytes_per_block)
-        self._copy(name, own, tensor.reshape(*tensor.shape[:2], -1), None, None)
+        bytes_of_block = (16,) if part == "blocks" else ()
+        own = tensor.new_empty(num_experts, rows, width // BLOCK, *bytes_of_block)
+        self._copy(name, own, tensor, None, None)
+        pack = pack_mxfp4 if part == "blocks" else pack_mxfp4_scales
         for target, values in zip(param.data, own.to(param.device), strict=True):
-            if part == "blocks":
-                target.copy_(pack_mxfp4(values.unflatten(-1, (-1, 16))))
-            else:
-                target.copy_(pack_mxfp4_scales(values))
+            target.copy_(pack(values))
 
     @property
     def _experts(self) -> Experts:
