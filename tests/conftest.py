@@ -14,6 +14,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 # Without it every process that a test starts compiles all modules again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# One thread suits tiny models best, and does not suffer when the cores are shared. This is for the
+# processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
@@ -26,7 +29,6 @@ if TYPE_CHECKING:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# One thread suits tiny models best, and does not suffer when the cores are shared.
 torch.set_num_threads(1)
 
 
