@@ -179,7 +179,15 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "gemma2-scalar": (Gemma2Config, {**GEMMA, "query_pre_attn_scalar": 16}),
     "gemma3-scalar": (
         Gemma3TextConfig,
-        {**GEMMA, "query_pre_attn_scalar": 16, "num_hidden_layers": 7},
+        {
+            **GEMMA,
+            "query_pre_attn_scalar": 16,
+            "num_hidden_layers": 7,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
     ),
     "gemma3-vision": (
         Gemma3Config,

@@ -137,6 +137,10 @@ class GGUFCheckpoint:
         def read(name: str, kind: type, *default: Any) -> Any:
             return self._field(f"{self.arch}.{name}", kind, *default)
 
+        if (parts := self._field("split.count", int, 1)) > 1:
+            raise ValueError(f"it is 1 of {parts} parts: merge them with llama-gguf-split --merge")
+        if self.arch == "olmo2" and read("attention.sliding_window", int, 0):
+            raise ValueError("OLMo 3, which is olmo2 with windows in llama.cpp, is not supported")
         architecture, tensors = self._architecture, self.file.tensors
         heads, hidden_size = read("attention.head_count", int), read("embedding_length", int)
         head_dim = read("attention.key_length", int, hidden_size // heads if heads else 0)
@@ -160,7 +164,8 @@ class GGUFCheckpoint:
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in tensors,
             "clip_qkv": read("attention.clamp_kqv", float, None),
-            "rope_parameters": rope,
+            # Only layers without a window have it, in families where others have a window.
+            "rope_scaling": rope,
             # The dtype of quantised weights does not tell the dtype to compute in. Most models were
             # trained in bf16, and some overflow in fp16.
             "dtype": "bfloat16",
@@ -181,7 +186,9 @@ class GGUFCheckpoint:
         return with_gguf_names(get_family(family).read(hf))
 
     def _read_rope(self, read: Any, head_dim: int) -> dict[str, Any]:
-        kind = read("rope.scaling.type", str, "none")
+        # llama.cpp scales linearly if a file has a factor without a type. 0 stands for no factor.
+        has_factor = read("rope.scaling.factor", float, 0.0) != 0
+        kind = read("rope.scaling.type", str, "linear" if has_factor else "none")
         rope: dict[str, Any] = {
             "rope_theta": read("rope.freq_base", float, 10000.0),
             "rope_type": "default" if kind == "none" else kind,

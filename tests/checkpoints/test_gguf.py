@@ -724,6 +724,25 @@ class TestRefusals:
         write_gguf(path, tiny_models.load("phi3-longrope"), "phi3", edit=lambda t: t.pop(name))
         refuse(path, r"lacks the tensor rope_factors_long\.weight")
 
+    def test_olmo_3_is_refused_by_name(self, tiny_models, tmp_path):
+        """Guards windows that OLMo 2's layers ignore."""
+        path = write_gguf(
+            tmp_path / "m.gguf",
+            tiny_models.load("olmo2"),
+            "olmo2",
+            fields=lambda writer: writer.add_sliding_window(40),
+        )
+        refuse(path, r"m\.gguf is not supported: OLMo 3")
+
+    def test_a_part_of_a_split_file_says_how_to_merge(self, tiny_models, tmp_path):
+        path = write_gguf(
+            tmp_path / "m.gguf",
+            tiny_models.load("qwen3"),
+            "qwen3",
+            fields=lambda writer: writer.add_uint16("split.count", 3),
+        )
+        refuse(path, "1 of 3 parts: merge them with llama-gguf-split --merge")
+
     def test_clipped_projections_are_refused(self, tiny_models, tmp_path):
         path = write_gguf(
             tmp_path / "m.gguf",
@@ -758,6 +777,16 @@ class TestRefusals:
             fields=lambda writer: writer.add_string("qwen3.rope.scaling.type", "other"),
         )
         refuse(path, "rope type 'other' is not supported")
+
+    def test_a_rope_factor_without_a_kind_is_linear(self, tiny_models, tmp_path):
+        path = write_gguf(
+            tmp_path / "m.gguf",
+            tiny_models.load("qwen3"),
+            "qwen3",
+            fields=lambda writer: writer.add_float32("qwen3.rope.scaling.factor", 8.0),
+        )
+        rope = open_checkpoint(str(path)).config.layers[0].attention.rope
+        assert rope is not None and rope.inv_freq[0] == 1 / 8
 
     def test_a_partial_rotation_is_refused(self, tiny_models, tmp_path):
         path = write_gguf(

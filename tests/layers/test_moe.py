@@ -187,3 +187,14 @@ def test_mxfp4_on_two_ranks(is_packed, monkeypatch):
         parts.append(layer(x, residual, norm, torch.clone)[0])
     expected = block(rms_normed(x + residual)[None])[0][0]
     torch.testing.assert_close(sum(parts), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(3, 256, 16, 4), (3, 256, 64), (3, 0, 4, 16), (64,)], ids=str)
+def test_packed_weights_of_other_shapes_are_refused(shape, monkeypatch):
+    """Also those with as many bytes as the model needs."""
+    monkeypatch.setattr(moe, "UnquantizedExperts", experts.Mxfp4Experts)
+    blocks = MoE(128, 3, 2, 128, True, True, None, 1.0, True, True).experts.gate_up_proj_blocks
+    with pytest.raises(ValueError, match="the model needs shape"):
+        blocks.weight_loader(blocks, torch.zeros(shape, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"dtype torch\.int8 is not supported"):
+        blocks.weight_loader(blocks, torch.zeros(3, 256, 4, 16, dtype=torch.int8))
