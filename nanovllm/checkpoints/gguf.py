@@ -19,6 +19,7 @@ from nanovllm.checkpoints.gguf_architectures import (
     with_gguf_names,
 )
 from nanovllm.checkpoints.gguf_file import GGUFFile
+from nanovllm.checkpoints.gguf_pre_tokenizers import split_as, split_as_phi3
 from nanovllm.checkpoints.weights import expand
 from nanovllm.models.family import MAX_SIZES
 from nanovllm.models.model_config import ModelConfig
@@ -86,14 +87,15 @@ class GGUFCheckpoint:
             # If the file has no add_bos_token, llama.cpp decides by the vocabulary and the
             # pre-tokenizer. Always pass the value, because transformers before 5.4 ignores the
             # field in the file.
-            default = kind == "llama" or (
-                self._field("tokenizer.ggml.pre", str, None) in PRE_TOKENIZERS_WITH_BOS
-            )
+            pre_tokenizer = self._field("tokenizer.ggml.pre", str, None)
+            default = kind == "llama" or pre_tokenizer in PRE_TOKENIZERS_WITH_BOS
             adds_bos = self._field("tokenizer.ggml.add_bos_token", bool, default)
             bos = {"add_bos_token": True} if adds_bos else {}
             tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp, gguf_file="m.gguf", **bos)
             if self.arch == "phi3" and kind == "llama":
-                _split_as_phi3(tokenizer.backend_tokenizer)
+                split_as_phi3(tokenizer.backend_tokenizer)
+            elif kind == "gpt2":
+                split_as(tokenizer.backend_tokenizer, pre_tokenizer)
         tokenizer.name_or_path = str(self.path)
         return tokenizer
 
@@ -242,15 +244,6 @@ class GGUFCheckpoint:
         if type(value) is not kind:
             raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r:.80}")
         return value
-
-
-def _split_as_phi3(tokenizer: Any) -> None:
-    """Makes a tokenizer put a space before the text after each special token, as Phi-3's own does.
-    Llama's puts one only before the first text."""
-    from tokenizers.normalizers import Prepend, Replace, Sequence
-
-    tokenizer.normalizer = Sequence([Prepend("\u2581"), Replace(" ", "\u2581")])
-    tokenizer.pre_tokenizer = None
 
 
 def _to_half_split(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
