@@ -34,6 +34,7 @@ from tests.conftest import check_idle
 from tests.data.hostile import CASES, EITHER, RESULT, TRUSTED, Case
 from tests.data.hostile.case import CHAT, COMPLETIONS, encode
 from tests.data.hostile.files import FILES
+from tests.forkserver import FORKSERVER
 
 ROOT = Path(__file__).parents[1]
 SEED = int(os.environ.get("HOSTILE_SEED", "0"))
@@ -563,8 +564,7 @@ def test_hostile_files_are_refused_or_cost_their_prompt_alone(name, model_path, 
     shutil.copytree(model_path, folder)
     change(folder)
     receive, answer = multiprocessing.Pipe()
-    context = multiprocessing.get_context("fork")
-    process = context.Process(target=try_files, args=(folder, prompt, answer))
+    process = FORKSERVER.Process(target=try_files, args=(folder, prompt, answer))
     process.start()
     process.join(10 * SECONDS)  # where it sleeps: while it computes, it has a limit of its own
     process.kill()

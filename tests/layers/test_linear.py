@@ -22,6 +22,7 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
 )
 from nanovllm.utils.distributed import TPGroup, make_tp_group, use_tp_group
+from tests.forkserver import FORKSERVER
 
 DEADLINE_S = 120
 
@@ -34,10 +35,10 @@ def run_ranks(
     The ranks meet through a file, so no port can be taken; whatever they do, the call ends
     within DEADLINE_S.
     """
-    # A fork need not import PyTorch again, but it must not follow CUDA's start.
-    method = "spawn" if torch.cuda.is_available() else "fork"
     arguments = (size, work, argument, str(folder))
-    context = mp.start_processes(_rank_main, arguments, size, join=False, start_method=method)
+    context = mp.start_processes(
+        _rank_main, arguments, size, join=False, start_method=FORKSERVER.get_start_method()
+    )
     end = time.monotonic() + DEADLINE_S
     try:
         while not context.join(timeout=1):

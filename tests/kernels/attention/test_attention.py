@@ -35,10 +35,13 @@ def naive(q, keys, values, params):
     return torch.einsum("hqk,khd->qhd", weights / total, values)
 
 
-def error_factor(out: torch.Tensor) -> float:
-    """Twice, as for all kernels. Prefill in fp32 on an H200 was measured at 2.03 times, with heads
-    of 256."""
-    return 2.5 if out.is_cuda and out.dtype is torch.float32 else 2.0
+def bounds(out: torch.Tensor) -> dict[str, float]:
+    """The bounds of ``assert_as_good_as_eager``. In fp32, eager PyTorch is sometimes within half a
+    unit in the last place, so 2 units are allowed. Prefill in fp32 on an H200, with heads of 256,
+    was measured at 2.03 times eager's error."""
+    if out.dtype is not torch.float32:
+        return {"ulps": 1.0}
+    return {"ulps": 2.0, "factor": 2.5 if out.is_cuda else 2.0}
 
 
 class Paged:
@@ -114,7 +117,7 @@ class Paged:
         expected = TorchAttention().prefill(*args)
         poisoned(monkeypatch)
         out = backend.prefill(*args)
-        assert_as_good_as_eager(out, expected, exact, ulps=1.0, factor=error_factor(out))
+        assert_as_good_as_eager(out, expected, exact, **bounds(out))
 
     def draw_new(self, norms):
         """A decode as the projection gives it, [N, heads + 2 kv_heads, D] in one; and its keys as
@@ -153,7 +156,7 @@ class Paged:
         exact = torch.cat([naive(*t, params) for t in triples])
         poisoned(monkeypatch)
         out = backend.decode(q, self.cache, context, params, new)
-        assert_as_good_as_eager(out, expected, exact, ulps=1.0, factor=error_factor(out))
+        assert_as_good_as_eager(out, expected, exact, **bounds(out))
         torch.testing.assert_close(self.cache.v, cache.v, rtol=0, atol=0, equal_nan=True)
         rtol = 2 * torch.finfo(q.dtype).eps
         torch.testing.assert_close(self.cache.k, cache.k, rtol=rtol, atol=1e-6, equal_nan=True)
