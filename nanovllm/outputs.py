@@ -124,6 +124,10 @@ class EngineMetrics:
         num_generated_tokens: the number of sampled tokens.
         prefix_cache_hit_rate: the fraction of prompt tokens found in the prefix cache, 0 to 1.
         num_preemptions: how many times a sequence was preempted.
+        num_grouped: how many sequences overtook earlier ones because they begin with the same
+            blocks as a sequence admitted shortly before.
+        num_longest_first: how many sequences overtook earlier ones because they, or a sequence that
+            begins with the same blocks, may generate more tokens.
         prompt_tokens_per_second: the prefill throughput in the last window of 5 seconds.
         generated_tokens_per_second: the decode throughput in the same window.
         gpu_memory_bytes: the memory that PyTorch holds on rank 0's GPU; None on a CPU.
@@ -136,6 +140,8 @@ class EngineMetrics:
     num_generated_tokens: int
     prefix_cache_hit_rate: float
     num_preemptions: int
+    num_grouped: int
+    num_longest_first: int
     prompt_tokens_per_second: float
     generated_tokens_per_second: float
     gpu_memory_bytes: int | None = None

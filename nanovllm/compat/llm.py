@@ -73,6 +73,7 @@ class LLM(llm.LLM):
         dtype: "str | torch.dtype" = "auto",
         attention_backend: str = "auto",
         enable_prefix_caching: bool = True,
+        enable_reordering: bool = True,
         load_format: str = "auto",
         seed: int = 0,
         tokenizer: str | os.PathLike[str] | None = None,

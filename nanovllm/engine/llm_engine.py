@@ -33,6 +33,7 @@ NOT_ALONE = (
     "{} needs the engine to itself: finish the other requests with step, drop them with "
     "abort_request, or close the stream that they belong to"
 )
+NUM_QUEUED = 1024  # requests that ``generate`` adds between two steps
 STREAM_OPEN = "generate_stream has not ended: exhaust it, close it or abort its requests first"
 
 
@@ -118,7 +119,11 @@ class LLMEngine:
             return prepared
 
     def add_request(
-        self, prompt: Prompt | PreparedRequest, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt | PreparedRequest,
+        sampling_params: SamplingParams | None = None,
+        *,
+        may_reorder: bool = False,
     ) -> str:
         """Queues one prompt and returns its request id.
 
@@ -126,6 +131,9 @@ class LLMEngine:
             prompt: as in ``generate``, or a request that ``prepare`` returned.
             sampling_params: how to complete the prompt; None for the model's defaults. Must be None
                 for a prepared request, which already has sampling parameters.
+            may_reorder: run it when that needs the least time, as the prompts of ``generate``
+                (see ``Config.enable_reordering``). Other requests are admitted before, first come,
+                first served.
 
         Raises:
             TypeError: not a prompt, or not SamplingParams.
@@ -139,7 +147,7 @@ class LLMEngine:
         elif prompt.preparer() is not self.preparer:
             raise ValueError("this request was prepared by another engine: prepare it again")
         with self._running(STREAM_OPEN, alone=False):
-            return self._add(prompt).request_id
+            return self._add(prompt, may_reorder=may_reorder).request_id
 
     def step(self) -> list[RequestOutput]:
         """Launches the next step. Returns the results of requests that finished in the step before.
@@ -323,21 +331,25 @@ class LLMEngine:
 
         indices: dict[str, int] = {}  # by request id
         outputs: dict[int, RequestOutput | Exception] = {}
+        # Many prepared requests are queued before each step, so that they can be ordered. Requests
+        # that are still being tokenised are queued until a step is full, so that it does not wait.
+        is_prepared = isinstance(checked, list)
+        limit = NUM_QUEUED if is_prepared else self.config.max_num_batched_tokens
         with (
             self._reset_on_error(),
             closing_bar(progress),
             closing(self.grammars.when_compiled(checked, grammar_of, meanwhile)) as ready,
         ):
-            num_tokens = 0
+            num_queued = 0  # requests since the last step, or their tokens
             for index, item in ready:
                 if isinstance(item, Exception):
                     outputs[index] = item
                     continue
-                request = self._add(item)
+                request = self._add(item, may_reorder=True)
                 indices[request.request_id] = index
-                num_tokens += self.scheduler.count_new_tokens(request.seqs[0])
-                if num_tokens >= self.config.max_num_batched_tokens:
-                    num_tokens = 0
+                num_queued += 1 if is_prepared else self.scheduler.count_new_tokens(request.seqs[0])
+                if num_queued >= limit:
+                    num_queued = 0
                     advance()  # a step, during which more requests are added
             progress.update(sum(isinstance(item, Exception) for item in outputs.values()))
             while self._requests:
@@ -382,7 +394,9 @@ class LLMEngine:
             del self._requests[request.request_id]
         return step.sampled, done
 
-    def _add(self, prepared: PreparedRequest, streams: bool = False) -> Request:
+    def _add(
+        self, prepared: PreparedRequest, streams: bool = False, may_reorder: bool = False
+    ) -> Request:
         """Queues a request. If this raises, nothing has changed."""
         request_id = str(next(self._request_ids))
         params, token_ids = prepared.sampling.params, prepared.prompt_token_ids
@@ -399,7 +413,7 @@ class LLMEngine:
             seq.completion = Completion(state, text, tokens, processes_every_token=every_token)
             seqs.append(seq)
         seqs[0].wants_prompt_logprobs = params.prompt_logprobs is not None
-        seqs[0].siblings = seqs[1:]
+        seqs[0].siblings, seqs[0].may_reorder = seqs[1:], may_reorder
         metrics = RequestMetrics(arrival_time=time())
         request = Request(request_id, prepared, seqs, metrics, is_stream=streams)
         if not self._requests:

@@ -27,6 +27,8 @@ def read_metrics(
         prefix_cache_hit_rate=scheduler.num_cached_prompt_tokens
         / max(1, scheduler.num_prompt_tokens),
         num_preemptions=scheduler.num_preemptions,
+        num_grouped=scheduler.waiting.num_grouped,
+        num_longest_first=scheduler.waiting.num_longest_first,
         prompt_tokens_per_second=prompt_rate,
         generated_tokens_per_second=generated_rate,
         gpu_memory_bytes=held_bytes(device),

@@ -20,7 +20,8 @@ def start_siblings(scheduler: Scheduler, seq: Sequence) -> None:
         sibling.status = SequenceStatus.RUNNING
     index = running.index(seq) + 1
     running[index:index] = started
-    scheduler.waiting.extendleft(reversed(left))
+    for sibling in reversed(left):
+        scheduler.waiting.put_back(sibling)
 
 
 def fork(manager: BlockManager, parent: Sequence, child: Sequence) -> list[tuple[int, int]]:

@@ -8,9 +8,19 @@ from nanovllm.engine.sequence import Sequence
 class FirstComeFirstServed(deque[Sequence]):
     """The waiting sequences, in the order of admission.
 
-    The scheduler admits only the head of the queue. Another policy is a subclass that inserts new
-    sequences elsewhere. Results do not depend on the order.
+    The scheduler admits only the head of the queue. Another policy is a subclass with another head
+    (see ``OfflineOrder``). The order has no effect on the tokens, except for rounding.
+
+    Attributes:
+        num_grouped, num_longest_first: see ``EngineMetrics``.
     """
+
+    num_grouped = num_longest_first = 0
+
+    @property
+    def head(self) -> Sequence:
+        """The sequence to admit next. There must be one."""
+        return self[0]
 
     def add(self, seq: Sequence) -> None:
         """Queues a new sequence."""

@@ -95,12 +95,19 @@ class PrefixCache:
                 self.hash_to_block_id.pop(hash_ + (group << 64), None)
 
     def _hash(self, seq: Sequence, i: int, group: int) -> int:
-        """Returns the hash of a group's full block i. Its lower 64 bits are the chain hash, which
-        is computed once per sequence. The bits above are the group's index."""
-        while len(seq.block_hashes) <= i:
-            prefix = seq.block_hashes[-1] if seq.block_hashes else None
-            seq.block_hashes.append(self.compute_hash(seq.block(len(seq.block_hashes)), prefix))
-        return seq.block_hashes[i] + (group << 64)
+        """Returns the hash of a group's full block i. Its lower 64 bits are the chain hash. The
+        bits above are the group's index."""
+        return chain_hash(seq, i) + (group << 64)
+
+
+def chain_hash(seq: Sequence, i: int) -> int:
+    """Returns the hash of all tokens up to the end of full block i. It is computed once per
+    sequence."""
+    while len(seq.block_hashes) <= i:
+        prefix = seq.block_hashes[-1] if seq.block_hashes else None
+        block = seq.block(len(seq.block_hashes))
+        seq.block_hashes.append(PrefixCache.compute_hash(block, prefix))
+    return seq.block_hashes[i]
 
 
 def num_reusable_tokens(seq: Sequence) -> int:

@@ -40,7 +40,7 @@ class Scheduler:
         eos_token_ids: tokens that end a sequence.
         eos_token_id: the primary EOS token, reported with ``stop_reason=None``. Any other EOS token
             is reported as the stop reason.
-        policy: the order in which waiting sequences are admitted, first come, first served if None.
+        policy: the order in which waiting sequences are admitted; None for that of the config.
         windows: the window of each group of layers; None for a group that attends to all tokens.
         cache_len: the length of the longest sequence that the blocks hold, if a group has a window.
     """
@@ -65,6 +65,10 @@ class Scheduler:
         self.eos_token_id = eos_token_id
         self._cache_settings = num_blocks, config.kvcache_block_size, config.enable_prefix_caching
         self.windows = windows
+        if policy is None and config.enable_reordering:
+            from nanovllm.engine.offline_order import OfflineOrder
+
+            policy = OfflineOrder(config.enable_prefix_caching)
         self.waiting = FirstComeFirstServed() if policy is None else policy
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # of prompts started so far
@@ -226,10 +230,10 @@ class Scheduler:
                 residents -= 1 + len(seq.siblings)
         if residents and not items and not self._can_admit_several(residents):
             return ()
-        while budget and self.waiting and self._can_admit(self.waiting[0], residents):
-            if items and self._would_be_chunked(self.waiting[0], budget):
+        while budget and self.waiting and self._can_admit(seq := self.waiting.head, residents):
+            if items and self._would_be_chunked(seq, budget):
                 break
-            seq = self.waiting.popleft()
+            self.waiting.popleft()
             residents += 1 + len(seq.siblings)
             self.block_manager.allocate(seq)
             if seq.num_cached_prompt_tokens is None:

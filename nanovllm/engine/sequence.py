@@ -64,6 +64,8 @@ class Sequence:
         num_cached_prompt_tokens: prompt tokens that were in the prefix cache when it first ran.
         is_isolated: whether it shares no blocks with other sequences. Set when it is retried
             because no token could be sampled: shared blocks may have been the cause.
+        may_reorder: whether it may be admitted before or after sequences that were added earlier or
+            later (see OfflineOrder).
         wants_prompt_logprobs: whether it needs the logits of each prompt token.
         num_prompt_logprobs: number of prompt log-probabilities computed so far.
         stop_token_ids: tokens that end it; set by the scheduler, as is max_len.
@@ -102,6 +104,7 @@ class Sequence:
         self.siblings: list[Sequence] = []
         self.num_cached_prompt_tokens: int | None = None
         self.is_isolated = False
+        self.may_reorder = False
         self.wants_prompt_logprobs = False
         self.num_prompt_logprobs = 0
 

@@ -319,16 +319,18 @@ def interrupts(folder: Path) -> None:
     any time; and in the middle of a start."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # fork keeps a shell's "ignore"
     expected = expected_tokens(folder)
-    timer = threading.Timer(1.0, os.killpg, (0, signal.SIGINT))
-    timer.start()
-    with deadline("interrupted start"):
-        fails(lambda: make(folder), error=KeyboardInterrupt)
-    check_nothing_left()
-    llm = make(folder)
-    worker = worker_of(llm)
 
     def interrupt() -> None:
         os.killpg(0, signal.SIGINT)
+
+    load_weights = startup.load_weights
+    startup.load_weights = lambda runner, _: runner.tp.rank == 0 and interrupt()
+    with deadline("interrupted start"):
+        fails(lambda: make(folder), error=KeyboardInterrupt)
+    startup.load_weights = load_weights
+    check_nothing_left()
+    llm = make(folder)
+    worker = worker_of(llm)
 
     def interrupted(call: Callable[[], Any]) -> None:
         fails(call, error=KeyboardInterrupt)
