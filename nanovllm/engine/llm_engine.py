@@ -33,7 +33,7 @@ NOT_ALONE = (
     "{} needs the engine to itself: finish the other requests with step, drop them with "
     "abort_request, or close the stream that they belong to"
 )
-NUM_QUEUED = 1024  # requests that ``generate`` adds between two steps
+NUM_QUEUED = 512  # requests that ``generate`` adds between two steps
 STREAM_OPEN = "generate_stream has not ended: exhaust it, close it or abort its requests first"
 
 
