@@ -178,6 +178,7 @@ BAD_CONFIG: dict[str, list[Any]] = {
     "dtype": ["float64", "int8", "fp16", "", 16],
     "attention_backend": ["fast", ""],
     "enable_prefix_caching": [1, 0, "yes"],
+    "enable_reordering": [1, 0, "yes"],
     "load_format": ["pt", ""],
     "seed": [-1, 2**64, 1.5, "0", True],
     "tokenizer": ["", 5, True],

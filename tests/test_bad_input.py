@@ -646,7 +646,7 @@ class TestInterruption:
     def test_an_error_while_requests_are_queued_beside_the_first_step(
         self, llm, fresh, monkeypatch
     ):
-        """Which starts as soon as there are prompts for a full one."""
+        """Which starts as soon as there are prompts for a full one, while others are tokenised."""
         add, run, adds, runs = llm.scheduler.add, llm.model_runner.run, [], []
 
         def failing(seq: Any) -> None:
@@ -663,7 +663,7 @@ class TestInterruption:
             patch.setattr(llm.scheduler, "add", failing)
             patch.setattr(llm.model_runner, "run", counting)
             with pytest.raises(KeyboardInterrupt):
-                generate(llm, [fresh[3], *fresh])
+                llm.generate([fresh[3], *fresh], GREEDY, use_tqdm=False, on_error="return")
         assert len(runs) == 1 and llm.is_finished()
 
     @pytest.mark.parametrize("use_tqdm", [pytest.param(False, marks=pytest.mark.slow), True])

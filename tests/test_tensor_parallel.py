@@ -27,6 +27,7 @@ TIGHT: dict[str, Any] = {
     "max_num_batched_tokens": 64,
     "kvcache_block_size": 16,
     "num_kvcache_blocks": 17,
+    "enable_reordering": False,
 }
 NUM_NEW_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)

@@ -2,6 +2,8 @@
 
 import struct
 from collections.abc import Callable
+from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 import xxhash
@@ -221,9 +223,17 @@ class BlockManagerMachine(RuleBasedStateMachine):
             return prefix[-1] % 2 if self.colliding else chain_hash(prefix, block_size)
 
         if self.colliding:
-            self.manager.prefix_cache.compute_hash = lambda tokens, prefix=None: tokens[-1] % 2
+            hashes = staticmethod(lambda tokens, prefix=None: tokens[-1] % 2)
+            self.patches.enter_context(mock.patch.object(PrefixCache, "compute_hash", hashes))
         self.model = Model(num_blocks, block_size, caching, key, windows)
         self.holders: dict[int, Sequence] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = ExitStack()
+
+    def teardown(self) -> None:
+        self.patches.close()
 
     def append(self, tokens: list[int], bit: int) -> int:
         """Equal blocks lie under different prefixes; where hashes collide, a token is the number
