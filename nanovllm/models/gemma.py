@@ -13,6 +13,7 @@ from nanovllm.models.family import (
     WEIGHT_NAMES,
     Family,
     equal_layers,
+    with_fields,
     with_layer_types,
     with_windows,
 )
@@ -36,8 +37,8 @@ def gemma_layers(hf: dict[str, Any], **flags: Any) -> list[LayerSpec]:
     if hf.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention is not supported, only causal attention")
     scalar = positive("query_pre_attn_scalar", hf.get("query_pre_attn_scalar"))
-    layer = equal_layers(hf, scale=scalar**-0.5, mlp_bias=False, **flags)[0]
-    return [replace(layer, output_norms=True)] * hf["num_hidden_layers"]
+    layers = equal_layers(hf, scale=scalar**-0.5, mlp_bias=False, **flags)
+    return with_fields(layers, output_norms=True)
 
 
 def gemma2_layers(hf: dict[str, Any]) -> list[LayerSpec]:
@@ -48,9 +49,7 @@ def gemma2_layers(hf: dict[str, Any]) -> list[LayerSpec]:
 def gemma3_layers(hf: dict[str, Any]) -> list[LayerSpec]:
     if hf.get("attn_logit_softcapping"):
         raise ValueError("attn_logit_softcapping is not supported in Gemma 3")
-    every = hf.get("sliding_window_pattern")
-    if type(every) is not int or every < 1:
-        raise ValueError(f"sliding_window_pattern must be a positive int, got {every!r:.80}")
+    every = hf["sliding_window_pattern"]
     layers = gemma_layers(hf, qk_norm="head", rope=None)
     theta = positive("rope_local_base_freq", hf.get("rope_local_base_freq"))
     return with_layer_types(hf, layers, lambda layer: (layer + 1) % every != 0, theta)

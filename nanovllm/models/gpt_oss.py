@@ -5,7 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.models.experts import DOWN, GATE_UP, read_moe
-from nanovllm.models.family import ATTENTION, MLP, WEIGHT_NAMES, Family, equal_layers, with_windows
+from nanovllm.models.family import (
+    ATTENTION,
+    MLP,
+    WEIGHT_NAMES,
+    Family,
+    equal_layers,
+    with_fields,
+    with_windows,
+)
 from nanovllm.models.model_config import LayerSpec
 from nanovllm.models.rope import positive
 
@@ -30,7 +38,7 @@ NAMES = (
 
 def gpt_oss_layers(hf: dict[str, Any]) -> list[LayerSpec]:
     mixture = replace(
-        read_moe(hf, "intermediate_size", norm_topk_prob=True),
+        read_moe(hf),
         bias=True,
         limit=positive("swiglu_limit", hf["swiglu_limit"]),
         alpha=positive("swiglu_alpha", hf["swiglu_alpha"]),
@@ -39,7 +47,7 @@ def gpt_oss_layers(hf: dict[str, Any]) -> list[LayerSpec]:
     )
     layers = equal_layers(hf, sinks=True)
     layers = with_windows(hf, layers, lambda layer: layer % 2 == 0)
-    return [replace(layer, mlp=mixture) for layer in layers]
+    return with_fields(layers, mlp=mixture)
 
 
 GPT_OSS = Family(

@@ -4,19 +4,14 @@ from nanovllm.models.family import Family
 from nanovllm.models.gemma import GEMMA2, GEMMA3
 from nanovllm.models.glm import GLM, GLM4
 from nanovllm.models.gpt_oss import GPT_OSS
-from nanovllm.models.granite import GRANITE
-from nanovllm.models.granitemoe import GRANITE_MOE
+from nanovllm.models.granite import GRANITE, GRANITE_MOE
 from nanovllm.models.llama import LLAMA
-from nanovllm.models.ministral3 import MINISTRAL3
-from nanovllm.models.mistral import MISTRAL
-from nanovllm.models.mixtral import MIXTRAL
+from nanovllm.models.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from nanovllm.models.multimodal import TEXT_MODELS
-from nanovllm.models.olmo import OLMO2, OLMO3
-from nanovllm.models.olmoe import OLMOE
+from nanovllm.models.olmo import OLMO2, OLMO3, OLMOE
 from nanovllm.models.phi3 import PHI3
 from nanovllm.models.qwen2 import QWEN2
-from nanovllm.models.qwen3 import QWEN3
-from nanovllm.models.qwen3_moe import QWEN3_MOE
+from nanovllm.models.qwen3 import QWEN3, QWEN3_MOE
 from nanovllm.models.smollm3 import SMOLLM3
 
 FAMILIES = (

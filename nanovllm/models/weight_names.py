@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-WeightName = tuple[str, str | None] | tuple[str, str, str | int]
+WeightName = tuple[str, str] | tuple[str, str, str | int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,8 +13,7 @@ class WeightNames:
     Attributes:
         rows: (tensor, parameter), or (tensor, parameter, shard id) for a part of a packed
             parameter. Names have fields in braces: ``model.layers.{layer}.mlp.up_proj.{kind}``.
-            The parameter is None for a tensor that is not needed. A parameter without a row has
-            the same name in checkpoints.
+            A parameter without a row has the same name in checkpoints.
         fields: the values of each field. If the tensor's name has a field that the parameter's
             name lacks, such as the index of an expert, the parameter's ``weight_loader`` gets its
             value as a keyword argument. A parameter may have several rows. A checkpoint has
