@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.text import structured
+from nanovllm.text import grammars, structured
 from tests.conftest import check_idle
 from tests.tiny_models import TinyModels
 
@@ -300,7 +300,7 @@ class TestGrammars:
 
         with LLM(model_path, **SMALL) as llm:
             with monkeypatch.context() as patch:
-                patch.setattr(structured, "wait", interrupted)
+                patch.setattr(grammars, "wait", interrupted)
                 patch.setattr(llm, "_step", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     each = [LONG, SLOW, choice("fast")]
