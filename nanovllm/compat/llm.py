@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from nanovllm import llm
 from nanovllm.checkpoints.checkpoint import sampling_fields
 from nanovllm.compat.arguments import translate
-from nanovllm.compat.engine import LLMEngine, ModelConfig
+from nanovllm.compat.engine import EngineConfig, LLMEngine
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import STREAM_OPEN
 from nanovllm.engine.request import make_outputs
@@ -115,8 +115,8 @@ class LLM(llm.LLM):
         return LLMEngine(self)
 
     @property
-    def model_config(self) -> ModelConfig:
-        """The model's configuration, with vLLM's attribute names."""
+    def model_config(self) -> EngineConfig:
+        """The settings, with vLLM's attribute names."""
         return self.llm_engine.model_config
 
     @property
