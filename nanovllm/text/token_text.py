@@ -73,25 +73,17 @@ class TokenTexts(dict[int, str]):
         text = self[token_id] = self._decode_within((token_id,))
         return text
 
-    def decode_candidates(
-        self, context_token_ids: Sequence[int], token_ids: Sequence[int]
-    ) -> list[str]:
-        """Returns the texts of the candidate tokens for one position.
+    def decode_after(self, context: Sequence[int], token_id: int) -> str:
+        """Returns the text that a token adds to the tokens before it.
 
         A token that ends within a character has the text "", and the token that completes the
         character has the whole character. So the texts of successive tokens concatenate.
 
         Args:
-            context_token_ids: the tokens before the position. Only the last MAX_PARTIAL_TOKENS,
-                which may belong to the same character, are used.
-            token_ids: the candidates.
+            context: the tokens before it. Only the last MAX_PARTIAL_TOKENS, which may belong to the
+                same character, are used.
+            token_id: the token.
         """
-        return [self._decode_after(context_token_ids, token_id) for token_id in token_ids]
-
-    def _decode_within(self, token_ids: tuple[int, ...]) -> str:
-        return self.decode([*self._anchor, *token_ids])[self._anchor_length :]
-
-    def _decode_after(self, context: Sequence[int], token_id: int) -> str:
         text = self[token_id]
         token_ids: tuple[int, ...] = (token_id,)
         for previous in reversed(context[-MAX_PARTIAL_TOKENS:]):
@@ -100,6 +92,9 @@ class TokenTexts(dict[int, str]):
             token_ids = (previous, *token_ids)
             text = self.decode_within(token_ids)
         return "" if text.endswith(REPLACEMENT_CHAR) else text
+
+    def _decode_within(self, token_ids: tuple[int, ...]) -> str:
+        return self.decode([*self._anchor, *token_ids])[self._anchor_length :]
 
 
 class StopCandidates(dict[int, bool]):
