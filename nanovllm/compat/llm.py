@@ -147,8 +147,7 @@ class LLM(llm.LLM):
             adds_special_tokens = kwargs.pop("tokenization_kwargs")["add_special_tokens"]
         options = translate("generate", kwargs)
         if not adds_special_tokens:
-            prepared: Any = self.prompt_encoder.encode_texts(as_prompt_list(prompts))
-            return super().generate(prepared, sampling_params, use_tqdm, on_error=on_error)
+            prompts = self.prompt_encoder.encode_texts(as_prompt_list(prompts))  # type: ignore[assignment]
         return super().generate(prompts, sampling_params, use_tqdm, on_error=on_error, **options)
 
     def chat(  # type: ignore[override]  # the parent takes the options as **template_options

@@ -65,9 +65,7 @@ class Platform:
     def device_type(self) -> str:
         return "cuda" if self.is_cuda() else "cpu"
 
-    @property
-    def device_name(self) -> str:
-        return self.device_type
+    device_name = device_type
 
     def is_cuda(self) -> bool:
         return torch.cuda.is_available()

@@ -23,6 +23,11 @@ MAX_SIZES = {
     **dict.fromkeys(WIDTHS, 2**20),
     **dict.fromkeys(("max_position_embeddings", "sliding_window", *INTERVALS), 2**40),
 }
+POSITIVE_NUMBERS = (
+    *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
+    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("rope_local_base_freq", "swiglu_limit", "swiglu_alpha"),
+)
 BOOL_DEFAULTS = dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), False)
 BOOL_DEFAULTS["use_sliding_window"] = True
 COPIED_FIELDS = ("vocab_size", "hidden_size", "tie_word_embeddings")
@@ -208,6 +213,7 @@ def _checked(hf: Mapping[str, Any], quant_methods: Sequence[str]) -> dict[str, A
         value = hf.get(name, 1)
         if type(value) is not int or not 1 <= value <= limit:
             raise ValueError(f"{name} must be a positive int up to {limit}, got {value!r:.80}")
+    hf |= {name: positive(name, hf[name]) for name in POSITIVE_NUMBERS if name in hf}
     for name in (*BOOL_DEFAULTS, "norm_topk_prob"):
         if not isinstance(value := hf.get(name, False), bool):
             raise ValueError(f"{name} must be true or false, got {value!r:.80}")

@@ -15,7 +15,6 @@ from nanovllm.models.family import (
     with_windows,
 )
 from nanovllm.models.model_config import LayerSpec
-from nanovllm.models.rope import positive
 
 YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
 YARN |= {"truncate": False, "original_max_position_embeddings": 4096}
@@ -40,8 +39,8 @@ def gpt_oss_layers(hf: dict[str, Any]) -> list[LayerSpec]:
     mixture = replace(
         read_moe(hf),
         bias=True,
-        limit=positive("swiglu_limit", hf["swiglu_limit"]),
-        alpha=positive("swiglu_alpha", hf["swiglu_alpha"]),
+        limit=hf["swiglu_limit"],
+        alpha=hf["swiglu_alpha"],
         interleaved=True,
         mxfp4=bool(hf.get("quantization_config")),
     )

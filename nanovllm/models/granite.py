@@ -9,11 +9,10 @@ from typing import Any
 from nanovllm.models.experts import DOWN, GATE_UP, read_moe
 from nanovllm.models.family import MLP, WEIGHT_NAMES, Family, equal_layers, with_fields
 from nanovllm.models.model_config import LayerSpec
-from nanovllm.models.rope import positive
 
-MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier")
 DEFAULTS: dict[str, Any] = {"max_position_embeddings": 2048, "eos_token_id": 2}
-DEFAULTS |= dict.fromkeys((*MULTIPLIERS, "logits_scaling"), 1.0)
+DEFAULTS |= {"embedding_multiplier": 1.0, "attention_multiplier": 1.0}
+DEFAULTS |= {"residual_multiplier": 1.0, "logits_scaling": 1.0}
 BLOCK = "model.layers.{layer}.block_sparse_moe."
 MOE_NAMES = (  # as on the hub, and as in transformers' memory
     (BLOCK + "router.layer.weight", MLP + "gate.weight"),
@@ -26,14 +25,14 @@ MOE_NAMES = (  # as on the hub, and as in transformers' memory
 
 
 def granite_layers(hf: dict[str, Any]) -> list[LayerSpec]:
-    attention, residual = (positive(name, hf.get(name)) for name in MULTIPLIERS[1:])
-    return with_fields(equal_layers(hf, scale=attention), output_scale=residual)
+    layers = equal_layers(hf, scale=hf["attention_multiplier"])
+    return with_fields(layers, output_scale=hf["residual_multiplier"])
 
 
 def granite_numerics(hf: dict[str, Any]) -> dict[str, float]:
     return {
-        "embedding_scale": positive("embedding_multiplier", hf.get("embedding_multiplier")),
-        "logits_scale": 1 / positive("logits_scaling", hf.get("logits_scaling")),
+        "embedding_scale": hf["embedding_multiplier"],
+        "logits_scale": 1 / hf["logits_scaling"],
     }
 
 

@@ -67,11 +67,8 @@ def read_rope(
     if rope_type == "llama3":
         return replace(config, inv_freq=_llama3(freqs, rope, factor, length))
     attention_factor = rope.get("attention_factor") or _yarn_scale(rope, factor)
-    return RopeConfig(
-        _yarn(freqs, rope, theta, factor, length),
-        positive("RoPE's attention_factor", attention_factor),
-        bool(interleaved),
-    )
+    scale = positive("RoPE's attention_factor", attention_factor)
+    return replace(config, inv_freq=_yarn(freqs, rope, theta, factor, length), scale=scale)
 
 
 def rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
