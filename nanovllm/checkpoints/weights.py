@@ -12,6 +12,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.multimodal import PREFIXES
 from nanovllm.models.weight_names import WeightNames
 from nanovllm.utils.loader import copy_weight
 
@@ -48,7 +49,7 @@ def load_model(
         if patterns := [p for p in model.weight_names.skipped if fnmatchcase(hub_name, p)]:
             skipped[patterns[0]] += 1
             continue
-        name = _replace_prefix(hub_name, model.weight_names)
+        name = _replace_prefix(hub_name)
         if name not in expected:
             leftover.append(name)
             continue
@@ -116,8 +117,8 @@ def _expected_tensors(
     return expected, needed
 
 
-def _replace_prefix(name: str, names: WeightNames) -> str:
-    for prefix, replacement in names.prefixes:
+def _replace_prefix(name: str) -> str:
+    for prefix, replacement in PREFIXES:
         if name.startswith(prefix):
             return replacement + name.removeprefix(prefix)
     return name

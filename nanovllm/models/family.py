@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from nanovllm.models.model_config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig
+from nanovllm.models.multimodal import VISION
 from nanovllm.models.rope import max_positions, positive, read_rope
 from nanovllm.models.weight_names import WeightNames
 
@@ -39,9 +40,9 @@ ATTENTION, MLP = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
 QKV_NAMES = tuple(
     (ATTENTION + name + "_proj.{kind}", ATTENTION + "qkv_proj.{kind}", name) for name in "qkv"
 )
-# Tensors that no model here needs: RoPE's frequencies, which are computed from the config instead,
-# and heads for multi-token prediction (MTP), which only speculative decoding uses.
-SKIPPED = ("*.rotary_emb.inv_freq", "mtp.*", "*.mtp.*", "*.mtp_layers.*")
+# Tensors that no model here needs: those of vision, RoPE's frequencies, which are computed from the
+# config instead, and heads for multi-token prediction (MTP), which only speculative decoding uses.
+SKIPPED = (*VISION, "*.rotary_emb.inv_freq", "mtp.*", "*.mtp.*", "*.mtp_layers.*")
 WEIGHT_NAMES = (
     *QKV_NAMES,
     (MLP + "gate_proj.{kind}", MLP + "gate_up_proj.{kind}", 0),
@@ -102,7 +103,7 @@ class Family:
                 max_position_embeddings=max_positions(hf),
                 rms_norm_eps=positive("rms_norm_eps", hf.get("rms_norm_eps") or 1e-6),
                 dtype=_read_dtype(hf.get("dtype") or hf.get("torch_dtype") or "float32"),
-                weight_names=WeightNames(self.weight_names, fields, skipped=skipped),
+                weight_names=WeightNames(self.weight_names, fields, skipped),
                 **{name: hf[name] for name in COPIED_FIELDS},
                 **self.numerics(hf),
             )

@@ -18,13 +18,10 @@ class WeightNames:
             name lacks, such as the index of an expert, the parameter's ``weight_loader`` gets its
             value as a keyword argument. A parameter may have several rows. A checkpoint has
             either all of its rows with a shard id or such a field, or one of its other rows.
-        prefixes: (prefix, replacement). A tensor whose name begins with the prefix is treated as if
-            it had the replacement instead. The first match counts.
         skipped: shell-style patterns (fnmatch). Tensors whose names in the checkpoint match one are
             not needed. A log line states their number, and the patterns.
     """
 
     rows: tuple[WeightName, ...]
     fields: Mapping[str, Sequence[str | int]]
-    prefixes: tuple[tuple[str, str], ...] = ()
     skipped: tuple[str, ...] = ()

@@ -154,6 +154,9 @@ class TestLLM:
                 call(prompt, GREEDY, tokenization_kwargs={"truncate_prompt_tokens": 2})
             with pytest.raises(TypeError, match="nonsense"):
                 call(prompt, GREEDY, nonsense=1)
+        with pytest.raises(TypeError, match="nonsense"):
+            options = {"tokenization_kwargs": {"add_special_tokens": False}}
+            llm.generate("hi", GREEDY, **options, nonsense=1)
 
     def test_chat_takes_vllms_positional_order(self, llm):
         chat = [{"role": "user", "content": "hi"}]
