@@ -10,8 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
-from hashlib import blake2b
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from time import thread_time
 from typing import Any
@@ -103,10 +102,12 @@ class GrammarCompiler:
         self.eos_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
         self.eos_mask = bit_mask(self.eos_ids, vocab_size)
         self.text_mask = bit_mask(set(range(vocab_size)) - self.eos_ids, vocab_size)
-        self._tokenizer = Lazy(partial(_make_tokenizer, tokenizer, vocab_size, self.eos_ids))
-        self._checker = GrammarChecker()
+        ll_tokenizer = Lazy(partial(_make_tokenizer, tokenizer, vocab_size, self.eos_ids))
+        self._checker = checker = GrammarChecker()
         self._lock = threading.Lock()
-        self._cache: dict[tuple[str, bytes], Lazy] = {}  # least recently used first
+        self._cached = lru_cache(CACHE_SIZE)(
+            lambda kind, text: Lazy(partial(_compile, checker, ll_tokenizer, kind, text))
+        )
         self._pool = ThreadPoolExecutor(NUM_THREADS, "nanovllm-grammars")
 
     def find(self, params: StructuredOutputsParams) -> Lazy:
@@ -120,15 +121,8 @@ class GrammarCompiler:
             kind, text = _spec_of(params)
             if len(text) > (limit := MAX_CHARACTERS[kind]):
                 raise ValueError(f"the {kind} has {len(text)} characters, but the limit is {limit}")
-        key = kind, blake2b(text.encode(errors="surrogatepass")).digest()
         with self._lock:
-            grammar = self._cache.pop(key, None)
-            if grammar is None:
-                grammar = Lazy(partial(_compile, self._checker, self._tokenizer, kind, text))
-            self._cache[key] = grammar
-            if len(self._cache) > CACHE_SIZE:
-                del self._cache[next(iter(self._cache))]
-        return grammar
+            return self._cached(kind, text)
 
     def submit(self, grammar: Lazy) -> Future[Any]:
         """Lets a thread compile a grammar from ``find``. Nothing happens if that is done."""
