@@ -87,12 +87,10 @@ class LLMEngine:
         kinds = ("model_config", "cache_config", "parallel_config", "scheduler_config")
         return SimpleNamespace(**dict.fromkeys(kinds, self.model_config), lora_config=None)
 
-    @property
-    def tokenizer(self) -> Any:
-        return self.llm.get_tokenizer()
-
     def get_tokenizer(self) -> Any:
         return self.llm.get_tokenizer()
+
+    tokenizer = property(get_tokenizer)
 
     def add_request(
         self,

@@ -18,17 +18,13 @@ EXPERT_NAMES = (
 )
 
 
-def read_moe(
-    hf: Mapping[str, Any],
-    intermediate_size: str = "intermediate_size",
-    norm_topk_prob: bool = True,
-) -> MoESpec:
+def read_moe(hf: Mapping[str, Any], size: str = "intermediate_size", **flags: Any) -> MoESpec:
     """Reads the description of a mixture of experts from a checked config.
 
     Args:
         hf: the fields of the config.
-        intermediate_size: the name of the field that has the intermediate size of one expert.
-        norm_topk_prob: as in MoESpec.
+        size: the name of the field that has the intermediate size of one expert.
+        flags: other fields of MoESpec.
 
     Raises:
         ValueError: a token would have more experts than there are.
@@ -39,4 +35,4 @@ def read_moe(
     top_k = hf["num_experts_per_tok"]
     if top_k > num_experts:
         raise ValueError(f"num_experts_per_tok must be an int up to {num_experts}, got {top_k}")
-    return MoESpec(num_experts, top_k, hf[intermediate_size], norm_topk_prob)
+    return MoESpec(num_experts, top_k, hf[size], **flags)

@@ -1,7 +1,6 @@
 """gpt-oss (arXiv:2508.10925): a mixture of experts in every layer, biases everywhere, attention
 sinks, and a sliding window in every second layer."""
 
-from dataclasses import replace
 from typing import Any
 
 from nanovllm.models.experts import DOWN, GATE_UP, read_moe
@@ -36,8 +35,8 @@ NAMES = (
 
 
 def gpt_oss_layers(hf: dict[str, Any]) -> list[LayerSpec]:
-    mixture = replace(
-        read_moe(hf),
+    mixture = read_moe(
+        hf,
         bias=True,
         limit=hf["swiglu_limit"],
         alpha=hf["swiglu_alpha"],

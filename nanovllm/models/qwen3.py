@@ -20,7 +20,8 @@ MOE_DEFAULTS |= {"decoder_sparse_step": 1, "mlp_only_layers": None}
 
 def qwen3_moe_layers(hf: dict[str, Any]) -> list[LayerSpec]:
     dense = equal_layers(hf, qk_norm="head", mlp_bias=False)
-    mixture = replace(dense[0], mlp=read_moe(hf, "moe_intermediate_size", hf["norm_topk_prob"]))
+    moe = read_moe(hf, "moe_intermediate_size", norm_topk_prob=hf["norm_topk_prob"])
+    mixture = replace(dense[0], mlp=moe)
     step, mlp_only = hf["decoder_sparse_step"], hf.get("mlp_only_layers", [])
     if not isinstance(mlp_only, list):
         raise ValueError(f"mlp_only_layers must be a list of layers, got {mlp_only!r:.80}")
