@@ -18,6 +18,7 @@ FAMILIES = (
     *(QWEN3, QWEN2, LLAMA, MISTRAL, MINISTRAL3, SMOLLM3, QWEN3_MOE, MIXTRAL, OLMOE),
     *(GEMMA2, GEMMA3, GRANITE, GRANITE_MOE, GLM, GLM4, OLMO2, OLMO3, PHI3, GPT_OSS),
 )
+BY_NAME = {name: each for each in FAMILIES for name in (each.architecture, each.model_type)}
 
 
 def get_family(name: str) -> Family:
@@ -26,8 +27,7 @@ def get_family(name: str) -> Family:
     Raises:
         ValueError: it is not supported. The message lists the supported architectures.
     """
-    for family in FAMILIES:
-        if name in (family.architecture, family.model_type):
-            return family
+    if name in BY_NAME:
+        return BY_NAME[name]
     supported = ", ".join([*(family.architecture for family in FAMILIES), *TEXT_MODELS])
     raise ValueError(f"architecture {name!r} is not supported; supported are {supported}")

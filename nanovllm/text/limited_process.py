@@ -98,9 +98,8 @@ class LimitedProcess:
         with suppress(subprocess.TimeoutExpired):
             process.wait(WALL_SECONDS)
         self._stop()
-        if process.returncode == -signal.SIGPROF:
-            return ProcessError(f"takes over {self._cpu_seconds:g} s")
-        return ProcessError(EXIT_REASONS.get(process.returncode, "ends its process"))
+        reasons = {**EXIT_REASONS, -signal.SIGPROF: f"takes over {self._cpu_seconds:g} s"}
+        return ProcessError(reasons.get(process.returncode, "ends its process"))
 
     def _ensure_started(self) -> tuple[subprocess.Popen[bytes], Connection]:
         """Returns the process and the pipe to it. Starts the process if it is not running."""

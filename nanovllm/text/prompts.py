@@ -232,14 +232,13 @@ class PromptEncoder:
         those from a chat template."""
         added = self._added_texts if texts and add_special_tokens else ()
         adds = [add_special_tokens and not text.startswith(added) for text in texts]
-        out: list[list[int]] = [[]] * len(texts)
+        out: dict[int, list[int]] = {}
         for add in (True, False):
             rows = [i for i, flag in enumerate(adds) if flag is add]
             if rows:
                 batch = self.tokenizer([texts[i] for i in rows], add_special_tokens=add)
-                for i, ids in zip(rows, batch["input_ids"], strict=True):
-                    out[i] = ids
-        return out
+                out |= zip(rows, batch["input_ids"], strict=True)
+        return [out[i] for i in range(len(texts))]
 
 
 def load_encoder(config: Config, checkpoint: Checkpoint, max_model_len: int) -> PromptEncoder:

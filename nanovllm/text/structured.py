@@ -106,7 +106,7 @@ class GrammarCompiler:
         self._checker = checker = GrammarChecker()
         self._lock = threading.Lock()
         self._cached = lru_cache(CACHE_SIZE)(
-            lambda kind, text: Lazy(partial(_compile, checker, ll_tokenizer, kind, text))
+            lambda kind, text: Lazy(partial(_make_matcher, checker, ll_tokenizer, kind, text))
         )
         self._pool = ThreadPoolExecutor(NUM_THREADS, "nanovllm-grammars")
 
@@ -250,14 +250,11 @@ def _make_tokenizer(tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) ->
         return make_grammar_tokenizer(tokenizer, vocab_size, sorted(eos_ids))
 
 
-def _compile(checker: GrammarChecker, tokenizer: Lazy, kind: str, text: str) -> Any:
-    """Compiles a grammar that ``_spec_of`` returned. Raises ValueError if that fails."""
-    with as_value_error(UNUSABLE):
-        return _make_matcher(checker, tokenizer.get(), kind, text)
-
-
-def _make_matcher(checker: GrammarChecker, ll_tokenizer: Any, kind: str, text: str) -> Any:
-    """Returns an llguidance matcher in its start state. Raises errors of any type."""
+@as_value_error(UNUSABLE)
+def _make_matcher(checker: GrammarChecker, tokenizer: Lazy, kind: str, text: str) -> Any:
+    """Compiles a grammar that ``_spec_of`` returned. Returns an llguidance matcher in its start
+    state. Raises ValueError if that fails."""
+    ll_tokenizer = tokenizer.get()  # says so if llguidance is not installed
     from llguidance import LLMatcher, LLParserLimits
 
     lark = f"{_to_lark(kind, text, checker)}\n{LARK_OPTIONS}"
