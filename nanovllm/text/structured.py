@@ -271,24 +271,20 @@ def _make_matcher(checker: GrammarChecker, tokenizer: Lazy, kind: str, text: str
 
 def _spec_of(params: StructuredOutputsParams) -> tuple[str, str]:
     """Returns the kind of grammar that ``params`` asks for, and its source text."""
-    schema = {"type": "object"} if params.json_object else params.json
-    if schema is not None:
-        return "json", _read_schema(schema)
     if params.choice is not None:
         return "choice", json.dumps(params.choice)
     if params.regex is not None:
         return "regex", params.regex
-    return "grammar", params.grammar or ""
-
-
-def _read_schema(schema: Any) -> str:
+    if params.grammar is not None:
+        return "grammar", params.grammar
+    schema: Any = {"type": "object"} if params.json_object else params.json
     if hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
     elif isinstance(schema, str):
         schema = json.loads(schema)
     if not isinstance(schema, Mapping):
         raise ValueError(f"a JSON schema is an object, got {schema!r:.80}")
-    return json.dumps({**schema})
+    return "json", json.dumps({**schema})
 
 
 def _to_lark(kind: str, text: str, checker: GrammarChecker) -> str:
@@ -302,8 +298,7 @@ def _to_lark(kind: str, text: str, checker: GrammarChecker) -> str:
         if '"oneOf"' in text:  # check the original: close_objects may make its branches exclusive
             lark = _json_to_lark(schema)
             checker.check(lark)
-            error = LLMatcher.validate_grammar(lark)
-            if error:
+            if error := LLMatcher.validate_grammar(lark):
                 raise ValueError(_shorten(error))
         return _json_to_lark(close_objects(schema))
     if kind == "choice":
