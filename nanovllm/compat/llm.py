@@ -20,6 +20,7 @@ from nanovllm.engine.request import make_outputs
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.text.prompts import Message, Prompt, as_prompt_list
+from nanovllm.utils.validation import choice, optional
 
 if TYPE_CHECKING:
     import torch
@@ -92,10 +93,7 @@ class LLM(llm.LLM):
             for name, value in locals().items()
             if name in ENGINE_ARGUMENTS and value is not defaults[name]
         }
-        if generation_config not in (None, "auto", "vllm"):
-            raise ValueError(
-                f"generation_config must be 'auto' or 'vllm', got {generation_config!r:.80}"
-            )
+        optional(choice("auto", "vllm"))("generation_config", generation_config)
         self._caller_ids: dict[str, str] = {}  # internal request id -> the caller's request id
         self.default_chat_template = _read_template(chat_template)
         super().__init__(model, **translate("LLM", {**given, **vllm_arguments}))

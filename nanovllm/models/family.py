@@ -160,13 +160,12 @@ def with_windows(
     window = hf.get("sliding_window") if hf["use_sliding_window"] else None
     if hf.get("layer_types") is None and window is None:
         return layers
-    num_layers = hf["num_hidden_layers"]
-    default = [SLIDING if is_windowed(i) else FULL for i in range(num_layers)]
+    default = [SLIDING if is_windowed(i) else FULL for i in range(len(layers))]
     types = hf.get("layer_types") or default
     if not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types):
         raise ValueError(f"layer_types must be a list of {FULL} and {SLIDING}, got {types!r:.80}")
-    if len(types) != num_layers:
-        raise ValueError(f"layer_types has {len(types)} entries for {num_layers} layers")
+    if len(types) != len(layers):
+        raise ValueError(f"layer_types has {len(types)} entries for {len(layers)} layers")
     if window is None and SLIDING in types:
         unused = "use_sliding_window is false" if not hf["use_sliding_window"] else "no length"
         raise ValueError(f"layer_types has sliding windows, but {unused}")

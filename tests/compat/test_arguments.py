@@ -141,6 +141,10 @@ class TestLLM:
         with pytest.raises(TypeError, match="unknown argument 'nonsense'; known"):
             LLM(model_path, nonsense=8)
 
+    def test_other_generation_configs_are_refused(self, model_path):
+        with pytest.raises(ValueError, match="generation_config must be one of auto, vllm"):
+            LLM(model_path, generation_config="folder")
+
     def test_generate_and_chat_refuse_by_name(self, llm):
         chat = [{"role": "user", "content": "hi"}]
         for call, prompt in ((llm.generate, "ab"), (llm.chat, chat)):
