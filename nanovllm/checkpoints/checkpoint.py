@@ -13,7 +13,7 @@ from nanovllm.checkpoints.files import CPU, check_bytes, check_metadata_file, ch
 from nanovllm.checkpoints.tensor_reader import read_tensors
 from nanovllm.checkpoints.tokenizer_growth import check_growth, parts_of
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.multimodal import TEXT_MODELS, text_config, with_text_names
+from nanovllm.models.multimodal import TEXT_MODELS, text_config
 from nanovllm.models.registry import get_family
 from nanovllm.utils.panics import as_value_error
 
@@ -96,8 +96,7 @@ class SafetensorsCheckpoint:
             raise ValueError(f"{path} has no config.json: it is not a model checkpoint")
         named = raw.get("architectures")
         architecture = str(named[0] if isinstance(named, list) and named else named)
-        is_multimodal = architecture in TEXT_MODELS
-        if is_multimodal:
+        if architecture in TEXT_MODELS:
             architecture, raw = text_config(architecture, raw)
         family = get_family(architecture)
         fields = {*CONFIG_FIELDS.split(), *family.defaults}
@@ -106,8 +105,6 @@ class SafetensorsCheckpoint:
         self._hf_config = {"model_type": family.model_type, **hf_config}
         with as_value_error(f"{path / 'config.json'} is not supported:"):
             self.config = family.read(hf_config)
-            if is_multimodal:
-                self.config = with_text_names(self.config)
             if self._files:  # dummy weights need no files
                 check_bytes(self.config, num_bytes)
         generation = _read_json(path / "generation_config.json") or {}

@@ -75,6 +75,7 @@ class GGUFCheckpoint:
     def load_tokenizer(self) -> "PreTrainedTokenizerBase | None":
         if "tokenizer.ggml.model" not in self.file.fields:
             return None
+        from tokenizers.decoders import ByteLevel
         from transformers import PreTrainedTokenizerFast
 
         message = f"the tokenizer in {self.path} cannot be read:"
@@ -96,6 +97,8 @@ class GGUFCheckpoint:
                 split_as_phi3(tokenizer.backend_tokenizer)
             elif kind == "gpt2":
                 split_as(tokenizer.backend_tokenizer, pre_tokenizer)
+                # transformers before 5.23 decodes tokens as plain text first.
+                tokenizer.backend_tokenizer.decoder = ByteLevel()
         tokenizer.name_or_path = str(self.path)
         return tokenizer
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from nanovllm.models.experts import DOWN, EXPERT, GATE_UP
+from nanovllm.models.experts import DOWN, EXPERT, EXPERT_NAMES, GATE_UP
 from nanovllm.models.family import ATTENTION
 from nanovllm.models.model_config import ModelConfig, MoESpec
 
@@ -50,9 +50,7 @@ FUSED = {
 }
 # The rows of WeightNames for experts and sinks, in place of the family's.
 MOE_ROWS = (
-    (EXPERT + "gate_proj.weight", GATE_UP, 0),
-    (EXPERT + "up_proj.weight", GATE_UP, 1),
-    (EXPERT + "down_proj.weight", DOWN),
+    *EXPERT_NAMES[:3],
     (EXPERT + "gate_proj.bias", GATE_UP + "_bias", 0),
     (EXPERT + "up_proj.bias", GATE_UP + "_bias", 1),
     (EXPERT + "down_proj.bias", DOWN + "_bias"),
@@ -152,6 +150,6 @@ def with_gguf_names(config: ModelConfig) -> ModelConfig:
     rows = tuple(
         row
         for row in config.weight_names.rows
-        if not any(part in (row[1] or "") for part in ROUTER_AND_EXPERTS)
+        if not any(part in row[1] for part in ROUTER_AND_EXPERTS)
     )
     return replace(config, weight_names=replace(config.weight_names, rows=rows + MOE_ROWS))

@@ -12,6 +12,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.multimodal import PREFIXES
 from nanovllm.models.weight_names import WeightNames
 from nanovllm.utils.loader import copy_weight
 
@@ -38,9 +39,7 @@ def load_model(
         ValueError: a tensor belongs to no parameter, occurs twice or has the wrong shape, or a
             parameter has no tensor. The message names them.
     """
-    expected, needed, redundant = _expected_tensors(
-        dict(model.named_parameters()), model.weight_names
-    )
+    expected, needed = _expected_tensors(dict(model.named_parameters()), model.weight_names)
     leftover: list[str] = []
     if shows_bar and sum(param.nbytes for param in model.parameters()) > LARGE_BYTES:
         count = sum(len(ways[0]) for ways in needed.values())
@@ -50,10 +49,9 @@ def load_model(
         if patterns := [p for p in model.weight_names.skipped if fnmatchcase(hub_name, p)]:
             skipped[patterns[0]] += 1
             continue
-        name = _replace_prefix(hub_name, model.weight_names)
+        name = _replace_prefix(hub_name)
         if name not in expected:
-            if name not in redundant:
-                leftover.append(name)
+            leftover.append(name)
             continue
         parameter, load = expected[name]
         needed[parameter] = [names for names in needed[parameter] if name in names]
@@ -94,24 +92,19 @@ def fill_with_dummy_weights(model: nn.Module, seed: int) -> None:
 
 def _expected_tensors(
     params: dict[str, nn.Parameter], names: WeightNames
-) -> tuple[
-    dict[str, tuple[str, Callable[[torch.Tensor], Any]]], dict[str, list[set[str]]], set[str]
-]:
+) -> tuple[dict[str, tuple[str, Callable[[torch.Tensor], Any]]], dict[str, list[set[str]]]]:
     """Returns what to do with the tensors of a checkpoint.
 
     Returns:
         expected: by the tensor's name, its parameter's name and the function that loads it.
         needed: by the parameter's name, the sets of tensors that fill it. There are several sets if
             checkpoints store the parameter in different ways.
-        redundant: the names of tensors that a checkpoint may have, but that are not needed.
     """
-    expected, redundant = {}, set()
+    expected = {}
     parts: dict[str, set[str]] = {}
     wholes: dict[str, list[set[str]]] = {}
     for tensor, parameter, shard_id, indices in expand(names):
-        if parameter is None:
-            redundant.add(tensor)
-        elif parameter in params:
+        if parameter in params:
             expected[tensor] = parameter, _loader(params[parameter], *shard_id, **indices)
             if shard_id or indices:
                 parts.setdefault(parameter, set()).add(tensor)
@@ -121,11 +114,11 @@ def _expected_tensors(
         expected[name], wholes[name] = (name, _loader(params[name])), [{name}]
     needed = {name: [parts.get(name, set()), *wholes.get(name, [])] for name in params}
     needed = {name: [names for names in ways if names] for name, ways in needed.items()}
-    return expected, needed, redundant
+    return expected, needed
 
 
-def _replace_prefix(name: str, names: WeightNames) -> str:
-    for prefix, replacement in names.prefixes:
+def _replace_prefix(name: str) -> str:
+    for prefix, replacement in PREFIXES:
         if name.startswith(prefix):
             return replacement + name.removeprefix(prefix)
     return name
@@ -136,21 +129,19 @@ def _loader(param: nn.Parameter, *shard_id: Any, **indices: Any) -> Callable[[to
     return lambda tensor: load(param, tensor, *shard_id, **indices)
 
 
-def expand(names: WeightNames) -> Iterator[tuple[str, str | None, list[Any], dict[str, Any]]]:
+def expand(names: WeightNames) -> Iterator[tuple[str, str, list[Any], dict[str, Any]]]:
     """Yields the names that the patterns in ``names`` stand for.
 
     Yields:
-        A tensor's name; its parameter's name, or None if the tensor is not needed; a list with the
-        shard id if there is one; and the values of the fields in braces that the tensor's
-        pattern has and the parameter's does not.
+        A tensor's name; its parameter's name; a list with the shard id if there is one; and the
+        values of the fields in braces that the tensor's pattern has and the parameter's does not.
     """
     for tensor, parameter, *shard_id in names.rows:
         fields = [field for field in names.fields if f"{{{field}}}" in tensor]
         for values in product(*(names.fields[field] for field in fields)):
             chosen = dict(zip(fields, values, strict=True))
-            extra = {f: v for f, v in chosen.items() if f"{{{f}}}" not in (parameter or "")}
-            target = parameter and parameter.format(**chosen)
-            yield tensor.format(**chosen), target, shard_id, extra
+            extra = {f: v for f, v in chosen.items() if f"{{{f}}}" not in parameter}
+            yield tensor.format(**chosen), parameter.format(**chosen), shard_id, extra
 
 
 def _some(names: Iterable[str], limit: int = 5) -> str:

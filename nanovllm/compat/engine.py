@@ -2,11 +2,9 @@
 
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from nanovllm.compat.arguments import translate
 from nanovllm.outputs import RequestOutput
@@ -17,9 +15,10 @@ if TYPE_CHECKING:
     from nanovllm.compat.llm import LLM
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """The model's configuration, with vLLM's attribute names.
+class EngineConfig(SimpleNamespace):
+    """All settings of an engine. It takes the place of each of vLLM's config objects.
+
+    The attributes are the fields of ``nanovllm.config.Config``, and their names in vLLM.
 
     Attributes:
         model: the ``model`` argument of ``LLM``.
@@ -29,18 +28,6 @@ class ModelConfig:
         seed: the sampler's seed.
         max_logprobs: the maximum number of log-probabilities per token that a request may ask for.
     """
-
-    model: str
-    tokenizer: str
-    dtype: torch.dtype
-    max_model_len: int
-    vocab_size: int
-    seed: int
-    max_logprobs: int
-    skip_tokenizer_init: bool
-    tokenizer_mode: str = "auto"
-    trust_remote_code: bool = False
-    runner_type: str = "generate"
 
     def get_vocab_size(self) -> int:
         """Returns the number of logits."""
@@ -75,44 +62,35 @@ class LLMEngine:
         return cls(LLM.from_engine_args(engine_args))
 
     @property
-    def model_config(self) -> ModelConfig:
-        config = self.llm.config
-        return ModelConfig(
-            model=config.model,
-            tokenizer=config.tokenizer or config.model,
-            dtype=self.llm.model_runner.dtype,
-            max_model_len=self.llm.scheduler.max_len,
-            vocab_size=self.llm.prompt_encoder.vocab_size,
-            seed=config.seed,
-            max_logprobs=config.max_logprobs,
-            skip_tokenizer_init=config.skip_tokenizer_init,
-        )
+    def model_config(self) -> EngineConfig:
+        llm, config = self.llm, self.llm.config
+        settings = {
+            **asdict(config),
+            "tokenizer": config.tokenizer or config.model,
+            "dtype": llm.model_runner.dtype,
+            "max_model_len": llm.scheduler.max_len,
+            "vocab_size": llm.prompt_encoder.vocab_size,
+            "tokenizer_mode": "auto",
+            "trust_remote_code": False,
+            "runner_type": "generate",
+            "block_size": config.kvcache_block_size,
+            "num_gpu_blocks": llm.model_runner.num_kvcache_blocks,
+            "world_size": config.tensor_parallel_size,
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
+        }
+        return EngineConfig(**settings)
 
     @property
     def vllm_config(self) -> SimpleNamespace:
-        """The settings, as in vLLM's ``VllmConfig``. The cache, parallel and scheduler configs are
-        one object with all settings."""
-        model_config = self.model_config
-        settings = SimpleNamespace(**asdict(self.llm.config))
-        settings.max_model_len = model_config.max_model_len
-        settings.block_size = settings.kvcache_block_size
-        settings.num_gpu_blocks = self.llm.model_runner.num_kvcache_blocks
-        settings.world_size = settings.tensor_parallel_size
-        settings.pipeline_parallel_size = settings.data_parallel_size = 1
-        return SimpleNamespace(
-            model_config=model_config,
-            cache_config=settings,
-            parallel_config=settings,
-            scheduler_config=settings,
-            lora_config=None,
-        )
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.llm.get_tokenizer()
+        """The settings, as in vLLM's ``VllmConfig``."""
+        kinds = ("model_config", "cache_config", "parallel_config", "scheduler_config")
+        return SimpleNamespace(**dict.fromkeys(kinds, self.model_config), lora_config=None)
 
     def get_tokenizer(self) -> Any:
         return self.llm.get_tokenizer()
+
+    tokenizer = property(get_tokenizer)
 
     def add_request(
         self,

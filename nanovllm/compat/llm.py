@@ -13,13 +13,14 @@ from tqdm.auto import tqdm
 from nanovllm import llm
 from nanovllm.checkpoints.checkpoint import sampling_fields
 from nanovllm.compat.arguments import translate
-from nanovllm.compat.engine import LLMEngine, ModelConfig
+from nanovllm.compat.engine import EngineConfig, LLMEngine
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import STREAM_OPEN
 from nanovllm.engine.request import make_outputs
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.text.prompts import Message, Prompt, as_prompt_list
+from nanovllm.utils.validation import choice, optional
 
 if TYPE_CHECKING:
     import torch
@@ -93,10 +94,7 @@ class LLM(llm.LLM):
             for name, value in locals().items()
             if name in ENGINE_ARGUMENTS and value is not defaults[name]
         }
-        if generation_config not in (None, "auto", "vllm"):
-            raise ValueError(
-                f"generation_config must be 'auto' or 'vllm', got {generation_config!r:.80}"
-            )
+        optional(choice("auto", "vllm"))("generation_config", generation_config)
         self._caller_ids: dict[str, str] = {}  # internal request id -> the caller's request id
         self.default_chat_template = _read_template(chat_template)
         super().__init__(model, **translate("LLM", {**given, **vllm_arguments}))
@@ -116,8 +114,8 @@ class LLM(llm.LLM):
         return LLMEngine(self)
 
     @property
-    def model_config(self) -> ModelConfig:
-        """The model's configuration, with vLLM's attribute names."""
+    def model_config(self) -> EngineConfig:
+        """The settings, with vLLM's attribute names."""
         return self.llm_engine.model_config
 
     @property
@@ -148,8 +146,7 @@ class LLM(llm.LLM):
             adds_special_tokens = kwargs.pop("tokenization_kwargs")["add_special_tokens"]
         options = translate("generate", kwargs)
         if not adds_special_tokens:
-            prepared: Any = self.prompt_encoder.encode_texts(as_prompt_list(prompts))
-            return super().generate(prepared, sampling_params, use_tqdm, on_error=on_error)
+            prompts = self.prompt_encoder.encode_texts(as_prompt_list(prompts))  # type: ignore[assignment]
         return super().generate(prompts, sampling_params, use_tqdm, on_error=on_error, **options)
 
     def chat(  # type: ignore[override]  # the parent takes the options as **template_options

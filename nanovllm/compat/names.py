@@ -12,6 +12,7 @@ import torch
 
 from nanovllm.checkpoints.checkpoint import load_tokenizer
 from nanovllm.compat.alias import load_table
+from nanovllm.compat.arguments import translate
 from nanovllm.outputs import Logprob
 from nanovllm.text.prompts import Prompt
 
@@ -65,9 +66,7 @@ class Platform:
     def device_type(self) -> str:
         return "cuda" if self.is_cuda() else "cpu"
 
-    @property
-    def device_name(self) -> str:
-        return self.device_type
+    device_name = device_type
 
     def is_cuda(self) -> bool:
         return torch.cuda.is_available()
@@ -105,21 +104,15 @@ def get_tokenizer(
     Args:
         tokenizer_name: a checkpoint directory, a ``.gguf`` file or a hub id.
         trust_remote_code: ignored; no remote code is run.
-        kwargs: ``tokenizer_mode`` and ``revision`` are accepted at values that have no effect,
-            ``download_dir`` is ignored, and other options are refused.
+        kwargs: vLLM's other arguments, such as ``revision``, accepted at values that have no
+            effect.
 
     Raises:
         ValueError: the checkpoint has no tokenizer, or an option is not supported.
     """
-    neutral = {"tokenizer_mode": ("auto", "hf", "slow"), "revision": (None, "main")}
-    kwargs.pop("download_dir", None)
-    for name, value in kwargs.items():
-        if value not in neutral.get(name, ()):
-            raise ValueError(f"get_tokenizer: vLLM's {name}={value!r} is not supported here")
-    tokenizer = load_tokenizer(os.fspath(tokenizer_name))
-    if tokenizer is None:
-        raise ValueError(f"{tokenizer_name} has no tokenizer")
-    return tokenizer
+    if options := translate("LLM", kwargs):
+        raise ValueError(f"get_tokenizer: {', '.join(options)} is not supported here")
+    return load_tokenizer(os.fspath(tokenizer_name))
 
 
 def resolve_chat_template(

@@ -6,7 +6,6 @@ from typing import Any
 from nanovllm.models.family import MLP
 from nanovllm.models.model_config import MoESpec
 
-MAX_EXPERTS = 2**10  # far above any real model's
 EXPERT = MLP + "experts.{expert}."
 GATE_UP, DOWN = MLP + "experts.gate_up_proj", MLP + "experts.down_proj"
 # One tensor per expert, as on the hub, or one for all, as transformers 5 holds them in memory.
@@ -19,28 +18,21 @@ EXPERT_NAMES = (
 )
 
 
-def read_moe(hf: Mapping[str, Any], intermediate_size: str, norm_topk_prob: bool) -> MoESpec:
+def read_moe(hf: Mapping[str, Any], size: str = "intermediate_size", **flags: Any) -> MoESpec:
     """Reads the description of a mixture of experts from a checked config.
 
     Args:
         hf: the fields of the config.
-        intermediate_size: the name of the field that has the intermediate size of one expert.
-        norm_topk_prob: as in MoESpec.
+        size: the name of the field that has the intermediate size of one expert.
+        flags: other fields of MoESpec.
 
     Raises:
-        ValueError: a field is missing or has an invalid value.
+        ValueError: a token would have more experts than there are.
+        KeyError: a field is missing.
     """
     # transformers 5 writes num_local_experts for every family.
-    num_experts: Any = hf.get("num_local_experts", hf.get("num_experts"))
-    top_k: Any = hf.get("num_experts_per_tok")
-    columns: Any = hf.get(intermediate_size)
-    for name, value, limit in (
-        ("the number of experts", num_experts, MAX_EXPERTS),
-        ("num_experts_per_tok", top_k, num_experts),
-        (intermediate_size, columns, 2**20),
-    ):
-        if type(value) is not int or not 1 <= value <= limit:
-            raise ValueError(f"{name} must be a positive int up to {limit}, got {value!r:.80}")
-    if not isinstance(norm_topk_prob, bool):
-        raise ValueError(f"norm_topk_prob must be true or false, got {norm_topk_prob!r:.80}")
-    return MoESpec(num_experts, top_k, columns, norm_topk_prob)
+    num_experts = hf["num_local_experts" if "num_local_experts" in hf else "num_experts"]
+    top_k = hf["num_experts_per_tok"]
+    if top_k > num_experts:
+        raise ValueError(f"num_experts_per_tok must be an int up to {num_experts}, got {top_k}")
+    return MoESpec(num_experts, top_k, hf[size], **flags)

@@ -10,17 +10,25 @@ from typing import Any
 import torch
 
 from nanovllm.models.model_config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig
+from nanovllm.models.multimodal import VISION
 from nanovllm.models.rope import max_positions, positive, read_rope
 from nanovllm.models.weight_names import WeightNames
 
 # Limits far above any real model's sizes. A config that exceeds them is damaged or malicious.
 LAYERS_AND_HEADS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "num_experts_per_tok")
+WIDTHS = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size")
+INTERVALS = ("sliding_window_pattern", "no_rope_layer_interval", "decoder_sparse_step")
 MAX_SIZES = {
-    **dict.fromkeys(LAYERS_AND_HEADS, 2**10),
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 2**20),
-    **dict.fromkeys(("max_position_embeddings", "sliding_window"), 2**40),
+    **dict.fromkeys((*LAYERS_AND_HEADS, *EXPERT_COUNTS), 2**10),
+    **dict.fromkeys(WIDTHS, 2**20),
+    **dict.fromkeys(("max_position_embeddings", "sliding_window", *INTERVALS), 2**40),
 }
-OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "sliding_window")
+POSITIVE_NUMBERS = (
+    *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
+    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("rope_local_base_freq", "swiglu_limit", "swiglu_alpha"),
+)
 BOOL_DEFAULTS = dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), False)
 BOOL_DEFAULTS["use_sliding_window"] = True
 COPIED_FIELDS = ("vocab_size", "hidden_size", "tie_word_embeddings")
@@ -32,15 +40,15 @@ ATTENTION, MLP = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
 QKV_NAMES = tuple(
     (ATTENTION + name + "_proj.{kind}", ATTENTION + "qkv_proj.{kind}", name) for name in "qkv"
 )
-# Tensors that no model here needs: RoPE's frequencies, which are computed from the config instead,
-# and heads for multi-token prediction (MTP), which only speculative decoding uses.
-SKIPPED = ("*.rotary_emb.inv_freq", "mtp.*", "*.mtp.*", "*.mtp_layers.*")
+# Tensors that no model here needs: those of vision, RoPE's frequencies, which are computed from the
+# config instead, and heads for multi-token prediction (MTP), which only speculative decoding uses.
+SKIPPED = (*VISION, "*.rotary_emb.inv_freq", "mtp.*", "*.mtp.*", "*.mtp_layers.*")
 WEIGHT_NAMES = (
     *QKV_NAMES,
     (MLP + "gate_proj.{kind}", MLP + "gate_up_proj.{kind}", 0),
     (MLP + "up_proj.{kind}", MLP + "gate_up_proj.{kind}", 1),
 )
-TIED_HEAD = (("lm_head.weight", None),)  # the same as the embedding's weight
+TIED_HEAD = ("*lm_head.weight",)  # the same as the embedding's weight
 LAYER = "model.layers.{layer}."
 # For families with norms after attention and MLP. Their post_attention_layernorm follows attention,
 # while Llama's precedes the MLP.
@@ -83,25 +91,24 @@ class Family:
         """
         if "use_sliding_window" not in self.defaults:  # other families have no such switch
             hf = {**hf, "use_sliding_window": True}
-        hf = _checked({**self.defaults, **hf}, self.quant_methods)
-        rows = self.weight_names + TIED_HEAD * hf["tie_word_embeddings"]
         try:
+            hf = _checked({**self.defaults, **hf}, self.quant_methods)
             layers = tuple(self.layers(hf))
-        except KeyError as error:  # a field with a default is null
+            fields = {"layer": range(len(layers)), "kind": ("weight", "bias")}
+            fields["expert"] = range(max(layer.mlp.num_experts for layer in layers))
+            skipped = SKIPPED + TIED_HEAD * hf["tie_word_embeddings"]
+            return ModelConfig(
+                architecture=self.architecture,
+                layers=layers,
+                max_position_embeddings=max_positions(hf),
+                rms_norm_eps=positive("rms_norm_eps", hf.get("rms_norm_eps") or 1e-6),
+                dtype=_read_dtype(hf.get("dtype") or hf.get("torch_dtype") or "float32"),
+                weight_names=WeightNames(self.weight_names, fields, skipped),
+                **{name: hf[name] for name in COPIED_FIELDS},
+                **self.numerics(hf),
+            )
+        except KeyError as error:  # a field is missing, or null
             raise ValueError(f"the config lacks {error.args[0]!r}") from error
-        num_experts = max(layer.mlp.num_experts for layer in layers)
-        fields = {"layer": range(len(layers)), "kind": ("weight", "bias")}
-        fields["expert"] = range(num_experts)
-        return ModelConfig(
-            architecture=self.architecture,
-            layers=layers,
-            max_position_embeddings=max_positions(hf),
-            rms_norm_eps=positive("rms_norm_eps", hf.get("rms_norm_eps") or 1e-6),
-            dtype=_read_dtype(hf.get("dtype") or hf.get("torch_dtype") or "float32"),
-            weight_names=WeightNames(rows, fields, skipped=SKIPPED),
-            **{name: hf[name] for name in COPIED_FIELDS},
-            **self.numerics(hf),
-        )
 
 
 def equal_layers(hf: dict[str, Any], **flags: Any) -> list[LayerSpec]:
@@ -123,6 +130,11 @@ def equal_layers(hf: dict[str, Any], **flags: Any) -> list[LayerSpec]:
     heads, kv_heads, head_dim = (hf[name] for name in LAYERS_AND_HEADS[1:])
     attention = AttentionSpec(heads, kv_heads, head_dim, **flags)
     return [LayerSpec(attention, mlp)] * hf["num_hidden_layers"]
+
+
+def with_fields(layers: list[LayerSpec], **changes: Any) -> list[LayerSpec]:
+    """Returns the layers with other fields."""
+    return [replace(layer, **changes) for layer in layers]
 
 
 def with_attention(layer: LayerSpec, **changes: Any) -> LayerSpec:
@@ -148,7 +160,12 @@ def with_windows(
     window = hf.get("sliding_window") if hf["use_sliding_window"] else None
     if hf.get("layer_types") is None and window is None:
         return layers
-    types = layer_types(hf, is_windowed)
+    default = [SLIDING if is_windowed(i) else FULL for i in range(len(layers))]
+    types = hf.get("layer_types") or default
+    if not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types):
+        raise ValueError(f"layer_types must be a list of {FULL} and {SLIDING}, got {types!r:.80}")
+    if len(types) != len(layers):
+        raise ValueError(f"layer_types has {len(types)} entries for {len(layers)} layers")
     if window is None and SLIDING in types:
         unused = "use_sliding_window is false" if not hf["use_sliding_window"] else "no length"
         raise ValueError(f"layer_types has sliding windows, but {unused}")
@@ -176,45 +193,30 @@ def with_layer_types(
     scaling = hf.get("rope_scaling") or {}
     if not all(isinstance(fields, dict) for fields in (full, sliding, scaling)):
         raise ValueError("the config's RoPE parameters of a type of layer must be an object")
-    ropes = {
-        FULL: read_rope(hf, {**full, **scaling}),
-        SLIDING: read_rope(hf, {"rope_theta": sliding_theta, **sliding}),
-    }
-    types = layer_types(hf, is_windowed)
-    layers = with_windows(hf, layers, is_windowed)
-    pairs = zip(layers, types, strict=True)
-    return [with_attention(layer, rope=ropes[kind]) for layer, kind in pairs]
-
-
-def layer_types(hf: dict[str, Any], is_windowed: Callable[[int], bool]) -> list[str]:
-    """Returns "full_attention" or "sliding_attention" for each layer of a checked config. Without
-    ``layer_types``, ``is_windowed`` decides by the layer's index."""
-    num_layers = hf["num_hidden_layers"]
-    default = [SLIDING if is_windowed(i) else FULL for i in range(num_layers)]
-    types = hf.get("layer_types") or default
-    if not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types):
-        raise ValueError(f"layer_types must be a list of {FULL} and {SLIDING}, got {types!r:.80}")
-    if len(types) != num_layers:
-        raise ValueError(f"layer_types has {len(types)} entries for {num_layers} layers")
-    return types
+    full = read_rope(hf, {**full, **scaling})
+    sliding = read_rope(hf, {"rope_theta": sliding_theta, **sliding})
+    return [
+        with_attention(layer, rope=full if layer.attention.window is None else sliding)
+        for layer in with_windows(hf, layers, is_windowed)
+    ]
 
 
 def _checked(hf: Mapping[str, Any], quant_methods: Sequence[str]) -> dict[str, Any]:
     """Checks a config's fields and fills in defaults. Fields that are null count as missing.
 
     Raises:
-        ValueError: a field is missing, invalid or unsupported.
+        ValueError: a field is invalid or unsupported.
+        KeyError: a field is missing.
     """
     hf = {**BOOL_DEFAULTS, **{name: value for name, value in hf.items() if value is not None}}
     for name, limit in MAX_SIZES.items():
         value = hf.get(name, 1)
         if type(value) is not int or not 1 <= value <= limit:
             raise ValueError(f"{name} must be a positive int up to {limit}, got {value!r:.80}")
-        if name not in hf and name not in OPTIONAL_SIZES:
-            raise ValueError(f"the config lacks {name!r}")
-    for name in BOOL_DEFAULTS:
-        if not isinstance(hf[name], bool):
-            raise ValueError(f"{name} must be true or false, got {hf[name]!r:.80}")
+    hf |= {name: positive(name, hf[name]) for name in POSITIVE_NUMBERS if name in hf}
+    for name in (*BOOL_DEFAULTS, "norm_topk_prob"):
+        if not isinstance(value := hf.get(name, False), bool):
+            raise ValueError(f"{name} must be true or false, got {value!r:.80}")
     heads = hf["num_attention_heads"]
     hf = {"num_key_value_heads": heads, "head_dim": hf["hidden_size"] // heads, **hf}
     kv_heads, head_dim = hf["num_key_value_heads"], hf["head_dim"]

@@ -13,11 +13,11 @@ from nanovllm.models.family import (
     WEIGHT_NAMES,
     Family,
     equal_layers,
+    with_fields,
     with_layer_types,
     with_windows,
 )
 from nanovllm.models.model_config import LayerSpec
-from nanovllm.models.rope import positive
 
 DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -35,24 +35,22 @@ DEFAULTS: dict[str, Any] = {
 def gemma_layers(hf: dict[str, Any], **flags: Any) -> list[LayerSpec]:
     if hf.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention is not supported, only causal attention")
-    scalar = positive("query_pre_attn_scalar", hf.get("query_pre_attn_scalar"))
-    layer = equal_layers(hf, scale=scalar**-0.5, mlp_bias=False, **flags)[0]
-    return [replace(layer, output_norms=True)] * hf["num_hidden_layers"]
+    scale = hf["query_pre_attn_scalar"] ** -0.5
+    layers = equal_layers(hf, scale=scale, mlp_bias=False, **flags)
+    return with_fields(layers, output_norms=True)
 
 
 def gemma2_layers(hf: dict[str, Any]) -> list[LayerSpec]:
-    layers = gemma_layers(hf, softcap=_softcap(hf, "attn_logit_softcapping"))
+    layers = gemma_layers(hf, softcap=hf.get("attn_logit_softcapping"))
     return with_windows(hf, layers, lambda layer: layer % 2 == 0)
 
 
 def gemma3_layers(hf: dict[str, Any]) -> list[LayerSpec]:
     if hf.get("attn_logit_softcapping"):
         raise ValueError("attn_logit_softcapping is not supported in Gemma 3")
-    every = hf.get("sliding_window_pattern")
-    if type(every) is not int or every < 1:
-        raise ValueError(f"sliding_window_pattern must be a positive int, got {every!r:.80}")
+    every = hf["sliding_window_pattern"]
     layers = gemma_layers(hf, qk_norm="head", rope=None)
-    theta = positive("rope_local_base_freq", hf.get("rope_local_base_freq"))
+    theta = hf["rope_local_base_freq"]
     return with_layer_types(hf, layers, lambda layer: (layer + 1) % every != 0, theta)
 
 
@@ -61,13 +59,8 @@ def gemma_numerics(hf: dict[str, Any]) -> dict[str, Any]:
         "norm_in_fp32": True,
         "norm_offset": 1.0,
         "embedding_scale": math.sqrt(hf["hidden_size"]),
-        "logits_softcap": _softcap(hf, "final_logit_softcapping"),
+        "logits_softcap": hf.get("final_logit_softcapping"),
     }
-
-
-def _softcap(hf: dict[str, Any], name: str) -> float | None:
-    value = hf.get(name)
-    return None if value is None else positive(name, value)
 
 
 GEMMA2 = Family(

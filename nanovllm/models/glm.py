@@ -6,7 +6,7 @@ GLM-4-0414 also has norms after attention and MLP.
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.models.family import QKV_NAMES, Family, equal_layers
+from nanovllm.models.family import QKV_NAMES, Family, equal_layers, with_fields
 from nanovllm.models.model_config import LayerSpec
 from nanovllm.models.rope import read_rope
 
@@ -23,8 +23,8 @@ DEFAULTS: dict[str, Any] = {
 
 def glm_layers(hf: dict[str, Any], output_norms: bool = False) -> list[LayerSpec]:
     rope = read_rope(hf, interleaved=True)
-    layer = equal_layers(hf, rope=rope, o_bias=False, mlp_bias=False)[0]
-    return [replace(layer, output_norms=output_norms)] * hf["num_hidden_layers"]
+    layers = equal_layers(hf, rope=rope, o_bias=False, mlp_bias=False)
+    return with_fields(layers, output_norms=output_norms)
 
 
 # gate_up_proj is fused in the checkpoint too.

@@ -1,13 +1,19 @@
 """gpt-oss (arXiv:2508.10925): a mixture of experts in every layer, biases everywhere, attention
 sinks, and a sliding window in every second layer."""
 
-from dataclasses import replace
 from typing import Any
 
 from nanovllm.models.experts import DOWN, GATE_UP, read_moe
-from nanovllm.models.family import ATTENTION, MLP, WEIGHT_NAMES, Family, equal_layers, with_windows
+from nanovllm.models.family import (
+    ATTENTION,
+    MLP,
+    WEIGHT_NAMES,
+    Family,
+    equal_layers,
+    with_fields,
+    with_windows,
+)
 from nanovllm.models.model_config import LayerSpec
-from nanovllm.models.rope import positive
 
 YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
 YARN |= {"truncate": False, "original_max_position_embeddings": 4096}
@@ -29,17 +35,17 @@ NAMES = (
 
 
 def gpt_oss_layers(hf: dict[str, Any]) -> list[LayerSpec]:
-    mixture = replace(
-        read_moe(hf, "intermediate_size", norm_topk_prob=True),
+    mixture = read_moe(
+        hf,
         bias=True,
-        limit=positive("swiglu_limit", hf["swiglu_limit"]),
-        alpha=positive("swiglu_alpha", hf["swiglu_alpha"]),
+        limit=hf["swiglu_limit"],
+        alpha=hf["swiglu_alpha"],
         interleaved=True,
         mxfp4=bool(hf.get("quantization_config")),
     )
     layers = equal_layers(hf, sinks=True)
     layers = with_windows(hf, layers, lambda layer: layer % 2 == 0)
-    return [replace(layer, mlp=mixture) for layer in layers]
+    return with_fields(layers, mlp=mixture)
 
 
 GPT_OSS = Family(

@@ -1,24 +1,24 @@
 """Multimodal checkpoints, of which only the text model is loaded."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
-
-from nanovllm.models.model_config import ModelConfig
 
 # Architectures, and the model type of their text model if the config does not state it.
 TEXT_MODELS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Mistral3ForConditionalGeneration": "mistral",
 }
-# Prefixes of tensor names, as releases of transformers before 4.52 and from it on write them, and
-# their replacements.
+# Prefixes of the text model's tensor names, as releases of transformers before 4.52 and from it on
+# write them, and their replacements.
 PREFIXES = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
-VISION = ("vision_tower.*", "multi_modal_projector.*")
+VISION = (
+    *("vision_tower.*", "multi_modal_projector.*"),
+    *("model.vision_tower.*", "model.multi_modal_projector.*"),
+)
 # Fields outside of ``text_config`` that apply to the text model, unless it has its own value.
 SHARED_FIELDS = ("dtype", "torch_dtype", "tie_word_embeddings")
 
@@ -38,11 +38,3 @@ def text_config(architecture: str, raw: Mapping[str, Any]) -> tuple[str, dict[st
         if raw.get(name) is not None:
             fields[name] = raw[name]
     return str(text.get("model_type") or TEXT_MODELS[architecture]), fields
-
-
-def with_text_names(config: ModelConfig) -> ModelConfig:
-    """Returns the text model's config with the names that its tensors have in a multimodal
-    checkpoint. Vision tensors are skipped."""
-    skipped = (*VISION, *(f"model.{name}" for name in VISION), *config.weight_names.skipped)
-    names = replace(config.weight_names, prefixes=PREFIXES, skipped=skipped)
-    return replace(config, weight_names=names)

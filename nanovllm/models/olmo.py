@@ -1,34 +1,33 @@
 """OLMo 2 (arXiv:2501.00656) and OLMo 3: norms after attention and MLP, q/k norms over all heads.
 
 In OLMo 3, three of four layers have a sliding window, and RoPE is scaled in the fourth only.
+OLMoE (arXiv:2409.02060) has Llama's norms, and a mixture of experts in every layer.
 """
 
-from dataclasses import replace
 from typing import Any
 
+from nanovllm.models.experts import EXPERT_NAMES, read_moe
 from nanovllm.models.family import (
     OUTPUT_NORM_NAMES,
     WEIGHT_NAMES,
     Family,
     equal_layers,
+    with_fields,
     with_layer_types,
 )
 from nanovllm.models.model_config import LayerSpec
 
-DEFAULTS: dict[str, Any] = {
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": 50279,
-}
-COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
+DEFAULTS: dict[str, Any] = {**COMMON, "max_position_embeddings": 2048}
+OUTPUT_NORMS: dict[str, Any] = {
     "weight_names": WEIGHT_NAMES + OUTPUT_NORM_NAMES[:2],
     "numerics": lambda hf: {"norm_in_fp32": True},
 }
 
 
 def olmo_layers(hf: dict[str, Any], **flags: Any) -> list[LayerSpec]:
-    layer = equal_layers(hf, qk_norm="all_heads", mlp_bias=False, **flags)[0]
-    return [replace(layer, input_norms=False, output_norms=True)] * hf["num_hidden_layers"]
+    layers = equal_layers(hf, qk_norm="all_heads", mlp_bias=False, **flags)
+    return with_fields(layers, input_norms=False, output_norms=True)
 
 
 def olmo3_layers(hf: dict[str, Any]) -> list[LayerSpec]:
@@ -36,11 +35,33 @@ def olmo3_layers(hf: dict[str, Any]) -> list[LayerSpec]:
     return with_layer_types(hf, layers, lambda layer: layer % 4 != 3, sliding_theta=5e5)
 
 
-OLMO2 = Family("Olmo2ForCausalLM", "olmo2", olmo_layers, DEFAULTS, **COMMON)
+def olmoe_layers(hf: dict[str, Any]) -> list[LayerSpec]:
+    if "clip_qkv" in hf:
+        raise ValueError("clip_qkv is not supported: only checkpoints with clip_qkv null are")
+    layers = equal_layers(hf, qk_norm="all_heads", mlp_bias=False)
+    return with_fields(layers, mlp=read_moe(hf, norm_topk_prob=hf["norm_topk_prob"]))
+
+
+OLMO2 = Family("Olmo2ForCausalLM", "olmo2", olmo_layers, DEFAULTS, **OUTPUT_NORMS)
 OLMO3 = Family(
     "Olmo3ForCausalLM",
     "olmo3",
     olmo3_layers,
     {**DEFAULTS, "rope_theta": 5e5, "sliding_window": 4096, "layer_types": None},
-    **COMMON,
+    **OUTPUT_NORMS,
+)
+OLMOE = Family(
+    architecture="OlmoeForCausalLM",
+    model_type="olmoe",
+    layers=olmoe_layers,
+    defaults={
+        **COMMON,
+        "max_position_embeddings": 4096,
+        "num_experts": 64,
+        "num_local_experts": None,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "clip_qkv": None,
+    },
+    weight_names=WEIGHT_NAMES + EXPERT_NAMES,
 )

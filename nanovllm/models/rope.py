@@ -47,10 +47,10 @@ def read_rope(
             f"partial_rotary_factor {partial!r:.80} gives {dim} rotated features of a head, which "
             f"must be even and between 2 and {hf['head_dim']}"
         )
-    freqs = [theta ** (-2 * i / dim) for i in range(dim // 2)]
+    freqs = tuple(theta ** (-2 * i / dim) for i in range(dim // 2))
     if (divisors := rope.get("freq_divisors")) is not None:  # from a GGUF file
         freqs = _divide(freqs, divisors, "frequency divisors")
-    config = RopeConfig(tuple(freqs), interleaved=bool(interleaved))
+    config = RopeConfig(freqs, interleaved=bool(interleaved))
     if rope_type in ("default", "dynamic"):
         return config
     if rope_type not in TYPES:
@@ -67,11 +67,8 @@ def read_rope(
     if rope_type == "llama3":
         return replace(config, inv_freq=_llama3(freqs, rope, factor, length))
     attention_factor = rope.get("attention_factor") or _yarn_scale(rope, factor)
-    return RopeConfig(
-        _yarn(freqs, rope, theta, factor, length),
-        positive("RoPE's attention_factor", attention_factor),
-        bool(interleaved),
-    )
+    scale = positive("RoPE's attention_factor", attention_factor)
+    return replace(config, inv_freq=_yarn(freqs, rope, theta, factor, length), scale=scale)
 
 
 def rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,16 +120,16 @@ def positive(name: str, value: Any) -> float:
     return float(value)
 
 
-def _divide(freqs: list[float], divisors: Any, name: str) -> list[float]:
+def _divide(freqs: tuple[float, ...], divisors: Any, name: str) -> tuple[float, ...]:
     if not isinstance(divisors, (list, tuple)) or len(divisors) != len(freqs):
         num = len(divisors) if isinstance(divisors, (list, tuple)) else f"{divisors!r:.80} as"
         raise ValueError(f"{num} {name} do not match {len(freqs)} rotated pairs of features")
     divisors = [positive(f"each of the {name}", divisor) for divisor in divisors]
-    return [freq / divisor for freq, divisor in zip(freqs, divisors, strict=True)]
+    return tuple(freq / divisor for freq, divisor in zip(freqs, divisors, strict=True))
 
 
 def _llama3(
-    freqs: list[float], rope: Mapping[str, Any], factor: float, length: float
+    freqs: tuple[float, ...], rope: Mapping[str, Any], factor: float, length: float
 ) -> tuple[float, ...]:
     """Divides low frequencies by ``factor`` and keeps high ones, with a linear ramp between."""
     names = ("low_freq_factor", "high_freq_factor")
@@ -144,7 +141,7 @@ def _llama3(
 
 
 def _yarn(
-    freqs: list[float], rope: Mapping[str, Any], theta: float, factor: float, length: float
+    freqs: tuple[float, ...], rope: Mapping[str, Any], theta: float, factor: float, length: float
 ) -> tuple[float, ...]:
     """Like ``_llama3``, but the ramp is linear in the index of the frequency."""
     if theta <= 1:
@@ -162,7 +159,7 @@ def _yarn(
     return _ramp(freqs, [1 - (i - low) / width for i in range(len(freqs))], factor)
 
 
-def _ramp(freqs: list[float], kept: list[float], factor: float) -> tuple[float, ...]:
+def _ramp(freqs: tuple[float, ...], kept: list[float], factor: float) -> tuple[float, ...]:
     """Interpolates between each frequency (where ``kept`` is 1) and frequency / ``factor`` (0)."""
     kept = [min(max(share, 0.0), 1.0) for share in kept]
     return tuple(
@@ -190,9 +187,7 @@ def _longrope(
     factor = rope.get("factor") or hf["max_position_embeddings"] / length
     factor = positive("the RoPE factor", factor)
     scale = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
-    short, long = (
-        tuple(_divide(list(config.inv_freq), rope.get(name), f"values of {name}"))
-        for name in ("short_factor", "long_factor")
-    )
+    short = _divide(config.inv_freq, rope.get("short_factor"), "values of short_factor")
+    long = _divide(config.inv_freq, rope.get("long_factor"), "values of long_factor")
     scale = positive("RoPE's attention_factor", rope.get("attention_factor") or scale)
     return RopeConfig(short, scale, config.interleaved, (int(length), long))

@@ -13,10 +13,9 @@ DEFAULTS |= {"use_sliding_window": False, "layer_types": None}
 
 def smollm3_layers(hf: dict[str, Any]) -> list[LayerSpec]:
     layer, num_layers = equal_layers(hf)[0], hf["num_hidden_layers"]
-    if type(interval := hf.get("no_rope_layer_interval")) is not int or interval < 1:
-        raise ValueError(f"no_rope_layer_interval must be a positive int, got {interval!r:.80}")
     # Despite the field's name, 1 marks a layer with RoPE.
-    has_rope = hf.get("no_rope_layers", [int(i % interval > 0) for i in range(1, num_layers + 1)])
+    every = hf["no_rope_layer_interval"]
+    has_rope = hf.get("no_rope_layers", [int(i % every > 0) for i in range(1, num_layers + 1)])
     if not isinstance(has_rope, list) or any(rope not in (0, 1) for rope in has_rope):
         raise ValueError(f"no_rope_layers must be a list of 0 and 1, got {has_rope!r:.80}")
     if len(has_rope) < num_layers:

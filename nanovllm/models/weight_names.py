@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-WeightName = tuple[str, str | None] | tuple[str, str, str | int]
+WeightName = tuple[str, str] | tuple[str, str, str | int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,19 +13,15 @@ class WeightNames:
     Attributes:
         rows: (tensor, parameter), or (tensor, parameter, shard id) for a part of a packed
             parameter. Names have fields in braces: ``model.layers.{layer}.mlp.up_proj.{kind}``.
-            The parameter is None for a tensor that is not needed. A parameter without a row has
-            the same name in checkpoints.
+            A parameter without a row has the same name in checkpoints.
         fields: the values of each field. If the tensor's name has a field that the parameter's
             name lacks, such as the index of an expert, the parameter's ``weight_loader`` gets its
             value as a keyword argument. A parameter may have several rows. A checkpoint has
             either all of its rows with a shard id or such a field, or one of its other rows.
-        prefixes: (prefix, replacement). A tensor whose name begins with the prefix is treated as if
-            it had the replacement instead. The first match counts.
         skipped: shell-style patterns (fnmatch). Tensors whose names in the checkpoint match one are
             not needed. A log line states their number, and the patterns.
     """
 
     rows: tuple[WeightName, ...]
     fields: Mapping[str, Sequence[str | int]]
-    prefixes: tuple[tuple[str, str], ...] = ()
     skipped: tuple[str, ...] = ()

@@ -52,14 +52,8 @@ def normalize_message(message: Any) -> Message:
     Raises:
         TypeError: the message is not a dict.
         ValueError: the message has no role, a content part is not text, or a tool call is invalid.
+        RecursionError: the message is nested too deeply.
     """
-    try:
-        return _normalize_message(message)
-    except RecursionError:
-        raise ValueError("a message is nested too deeply") from None
-
-
-def _normalize_message(message: Any) -> Message:
     if not isinstance(message, dict):
         raise TypeError(f"a message is a dict, not {message!r:.80}")
     if not isinstance(message.get("role"), str):

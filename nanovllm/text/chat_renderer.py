@@ -175,18 +175,20 @@ def _prepare(
 
     Raises:
         TypeError: the conversation is not a list, or holds an object that is not plain data.
-        ValueError: there are no messages, ``normalize_message`` refuses one, or the message to
-            continue has no text.
+        ValueError: there are no messages, ``normalize_message`` refuses one, the message to
+            continue has no text, or lists or dicts are nested too deeply.
     """
     if not isinstance(conversation, (list, tuple)):
         raise TypeError(f"a conversation is a list of messages, not {conversation!r:.80}")
     if not conversation:
         raise ValueError("a conversation needs at least one message")
-    messages = adapt_messages(
-        [normalize_message(message) for message in conversation], message_format
-    )
-    text = _mark_end(messages[-1]) if continues else None
-    return _pack(messages), text
+    try:
+        normalized = [normalize_message(message) for message in conversation]
+        messages = adapt_messages(normalized, message_format)
+        text = _mark_end(messages[-1]) if continues else None
+        return _pack(messages), text
+    except RecursionError:
+        raise ValueError("the conversation is nested too deeply") from None
 
 
 def _mark_end(message: dict[str, Any]) -> str:
@@ -229,12 +231,9 @@ def _pack(value: Any) -> bytes:
 
     Raises:
         TypeError: the data holds an object of another type.
-        ValueError: lists or dicts are nested too deeply.
+        RecursionError: lists or dicts are nested too deeply.
     """
-    try:
-        return pickle.dumps(_as_plain(value), pickle.HIGHEST_PROTOCOL)
-    except RecursionError:
-        raise ValueError("the conversation is nested too deeply") from None
+    return pickle.dumps(_as_plain(value), pickle.HIGHEST_PROTOCOL)
 
 
 def _as_plain(value: Any) -> Any:

@@ -36,8 +36,7 @@ def make_grammar_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: list[
     ll_backend = copy.copy(backend)
     ll_backend.no_padding()
     ll_backend.no_truncation()
-    # llguidance treats any decoder sequence with ByteFallback as SentencePiece's. For GGUF files,
-    # some releases of transformers put ByteFallback before ByteLevel, where it has no effect.
+    # llguidance knows ByteLevel only as the whole decoder, not in a sequence.
     if any(step["type"] == "ByteLevel" for step in decoder_steps(backend)):
         ll_backend.decoder = decoders.ByteLevel()
     n_vocab = max(vocab_size, len(tokenizer))

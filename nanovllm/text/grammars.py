@@ -1,8 +1,8 @@
 """An engine's grammars. Imports the compiler when the first request has a grammar."""
 
-from collections.abc import Callable, Generator, Iterable
-from contextlib import closing
-from itertools import chain
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, wait
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from nanovllm.text.structured import GrammarCompiler, Lazy
 
 T = TypeVar("T")
+WAIT_SECONDS = 0.1  # longest wait between two calls of ``meanwhile``
 
 
 class Grammars:
-    """Makes the engine's GrammarCompiler when it is first needed. Thread-safe.
+    """Waits for grammars, which a GrammarCompiler compiles. Makes it when it is first needed.
+    Thread-safe.
 
     Args:
         arguments: the arguments of GrammarCompiler.
@@ -34,9 +36,17 @@ class Grammars:
             return self._compiler
 
     def check(self, grammar: "Lazy | None") -> None:
-        """Waits until a grammar is compiled. Raises ValueError if it cannot be compiled."""
-        if grammar is not None:
-            self.compiler.check(grammar)
+        """Compiles a grammar from ``GrammarCompiler.find``, or waits until another thread has
+        compiled it.
+
+        Raises:
+            ValueError: the schema, regex or grammar is malformed, cannot be enforced, or matches
+                no text; llguidance is not installed or cannot read the tokenizer; or the model has
+                no EOS token.
+        """
+        for _, result in self.when_compiled([grammar], lambda grammar: grammar, lambda: False):
+            if isinstance(result, ValueError):
+                raise result
 
     def when_compiled(
         self,
@@ -44,17 +54,48 @@ class Grammars:
         grammar_of: "Callable[[T], Lazy | None]",
         meanwhile: Callable[[], bool | None],
     ) -> "Generator[tuple[int, T | ValueError]]":
-        """Yields each item with its index, as soon as its grammar is compiled: see
-        ``GrammarCompiler.when_compiled``."""
-        rest = iter(items)
-        for start, item in enumerate(rest):
-            if grammar_of(item) is not None:
-                ready = self.compiler.when_compiled(chain([item], rest), grammar_of, meanwhile)
-                with closing(ready):
-                    for index, each in ready:
-                        yield start + index, each
-            else:
-                yield start, item
+        """Yields each item with its index, as soon as its grammar is compiled.
+
+        Items without a grammar are yielded immediately. Items with a grammar are yielded in their
+        order. If a grammar cannot be compiled, its ValueError is yielded in place of the item.
+
+        Args:
+            items: the items.
+            grammar_of: returns an item's grammar, which ``GrammarCompiler.find`` has returned, or
+                None.
+            meanwhile: does other work. Called repeatedly once all items have been read, until all
+                grammars are compiled. Returns whether there was work to do.
+        """
+        compiling: deque[tuple[int, T, Lazy]] = deque()
+        futures: dict[Lazy, Future[Any]] = {}
+
+        def compiled() -> Iterator[tuple[int, T | ValueError]]:
+            while compiling and compiling[0][2].is_done:
+                index, item, grammar = compiling.popleft()
+                try:
+                    grammar.get()
+                except ValueError as error:
+                    yield index, error
+                else:
+                    yield index, item
+
+        try:
+            for index, item in enumerate(items):
+                grammar = grammar_of(item)
+                if grammar is None:
+                    yield index, item
+                    continue
+                if not grammar.is_done and grammar not in futures:
+                    futures[grammar] = self.compiler.submit(grammar)
+                compiling.append((index, item, grammar))
+                yield from compiled()
+            while compiling:
+                if not meanwhile():
+                    wait((futures[compiling[0][2]],), WAIT_SECONDS)
+                yield from compiled()
+        finally:
+            for future in futures.values():
+                future.cancel()
 
     def close(self) -> None:
         """Ends the compiler's threads."""

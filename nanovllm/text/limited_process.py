@@ -29,10 +29,6 @@ class ProcessError(Exception):
     """A request has no response. The message is a predicate, such as "takes too much memory"."""
 
 
-class ProcessTimeout(ProcessError):
-    """The request exceeded its time limit."""
-
-
 class LimitedProcess:
     """Handles requests in a separate process, so that a request that crashes or never ends fails
     alone.
@@ -90,7 +86,7 @@ class LimitedProcess:
             for _ in requests:
                 if not pipe.poll(WALL_SECONDS):
                     self._stop()
-                    responses.append(ProcessTimeout(f"takes over {WALL_SECONDS:g} s"))
+                    responses.append(ProcessError(f"takes over {WALL_SECONDS:g} s"))
                     break
                 responses.append(pipe.recv_bytes(MAX_RESPONSE_BYTES))
         except (EOFError, OSError):
@@ -102,9 +98,8 @@ class LimitedProcess:
         with suppress(subprocess.TimeoutExpired):
             process.wait(WALL_SECONDS)
         self._stop()
-        if process.returncode == -signal.SIGPROF:
-            return ProcessTimeout(f"takes over {self._cpu_seconds:g} s")
-        return ProcessError(EXIT_REASONS.get(process.returncode, "ends its process"))
+        reasons = {**EXIT_REASONS, -signal.SIGPROF: f"takes over {self._cpu_seconds:g} s"}
+        return ProcessError(reasons.get(process.returncode, "ends its process"))
 
     def _ensure_started(self) -> tuple[subprocess.Popen[bytes], Connection]:
         """Returns the process and the pipe to it. Starts the process if it is not running."""

@@ -15,7 +15,7 @@ from nanovllm.config import MAX_INT32, Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import IncrementalDetokenizer
 from nanovllm.text.token_text import TokenTexts
-from nanovllm.utils.panics import is_failure
+from nanovllm.utils.panics import as_value_error, is_failure
 
 
 class TextPrompt(TypedDict):
@@ -117,10 +117,11 @@ class PromptEncoder:
         self, context_token_ids: Seq[int], token_ids: Seq[int]
     ) -> list[str] | list[None]:
         """Returns the texts of the candidate tokens for one position: see
-        ``TokenTexts.decode_candidates``. Without a tokenizer, all are None."""
+        ``TokenTexts.decode_after``. Without a tokenizer, all are None."""
         if self.tokenizer is None:
             return [None] * len(token_ids)
-        return self._get_token_texts(False, True).decode_candidates(context_token_ids, token_ids)
+        texts = self._get_token_texts(False, True)
+        return [texts.decode_after(context_token_ids, token_id) for token_id in token_ids]
 
     def _parse(self, prompt: Any) -> str | tuple[str | None, list[int]]:
         """Checks a prompt. Returns the text to tokenize or, for a prompt with token ids, a tuple of
@@ -148,6 +149,7 @@ class PromptEncoder:
                 prompt.encode()
             except UnicodeEncodeError as error:
                 raise ValueError(f"the prompt is not valid Unicode: {error}") from None
+            self._check_length(prompt)
             return prompt
         return None, self._check_ids(prompt)
 
@@ -175,38 +177,32 @@ class PromptEncoder:
     ) -> list[tuple[str | None, list[int]] | Exception]:
         """Tokenizes texts. If the tokenizer fails on a text, returns a ValueError for it."""
         try:
-            checked = map_each(self._check_length, texts)
-            return map_valid(partial(self._tokenize_checked, add=add_special_tokens), checked)
+            encoded = [*zip(texts, self.tokenize(texts, add_special_tokens), strict=True)]
         except BaseException as error:  # the tokenizer's code may raise anything
             if not is_failure(error):
                 raise
             if len(texts) > 1:
                 return [item for text in texts for item in self._encode([text], add_special_tokens)]
             return [ValueError(f"the tokenizer failed: {type(error).__name__}: {error}")]
-
-    def _tokenize_checked(
-        self, texts: list[str], add: bool
-    ) -> list[tuple[str | None, list[int]] | Exception]:
-        encoded = [*zip(texts, self.tokenize(texts, add), strict=True)]
         return map_each(self._check_text_ids, encoded) if self._checks_text_ids else [*encoded]
 
-    def _check_length(self, text: str) -> str:
-        """Returns its argument. Raises ValueError for a text that is far too long, because
-        tokenizing all of it would take seconds and gigabytes.
+    def _check_length(self, text: str) -> None:
+        """Raises ValueError for a text that is far too long, because tokenizing all of it would
+        take seconds and gigabytes.
 
         Tokenizes only the start of the text. The cut may split a long token, which may change the
         tokens before it too. So the text is refused only if its start has more than twice
         ``max_len`` tokens, and a margin for a long token."""
         size = CHARS_PER_TOKEN * self.max_len
         while size < len(text):
-            start = self.tokenizer(text[:size], add_special_tokens=False)["input_ids"]
+            with as_value_error("the tokenizer failed:"):
+                start = self.tokenizer(text[:size], add_special_tokens=False)["input_ids"]
             if len(start) > 2 * self.max_len + self._longest_token:
                 raise ValueError(
                     f"the prompt of {len(text)} characters has over {self.max_len} tokens, the "
                     f"maximum of a sequence: shorten it or raise max_model_len"
                 )
             size *= 2
-        return text
 
     @cached_property
     def _longest_token(self) -> int:
@@ -236,14 +232,13 @@ class PromptEncoder:
         those from a chat template."""
         added = self._added_texts if texts and add_special_tokens else ()
         adds = [add_special_tokens and not text.startswith(added) for text in texts]
-        out: list[list[int]] = [[]] * len(texts)
+        out: dict[int, list[int]] = {}
         for add in (True, False):
             rows = [i for i, flag in enumerate(adds) if flag is add]
             if rows:
                 batch = self.tokenizer([texts[i] for i in rows], add_special_tokens=add)
-                for i, ids in zip(rows, batch["input_ids"], strict=True):
-                    out[i] = ids
-        return out
+                out |= zip(rows, batch["input_ids"], strict=True)
+        return [out[i] for i in range(len(texts))]
 
 
 def load_encoder(config: Config, checkpoint: Checkpoint, max_model_len: int) -> PromptEncoder:

@@ -7,15 +7,13 @@ end, by the same rule for every EOS token.
 import json
 import re
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
-from hashlib import blake2b
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from time import thread_time
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -29,13 +27,11 @@ from nanovllm.utils.panics import as_value_error, is_failure
 # llguidance would refuse longer texts too, but only after minutes.
 MAX_CHARACTERS = {"json": 1_000_000, "choice": 4_000_000, "regex": 1_000_000, "grammar": 1_000_000}
 UNUSABLE = "structured_outputs cannot be used:"
-T = TypeVar("T")
 CACHE_SIZE = 64  # compiled grammars, each with its lexer's tables
 # The limit of CPU time for a request's grammar is BUDGET_SECONDS, plus ALLOWANCE_SECONDS for each
 # mask and each accepted token. The allowance is what these usually take.
 BUDGET_SECONDS = 5.0
 ALLOWANCE_SECONDS = 0.002
-WAIT_SECONDS = 0.1  # longest wait between two calls of ``meanwhile``
 NUM_THREADS = 4
 STACK_BYTES = 16 << 20  # of a compiling thread: more than GrammarChecker's process has
 JSON_OPTIONS = {"whitespace_pattern": " "}  # at most one space between two symbols
@@ -106,15 +102,17 @@ class GrammarCompiler:
         self.eos_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
         self.eos_mask = bit_mask(self.eos_ids, vocab_size)
         self.text_mask = bit_mask(set(range(vocab_size)) - self.eos_ids, vocab_size)
-        self._tokenizer = Lazy(partial(_make_tokenizer, tokenizer, vocab_size, self.eos_ids))
-        self._checker = GrammarChecker()
+        ll_tokenizer = Lazy(partial(_make_tokenizer, tokenizer, vocab_size, self.eos_ids))
+        self._checker = checker = GrammarChecker()
         self._lock = threading.Lock()
-        self._cache: dict[tuple[str, bytes], Lazy] = {}  # least recently used first
+        self._cached = lru_cache(CACHE_SIZE)(
+            lambda kind, text: Lazy(partial(_make_matcher, checker, ll_tokenizer, kind, text))
+        )
         self._pool = ThreadPoolExecutor(NUM_THREADS, "nanovllm-grammars")
 
     def find(self, params: StructuredOutputsParams) -> Lazy:
         """Returns the grammar of ``params``, from the cache if it is there. It may not be compiled
-        yet: ``check`` waits for that.
+        yet: ``submit`` starts that, and ``Grammars`` waits for it.
 
         Raises:
             ValueError: the JSON schema cannot be read, or the text is too long.
@@ -123,87 +121,21 @@ class GrammarCompiler:
             kind, text = _spec_of(params)
             if len(text) > (limit := MAX_CHARACTERS[kind]):
                 raise ValueError(f"the {kind} has {len(text)} characters, but the limit is {limit}")
-        key = kind, blake2b(text.encode(errors="surrogatepass")).digest()
         with self._lock:
-            grammar = self._cache.pop(key, None)
-            if grammar is None:
-                grammar = Lazy(partial(_compile, self._checker, self._tokenizer, kind, text))
-            self._cache[key] = grammar
-            if len(self._cache) > CACHE_SIZE:
-                del self._cache[next(iter(self._cache))]
-        return grammar
+            return self._cached(kind, text)
 
-    def check(self, grammar: Lazy | None) -> None:
-        """Compiles a grammar from ``find``, or waits until another thread has compiled it.
-
-        Raises:
-            ValueError: the schema, regex or grammar is malformed, cannot be enforced, or matches
-                no text; llguidance is not installed or cannot read the tokenizer; or the model has
-                no EOS token.
-        """
-        if grammar is None:
-            return
-        if not grammar.is_done:
-            future = self._submit(grammar)
+    def submit(self, grammar: Lazy) -> Future[Any]:
+        """Lets a thread compile a grammar from ``find``. Nothing happens if that is done."""
+        with self._lock:
+            default = threading.stack_size(STACK_BYTES)
             try:
-                future.result()
+                return self._pool.submit(grammar.get)
             finally:
-                future.cancel()
-        else:
-            grammar.get()
-
-    def when_compiled(
-        self,
-        items: Iterable[T],
-        grammar_of: Callable[[T], Lazy | None],
-        meanwhile: Callable[[], bool | None],
-    ) -> Generator[tuple[int, T | ValueError]]:
-        """Yields each item with its index, as soon as its grammar is compiled.
-
-        Items without a grammar are yielded immediately. Items with a grammar are yielded in their
-        order. If a grammar cannot be compiled, its ValueError is yielded in place of the item.
-
-        Args:
-            items: the items.
-            grammar_of: returns an item's grammar, which ``find`` has returned, or None.
-            meanwhile: does other work. Called repeatedly once all items have been read, until all
-                grammars are compiled. Returns whether there was work to do.
-        """
-        compiling: deque[tuple[int, T, Lazy]] = deque()
-        futures: dict[Lazy, Future[Any]] = {}
-
-        def compiled() -> Iterator[tuple[int, T | ValueError]]:
-            while compiling and compiling[0][2].is_done:
-                index, item, grammar = compiling.popleft()
-                try:
-                    grammar.get()
-                except ValueError as error:
-                    yield index, error
-                else:
-                    yield index, item
-
-        try:
-            for index, item in enumerate(items):
-                grammar = grammar_of(item)
-                if grammar is None:
-                    yield index, item
-                    continue
-                if not grammar.is_done and grammar not in futures:
-                    futures[grammar] = self._submit(grammar)
-                compiling.append((index, item, grammar))
-                yield from compiled()
-            while compiling:
-                if not meanwhile():
-                    wait((futures[compiling[0][2]],), WAIT_SECONDS)
-                yield from compiled()
-        finally:
-            for future in futures.values():
-                future.cancel()
+                threading.stack_size(default)
 
     def start(self, grammar: Lazy, n: int = 1) -> list["Grammar"]:
         """Returns ``n`` independent states of a grammar from ``find``, each at the grammar's start.
-        They share the CPU budget of one request. Raises ValueError as ``check`` does."""
-        self.check(grammar)
+        They share the CPU budget of one request. Raises ValueError if it cannot be compiled."""
         budget = CPUBudget()
         return [Grammar(grammar.get().deep_copy(), self, budget) for _ in range(n)]
 
@@ -211,14 +143,6 @@ class GrammarCompiler:
         """Ends the threads: waits for running compilations and cancels the others."""
         self._pool.shutdown(cancel_futures=True)
         self._checker.close()
-
-    def _submit(self, grammar: Lazy) -> Future[Any]:
-        with self._lock:
-            default = threading.stack_size(STACK_BYTES)
-            try:
-                return self._pool.submit(grammar.get)
-            finally:
-                threading.stack_size(default)
 
 
 class CPUBudget:
@@ -326,14 +250,11 @@ def _make_tokenizer(tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) ->
         return make_grammar_tokenizer(tokenizer, vocab_size, sorted(eos_ids))
 
 
-def _compile(checker: GrammarChecker, tokenizer: Lazy, kind: str, text: str) -> Any:
-    """Compiles a grammar that ``_spec_of`` returned. Raises ValueError if that fails."""
-    with as_value_error(UNUSABLE):
-        return _make_matcher(checker, tokenizer.get(), kind, text)
-
-
-def _make_matcher(checker: GrammarChecker, ll_tokenizer: Any, kind: str, text: str) -> Any:
-    """Returns an llguidance matcher in its start state. Raises errors of any type."""
+@as_value_error(UNUSABLE)
+def _make_matcher(checker: GrammarChecker, tokenizer: Lazy, kind: str, text: str) -> Any:
+    """Compiles a grammar that ``_spec_of`` returned. Returns an llguidance matcher in its start
+    state. Raises ValueError if that fails."""
+    ll_tokenizer = tokenizer.get()  # says so if llguidance is not installed
     from llguidance import LLMatcher, LLParserLimits
 
     lark = f"{_to_lark(kind, text, checker)}\n{LARK_OPTIONS}"
@@ -350,24 +271,20 @@ def _make_matcher(checker: GrammarChecker, ll_tokenizer: Any, kind: str, text: s
 
 def _spec_of(params: StructuredOutputsParams) -> tuple[str, str]:
     """Returns the kind of grammar that ``params`` asks for, and its source text."""
-    schema = {"type": "object"} if params.json_object else params.json
-    if schema is not None:
-        return "json", _read_schema(schema)
     if params.choice is not None:
         return "choice", json.dumps(params.choice)
     if params.regex is not None:
         return "regex", params.regex
-    return "grammar", params.grammar or ""
-
-
-def _read_schema(schema: Any) -> str:
+    if params.grammar is not None:
+        return "grammar", params.grammar
+    schema: Any = {"type": "object"} if params.json_object else params.json
     if hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
     elif isinstance(schema, str):
         schema = json.loads(schema)
     if not isinstance(schema, Mapping):
         raise ValueError(f"a JSON schema is an object, got {schema!r:.80}")
-    return json.dumps({**schema})
+    return "json", json.dumps({**schema})
 
 
 def _to_lark(kind: str, text: str, checker: GrammarChecker) -> str:
@@ -381,8 +298,7 @@ def _to_lark(kind: str, text: str, checker: GrammarChecker) -> str:
         if '"oneOf"' in text:  # check the original: close_objects may make its branches exclusive
             lark = _json_to_lark(schema)
             checker.check(lark)
-            error = LLMatcher.validate_grammar(lark)
-            if error:
+            if error := LLMatcher.validate_grammar(lark):
                 raise ValueError(_shorten(error))
         return _json_to_lark(close_objects(schema))
     if kind == "choice":

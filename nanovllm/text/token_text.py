@@ -1,7 +1,6 @@
 """Texts of single tokens, for log-probabilities and for fast detokenization."""
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -17,7 +16,6 @@ START_DECODERS = {"Metaspace", "Strip", "WordPiece"}
 TOKEN_DECODERS = START_DECODERS | {"ByteFallback", "Replace"}
 # Decoders that join all tokens into one text.
 JOINING_DECODERS = {"ByteLevel", "Fuse"}
-FALLBACK_BYTE = re.compile("<0x[0-9a-fA-F]{2}>")  # ByteFallback decodes such a token to a byte
 CHARACTER_CACHE_SIZE = 1 << 14  # texts of characters that take several tokens
 STOPS_CACHE_SIZE = 64  # sets of stop strings
 
@@ -65,7 +63,7 @@ class TokenTexts(dict[int, str]):
         # A token to decode before others, so that these are not at the start of the text.
         self._anchor = ids[-1:] if self.needs_context else []
         self._anchor_length = len(self.decode(self._anchor))
-        self.concatenates = _concatenates(steps, tokenizer) and (
+        self.concatenates = _concatenates(steps) and (
             not self.needs_context or self._anchor_length > 0
         )
         self.decode_within = lru_cache(CHARACTER_CACHE_SIZE)(self._decode_within)
@@ -75,25 +73,17 @@ class TokenTexts(dict[int, str]):
         text = self[token_id] = self._decode_within((token_id,))
         return text
 
-    def decode_candidates(
-        self, context_token_ids: Sequence[int], token_ids: Sequence[int]
-    ) -> list[str]:
-        """Returns the texts of the candidate tokens for one position.
+    def decode_after(self, context: Sequence[int], token_id: int) -> str:
+        """Returns the text that a token adds to the tokens before it.
 
         A token that ends within a character has the text "", and the token that completes the
         character has the whole character. So the texts of successive tokens concatenate.
 
         Args:
-            context_token_ids: the tokens before the position. Only the last MAX_PARTIAL_TOKENS,
-                which may belong to the same character, are used.
-            token_ids: the candidates.
+            context: the tokens before it. Only the last MAX_PARTIAL_TOKENS, which may belong to the
+                same character, are used.
+            token_id: the token.
         """
-        return [self._decode_after(context_token_ids, token_id) for token_id in token_ids]
-
-    def _decode_within(self, token_ids: tuple[int, ...]) -> str:
-        return self.decode([*self._anchor, *token_ids])[self._anchor_length :]
-
-    def _decode_after(self, context: Sequence[int], token_id: int) -> str:
         text = self[token_id]
         token_ids: tuple[int, ...] = (token_id,)
         for previous in reversed(context[-MAX_PARTIAL_TOKENS:]):
@@ -102,6 +92,9 @@ class TokenTexts(dict[int, str]):
             token_ids = (previous, *token_ids)
             text = self.decode_within(token_ids)
         return "" if text.endswith(REPLACEMENT_CHAR) else text
+
+    def _decode_within(self, token_ids: tuple[int, ...]) -> str:
+        return self.decode([*self._anchor, *token_ids])[self._anchor_length :]
 
 
 class StopCandidates(dict[int, bool]):
@@ -155,39 +148,14 @@ def decoder_steps(backend: Any) -> list[dict[str, Any]]:
     return [step for step in steps if step["type"] != "Sequence"]
 
 
-def _concatenates(decoders: list[dict[str, Any]], tokenizer: Any) -> bool:
+def _concatenates(decoders: list[dict[str, Any]]) -> bool:
     """Returns whether the text of each token after the first is independent of the other tokens,
     except for tokens with parts of one character."""
     steps = iter(decoders)
     for step in steps:
         if step["type"] in JOINING_DECODERS:
-            break
+            # Later steps see the whole text.
+            return all(later["type"] == "Strip" and not later["stop"] for later in steps)
         if step["type"] not in TOKEN_DECODERS:
             return False
-    else:
-        return bool(decoders)
-    # Later steps see the whole text. For GGUF, transformers before 5.23 puts a ByteLevel last.
-    after = [other for other in steps if other["type"] != "Strip" or other["stop"]]
-    types = [step["type"], *(other["type"] for other in after)]
-    return not after or (
-        types in (["Fuse", "Replace", "ByteLevel"], ["Fuse", "ByteLevel"])
-        and _is_byte_level(tokenizer, after)
-    )
-
-
-def _is_byte_level(tokenizer: Any, after: list[dict[str, Any]]) -> bool:
-    """Returns whether a ByteLevel decoder maps each character of every token to a byte.
-
-    ByteLevel leaves the whole text unchanged if it holds a character outside ByteLevel's alphabet.
-    ``after`` holds the decoder steps that see the whole text. Its Replace steps must never match:
-    each of their patterns must contain a character that no token has."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    vocabulary = tokenizer.get_vocab()
-    characters = set().union(*vocabulary)
-    patterns = [step["pattern"].get("String") for step in after if step["type"] == "Replace"]
-    return (
-        characters <= set(ByteLevel.alphabet())
-        and all(pattern and not characters.issuperset(pattern) for pattern in patterns)
-        and not any(FALLBACK_BYTE.fullmatch(token) for token in vocabulary)
-    )
+    return bool(decoders)

@@ -149,9 +149,9 @@ def test_layers_without_rope_are_transformers_own(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts": 0}, "number of experts must be a positive int up to 1024, got 0"),
-        ({"num_experts": "8"}, "number of experts must be a positive int"),
-        ({"num_experts": 10**9}, "number of experts must be a positive int"),
+        ({"num_experts": 0}, "num_experts must be a positive int up to 1024, got 0"),
+        ({"num_experts": "8"}, "num_experts must be a positive int"),
+        ({"num_experts": 10**9}, "num_experts must be a positive int"),
         ({"num_experts_per_tok": 129}, "num_experts_per_tok must be .* up to 128, got 129"),
         ({"moe_intermediate_size": 1.5}, "moe_intermediate_size must be"),
         ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false"),

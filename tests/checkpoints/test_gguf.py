@@ -14,6 +14,7 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Quant
 from packaging.version import Version
+from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
@@ -573,6 +574,8 @@ def test_the_files_tokenizer_reads_and_writes_text(
         plain, spelled_out = llm.generate(["cab!", "<s>cab!"], GREEDY, use_tqdm=False)
         assert plain.prompt_token_ids == [bos] * has_bos + ids
         assert spelled_out.prompt_token_ids == [bos, *ids]
+        # Guards releases of transformers that put other steps before it.
+        assert isinstance(llm.tokenizer.backend_tokenizer.decoder, ByteLevel)
         detokenizer = llm.prompt_encoder.detokenizer(bos, SamplingParams())
         detokenizer.extend([bos, *ids, end])
         assert detokenizer.text == "cab!"

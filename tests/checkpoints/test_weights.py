@@ -31,7 +31,6 @@ ROWS = (
     (BLOCK + "gate_proj.{kind}", BLOCK + "gate_up_proj.{kind}", 0),
     (BLOCK + "up_proj.{kind}", BLOCK + "gate_up_proj.{kind}", 1),
 )
-TIED_ROWS = (("head.weight", None),)
 
 
 class Model(nn.Module):
@@ -40,7 +39,7 @@ class Model(nn.Module):
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
         fields = {"block": range(2), "kind": ("weight", "bias")}
-        self.weight_names = WeightNames(ROWS + TIED_ROWS * tied, fields)
+        self.weight_names = WeightNames(ROWS, fields, skipped=("head.*",) * tied)
         self.embed = nn.Embedding(5, 4)
         self.blocks = nn.ModuleList([Block(), Block()])
         self.head = nn.Linear(4, 5, bias=False)
@@ -281,14 +280,14 @@ def test_an_expert_too_many_is_named():
 
 
 def test_names_are_spelled_out_for_every_value_of_their_fields():
-    names = WeightNames((("a.{x}.{y}", "b.{x}", "q"), ("c.{y}", None)), {"x": range(2), "y": "pq"})
+    names = WeightNames((("a.{x}.{y}", "b.{x}", "q"), ("c.{y}", "d")), {"x": range(2), "y": "pq"})
     assert list(expand(names)) == [
         ("a.0.p", "b.0", ["q"], {"y": "p"}),
         ("a.0.q", "b.0", ["q"], {"y": "q"}),
         ("a.1.p", "b.1", ["q"], {"y": "p"}),
         ("a.1.q", "b.1", ["q"], {"y": "q"}),
-        ("c.p", None, [], {"y": "p"}),
-        ("c.q", None, [], {"y": "q"}),
+        ("c.p", "d", [], {"y": "p"}),
+        ("c.q", "d", [], {"y": "q"}),
     ]
 
 

@@ -141,6 +141,10 @@ class TestLLM:
         with pytest.raises(TypeError, match="unknown argument 'nonsense'; known"):
             LLM(model_path, nonsense=8)
 
+    def test_other_generation_configs_are_refused(self, model_path):
+        with pytest.raises(ValueError, match="generation_config must be one of auto, vllm"):
+            LLM(model_path, generation_config="folder")
+
     def test_generate_and_chat_refuse_by_name(self, llm):
         chat = [{"role": "user", "content": "hi"}]
         for call, prompt in ((llm.generate, "ab"), (llm.chat, chat)):
@@ -154,6 +158,9 @@ class TestLLM:
                 call(prompt, GREEDY, tokenization_kwargs={"truncate_prompt_tokens": 2})
             with pytest.raises(TypeError, match="nonsense"):
                 call(prompt, GREEDY, nonsense=1)
+        with pytest.raises(TypeError, match="nonsense"):
+            options = {"tokenization_kwargs": {"add_special_tokens": False}}
+            llm.generate("hi", GREEDY, **options, nonsense=1)
 
     def test_chat_takes_vllms_positional_order(self, llm):
         chat = [{"role": "user", "content": "hi"}]

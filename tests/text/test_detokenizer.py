@@ -276,7 +276,7 @@ def sentencepiece() -> Any:
 
 
 def byte_level_within() -> Any:
-    """What transformers before 5.23 makes of a GGUF file's byte-level tokenizer."""
+    """Decodes the whole text, if that consists of characters that stand for bytes."""
     steps = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " ")]
     return decoders.Sequence([*steps, decoders.ByteLevel()])
 
@@ -287,7 +287,7 @@ LETTERS = "".join(ALPHABET.values())
 # Vocabulary, the tokenizers library's decoder, and whether the texts of tokens add up.
 DECODERS = {
     "byte-level": ([*LETTERS, "ab", ALPHABET[0xE4] + ALPHABET[0xBD]], decoders.ByteLevel, True),
-    "byte-level within": ([*LETTERS, "ab"], byte_level_within, True),
+    "byte-level within": ([*LETTERS, "ab"], byte_level_within, False),
     "byte-level within, a space": ([*LETTERS, "a▁"], byte_level_within, False),
     "byte-level within, a byte": ([*LETTERS, "<0x61>"], byte_level_within, False),
     "sentencepiece": (SPACED, sentencepiece, True),
