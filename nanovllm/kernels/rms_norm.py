@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.utils.triton_compat import by_device, pdl_options, tl, triton
+from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
 
 
 def rms_norm_reference(
@@ -38,9 +38,7 @@ def _rms_norm_kernel(
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
     weight = tl.load(weight_ptr + column, mask=mask)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     x = tl.load(x_ptr + row * WIDTH + column, mask=mask, other=0.0)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * WIDTH + column, mask=mask, other=0.0)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanovllm.kernels.attention.kv_cache import KVCache, store_kvcache
 from nanovllm.kernels.rms_norm import rms_norm_reference
-from nanovllm.utils.triton_compat import by_device, pdl_options, tl, triton
+from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
 
 BLOCK_HEADS = 8  # heads per program
 
@@ -120,9 +120,7 @@ def _apply_rope_and_store_kernel(
     LARGEST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     # A program handles BLOCK_HEADS heads of one token, query heads or key heads, and stores keys
     # with their values. Programs process tokens from last to first. The previous kernel wrote the
     # last tokens most recently, so they may still be in the L2 cache. A KV cache can hold over 2^31

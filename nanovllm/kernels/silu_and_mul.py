@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.utils.triton_compat import by_device, pdl_options, tl, triton
+from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
 
 
 def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
@@ -28,9 +28,7 @@ def _silu_and_mul_kernel(
     PDL: tl.constexpr,
     GELU: tl.constexpr = False,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     # Programs process rows from last to first. The previous kernel wrote the last rows most
     # recently, so they may still be in the L2 cache.
     NUM_BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK

@@ -13,7 +13,7 @@ from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.tiles import CONSTEXPR_LOG2_E, LOG2_E, attend
 from nanovllm.utils.context import Context
-from nanovllm.utils.triton_compat import pdl_options, shared_memory, tl, triton
+from nanovllm.utils.triton_compat import pdl_options, pdl_wait, shared_memory, tl, triton
 
 SCAN = 128  # sequences that a program looks at in one iteration, to find that of its tile
 
@@ -54,9 +54,7 @@ def _prefill_kernel(
     KV_HEADS, HEAD_DIM] if PAGE_SIZE is 0. WINDOW and SOFTCAP are as in ``attend``. A sink is a
     score without a key, so it is the initial maximum of its row, with a weight of 1.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     TILE: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)

@@ -11,7 +11,7 @@ instructions. Rows of x are the N dimension, which may be smaller.
 
 import torch
 
-from nanovllm.utils.triton_compat import pdl_options, shared_memory, tl, triton, use_triton
+from nanovllm.utils.triton_compat import pdl_options, pdl_wait, shared_memory, tl, triton
 
 BLOCK_N, BLOCK_K, NUM_STAGES = 64, 128, 4
 MAX_PART_COLUMNS = 512  # columns per part of a split-K
@@ -96,9 +96,7 @@ def _sum_kernel(
     PDL: tl.constexpr,
 ):
     """Adds the parts of a split-K and the bias: [NUM_PARTS, size] -> [size]."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < size
     total = tl.zeros([BLOCK], tl.float32)
@@ -110,11 +108,10 @@ def _sum_kernel(
 
 
 def supports(weight: torch.Tensor) -> bool:
-    """Returns whether ``tile_linear`` can multiply by this weight [out, in] on its device."""
+    """Returns whether ``tile_linear`` can multiply by this weight [out, in] on its GPU."""
     out_features, width = weight.shape
     return (
-        use_triton(weight)
-        and weight.dtype in (torch.float16, torch.bfloat16)
+        weight.dtype in (torch.float16, torch.bfloat16)
         and out_features % BLOCK_N == 0
         and width % (_num_parts(out_features, width) * BLOCK_K) == 0
         and shared_memory(weight.device) >= SHARED_MEMORY

@@ -19,7 +19,7 @@ from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.moe.mxfp4 import dequantise_part, rescale
 from nanovllm.kernels.moe.route import MAX_UNSORTED_TOKENS, Routing
 from nanovllm.kernels.moe.sort import Groups, sort_triton
-from nanovllm.utils.triton_compat import pdl_options, shared_memory, tl, triton
+from nanovllm.utils.triton_compat import pdl_options, pdl_wait, shared_memory, tl, triton
 
 
 class Tile(NamedTuple):
@@ -237,9 +237,7 @@ def _grouped_kernel(
     The weight is in MXFP4 if ``block_scales_ptr`` is not None. If ``tiles_ptr`` is None, each
     assignment is a tile, in the order of assignments, and ``order_ptr`` has its expert.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     tile = tl.program_id(1)
     if tiles_ptr is None:
         expert = tl.load(order_ptr + tile)
@@ -316,9 +314,7 @@ def _sum_kernel(
     PDL: tl.constexpr,
 ):
     """Sums the TOP_K rows of each token, and the residual: [N k, width] -> [N, width]."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width

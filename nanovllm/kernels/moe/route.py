@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.utils.triton_compat import by_device, pdl_options, tl, triton
+from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
 
 # Up to this number of tokens, assignments are not sorted, because nearly every one has an expert of
 # its own.
@@ -93,9 +93,7 @@ def _route_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     expert = tl.arange(0, BLOCK_E)
     is_real = (token < num_tokens)[:, None] & (expert < NUM_EXPERTS)[None, :]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.kernels.moe.route import Routing, chunk_size
-from nanovllm.utils.triton_compat import pdl_options, tl, triton
+from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
 
 
 class Groups(NamedTuple):
@@ -72,9 +72,7 @@ def _sort_kernel(
 ):
     """Each program sorts the SIZE assignments of one chunk of tokens. It sums the counts of all
     chunks itself, because a separate kernel for that would take longer."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     chunk = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     row = tl.arange(0, BLOCK_C)
