@@ -38,7 +38,6 @@ def _prefill_kernel(
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TAIL_N: tl.constexpr,
@@ -55,6 +54,7 @@ def _prefill_kernel(
     score without a key, so it is the initial maximum of its row, with a weight of 1.
     """
     pdl_wait(PDL)
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     TILE: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
@@ -111,7 +111,6 @@ def _prefill_kernel(
         tl.maximum(first_position + 1 - WINDOW, 0) if WINDOW else 0,
         end - WINDOW if WINDOW else 0,
         PAGE_SIZE,
-        True,
         HEAD_DIM,
         BLOCK_N,
         TAIL_N,
@@ -205,7 +204,6 @@ def prefill_attention(
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_M=block_m,
         BLOCK_N=tile.num_keys,
         TAIL_N=tile.num_tail_keys,

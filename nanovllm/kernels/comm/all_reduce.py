@@ -52,12 +52,12 @@ def _all_reduce_kernel(
     numel,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
-    TAKES_MAX: tl.constexpr,
-    SPINS: tl.constexpr,
     PDL: tl.constexpr,
+    BLOCK: tl.constexpr = BLOCK,
+    SPINS: tl.constexpr = 4096,
 ):
+    TAKES_MAX: tl.constexpr = x_ptr.dtype.element_ty == tl.int64
     pdl_wait(PDL)
     # Programs wait for programs of other ranks, so all programs must be resident at once. Therefore
     # a large tensor has more blocks than programs. A program processes its blocks in ascending
@@ -138,10 +138,7 @@ def all_reduce(
         x.numel(),
         RANK=rank,
         SIZE=size,
-        BLOCK=BLOCK,
         NUM_BLOCKS=len(epochs),
-        TAKES_MAX=x.dtype == torch.int64,
-        SPINS=4096,
         num_warps=8,
         **({} if torch.version.hip else {"maxnreg": REGISTERS}),
         **pdl_options(x),

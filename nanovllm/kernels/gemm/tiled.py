@@ -48,10 +48,10 @@ def _tile_kernel(
     width,
     columns,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr = BLOCK_N,
+    BLOCK_K: tl.constexpr = BLOCK_K,
+    STAGES: tl.constexpr = NUM_STAGES,
 ):
     """Computes BLOCK_M rows of BLOCK_N features, summed over ``columns`` columns, which are all
     columns or one part of a split-K.
@@ -138,9 +138,6 @@ def tile_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         width,
         width // num_parts,
         BLOCK_M=block_m,
-        BLOCK_N=BLOCK_N,
-        BLOCK_K=BLOCK_K,
-        STAGES=NUM_STAGES,
         num_warps=4,
         **pdl_options(x),
     )

@@ -89,10 +89,10 @@ def _route_kernel(
     TOP_K: tl.constexpr,
     NORMALISE: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    BLOCK_E: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
+    BLOCK_K: tl.constexpr = triton.next_power_of_2(TOP_K)
     pdl_wait(PDL)
     token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     expert = tl.arange(0, BLOCK_E)
@@ -166,8 +166,6 @@ def route_triton(logits: torch.Tensor, top_k: int, norm_topk_prob: bool) -> Rout
         TOP_K=top_k,
         NORMALISE=norm_topk_prob,
         CHUNK=chunk,
-        BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_K=triton.next_power_of_2(top_k),
         num_warps=(8 if chunk * num_experts > 2048 else 4) if sorts else 1,
         **pdl_options(logits),
     )

@@ -65,13 +65,13 @@ def _sort_kernel(
     NUM_EXPERTS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Each program sorts the SIZE assignments of one chunk of tokens. It sums the counts of all
     chunks itself, because a separate kernel for that would take longer."""
+    BLOCK_E: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
+    BLOCK_C: tl.constexpr = 4096 // BLOCK_E if BLOCK_E < 4096 else 1
     pdl_wait(PDL)
     chunk = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
@@ -122,7 +122,6 @@ def sort_triton(routing: Routing, block_m: int) -> Groups:
         ints.new_empty(max_tiles(num_assignments, num_experts, block_m), 3),
         ints.new_empty(1),
     )
-    block_e = triton.next_power_of_2(num_experts)
     _sort_kernel[(num_chunks,)](
         routing.experts,
         routing.ranks,
@@ -133,8 +132,6 @@ def sort_triton(routing: Routing, block_m: int) -> Groups:
         NUM_EXPERTS=num_experts,
         SIZE=size,
         BLOCK=min(256, triton.next_power_of_2(size)),
-        BLOCK_E=block_e,
-        BLOCK_C=max(1, 4096 // block_e),
         BLOCK_M=block_m,
         num_warps=4,
         **pdl_options(ints),
