@@ -112,8 +112,6 @@ def _multiply(
     out_features,
     width,
     GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -138,8 +136,8 @@ def _multiply(
     row = expert.to(tl.int64) * PARTS * out_features + feature
     gate_ptrs = weight_ptr + row[:, None] * width + column[None, :]
     up_ptrs = gate_ptrs + out_features * width
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc = tl.zeros([feature.shape[0], source.shape[0]], tl.float32)
+    up_acc = acc
     for start in tl.range(0, width, BLOCK_K, num_stages=STAGES):
         mask = column < width - start
         x = tl.load(x_ptrs + start, mask=mask[:, None] & in_group[None, :], other=0.0)
@@ -163,8 +161,6 @@ def _multiply_mxfp4(
     out_features,
     width,
     GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Computes what ``_multiply`` does, with packed MXFP4 weights: see ``mxfp4.py``.
@@ -182,8 +178,8 @@ def _multiply_mxfp4(
     row = expert.to(tl.int64) * tl.cdiv(width, 128) * num_rows + feature
     words_ptrs = words_ptr + row[:, None] * 32 + column[None, :]
     scales_ptrs = scales_ptr + row
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc = tl.zeros([feature.shape[0], source.shape[0]], tl.float32)
+    up_acc = acc
     for start in tl.range(0, width, 128, num_stages=STAGES):
         words, scales = tl.load(words_ptrs), tl.load(scales_ptrs)[:, None]
         if GATED:
@@ -266,8 +262,6 @@ def _grouped_kernel(
             out_features,
             width,
             GATED,
-            BLOCK_M,
-            BLOCK_N,
             BLOCK_K,
             STAGES,
         )
@@ -283,8 +277,6 @@ def _grouped_kernel(
             out_features,
             width,
             GATED,
-            BLOCK_M,
-            BLOCK_N,
             STAGES,
         )
     dtype: tl.constexpr = out_ptr.dtype.element_ty
