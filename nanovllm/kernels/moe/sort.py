@@ -33,25 +33,6 @@ def max_tiles(num_assignments: int, num_experts: int, block_m: int) -> int:
     return (num_assignments + num_used * (block_m - 1)) // block_m
 
 
-def sort_reference(routing: Routing, block_m: int) -> Groups:
-    """Groups the assignments of a routing by expert, into tiles of at most ``block_m`` rows. The
-    routing must have counts."""
-    experts = routing.experts.flatten()
-    assert routing.counts is not None
-    counts = routing.counts.sum(0)
-    ends = counts.cumsum(0)
-    per_expert = (counts + block_m - 1) // block_m
-    expert = torch.arange(len(counts), device=counts.device).repeat_interleave(per_expert)
-    index = torch.arange(len(expert), device=counts.device)
-    index -= (per_expert.cumsum(0) - per_expert)[expert]
-    starts = (ends - counts)[expert] + index * block_m
-    size = max_tiles(len(experts), len(counts), block_m)
-    tiles = torch.zeros(size, 3, dtype=torch.int32, device=counts.device)
-    tiles[: len(expert)] = torch.stack([expert, starts, ends[expert]], dim=1)
-    num_tiles = torch.tensor([len(expert)], dtype=torch.int32, device=counts.device)
-    return Groups(experts.argsort(stable=True).int(), tiles, num_tiles)
-
-
 @triton.jit(do_not_specialize=["num_assignments", "num_chunks"])
 def _sort_kernel(
     experts_ptr,
@@ -111,6 +92,8 @@ def _sort_kernel(
 
 
 def sort_triton(routing: Routing, block_m: int) -> Groups:
+    """Groups the assignments of a routing by expert, into tiles of at most ``block_m`` rows. The
+    routing must have ranks and counts."""
     num_tokens, top_k = routing.experts.shape
     assert routing.counts is not None
     num_chunks, num_experts = routing.counts.shape
