@@ -51,7 +51,6 @@ def _tile_kernel(
     PDL: tl.constexpr,
     BLOCK_N: tl.constexpr = BLOCK_N,
     BLOCK_K: tl.constexpr = BLOCK_K,
-    STAGES: tl.constexpr = NUM_STAGES,
 ):
     """Computes BLOCK_M rows of BLOCK_N features, summed over ``columns`` columns, which are all
     columns or one part of a split-K.
@@ -78,7 +77,7 @@ def _tile_kernel(
     weight_ptrs = weight_ptr + tl.arange(0, BLOCK_N)[:, None] * width + column[None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    for start in tl.range(0, columns, BLOCK_K, num_stages=STAGES):
+    for start in tl.range(0, columns, BLOCK_K):
         acc = tl.dot(tl.load(weight_ptrs + start), tl.load(x_ptrs + start), acc)
     address = out_ptr + (part * num_rows + row) * out_features + feature
     tl.store(address, acc.to(out_ptr.dtype.element_ty), mask=row < num_rows)
@@ -139,6 +138,7 @@ def tile_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         width // num_parts,
         BLOCK_M=block_m,
         num_warps=4,
+        num_stages=NUM_STAGES,
         **pdl_options(x),
     )
     if is_split:

@@ -113,7 +113,6 @@ def _multiply(
     width,
     GATED: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Multiplies rows of x with rows of an expert's weight.
 
@@ -138,7 +137,7 @@ def _multiply(
     up_ptrs = gate_ptrs + out_features * width
     acc = tl.zeros([feature.shape[0], source.shape[0]], tl.float32)
     up_acc = acc
-    for start in tl.range(0, width, BLOCK_K, num_stages=STAGES):
+    for start in tl.range(0, width, BLOCK_K):
         mask = column < width - start
         x = tl.load(x_ptrs + start, mask=mask[:, None] & in_group[None, :], other=0.0)
         weight = tl.load(gate_ptrs + start, mask=mask[None, :], other=0.0)
@@ -161,7 +160,6 @@ def _multiply_mxfp4(
     out_features,
     width,
     GATED: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Computes what ``_multiply`` does, with packed MXFP4 weights: see ``mxfp4.py``.
 
@@ -180,7 +178,7 @@ def _multiply_mxfp4(
     scales_ptrs = scales_ptr + row
     acc = tl.zeros([feature.shape[0], source.shape[0]], tl.float32)
     up_acc = acc
-    for start in tl.range(0, width, 128, num_stages=STAGES):
+    for start in tl.range(0, width, 128):
         words, scales = tl.load(words_ptrs), tl.load(scales_ptrs)[:, None]
         if GATED:
             up_words = tl.load(words_ptrs + out_features * 32)
@@ -218,7 +216,6 @@ def _grouped_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Computes one tile of a grouped GEMM.
@@ -263,7 +260,6 @@ def _grouped_kernel(
             width,
             GATED,
             BLOCK_K,
-            STAGES,
         )
     else:
         acc, up_acc = _multiply_mxfp4(
@@ -277,7 +273,6 @@ def _grouped_kernel(
             out_features,
             width,
             GATED,
-            STAGES,
         )
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if bias_ptr is not None:
@@ -398,7 +393,7 @@ def _launch(
             BLOCK_M=tile.rows,
             BLOCK_N=tile.features,
             BLOCK_K=tile.columns,
-            STAGES=tile.stages,
             num_warps=tile.warps,
+            num_stages=tile.stages,
             **pdl_options(x),
         )

@@ -18,8 +18,8 @@ MAX_UNSORTED_TOKENS = 4
 class Routing(NamedTuple):
     """The experts of each token.
 
-    ``ranks`` and ``counts`` let ``sort_triton`` sort in one pass. Only the kernel computes them, and
-    only for more than MAX_UNSORTED_TOKENS tokens. Otherwise they are None.
+    ``ranks`` and ``counts`` let ``sort_triton`` sort in one pass. The kernel computes them for more
+    than MAX_UNSORTED_TOKENS tokens. Otherwise they are None.
 
     Attributes:
         weights: fp32 [N, k], the routing weights: the chosen experts' probabilities, in descending
