@@ -62,8 +62,8 @@ def pdl_options(x: torch.Tensor) -> dict[str, bool]:
     """Returns launch arguments for programmatic dependent launch (PDL, on Hopper and later).
 
     With PDL, a kernel may start while the previous kernel finishes, which saves about a microsecond
-    per launch. The kernel needs a parameter ``PDL``, and must call ``pdl_wait`` before
-    it reads results of other kernels of the step, and before it writes.
+    per launch. The kernel needs a parameter ``PDL``, and must call ``pdl_wait`` before it reads
+    results of other kernels of the step, and before it writes.
     """
     if not x.is_cuda or not _has_pdl(x.device):
         return {"PDL": False}
@@ -72,7 +72,10 @@ def pdl_options(x: torch.Tensor) -> dict[str, bool]:
 
 @triton.jit
 def pdl_wait(PDL: tl.constexpr) -> None:
-    """In a kernel with PDL, allows the next kernel to start, and waits for the previous one."""
+    """In a kernel with PDL, allows the next kernel to start, and waits for the previous one.
+
+    A kernel that has other work in between calls ``gdc_launch_dependents`` and ``gdc_wait`` itself.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

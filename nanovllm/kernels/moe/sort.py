@@ -45,12 +45,12 @@ def _sort_kernel(
     num_chunks,
     NUM_EXPERTS: tl.constexpr,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Each program sorts the SIZE assignments of one chunk of tokens. It sums the counts of all
     chunks itself, because a separate kernel for that would take longer."""
+    BLOCK: tl.constexpr = triton.next_power_of_2(SIZE) if SIZE < 256 else 256
     BLOCK_E: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
     BLOCK_C: tl.constexpr = 4096 // BLOCK_E if BLOCK_E < 4096 else 1
     pdl_wait(PDL)
@@ -114,7 +114,6 @@ def sort_triton(routing: Routing, block_m: int) -> Groups:
         num_chunks,
         NUM_EXPERTS=num_experts,
         SIZE=size,
-        BLOCK=min(256, triton.next_power_of_2(size)),
         BLOCK_M=block_m,
         num_warps=4,
         **pdl_options(ints),
