@@ -5,6 +5,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
 
 
@@ -54,7 +55,7 @@ def silu_and_mul_triton(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
     num_rows, width = x.size(0), x.size(1) // 2
     out = x.new_empty(num_rows, width)
     block = min(4096, triton.next_power_of_2(width))
-    grid = (num_rows * triton.cdiv(width, block),)
+    grid = (num_rows * cdiv(width, block),)
     num_warps = max(1, block // 256)
     _silu_and_mul_kernel[grid](
         x, out, WIDTH=width, BLOCK=block, GELU=gelu, num_warps=num_warps, **pdl_options(x)
