@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.utils.triton_compat import by_device, pdl_options, tl, triton
+from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
 
 
 def rms_norm_reference(
@@ -29,18 +29,15 @@ def _rms_norm_kernel(
     sum_ptr,
     eps,
     WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Programs process rows from last to first. The previous kernel wrote the last rows most
     # recently, so they may still be in the L2 cache.
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
-    column = tl.arange(0, BLOCK)
+    column = tl.arange(0, triton.next_power_of_2(WIDTH))
     mask = column < WIDTH
     weight = tl.load(weight_ptr + column, mask=mask)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     x = tl.load(x_ptr + row * WIDTH + column, mask=mask, other=0.0)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * WIDTH + column, mask=mask, other=0.0)
@@ -60,7 +57,6 @@ def rms_norm_triton(
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape == x.shape[-1:]
     assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
     width = x.size(-1)
-    block = triton.next_power_of_2(width)
     out = torch.empty_like(x)
     total = None if residual is None else torch.empty_like(x)
     _rms_norm_kernel[(x.numel() // width,)](
@@ -71,8 +67,7 @@ def rms_norm_triton(
         total,
         eps,
         WIDTH=width,
-        BLOCK=block,
-        num_warps=min(8, max(1, block // 512)),
+        num_warps=min(8, max(1, triton.next_power_of_2(width) // 512)),
         **pdl_options(x),
     )
     return out, x if total is None else total

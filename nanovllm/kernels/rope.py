@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanovllm.kernels.attention.kv_cache import KVCache, store_kvcache
 from nanovllm.kernels.rms_norm import rms_norm_reference
-from nanovllm.utils.triton_compat import by_device, pdl_options, tl, triton
+from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
 
 BLOCK_HEADS = 8  # heads per program
 
@@ -112,17 +112,13 @@ def _apply_rope_and_store_kernel(
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    STORES: tl.constexpr,
     CLAMP_END: tl.constexpr,
     LARGEST: tl.constexpr,
     PDL: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr = BLOCK_HEADS,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     # A program handles BLOCK_HEADS heads of one token, query heads or key heads, and stores keys
     # with their values. Programs process tokens from last to first. The previous kernel wrote the
     # last tokens most recently, so they may still be in the L2 cache. A KV cache can hold over 2^31
@@ -145,7 +141,7 @@ def _apply_rope_and_store_kernel(
         weight_ptr = q_weight_ptr
         num_heads = Q_HEADS
     head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
-    column = tl.arange(0, BLOCK_HALF)[None, :]
+    column = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
     in_head = column < HALF
     mask = (head < num_heads) & in_head
     offset = head * (HALF * 2) + column
@@ -169,7 +165,7 @@ def _apply_rope_and_store_kernel(
     out2 = (x2 * cos + x1 * sin).to(raw1.dtype)
     tl.store(out_ptr + offset, out1, mask=mask)
     tl.store(out_ptr + offset + HALF, out2, mask=mask)
-    if STORES:
+    if k_cache_ptr is not None:
         slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
         if is_key & (slot >= 0):
             v1 = tl.load(v_ptr + token * v_stride + offset, mask=mask)
@@ -198,7 +194,7 @@ def apply_rope_and_store_triton(
     assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
     assert head_dim % 2 == 0 and rope.positions.shape == (num_tokens,)
     assert rope.cos_sin_cache.is_contiguous()
-    k_cache, v_cache, slot_mapping = k, v, rope.positions  # placeholders if nothing is stored
+    k_cache, v_cache, slot_mapping = None, None, None
     if slots is not None:
         k_cache, v_cache, slot_mapping = slots.cache.k, slots.cache.v, slots.slot_mapping
         assert k_cache.is_contiguous() and v_cache.is_contiguous()
@@ -228,10 +224,7 @@ def apply_rope_and_store_triton(
         Q_HEADS=q_heads,
         K_HEADS=k_heads,
         HALF=head_dim // 2,
-        BLOCK_HEADS=BLOCK_HEADS,
-        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         HAS_NORM=has_norm,
-        STORES=slots is not None,
         CLAMP_END=clamp_end,
         LARGEST=torch.finfo(v.dtype).max,
         num_warps=2,

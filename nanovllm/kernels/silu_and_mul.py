@@ -1,9 +1,12 @@
 """The gated MLP's activation: silu(gate) * up, or GELU's tanh approximation in place of silu."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
-from nanovllm.utils.triton_compat import by_device, pdl_options, tl, triton
+from nanovllm.utils.math import cdiv
+from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
 
 
 def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
@@ -25,12 +28,10 @@ def _silu_and_mul_kernel(
     out_ptr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
     PDL: tl.constexpr,
-    GELU: tl.constexpr = False,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     # Programs process rows from last to first. The previous kernel wrote the last rows most
     # recently, so they may still be in the L2 cache.
     NUM_BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
@@ -49,26 +50,19 @@ def _silu_and_mul_kernel(
     tl.store(out_ptr + row * WIDTH + column, silu * up, mask=mask)
 
 
-def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
-    return _launch(x)
-
-
-def gelu_tanh_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
-    return _launch(x, GELU=True)
-
-
-def _launch(x: torch.Tensor, **options: bool) -> torch.Tensor:
+def silu_and_mul_triton(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
     assert x.is_contiguous() and x.dim() == 2
     num_rows, width = x.size(0), x.size(1) // 2
     out = x.new_empty(num_rows, width)
     block = min(4096, triton.next_power_of_2(width))
-    grid = (num_rows * triton.cdiv(width, block),)
+    grid = (num_rows * cdiv(width, block),)
     num_warps = max(1, block // 256)
     _silu_and_mul_kernel[grid](
-        x, out, WIDTH=width, BLOCK=block, num_warps=num_warps, **options, **pdl_options(x)
+        x, out, WIDTH=width, BLOCK=block, GELU=gelu, num_warps=num_warps, **pdl_options(x)
     )
     return out
 
 
+gelu_tanh_and_mul_triton = partial(silu_and_mul_triton, gelu=True)
 silu_and_mul = by_device(silu_and_mul_reference, silu_and_mul_triton)
 gelu_tanh_and_mul = by_device(gelu_tanh_and_mul_reference, gelu_tanh_and_mul_triton)

@@ -62,15 +62,19 @@ class UnquantizedExperts:
             bias: whether the experts have biases.
         """
         inner = divide(num_columns, self.tp.size)
-        shapes: dict[str, tuple[int, ...]] = {
-            "gate_up_proj": (num_experts, 2 * inner, hidden_size),
-            "down_proj": (num_experts, hidden_size, inner),
-        }
-        if bias:
-            shapes |= {f"{name}_bias": shape[:-1] for name, shape in shapes.items()}
-        for name, shape in shapes.items():
-            param = nn.Parameter(torch.empty(shape), requires_grad=False)
-            self.layer.register_parameter(name, param)
+        sizes = ("gate_up_proj", 2 * inner, hidden_size), ("down_proj", hidden_size, inner)
+        for name, rows, width in sizes:
+            self._create_weight(name, num_experts, rows, width)
+            if bias:
+                self._register(f"{name}_bias", torch.empty(num_experts, rows))
+
+    def _create_weight(self, name: str, num_experts: int, rows: int, width: int) -> None:
+        self._register(name, torch.empty(num_experts, rows, width))
+
+    def _register(self, name: str, tensor: Tensor) -> Any:
+        param = nn.Parameter(tensor, requires_grad=False)
+        self.layer.register_parameter(name, param)
+        return param
 
     def load(
         self, param: nn.Parameter, tensor: Tensor, shard_id: int | str | None, expert: int | None
@@ -162,36 +166,21 @@ class Mxfp4Experts(UnquantizedExperts):
 
     kernels = KERNELS[1:]  # not GEMVs: dequantisation on the CUDA cores takes longer
 
-    def create_parameters(
-        self, num_experts: int, hidden_size: int, num_columns: int, bias: bool
-    ) -> None:
-        self._shapes: dict[str, tuple[int, int, int]] = {}  # of this rank's unpacked weights
-        inner = divide(num_columns, self.tp.size)
-        if hidden_size % BLOCK or inner % BLOCK:
+    def _create_weight(self, name: str, num_experts: int, rows: int, width: int) -> None:
+        if width % BLOCK:
             raise ValueError(
-                f"MXFP4 weights need sizes that are multiples of {BLOCK}, but there are "
-                f"{hidden_size} hidden features and {inner} columns of each expert on a rank"
+                f"MXFP4 weights need sizes that are multiples of {BLOCK}, but on a rank {name} has "
+                f"{width} columns of each expert"
             )
-        for name, rows, width in (
-            ("gate_up_proj", 2 * inner, hidden_size),
-            ("down_proj", hidden_size, inner),
-        ):
-            self._shapes[name] = num_experts, rows, width
-            groups = (num_experts, num_groups(width), rows)
-            tensors = {
-                f"{name}_blocks": torch.empty(*groups, 32, dtype=torch.int16),
-                f"{name}_scales": torch.empty(groups, dtype=torch.int32),
-            }
-            if bias:
-                tensors[f"{name}_bias"] = torch.empty(num_experts, rows)
-            for tensor_name, tensor in tensors.items():
-                param: Any = nn.Parameter(tensor, requires_grad=False)
-                if not param.is_floating_point():
-                    param.fill_with_dummy_weights = fill_mxfp4
-                self.layer.register_parameter(tensor_name, param)
+        groups = num_experts, num_groups(width), rows
+        words = torch.empty(*groups, 32, dtype=torch.int16)
+        scales = torch.empty(groups, dtype=torch.int32)
+        for part, tensor in (("blocks", words), ("scales", scales)):
+            param = self._register(f"{name}_{part}", tensor)
+            param.num_blocks, param.fill_with_dummy_weights = width // BLOCK, fill_mxfp4
 
     def load(
-        self, param: nn.Parameter, tensor: Tensor, shard_id: int | str | None, expert: int | None
+        self, param: Any, tensor: Tensor, shard_id: int | str | None, expert: int | None
     ) -> None:
         if param.is_floating_point():
             super().load(param, tensor, shard_id, expert)
@@ -199,9 +188,9 @@ class Mxfp4Experts(UnquantizedExperts):
         if tensor.dtype is not torch.uint8:
             raise ValueError(f"dtype {tensor.dtype} is not supported, MXFP4 weights are uint8")
         name, part = self._name(param).rsplit("_", 1)
-        num_experts, rows, width = self._shapes[name]
         pack, block_shape = (pack_mxfp4, [16]) if part == "blocks" else (pack_mxfp4_scales, [])
-        own = tensor.new_empty(num_experts, rows, width // BLOCK, *block_shape)
+        num_experts, _, rows = param.shape[:3]
+        own = tensor.new_empty(num_experts, rows, param.num_blocks, *block_shape)
         self._copy(name, own, tensor, None, None)
         for target, values in zip(param.data, own.to(param.device), strict=True):
             target.copy_(pack(values))

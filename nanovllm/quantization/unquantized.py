@@ -42,7 +42,7 @@ def _is_small(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
 
 def _is_tiled(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
     # For larger weights cuBLAS is as fast.
-    return weight.numel() <= 1 << 22 and tiled.supports(weight)
+    return use_triton(weight) and weight.numel() <= 1 << 22 and tiled.supports(weight)
 
 
 def _is_gated(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:

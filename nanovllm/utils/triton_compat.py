@@ -62,13 +62,23 @@ def pdl_options(x: torch.Tensor) -> dict[str, bool]:
     """Returns launch arguments for programmatic dependent launch (PDL, on Hopper and later).
 
     With PDL, a kernel may start while the previous kernel finishes, which saves about a microsecond
-    per launch. The kernel needs a parameter ``PDL``. If it is true, the kernel must begin with
-    ``gdc_launch_dependents`` and call ``gdc_wait`` before it reads results of other kernels of the
-    step, and before it writes.
+    per launch. The kernel needs a parameter ``PDL``, and must call ``pdl_wait`` before it reads
+    results of other kernels of the step, and before it writes.
     """
     if not x.is_cuda or not _has_pdl(x.device):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
+
+
+@triton.jit
+def pdl_wait(PDL: tl.constexpr) -> None:
+    """In a kernel with PDL, allows the next kernel to start, and waits for the previous one.
+
+    A kernel that has other work in between calls ``gdc_launch_dependents`` and ``gdc_wait`` itself.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 def keep_compiled_kernels() -> None:
@@ -91,14 +101,6 @@ def shared_memory(device: torch.device) -> int:
         return 0
     properties: Any = torch.cuda.get_device_properties(device)
     return properties.shared_memory_per_block_optin
-
-
-@cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Returns the number of multiprocessors of a CUDA GPU; 1 on a CPU."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache

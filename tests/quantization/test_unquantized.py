@@ -50,8 +50,7 @@ def make_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Unqua
 @pytest.fixture
 def choose(monkeypatch):
     """(operation, rows, out, in) -> the kernel that a Hopper GPU would run."""
-    for module in (unquantized, tiled):
-        monkeypatch.setattr(module, "use_triton", lambda x: True)
+    monkeypatch.setattr(unquantized, "use_triton", lambda x: True)
     monkeypatch.setattr(swiglu, "supports", lambda weight: True)
 
     def call(operation, rows, out, width, *, dtype=BF16, bias=None, memory=228):

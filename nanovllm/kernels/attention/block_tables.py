@@ -80,7 +80,7 @@ def _update_kernel(
     num_seqs,
     group_stride,
     row_stride,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr = BLOCK,
 ):
     seq, group = tl.program_id(0), tl.program_id(2)
     entries_ptr += (group * num_seqs + seq) * 4
@@ -101,9 +101,7 @@ def _update_kernel(
 def update_triton(resident: torch.Tensor, update: BlockTableUpdate, step: torch.Tensor) -> None:
     num_groups, num_seqs, width = step.shape
     grid = num_seqs, triton.cdiv(width, BLOCK), num_groups
-    _update_kernel[grid](
-        resident, *update, step, num_seqs, step.stride(0), step.stride(1), BLOCK=BLOCK
-    )
+    _update_kernel[grid](resident, *update, step, num_seqs, step.stride(0), step.stride(1))
 
 
 update_block_tables = by_device(update_reference, update_triton)

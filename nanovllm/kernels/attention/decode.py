@@ -34,7 +34,6 @@ from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 from nanovllm.utils.triton_compat import pdl_options, tl, triton
 
-COMBINE_ROWS = 32  # partial results (splits times heads of a group) that are combined at once
 NUM_MULTIPROCESSORS = 132  # of a Hopper GPU
 # Target numbers of programs, for sequences whose contexts are split. In a small batch the programs
 # have fewer warps, so a multiprocessor holds more of them.
@@ -62,17 +61,24 @@ class DecodeTile(NamedTuple):
 
 
 @triton.jit
-def _norm_and_rope(
-    x, other, weight, other_weight, cos, sin, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr
-):  # fmt: skip
-    """Applies RMSNorm and RoPE, as rope.py does, to heads x [N, D].
+def _load_pair(ptr, index, other, mask):
+    """Loads the elements of heads, and the other element of the RoPE pair of each one, half a head
+    away. Their indices are ``index`` and ``other``, [N, D]."""
+    return tl.load(ptr + index, mask=mask, other=0.0), tl.load(ptr + other, mask=mask, other=0.0)
 
-    ``other`` holds, for each element, the other element of its RoPE pair, half a head away. ``sin``
-    is negative for the first half of a head. All arguments have x's shape.
+
+@triton.jit
+def _norm_and_rope(pair, weights, cos, sin, eps, HEAD_DIM: tl.constexpr):
+    """Applies RMSNorm and RoPE, as rope.py does, to heads [N, D].
+
+    ``pair`` and ``weights`` are from ``_load_pair``. Without a norm, ``weights`` is None. ``sin``
+    is negative for the first half of a head.
     """
+    x, other = pair
     x32 = x.to(tl.float32)
     other32 = other.to(tl.float32)
-    if HAS_NORM:
+    if weights is not None:
+        weight, other_weight = weights
         scale = tl.rsqrt(tl.sum(x32 * x32, axis=1) / HEAD_DIM + eps)[:, None]
         # Rounds where rms_norm_reference rounds.
         x32 = ((x32 * scale).to(weight.dtype) * weight).to(x.dtype).to(tl.float32)
@@ -119,12 +125,8 @@ def _decode_kernel(
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TAIL_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    COMBINE_ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PDL: tl.constexpr,
@@ -142,7 +144,9 @@ def _decode_kernel(
     begins at the start of the tile that has the window's first key. Sinks count in the first split.
     """
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
-    HAS_NORM: tl.constexpr = q_weight_ptr is not None
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    BLOCK_G: tl.constexpr = triton.next_power_of_2(GROUP)
+    BLOCK_M: tl.constexpr = BLOCK_G if BLOCK_G > 16 else 16
     kv_head = tl.program_id(0)
     schedule_ptr += tl.program_id(1) * SPLIT_WORDS
     if PDL:
@@ -195,15 +199,11 @@ def _decode_kernel(
     cos = tl.load(angle, mask=index < HEAD_DIM, other=0.0)
     sin = tl.load(angle + HALF, mask=index < HEAD_DIM, other=0.0)
     sin = tl.where(index < HALF, -sin, sin)
-    q_weight = cos  # placeholders, unless HAS_NORM
-    q_other_weight = cos
-    k_weight = cos
-    k_other_weight = cos
-    if HAS_NORM:
-        q_weight = tl.load(q_weight_ptr + index, mask=index < HEAD_DIM, other=0.0)
-        q_other_weight = tl.load(q_weight_ptr + other, mask=index < HEAD_DIM, other=0.0)
-        k_weight = tl.load(k_weight_ptr + index, mask=index < HEAD_DIM, other=0.0)
-        k_other_weight = tl.load(k_weight_ptr + other, mask=index < HEAD_DIM, other=0.0)
+    q_weights = None
+    k_weights = None
+    if q_weight_ptr is not None:
+        q_weights = _load_pair(q_weight_ptr, index, other, index < HEAD_DIM)
+        k_weights = _load_pair(k_weight_ptr, index, other, index < HEAD_DIM)
     if sinks_ptr is not None:
         sink_mask = row < (split == 0).to(tl.int32) * GROUP
         sinks = tl.load(sinks_ptr + head, mask=sink_mask, other=-float("inf")) * CONSTEXPR_LOG2_E
@@ -212,22 +212,18 @@ def _decode_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
 
-    q = tl.load(q_row + index, mask=g_mask, other=0.0)
-    q_other = tl.load(q_row + other, mask=g_mask, other=0.0)
+    q_pair = _load_pair(q_row, index, other, g_mask)
     # A program without a new key loads none: this mask is then false everywhere. A scalar mask
     # would be simpler, but Triton's interpreter does not support it.
     new_mask = g_mask & (index < has_new.to(tl.int32) * HEAD_DIM)
-    new_k = tl.load(k_row + index, mask=new_mask, other=0.0)
-    new_k_other = tl.load(k_row + other, mask=new_mask, other=0.0)
+    new_k_pair = _load_pair(k_row, index, other, new_mask)
     new_v = tl.load(v_row + index, mask=new_mask, other=0.0)
-    q = _norm_and_rope(q, q_other, q_weight, q_other_weight, cos, sin, eps, HEAD_DIM, HAS_NORM)
+    q = _norm_and_rope(q_pair, q_weights, cos, sin, eps, HEAD_DIM)
     row_max = tl.full([BLOCK_G], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = _repeat_rows(new_v, BLOCK_M).to(tl.float32)
     if has_new:
-        new_k = _norm_and_rope(
-            new_k, new_k_other, k_weight, k_other_weight, cos, sin, eps, HEAD_DIM, HAS_NORM
-        )
+        new_k = _norm_and_rope(new_k_pair, k_weights, cos, sin, eps, HEAD_DIM)
         row_max = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1) * scale_log2e
         if SOFTCAP is not None:
             row_max = softcap(row_max, SOFTCAP)
@@ -262,7 +258,7 @@ def _decode_kernel(
             begin,
             begin + (cached_end - begin) // BLOCK_N * BLOCK_N,
             cached_end,
-            row,
+            None,
             row_max,
             row_sum,
             acc,
@@ -272,7 +268,6 @@ def _decode_kernel(
             window_begin,
             window_begin,
             PAGE_SIZE,
-            False,
             HEAD_DIM,
             BLOCK_N,
             TAIL_N,
@@ -295,7 +290,7 @@ def _decode_kernel(
         return
     # The last program to arrive combines the splits, weighted by their log-sum-exps.
     tl.store(arrived_ptr, 0)
-    SPLITS: tl.constexpr = COMBINE_ROWS // BLOCK_G
+    SPLITS: tl.constexpr = 32 // BLOCK_G if BLOCK_G < 32 else 1  # that are combined at once
     first_row = first_slot * Q_HEADS + kv_head * GROUP
     out_row = out_row + kv_head * GROUP
     row_max = tl.full([BLOCK_G], -float("inf"), tl.float32)
@@ -345,7 +340,6 @@ def decode_attention(
     assert arrived.numel() >= num_slots * kv_heads
     partial = out.new_empty(num_slots, q_heads, head_dim, dtype=torch.float32)
     lse = out.new_empty(num_slots, q_heads, dtype=torch.float32)
-    group = triton.next_power_of_2(q_heads // kv_heads)
     num_splits = len(context.split_kv_schedule)
     if params.window is not None:  # the schedule's unused rows, which come last, need no programs
         num_splits = min(num_splits, num_seqs * max_window_splits(params.window, tile.num_keys))
@@ -378,12 +372,8 @@ def decode_attention(
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_M=max(16, group),
         BLOCK_N=tile.num_keys,
         TAIL_N=min(tile.num_keys, 64 if tile.num_warps == 4 else 32),  # tuned on an H200
-        BLOCK_G=group,
-        COMBINE_ROWS=max(COMBINE_ROWS, group),
         WINDOW=params.window or 0,
         SOFTCAP=None if params.softcap is None else params.softcap * LOG2_E,
         num_warps=tile.num_warps,

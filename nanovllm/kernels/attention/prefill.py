@@ -13,7 +13,7 @@ from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.tiles import CONSTEXPR_LOG2_E, LOG2_E, attend
 from nanovllm.utils.context import Context
-from nanovllm.utils.triton_compat import pdl_options, shared_memory, tl, triton
+from nanovllm.utils.triton_compat import pdl_options, pdl_wait, shared_memory, tl, triton
 
 SCAN = 128  # sequences that a program looks at in one iteration, to find that of its tile
 
@@ -38,7 +38,6 @@ def _prefill_kernel(
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TAIL_N: tl.constexpr,
@@ -54,9 +53,8 @@ def _prefill_kernel(
     KV_HEADS, HEAD_DIM] if PAGE_SIZE is 0. WINDOW and SOFTCAP are as in ``attend``. A sink is a
     score without a key, so it is the initial maximum of its row, with a weight of 1.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     TILE: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
@@ -113,7 +111,6 @@ def _prefill_kernel(
         tl.maximum(first_position + 1 - WINDOW, 0) if WINDOW else 0,
         end - WINDOW if WINDOW else 0,
         PAGE_SIZE,
-        True,
         HEAD_DIM,
         BLOCK_N,
         TAIL_N,
@@ -207,7 +204,6 @@ def prefill_attention(
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_M=block_m,
         BLOCK_N=tile.num_keys,
         TAIL_N=tile.num_tail_keys,

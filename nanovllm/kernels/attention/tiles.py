@@ -34,7 +34,6 @@ def attend(
     window_begin,
     window_full,
     PAGE_SIZE: tl.constexpr,
-    CAUSAL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TAIL_N: tl.constexpr,
@@ -44,8 +43,9 @@ def attend(
     """Lets the rows of q attend to keys [begin, end).
 
     Keys before ``middle`` are visible to all rows and need no mask. They are read in tiles of
-    BLOCK_N. Keys from ``middle`` on, in tiles of TAIL_N, are masked by ``end`` and, if CAUSAL, by
-    the ``position`` of each row. PAGE_SIZE is 0 for keys and values that are not paged.
+    BLOCK_N. Keys from ``middle`` on, in tiles of TAIL_N, are masked by ``end`` and by the
+    ``position`` of each row, unless it is None. PAGE_SIZE is 0 for keys and values that are not
+    paged.
 
     WINDOW is the number of keys that a row attends to, or 0 for all. With a window, keys before
     ``window_begin`` are not read, keys from ``window_full`` up to ``middle`` need no mask, and
@@ -82,7 +82,7 @@ def attend(
                 scores = softcap(scores * scale_log2e, SOFTCAP)
             if PART != 1:
                 visible = exists[None, :]
-                if CAUSAL:
+                if position is not None:
                     visible = visible & (key[None, :] <= position[:, None])
                     if WINDOW:
                         visible = visible & (key[None, :] > position[:, None] - WINDOW)

@@ -14,6 +14,7 @@ this flag may overwrite that inbox in epoch e + 2.
 
 import logging
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from nanovllm.utils.cuda_ipc import (
     open_memory,
 )
 from nanovllm.utils.distributed import TPGroup
-from nanovllm.utils.triton_compat import HAS_TRITON, num_multiprocessors, pdl_options, tl, triton
+from nanovllm.utils.triton_compat import HAS_TRITON, pdl_options, pdl_wait, tl, triton
 
 logger = logging.getLogger("nanovllm")
 BLOCK = 2048  # elements
@@ -51,15 +52,13 @@ def _all_reduce_kernel(
     numel,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
-    TAKES_MAX: tl.constexpr,
-    SPINS: tl.constexpr,
     PDL: tl.constexpr,
+    BLOCK: tl.constexpr = BLOCK,
+    SPINS: tl.constexpr = 4096,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    TAKES_MAX: tl.constexpr = x_ptr.dtype.element_ty == tl.int64
+    pdl_wait(PDL)
     # Programs wait for programs of other ranks, so all programs must be resident at once. Therefore
     # a large tensor has more blocks than programs. A program processes its blocks in ascending
     # order, on all ranks.
@@ -139,10 +138,7 @@ def all_reduce(
         x.numel(),
         RANK=rank,
         SIZE=size,
-        BLOCK=BLOCK,
         NUM_BLOCKS=len(epochs),
-        TAKES_MAX=x.dtype == torch.int64,
-        SPINS=4096,
         num_warps=8,
         **({} if torch.version.hip else {"maxnreg": REGISTERS}),
         **pdl_options(x),
@@ -150,9 +146,13 @@ def all_reduce(
     return out
 
 
+@cache
 def max_programs(device: torch.device) -> int:
-    """Returns the number of programs that can be resident at once."""
-    return PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device)
+    """Returns the number of programs that can be resident at once on a GPU; 1 on a CPU."""
+    if device.type != "cuda":
+        return 1
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
 
 
 def max_numel(size: int, dtype: torch.dtype) -> int:

@@ -13,7 +13,7 @@ kernel that produces its input.
 
 import torch
 
-from nanovllm.utils.triton_compat import pdl_options, tl, triton
+from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
 
 MAX_ROWS = 16
 # With a limit, the compiler uses as many registers as the limit allows, and issues all loads early.
@@ -76,9 +76,7 @@ def _vector_kernel(
     if SILU:
         up_weight = tl.load(up_ptr + column[None, :], mask=mask, other=0.0)
     bias, up_bias = _load_bias(bias_ptr, feature, in_weight, out_features, SILU)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
@@ -168,9 +166,7 @@ def _matrix_kernel(
     feature = first + tl.arange(0, BLOCK_N)[:, None]
     in_weight = feature < out_features
     bias, up_bias = _load_bias(bias_ptr, feature, in_weight, out_features, SILU)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     x = _load_tile(x_ptr, 0, num_rows, 0, K, BLOCK_M, 1, BLOCK_K, WARPS)
     acc = tl.zeros([WARPS, PARTS * BLOCK_N, BLOCK_M], tl.float32)
     for start in tl.range(BLOCK_K, K, BLOCK_K, loop_unroll_factor=UNROLL):

@@ -11,7 +11,7 @@ instructions. Rows of x are the N dimension, which may be smaller.
 
 import torch
 
-from nanovllm.utils.triton_compat import pdl_options, shared_memory, tl, triton, use_triton
+from nanovllm.utils.triton_compat import pdl_options, pdl_wait, shared_memory, tl, triton
 
 BLOCK_N, BLOCK_K, NUM_STAGES = 64, 128, 4
 MAX_PART_COLUMNS = 512  # columns per part of a split-K
@@ -48,10 +48,9 @@ def _tile_kernel(
     width,
     columns,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr = BLOCK_N,
+    BLOCK_K: tl.constexpr = BLOCK_K,
 ):
     """Computes BLOCK_M rows of BLOCK_N features, summed over ``columns`` columns, which are all
     columns or one part of a split-K.
@@ -78,7 +77,7 @@ def _tile_kernel(
     weight_ptrs = weight_ptr + tl.arange(0, BLOCK_N)[:, None] * width + column[None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    for start in tl.range(0, columns, BLOCK_K, num_stages=STAGES):
+    for start in tl.range(0, columns, BLOCK_K):
         acc = tl.dot(tl.load(weight_ptrs + start), tl.load(x_ptrs + start), acc)
     address = out_ptr + (part * num_rows + row) * out_features + feature
     tl.store(address, acc.to(out_ptr.dtype.element_ty), mask=row < num_rows)
@@ -96,9 +95,7 @@ def _sum_kernel(
     PDL: tl.constexpr,
 ):
     """Adds the parts of a split-K and the bias: [NUM_PARTS, size] -> [size]."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < size
     total = tl.zeros([BLOCK], tl.float32)
@@ -110,11 +107,10 @@ def _sum_kernel(
 
 
 def supports(weight: torch.Tensor) -> bool:
-    """Returns whether ``tile_linear`` can multiply by this weight [out, in] on its device."""
+    """Returns whether ``tile_linear`` can multiply by this weight [out, in] on its GPU."""
     out_features, width = weight.shape
     return (
-        use_triton(weight)
-        and weight.dtype in (torch.float16, torch.bfloat16)
+        weight.dtype in (torch.float16, torch.bfloat16)
         and out_features % BLOCK_N == 0
         and width % (_num_parts(out_features, width) * BLOCK_K) == 0
         and shared_memory(weight.device) >= SHARED_MEMORY
@@ -141,10 +137,8 @@ def tile_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         width,
         width // num_parts,
         BLOCK_M=block_m,
-        BLOCK_N=BLOCK_N,
-        BLOCK_K=BLOCK_K,
-        STAGES=NUM_STAGES,
         num_warps=4,
+        num_stages=NUM_STAGES,
         **pdl_options(x),
     )
     if is_split:

@@ -12,7 +12,7 @@ import torch
 from nanovllm.kernels.moe.activation import gated_activation
 from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.moe.route import Routing
-from nanovllm.utils.triton_compat import pdl_options, tl, triton
+from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
 
 # BLOCK_N, BLOCK_K and num_warps of each kernel, tuned for one token of Qwen3-30B-A3B (hidden size
 # 2048, top 8, intermediate size 768) on an H200. The first kernel has 8 x 768 programs, each of
@@ -40,9 +40,7 @@ def _gate_up_kernel(
 ):
     """Row a of the result [N k, I] is activation(x[a // TOP_K] W^T + bias), with the W and bias of
     the expert of assignment a. ``out_features`` is I, and WIDTH is the hidden size."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     assignment = tl.program_id(1)
     expert = tl.load(experts_ptr + assignment).to(tl.int64)
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -90,9 +88,7 @@ def _down_kernel(
     """Row t of the result [N, hidden] is the residual plus the sum of scale[a] * (x[a] W^T + bias)
     over the assignments a of token t, with the W and bias of the expert of assignment a.
     ``out_features`` is the hidden size, and WIDTH is I."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     token = tl.program_id(1)
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_weight = feature < out_features

@@ -19,7 +19,7 @@ from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.moe.mxfp4 import dequantise_part, rescale
 from nanovllm.kernels.moe.route import MAX_UNSORTED_TOKENS, Routing
 from nanovllm.kernels.moe.sort import Groups, sort_triton
-from nanovllm.utils.triton_compat import pdl_options, shared_memory, tl, triton
+from nanovllm.utils.triton_compat import pdl_options, pdl_wait, shared_memory, tl, triton
 
 
 class Tile(NamedTuple):
@@ -112,10 +112,7 @@ def _multiply(
     out_features,
     width,
     GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Multiplies rows of x with rows of an expert's weight.
 
@@ -138,9 +135,9 @@ def _multiply(
     row = expert.to(tl.int64) * PARTS * out_features + feature
     gate_ptrs = weight_ptr + row[:, None] * width + column[None, :]
     up_ptrs = gate_ptrs + out_features * width
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in tl.range(0, width, BLOCK_K, num_stages=STAGES):
+    acc = tl.zeros([feature.shape[0], source.shape[0]], tl.float32)
+    up_acc = acc
+    for start in tl.range(0, width, BLOCK_K):
         mask = column < width - start
         x = tl.load(x_ptrs + start, mask=mask[:, None] & in_group[None, :], other=0.0)
         weight = tl.load(gate_ptrs + start, mask=mask[None, :], other=0.0)
@@ -163,9 +160,6 @@ def _multiply_mxfp4(
     out_features,
     width,
     GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Computes what ``_multiply`` does, with packed MXFP4 weights: see ``mxfp4.py``.
 
@@ -182,9 +176,9 @@ def _multiply_mxfp4(
     row = expert.to(tl.int64) * tl.cdiv(width, 128) * num_rows + feature
     words_ptrs = words_ptr + row[:, None] * 32 + column[None, :]
     scales_ptrs = scales_ptr + row
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in tl.range(0, width, 128, num_stages=STAGES):
+    acc = tl.zeros([feature.shape[0], source.shape[0]], tl.float32)
+    up_acc = acc
+    for start in tl.range(0, width, 128):
         words, scales = tl.load(words_ptrs), tl.load(scales_ptrs)[:, None]
         if GATED:
             up_words = tl.load(words_ptrs + out_features * 32)
@@ -222,7 +216,6 @@ def _grouped_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Computes one tile of a grouped GEMM.
@@ -237,9 +230,7 @@ def _grouped_kernel(
     The weight is in MXFP4 if ``block_scales_ptr`` is not None. If ``tiles_ptr`` is None, each
     assignment is a tile, in the order of assignments, and ``order_ptr`` has its expert.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     tile = tl.program_id(1)
     if tiles_ptr is None:
         expert = tl.load(order_ptr + tile)
@@ -268,10 +259,7 @@ def _grouped_kernel(
             out_features,
             width,
             GATED,
-            BLOCK_M,
-            BLOCK_N,
             BLOCK_K,
-            STAGES,
         )
     else:
         acc, up_acc = _multiply_mxfp4(
@@ -285,9 +273,6 @@ def _grouped_kernel(
             out_features,
             width,
             GATED,
-            BLOCK_M,
-            BLOCK_N,
-            STAGES,
         )
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if bias_ptr is not None:
@@ -316,9 +301,7 @@ def _sum_kernel(
     PDL: tl.constexpr,
 ):
     """Sums the TOP_K rows of each token, and the residual: [N k, width] -> [N, width]."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -410,7 +393,7 @@ def _launch(
             BLOCK_M=tile.rows,
             BLOCK_N=tile.features,
             BLOCK_K=tile.columns,
-            STAGES=tile.stages,
             num_warps=tile.warps,
+            num_stages=tile.stages,
             **pdl_options(x),
         )

@@ -45,7 +45,7 @@ MAX_SCALE = 254 - SCALE_OFFSET  # the largest byte in a checkpoint; an exponent 
 
 # PTX for two words: shifts and masks give two bf16 numbers in r, which are multiplied by the factor
 # of their block. Adding -0 keeps the sign of a zero.
-_ASM = "{{ .reg .b32 r, s; {} mov.b32 s, 0x80008000; fma.rn.bf16x2 $0, r, $2, s; }}"
+_TEMPLATE = "{{ .reg .b32 r, s; {} mov.b32 s, 0x80008000; fma.rn.bf16x2 $0, r, $2, s; }}"
 _SHIFTS = (
     "and.b32 r, $1, 0x81C081C0;",  # bits 15 and 8 to 6 of both words
     "shl.b32 r, $1, 3; and.b32 r, r, 0x81C081C0;",
@@ -54,7 +54,9 @@ _SHIFTS = (
     "shl.b32 r, $1, 2; and.b32 r, r, 0x80008000;"
     " shr.b32 s, $1, 3; lop3.b32 r, s, 0x01C001C0, r, 0xEA;",
 )
-_ASM_0, _ASM_1, _ASM_2, _ASM_3 = (tl.constexpr(_ASM.format(shifts)) for shifts in _SHIFTS)
+# For kernels: each has an entry for each part.
+_ASM = tl.constexpr(tuple(_TEMPLATE.format(shifts) for shifts in _SHIFTS))
+_SIGN_BITS, _LOWEST_BITS = tl.constexpr(SIGN_BITS), tl.constexpr(LOWEST_BITS)
 
 
 def dequantise_mxfp4(
@@ -79,15 +81,18 @@ def dequantise_mxfp4(
             f"MXFP4 needs uint8 blocks of 16 bytes with a scale each, got {blocks.dtype} "
             f"{list(blocks.shape)} and {scales.dtype} {list(scales.shape)}"
         )
-    values = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=dtype)
-    values = values.to(blocks.device)
-    unscaled = values[_codes(blocks).int()]
-    return torch.ldexp(unscaled, (scales.int() - 127)[..., None]).flatten(-2)
+    return _values(_codes(blocks), scales.int() - 127, dtype).flatten(-2)
 
 
 def _codes(blocks: torch.Tensor) -> torch.Tensor:
     """Returns the four bits of each value: [..., num_blocks, 16] -> [..., num_blocks, 32]."""
     return torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+
+
+def _values(codes: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the values of four bits times 2 ** exponent: [..., 32], [...] -> [..., 32]."""
+    values = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=dtype)
+    return torch.ldexp(values.to(codes.device)[codes.int()], exponents[..., None])
 
 
 def num_groups(width: int) -> int:
@@ -147,7 +152,6 @@ def unpack_mxfp4(
     Returns:
         [..., rows, width].
     """
-    values = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=dtype)
     codes = torch.stack(
         [
             ((words >> sign & 1) << 3) | (words >> lowest & 7)
@@ -156,7 +160,7 @@ def unpack_mxfp4(
         dim=-2,
     )
     exponents = scales.view(torch.uint8).unflatten(-1, (-1, 4)).int() - SCALE_OFFSET - 127
-    unpacked = torch.ldexp(values.to(words.device)[codes.int()], exponents[..., None])
+    unpacked = _values(codes, exponents, dtype)
     return unpacked.flatten(-2).transpose(-3, -2).flatten(-2)[..., :width].contiguous()
 
 
@@ -185,16 +189,11 @@ def dequantise_part(words, scales, PART: tl.constexpr, dtype: tl.constexpr):
     exponent = (scales >> (8 * PART)) & 255
     if dtype == tl.bfloat16:
         scale = (exponent.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
-        ASM: tl.constexpr = (
-            _ASM_0 if PART == 0 else _ASM_1 if PART == 1 else _ASM_2 if PART == 2 else _ASM_3
-        )
         return tl.inline_asm_elementwise(
-            ASM, "=r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2
+            _ASM[PART], "=r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2
         )
-    SIGN: tl.constexpr = 15 if PART == 0 else 12 if PART == 1 else 14 if PART == 2 else 13
-    LOWEST: tl.constexpr = 6 if PART == 0 else 3 if PART == 1 else 0 if PART == 2 else 9
     bits = words.to(tl.int32)  # then the value times 2 ** -126, as fp32
-    bits = ((bits >> SIGN) << 31) | (((bits >> LOWEST) & 7) << 22)
+    bits = ((bits >> _SIGN_BITS[PART]) << 31) | (((bits >> _LOWEST_BITS[PART]) & 7) << 22)
     scale = (exponent << 23).to(tl.float32, bitcast=True)
     return (bits.to(tl.float32, bitcast=True) * 2.0**64 * scale).to(dtype)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.utils.triton_compat import by_device, pdl_options, tl, triton
+from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
 
 # Up to this number of tokens, assignments are not sorted, because nearly every one has an expert of
 # its own.
@@ -18,8 +18,8 @@ MAX_UNSORTED_TOKENS = 4
 class Routing(NamedTuple):
     """The experts of each token.
 
-    ``ranks`` and ``counts`` let ``sort_triton`` sort in one pass. They are None if the kernel has
-    routed at most MAX_UNSORTED_TOKENS tokens.
+    ``ranks`` and ``counts`` let ``sort_triton`` sort in one pass. The kernel computes them for more
+    than MAX_UNSORTED_TOKENS tokens. Otherwise they are None.
 
     Attributes:
         weights: fp32 [N, k], the routing weights: the chosen experts' probabilities, in descending
@@ -32,8 +32,8 @@ class Routing(NamedTuple):
 
     weights: torch.Tensor
     experts: torch.Tensor
-    ranks: torch.Tensor | None
-    counts: torch.Tensor | None
+    ranks: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
 
 
 def chunk_size(num_tokens: int, num_experts: int) -> int:
@@ -56,25 +56,13 @@ def route_reference(logits: torch.Tensor, top_k: int, norm_topk_prob: bool) -> R
         norm_topk_prob: whether the probabilities of the chosen experts are divided by their sum.
 
     Returns:
-        The routing, with ``ranks`` and ``counts`` for any number of tokens.
+        The routing, without ``ranks`` and ``counts``.
     """
-    num_tokens, num_experts = logits.shape
     logits = logits.float()
     values, experts = logits.sort(dim=-1, descending=True, stable=True)
     values, experts = values[:, :top_k], experts[:, :top_k]
     total = (values if norm_topk_prob else logits).logsumexp(-1, keepdim=True)
-    size = chunk_size(num_tokens, num_experts)
-    num_chunks = -(-num_tokens // size)
-    chosen = torch.zeros(num_chunks * size, num_experts, dtype=torch.int32, device=logits.device)
-    chosen[:num_tokens].scatter_(1, experts, 1)
-    chosen = chosen.view(num_chunks, size, num_experts)
-    earlier = (chosen.cumsum(1) - chosen).view(-1, num_experts)[:num_tokens]
-    return Routing(
-        (values - total).exp(),
-        experts.int(),
-        earlier.gather(1, experts).int(),
-        chosen.sum(1, dtype=torch.int32),
-    )
+    return Routing((values - total).exp(), experts.int())
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -89,13 +77,11 @@ def _route_kernel(
     TOP_K: tl.constexpr,
     NORMALISE: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    BLOCK_E: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
+    BLOCK_K: tl.constexpr = triton.next_power_of_2(TOP_K)
+    pdl_wait(PDL)
     token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     expert = tl.arange(0, BLOCK_E)
     is_real = (token < num_tokens)[:, None] & (expert < NUM_EXPERTS)[None, :]
@@ -168,8 +154,6 @@ def route_triton(logits: torch.Tensor, top_k: int, norm_topk_prob: bool) -> Rout
         TOP_K=top_k,
         NORMALISE=norm_topk_prob,
         CHUNK=chunk,
-        BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_K=triton.next_power_of_2(top_k),
         num_warps=(8 if chunk * num_experts > 2048 else 4) if sorts else 1,
         **pdl_options(logits),
     )

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.kernels.moe.route import Routing, chunk_size
-from nanovllm.utils.triton_compat import pdl_options, tl, triton
+from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
 
 
 class Groups(NamedTuple):
@@ -33,25 +33,6 @@ def max_tiles(num_assignments: int, num_experts: int, block_m: int) -> int:
     return (num_assignments + num_used * (block_m - 1)) // block_m
 
 
-def sort_reference(routing: Routing, block_m: int) -> Groups:
-    """Groups the assignments of a routing by expert, into tiles of at most ``block_m`` rows. The
-    routing must have counts."""
-    experts = routing.experts.flatten()
-    assert routing.counts is not None
-    counts = routing.counts.sum(0)
-    ends = counts.cumsum(0)
-    per_expert = (counts + block_m - 1) // block_m
-    expert = torch.arange(len(counts), device=counts.device).repeat_interleave(per_expert)
-    index = torch.arange(len(expert), device=counts.device)
-    index -= (per_expert.cumsum(0) - per_expert)[expert]
-    starts = (ends - counts)[expert] + index * block_m
-    size = max_tiles(len(experts), len(counts), block_m)
-    tiles = torch.zeros(size, 3, dtype=torch.int32, device=counts.device)
-    tiles[: len(expert)] = torch.stack([expert, starts, ends[expert]], dim=1)
-    num_tiles = torch.tensor([len(expert)], dtype=torch.int32, device=counts.device)
-    return Groups(experts.argsort(stable=True).int(), tiles, num_tiles)
-
-
 @triton.jit(do_not_specialize=["num_assignments", "num_chunks"])
 def _sort_kernel(
     experts_ptr,
@@ -64,17 +45,15 @@ def _sort_kernel(
     num_chunks,
     NUM_EXPERTS: tl.constexpr,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Each program sorts the SIZE assignments of one chunk of tokens. It sums the counts of all
     chunks itself, because a separate kernel for that would take longer."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    BLOCK: tl.constexpr = triton.next_power_of_2(SIZE) if SIZE < 256 else 256
+    BLOCK_E: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
+    BLOCK_C: tl.constexpr = 4096 // BLOCK_E if BLOCK_E < 4096 else 1
+    pdl_wait(PDL)
     chunk = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     row = tl.arange(0, BLOCK_C)
@@ -113,6 +92,8 @@ def _sort_kernel(
 
 
 def sort_triton(routing: Routing, block_m: int) -> Groups:
+    """Groups the assignments of a routing by expert, into tiles of at most ``block_m`` rows. The
+    routing must have ranks and counts."""
     num_tokens, top_k = routing.experts.shape
     assert routing.counts is not None
     num_chunks, num_experts = routing.counts.shape
@@ -124,7 +105,6 @@ def sort_triton(routing: Routing, block_m: int) -> Groups:
         ints.new_empty(max_tiles(num_assignments, num_experts, block_m), 3),
         ints.new_empty(1),
     )
-    block_e = triton.next_power_of_2(num_experts)
     _sort_kernel[(num_chunks,)](
         routing.experts,
         routing.ranks,
@@ -134,9 +114,6 @@ def sort_triton(routing: Routing, block_m: int) -> Groups:
         num_chunks,
         NUM_EXPERTS=num_experts,
         SIZE=size,
-        BLOCK=min(256, triton.next_power_of_2(size)),
-        BLOCK_E=block_e,
-        BLOCK_C=max(1, 4096 // block_e),
         BLOCK_M=block_m,
         num_warps=4,
         **pdl_options(ints),

@@ -1,11 +1,14 @@
 """Triton functions for sampling by the Gumbel-max trick: argmax(log w - log E) over items with
 weights w, with noise E ~ Exp(1) from philox.py. sample.py explains the algorithm.
 
-Items lie in groups of LANES * WIDTH = 128. In each group, the LANES items whose indices are equal
-modulo WIDTH share a Philox counter, which yields the noise of all of them.
+Items lie in groups of GROUP = 128. In each group, the four items whose indices are equal modulo
+GROUP / 4 share a Philox counter, which yields the noise of all of them.
 """
 
+from nanovllm.kernels.sampling import philox
 from nanovllm.utils.triton_compat import tl, triton
+
+GROUP = tl.constexpr(philox.GROUP)  # for kernels
 
 
 @triton.jit
@@ -16,32 +19,26 @@ def sample_untruncated(
     num_tokens,
     num_groups,
     first_token,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
 ):
     """Samples a token of one row, ignoring top-k, top-p and min-p.
 
     First samples a group of tokens, weighted by the groups' log-sum-exps, then a token of this
-    group. The groups of tokens are items too, which lie in up to MAX_BLOCKS blocks of 128 groups.
+    group. The groups of tokens are items too, which lie in up to MAX_BLOCKS blocks of GROUP groups.
 
     Returns the score of the group and the token: (-inf, -1) if all logits are -inf, and
     (+inf, -1) if any logit is NaN or +inf.
     """
     temperature = tl.load(row_ptr).to(tl.float32, bitcast=True)
-    GROUP: tl.constexpr = LANES * WIDTH
     first_group = first_token // GROUP
     score, group = gumbel_scores(
         group_lse_ptr - first_group,
         first_group // GROUP + tl.arange(0, MAX_BLOCKS),
         first_group,
         first_group + num_groups,
-        -0x80000000,  # no threshold
         tl.where(temperature > 0, 1.0, 0.0),  # the log-sum-exps are scaled already
         row_ptr,
         0,  # philox.GROUP_STREAM
-        LANES,
-        WIDTH,
     )
     best = tl.max(score)
     group = tl.maximum(argmax_item(score, group), first_group)
@@ -50,63 +47,44 @@ def sample_untruncated(
         group + tl.zeros([1], tl.int32),
         first_token,
         first_token + num_tokens,
-        -0x80000000,  # no threshold
         temperature,
         row_ptr,
         1,  # philox.TOKEN_STREAM
-        LANES,
-        WIDTH,
     )
     return best, tl.where(best < float("inf"), argmax_item(score, token), -1)
 
 
 @triton.jit
-def gumbel_scores(
-    values_ptr,
-    groups,
-    start,
-    end,
-    threshold,
-    temperature,
-    row_ptr,
-    stream,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+def gumbel_scores(values_ptr, groups, start, end, temperature, row_ptr, stream, threshold=None):
     """Scores the items of some groups. An item's log weight is value / temperature. With
     temperature 0 its score is the value itself.
 
-    Skips items outside [start, end) and items whose ``sort_key`` is below ``threshold``.
+    Skips items outside [start, end) and items whose ``sort_key`` is below ``threshold``, if given.
 
-    Returns two tensors [groups, WIDTH]: the highest score among the LANES items of each counter,
+    Returns two tensors [groups, GROUP / 4]: the highest score among the four items of each counter,
     and the item that has it.
     """
+    WIDTH: tl.constexpr = GROUP // 4
     column = tl.arange(0, WIDTH)[None, :]
     counter = groups[:, None] * WIDTH + column
     zero = counter * 0
-    w0 = zero
-    w1 = zero
-    w2 = zero
-    w3 = zero
+    word = zero.to(tl.uint32, bitcast=True)
+    words = word, word, word, word
     if temperature > 0:
         position = zero + tl.load(row_ptr + 6)
         # philox.ROUNDS
         words = tl.philox(_load_seed(row_ptr), counter, position, zero + stream, zero, 7)
-        w0 = words[0].to(tl.int32, bitcast=True)
-        w1 = words[1].to(tl.int32, bitcast=True)
-        w2 = words[2].to(tl.int32, bitcast=True)
-        w3 = words[3].to(tl.int32, bitcast=True)
     best = tl.full(counter.shape, -float("inf"), tl.float32)
     best_item = zero
-    for lane in tl.static_range(LANES):
-        item = (groups[:, None] * LANES + lane) * WIDTH + column
+    for lane in tl.static_range(4):
+        item = (groups[:, None] * 4 + lane) * WIDTH + column
         exists = (item >= start) & (item < end)
         value = tl.load(values_ptr + item, mask=exists, other=-float("inf")).to(tl.float32)
-        word = w0 if lane == 0 else (w1 if lane == 1 else (w2 if lane == 2 else w3))
         score = value
         if temperature > 0:
-            score = _score(value * (1 / temperature), word)
-        score = tl.where(sort_key(value) >= threshold, score, -float("inf"))
+            score = _score(value * (1 / temperature), words[lane])
+        if threshold is not None:
+            score = tl.where(sort_key(value) >= threshold, score, -float("inf"))
         best_item = tl.where(score > best, item, best_item)
         best = tl.maximum(best, score)
     return best, best_item
@@ -115,7 +93,7 @@ def gumbel_scores(
 @triton.jit
 def _score(log_weight, word):
     """Returns log w - log E, with E from a random 32-bit word."""
-    uniform = (word.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    uniform = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     uniform = tl.minimum(uniform, 0.99999994)  # as philox.LARGEST_UNIFORM
     # Small u use the Taylor series of -log(1 - u), because fp32 rounds 1 - u to 1.
     series = uniform * (1 + uniform * (0.5 + uniform * 0.33333334))

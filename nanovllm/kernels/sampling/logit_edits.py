@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from nanovllm.utils.math import cdiv
-from nanovllm.utils.triton_compat import tl, triton, use_triton
+from nanovllm.utils.triton_compat import by_device, tl, triton
 
 
 def penalise(
@@ -74,7 +74,7 @@ def bit_mask(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view("<i4")
 
 
-def apply_mask(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> None:
+def apply_mask_reference(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> None:
     """Forbids the tokens whose bits are 0.
 
     Args:
@@ -82,13 +82,6 @@ def apply_mask(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> 
         rows: int32 [M], the distinct rows to mask.
         mask: int32 [M, ceil(vocab_size / 32)]. Bit i of word w stands for token 32 * w + i.
     """
-    if use_triton(logits):
-        apply_mask_triton(logits, rows, mask)
-    else:
-        apply_mask_reference(logits, rows, mask)
-
-
-def apply_mask_reference(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> None:
     bits = mask.unsqueeze(-1) >> torch.arange(32, device=mask.device) & 1
     forbidden = bits.flatten(1)[:, : logits.size(1)] == 0
     logits[rows.long()] = logits[rows.long()].masked_fill(forbidden, -torch.inf)
@@ -102,3 +95,6 @@ def apply_mask_triton(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tens
     _mask_kernel[(rows.numel(), triton.cdiv(num_words, block))](
         logits, rows, mask, logits.size(1), num_words, BLOCK=block, num_warps=4
     )
+
+
+apply_mask = by_device(apply_mask_reference, apply_mask_triton)

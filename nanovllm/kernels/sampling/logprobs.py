@@ -11,6 +11,7 @@ import torch
 from nanovllm.utils.triton_compat import by_device, tl, triton
 
 GROUP = 128
+TILE = 32  # groups that a program reads
 
 
 def top_logprobs_reference(
@@ -44,8 +45,8 @@ def _group_kernel(
     tile_above_ptr,
     vocab_size,
     num_groups,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
+    GROUP: tl.constexpr = GROUP,
+    TILE: tl.constexpr = TILE,
 ):
     row, tile = tl.program_id(0), tl.program_id(1)
     logits_ptr += row.to(tl.int64) * vocab_size
@@ -70,8 +71,8 @@ def top_logprobs_triton(
     """See ``top_logprobs_reference``."""
     assert logits.is_contiguous() and token_ids.shape == logits.shape[:1]
     num_rows, vocab_size = logits.shape
-    num_groups, tile = triton.cdiv(vocab_size, GROUP), 32
-    num_tiles = triton.cdiv(num_groups, tile)
+    num_groups = triton.cdiv(vocab_size, GROUP)
+    num_tiles = triton.cdiv(num_groups, TILE)
     group_max = logits.new_empty(num_rows, num_groups, dtype=torch.float32)
     group_sum = torch.empty_like(group_max)
     num_above = logits.new_empty(num_rows, num_tiles, dtype=torch.int32)
@@ -83,8 +84,6 @@ def top_logprobs_triton(
         num_above,
         vocab_size,
         num_groups,
-        GROUP=GROUP,
-        TILE=tile,
         num_warps=8,
     )
     log_sum_exp = (group_max + group_sum.log()).logsumexp(-1, keepdim=True)

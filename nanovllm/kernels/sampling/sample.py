@@ -32,8 +32,9 @@ Read on in sample_reference.py (PyTorch), or in sample_kernels.py, gumbel_max.py
 
 import torch
 
-from nanovllm.kernels.sampling.philox import GROUP, LANES, WIDTH
+from nanovllm.kernels.sampling.philox import GROUP
 from nanovllm.kernels.sampling.sample_kernels import (
+    STATS_TILE,
     group_stats_kernel,
     sample_kernel,
     sample_shard_kernel,
@@ -41,9 +42,6 @@ from nanovllm.kernels.sampling.sample_kernels import (
 from nanovllm.kernels.sampling.sample_reference import sample_reference, sample_shard_reference
 from nanovllm.kernels.sampling.sampling_row import ROW_WORDS
 from nanovllm.utils.triton_compat import by_device, triton, use_triton
-
-STATS_TILE = 32  # groups that a program of group_stats_kernel reads
-SAMPLE_TILE = 64  # groups that a program of sample_kernel reads at a time
 
 
 def sample(logits: torch.Tensor, rows: torch.Tensor, truncates: bool) -> torch.Tensor:
@@ -93,11 +91,6 @@ def sample_triton(logits: torch.Tensor, rows: torch.Tensor, truncates: bool) -> 
         vocab_size,
         num_groups,
         TRUNCATES=truncates,
-        ROW_WORDS=ROW_WORDS,
-        LANES=LANES,
-        WIDTH=WIDTH,
-        TILE=SAMPLE_TILE,
-        MAX_BLOCKS=triton.next_power_of_2(triton.cdiv(num_groups, GROUP)),
         MAX_GROUPS=triton.next_power_of_2(num_groups),
         num_warps=16,
     )
@@ -121,9 +114,6 @@ def sample_shard_triton(
         logits.stride(0),
         num_groups,
         first_token,
-        ROW_WORDS=ROW_WORDS,
-        LANES=LANES,
-        WIDTH=WIDTH,
         # One more block, because the first group may lie in the middle of one.
         MAX_BLOCKS=triton.next_power_of_2(triton.cdiv(num_groups, GROUP) + 1),
         num_warps=8,
@@ -152,10 +142,6 @@ def _group_stats(
         num_tokens,
         logits.stride(0),
         num_groups,
-        ROW_WORDS=ROW_WORDS,
-        LANES=LANES,
-        WIDTH=WIDTH,
-        TILE=STATS_TILE,
         num_warps=4,
     )
     return group_max, group_lse

@@ -1,8 +1,12 @@
 """The Triton kernels of sampling. Launched by sample.py, which explains the algorithm."""
 
-from nanovllm.kernels.sampling.gumbel_max import sample_untruncated, sort_key
+from nanovllm.kernels.sampling.gumbel_max import GROUP, sample_untruncated, sort_key
+from nanovllm.kernels.sampling.philox import WIDTH
+from nanovllm.kernels.sampling.sampling_row import ROW_WORDS
 from nanovllm.kernels.sampling.truncation import resample_if_truncated
 from nanovllm.utils.triton_compat import tl, triton
+
+STATS_TILE = 32  # groups that a program of group_stats_kernel reads
 
 
 # num_groups follows from vocab_size, so Triton need not specialise on it.
@@ -15,10 +19,9 @@ def group_stats_kernel(
     vocab_size,
     stride,
     num_groups,
-    ROW_WORDS: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
+    ROW_WORDS: tl.constexpr = ROW_WORDS,
+    WIDTH: tl.constexpr = WIDTH,
+    TILE: tl.constexpr = STATS_TILE,
 ):
     """Computes the largest logit and the log-sum-exp of logits / temperature for TILE groups of one
     row. The log-sum-exp is the largest logit for temperature 0, and +inf if a logit is NaN or
@@ -28,7 +31,7 @@ def group_stats_kernel(
     scale = 1 / tl.where(temperature > 0, temperature, 1.0)
     groups = tile * TILE + tl.arange(0, TILE)
     # Each thread holds tokens of all four quarters of a group, which saves warp shuffles.
-    token = groups[:, None] * (LANES * WIDTH) + tl.arange(0, WIDTH)[None, :]
+    token = groups[:, None] * (4 * WIDTH) + tl.arange(0, WIDTH)[None, :]
     logits_ptr += row.to(tl.int64) * stride
     z0 = _load(logits_ptr, token, vocab_size)
     z1 = _load(logits_ptr, token + WIDTH, vocab_size)
@@ -64,28 +67,17 @@ def sample_kernel(
     vocab_size,
     num_groups,
     TRUNCATES: tl.constexpr,
-    ROW_WORDS: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr,
     MAX_GROUPS: tl.constexpr,
+    ROW_WORDS: tl.constexpr = ROW_WORDS,
 ):
     """Samples the token of one row."""
+    MAX_BLOCKS: tl.constexpr = triton.cdiv(MAX_GROUPS, GROUP)
     row = tl.program_id(0)
     row_ptr = rows_ptr + row * ROW_WORDS
     logits_ptr += row.to(tl.int64) * vocab_size
     group_lse_ptr += row * num_groups
     _score, token = sample_untruncated(
-        logits_ptr,
-        group_lse_ptr,
-        row_ptr,
-        vocab_size,
-        num_groups,
-        0,
-        LANES,
-        WIDTH,
-        MAX_BLOCKS,
+        logits_ptr, group_lse_ptr, row_ptr, vocab_size, num_groups, 0, MAX_BLOCKS
     )
     if TRUNCATES:
         token = resample_if_truncated(
@@ -97,9 +89,6 @@ def sample_kernel(
             candidates_ptr + row * num_groups,
             vocab_size,
             num_groups,
-            LANES,
-            WIDTH,
-            TILE,
             MAX_GROUPS,
         )
     tl.store(token_ptr + row, token.to(tl.int64))
@@ -115,10 +104,8 @@ def sample_shard_kernel(
     stride,
     num_groups,
     first_token,
-    ROW_WORDS: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
+    ROW_WORDS: tl.constexpr = ROW_WORDS,
 ):
     """Samples the token of one row from one shard, and packs its score and id into an int64."""
     row = tl.program_id(0)
@@ -129,8 +116,6 @@ def sample_shard_kernel(
         num_tokens,
         num_groups,
         first_token,
-        LANES,
-        WIDTH,
         MAX_BLOCKS,
     )
     key = sort_key(score).to(tl.int64)

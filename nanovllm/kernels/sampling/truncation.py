@@ -5,8 +5,10 @@ Logits are compared by their ``sort_key``. Candidate groups are those whose larg
 the threshold. Only they are read. A list of their numbers is kept in global memory.
 """
 
-from nanovllm.kernels.sampling.gumbel_max import argmax_item, gumbel_scores, sort_key
+from nanovllm.kernels.sampling.gumbel_max import GROUP, argmax_item, gumbel_scores, sort_key
 from nanovllm.utils.triton_compat import tl, triton
+
+TILE = tl.constexpr(64)  # candidate groups that are read at a time
 
 
 @triton.jit
@@ -19,9 +21,6 @@ def resample_if_truncated(
     candidates_ptr,
     vocab_size,
     num_groups,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
     MAX_GROUPS: tl.constexpr,
 ):
     """Returns ``token`` if top-k, top-p and min-p keep it, otherwise a sample of the tokens that
@@ -29,7 +28,7 @@ def resample_if_truncated(
 
     All pointers point to one row's data. ``candidates_ptr`` is scratch space, int32 [num_groups].
     """
-    GROUP: tl.constexpr = LANES * WIDTH
+    WIDTH: tl.constexpr = GROUP // 4
     temperature = tl.load(row_ptr).to(tl.float32, bitcast=True)
     top_k = tl.load(row_ptr + 1)
     top_p = tl.load(row_ptr + 2).to(tl.float32, bitcast=True)
@@ -67,8 +66,6 @@ def resample_if_truncated(
                 top_k,
                 threshold,
                 sort_key(max_logit).to(tl.int64) + 1,
-                GROUP,
-                TILE,
             )
         top_p_weight = top_p * 1.0
         if top_p < 1:
@@ -81,8 +78,6 @@ def resample_if_truncated(
                     threshold,
                     max_logit,
                     temperature,
-                    GROUP,
-                    TILE,
                 )
             else:
                 group_lse = tl.load(group_lse_ptr + group, mask=exists, other=-float("inf"))
@@ -103,12 +98,10 @@ def resample_if_truncated(
                         ),
                         0,
                         vocab_size,
-                        threshold,
                         temperature,
                         row_ptr,
                         2,  # philox.RESAMPLE_STREAM
-                        LANES,
-                        WIDTH,
+                        threshold,
                     )
                     best_token = tl.where(score > best, item, best_token)
                     best = tl.maximum(best, score)
@@ -126,8 +119,6 @@ def resample_if_truncated(
                     threshold,
                     max_logit,
                     temperature,
-                    GROUP,
-                    TILE,
                 )
                 resampling = (weight_above >= top_p_weight) & (num_candidates > 0)
             checking = resampling
@@ -153,8 +144,6 @@ def _kth_largest(
     k,
     low,
     high,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     """Returns the key of the k-th largest candidate logit, or ``low`` if fewer than k reach it.
 
@@ -167,7 +156,7 @@ def _kth_largest(
         below = tl.full([TILE, GROUP], -0x80000000, tl.int32)
         for start in range(0, num_candidates, TILE):
             _, keys = _load_candidates(
-                logits_ptr, candidates_ptr, start, num_candidates, vocab_size, GROUP, TILE
+                logits_ptr, candidates_ptr, start, num_candidates, vocab_size
             )
             hit = keys >= middle
             count += hit.to(tl.int32)
@@ -191,15 +180,13 @@ def _sum_weights(
     threshold,
     max_logit,
     temperature,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     """Sums exp((logit - max_logit) / temperature) over the candidate tokens that reach the
     threshold."""
     total = tl.zeros([TILE, GROUP], tl.float32)
     for start in range(0, num_candidates, TILE):
         logits, keys = _load_candidates(
-            logits_ptr, candidates_ptr, start, num_candidates, vocab_size, GROUP, TILE
+            logits_ptr, candidates_ptr, start, num_candidates, vocab_size
         )
         weights = tl.exp((logits - max_logit) * (1 / temperature))
         total += tl.where(keys >= threshold, weights, 0.0)
@@ -213,8 +200,6 @@ def _load_candidates(
     start,
     num_candidates,
     vocab_size,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     """Loads the logits of the next TILE candidate groups. Returns them as fp32 and as keys, -inf
     past the end."""

@@ -95,7 +95,7 @@ def test_no_more_programs_wait_than_run_at_once(monkeypatch):
             return lambda *args, **kwargs: None
 
     monkeypatch.setattr(module, "_all_reduce_kernel", Kernel())
-    monkeypatch.setattr(module, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(module, "max_programs", lambda device: 4 * 132)
     epochs, abort = torch.zeros(NUM_BLOCKS, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     for numel in (1, BLOCK + 1, 100 * BLOCK, MAX_NUMEL):
         all_reduce(torch.zeros(numel), abort, abort, epochs, abort, 0, 2)

@@ -30,9 +30,10 @@ from nanovllm.kernels.moe.route import (
     route_reference,
     route_triton,
 )
-from nanovllm.kernels.moe.sort import max_tiles, sort_reference, sort_triton
+from nanovllm.kernels.moe.sort import max_tiles, sort_triton
 from nanovllm.quantization.experts import KERNELS
 from tests.kernels.conftest import DEVICE, DTYPES
+from tests.kernels.moe.references import count_tokens, sort_reference
 from tests.kernels.oracle import assert_as_good_as_eager, poisoned
 
 slow = pytest.mark.slow
@@ -60,7 +61,7 @@ def assert_same_routing(found: Routing, expected: Routing) -> None:
 @pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), SHAPES)
 def test_route(num_tokens, num_experts, top_k, norm_topk_prob, dtype, monkeypatch):
     logits = torch.randn(num_tokens, num_experts).to(dtype).to(DEVICE)
-    expected = route_reference(logits, top_k, norm_topk_prob)
+    expected = count_tokens(route_reference(logits, top_k, norm_topk_prob), num_experts)
     probs = logits.float().softmax(-1)
     plain, _ = probs.topk(top_k)
     if norm_topk_prob:
@@ -99,7 +100,12 @@ def make_routing(experts: torch.Tensor, num_experts: int) -> Routing:
     top_k = experts.size(1)
     logits = torch.zeros(len(experts), num_experts)
     logits.scatter_(1, experts, torch.arange(2.0 * top_k, top_k, -1).expand_as(experts))
-    return route_reference(logits.to(DEVICE), top_k, True)
+    return count_tokens(route_reference(logits.to(DEVICE), top_k, True), num_experts)
+
+
+def random_routing(num_tokens: int, num_experts: int, top_k: int) -> Routing:
+    logits = torch.randn(num_tokens, num_experts, device=DEVICE)
+    return count_tokens(route_reference(logits, top_k, True), num_experts)
 
 
 def routings() -> dict[str, Routing]:
@@ -137,7 +143,7 @@ def test_sort(name, block_m, monkeypatch):
 
 @pytest.mark.parametrize("num_tokens", [1, 100, pytest.param(16384, marks=slow)])
 def test_sort_in_many_chunks(num_tokens):
-    routing = route_reference(torch.randn(num_tokens, 128, device=DEVICE), 8, True)
+    routing = random_routing(num_tokens, 128, 8)
     found, expected = sort_triton(routing, 32), sort_reference(routing, 32)
     assert torch.equal(found.order, expected.order)
     count = int(expected.num_tiles)
@@ -308,13 +314,13 @@ def test_mxfp4_weights(name, dtype, monkeypatch):
 )
 def test_the_tiles_of_the_table(num_tokens, dtype, monkeypatch):
     """With sizes that no tile divides."""
-    routing = route_reference(torch.randn(num_tokens, 8, device=DEVICE), 3, True)
+    routing = random_routing(num_tokens, 8, 3)
     check_mix(mix_grouped, routing, 152, 168, dtype, monkeypatch)
 
 
 @slow
 def test_many_tokens(monkeypatch):
-    routing = route_reference(torch.randn(4096, 4, device=DEVICE), 1, True)
+    routing = random_routing(4096, 4, 1)
     check_mix(mix_grouped, routing, 16, 8, torch.float16, monkeypatch)
 
 
