@@ -129,7 +129,8 @@ def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
             return end_with(CANNOT_START, f"error: {type(error).__name__}: {error}")
         if runner is not None:
             stop.is_running = True
-            job.write(runner.run(job.requests(), stop), show_progress=not args.no_progress)
+            with closing(runner.run(job.requests(), stop)) as records:
+                job.write(records, show_progress=not args.no_progress)
             stop.is_running = False
     print_message(job.summary())
     if not job.is_done:

@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,7 @@ from nanovllm.run_batch.request import (
     read_body,
 )
 from nanovllm.run_batch.response import make_body
-from nanovllm.run_batch.stop import Stop
+from nanovllm.run_batch.stop import StopOnSignal
 
 logger = logging.getLogger("nanovllm.run_batch")
 
@@ -48,7 +48,6 @@ class _RequestState:
         attempt: how many earlier attempts ended in a failure of the engine or its process.
         generation: the request's parsed body.
         prompts: the request's prompts, prepared for the engine.
-        slot: the slot in the journal, while the request is active.
         request_ids: the engine's request ids of the prompts that have been added to it, in order.
         outputs: the outputs of finished prompts, by request id.
     """
@@ -57,7 +56,6 @@ class _RequestState:
     attempt: int
     generation: Generation = None  # type: ignore[assignment]  # until it is prepared
     prompts: Sequence[PreparedRequest] = ()
-    slot: int = 0
     request_ids: list[str] = field(default_factory=list)
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
 
@@ -98,7 +96,7 @@ class Runner:
         self,
         make_llm: Callable[[], LLM],
         model_names: Sequence[str],
-        journal: Journal | None = None,
+        journal: Journal,
     ) -> None:
         self.llm: LLM | None = make_llm()
         self.window = 2 * self.llm.config.max_num_seqs
@@ -123,10 +121,10 @@ class Runner:
         self._records: list[Record] = []  # to yield next
 
     def run(
-        self, requests: Iterable[BatchRequest | Record | None], stop: Stop | None = None
-    ) -> Iterator[Record]:
+        self, requests: Iterable[BatchRequest | Record], stop: StopOnSignal | None = None
+    ) -> Generator[Record, None, None]:
         """Yields the record of each request as it finishes. Records among ``requests`` are passed
-        through. None among them means that there is no request yet.
+        through.
 
         Reads only as many requests as the engine can take. Requests that ``stop`` ends get no
         record.
@@ -137,24 +135,39 @@ class Runner:
         source = iter(requests)
         try:
             while stop is None or not stop.requested:
-                item = next(source, EXHAUSTED) if self._has_capacity else None
-                if isinstance(item, BatchRequest):
-                    self._add(item)
-                elif item is EXHAUSTED and self.is_idle:
+                records = self.advance(source)
+                if records is None:
                     return
-                elif item is EXHAUSTED or item is None:
-                    self._step()
-                else:
-                    yield item
-                yield from self._pop_records()
-            self._end_unstarted()
+                yield from records
+            self.end_unstarted()
             logger.info("stopping: waiting for %d running requests", len(self._in_flight))
             while self._in_flight and monotonic() < stop.deadline:
-                self._step()
-                yield from self._pop_records()
+                yield from self.advance(iter(())) or ()
         finally:
             self._clear_waiting()
             self._end_all()
+
+    def advance(self, source: Iterator[BatchRequest | Record]) -> list[Record] | None:
+        """Reads a request, if there is capacity for it, or runs an engine step.
+
+        Returns:
+            The records of requests that have finished, and those read from ``source``; None if
+            every request has its record and ``source`` is exhausted.
+
+        Raises:
+            EngineLostError: the engine failed and could not be replaced.
+        """
+        item = next(source, EXHAUSTED) if self._has_capacity else None
+        if isinstance(item, BatchRequest):
+            self._add(item)
+        elif isinstance(item, dict):
+            self._records.append(item)
+        elif item is EXHAUSTED and self.is_idle:
+            return None
+        else:
+            self._step()
+        records, self._records = self._records, []
+        return records
 
     @property
     def is_idle(self) -> bool:
@@ -181,16 +194,12 @@ class Runner:
         num_started = self.num_in_flight + len(self._preparing)
         return not self._ready and num_started < self._windows[self._attempt]
 
-    def _pop_records(self) -> list[Record]:
-        records, self._records = self._records, []
-        return records
-
     def _add(self, request: BatchRequest) -> None:
         """Starts a request. If earlier processes died while running it, it waits for a retry, or
         ends with an error after MAX_ATTEMPTS."""
-        num_deaths = self._journal.num_deaths(request.digest) if self._journal else 0
+        num_deaths = self._journal.num_deaths(request.digest)
         state = _RequestState(request, num_deaths)
-        if self._journal and num_deaths >= MAX_ATTEMPTS:
+        if num_deaths >= MAX_ATTEMPTS:
             self._journal.forget(request.digest)
             message = (
                 f"the process died {MAX_ATTEMPTS} times while running this request, the last time "
@@ -248,8 +257,7 @@ class Runner:
     def _start(self, state: _RequestState) -> None:
         """Prepares a request and adds its prompts. A thread prepares it if that may take long."""
         llm = self._ensure_engine()
-        if self._journal:
-            state.slot = self._journal.begin(state.request.digest)
+        self._journal.begin(state.request.digest)
         self._active[state] = None
         if has_grammar(state.request) or has_template(state.request):
             self._preparing[self._pool.submit(self._prepare, llm, state)] = state
@@ -263,15 +271,14 @@ class Runner:
             generation = read_body(state.request, self._defaults, self._model_names)
             state.generation = generation
             prompts: Sequence[Any] = generation.prompts
-            try:
-                if generation.messages:
-                    prompts = llm.render_chat(generation.messages, **generation.template)
-                params = map(generation.params_of, range(len(prompts)))
-                state.prompts = list(map(llm.prepare, prompts, params))
-            except (TypeError, ValueError) as error:
-                return bad_request(error)
+            if generation.messages:
+                prompts = llm.render_chat(generation.messages, **generation.template)
+            params = map(generation.params_of, range(len(prompts)))
+            state.prompts = list(map(llm.prepare, prompts, params))
         except RequestError as error:
             return error
+        except (TypeError, ValueError) as error:
+            return bad_request(error)
         except Exception as error:  # no request may end the run
             return _internal_error(error)
         return None
@@ -368,15 +375,13 @@ class Runner:
                 self._end_with_error(state, RequestError(message, status=500, code="engine_failed"))
 
     def _end_with_error(self, state: _RequestState, error: RequestError) -> None:
-        if state in self._active:
-            self._end(state)
+        self._end(state)
         self._records.append(error_record(state.request, state.request.custom_id, error))
 
     def _end(self, state: _RequestState) -> None:
-        """Ends an active request, and aborts its prompts in the engine."""
-        del self._active[state]
-        if self._journal:
-            self._journal.end(state.slot)
+        """Ends a request, which may be active, and aborts its prompts in the engine."""
+        self._active.pop(state, None)
+        self._journal.end(state.request.digest)
         for request_id in state.request_ids:
             if self._remove(request_id) and self.llm is not None:
                 with suppress(Exception):  # an engine that has failed has no requests
@@ -394,7 +399,7 @@ class Runner:
             self._end(state)
         return ended
 
-    def _end_unstarted(self) -> None:
+    def end_unstarted(self) -> None:
         """Ends all requests with a prompt that is not in flight, or that waits in the engine's own
         queue."""
         self._clear_waiting()
