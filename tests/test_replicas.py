@@ -249,8 +249,10 @@ def make_echo(answer: Callable[[str], None], start: Callable[[], str | None]) ->
         def __init__(self, *args: Any) -> None:
             self.requests: list[BatchRequest] = []
 
-        def start(self) -> tuple[str, str]:
-            return ray.get_runtime_context().get_node_id(), start() or ""
+        def start(self) -> str:
+            if failure := start():
+                raise RuntimeError(failure)
+            return ray.get_runtime_context().get_node_id()
 
         def run(self, requests: list[BatchRequest]) -> list[dict[str, Any]]:
             self.requests += requests
@@ -278,6 +280,8 @@ def test_requests_of_a_replica_that_dies_run_again(cluster, monkeypatch, tmp_pat
             os._exit(1)
 
     def echo(name: str) -> None:
+        while len([*tmp_path.glob("started *")]) < 2:  # until both replicas have
+            time.sleep(0.1)
         if not death.exists():
             answer(name)
 
@@ -287,6 +291,7 @@ def test_requests_of_a_replica_that_dies_run_again(cluster, monkeypatch, tmp_pat
         if "GPU" in lost and death.exists() and not failure.exists():
             failure.touch()
             return "no GPU"
+        (tmp_path / f"started {os.getpid()}").touch()
         return None
 
     if loses_machine:

@@ -87,7 +87,7 @@ class Job:
         Raises:
             ValueError: a record has the custom_id of a line but belongs to a different request.
         """
-        seen: set[str] = set()
+        seen: set[bytes] = set()
         done, done_lines = self.writer.done, self.writer.done_lines
         for line in read_lines(self.input_path):
             if done_lines.get(line.number) == line.digest:

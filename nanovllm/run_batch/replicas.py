@@ -16,7 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from nanovllm.llm import LLM
 from nanovllm.run_batch.journal import Journal
@@ -31,7 +31,6 @@ MAX_DEATHS = 10  # per replica, since a request last finished; one request may c
 MAX_CALLS = 2  # of ``run``: a replica runs one while the driver handles the result of another
 RUN_SECONDS = 0.1
 POLL_SECONDS = 0.5
-START_SECONDS = 60.0  # longest wait for the other replicas after the first one is ready
 CLOSE_SECONDS = 10.0
 
 
@@ -55,16 +54,14 @@ class Replica:
         # Skip the native destructors of Ray, which run at exit and can deadlock.
         atexit.register(os._exit, 0)
 
-    def start(self) -> tuple[str, str]:
-        """Creates the engine. Returns the id of this node, and the reason why the engine could not
-        be created, or "" if it is ready."""
-        failure = ""
+    def start(self) -> str:
+        """Creates the engine. Returns the id of this node."""
         try:
             self._runner = Runner(lambda: LLM(**self._options), self._model_names, self._journal)
-        except Exception as error:
+        except Exception:
             self._journal.close(is_done=False)
-            failure = describe(error)
-        return ray.get_runtime_context().get_node_id(), failure
+            raise
+        return ray.get_runtime_context().get_node_id()
 
     def run(self, requests: list[BatchRequest]) -> list[Record | None]:
         """Adds requests, and runs the engine for RUN_SECONDS, or less if no request is left.
@@ -152,13 +149,15 @@ class Replicas:
         ]
         self._started_ray = _connect()
         try:
-            resources, num_fitting = _find_resources(options, num_replicas)
+            resources = _find_resources(options, num_replicas)
             self._make_actor = ray.remote(**resources)(Replica).remote
             device = "cuda" if resources["num_gpus"] else "cpu"
             self._arguments = options | {"device": device}, model_names
             for replica in self._replicas:
                 self._start(replica)
-            self._wait_for_replicas(min(num_replicas, num_fitting))
+            logger.info("waiting for Ray to start %d engines", num_replicas)
+            while not any(replica.is_ready for replica in self._replicas):
+                self._wait()
         except BaseException:
             self.close()
             raise
@@ -258,28 +257,26 @@ class Replicas:
         try:
             result = ray.get(call)
         except RayError as error:  # the actor has died or raised an exception
+            reason = describe(getattr(error, "cause", error))
+            if isinstance(error, RayTaskError) and not replica.node_id:
+                raise EngineLostError(reason) from error
             logger.warning("a replica has failed", exc_info=error)
-            self._replace(replica, describe(getattr(error, "cause", error)))
+            self._replace(replica, reason)
             return []
         replica.calls.remove(call)
-        if replica.is_ready:
-            records = [record for record in result if record is not None]
-            for record in records:
-                del replica.requests[record["id"]]
-                self._num_deaths = 0
-            if len(records) < len(result):  # None in the result: the replica has stopped
-                self._end(replica)
-            return records
-        node_id, failure = result
-        if failure and not replica.node_id:
-            raise EngineLostError(failure)
-        replica.node_id = node_id
-        if failure:  # the process of a dead actor may hold its GPUs for a while
-            self._replace(replica, failure)
-        else:
-            replica.is_ready = True
+        if not replica.is_ready:
+            replica.node_id, replica.is_ready = result, True
             replica.calls.append(replica.actor.run.remote([*replica.requests.values()]))
-        return []
+            num_ready = sum(replica.is_ready for replica in self._replicas)
+            logger.info("%d of %d engines are ready", num_ready, len(self._replicas))
+            return []
+        records = [record for record in result if record is not None]
+        for record in records:
+            del replica.requests[record["id"]]
+            self._num_deaths = 0
+        if len(records) < len(result):  # None in the result: the replica has stopped
+            self._end(replica)
+        return records
 
     def _replace(self, replica: _ReplicaState, reason: str) -> None:
         """Starts a new actor for a replica whose actor has died or has no engine."""
@@ -299,18 +296,6 @@ class Replicas:
         ray.kill(replica.actor)  # in case it is alive but was unreachable
         self._start(replica)
 
-    def _wait_for_replicas(self, num_expected: int) -> None:
-        """Waits for the first engine, however long it takes, and then at most START_SECONDS for the
-        others."""
-        logger.info("waiting for Ray to start %d engines", len(self._replicas))
-        deadline, num_ready = inf, 0
-        while num_ready < num_expected and monotonic() < deadline:
-            self._wait()
-            num_ready = sum(replica.is_ready for replica in self._replicas)
-            if num_ready:
-                deadline = min(deadline, monotonic() + START_SECONDS)
-        logger.info("%d of %d engines are ready", num_ready, len(self._replicas))
-
 
 def _connect() -> bool:
     """Connects to Ray, or starts it. Returns False if this process was already connected. Raises
@@ -324,14 +309,13 @@ def _connect() -> bool:
     except SystemExit:  # Ray's own SIGTERM handler raises it
         raise KeyboardInterrupt from None
     finally:
-        if signal.getsignal(signal.SIGTERM) is not handler:
-            signal.signal(signal.SIGTERM, handler)
+        signal.signal(signal.SIGTERM, handler)
     return True
 
 
-def _find_resources(options: dict[str, Any], num_replicas: int) -> tuple[dict[str, int], int]:
-    """Returns the resources of a replica, as arguments of ``ray.remote``, and how many replicas fit
-    in the cluster. Raises ValueError if none fits."""
+def _find_resources(options: dict[str, Any], num_replicas: int) -> dict[str, int]:
+    """Returns the resources of a replica, as arguments of ``ray.remote``. Raises ValueError if no
+    replica fits in the cluster."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     size, device = options["tensor_parallel_size"], options["device"]
     if device.startswith("cuda:"):
@@ -353,7 +337,7 @@ def _find_resources(options: dict[str, Any], num_replicas: int) -> tuple[dict[st
     if num_fitting < num_replicas:
         message = "only %d of %d replicas fit in the cluster: each needs %s"
         logger.warning(message, num_fitting, num_replicas, needs)
-    return resources, num_fitting
+    return resources
 
 
 def _num_fitting(counts: list[int], size: int) -> int:

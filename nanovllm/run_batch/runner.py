@@ -16,14 +16,7 @@ from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
 from nanovllm.run_batch.journal import Journal
 from nanovllm.run_batch.records import Record, RequestError, error_record, success_record
-from nanovllm.run_batch.request import (
-    BatchRequest,
-    Generation,
-    bad_request,
-    has_grammar,
-    has_template,
-    read_body,
-)
+from nanovllm.run_batch.request import BatchRequest, Generation, bad_request, read_body
 from nanovllm.run_batch.response import make_body
 from nanovllm.run_batch.stop import StopOnSignal
 
@@ -93,10 +86,7 @@ class Runner:
     """
 
     def __init__(
-        self,
-        make_llm: Callable[[], LLM],
-        model_names: Sequence[str],
-        journal: Journal,
+        self, make_llm: Callable[[], LLM], model_names: Sequence[str], journal: Journal
     ) -> None:
         self.llm: LLM | None = make_llm()
         self.window = 2 * self.llm.config.max_num_seqs
@@ -106,15 +96,14 @@ class Runner:
         self._journal = journal
         seed = self.llm.config.seed
         self._defaults = replace(self.llm.get_default_sampling_params(), seed=seed)
-        # Requests that are not active, by attempt, and the window for each attempt.
-        self._waiting: list[deque[_RequestState]] = [deque() for _ in range(MAX_ATTEMPTS)]
-        self._windows = (self.window, isqrt(self.window), 1)
+        self._windows = (self.window, isqrt(self.window), 1)  # for each attempt
+        self._waiting: list[_RequestState] = []  # to be retried
         # Active requests, oldest first. All of them are at the same attempt. A request is prepared
         # first. Then its prompts are ready, and then they are in flight in the engine.
         self._attempt = 0
         self._active: dict[_RequestState, None] = {}
         self._preparing: dict[Future[RequestError | None], _RequestState] = {}
-        self._ready: deque[_RequestState] = deque()  # once for each prompt
+        self._ready: deque[tuple[_RequestState, PreparedRequest]] = deque()
         self._in_flight: dict[str, _RequestState] = {}  # by request id
         self._num_failures = 0  # of the engine, since a request last finished
         self._pool = ThreadPoolExecutor(NUM_THREADS, "nanovllm-requests")
@@ -144,7 +133,7 @@ class Runner:
             while self._in_flight and monotonic() < stop.deadline:
                 yield from self.advance(iter(())) or ()
         finally:
-            self._clear_waiting()
+            self._waiting.clear()
             self._end_all()
 
     def advance(self, source: Iterator[BatchRequest | Record]) -> list[Record] | None:
@@ -172,7 +161,7 @@ class Runner:
     @property
     def is_idle(self) -> bool:
         """Whether every request has its record."""
-        return not self._active and not any(self._waiting)
+        return not self._active and not self._waiting
 
     def close(self) -> None:
         """Frees the engine."""
@@ -185,9 +174,8 @@ class Runner:
     def _has_capacity(self) -> bool:
         """Whether another request should be read before the next step: the window is not
         full, no request is being retried, and fewer than ``window`` requests wait for a retry."""
-        num_waiting = sum(map(len, self._waiting))
-        may_read = self._attempt == 0 and not self._waiting[0] and num_waiting < self.window
-        return may_read and self._can_start
+        may_read = self._attempt == 0 and len(self._waiting) < self.window
+        return may_read and self._can_start and all(state.attempt for state in self._waiting)
 
     @property
     def _can_start(self) -> bool:
@@ -207,7 +195,7 @@ class Runner:
             )
             self._end_with_error(state, RequestError(message, status=500, code="process_died"))
         elif num_deaths:
-            self._waiting[num_deaths].append(state)
+            self._waiting.append(state)
         else:
             self._start(state)
 
@@ -249,20 +237,21 @@ class Runner:
         """Starts requests that are waiting, up to the window. If no request is active, continues
         with the requests that have had the most attempts."""
         if not self._active:
-            attempts = [attempt for attempt, queue in enumerate(self._waiting) if queue]
-            self._attempt = max(attempts, default=0)
-        while self._waiting[self._attempt] and self._can_start:
-            self._start(self._waiting[self._attempt].popleft())
+            self._waiting.sort(key=lambda state: -state.attempt)
+            self._attempt = self._waiting[0].attempt if self._waiting else 0
+        while self._waiting and self._waiting[0].attempt == self._attempt and self._can_start:
+            self._start(self._waiting.pop(0))
 
     def _start(self, state: _RequestState) -> None:
         """Prepares a request and adds its prompts. A thread prepares it if that may take long."""
         llm = self._ensure_engine()
         self._journal.begin(state.request.digest)
         self._active[state] = None
-        if has_grammar(state.request) or has_template(state.request):
+        if state.request.has_grammar or state.request.has_template:
             self._preparing[self._pool.submit(self._prepare, llm, state)] = state
         else:
-            self._add_prompts(state, self._prepare(llm, state))
+            self._finish_preparing(state, self._prepare(llm, state))
+            self._fill_engine()
 
     def _prepare(self, llm: LLM, state: _RequestState) -> RequestError | None:
         """Parses a request's body and prepares its prompts. Returns the error if the request is
@@ -288,36 +277,30 @@ class Runner:
         if self._preparing and not self._in_flight and not self._ready:
             wait(self._preparing, WAIT_SECONDS, FIRST_COMPLETED)
         for future in [future for future in self._preparing if future.done()]:
-            # ``_add_prompts`` clears ``_preparing`` if the engine fails.
-            if future in self._preparing:
-                self._add_prompts(self._preparing.pop(future), future.result())
+            self._finish_preparing(self._preparing.pop(future), future.result())
 
-    def _add_prompts(self, state: _RequestState, error: RequestError | None) -> None:
-        """Adds the prompts of a prepared request, or ends the request with its error."""
+    def _finish_preparing(self, state: _RequestState, error: RequestError | None) -> None:
+        """Makes the prompts of a prepared request ready, or ends the request with its error."""
         if error:
             self._end_with_error(state, error)
         else:
-            self._ready.extend([state] * len(state.prompts))
-            self._fill_engine()
+            self._ready.extend((state, prompt) for prompt in state.prompts)
 
     def _fill_engine(self) -> None:
         """Adds prompts to the engine up to the window."""
         window = self._windows[self._attempt]
-        while self._ready and (
-            self.num_in_flight + self._ready[0].num_completions <= window or not self._in_flight
-        ):
-            state = self._ready.popleft()
-            if state in self._active:
-                self._add_to_engine(state)
-
-    def _add_to_engine(self, state: _RequestState) -> None:
-        """Adds the next prompt of a request."""
-        try:
-            prompt = state.prompts[len(state.request_ids)]
-            request_id = self._ensure_engine().add_request(prompt)
-        except Exception as error:
-            self._handle_failure(error, [state])
-        else:
+        while self._ready:
+            state, prompt = self._ready[0]
+            if self._in_flight and self.num_in_flight + state.num_completions > window:
+                return
+            self._ready.popleft()
+            if state not in self._active:  # another of its prompts has ended it
+                continue
+            try:
+                request_id = self._ensure_engine().add_request(prompt)
+            except Exception as error:
+                self._handle_failure(error, [state])
+                return
             self._in_flight[request_id] = state
             self.num_in_flight += state.num_completions
             state.request_ids.append(request_id)
@@ -335,7 +318,7 @@ class Runner:
         self._num_failures = 0
         for completion in output.outputs:
             if completion.finish_reason == "error":
-                message = f"generation failed: {completion.error or 'no token could be sampled'}"
+                message = f"generation failed: {completion.error}"
                 error = RequestError(message, status=500, code="generation_failed")
                 self._end_with_error(state, error)
                 return
@@ -366,7 +349,7 @@ class Runner:
         for state in self._end_all():
             attempt = state.attempt + (state in failed)
             if attempt < MAX_ATTEMPTS:
-                self._waiting[attempt].append(_RequestState(state.request, attempt))
+                self._waiting.append(_RequestState(state.request, attempt))
             else:  # the window of the last attempt is 1, so no other request was running
                 message = (
                     f"the engine failed {MAX_ATTEMPTS} times while running this request, the last "
@@ -402,18 +385,14 @@ class Runner:
     def end_unstarted(self) -> None:
         """Ends all requests with a prompt that is not in flight, or that waits in the engine's own
         queue."""
-        self._clear_waiting()
+        self._waiting.clear()
         num_running = self.llm.metrics().num_running if self.llm and self._in_flight else 0
-        unstarted = {*self._ready}
+        unstarted = {state for state, _ in self._ready}
         for state in self._in_flight.values():  # the engine runs them in this order
             if num_running <= 0:
                 unstarted.add(state)
             num_running -= state.num_completions
         self._end_all(kept={*self._in_flight.values()} - unstarted)
-
-    def _clear_waiting(self) -> None:
-        for queue in self._waiting:
-            queue.clear()
 
 
 def _internal_error(error: Exception) -> RequestError:
