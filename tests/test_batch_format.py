@@ -21,7 +21,13 @@ from nanovllm import CompletionOutput, RequestOutput, SamplingParams, Structured
 from nanovllm.engine.logprobs import PackedLogprobs
 from nanovllm.run_batch import lines, writer
 from nanovllm.run_batch.lines import Line, read_lines
-from nanovllm.run_batch.records import RequestError, encode_record, error_record, success_record
+from nanovllm.run_batch.records import (
+    RequestError,
+    encode_record,
+    error_record,
+    key_for,
+    success_record,
+)
 from nanovllm.run_batch.request import (
     CHAT_URL,
     COMPLETIONS_URL,
@@ -353,6 +359,8 @@ def test_what_is_not_served_is_refused_by_name(url: str, name: str):
 def test_a_refusal_says_what_to_do_instead():
     assert "did you mean temperature?" in str(refuse(CHAT_URL, temprature=0))
     assert "use structured_outputs" in str(refuse(CHAT_URL, guided_regex="a"))
+    assert '; use "none" or "auto"' in str(refuse(CHAT_URL, tool_choice="required"))
+    assert "; use false" in str(refuse(COMPLETIONS_URL, stream=True))
 
 
 def test_special_tokens_are_added_to_completions_only():
@@ -908,7 +916,7 @@ def test_records_are_added_and_known_again(tmp_path: Path):
     assert [json.loads(line) for line in data.splitlines()] == make_records()
     with closing(Writer(path)) as out:
         assert (out.num_records, out.num_failed) == (5, 2)
-        assert out.done == {f"id {i} \ud800": f"{i:032x}" for i in (1, 2, 3, 4)}
+        assert out.done == {key_for(f"id {i} \ud800"): f"{i:032x}" for i in (1, 2, 3, 4)}
         assert out.done_lines == {8: f"{8:032x}"}
     assert path.read_bytes() == data
 

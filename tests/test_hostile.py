@@ -296,7 +296,7 @@ class Bench:
         self.layout.write(in_, cases, with_hostile=False)
         self.llm.reset_prefix_cache()
         with closing(Job(in_, out)) as job:
-            runner = Runner(lambda: self.llm, [str(self.model)])
+            runner = Runner(lambda: self.llm, [str(self.model)], job.journal)
             job.write(runner.run(job.requests()), show_progress=False)
         return by_number(out)
 

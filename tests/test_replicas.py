@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from queue import Queue
 from threading import Thread
 from typing import Any
 
@@ -248,21 +247,22 @@ def make_echo(answer: Callable[[str], None], start: Callable[[], str | None]) ->
 
     class Replica:
         def __init__(self, *args: Any) -> None:
-            self.requests: Queue[BatchRequest] = Queue()
+            self.requests: list[BatchRequest] = []
 
-        def start(self) -> tuple[str, str]:
-            return ray.get_runtime_context().get_node_id(), start() or ""
+        def start(self) -> str:
+            if failure := start():
+                raise RuntimeError(failure)
+            return ray.get_runtime_context().get_node_id()
 
-        def put(self, requests: list[BatchRequest]) -> None:
-            for item in requests:
-                self.requests.put(item)
-
-        def take(self) -> list[dict[str, Any]]:
-            item = self.requests.get()
+        def run(self, requests: list[BatchRequest]) -> list[dict[str, Any]]:
+            self.requests += requests
+            if not self.requests:
+                return []
+            item = self.requests.pop(0)
             answer(item.custom_id)
             return [{"id": f"batch_req_{item.number}", "custom_id": item.custom_id}]
 
-        def stop(self, grace: float) -> None:
+        def close(self) -> None:
             os._exit(0)
 
     return Replica
@@ -280,6 +280,8 @@ def test_requests_of_a_replica_that_dies_run_again(cluster, monkeypatch, tmp_pat
             os._exit(1)
 
     def echo(name: str) -> None:
+        while len([*tmp_path.glob("started *")]) < 2:  # until both replicas have
+            time.sleep(0.1)
         if not death.exists():
             answer(name)
 
@@ -289,6 +291,7 @@ def test_requests_of_a_replica_that_dies_run_again(cluster, monkeypatch, tmp_pat
         if "GPU" in lost and death.exists() and not failure.exists():
             failure.touch()
             return "no GPU"
+        (tmp_path / f"started {os.getpid()}").touch()
         return None
 
     if loses_machine:

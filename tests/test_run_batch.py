@@ -33,6 +33,7 @@ from nanovllm.engine.workers import WorkerError
 from nanovllm.run_batch import cli, job, writer
 from nanovllm.run_batch.cli import main, make_parser
 from nanovllm.run_batch.job import Job
+from nanovllm.run_batch.journal import Journal
 from nanovllm.run_batch.request import BatchRequest
 from nanovllm.run_batch.runner import EngineLostError, Runner
 from nanovllm.run_batch.stop import StopOnSignal
@@ -137,14 +138,11 @@ def run(
     make_llm: LLM | Callable[[], LLM], in_: Path, out: Path, stop: StopAfter | None = None
 ) -> str:
     """Runs a job in this process; returns its summary."""
-    if isinstance(make_llm, LLM):
-        llm = make_llm
-        runner = Runner(lambda: llm, ["model"])
-    else:
-        runner = Runner(make_llm, ["model"])
+    make = (lambda: make_llm) if isinstance(make_llm, LLM) else make_llm
     with closing(Job(in_, out)) as work:
-        records = runner.run(work.requests(), stop)
-        work.write(stop.count(records) if stop else records, show_progress=False)
+        runner = Runner(make, ["model"], work.journal)
+        with closing(runner.run(work.requests(), stop)) as records:
+            work.write(stop.count(records) if stop else records, show_progress=False)
         return work.summary()
 
 
@@ -328,7 +326,8 @@ def test_messages_are_read_as_those_of_chat_are(llm: LLM, tmp_path: Path):
     items = [request(name, CHAT, messages=m, **more) for name, m in conversations.items()]
     in_ = write_input(tmp_path / "in", items)
     with closing(Job(in_, tmp_path / "out", trusts_templates=True)) as work:
-        work.write(Runner(lambda: llm, ["model"]).run(work.requests()), show_progress=False)
+        runner = Runner(lambda: llm, ["model"], work.journal)
+        work.write(runner.run(work.requests()), show_progress=False)
     found = {record["custom_id"]: record["response"] for record in read_output(tmp_path / "out")}
     string, same = (found.pop(name)["body"] for name in ("string", "object"))
     assert string["choices"] == same["choices"]
@@ -348,7 +347,8 @@ def test_templates_of_requests_run_where_they_are_trusted(llm: LLM, tmp_path: Pa
     ]
     in_ = write_input(tmp_path / "in", lines)
     with closing(Job(in_, tmp_path / "out", trusts_templates=True)) as work:
-        work.write(Runner(lambda: llm, ["model"]).run(work.requests()), show_progress=False)
+        runner = Runner(lambda: llm, ["model"], work.journal)
+        work.write(runner.run(work.requests()), show_progress=False)
     found = by_id(read_output(tmp_path / "out"))
     conversation = lines[0]["body"]["messages"]
     params = SamplingParams(temperature=0, max_tokens=200)
@@ -394,7 +394,9 @@ def test_absurd_numbers_are_refused_or_served(llm: LLM, tmp_path: Path):
 
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.data())
-def test_mutated_requests_never_harm_the_engine(shared_llm: LLM, data: st.DataObject):
+def test_mutated_requests_never_harm_the_engine(
+    shared_llm: LLM, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+):
     """Every line gets its record, no other is lost, and nothing counts as a fault."""
     scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
     values = scalars | st.lists(scalars, max_size=3) | st.dictionaries(st.text(), scalars)
@@ -407,7 +409,9 @@ def test_mutated_requests_never_harm_the_engine(shared_llm: LLM, data: st.DataOb
             body[name] = data.draw(values)
         body["max_tokens"] = 3
         items.append(BatchRequest(i, f"{i:032x}", str(i), url, json.loads(json.dumps(body))))
-    records = list(Runner(lambda: shared_llm, ["model"]).run(items))
+    journal = Journal(tmp_path_factory.mktemp("mutated") / "journal", 0)
+    records = list(Runner(lambda: shared_llm, ["model"], journal).run(items))
+    journal.close(is_done=True)
     assert sorted(record["custom_id"] for record in records) == [str(i) for i in range(6)]
     for record in records:
         check_record(record)
@@ -455,7 +459,8 @@ def test_a_job_reads_no_further_than_its_window(llm: LLM, tmp_path: Path, monkey
             num_written += 1
             assert (tmp_path / "out").read_bytes().count(b"\n") == num_written
 
-    runner = Runner(lambda: llm, ["model"])
+    work = Job(in_, tmp_path / "out")
+    runner = Runner(lambda: llm, ["model"], work.journal)
     assert runner.window == WINDOW
     step = llm.step
 
@@ -468,7 +473,7 @@ def test_a_job_reads_no_further_than_its_window(llm: LLM, tmp_path: Path, monkey
         return step()
 
     monkeypatch.setattr(llm, "step", counting_step)
-    with closing(Job(in_, tmp_path / "out")) as work:
+    with closing(work):
         work.write(watched(runner.run(counted(work.requests()))), show_progress=False)
         assert work.is_done
     print(most)
@@ -484,9 +489,10 @@ def test_short_requests_do_not_wait_for_long_ones(llm: LLM, tmp_path: Path):
     assert order[-1] == "long"
 
 
-def test_a_run_is_of_any_requests_and_takes_records_along(llm: LLM):
-    """What jobs on several engines are built from."""
-    runner = Runner(lambda: llm, ["model"])
+def test_a_run_is_of_any_requests_and_takes_records_along(llm: LLM, tmp_path: Path):
+    """Also of requests whose lines have the same digest."""
+    journal = Journal(tmp_path / "journal", 0)
+    runner = Runner(lambda: llm, ["model"], journal)
     items: list[Any] = [
         BatchRequest(i, "0" * 32, str(i), COMPLETIONS, {"prompt": "x"}) for i in "12"
     ]
@@ -495,8 +501,7 @@ def test_a_run_is_of_any_requests_and_takes_records_along(llm: LLM):
         assert records[0] == {"a": "record"}
         assert sorted(record["custom_id"] for record in records[1:]) == ["1", "2"]
     assert list(runner.run([])) == []
-    more = iter([BatchRequest(1, "0" * 32, "x", COMPLETIONS, {}), None, items[0], None])
-    found = list(runner.run(more))  # None where there is no request yet
+    found = list(runner.run([BatchRequest(1, "0" * 32, "x", COMPLETIONS, {}), items[0]]))
     assert [record["custom_id"] for record in found] == ["x", "1"] and found[0]["error"]
     wide = BatchRequest(3, "0" * 32, "3", COMPLETIONS, {"prompt": ["x"] * 50})
     left = runner.run([{"a": "record"}, items[0], wide])
@@ -505,6 +510,7 @@ def test_a_run_is_of_any_requests_and_takes_records_along(llm: LLM):
     assert not runner.is_idle
     left.close()
     assert runner.is_idle
+    journal.close(is_done=True)
 
 
 # Going on.
@@ -1070,7 +1076,7 @@ def test_progress_goes_to_the_log_where_there_is_no_terminal(llm, tmp_path, monk
     monkeypatch.setattr(job, "LOG_SECONDS", 0.0)
     in_ = write_input(tmp_path / "in", simple_lines(5))
     with closing(Job(in_, tmp_path / "out")) as work, caplog.at_level(logging.INFO, "nanovllm"):
-        work.write(Runner(lambda: llm, ["model"]).run(work.requests()))
+        work.write(Runner(lambda: llm, ["model"], work.journal).run(work.requests()))
     lines = re.findall(r"(\d+) of 5 lines, [\d.]+/s, [\d:]+ left", caplog.text)
     assert lines == ["1", "2", "3", "4", "5"]
 

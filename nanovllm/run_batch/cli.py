@@ -26,7 +26,6 @@ from nanovllm.run_batch.supervisor import (
     end_with,
     print_message,
 )
-from nanovllm.utils.panics import is_failure
 
 if TYPE_CHECKING:
     from nanovllm.run_batch.replicas import Replicas
@@ -100,9 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return end_with(INTERRUPTED, f"interrupted; {RESUME_HINT}")
         except (OSError, EngineLostError) as error:
             return end_with(INTERRUPTED, f"error: {error}; when that is fixed, {RESUME_HINT}")
-        except BaseException as error:
-            if not is_failure(error) and not isinstance(error, SystemExit):
-                raise
+        except BaseException:  # also a panic of a Rust library, or SystemExit of any library
             logger.exception("internal error")
             return end_with(INTERNAL_ERROR, f"ended by an error; {RESUME_HINT}")
 
@@ -129,7 +126,8 @@ def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
             return end_with(CANNOT_START, f"error: {type(error).__name__}: {error}")
         if runner is not None:
             stop.is_running = True
-            job.write(runner.run(job.requests(), stop), show_progress=not args.no_progress)
+            with closing(runner.run(job.requests(), stop)) as records:
+                job.write(records, show_progress=not args.no_progress)
             stop.is_running = False
     print_message(job.summary())
     if not job.is_done:
@@ -172,9 +170,7 @@ def _add_engine_options(group: Any) -> None:
 def _field_docs(described: type) -> dict[str, str]:
     """Returns the description of each attribute in a class's docstring."""
     text = inspect.getdoc(described) or ""
-    section = re.search(r"^Attributes:\n(.*?)(?:\n\n|\Z)", text, re.DOTALL | re.MULTILINE)
-    entries = re.split(r"^    (\w+): ", section[1] if section else "", flags=re.MULTILINE)[1:]
-    pairs = zip(entries[::2], entries[1::2], strict=True)
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
     return {
-        name: " ".join(entry.split()).replace("``", "").removesuffix(".") for name, entry in pairs
+        name: " ".join(entry.split()).replace("``", "").removesuffix(".") for name, entry in entries
     }

@@ -36,7 +36,7 @@ class Job:
         num_written: the number of records that ``write`` has written.
         num_failed: the number of them that are errors.
         writer: writes the output file.
-        journal: keeps track of the requests in flight; None if every line has its record.
+        journal: keeps track of the requests in flight.
 
     Raises:
         OSError: a file cannot be opened.
@@ -65,7 +65,7 @@ class Job:
             path = journal_path(output_path)
             if path.exists() and os.path.samefile(input_path, path):
                 raise ValueError(f"the input file has the name of the job's journal: rename {path}")
-            self.journal = None if self.is_done else Journal(path, self.writer.num_records)
+            self.journal = Journal(path, self.writer.num_records)
         except BaseException:
             self.writer.close()
             raise
@@ -87,7 +87,7 @@ class Job:
         Raises:
             ValueError: a record has the custom_id of a line but belongs to a different request.
         """
-        seen: set[str] = set()
+        seen: set[bytes] = set()
         done, done_lines = self.writer.done, self.writer.done_lines
         for line in read_lines(self.input_path):
             if done_lines.get(line.number) == line.digest:
@@ -148,7 +148,6 @@ class Job:
     def close(self) -> None:
         """Closes the files. Raises OSError if the records may not have reached the disk."""
         try:
-            if self.journal is not None:
-                self.journal.close(self.is_done)
+            self.journal.close(self.is_done)
         finally:
             self.writer.close()

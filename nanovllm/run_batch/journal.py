@@ -10,13 +10,11 @@ import stat
 from pathlib import Path
 
 # The first line has the id of the process that writes the file, and the number of records in the
-# output file when the process started. Each other line is a slot, which is free (blank) or has a
-# request: the digest of its input line, its number of deaths, and whether it is in flight ("+") or
-# not (".").
+# output file when the process started. Each other line is a slot. It is blank or has a request: the
+# digest of its input line, its number of deaths, and whether it is in flight ("+") or not (".").
 HEADER = re.compile(rb"[0-9]{15} [0-9]{20}\n")
 ENTRY = re.compile(rb"([0-9a-f]{32}) ([0-9]) ([+.])\n")
 LINE_BYTES = 37  # every line has the same length, so that it can be overwritten in place
-FREE = b" " * (LINE_BYTES - 1) + b"\n"
 MAX_BYTES = 16 << 20
 
 
@@ -43,41 +41,36 @@ class Journal:
     def __init__(self, path: Path, num_records: int) -> None:
         self.path = path
         self._file, text = _open(path, os.O_CREAT)
-        in_flight = [digest for digest, _, state in ENTRY.findall(text) if state == b"+"]
-        has_new_records = text[16:LINE_BYTES] != _header(0, num_records)[16:]
-        adds_death = len(in_flight) == 1 or not has_new_records
-        self._num_deaths = _count_deaths(text, adds_death)
         self._header = _header(os.getpid(), num_records)
+        has_new_records = text[16:LINE_BYTES] != self._header[16:]
+        adds_death = _num_in_flight(text) == 1 or not has_new_records
+        self._num_deaths = _count_deaths(text, adds_death)
         _rewrite(self._file, self._header, self._num_deaths)
         self._slots = {digest: i for i, digest in enumerate(self._num_deaths, start=1)}
-        self._num_lines = 1 + len(self._slots)
         self._free: list[int] = []
-        self._is_open = True
 
     def num_deaths(self, digest: str) -> int:
         """Returns how many times the process died with a request in flight."""
         return self._num_deaths.get(digest, 0)
 
+    def begin(self, digest: str) -> None:
+        """Marks a request as in flight. Raises OSError if the file cannot be written."""
+        if digest not in self._slots:
+            self._slots[digest] = self._free.pop() if self._free else len(self._slots) + 1
+        self._write(digest, "+")
+
+    def end(self, digest: str) -> None:
+        """Marks a request as no longer in flight. Raises OSError if the file cannot be written."""
+        if digest in self._slots:  # two lines with the same digest have one slot
+            self._write(digest, ".")
+            if not self.num_deaths(digest):
+                self._free.append(self._slots.pop(digest))
+
     def forget(self, digest: str) -> None:
         """Sets the number of deaths of a finished request to 0. Raises OSError if the file cannot
         be written."""
         if self._num_deaths.pop(digest, 0):
-            self.end(self._slots.pop(digest))
-
-    def begin(self, digest: str) -> int:
-        """Marks a request as in flight. Returns its slot, for ``end``. Raises OSError if the file
-        cannot be written."""
-        slot = self._free.pop() if self._free else self._num_lines
-        self._num_lines = max(self._num_lines, slot + 1)
-        self._write(slot, _entry(digest, self.num_deaths(digest), "+"))
-        return slot
-
-    def end(self, slot: int) -> None:
-        """Frees the slot of a request that is no longer in flight. Does nothing after ``close``.
-        Raises OSError if the file cannot be written."""
-        if self._is_open:
-            self._write(slot, FREE)
-            self._free.append(slot)
+            self.end(digest)
 
     def close(self, is_done: bool) -> None:
         """Closes the journal. Removes the file if no later run needs it.
@@ -85,7 +78,6 @@ class Journal:
         Args:
             is_done: whether every request has its record.
         """
-        self._is_open = False
         try:
             if is_done or not self._num_deaths:
                 self.path.unlink(missing_ok=True)
@@ -94,20 +86,20 @@ class Journal:
         finally:
             os.close(self._file)
 
-    def _write(self, slot: int, entry: bytes) -> None:
+    def _write(self, digest: str, state: str) -> None:
+        entry = _entry(digest, self.num_deaths(digest), state)
         try:
-            os.pwrite(self._file, entry, slot * LINE_BYTES)
+            os.pwrite(self._file, entry, self._slots[digest] * LINE_BYTES)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
 
-def note_death(path: Path, pid: int | None = None) -> int:
+def note_death(path: Path, pid: int) -> int:
     """Counts the death of a process against every request that was in flight.
 
     Args:
         path: the journal file.
-        pid: the process that died. The journal of another process is left unchanged. With None,
-            the journal may belong to any process.
+        pid: the process that died. The journal of another process is left unchanged.
 
     Returns:
         The number of requests that were in flight.
@@ -120,10 +112,10 @@ def note_death(path: Path, pid: int | None = None) -> int:
         return 0
     file, text = _open(path)
     try:
-        if not text or (pid is not None and int(text[:15]) != pid):
+        if not text or int(text[:15]) != pid:
             return 0
         _rewrite(file, text[:LINE_BYTES], _count_deaths(text, True))
-        return sum(state == b"+" for _, _, state in ENTRY.findall(text))
+        return _num_in_flight(text)
     finally:
         os.close(file)
 
@@ -148,15 +140,17 @@ def _open(path: Path, flags: int = 0) -> tuple[int, bytes]:
         raise
 
 
+def _num_in_flight(text: bytes) -> int:
+    return text.count(b"+\n")
+
+
 def _count_deaths(text: bytes, adds_death: bool) -> dict[str, int]:
     """Returns the number of deaths of each request that has any. With ``adds_death``, each request
     in flight has one more."""
-    num_deaths: dict[str, int] = {}
+    num_deaths = {}
     for digest, num, state in ENTRY.findall(text):
-        num_after = min(9, int(num) + (adds_death and state == b"+"))
-        if num_after:
-            name = digest.decode()
-            num_deaths[name] = max(num_deaths.get(name, 0), num_after)
+        if num_after := min(9, int(num) + (adds_death and state == b"+")):
+            num_deaths[digest.decode()] = num_after
     return num_deaths
 
 

@@ -1,7 +1,7 @@
 """Records: the lines of the output file, each with a request's response or error."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
@@ -10,28 +10,22 @@ ID_PREFIX = "batch_req_"  # a record's id is this and the line's number
 DUPLICATE = "duplicate_custom_id"  # error code of a line that repeats an earlier custom_id
 
 
+@dataclass(eq=False)
 class RequestError(ValueError):
     """A request is invalid or has failed.
 
-    Args:
+    Attributes:
         message: what is wrong, and what to do.
         status: the HTTP status code.
         code: a name for the kind of error.
         param: the field of the request's body that is wrong.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        code: str = "invalid_request",
-        param: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.param = param
+    message: str
+    _: KW_ONLY
+    status: int = 400
+    code: str = "invalid_request"
+    param: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +50,14 @@ def error_record(line: LineInfo, custom_id: str | None, error: RequestError) -> 
     """Returns the record of a request that failed. The error is in the response's body, as in
     OpenAI's API, and in the record's field "error"."""
     error_type = "invalid_request_error" if error.status < 500 else "server_error"
-    message = str(error)
-    body = {"message": message, "type": error_type, "param": error.param, "code": error.code}
-    summary = {"code": error.code, "message": message}
+    body = {"message": error.message, "type": error_type, "param": error.param, "code": error.code}
+    summary = {"code": error.code, "message": error.message}
     return _record(line, custom_id, error.status, {"error": body}, summary)
 
 
-def key_for(custom_id: str) -> str:
-    """Returns a key of at most 64 characters for a custom_id, which may be megabytes long."""
-    if len(custom_id) <= 64:
-        return custom_id
-    return blake2b(custom_id.encode(errors="surrogatepass"), digest_size=32).hexdigest()
+def key_for(custom_id: str) -> bytes:
+    """Returns a short hash of a custom_id, which may be megabytes long."""
+    return blake2b(custom_id.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def encode_record(record: Record) -> bytes:

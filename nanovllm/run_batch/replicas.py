@@ -6,40 +6,36 @@ import os
 import signal
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil, inf
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 from uuid import uuid4
 
 import ray
+from ray.exceptions import RayError, RayTaskError
 
 from nanovllm.llm import LLM
-from nanovllm.run_batch.journal import Journal, note_death
+from nanovllm.run_batch.journal import Journal
 from nanovllm.run_batch.records import ID_PREFIX, Record
 from nanovllm.run_batch.request import BatchRequest
 from nanovllm.run_batch.runner import EngineLostError, Runner, describe
-from nanovllm.run_batch.stop import Stop
+from nanovllm.run_batch.stop import StopOnSignal
 
 logger = logging.getLogger("nanovllm.run_batch")
 
 MAX_DEATHS = 10  # per replica, since a request last finished; one request may cause three
-TAKE_SECONDS = 0.1  # how long ``take`` collects records after the first one
+MAX_CALLS = 2  # of ``run``: a replica runs one while the driver handles the result of another
+RUN_SECONDS = 0.1
 POLL_SECONDS = 0.5
-START_SECONDS = 60.0  # longest wait for the other replicas after the first one is ready
 CLOSE_SECONDS = 10.0
 
 
 class Replica:
-    """An actor that runs requests on one engine.
-
-    The engine has a thread of its own. If the engine is lost, or anything else fails, the process
-    exits, and the driver starts another actor.
+    """An actor that runs requests on one engine. Ray runs one call at a time, in their order.
 
     Args:
         options: the engine's options: the fields of Config.
@@ -52,66 +48,49 @@ class Replica:
         self, options: dict[str, Any], model_names: Sequence[str], journal_name: str
     ) -> None:
         self._options, self._model_names = options, model_names
-        self._journal_path = Path(tempfile.gettempdir(), journal_name)
-        self._start_result: SimpleQueue[str] = SimpleQueue()
-        self._inbox: SimpleQueue[list[BatchRequest]] = SimpleQueue()
-        self._records: SimpleQueue[Record | None] = SimpleQueue()
-        self._stop = Stop()
+        self._journal = Journal(Path(tempfile.gettempdir(), journal_name), 0)
+        self._requests: deque[BatchRequest] = deque()
+        self._is_stopping = False
         # Skip the native destructors of Ray, which run at exit and can deadlock.
         atexit.register(os._exit, 0)
-        Thread(target=self._serve, daemon=True).start()
 
-    def start(self) -> tuple[str, str]:
-        """Waits for the engine. Returns the id of this node, and the reason why the engine could
-        not be created, or "" if it is ready."""
-        return ray.get_runtime_context().get_node_id(), self._start_result.get()
+    def start(self) -> str:
+        """Creates the engine. Returns the id of this node."""
+        try:
+            self._runner = Runner(lambda: LLM(**self._options), self._model_names, self._journal)
+        except Exception:
+            self._journal.close(is_done=False)
+            raise
+        return ray.get_runtime_context().get_node_id()
 
-    def put(self, requests: list[BatchRequest]) -> None:
-        """Adds requests."""
-        self._inbox.put(requests)
-
-    def take(self) -> list[Record | None]:
-        """Waits for records and returns them. After ``stop``, None follows the last record."""
-        records = [self._records.get()]
-        sleep(TAKE_SECONDS)
-        while not self._records.empty():
-            records.append(self._records.get())
+    def run(self, requests: list[BatchRequest]) -> list[Record | None]:
+        """Adds requests, and runs the engine for RUN_SECONDS, or less if no request is left.
+        Returns the records of requests that have finished. After ``stop``, None follows the last
+        record."""
+        self._requests.extend(requests)
+        records: list[Record | None] = []
+        end = monotonic() + RUN_SECONDS
+        while monotonic() < end:
+            new = self._runner.advance(self._pop_requests())
+            if new is None:
+                return [*records, None] if self._is_stopping else records
+            records += new
         return records
 
-    def stop(self, grace: float) -> None:
-        """Ends the run. Running requests have ``grace`` seconds to finish."""
-        self._stop.deadline = monotonic() + grace
-        self._stop.requested = True
-        self._inbox.put([])
+    def stop(self) -> None:
+        """Drops the requests that the engine is not running."""
+        self._is_stopping = True
+        self._requests.clear()
+        self._runner.end_unstarted()
 
-    def _serve(self) -> None:
-        try:
-            note_death(self._journal_path)
-            journal = Journal(self._journal_path, 0)
-            try:
-                runner = Runner(lambda: LLM(**self._options), self._model_names, journal)
-            except Exception as error:
-                journal.close(is_done=False)
-                self._start_result.put(describe(error))
-                return
-            self._start_result.put("")
-            for record in runner.run(self._requests(runner), self._stop):
-                self._records.put(record)
-            runner.close()
-            journal.close(is_done=True)
-            self._records.put(None)
-        except BaseException:
-            logger.exception("a replica has failed and will be replaced")
-            os._exit(1)
+    def close(self) -> None:
+        """Frees the engine and removes the journal."""
+        self._runner.close()
+        self._journal.close(is_done=True)
 
-    def _requests(self, runner: Runner) -> Iterator[BatchRequest | None]:
-        """Yields incoming requests. Yields None if no request has arrived but the engine has work,
-        and waits for requests if it has none."""
-        while not self._stop.requested:
-            if self._inbox.empty() and not runner.is_idle:
-                yield None
-            else:
-                yield from self._inbox.get()
+    def _pop_requests(self) -> Iterator[BatchRequest]:
+        while self._requests:
+            yield self._requests.popleft()
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +101,7 @@ class _ReplicaState:
         journal_name: the name of the journal, which a new actor continues.
         requests: the requests that the replica has, by record id.
         actor: the handle of the ``Replica`` actor.
-        call: the reference of the pending call of ``start`` or ``take``; None after the last call.
+        calls: the references of pending calls: one of ``start``, or up to MAX_CALLS of ``run``.
         node_id: the id of the actor's node in the Ray cluster.
         is_ready: whether the actor's engine is ready.
     """
@@ -130,7 +109,7 @@ class _ReplicaState:
     journal_name: str
     requests: dict[str, BatchRequest] = field(default_factory=dict)
     actor: Any = None
-    call: Any = None
+    calls: list[Any] = field(default_factory=list)
     node_id: str = ""
     is_ready: bool = False
 
@@ -170,21 +149,22 @@ class Replicas:
         ]
         self._started_ray = _connect()
         try:
-            resources, num_fitting = _find_resources(options, num_replicas)
-            num_calls = 3  # ``take``, ``put`` and ``stop``
-            self._make_actor = ray.remote(max_concurrency=num_calls, **resources)(Replica).remote
+            resources = _find_resources(options, num_replicas)
+            self._make_actor = ray.remote(**resources)(Replica).remote
             device = "cuda" if resources["num_gpus"] else "cpu"
             self._arguments = options | {"device": device}, model_names
             for replica in self._replicas:
                 self._start(replica)
-            self._wait_for_replicas(min(num_replicas, num_fitting))
+            logger.info("waiting for Ray to start %d engines", num_replicas)
+            while not any(replica.is_ready for replica in self._replicas):
+                self._wait()
         except BaseException:
             self.close()
             raise
 
     def run(
-        self, requests: Iterable[BatchRequest | Record], stop: Stop | None = None
-    ) -> Iterator[Record]:
+        self, requests: Iterable[BatchRequest | Record], stop: StopOnSignal | None = None
+    ) -> Generator[Record, None, None]:
         """Yields the record of each request as it finishes. Records among ``requests`` are passed
         through.
 
@@ -195,36 +175,25 @@ class Replicas:
             EngineLostError: engines failed and could not be replaced.
         """
         source = iter(requests)
-        is_exhausted = False
-        while stop is None or not stop.requested:
+        end = inf
+        while monotonic() < end:
+            if stop is not None and stop.requested and not self._is_stopping:
+                logger.info("stopping: waiting for running requests")
+                source, end = iter(()), stop.deadline
+                self._stop()
             for replica in self._replicas:
-                batch: list[BatchRequest] = []
-                while replica.is_ready and len(replica.requests) + len(batch) < self._max_requests:
-                    item = self._unassigned.popleft() if self._unassigned else next(source, None)
-                    if item is None:
-                        is_exhausted = True
-                        break
-                    if isinstance(item, BatchRequest):
-                        batch.append(item)
-                    else:
-                        yield item
-                replica.requests |= {f"{ID_PREFIX}{request.number}": request for request in batch}
-                if batch:
-                    replica.actor.put.remote(batch)
-            if is_exhausted and not self._unassigned and not self._is_busy:
-                return
-            yield from self._wait()
-        grace = max(0.0, stop.deadline - monotonic())
-        logger.info("stopping: running requests have %.0f seconds to finish", grace)
-        self._stop_all(grace)
-        while self._is_busy and monotonic() < stop.deadline + CLOSE_SECONDS:
+                if replica.is_ready:
+                    yield from self._call(replica, source)
+            is_busy = any(replica.requests for replica in self._replicas)
+            is_ready = any(replica.is_ready for replica in self._replicas)
+            if not is_busy and (is_ready or self._is_stopping):
+                return  # a replica that is ready would have got the next request
             yield from self._wait()
 
     def close(self) -> None:
         """Ends the engines, and Ray if this object started it."""
-        self._stop_all(0.0)
-        calls = [replica.call for replica in self._replicas if replica.call]
-        with suppress(ray.exceptions.RayError):
+        with suppress(RayError):
+            calls = [replica.actor.close.remote() for replica in self._replicas if replica.is_ready]
             ray.wait(calls, num_returns=max(1, len(calls)), timeout=CLOSE_SECONDS)
             for replica in self._replicas:
                 if replica.actor is not None:
@@ -232,25 +201,42 @@ class Replicas:
         if self._started_ray:
             ray.shutdown()
 
-    @property
-    def _is_busy(self) -> bool:
-        return any(replica.requests for replica in self._replicas)
-
     def _start(self, replica: _ReplicaState) -> None:
         replica.actor = self._make_actor(*self._arguments, replica.journal_name)
-        replica.call, replica.is_ready = replica.actor.start.remote(), False
+        replica.calls, replica.is_ready = [replica.actor.start.remote()], False
 
-    def _stop_all(self, grace: float) -> None:
-        """Stops the replicas. Does not wait for those whose engines are not ready."""
+    def _call(
+        self, replica: _ReplicaState, source: Iterator[BatchRequest | Record]
+    ) -> Iterator[Record]:
+        """Gives requests to a replica, and calls ``run`` if it has any. Yields records that are
+        among the requests."""
+        while len(replica.calls) < MAX_CALLS:
+            batch: list[BatchRequest] = []
+            while len(replica.requests) < self._max_requests:
+                item = self._unassigned.popleft() if self._unassigned else next(source, None)
+                if isinstance(item, BatchRequest):
+                    replica.requests[f"{ID_PREFIX}{item.number}"] = item
+                    batch.append(item)
+                elif item is not None:
+                    yield item
+                else:
+                    break
+            if not replica.requests:
+                return
+            replica.calls.append(replica.actor.run.remote(batch))
+
+    def _stop(self) -> None:
+        """Drops the requests that are not running."""
         self._is_stopping = True
+        self._unassigned.clear()
         for replica in self._replicas:
             if replica.is_ready:
-                replica.actor.stop.remote(grace)
+                replica.actor.stop.remote()
             else:
                 self._end(replica)
 
     def _end(self, replica: _ReplicaState) -> None:
-        replica.call = None
+        replica.calls.clear()
         replica.requests.clear()
 
     def _wait(self) -> list[Record]:
@@ -259,31 +245,31 @@ class Replicas:
         Raises:
             EngineLostError: an engine cannot be created, or the engines' processes keep dying.
         """
-        pending = {replica.call: replica for replica in self._replicas if replica.call}
+        pending = {call: replica for replica in self._replicas for call in replica.calls}
         try:
             done, _ = ray.wait([*pending], timeout=POLL_SECONDS)
-            if not done:
-                return []
-            replica = pending[done[0]]  # ``wait`` returns no more than one call
-            try:
-                result = ray.get(replica.call)
-            except ray.exceptions.RayActorError as error:
-                self._replace(replica, describe(error))
-                return []
-        except ray.exceptions.RayError as error:
+            return self._finish_call(pending[done[0]], done[0]) if done else []
+        except RayError as error:
             raise EngineLostError(f"Ray does not respond: {describe(error)}") from error
+
+    def _finish_call(self, replica: _ReplicaState, call: Any) -> list[Record]:
+        """Handles the result of a call. Returns the records in it."""
+        try:
+            result = ray.get(call)
+        except RayError as error:  # the actor has died or raised an exception
+            reason = describe(getattr(error, "cause", error))
+            if isinstance(error, RayTaskError) and not replica.node_id:
+                raise EngineLostError(reason) from error
+            logger.warning("a replica has failed", exc_info=error)
+            self._replace(replica, reason)
+            return []
+        replica.calls.remove(call)
         if not replica.is_ready:
-            node_id, failure = result
-            if failure and not replica.node_id:
-                raise EngineLostError(failure)
-            replica.node_id = node_id
-            if failure:  # the process of a dead actor may hold its GPUs for a while
-                self._replace(replica, failure)
-                return []
-            replica.is_ready = True
-            replica.actor.put.remote([*replica.requests.values()])
-            result = []
-        replica.call = replica.actor.take.remote()
+            replica.node_id, replica.is_ready = result, True
+            replica.calls.append(replica.actor.run.remote([*replica.requests.values()]))
+            num_ready = sum(replica.is_ready for replica in self._replicas)
+            logger.info("%d of %d engines are ready", num_ready, len(self._replicas))
+            return []
         records = [record for record in result if record is not None]
         for record in records:
             del replica.requests[record["id"]]
@@ -310,18 +296,6 @@ class Replicas:
         ray.kill(replica.actor)  # in case it is alive but was unreachable
         self._start(replica)
 
-    def _wait_for_replicas(self, num_expected: int) -> None:
-        """Waits for the first engine, however long it takes, and then at most START_SECONDS for the
-        others."""
-        logger.info("waiting for Ray to start %d engines", len(self._replicas))
-        deadline, num_ready = inf, 0
-        while num_ready < num_expected and monotonic() < deadline:
-            self._wait()
-            num_ready = sum(replica.is_ready for replica in self._replicas)
-            if num_ready:
-                deadline = min(deadline, monotonic() + START_SECONDS)
-        logger.info("%d of %d engines are ready", num_ready, len(self._replicas))
-
 
 def _connect() -> bool:
     """Connects to Ray, or starts it. Returns False if this process was already connected. Raises
@@ -335,14 +309,13 @@ def _connect() -> bool:
     except SystemExit:  # Ray's own SIGTERM handler raises it
         raise KeyboardInterrupt from None
     finally:
-        if signal.getsignal(signal.SIGTERM) is not handler:
-            signal.signal(signal.SIGTERM, handler)
+        signal.signal(signal.SIGTERM, handler)
     return True
 
 
-def _find_resources(options: dict[str, Any], num_replicas: int) -> tuple[dict[str, int], int]:
-    """Returns the resources of a replica, as arguments of ``ray.remote``, and how many replicas fit
-    in the cluster. Raises ValueError if none fits."""
+def _find_resources(options: dict[str, Any], num_replicas: int) -> dict[str, int]:
+    """Returns the resources of a replica, as arguments of ``ray.remote``. Raises ValueError if no
+    replica fits in the cluster."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     size, device = options["tensor_parallel_size"], options["device"]
     if device.startswith("cuda:"):
@@ -364,7 +337,7 @@ def _find_resources(options: dict[str, Any], num_replicas: int) -> tuple[dict[st
     if num_fitting < num_replicas:
         message = "only %d of %d replicas fit in the cluster: each needs %s"
         logger.warning(message, num_fitting, num_replicas, needs)
-    return resources, num_fitting
+    return resources
 
 
 def _num_fitting(counts: list[int], size: int) -> int:

@@ -3,7 +3,7 @@
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn, TypeAlias
 
@@ -69,7 +69,6 @@ FIELDS: dict[str, dict[str, Check]] = {
         "logprobs": BOOLEAN,
         "top_logprobs": NUM_LOGPROBS,
         "tools": ("a list of functions", lambda value: isinstance(value, list)),
-        "tool_choice": ANY,
         "chat_template": ("a Jinja template", lambda value: isinstance(value, str)),
         "chat_template_kwargs": OBJECT,
         "add_generation_prompt": BOOLEAN,
@@ -96,6 +95,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
+    "tool_choice": ("none", "auto"),
     "modalities": (["text"],),
     "use_beam_search": (False,),
     "length_penalty": (1,),
@@ -120,6 +120,19 @@ class BatchRequest(LineInfo):
     custom_id: str
     url: str
     body: dict[str, Any]
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the request has its own chat template."""
+        options = self.body.get("chat_template_kwargs")
+        inner = options.get("chat_template") if isinstance(options, dict) else None
+        return self.body.get("chat_template") is not None or inner is not None
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the request asks for structured outputs."""
+        fields = ("response_format", "structured_outputs")
+        return any(self.body.get(name) is not None for name in fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +187,7 @@ def parse_line(line: Line, trusts_templates: bool = True) -> BatchRequest | Reco
         if not isinstance(body, dict):
             raise RequestError(f"body must be an object, got {_brief(body)}")
         parsed = BatchRequest(line.number, line.digest, custom_id, url, body)
-        if not trusts_templates and has_template(parsed):
+        if not trusts_templates and parsed.has_template:
             raise RequestError(
                 "a request's own chat_template is a program that this job does not trust: "
                 "--trust-request-chat-template allows it",
@@ -183,19 +196,6 @@ def parse_line(line: Line, trusts_templates: bool = True) -> BatchRequest | Reco
         return parsed
     except RequestError as error:
         return error_record(line, custom_id, error)
-
-
-def has_template(request: BatchRequest) -> bool:
-    """Returns whether a request has its own chat template."""
-    options = request.body.get("chat_template_kwargs")
-    inner = options.get("chat_template") if isinstance(options, dict) else None
-    return request.body.get("chat_template") is not None or inner is not None
-
-
-def has_grammar(request: BatchRequest) -> bool:
-    """Returns whether a request asks for structured outputs."""
-    fields = ("response_format", "structured_outputs")
-    return any(request.body.get(name) is not None for name in fields)
 
 
 def read_body(
@@ -228,16 +228,22 @@ def read_body(
             code="model_not_found",
             param="model",
         )
-    read = _read_chat if request.url == CHAT_URL else _read_completion
-    generation = read(given, Generation(model, defaults, has_seed))
-    num_choices = generation.params.n * max(1, len(generation.prompts))
+    params = _read_params(given, defaults, request.url)
+    if request.url == CHAT_URL:
+        content = {"messages": given["messages"], "template": _read_template(given)}
+        num_choices = params.n
+    else:
+        prompt = given["prompt"]
+        prompts = [prompt] if _is_prompt(prompt) else prompt
+        content = {"prompts": prompts}
+        num_choices = params.n * len(prompts)
     if num_choices > MAX_CHOICES:
         raise RequestError(
             f"the request asks for {num_choices} completions, but may have at most {MAX_CHOICES}: "
             f"split it into several requests",
             param="n",
         )
-    return generation
+    return Generation(model, params, has_seed, **content)
 
 
 def _make_seed(seed: int | None, name: object) -> int:
@@ -284,47 +290,31 @@ def _check_fields(given: dict[str, Any], url: str) -> None:
             if not is_valid(value):
                 raise _invalid(name, expected, value)
         elif name not in IGNORED_FIELDS and value not in neutral.get(name, ()):
-            message = f"the field {_brief(name)} is not supported (value {_brief(value)})"
-            raise _unsupported(name[:80], message + _hint(name, known))
+            hint = ""
+            if name in neutral:
+                hint = f"; use {' or '.join(map(_brief, neutral[name]))}"
+            elif name.startswith("guided_"):
+                hint = "; use structured_outputs"
+            elif near := difflib.get_close_matches(name[:80], known, n=1, cutoff=0.75):
+                hint = f"; did you mean {near[0]}?"
+            message = f"the field {_brief(name)} is not supported (value {_brief(value)}){hint}"
+            raise _unsupported(name[:80], message)
 
 
-def _hint(name: str, known: Iterable[str]) -> str:
-    if name.startswith("guided_"):
-        return "; use structured_outputs"
-    near = difflib.get_close_matches(name[:80], known, n=1, cutoff=0.75)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def _read_completion(given: dict[str, Any], defaults: Generation) -> Generation:
-    max_tokens = given.get("max_tokens", DEFAULT_MAX_TOKENS)
-    logprobs = given.get("logprobs")
-    params = _read_params(given, defaults.params, max_tokens=max_tokens, logprobs=logprobs)
-    prompt = given["prompt"]
-    return replace(defaults, params=params, prompts=[prompt] if _is_prompt(prompt) else prompt)
-
-
-def _read_chat(given: dict[str, Any], defaults: Generation) -> Generation:
-    wants_logprobs = given.get("logprobs", False)
-    top_logprobs = given.get("top_logprobs", 0)
-    if top_logprobs and not wants_logprobs:
-        raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-    params = _read_params(
-        given,
-        defaults.params,
-        max_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
-        logprobs=top_logprobs if wants_logprobs else None,
-    )
-    template = _read_template(given)
-    return replace(defaults, params=params, messages=given["messages"], template=template)
-
-
-def _read_params(given: dict[str, Any], defaults: SamplingParams, **parsed: Any) -> SamplingParams:
-    """Returns the sampling parameters. ``parsed`` are fields that the caller has parsed."""
+def _read_params(given: dict[str, Any], defaults: SamplingParams, url: str) -> SamplingParams:
     values = {name: given[name] for name in SAMPLING_FIELDS if name in given}
-    parsed["logit_bias"] = _read_logit_bias(given.get("logit_bias"))
-    parsed["structured_outputs"] = _read_structured_outputs(given)
+    if url == CHAT_URL:
+        wants_logprobs, top_logprobs = given.get("logprobs", False), given.get("top_logprobs", 0)
+        if top_logprobs and not wants_logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        values["logprobs"] = top_logprobs if wants_logprobs else None
+        values["max_tokens"] = given.get("max_completion_tokens", given.get("max_tokens"))
+    else:
+        values.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
+    values["logit_bias"] = _read_logit_bias(given.get("logit_bias"))
+    values["structured_outputs"] = _read_structured_outputs(given)
     try:
-        return replace(defaults, **(values | parsed))
+        return replace(defaults, **values)
     except (TypeError, ValueError) as error:
         raise bad_request(error) from None
 
@@ -385,17 +375,10 @@ def _read_template(given: dict[str, Any]) -> dict[str, Any]:
             "continue_final_message and add_generation_prompt exclude each other",
             param="continue_final_message",
         )
+    # Tool calls in the response are not parsed.
+    tools = None if given.get("tool_choice") == "none" else given.get("tools") or None
     options |= {"continue_final_message": continues, "add_generation_prompt": adds_prompt}
-    return options | {"tools": _read_tools(given)}
-
-
-def _read_tools(given: dict[str, Any]) -> list[Any] | None:
-    """Returns the tools for the chat template. Tool calls in the response are not parsed."""
-    choice = given.get("tool_choice", "auto")
-    if choice not in ("none", "auto"):
-        message = f"tool_choice {_brief(choice)} is not supported: use none or auto"
-        raise _unsupported("tool_choice", message)
-    return (given.get("tools") or None) if choice == "auto" else None
+    return options | {"tools": tools}
 
 
 def _unsupported(name: str, message: str) -> RequestError:

@@ -85,16 +85,12 @@ def _entry(entry: Logprob) -> dict[str, Any]:
 
 
 def _text_content(completion: CompletionOutput, generation: Generation) -> dict[str, Any]:
-    logprobs = None
-    if completion.logprobs is not None:
-        logprobs = _text_logprobs([position for position in completion.logprobs if position])
-    return {"text": completion.text, "logprobs": logprobs}
-
-
-def _text_logprobs(positions: list[dict[int, Logprob]]) -> dict[str, list[Any]]:
+    if completion.logprobs is None:
+        return {"text": completion.text, "logprobs": None}
+    positions = [position for position in completion.logprobs if position]
     sampled = [next(iter(position.values())) for position in positions]
     tokens = [entry.decoded_token or "" for entry in sampled]
-    return {
+    logprobs = {
         "tokens": tokens,
         "token_logprobs": [_finite(entry.logprob) for entry in sampled],
         "top_logprobs": [
@@ -103,6 +99,7 @@ def _text_logprobs(positions: list[dict[int, Logprob]]) -> dict[str, list[Any]]:
         ],
         "text_offset": [*accumulate(map(len, tokens), initial=0)][:-1],
     }
+    return {"text": completion.text, "logprobs": logprobs}
 
 
 def _finite(logprob: float) -> float:

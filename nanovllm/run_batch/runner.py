@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,16 +16,9 @@ from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
 from nanovllm.run_batch.journal import Journal
 from nanovllm.run_batch.records import Record, RequestError, error_record, success_record
-from nanovllm.run_batch.request import (
-    BatchRequest,
-    Generation,
-    bad_request,
-    has_grammar,
-    has_template,
-    read_body,
-)
+from nanovllm.run_batch.request import BatchRequest, Generation, bad_request, read_body
 from nanovllm.run_batch.response import make_body
-from nanovllm.run_batch.stop import Stop
+from nanovllm.run_batch.stop import StopOnSignal
 
 logger = logging.getLogger("nanovllm.run_batch")
 
@@ -48,7 +41,6 @@ class _RequestState:
         attempt: how many earlier attempts ended in a failure of the engine or its process.
         generation: the request's parsed body.
         prompts: the request's prompts, prepared for the engine.
-        slot: the slot in the journal, while the request is active.
         request_ids: the engine's request ids of the prompts that have been added to it, in order.
         outputs: the outputs of finished prompts, by request id.
     """
@@ -57,7 +49,6 @@ class _RequestState:
     attempt: int
     generation: Generation = None  # type: ignore[assignment]  # until it is prepared
     prompts: Sequence[PreparedRequest] = ()
-    slot: int = 0
     request_ids: list[str] = field(default_factory=list)
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
 
@@ -95,10 +86,7 @@ class Runner:
     """
 
     def __init__(
-        self,
-        make_llm: Callable[[], LLM],
-        model_names: Sequence[str],
-        journal: Journal | None = None,
+        self, make_llm: Callable[[], LLM], model_names: Sequence[str], journal: Journal
     ) -> None:
         self.llm: LLM | None = make_llm()
         self.window = 2 * self.llm.config.max_num_seqs
@@ -108,25 +96,24 @@ class Runner:
         self._journal = journal
         seed = self.llm.config.seed
         self._defaults = replace(self.llm.get_default_sampling_params(), seed=seed)
-        # Requests that are not active, by attempt, and the window for each attempt.
-        self._waiting: list[deque[_RequestState]] = [deque() for _ in range(MAX_ATTEMPTS)]
-        self._windows = (self.window, isqrt(self.window), 1)
+        self._windows = (self.window, isqrt(self.window), 1)  # for each attempt
+        self._waiting: list[_RequestState] = []  # to be retried
         # Active requests, oldest first. All of them are at the same attempt. A request is prepared
         # first. Then its prompts are ready, and then they are in flight in the engine.
         self._attempt = 0
         self._active: dict[_RequestState, None] = {}
         self._preparing: dict[Future[RequestError | None], _RequestState] = {}
-        self._ready: deque[_RequestState] = deque()  # once for each prompt
+        self._ready: deque[tuple[_RequestState, PreparedRequest]] = deque()
         self._in_flight: dict[str, _RequestState] = {}  # by request id
         self._num_failures = 0  # of the engine, since a request last finished
         self._pool = ThreadPoolExecutor(NUM_THREADS, "nanovllm-requests")
         self._records: list[Record] = []  # to yield next
 
     def run(
-        self, requests: Iterable[BatchRequest | Record | None], stop: Stop | None = None
-    ) -> Iterator[Record]:
+        self, requests: Iterable[BatchRequest | Record], stop: StopOnSignal | None = None
+    ) -> Generator[Record, None, None]:
         """Yields the record of each request as it finishes. Records among ``requests`` are passed
-        through. None among them means that there is no request yet.
+        through.
 
         Reads only as many requests as the engine can take. Requests that ``stop`` ends get no
         record.
@@ -137,29 +124,44 @@ class Runner:
         source = iter(requests)
         try:
             while stop is None or not stop.requested:
-                item = next(source, EXHAUSTED) if self._has_capacity else None
-                if isinstance(item, BatchRequest):
-                    self._add(item)
-                elif item is EXHAUSTED and self.is_idle:
+                records = self.advance(source)
+                if records is None:
                     return
-                elif item is EXHAUSTED or item is None:
-                    self._step()
-                else:
-                    yield item
-                yield from self._pop_records()
-            self._end_unstarted()
+                yield from records
+            self.end_unstarted()
             logger.info("stopping: waiting for %d running requests", len(self._in_flight))
             while self._in_flight and monotonic() < stop.deadline:
-                self._step()
-                yield from self._pop_records()
+                yield from self.advance(iter(())) or ()
         finally:
-            self._clear_waiting()
+            self._waiting.clear()
             self._end_all()
+
+    def advance(self, source: Iterator[BatchRequest | Record]) -> list[Record] | None:
+        """Reads a request, if there is capacity for it, or runs an engine step.
+
+        Returns:
+            The records of requests that have finished, and those read from ``source``; None if
+            every request has its record and ``source`` is exhausted.
+
+        Raises:
+            EngineLostError: the engine failed and could not be replaced.
+        """
+        item = next(source, EXHAUSTED) if self._has_capacity else None
+        if isinstance(item, BatchRequest):
+            self._add(item)
+        elif isinstance(item, dict):
+            self._records.append(item)
+        elif item is EXHAUSTED and self.is_idle:
+            return None
+        else:
+            self._step()
+        records, self._records = self._records, []
+        return records
 
     @property
     def is_idle(self) -> bool:
         """Whether every request has its record."""
-        return not self._active and not any(self._waiting)
+        return not self._active and not self._waiting
 
     def close(self) -> None:
         """Frees the engine."""
@@ -172,25 +174,20 @@ class Runner:
     def _has_capacity(self) -> bool:
         """Whether another request should be read before the next step: the window is not
         full, no request is being retried, and fewer than ``window`` requests wait for a retry."""
-        num_waiting = sum(map(len, self._waiting))
-        may_read = self._attempt == 0 and not self._waiting[0] and num_waiting < self.window
-        return may_read and self._can_start
+        may_read = self._attempt == 0 and len(self._waiting) < self.window
+        return may_read and self._can_start and all(state.attempt for state in self._waiting)
 
     @property
     def _can_start(self) -> bool:
         num_started = self.num_in_flight + len(self._preparing)
         return not self._ready and num_started < self._windows[self._attempt]
 
-    def _pop_records(self) -> list[Record]:
-        records, self._records = self._records, []
-        return records
-
     def _add(self, request: BatchRequest) -> None:
         """Starts a request. If earlier processes died while running it, it waits for a retry, or
         ends with an error after MAX_ATTEMPTS."""
-        num_deaths = self._journal.num_deaths(request.digest) if self._journal else 0
+        num_deaths = self._journal.num_deaths(request.digest)
         state = _RequestState(request, num_deaths)
-        if self._journal and num_deaths >= MAX_ATTEMPTS:
+        if num_deaths >= MAX_ATTEMPTS:
             self._journal.forget(request.digest)
             message = (
                 f"the process died {MAX_ATTEMPTS} times while running this request, the last time "
@@ -198,7 +195,7 @@ class Runner:
             )
             self._end_with_error(state, RequestError(message, status=500, code="process_died"))
         elif num_deaths:
-            self._waiting[num_deaths].append(state)
+            self._waiting.append(state)
         else:
             self._start(state)
 
@@ -240,21 +237,21 @@ class Runner:
         """Starts requests that are waiting, up to the window. If no request is active, continues
         with the requests that have had the most attempts."""
         if not self._active:
-            attempts = [attempt for attempt, queue in enumerate(self._waiting) if queue]
-            self._attempt = max(attempts, default=0)
-        while self._waiting[self._attempt] and self._can_start:
-            self._start(self._waiting[self._attempt].popleft())
+            self._waiting.sort(key=lambda state: -state.attempt)
+            self._attempt = self._waiting[0].attempt if self._waiting else 0
+        while self._waiting and self._waiting[0].attempt == self._attempt and self._can_start:
+            self._start(self._waiting.pop(0))
 
     def _start(self, state: _RequestState) -> None:
         """Prepares a request and adds its prompts. A thread prepares it if that may take long."""
         llm = self._ensure_engine()
-        if self._journal:
-            state.slot = self._journal.begin(state.request.digest)
+        self._journal.begin(state.request.digest)
         self._active[state] = None
-        if has_grammar(state.request) or has_template(state.request):
+        if state.request.has_grammar or state.request.has_template:
             self._preparing[self._pool.submit(self._prepare, llm, state)] = state
         else:
-            self._add_prompts(state, self._prepare(llm, state))
+            self._finish_preparing(state, self._prepare(llm, state))
+            self._fill_engine()
 
     def _prepare(self, llm: LLM, state: _RequestState) -> RequestError | None:
         """Parses a request's body and prepares its prompts. Returns the error if the request is
@@ -263,15 +260,14 @@ class Runner:
             generation = read_body(state.request, self._defaults, self._model_names)
             state.generation = generation
             prompts: Sequence[Any] = generation.prompts
-            try:
-                if generation.messages:
-                    prompts = llm.render_chat(generation.messages, **generation.template)
-                params = map(generation.params_of, range(len(prompts)))
-                state.prompts = list(map(llm.prepare, prompts, params))
-            except (TypeError, ValueError) as error:
-                return bad_request(error)
+            if generation.messages:
+                prompts = llm.render_chat(generation.messages, **generation.template)
+            params = map(generation.params_of, range(len(prompts)))
+            state.prompts = list(map(llm.prepare, prompts, params))
         except RequestError as error:
             return error
+        except (TypeError, ValueError) as error:
+            return bad_request(error)
         except Exception as error:  # no request may end the run
             return _internal_error(error)
         return None
@@ -281,36 +277,30 @@ class Runner:
         if self._preparing and not self._in_flight and not self._ready:
             wait(self._preparing, WAIT_SECONDS, FIRST_COMPLETED)
         for future in [future for future in self._preparing if future.done()]:
-            # ``_add_prompts`` clears ``_preparing`` if the engine fails.
-            if future in self._preparing:
-                self._add_prompts(self._preparing.pop(future), future.result())
+            self._finish_preparing(self._preparing.pop(future), future.result())
 
-    def _add_prompts(self, state: _RequestState, error: RequestError | None) -> None:
-        """Adds the prompts of a prepared request, or ends the request with its error."""
+    def _finish_preparing(self, state: _RequestState, error: RequestError | None) -> None:
+        """Makes the prompts of a prepared request ready, or ends the request with its error."""
         if error:
             self._end_with_error(state, error)
         else:
-            self._ready.extend([state] * len(state.prompts))
-            self._fill_engine()
+            self._ready.extend((state, prompt) for prompt in state.prompts)
 
     def _fill_engine(self) -> None:
         """Adds prompts to the engine up to the window."""
         window = self._windows[self._attempt]
-        while self._ready and (
-            self.num_in_flight + self._ready[0].num_completions <= window or not self._in_flight
-        ):
-            state = self._ready.popleft()
-            if state in self._active:
-                self._add_to_engine(state)
-
-    def _add_to_engine(self, state: _RequestState) -> None:
-        """Adds the next prompt of a request."""
-        try:
-            prompt = state.prompts[len(state.request_ids)]
-            request_id = self._ensure_engine().add_request(prompt)
-        except Exception as error:
-            self._handle_failure(error, [state])
-        else:
+        while self._ready:
+            state, prompt = self._ready[0]
+            if self._in_flight and self.num_in_flight + state.num_completions > window:
+                return
+            self._ready.popleft()
+            if state not in self._active:  # another of its prompts has ended it
+                continue
+            try:
+                request_id = self._ensure_engine().add_request(prompt)
+            except Exception as error:
+                self._handle_failure(error, [state])
+                return
             self._in_flight[request_id] = state
             self.num_in_flight += state.num_completions
             state.request_ids.append(request_id)
@@ -328,7 +318,7 @@ class Runner:
         self._num_failures = 0
         for completion in output.outputs:
             if completion.finish_reason == "error":
-                message = f"generation failed: {completion.error or 'no token could be sampled'}"
+                message = f"generation failed: {completion.error}"
                 error = RequestError(message, status=500, code="generation_failed")
                 self._end_with_error(state, error)
                 return
@@ -359,7 +349,7 @@ class Runner:
         for state in self._end_all():
             attempt = state.attempt + (state in failed)
             if attempt < MAX_ATTEMPTS:
-                self._waiting[attempt].append(_RequestState(state.request, attempt))
+                self._waiting.append(_RequestState(state.request, attempt))
             else:  # the window of the last attempt is 1, so no other request was running
                 message = (
                     f"the engine failed {MAX_ATTEMPTS} times while running this request, the last "
@@ -368,15 +358,13 @@ class Runner:
                 self._end_with_error(state, RequestError(message, status=500, code="engine_failed"))
 
     def _end_with_error(self, state: _RequestState, error: RequestError) -> None:
-        if state in self._active:
-            self._end(state)
+        self._end(state)
         self._records.append(error_record(state.request, state.request.custom_id, error))
 
     def _end(self, state: _RequestState) -> None:
-        """Ends an active request, and aborts its prompts in the engine."""
-        del self._active[state]
-        if self._journal:
-            self._journal.end(state.slot)
+        """Ends a request, which may be active, and aborts its prompts in the engine."""
+        self._active.pop(state, None)
+        self._journal.end(state.request.digest)
         for request_id in state.request_ids:
             if self._remove(request_id) and self.llm is not None:
                 with suppress(Exception):  # an engine that has failed has no requests
@@ -394,21 +382,17 @@ class Runner:
             self._end(state)
         return ended
 
-    def _end_unstarted(self) -> None:
+    def end_unstarted(self) -> None:
         """Ends all requests with a prompt that is not in flight, or that waits in the engine's own
         queue."""
-        self._clear_waiting()
+        self._waiting.clear()
         num_running = self.llm.metrics().num_running if self.llm and self._in_flight else 0
-        unstarted = {*self._ready}
+        unstarted = {state for state, _ in self._ready}
         for state in self._in_flight.values():  # the engine runs them in this order
             if num_running <= 0:
                 unstarted.add(state)
             num_running -= state.num_completions
         self._end_all(kept={*self._in_flight.values()} - unstarted)
-
-    def _clear_waiting(self) -> None:
-        for queue in self._waiting:
-            queue.clear()
 
 
 def _internal_error(error: Exception) -> RequestError:

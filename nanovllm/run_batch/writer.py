@@ -39,7 +39,7 @@ class Writer:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.done: dict[str, str] = {}
+        self.done: dict[bytes, str] = {}
         self.done_lines: dict[int, str] = {}
         self.num_records = self.num_failed = 0
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
