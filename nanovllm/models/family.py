@@ -1,6 +1,7 @@
 """Model families: reading a Hugging Face config, and the names of tensors in checkpoints.
 
-Families differ only in data. Each has a small file in this folder, and ``registry.py`` lists them.
+Families differ only in data. Related families share a small file in this folder. ``registry.py``
+lists them all.
 """
 
 from collections.abc import Callable, Mapping, Sequence
