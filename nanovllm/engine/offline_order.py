@@ -33,6 +33,9 @@ class OfflineOrder(FirstComeFirstServed):
         super().__init__()
         self.shares_prefixes = shares_prefixes
         self.pools: deque[_Pool] = deque()  # only the last one takes new sequences
+        # The pool of each waiting sequence, oldest sequence first. Ordered: the first key of a dict
+        # is slow to find after many removals.
+        self.pool_of: OrderedDict[Sequence, _Pool] = OrderedDict()
 
     @property
     def head(self) -> Sequence:
@@ -44,44 +47,43 @@ class OfflineOrder(FirstComeFirstServed):
             return
         if not self.pools or self.pools[-1].num_added >= POOL_SIZE:
             self.pools.append(_Pool(self.shares_prefixes))
+        # First, so that ``remove`` can undo an interrupted call.
+        self.pool_of[seq] = self.pools[-1]
         self.pools[-1].add(seq)
 
     def popleft(self) -> Sequence:
         if super().__len__():
             return super().popleft()
-        pool = self.pools[0]
-        seq, was_grouped, was_oldest = pool.pop()
-        self.num_grouped += was_grouped and not was_oldest
-        self.num_longest_first += not was_grouped and not was_oldest
-        if not len(pool):
-            self.pools.popleft()
+        seq, was_grouped = self.pools[0].admit()
+        if seq is not next(iter(self.pool_of)):  # it overtakes an earlier one
+            self.num_grouped += was_grouped
+            self.num_longest_first += not was_grouped
+        self.remove(seq)
         return seq
 
     def remove(self, seq: Sequence) -> None:
-        for pool in self.pools:
-            if path := pool.path_to(seq):
-                pool.leave(path)
-                if not len(pool):
-                    self.pools.remove(pool)
-                return
-        super().remove(seq)
+        pool = self.pool_of.pop(seq, None)
+        if pool is None:
+            super().remove(seq)
+            return
+        pool.remove(seq)
+        if pool.is_empty:
+            self.pools.remove(pool)
 
     def clear(self) -> None:
         super().clear()
         self.pools.clear()
+        self.pool_of.clear()
 
     def __len__(self) -> int:
-        return super().__len__() + sum(map(len, self.pools))
+        return super().__len__() + len(self.pool_of)
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from super().__iter__()
-        for pool in self.pools:
-            yield from pool
+        yield from self.pool_of
 
     def __contains__(self, seq: object) -> bool:
-        if super().__contains__(seq):
-            return True
-        return isinstance(seq, Sequence) and any(pool.path_to(seq) for pool in self.pools)
+        return seq in self.pool_of or super().__contains__(seq)
 
 
 class _Group:
@@ -102,8 +104,7 @@ class _Group:
     def __init__(self, hashes: list[int], num_blocks: int) -> None:
         self.hashes = hashes
         self.num_blocks = num_blocks
-        # Ordered: the first key of a dict is slow to find after many removals.
-        self.members: OrderedDict[int, _Group | Sequence] = OrderedDict()
+        self.members: dict[int, _Group | Sequence] = {}
         self.heap: list[tuple[int, int, int]] = []
         self.recent: dict[int, None] = {}
 
@@ -119,27 +120,19 @@ class _Group:
 
 
 class _Pool:
-    """Sequences that are ordered together."""
+    """Sequences that are ordered together, in a radix tree of their blocks."""
 
     def __init__(self, shares_prefixes: bool) -> None:
         self.shares_prefixes = shares_prefixes
         self.root = _Group([], 0)
-        self.num_added = self.num_left = 0
-        # From the root to the head: each group, its member's key, and whether that is recent. Empty
-        # if it is not known.
+        self.num_added = 0
+        # The groups from the root to the head, each with its member's key, and whether a member
+        # with this key was admitted recently. Empty if the head is not known.
         self.path: list[tuple[_Group, int, bool]] = []
 
-    def __len__(self) -> int:
-        return self.num_added - self.num_left
-
-    def __iter__(self) -> Iterator[Sequence]:
-        members = [*self.root.members.values()]
-        while members:
-            member = members.pop()
-            if isinstance(member, Sequence):
-                yield member
-            else:
-                members += member.members.values()
+    @property
+    def is_empty(self) -> bool:
+        return not self.root.members
 
     @property
     def head(self) -> Sequence:
@@ -180,36 +173,29 @@ class _Pool:
             split.members[other], split.heap = member, [(*item[:2], other)]
             group.members[key] = group = split
 
-    def pop(self) -> tuple[Sequence, bool, bool]:
-        """Removes the head. Returns it, whether it begins like a sequence admitted recently, and
-        whether it is the oldest, as far as they are compared."""
-        seq, path = self.head, self.path
-        was_grouped = any(was_recent for _, _, was_recent in path)
-        was_oldest = all(key == next(iter(group.members)) for group, key, _ in path)
-        for group, key, _ in path:
+    def admit(self) -> tuple[Sequence, bool]:
+        """Records that the head is admitted. Returns it, and whether it begins with the same blocks
+        as a sequence admitted recently."""
+        seq = self.head
+        for group, key, _ in self.path:
             if key >= 0:
                 group.recent.pop(key, None)
                 group.recent[key] = None
                 if len(group.recent) > NUM_RECENT:
                     del group.recent[next(iter(group.recent))]
-        self.leave([(group, key) for group, key, _ in path])
-        return seq, was_grouped, was_oldest
+        return seq, any(was_recent for _, _, was_recent in self.path)
 
-    def path_to(self, seq: Sequence) -> list[tuple[_Group, int]]:
-        """Returns the groups that lead to a sequence, each with its member's key; an empty list if
-        the sequence is not here."""
+    def remove(self, seq: Sequence) -> None:
+        """Removes a sequence, if it is here, and the groups that are then empty."""
+        self.path = []
         path: list[tuple[_Group, int]] = []
         member: _Group | Sequence | None = self.root
         while isinstance(member, _Group):
             key = self._key(seq, member.num_blocks)
             path.append((member, key))
             member = member.members.get(key)
-        return path if member is seq else []
-
-    def leave(self, path: list[tuple[_Group, int]]) -> None:
-        """Removes the last member of a path from its group, and groups that are now empty."""
-        self.num_left += 1
-        self.path = []
+        if member is not seq:
+            return
         for group, key in reversed(path):
             del group.members[key]
             if group.members:
