@@ -124,10 +124,10 @@ class EngineMetrics:
         num_generated_tokens: the number of sampled tokens.
         prefix_cache_hit_rate: the fraction of prompt tokens found in the prefix cache, 0 to 1.
         num_preemptions: how many times a sequence was preempted.
-        num_grouped: how many sequences overtook earlier ones because they begin with the same
-            blocks as a sequence admitted shortly before.
-        num_longest_first: how many sequences overtook earlier ones because they, or a sequence that
-            begins with the same blocks, may generate more tokens.
+        num_grouped: how many sequences of ``generate`` overtook an earlier one because they share a
+            prefix with a recently admitted sequence.
+        num_longest_first: how many sequences of ``generate`` overtook an earlier one for the other
+            reason: they, or sequences with the same prefix, may generate more tokens.
         prompt_tokens_per_second: the prefill throughput in the last window of 5 seconds.
         generated_tokens_per_second: the decode throughput in the same window.
         gpu_memory_bytes: the memory that PyTorch holds on rank 0's GPU; None on a CPU.

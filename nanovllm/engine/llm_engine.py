@@ -33,7 +33,7 @@ NOT_ALONE = (
     "{} needs the engine to itself: finish the other requests with step, drop them with "
     "abort_request, or close the stream that they belong to"
 )
-NUM_QUEUED = 512  # requests that ``generate`` adds between two steps
+NUM_QUEUED = 512  # prepared requests that ``generate`` queues before each step
 STREAM_OPEN = "generate_stream has not ended: exhaust it, close it or abort its requests first"
 
 
@@ -131,9 +131,9 @@ class LLMEngine:
             prompt: as in ``generate``, or a request that ``prepare`` returned.
             sampling_params: how to complete the prompt; None for the model's defaults. Must be None
                 for a prepared request, which already has sampling parameters.
-            may_reorder: run it when that needs the least time, as the prompts of ``generate``
-                (see ``Config.enable_reordering``). Other requests are admitted before, first come,
-                first served.
+            may_reorder: the request may be admitted earlier or later than its turn, like the
+                prompts of ``generate`` (see ``Config.enable_reordering``). Requests without
+                ``may_reorder`` are admitted before all of these, first come, first served.
 
         Raises:
             TypeError: not a prompt, or not SamplingParams.
@@ -331,8 +331,9 @@ class LLMEngine:
 
         indices: dict[str, int] = {}  # by request id
         outputs: dict[int, RequestOutput | Exception] = {}
-        # Many prepared requests are queued before each step, so that they can be ordered. Requests
-        # that are still being tokenised are queued until a step is full, so that it does not wait.
+        # If all prompts are prepared, NUM_QUEUED are queued before each step, so that the scheduler
+        # can reorder many. Otherwise only enough tokens for one step are queued before it, so that
+        # the device does not wait for tokenisation.
         is_prepared = isinstance(checked, list)
         limit = NUM_QUEUED if is_prepared else self.config.max_num_batched_tokens
         with (
@@ -340,7 +341,7 @@ class LLMEngine:
             closing_bar(progress),
             closing(self.grammars.when_compiled(checked, grammar_of, meanwhile)) as ready,
         ):
-            num_queued = 0  # requests since the last step, or their tokens
+            num_queued = 0  # requests (tokens if not all are prepared) queued since the last step
             for index, item in ready:
                 if isinstance(item, Exception):
                     outputs[index] = item

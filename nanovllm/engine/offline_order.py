@@ -9,21 +9,24 @@ from nanovllm.engine.policy import FirstComeFirstServed
 from nanovllm.engine.prefix_cache import chain_hash
 from nanovllm.engine.sequence import Sequence
 
-POOL_SIZE = 2**14  # sequences that are ordered together
-NUM_RECENT = 16  # prefixes that later sequences with the same prefix can join
+POOL_SIZE = 2**14  # maximum number of sequences that are ordered together
+# Sequences that begin with one of this many recently admitted prefixes are admitted next, because
+# the prefix is probably still in the prefix cache.
+NUM_RECENT = 16
 
 
 class OfflineOrder(FirstComeFirstServed):
-    """Puts the sequences with ``may_reorder`` into the order that needs the least time.
+    """Reorders the sequences with ``may_reorder`` so that the whole job takes less time.
 
-    - Sequences with equal first blocks are admitted one after the other, while these blocks are in
-      the prefix cache.
-    - Otherwise, the sequence that may generate the most tokens is admitted first, with those that
-      share its first blocks. So the last sequences to finish are short ones, and few steps run
-      with few sequences.
+    - Sequences with equal first blocks are admitted one after the other, so that these blocks are
+      still in the prefix cache.
+    - Among sequences with different first blocks, the one that may generate the most tokens is
+      admitted first, and then those that share its first blocks. So short sequences finish last,
+      and few steps run with small batches.
 
-    Sequences without ``may_reorder`` and preempted ones are admitted before, first come, first
-    served. No sequence waits forever: later ones overtake it only until its pool is full.
+    Preempted sequences and those without ``may_reorder`` are admitted before all of these, first
+    come, first served. Sequences are reordered within pools of POOL_SIZE, and the pools are
+    admitted in order, so at most POOL_SIZE - 1 reordered sequences overtake an earlier one.
 
     Args:
         shares_prefixes: whether sequences can share blocks.
@@ -33,6 +36,9 @@ class OfflineOrder(FirstComeFirstServed):
         super().__init__()
         self.shares_prefixes = shares_prefixes
         self.pools: deque[_Pool] = deque()  # only the last one takes new sequences
+        # The pool of each waiting sequence, oldest sequence first. Ordered: the first key of a dict
+        # is slow to find after many removals.
+        self.pool_of: OrderedDict[Sequence, _Pool] = OrderedDict()
 
     @property
     def head(self) -> Sequence:
@@ -44,57 +50,59 @@ class OfflineOrder(FirstComeFirstServed):
             return
         if not self.pools or self.pools[-1].num_added >= POOL_SIZE:
             self.pools.append(_Pool(self.shares_prefixes))
+        # First, so that ``remove`` can undo an interrupted call.
+        self.pool_of[seq] = self.pools[-1]
         self.pools[-1].add(seq)
 
     def popleft(self) -> Sequence:
         if super().__len__():
             return super().popleft()
-        pool = self.pools[0]
-        seq, was_grouped, was_oldest = pool.pop()
-        self.num_grouped += was_grouped and not was_oldest
-        self.num_longest_first += not was_grouped and not was_oldest
-        if not len(pool):
-            self.pools.popleft()
+        seq, was_grouped = self.pools[0].admit()
+        if seq is not next(iter(self.pool_of)):  # it overtakes an earlier one
+            self.num_grouped += was_grouped
+            self.num_longest_first += not was_grouped
+        self.remove(seq)
         return seq
 
     def remove(self, seq: Sequence) -> None:
-        for pool in self.pools:
-            if path := pool.path_to(seq):
-                pool.leave(path)
-                if not len(pool):
-                    self.pools.remove(pool)
-                return
-        super().remove(seq)
+        pool = self.pool_of.pop(seq, None)
+        if pool is None:
+            super().remove(seq)
+            return
+        pool.remove(seq)
+        if pool.is_empty:
+            self.pools.remove(pool)
 
     def clear(self) -> None:
         super().clear()
         self.pools.clear()
+        self.pool_of.clear()
 
     def __len__(self) -> int:
-        return super().__len__() + sum(map(len, self.pools))
+        return super().__len__() + len(self.pool_of)
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from super().__iter__()
-        for pool in self.pools:
-            yield from pool
+        yield from self.pool_of
 
     def __contains__(self, seq: object) -> bool:
-        if super().__contains__(seq):
-            return True
-        return isinstance(seq, Sequence) and any(pool.path_to(seq) for pool in self.pools)
+        return seq in self.pool_of or super().__contains__(seq)
 
 
 class _Group:
     """Sequences with the same first blocks: a node of a radix tree.
 
     Attributes:
-        hashes: the chain hash of each of these blocks, and maybe of later ones.
-        num_blocks: the number of these blocks.
-        members: the groups and single sequences that differ in the next block, by its chain hash.
-            A sequence without another full block has a negative key of its own.
-        heap: a tuple (-length, sequence id, key) for each sequence added, and maybe for sequences
-            that have left. The length is the number of tokens that it may generate.
-        recent: the keys of the members admitted last, oldest first.
+        hashes: the chain hashes of the shared blocks, possibly followed by those of later blocks of
+            one sequence.
+        num_blocks: the number of shared blocks.
+        members: the node's children: subgroups and single sequences. The key is the chain hash of
+            the first block after the shared ones, or a unique negative number for a sequence that
+            has no such full block.
+        heap: entries (-max_new_tokens, sequence id, key), at least one for each member. Entries of
+            removed sequences may remain. ``max_new_tokens`` is how many tokens the sequence may
+            generate.
+        recent: the last NUM_RECENT distinct keys of admitted members, oldest first.
     """
 
     __slots__ = ("hashes", "heap", "members", "num_blocks", "recent")
@@ -102,14 +110,12 @@ class _Group:
     def __init__(self, hashes: list[int], num_blocks: int) -> None:
         self.hashes = hashes
         self.num_blocks = num_blocks
-        # Ordered: the first key of a dict is slow to find after many removals.
-        self.members: OrderedDict[int, _Group | Sequence] = OrderedDict()
+        self.members: dict[int, _Group | Sequence] = {}
         self.heap: list[tuple[int, int, int]] = []
         self.recent: dict[int, None] = {}
 
     def next_key(self) -> tuple[int, bool]:
-        """Returns the key of the member to admit next, and whether one with this key has been
-        admitted recently."""
+        """Returns the key of the member to admit from next, and whether the key is a recent one."""
         for key in reversed(self.recent):
             if key in self.members:
                 return key, True
@@ -119,27 +125,19 @@ class _Group:
 
 
 class _Pool:
-    """Sequences that are ordered together."""
+    """Sequences that are ordered together, in a radix tree of their blocks."""
 
     def __init__(self, shares_prefixes: bool) -> None:
         self.shares_prefixes = shares_prefixes
         self.root = _Group([], 0)
-        self.num_added = self.num_left = 0
-        # From the root to the head: each group, its member's key, and whether that is recent. Empty
-        # if it is not known.
+        self.num_added = 0
+        # The groups from the root to the head, each with the key of the next member on the path and
+        # whether this key is a recent one. Empty if the head must be determined again.
         self.path: list[tuple[_Group, int, bool]] = []
 
-    def __len__(self) -> int:
-        return self.num_added - self.num_left
-
-    def __iter__(self) -> Iterator[Sequence]:
-        members = [*self.root.members.values()]
-        while members:
-            member = members.pop()
-            if isinstance(member, Sequence):
-                yield member
-            else:
-                members += member.members.values()
+    @property
+    def is_empty(self) -> bool:
+        return not self.root.members
 
     @property
     def head(self) -> Sequence:
@@ -170,46 +168,39 @@ class _Pool:
             if isinstance(member, _Group) and num_equal == member.num_blocks:
                 group = member
                 continue
-            # The member moves into a new group, to which the sequence is added next.
+            # The member moves into a new group, to which the next iteration adds the sequence.
             split = _Group(seq.block_hashes, num_equal)
             if isinstance(member, _Group):
-                other, item = member.hashes[num_equal], member.heap[0]
+                member_key, rank = member.hashes[num_equal], member.heap[0][:2]
             else:
-                other = self._key(member, num_equal)
-                item = member.num_tokens - member.max_len, member.seq_id, other
-            split.members[other], split.heap = member, [(*item[:2], other)]
+                member_key = self._key(member, num_equal)
+                rank = member.num_tokens - member.max_len, member.seq_id
+            split.members[member_key], split.heap = member, [(*rank, member_key)]
             group.members[key] = group = split
 
-    def pop(self) -> tuple[Sequence, bool, bool]:
-        """Removes the head. Returns it, whether it begins like a sequence admitted recently, and
-        whether it is the oldest, as far as they are compared."""
-        seq, path = self.head, self.path
-        was_grouped = any(was_recent for _, _, was_recent in path)
-        was_oldest = all(key == next(iter(group.members)) for group, key, _ in path)
-        for group, key, _ in path:
+    def admit(self) -> tuple[Sequence, bool]:
+        """Marks the head's prefixes as recent. Returns the head, and whether one of its prefixes
+        was recent before. The head stays in the pool until ``remove``."""
+        seq = self.head
+        for group, key, _ in self.path:
             if key >= 0:
                 group.recent.pop(key, None)
                 group.recent[key] = None
                 if len(group.recent) > NUM_RECENT:
                     del group.recent[next(iter(group.recent))]
-        self.leave([(group, key) for group, key, _ in path])
-        return seq, was_grouped, was_oldest
+        return seq, any(was_recent for _, _, was_recent in self.path)
 
-    def path_to(self, seq: Sequence) -> list[tuple[_Group, int]]:
-        """Returns the groups that lead to a sequence, each with its member's key; an empty list if
-        the sequence is not here."""
+    def remove(self, seq: Sequence) -> None:
+        """Removes a sequence, if the tree has it, and the groups that this leaves empty."""
+        self.path = []
         path: list[tuple[_Group, int]] = []
         member: _Group | Sequence | None = self.root
         while isinstance(member, _Group):
             key = self._key(seq, member.num_blocks)
             path.append((member, key))
             member = member.members.get(key)
-        return path if member is seq else []
-
-    def leave(self, path: list[tuple[_Group, int]]) -> None:
-        """Removes the last member of a path from its group, and groups that are now empty."""
-        self.num_left += 1
-        self.path = []
+        if member is not seq:
+            return
         for group, key in reversed(path):
             del group.members[key]
             if group.members:
@@ -220,18 +211,21 @@ class _Pool:
         return seq.num_tokens // seq.block_size if self.shares_prefixes else 0
 
     def _key(self, seq: Sequence, i: int) -> int:
-        """Returns the chain hash of full block i, or a negative number if there is none."""
+        """Returns the chain hash of full block i, or, if there is none, a negative number that only
+        this sequence has."""
         return chain_hash(seq, i) if i < self._num_blocks(seq) else -1 - seq.seq_id
 
     def _count_equal_blocks(self, seq: Sequence, member: _Group | Sequence, start: int) -> int:
-        """Returns how many first blocks are equal, if the first ``start`` of them are."""
+        """Returns how many first blocks a sequence and a member have in common. The first ``start``
+        blocks are known to be equal."""
         if isinstance(member, _Group):
             limit, hashes = min(self._num_blocks(seq), member.num_blocks), member.hashes
         else:
             limit, hashes = min(map(self._num_blocks, (seq, member))), member.block_hashes
             chain_hash(member, limit - 1)
         chain_hash(seq, limit - 1)
-        # A hash covers all blocks before it, so hashes differ from the first different block on.
+        # Binary search: a chain hash covers all earlier blocks, so all hashes from the first
+        # different block on are different.
         return bisect_left(
             range(limit), True, start, key=lambda i: seq.block_hashes[i] != hashes[i]
         )

@@ -8,8 +8,8 @@ from nanovllm.engine.sequence import Sequence
 class FirstComeFirstServed(deque[Sequence]):
     """The waiting sequences, in the order of admission.
 
-    The scheduler admits only the head of the queue. Another policy is a subclass with another head
-    (see ``OfflineOrder``). The order has no effect on the tokens, except for rounding.
+    The scheduler admits only the head of the queue. A subclass can choose another head (see
+    ``OfflineOrder``). The order does not change the generated tokens, except through rounding.
 
     Attributes:
         num_grouped, num_longest_first: see ``EngineMetrics``.

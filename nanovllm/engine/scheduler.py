@@ -40,7 +40,8 @@ class Scheduler:
         eos_token_ids: tokens that end a sequence.
         eos_token_id: the primary EOS token, reported with ``stop_reason=None``. Any other EOS token
             is reported as the stop reason.
-        policy: the order in which waiting sequences are admitted; None for that of the config.
+        policy: the order in which waiting sequences are admitted; None for an OfflineOrder with
+            ``config.enable_reordering``, and first come, first served without.
         windows: the window of each group of layers; None for a group that attends to all tokens.
         cache_len: the length of the longest sequence that the blocks hold, if a group has a window.
     """

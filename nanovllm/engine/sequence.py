@@ -64,8 +64,8 @@ class Sequence:
         num_cached_prompt_tokens: prompt tokens that were in the prefix cache when it first ran.
         is_isolated: whether it shares no blocks with other sequences. Set when it is retried
             because no token could be sampled: shared blocks may have been the cause.
-        may_reorder: whether it may be admitted before or after sequences that were added earlier or
-            later (see OfflineOrder).
+        may_reorder: whether it may overtake other such sequences, and be overtaken by them (see
+            OfflineOrder).
         wants_prompt_logprobs: whether it needs the logits of each prompt token.
         num_prompt_logprobs: number of prompt log-probabilities computed so far.
         stop_token_ids: tokens that end it; set by the scheduler, as is max_len.

@@ -1,7 +1,10 @@
 """The order of admission when many requests are known at once, against a plain model of it."""
 
 import random
+import sys
 from collections.abc import Iterable
+from itertools import count
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -119,6 +122,59 @@ def test_a_prefix_goes_on_while_its_sequences_arrive():
     assert [seq.token_ids[0] for seq in first] == [0, 1]
     assert [seq.token_ids[0] for seq in admitted(queue)] == [1, 0, 2, 2]
     assert (queue.num_grouped, queue.num_longest_first) == (2, 0)
+
+
+def test_sequences_that_overtake_are_counted():
+    """One overtakes if any earlier one still waits, also one from another group."""
+    queue = OfflineOrder()
+    for i in (1, 2, 1, 2):
+        queue.add(make([i] * BLOCK + [9]))
+    assert [seq.token_ids[0] for seq in admitted(queue)] == [1, 1, 2, 2]
+    assert (queue.num_grouped, queue.num_longest_first) == (1, 0)
+
+
+def add_interrupted(queue: OfflineOrder, seq: Sequence, line: int) -> bool:
+    """Raises KeyboardInterrupt at a line that ``add`` runs; false if it has fewer lines."""
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal line
+        if frame.f_code.co_filename != offline_order.__file__:
+            return None
+        if event == "line":
+            line -= 1
+            if line == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    tracer = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        queue.add(seq)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(tracer)
+    return False
+
+
+@pytest.mark.parametrize("others", [[], [[1] * 9], [[1] * 8 + [i] * 8 for i in range(2)]])
+def test_an_interrupted_add_can_be_undone(others):
+    """As LLMEngine does, so that the queue still has the other sequences."""
+    for line in count(1):
+        queue, seqs, seq = (
+            OfflineOrder(),
+            [make(prompt) for prompt in others],
+            make([1] * 4 + [9] * 8),
+        )
+        for other in seqs:
+            queue.add(other)
+        if not add_interrupted(queue, seq, line):
+            assert line > 10
+            return
+        if seq in queue:
+            queue.remove(seq)
+        assert len(queue) == len(seqs)
+        assert admitted(queue) == seqs
 
 
 def test_no_sequence_waits_forever(monkeypatch):
