@@ -260,6 +260,43 @@ def test_a_wrong_command_line_is_left_to_the_job():
         assert supervise(lambda: 2, argv) == 2
 
 
+def run_supervised(setup: str) -> subprocess.CompletedProcess[str]:
+    """Runs a job that does nothing, in a program that first executes ``setup``."""
+    code = f"""
+import os, signal, sys
+from nanovllm.run_batch.supervisor import supervise
+{setup}
+sys.exit(supervise(lambda: 0, []))
+"""
+    args = [sys.executable, "-c", code]
+    return subprocess.run(args, check=False, capture_output=True, text=True, timeout=60)
+
+
+def test_the_end_of_a_process_is_noticed_where_signals_without_a_handler_are_dropped():
+    """As on macOS."""
+    setup = """
+def sigwait(signals, wait=signal.sigwait):
+    return wait({n for n in signals if n != signal.SIGCHLD or callable(signal.getsignal(n))})
+signal.sigwait = sigwait
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+"""
+    assert run_supervised(setup).returncode == ALL_DONE
+
+
+def test_a_process_that_cannot_be_started_ends_the_job():
+    setup = """
+def fork():
+    raise BlockingIOError(11, "no more processes")
+os.fork = fork
+"""
+    ended = run_supervised(setup)
+    assert ended.returncode == INTERRUPTED
+    assert ended.stderr == (
+        "run_batch: error: cannot start a process: [Errno 11] no more processes; when that is "
+        "fixed, run the same command again to resume\n"
+    )
+
+
 # The journal.
 
 DIGESTS = [f"{i:032x}" for i in range(6)]

@@ -58,16 +58,16 @@ def supervise(job: Callable[[], int], argv: Sequence[str]) -> int:
     """Runs a job in a child process, and again if the child dies with requests in flight.
 
     This function forks, and returns in both processes. The parent forwards SIGTERM and SIGINT to
-    the child, unless they are ignored. If the child is still alive MARGIN_SECONDS after its grace
-    period, it is killed. SIGTSTP (Ctrl-Z) stops both processes. The child is killed when the parent
-    ends.
+    the child, unless it ignores them. If the child is still alive MARGIN_SECONDS after its grace
+    period, it is killed. SIGTSTP (Ctrl-Z) suspends both processes. The child is killed when the
+    parent ends.
 
     Args:
         job: runs the job and returns its exit status.
         argv: the job's command line. Only the output file and the grace period are read here.
 
     Returns:
-        The job's exit status. In the parent, these signals stay blocked.
+        The job's exit status. In the parent, the signals above stay blocked.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("-o", "--output-file", type=Path, default=Path(os.devnull))
@@ -76,7 +76,8 @@ def supervise(job: Callable[[], int], argv: Sequence[str]) -> int:
         args, _ = parser.parse_known_args(argv)
     except argparse.ArgumentError:
         return job()  # the job's own parser reports the error
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an ignored SIGCHLD would not be sent
+    # Some systems drop a SIGCHLD that has no handler, even while it is blocked.
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signals = {n for n in (*STOP_SIGNALS, signal.SIGTSTP) if signal.getsignal(n) != signal.SIG_IGN}
     signals |= {signal.SIGCHLD, signal.SIGALRM}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -85,16 +86,20 @@ def supervise(job: Callable[[], int], argv: Sequence[str]) -> int:
     report = mmap(-1, 1)
     report[0] = NO_REPORT
     for _ in range(MAX_DEATHS):
-        pid = _fork(mask)
+        try:
+            pid = _fork(mask)
+        except OSError as error:
+            message = f"error: cannot start a process: {error}; when that is fixed, {RESUME_HINT}"
+            return end_with(INTERRUPTED, message)
         if pid == 0:
             break
-        status, was_stopped = _wait(pid, signals, args.grace)
+        status, was_interrupted = _wait(pid, signals, args.grace)
         if report[0] != NO_REPORT:
             return report[0]
         name = f"exit status {status}"
         if status < 0:
             name = signal.strsignal(-status) or f"signal {-status}"
-        if was_stopped or -status in STOP_SIGNALS:
+        if was_interrupted or -status in STOP_SIGNALS:
             return end_with(INTERRUPTED, f"interrupted ({name}); {RESUME_HINT}")
         death = f"the process died ({name})"
         try:
@@ -123,6 +128,7 @@ def _fork(mask: set[int | signal.Signals]) -> int:
     os.setpgid(pid, pid)  # so that Ctrl-C reaches only the parent, which forwards it
     if pid == 0:
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # so that it may write to the terminal
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the job sets its own handler
         _die_with(parent)
@@ -138,24 +144,24 @@ def _wait(pid: int, signals: set[signal.Signals], grace: float) -> tuple[int, bo
         or SIGINT.
     """
     seconds = min(max(0.0, grace), MAX_GRACE_SECONDS) + MARGIN_SECONDS
-    was_stopped = False
+    was_interrupted = False
     while True:
         number = signal.sigwait(signals)
         if number == signal.SIGCHLD:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                return os.waitstatus_to_exitcode(status), was_stopped
+                return os.waitstatus_to_exitcode(status), was_interrupted
         elif number == signal.SIGTSTP:
             os.killpg(pid, signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
             os.killpg(pid, signal.SIGCONT)  # after fg or bg
         elif number == signal.SIGALRM:
+            os.kill(pid, signal.SIGKILL)  # before the message, which a full pipe may block
             print_message(f"the job did not end within {seconds:.0f} s and is killed")
-            os.kill(pid, signal.SIGKILL)
         else:
-            if not was_stopped:
+            if not was_interrupted:
                 signal.setitimer(signal.ITIMER_REAL, seconds)
-            was_stopped = True
+            was_interrupted = True
             os.kill(pid, number)
 
 
