@@ -358,6 +358,7 @@ def test_what_is_not_served_is_refused_by_name(url: str, name: str):
 
 def test_a_refusal_says_what_to_do_instead():
     assert "did you mean temperature?" in str(refuse(CHAT_URL, temprature=0))
+    assert "did you mean tool_choice?" in str(refuse(CHAT_URL, tool_chioce="none"))
     assert "use structured_outputs" in str(refuse(CHAT_URL, guided_regex="a"))
     assert '; use "none" or "auto"' in str(refuse(CHAT_URL, tool_choice="required"))
     assert "; use false" in str(refuse(COMPLETIONS_URL, stream=True))

@@ -87,7 +87,7 @@ IGNORED_FIELDS = {
     "prompt_cache_retention",
     "parallel_tool_calls",
 }
-# Unsupported fields, with the values at which they have no effect. Null is accepted for any field.
+# Fields that are accepted only with these values. Null is accepted for any field.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "echo": (False,),
@@ -284,19 +284,20 @@ def _refuse_constant(name: str) -> NoReturn:
 def _check_fields(given: dict[str, Any], url: str) -> None:
     known = FIELDS[url]
     neutral = NEUTRAL_VALUES | {"add_special_tokens": (url == COMPLETIONS_URL,)}
+    # A missing required field is checked with the value None.
     for name, value in ({REQUIRED_FIELDS[url]: None} | given).items():
         if name in known:
             expected, is_valid = known[name]
             if not is_valid(value):
                 raise _invalid(name, expected, value)
         elif name not in IGNORED_FIELDS and value not in neutral.get(name, ()):
-            hint = ""
             if name in neutral:
                 hint = f"; use {' or '.join(map(_brief, neutral[name]))}"
             elif name.startswith("guided_"):
                 hint = "; use structured_outputs"
-            elif near := difflib.get_close_matches(name[:80], known, n=1, cutoff=0.75):
-                hint = f"; did you mean {near[0]}?"
+            else:
+                near = difflib.get_close_matches(name[:80], [*known, *neutral], n=1, cutoff=0.75)
+                hint = f"; did you mean {near[0]}?" if near else ""
             message = f"the field {_brief(name)} is not supported (value {_brief(value)}){hint}"
             raise _unsupported(name[:80], message)
 
