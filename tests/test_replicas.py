@@ -19,6 +19,7 @@ from nanovllm.llm import LLM as Engine
 from nanovllm.run_batch.cli import main
 from nanovllm.run_batch.request import BatchRequest
 from nanovllm.run_batch.runner import EngineLostError
+from nanovllm.run_batch.stop import StopOnSignal
 from tests.test_run_batch import (
     ALL_DONE,
     CANNOT_START,
@@ -300,6 +301,62 @@ def test_requests_of_a_replica_that_dies_run_again(cluster, monkeypatch, tmp_pat
     assert death.exists()
     assert failure.exists() == ("GPU" in lost)
     assert sorted(found, key=int) == [str(i) for i in range(200)]
+
+
+def test_a_replica_without_an_engine_does_not_end_a_job_that_runs(
+    cluster, monkeypatch, tmp_path: Path
+):
+    first, answered, failure = (tmp_path / name for name in ("first", "answered", "failure"))
+
+    def start() -> str | None:
+        try:
+            first.touch(exist_ok=False)
+        except FileExistsError:
+            while not answered.exists():
+                time.sleep(0.1)
+            if not failure.exists():
+                failure.touch()
+                return "no model"
+        return None
+
+    def answer(name: str) -> None:
+        answered.touch()
+        while name != "0" and not failure.exists():
+            time.sleep(0.1)
+
+    found = run_with(make_echo(answer, start), 50, monkeypatch)
+    assert failure.exists()
+    assert sorted(found, key=int) == [str(i) for i in range(50)]
+
+
+def test_no_record_is_lost_if_the_result_of_a_later_call_comes_first(cluster, monkeypatch):
+    """Here the later result says that the replica has stopped."""
+    stop = StopOnSignal(SECONDS)
+
+    def wait_for_last(calls: list[Any], num_returns: int = 1, **options: Any) -> Any:
+        done, rest = wait(calls, num_returns=len(calls) if stop.requested else 1, timeout=SECONDS)
+        return done[-1:], rest
+
+    class Stopping(make_echo(lambda name: None, lambda: None)):  # type: ignore[misc]
+        is_stopping = False
+
+        def stop(self) -> None:
+            self.is_stopping = True
+
+        def run(self, requests: list[BatchRequest]) -> list[dict[str, Any] | None]:
+            return super().run(requests) or [None] * self.is_stopping
+
+    wait = ray.wait
+    monkeypatch.setattr(ray, "wait", wait_for_last)
+    monkeypatch.setattr(replicas, "Replica", Stopping)
+    options = {"max_num_seqs": 64, "tensor_parallel_size": 1, "device": "cpu"}
+    items = [BatchRequest(i, "", str(i), "", {}) for i in range(2)]
+    with closing(replicas.Replicas(options, ["model"], 1, len(items))) as runner:
+        found = []
+        for record in runner.run(items, stop):
+            found.append(record["custom_id"])
+            stop.requested, stop.deadline = True, time.monotonic() + SECONDS
+    assert found == ["0", "1"]
 
 
 def lost_if(death: Path, nodes: list[Any]) -> list[Any]:

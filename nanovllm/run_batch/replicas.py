@@ -27,7 +27,7 @@ from nanovllm.run_batch.stop import StopOnSignal
 
 logger = logging.getLogger("nanovllm.run_batch")
 
-MAX_DEATHS = 10  # per replica, since a request last finished; one request may cause three
+MAX_DEATHS = 10  # per replica, since a request last finished; one bad request causes up to three
 MAX_CALLS = 2  # of ``run``: a replica runs one while the driver handles the result of another
 RUN_SECONDS = 0.1
 POLL_SECONDS = 0.5
@@ -101,8 +101,10 @@ class _ReplicaState:
         journal_name: the name of the journal, which a new actor continues.
         requests: the requests that the replica has, by record id.
         actor: the handle of the ``Replica`` actor.
-        calls: the references of pending calls: one of ``start``, or up to MAX_CALLS of ``run``.
-        node_id: the id of the actor's node in the Ray cluster.
+        calls: the references of pending calls, oldest first: one of ``start``, or up to MAX_CALLS
+            of ``run``.
+        node_id: the id of the actor's node in the Ray cluster; empty until the replica has had an
+            engine.
         is_ready: whether the actor's engine is ready.
     """
 
@@ -128,8 +130,9 @@ class Replicas:
         num_requests: the number of requests to run, or an upper bound on it.
 
     Raises:
-        OSError, ValueError: an engine does not fit in the cluster.
-        EngineLostError: an engine cannot be created, or the engines' processes keep dying.
+        OSError: Ray cannot be reached.
+        ValueError: no engine fits in the cluster.
+        EngineLostError: the first engine cannot be created, or the engines' processes keep dying.
     """
 
     def __init__(
@@ -187,7 +190,7 @@ class Replicas:
             is_busy = any(replica.requests for replica in self._replicas)
             is_ready = any(replica.is_ready for replica in self._replicas)
             if not is_busy and (is_ready or self._is_stopping):
-                return  # a replica that is ready would have got the next request
+                return  # no request is left: a replica that is ready would have got it
             yield from self._wait()
 
     def close(self) -> None:
@@ -243,27 +246,29 @@ class Replicas:
         """Waits up to POLL_SECONDS for a replica. Returns its records.
 
         Raises:
-            EngineLostError: an engine cannot be created, or the engines' processes keep dying.
+            EngineLostError: the first engine cannot be created, or the engines' processes keep
+                dying.
         """
-        pending = {call: replica for replica in self._replicas for call in replica.calls}
+        # Only the oldest call of each replica: Ray may have the result of a later call first.
+        pending = {replica.calls[0]: replica for replica in self._replicas if replica.calls}
         try:
             done, _ = ray.wait([*pending], timeout=POLL_SECONDS)
-            return self._finish_call(pending[done[0]], done[0]) if done else []
+            return self._finish_call(pending[done[0]]) if done else []
         except RayError as error:
             raise EngineLostError(f"Ray does not respond: {describe(error)}") from error
 
-    def _finish_call(self, replica: _ReplicaState, call: Any) -> list[Record]:
-        """Handles the result of a call. Returns the records in it."""
+    def _finish_call(self, replica: _ReplicaState) -> list[Record]:
+        """Handles the result of a replica's oldest call. Returns the records in it."""
         try:
-            result = ray.get(call)
+            result = ray.get(replica.calls.pop(0))
         except RayError as error:  # the actor has died or raised an exception
             reason = describe(getattr(error, "cause", error))
-            if isinstance(error, RayTaskError) and not replica.node_id:
+            has_started = any(each.node_id for each in self._replicas)
+            if isinstance(error, RayTaskError) and not has_started:  # there is no engine yet
                 raise EngineLostError(reason) from error
             logger.warning("a replica has failed", exc_info=error)
             self._replace(replica, reason)
             return []
-        replica.calls.remove(call)
         if not replica.is_ready:
             replica.node_id, replica.is_ready = result, True
             replica.calls.append(replica.actor.run.remote([*replica.requests.values()]))
