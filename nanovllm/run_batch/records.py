@@ -30,7 +30,7 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LineInfo:
-    """What a record contains of its input line.
+    """The parts of an input line that its record contains.
 
     Attributes:
         number: the line number, from 1. Blank lines are counted too.

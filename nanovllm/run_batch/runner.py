@@ -174,6 +174,7 @@ class Runner:
     def _has_capacity(self) -> bool:
         """Whether another request should be read before the next step: the window is not
         full, no request is being retried, and fewer than ``window`` requests wait for a retry."""
+        # A request that waits at attempt 0 was not in flight when the engine failed: it is next.
         may_read = self._attempt == 0 and len(self._waiting) < self.window
         return may_read and self._can_start and all(state.attempt for state in self._waiting)
 

@@ -48,5 +48,5 @@ class StopOnSignal:
             self.requested = True
             self.deadline = monotonic() + self.grace
         if raises:
-            # ``requested`` has been set too, because an exception in a destructor has no effect.
+            # Python drops an exception that is raised in a destructor, but ``requested`` stays set.
             raise KeyboardInterrupt
