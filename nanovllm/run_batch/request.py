@@ -21,7 +21,7 @@ MAX_BRACKETS = 4_000_000  # [ and { in a line; each makes a list or dict of abou
 MAX_LOGPROBS = 20  # per token, the limit of OpenAI and vLLM
 DEFAULT_MAX_TOKENS = 16  # of completions; chats are limited by the model's length only
 
-# SamplingParams excludes fields that have no effect here from its repr.
+# The repr of SamplingParams contains only fields that have an effect.
 SAMPLING_FIELDS = tuple(
     field.name
     for field in fields(SamplingParams)

@@ -69,13 +69,13 @@ class Runner:
     Requests with a grammar or their own chat template may take long to prepare. Threads prepare
     them while the engine runs other requests.
 
-    The seed of a request without one depends on the engine's seed and the request's line, not on
-    earlier requests. So a job gives the same results however often it is resumed.
+    A request without a seed gets one that depends on the engine's seed and the request's line, but
+    not on earlier requests. So a job gives the same results however often it is resumed.
 
     Args:
         make_llm: creates an engine.
         model_names: the names that requests may use for the model. The first is the default.
-        journal: records the requests in flight, and has the number of times that earlier
+        journal: keeps track of the requests in flight, and has the number of times that earlier
             processes died while running each request.
 
     Attributes:
@@ -363,7 +363,7 @@ class Runner:
         self._records.append(error_record(state.request, state.request.custom_id, error))
 
     def _end(self, state: _RequestState) -> None:
-        """Ends a request, which may be active, and aborts its prompts in the engine."""
+        """Ends a request, active or not, and aborts its prompts in the engine."""
         self._active.pop(state, None)
         self._journal.end(state.request.digest)
         for request_id in state.request_ids:

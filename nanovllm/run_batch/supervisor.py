@@ -33,8 +33,8 @@ def journal_path(output_path: Path) -> Path:
 
 
 def open_standard_files() -> None:
-    """Connects standard streams that are closed to /dev/null. Otherwise the next file to be opened
-    would get the descriptor of a standard stream."""
+    """Opens /dev/null for each standard stream that is closed. Otherwise the next file to be opened
+    would get the descriptor of that stream."""
     while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(file, True)
     os.close(file)
