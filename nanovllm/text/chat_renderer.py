@@ -102,6 +102,9 @@ class ChatRenderer:
         """
         try:
             shared, message_format, continues = _read_options(tokenizer, **options)
+        except RecursionError:
+            reason = "its tools or variables are nested too deeply"
+            return [_template_error(reason) for _ in conversations]
         except Exception as error:  # reading a tool's function and docstring runs user code
             return [_template_error(f"{type(error).__name__}: {error}") for _ in conversations]
         prepare = partial(_prepare, message_format=message_format, continues=continues)
