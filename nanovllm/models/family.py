@@ -41,7 +41,7 @@ ATTENTION, MLP = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
 QKV_NAMES = tuple(
     (ATTENTION + name + "_proj.{kind}", ATTENTION + "qkv_proj.{kind}", name) for name in "qkv"
 )
-# Tensors that no model here needs: those of vision, RoPE's frequencies, which are computed from the
+# Tensors that no model here needs: vision encoders, RoPE's frequencies, which are computed from the
 # config instead, and heads for multi-token prediction (MTP), which only speculative decoding uses.
 SKIPPED = (*VISION, "*.rotary_emb.inv_freq", "mtp.*", "*.mtp.*", "*.mtp_layers.*")
 WEIGHT_NAMES = (
@@ -49,7 +49,8 @@ WEIGHT_NAMES = (
     (MLP + "gate_proj.{kind}", MLP + "gate_up_proj.{kind}", 0),
     (MLP + "up_proj.{kind}", MLP + "gate_up_proj.{kind}", 1),
 )
-TIED_HEAD = ("*lm_head.weight",)  # the same as the embedding's weight
+# The LM head of a model that uses the embedding's weight instead.
+TIED_HEAD = ("lm_head.weight", "language_model.lm_head.weight")
 LAYER = "model.layers.{layer}."
 # For families with norms after attention and MLP. Their post_attention_layernorm follows attention,
 # while Llama's precedes the MLP.
@@ -134,12 +135,12 @@ def equal_layers(hf: dict[str, Any], **flags: Any) -> list[LayerSpec]:
 
 
 def with_fields(layers: list[LayerSpec], **changes: Any) -> list[LayerSpec]:
-    """Returns the layers with other fields."""
+    """Returns the layers with these fields changed."""
     return [replace(layer, **changes) for layer in layers]
 
 
 def with_attention(layer: LayerSpec, **changes: Any) -> LayerSpec:
-    """Returns the layer with other fields in its AttentionSpec."""
+    """Returns the layer with these fields of its AttentionSpec changed."""
     return replace(layer, attention=replace(layer.attention, **changes))
 
 
@@ -161,12 +162,7 @@ def with_windows(
     window = hf.get("sliding_window") if hf["use_sliding_window"] else None
     if hf.get("layer_types") is None and window is None:
         return layers
-    default = [SLIDING if is_windowed(i) else FULL for i in range(len(layers))]
-    types = hf.get("layer_types") or default
-    if not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types):
-        raise ValueError(f"layer_types must be a list of {FULL} and {SLIDING}, got {types!r:.80}")
-    if len(types) != len(layers):
-        raise ValueError(f"layer_types has {len(types)} entries for {len(layers)} layers")
+    types = layer_types(hf, is_windowed)
     if window is None and SLIDING in types:
         unused = "use_sliding_window is false" if not hf["use_sliding_window"] else "no length"
         raise ValueError(f"layer_types has sliding windows, but {unused}")
@@ -181,7 +177,8 @@ def with_layer_types(
     is_windowed: Callable[[int], bool],
     sliding_theta: float,
 ) -> list[LayerSpec]:
-    """Returns the layers with windows (``with_windows``), and with the RoPE of their type.
+    """Returns the layers with windows (``with_windows``), and with the RoPE of their type. A layer
+    of type "sliding_attention" has its RoPE even if the config has no ``sliding_window``.
 
     ``rope_parameters`` may have an object for each type. Fields outside of it, such as
     ``rope_scaling``, apply to layers without a window. If only these exist, layers with a window
@@ -194,12 +191,26 @@ def with_layer_types(
     scaling = hf.get("rope_scaling") or {}
     if not all(isinstance(fields, dict) for fields in (full, sliding, scaling)):
         raise ValueError("the config's RoPE parameters of a type of layer must be an object")
-    full = read_rope(hf, {**full, **scaling})
-    sliding = read_rope(hf, {"rope_theta": sliding_theta, **sliding})
-    return [
-        with_attention(layer, rope=full if layer.attention.window is None else sliding)
-        for layer in with_windows(hf, layers, is_windowed)
-    ]
+    ropes = {
+        FULL: read_rope(hf, {**full, **scaling}),
+        SLIDING: read_rope(hf, {"rope_theta": sliding_theta, **sliding}),
+    }
+    types, layers = layer_types(hf, is_windowed), with_windows(hf, layers, is_windowed)
+    pairs = zip(layers, types, strict=True)
+    return [with_attention(layer, rope=ropes[kind]) for layer, kind in pairs]
+
+
+def layer_types(hf: dict[str, Any], is_windowed: Callable[[int], bool]) -> list[str]:
+    """Returns FULL or SLIDING for each layer of a checked config. Without ``layer_types``,
+    ``is_windowed`` decides by the layer's index."""
+    num_layers = hf["num_hidden_layers"]
+    default = [SLIDING if is_windowed(i) else FULL for i in range(num_layers)]
+    types = hf.get("layer_types") or default
+    if not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types):
+        raise ValueError(f"layer_types must be a list of {FULL} and {SLIDING}, got {types!r:.80}")
+    if len(types) != num_layers:
+        raise ValueError(f"layer_types has {len(types)} entries for {num_layers} layers")
+    return types
 
 
 def _checked(hf: Mapping[str, Any], quant_methods: Sequence[str]) -> dict[str, Any]:

@@ -352,6 +352,17 @@ def test_a_window_that_is_not_used_is_ignored(changes, read):
 
 
 @pytest.mark.parametrize("reader", ["dict"])
+def test_layers_without_their_window_keep_the_rope_of_their_type(read):
+    """As in vLLM. Guards the RoPE of full attention in all layers, scaled up to long contexts."""
+    gemma = {"architectures": ["Gemma3ForCausalLM"], "hidden_act": "gelu_pytorch_tanh"}
+    gemma |= {"sliding_window": None, "sliding_window_pattern": 2, "head_dim": 16}
+    config = read({**gemma, "rope_theta": 5e5, "rope_local_base_freq": 1e4})
+    assert windows(config) == [None, None, None]
+    ropes = [layer.attention.rope.inv_freq for layer in config.layers]
+    assert ropes == [pytest.approx(freqs(theta)) for theta in (1e4, 5e5, 1e4)]
+
+
+@pytest.mark.parametrize("reader", ["dict"])
 def test_max_model_len_is_within_the_models_positions(read):
     """Guards a length that was cut without a word."""
     config = read({"max_position_embeddings": 100})
