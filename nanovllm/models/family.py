@@ -15,16 +15,17 @@ from nanovllm.models.multimodal import VISION
 from nanovllm.models.rope import max_positions, positive, read_rope
 from nanovllm.models.weight_names import WeightNames
 
-# Limits far above any real model's sizes. A config that exceeds them is damaged or malicious.
 LAYERS_AND_HEADS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "num_experts_per_tok")
 WIDTHS = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size")
 INTERVALS = ("sliding_window_pattern", "no_rope_layer_interval", "decoder_sparse_step")
+# Limits far above any real model's sizes. A config that exceeds them is damaged or malicious.
 MAX_SIZES = {
     **dict.fromkeys((*LAYERS_AND_HEADS, *EXPERT_COUNTS), 2**10),
     **dict.fromkeys(WIDTHS, 2**20),
     **dict.fromkeys(("max_position_embeddings", "sliding_window", *INTERVALS), 2**40),
 }
+# Fields that must be positive numbers in all families.
 POSITIVE_NUMBERS = (
     *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
     *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
