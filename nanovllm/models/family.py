@@ -165,8 +165,9 @@ def with_windows(
         return layers
     types = layer_types(hf, is_windowed)
     if window is None and SLIDING in types:
-        unused = "use_sliding_window is false" if not hf["use_sliding_window"] else "no length"
-        raise ValueError(f"layer_types has sliding windows, but {unused}")
+        is_off = not hf["use_sliding_window"]
+        reason = "use_sliding_window is false" if is_off else "sliding_window is missing"
+        raise ValueError(f"layer_types has sliding windows, but {reason}")
     windows = [window if kind == SLIDING else None for kind in types]
     pairs = zip(layers, windows, strict=True)
     return [with_attention(layer, window=window) for layer, window in pairs]

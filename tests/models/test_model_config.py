@@ -325,6 +325,10 @@ def test_sliding_windows_are_read_for_each_layer(changes, expected, read):
             {"layer_types": TYPES},
             "layer_types has sliding windows, but use_sliding_window is false",
         ),
+        (
+            {"layer_types": TYPES, "use_sliding_window": True, "sliding_window": None},
+            "layer_types has sliding windows, but sliding_window is missing",
+        ),
         ({"layer_types": TYPES[:2]}, "layer_types has 2 entries for 3 layers"),
         (
             {"layer_types": ["chunked_attention"] * 3},
