@@ -181,11 +181,11 @@ def _prepare(
         ValueError: there are no messages, ``normalize_message`` refuses one, the message to
             continue has no text, or lists or dicts are nested too deeply.
     """
-    if not isinstance(conversation, (list, tuple)):
-        raise TypeError(f"a conversation is a list of messages, not {conversation!r:.80}")
-    if not conversation:
-        raise ValueError("a conversation needs at least one message")
     try:
+        if not isinstance(conversation, (list, tuple)):
+            raise TypeError(f"a conversation is a list of messages, not {conversation!r:.80}")
+        if not conversation:
+            raise ValueError("a conversation needs at least one message")
         normalized = [normalize_message(message) for message in conversation]
         messages = adapt_messages(normalized, message_format)
         text = _mark_end(messages[-1]) if continues else None

@@ -135,8 +135,8 @@ class GrammarCompiler:
 
     def start(self, grammar: Lazy, n: int = 1) -> list["Grammar"]:
         """Returns ``n`` independent states of a grammar from ``find``, each at the grammar's start.
-        They share the CPU budget of one request. Raises ValueError if the grammar cannot be
-        compiled."""
+        They share the CPU budget of one request. A grammar that is not compiled yet is compiled in
+        the calling thread. Raises ValueError if it cannot be compiled."""
         budget = CPUBudget()
         return [Grammar(grammar.get().deep_copy(), self, budget) for _ in range(n)]
 

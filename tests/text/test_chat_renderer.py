@@ -251,7 +251,8 @@ def test_deep_nesting_is_an_error_of_its_conversation(tokenizer):
     for _ in range(100_000):
         deep = [deep]
     good = [{"role": "user", "content": "x"}]
-    bad = [
+    bad: list[Any] = [
+        {"content": deep},
         [{"role": "user", "content": "x", "extra": deep}],
         [{"role": "user", "content": "x", "extra": [Size.LARGE, deep]}],
         [{"role": "user", "content": [deep]}],
