@@ -180,7 +180,7 @@ def with_layer_types(
     sliding_theta: float,
 ) -> list[LayerSpec]:
     """Returns the layers with windows (``with_windows``), and with the RoPE of their type. A layer
-    of type "sliding_attention" has its RoPE even if the config has no ``sliding_window``.
+    of type "sliding_attention" has that type's RoPE even if the config has no ``sliding_window``.
 
     ``rope_parameters`` may have an object for each type. Fields outside of it, such as
     ``rope_scaling``, apply to layers without a window. If only these exist, layers with a window

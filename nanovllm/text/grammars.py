@@ -42,7 +42,7 @@ class Grammars:
         Args:
             grammar: the grammar; None if there is none.
             check_open: called repeatedly during the wait. Raises ValueError if the engine has been
-                closed, because the grammar may then never be compiled.
+                closed.
 
         Raises:
             ValueError: the schema, regex or grammar is malformed, cannot be enforced, or matches
@@ -69,7 +69,8 @@ class Grammars:
             grammar_of: returns an item's grammar, which ``GrammarCompiler.find`` has returned, or
                 None.
             meanwhile: does other work. Called repeatedly once all items have been read, until all
-                grammars are compiled. Returns whether there was work to do.
+                grammars are compiled. Returns whether there was work to do. Raises an error if the
+                engine has been closed, because some grammars may then never be compiled.
         """
         compiling: deque[tuple[int, T, Lazy]] = deque()
         futures: dict[Lazy, Future[Any]] = {}
