@@ -427,6 +427,23 @@ class TestClose:
             with pytest.raises(ValueError, match="this engine is closed"):
                 call()
 
+    def test_while_a_grammar_waits_for_a_thread(self, model_path, compiler, monkeypatch):
+        """Guards a call that never ended: the grammar that it waited for was cancelled."""
+        monkeypatch.setattr(structured, "NUM_THREADS", 1)
+        llm = LLM(model_path, **SMALL)
+        running = in_thread(lambda: llm.prepare("ab", SLOW))
+        assert compiler.begun.wait(60)
+        waiting = in_thread(lambda: llm.generate("ab", choice("fast"), False))
+        while not llm.grammars.compiler._pool._work_queue.qsize():
+            time.sleep(0.01)
+        closing = in_thread(llm.close)
+        with pytest.raises(ValueError, match=CLOSED):
+            waiting.get()
+        compiler.go.set()
+        with pytest.raises(ValueError, match=CLOSED):
+            running.get()
+        closing.get()
+
     def test_metrics_are_numbers_or_the_error(self, model_path):
         for _ in range(5):
             llm = LLM(model_path, **SMALL)

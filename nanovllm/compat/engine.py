@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class EngineConfig(SimpleNamespace):
-    """All settings of an engine. It takes the place of each of vLLM's config objects.
+    """All settings of an engine, in place of vLLM's separate config objects.
 
-    The attributes are the fields of ``nanovllm.config.Config``, and their names in vLLM.
+    It has all fields of ``nanovllm.config.Config``, and further attributes with vLLM's names.
 
     Attributes:
         model: the ``model`` argument of ``LLM``.

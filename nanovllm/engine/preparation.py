@@ -84,7 +84,7 @@ class RequestPreparer:
                 )
             return self._prepare_each(prompts, sampling_params, make_bar)
         prepared = self.sampling_states.prepare(sampling_params)  # type: ignore[arg-type]
-        self.sampling_states.grammars.check(prepared.grammar)
+        self.sampling_states.grammars.check(prepared.grammar, self.check_open)
         return self._prepare_each(prompts, [prepared] * len(prompts), make_bar)
 
     def _prepare_each(

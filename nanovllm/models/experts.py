@@ -18,12 +18,12 @@ EXPERT_NAMES = (
 )
 
 
-def read_moe(hf: Mapping[str, Any], size: str = "intermediate_size", **flags: Any) -> MoESpec:
+def read_moe(hf: Mapping[str, Any], size_field: str = "intermediate_size", **flags: Any) -> MoESpec:
     """Reads the description of a mixture of experts from a checked config.
 
     Args:
         hf: the fields of the config.
-        size: the name of the field that has the intermediate size of one expert.
+        size_field: the name of the field that has the intermediate size of one expert.
         flags: other fields of MoESpec.
 
     Raises:
@@ -31,8 +31,8 @@ def read_moe(hf: Mapping[str, Any], size: str = "intermediate_size", **flags: An
         KeyError: a field is missing.
     """
     # transformers 5 writes num_local_experts for every family.
-    num_experts = hf["num_local_experts" if "num_local_experts" in hf else "num_experts"]
+    num_experts = hf.get("num_local_experts") or hf["num_experts"]
     top_k = hf["num_experts_per_tok"]
     if top_k > num_experts:
         raise ValueError(f"num_experts_per_tok must be an int up to {num_experts}, got {top_k}")
-    return MoESpec(num_experts, top_k, hf[size], **flags)
+    return MoESpec(num_experts, top_k, hf[size_field], **flags)

@@ -15,16 +15,17 @@ from nanovllm.models.multimodal import VISION
 from nanovllm.models.rope import max_positions, positive, read_rope
 from nanovllm.models.weight_names import WeightNames
 
-# Limits far above any real model's sizes. A config that exceeds them is damaged or malicious.
 LAYERS_AND_HEADS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "num_experts_per_tok")
 WIDTHS = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size")
 INTERVALS = ("sliding_window_pattern", "no_rope_layer_interval", "decoder_sparse_step")
+# Limits far above any real model's sizes. A config that exceeds them is damaged or malicious.
 MAX_SIZES = {
     **dict.fromkeys((*LAYERS_AND_HEADS, *EXPERT_COUNTS), 2**10),
     **dict.fromkeys(WIDTHS, 2**20),
     **dict.fromkeys(("max_position_embeddings", "sliding_window", *INTERVALS), 2**40),
 }
+# Fields that must be positive numbers in all families.
 POSITIVE_NUMBERS = (
     *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
     *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
@@ -41,7 +42,7 @@ ATTENTION, MLP = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
 QKV_NAMES = tuple(
     (ATTENTION + name + "_proj.{kind}", ATTENTION + "qkv_proj.{kind}", name) for name in "qkv"
 )
-# Tensors that no model here needs: those of vision, RoPE's frequencies, which are computed from the
+# Tensors that no model here needs: vision encoders, RoPE's frequencies, which are computed from the
 # config instead, and heads for multi-token prediction (MTP), which only speculative decoding uses.
 SKIPPED = (*VISION, "*.rotary_emb.inv_freq", "mtp.*", "*.mtp.*", "*.mtp_layers.*")
 WEIGHT_NAMES = (
@@ -49,7 +50,8 @@ WEIGHT_NAMES = (
     (MLP + "gate_proj.{kind}", MLP + "gate_up_proj.{kind}", 0),
     (MLP + "up_proj.{kind}", MLP + "gate_up_proj.{kind}", 1),
 )
-TIED_HEAD = ("*lm_head.weight",)  # the same as the embedding's weight
+# The LM head of a model that uses the embedding's weight instead.
+TIED_HEAD = ("lm_head.weight", "language_model.lm_head.weight")
 LAYER = "model.layers.{layer}."
 # For families with norms after attention and MLP. Their post_attention_layernorm follows attention,
 # while Llama's precedes the MLP.
@@ -134,12 +136,12 @@ def equal_layers(hf: dict[str, Any], **flags: Any) -> list[LayerSpec]:
 
 
 def with_fields(layers: list[LayerSpec], **changes: Any) -> list[LayerSpec]:
-    """Returns the layers with other fields."""
+    """Returns the layers with these fields changed."""
     return [replace(layer, **changes) for layer in layers]
 
 
 def with_attention(layer: LayerSpec, **changes: Any) -> LayerSpec:
-    """Returns the layer with other fields in its AttentionSpec."""
+    """Returns the layer with these fields of its AttentionSpec changed."""
     return replace(layer, attention=replace(layer.attention, **changes))
 
 
@@ -161,15 +163,11 @@ def with_windows(
     window = hf.get("sliding_window") if hf["use_sliding_window"] else None
     if hf.get("layer_types") is None and window is None:
         return layers
-    default = [SLIDING if is_windowed(i) else FULL for i in range(len(layers))]
-    types = hf.get("layer_types") or default
-    if not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types):
-        raise ValueError(f"layer_types must be a list of {FULL} and {SLIDING}, got {types!r:.80}")
-    if len(types) != len(layers):
-        raise ValueError(f"layer_types has {len(types)} entries for {len(layers)} layers")
+    types = layer_types(hf, is_windowed)
     if window is None and SLIDING in types:
-        unused = "use_sliding_window is false" if not hf["use_sliding_window"] else "no length"
-        raise ValueError(f"layer_types has sliding windows, but {unused}")
+        is_off = not hf["use_sliding_window"]
+        reason = "use_sliding_window is false" if is_off else "sliding_window is missing"
+        raise ValueError(f"layer_types has sliding windows, but {reason}")
     windows = [window if kind == SLIDING else None for kind in types]
     pairs = zip(layers, windows, strict=True)
     return [with_attention(layer, window=window) for layer, window in pairs]
@@ -181,7 +179,8 @@ def with_layer_types(
     is_windowed: Callable[[int], bool],
     sliding_theta: float,
 ) -> list[LayerSpec]:
-    """Returns the layers with windows (``with_windows``), and with the RoPE of their type.
+    """Returns the layers with windows (``with_windows``), and with the RoPE of their type. A layer
+    of type "sliding_attention" has that type's RoPE even if the config has no ``sliding_window``.
 
     ``rope_parameters`` may have an object for each type. Fields outside of it, such as
     ``rope_scaling``, apply to layers without a window. If only these exist, layers with a window
@@ -194,12 +193,26 @@ def with_layer_types(
     scaling = hf.get("rope_scaling") or {}
     if not all(isinstance(fields, dict) for fields in (full, sliding, scaling)):
         raise ValueError("the config's RoPE parameters of a type of layer must be an object")
-    full = read_rope(hf, {**full, **scaling})
-    sliding = read_rope(hf, {"rope_theta": sliding_theta, **sliding})
-    return [
-        with_attention(layer, rope=full if layer.attention.window is None else sliding)
-        for layer in with_windows(hf, layers, is_windowed)
-    ]
+    ropes = {
+        FULL: read_rope(hf, {**full, **scaling}),
+        SLIDING: read_rope(hf, {"rope_theta": sliding_theta, **sliding}),
+    }
+    types, layers = layer_types(hf, is_windowed), with_windows(hf, layers, is_windowed)
+    pairs = zip(layers, types, strict=True)
+    return [with_attention(layer, rope=ropes[kind]) for layer, kind in pairs]
+
+
+def layer_types(hf: dict[str, Any], is_windowed: Callable[[int], bool]) -> list[str]:
+    """Returns FULL or SLIDING for each layer of a checked config. Without ``layer_types``,
+    ``is_windowed`` decides by the layer's index."""
+    num_layers = hf["num_hidden_layers"]
+    default = [SLIDING if is_windowed(i) else FULL for i in range(num_layers)]
+    types = hf.get("layer_types") or default
+    if not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types):
+        raise ValueError(f"layer_types must be a list of {FULL} and {SLIDING}, got {types!r:.80}")
+    if len(types) != num_layers:
+        raise ValueError(f"layer_types has {len(types)} entries for {num_layers} layers")
+    return types
 
 
 def _checked(hf: Mapping[str, Any], quant_methods: Sequence[str]) -> dict[str, Any]:

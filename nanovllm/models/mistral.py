@@ -31,7 +31,7 @@ MINISTRAL3_ROPE: dict[str, Any] = {
     "llama_4_scaling_beta": 0.1,
 }
 BLOCK = "model.layers.{layer}.block_sparse_moe."
-HUB_NAMES = (
+MIXTRAL_NAMES = (
     (BLOCK + "gate.weight", MLP + "gate.weight"),
     (MLP + "gate.weight", MLP + "gate.weight"),
     (BLOCK + "experts.{expert}.w1.weight", GATE_UP, 0),
@@ -75,7 +75,7 @@ MIXTRAL = Family(
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
-    weight_names=WEIGHT_NAMES + EXPERT_NAMES[3:] + HUB_NAMES,
+    weight_names=WEIGHT_NAMES + EXPERT_NAMES[3:] + MIXTRAL_NAMES,
 )
 MINISTRAL3 = Family(
     architecture="Ministral3ForCausalLM",

@@ -16,8 +16,10 @@ PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
 )
 VISION = (
-    *("vision_tower.*", "multi_modal_projector.*"),
-    *("model.vision_tower.*", "model.multi_modal_projector.*"),
+    "vision_tower.*",
+    "multi_modal_projector.*",
+    "model.vision_tower.*",
+    "model.multi_modal_projector.*",
 )
 # Fields outside of ``text_config`` that apply to the text model, unless it has its own value.
 SHARED_FIELDS = ("dtype", "torch_dtype", "tie_word_embeddings")

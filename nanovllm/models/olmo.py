@@ -4,6 +4,7 @@ In OLMo 3, three of four layers have a sliding window, and RoPE is scaled in the
 OLMoE (arXiv:2409.02060) has Llama's norms, and a mixture of experts in every layer.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from nanovllm.models.experts import EXPERT_NAMES, read_moe
@@ -18,11 +19,6 @@ from nanovllm.models.family import (
 from nanovllm.models.model_config import LayerSpec
 
 COMMON: dict[str, Any] = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
-DEFAULTS: dict[str, Any] = {**COMMON, "max_position_embeddings": 2048}
-OUTPUT_NORMS: dict[str, Any] = {
-    "weight_names": WEIGHT_NAMES + OUTPUT_NORM_NAMES[:2],
-    "numerics": lambda hf: {"norm_in_fp32": True},
-}
 
 
 def olmo_layers(hf: dict[str, Any], **flags: Any) -> list[LayerSpec]:
@@ -42,13 +38,20 @@ def olmoe_layers(hf: dict[str, Any]) -> list[LayerSpec]:
     return with_fields(layers, mlp=read_moe(hf, norm_topk_prob=hf["norm_topk_prob"]))
 
 
-OLMO2 = Family("Olmo2ForCausalLM", "olmo2", olmo_layers, DEFAULTS, **OUTPUT_NORMS)
-OLMO3 = Family(
-    "Olmo3ForCausalLM",
-    "olmo3",
-    olmo3_layers,
-    {**DEFAULTS, "rope_theta": 5e5, "sliding_window": 4096, "layer_types": None},
-    **OUTPUT_NORMS,
+OLMO2 = Family(
+    architecture="Olmo2ForCausalLM",
+    model_type="olmo2",
+    layers=olmo_layers,
+    defaults={**COMMON, "max_position_embeddings": 2048},
+    weight_names=WEIGHT_NAMES + OUTPUT_NORM_NAMES[:2],
+    numerics=lambda hf: {"norm_in_fp32": True},
+)
+OLMO3 = replace(
+    OLMO2,
+    architecture="Olmo3ForCausalLM",
+    model_type="olmo3",
+    layers=olmo3_layers,
+    defaults={**OLMO2.defaults, "rope_theta": 5e5, "sliding_window": 4096, "layer_types": None},
 )
 OLMOE = Family(
     architecture="OlmoeForCausalLM",

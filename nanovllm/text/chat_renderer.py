@@ -102,6 +102,9 @@ class ChatRenderer:
         """
         try:
             shared, message_format, continues = _read_options(tokenizer, **options)
+        except RecursionError:
+            reason = "its tools or variables are nested too deeply"
+            return [_template_error(reason) for _ in conversations]
         except Exception as error:  # reading a tool's function and docstring runs user code
             return [_template_error(f"{type(error).__name__}: {error}") for _ in conversations]
         prepare = partial(_prepare, message_format=message_format, continues=continues)
@@ -178,11 +181,11 @@ def _prepare(
         ValueError: there are no messages, ``normalize_message`` refuses one, the message to
             continue has no text, or lists or dicts are nested too deeply.
     """
-    if not isinstance(conversation, (list, tuple)):
-        raise TypeError(f"a conversation is a list of messages, not {conversation!r:.80}")
-    if not conversation:
-        raise ValueError("a conversation needs at least one message")
     try:
+        if not isinstance(conversation, (list, tuple)):
+            raise TypeError(f"a conversation is a list of messages, not {conversation!r:.80}")
+        if not conversation:
+            raise ValueError("a conversation needs at least one message")
         normalized = [normalize_message(message) for message in conversation]
         messages = adapt_messages(normalized, message_format)
         text = _mark_end(messages[-1]) if continues else None

@@ -29,5 +29,6 @@ class GrammarChecker(LimitedProcess):
         """
         (response,) = self.run([lark.encode()])
         if isinstance(response, ProcessError):
-            message = f"the grammar is nested too deeply, or too large: compiling it {response}"
-            raise ValueError(message)
+            raise ValueError(
+                f"the grammar is nested too deeply, or too large: compiling it {response}"
+            )

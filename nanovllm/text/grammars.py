@@ -14,8 +14,8 @@ WAIT_SECONDS = 0.1  # longest wait between two calls of ``meanwhile``
 
 
 class Grammars:
-    """Waits for grammars, which a GrammarCompiler compiles. Makes it when it is first needed.
-    Thread-safe.
+    """Compiles an engine's grammars and waits for them. Creates the GrammarCompiler when the first
+    request has a grammar. Thread-safe.
 
     Args:
         arguments: the arguments of GrammarCompiler.
@@ -35,16 +35,21 @@ class Grammars:
                 self._compiler = GrammarCompiler(*self._arguments)
             return self._compiler
 
-    def check(self, grammar: "Lazy | None") -> None:
+    def check(self, grammar: "Lazy | None", check_open: Callable[[], None]) -> None:
         """Compiles a grammar from ``GrammarCompiler.find``, or waits until another thread has
         compiled it.
+
+        Args:
+            grammar: the grammar; None if there is none.
+            check_open: called repeatedly during the wait. Raises ValueError if the engine has been
+                closed.
 
         Raises:
             ValueError: the schema, regex or grammar is malformed, cannot be enforced, or matches
                 no text; llguidance is not installed or cannot read the tokenizer; or the model has
                 no EOS token.
         """
-        for _, result in self.when_compiled([grammar], lambda grammar: grammar, lambda: False):
+        for _, result in self.when_compiled([grammar], lambda grammar: grammar, check_open):
             if isinstance(result, ValueError):
                 raise result
 
@@ -64,7 +69,8 @@ class Grammars:
             grammar_of: returns an item's grammar, which ``GrammarCompiler.find`` has returned, or
                 None.
             meanwhile: does other work. Called repeatedly once all items have been read, until all
-                grammars are compiled. Returns whether there was work to do.
+                grammars are compiled. Returns whether there was work to do. Raises an error if the
+                engine has been closed, because some grammars may then never be compiled.
         """
         compiling: deque[tuple[int, T, Lazy]] = deque()
         futures: dict[Lazy, Future[Any]] = {}

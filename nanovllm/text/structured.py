@@ -112,7 +112,7 @@ class GrammarCompiler:
 
     def find(self, params: StructuredOutputsParams) -> Lazy:
         """Returns the grammar of ``params``, from the cache if it is there. It may not be compiled
-        yet: ``submit`` starts that, and ``Grammars`` waits for it.
+        yet: ``submit`` starts its compilation, and ``Grammars`` waits for that.
 
         Raises:
             ValueError: the JSON schema cannot be read, or the text is too long.
@@ -125,7 +125,7 @@ class GrammarCompiler:
             return self._cached(kind, text)
 
     def submit(self, grammar: Lazy) -> Future[Any]:
-        """Lets a thread compile a grammar from ``find``. Nothing happens if that is done."""
+        """Compiles a grammar from ``find`` in another thread, unless it is compiled already."""
         with self._lock:
             default = threading.stack_size(STACK_BYTES)
             try:
@@ -135,7 +135,8 @@ class GrammarCompiler:
 
     def start(self, grammar: Lazy, n: int = 1) -> list["Grammar"]:
         """Returns ``n`` independent states of a grammar from ``find``, each at the grammar's start.
-        They share the CPU budget of one request. Raises ValueError if it cannot be compiled."""
+        They share the CPU budget of one request. A grammar that is not compiled yet is compiled in
+        the calling thread. Raises ValueError if it cannot be compiled."""
         budget = CPUBudget()
         return [Grammar(grammar.get().deep_copy(), self, budget) for _ in range(n)]
 
@@ -254,7 +255,7 @@ def _make_tokenizer(tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) ->
 def _make_matcher(checker: GrammarChecker, tokenizer: Lazy, kind: str, text: str) -> Any:
     """Compiles a grammar that ``_spec_of`` returned. Returns an llguidance matcher in its start
     state. Raises ValueError if that fails."""
-    ll_tokenizer = tokenizer.get()  # says so if llguidance is not installed
+    ll_tokenizer = tokenizer.get()  # raises ValueError if llguidance is not installed
     from llguidance import LLMatcher, LLParserLimits
 
     lark = f"{_to_lark(kind, text, checker)}\n{LARK_OPTIONS}"

@@ -112,3 +112,18 @@ def test_other_tensors_are_an_error(folder):
     save_file({**tensors, "audio_tower.weight": extra.clone()}, weights(folder))
     with pytest.raises(ValueError, match=r"audio_tower\.weight, which the model does not have"):
         LLM(folder, **SMALL)
+
+
+def test_a_tied_head_is_passed_over_under_its_own_names_only(folder):
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    edit_config(folder, text_config={**text, "tie_word_embeddings": True})
+    tensors = load_file(weights(folder))
+    head = tensors.pop("language_model.lm_head.weight")
+    save_file(tensors, weights(folder))
+    expected = tokens(folder)
+    for name in ("lm_head.weight", "language_model.lm_head.weight"):
+        save_file({**tensors, name: head}, weights(folder))
+        assert tokens(folder) == expected
+    save_file({**tensors, "draft.lm_head.weight": head}, weights(folder))
+    with pytest.raises(ValueError, match=r"draft\.lm_head\.weight, which the model does not have"):
+        LLM(folder, **SMALL)

@@ -325,6 +325,10 @@ def test_sliding_windows_are_read_for_each_layer(changes, expected, read):
             {"layer_types": TYPES},
             "layer_types has sliding windows, but use_sliding_window is false",
         ),
+        (
+            {"layer_types": TYPES, "use_sliding_window": True, "sliding_window": None},
+            "layer_types has sliding windows, but sliding_window is missing",
+        ),
         ({"layer_types": TYPES[:2]}, "layer_types has 2 entries for 3 layers"),
         (
             {"layer_types": ["chunked_attention"] * 3},
@@ -349,6 +353,17 @@ def test_windows_that_are_not_served_are_refused(changes, match, read):
 )
 def test_a_window_that_is_not_used_is_ignored(changes, read):
     assert windows(read(changes)) == [None, None, None]
+
+
+@pytest.mark.parametrize("reader", ["dict"])
+def test_layers_without_their_window_keep_the_rope_of_their_type(read):
+    """As in vLLM. Guards the RoPE of full attention in all layers, scaled up to long contexts."""
+    gemma = {"architectures": ["Gemma3ForCausalLM"], "hidden_act": "gelu_pytorch_tanh"}
+    gemma |= {"sliding_window": None, "sliding_window_pattern": 2, "head_dim": 16}
+    config = read({**gemma, "rope_theta": 5e5, "rope_local_base_freq": 1e4})
+    assert windows(config) == [None, None, None]
+    ropes = [layer.attention.rope.inv_freq for layer in config.layers]
+    assert ropes == [pytest.approx(freqs(theta)) for theta in (1e4, 5e5, 1e4)]
 
 
 @pytest.mark.parametrize("reader", ["dict"])

@@ -251,7 +251,8 @@ def test_deep_nesting_is_an_error_of_its_conversation(tokenizer):
     for _ in range(100_000):
         deep = [deep]
     good = [{"role": "user", "content": "x"}]
-    bad = [
+    bad: list[Any] = [
+        {"content": deep},
         [{"role": "user", "content": "x", "extra": deep}],
         [{"role": "user", "content": "x", "extra": [Size.LARGE, deep]}],
         [{"role": "user", "content": [deep]}],
@@ -261,6 +262,9 @@ def test_deep_nesting_is_an_error_of_its_conversation(tokenizer):
     assert (rendered[0], rendered[-1]) == ("y", "y")
     for error in rendered[1:-1]:
         assert isinstance(error, ValueError) and "nested too deeply" in str(error)
+    for options in ({"tools": [{"parameters": deep}]}, {"extra": deep}):
+        error = render(tokenizer, "y", "x", **options)
+        assert isinstance(error, ValueError) and "variables are nested too deeply" in str(error)
     while deep:  # freed at once, it would overflow the stack of some Pythons
         (deep,) = deep
 
