@@ -414,7 +414,8 @@ class LLMEngine:
             seq.completion = Completion(state, text, tokens, processes_every_token=every_token)
             seqs.append(seq)
         seqs[0].wants_prompt_logprobs = params.prompt_logprobs is not None
-        seqs[0].siblings, seqs[0].may_reorder = seqs[1:], may_reorder
+        seqs[0].siblings = seqs[1:]
+        seqs[0].may_reorder = may_reorder
         metrics = RequestMetrics(arrival_time=time())
         request = Request(request_id, prepared, seqs, metrics, is_stream=streams)
         if not self._requests:

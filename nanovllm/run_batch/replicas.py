@@ -239,6 +239,7 @@ class Replicas:
                 self._end(replica)
 
     def _end(self, replica: _ReplicaState) -> None:
+        """Drops a replica's requests, and ignores the results of its calls."""
         replica.calls.clear()
         replica.requests.clear()
 
