@@ -289,7 +289,8 @@ def test_a_long_job_survives_nan_and_a_full_gpu(caplog, tmp_path):
     shape["tie_word_embeddings"] = False
     (tmp_path / "config.json").write_text(json.dumps(shape))
     settings = {"max_model_len": 256, "gpu_memory_utilization": 0.5}
-    with LLM(tmp_path, load_format="dummy", **settings) as llm:
+    # Eagerly, because the memory of captured steps is allocated at start-up.
+    with LLM(tmp_path, load_format="dummy", enforce_eager=True, **settings) as llm:
         model = llm.model_runner.model
         model.model.embed_tokens.weight.data[poisoned_id] = torch.nan
         model.lm_head.weight.data[poisoned_id] = 0  # at this temperature it is never drawn

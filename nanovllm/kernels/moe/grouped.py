@@ -17,7 +17,7 @@ import torch
 from nanovllm.kernels.moe.activation import gated_activation
 from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.moe.mxfp4 import dequantise_part, rescale
-from nanovllm.kernels.moe.route import MAX_UNSORTED_TOKENS, Routing
+from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.moe.sort import Groups, sort_triton
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, shared_memory, tl, triton
 
@@ -27,7 +27,9 @@ class Tile(NamedTuple):
 
     Attributes:
         rows: BLOCK_M, rows of x.
-        features: BLOCK_N, output features. The first GEMM has this many of gate, and as many of up.
+        small_rows: SMALL_M: a program whose tile has at most this many rows computes only these.
+        features: BLOCK_N of the first GEMM: output features of gate, and as many of up.
+        down_features: BLOCK_N of the second GEMM.
         columns: BLOCK_K, input features per iteration. MXFP4 weights are always read in groups of
             128.
         stages: pipeline stages.
@@ -35,7 +37,9 @@ class Tile(NamedTuple):
     """
 
     rows: int
+    small_rows: int
     features: int
+    down_features: int
     columns: int
     stages: int
     warps: int
@@ -44,10 +48,10 @@ class Tile(NamedTuple):
 # The tile by the mean number of rows per expert: the first entry whose key is at least the mean.
 # Tuned on an H200 (132 multiprocessors, 4.8 TB/s, 800 TFLOP/s) for Qwen3-30B-A3B (hidden size 2048,
 # 128 experts, top 8, intermediate size 768). A GEMM becomes compute-bound at about 170 rows.
-# - Up to 48 rows (768 tokens), the time is that of reading weights: 6.3 MB per expert for gate and
-#   up, and 3.1 MB for down. One tile should hold all rows of its expert. Otherwise the weights are
-#   read again, from the L2 cache at best. The number of rows varies between experts by about the
-#   square root of the mean, so a tile has more rows than the largest mean it is used for.
+# - Up to about 48 rows (768 tokens), the time is that of reading weights: 6.3 MB per expert for
+#   gate and up, and 3.1 MB for down. One tile should hold all rows of its expert. Otherwise the
+#   weights are read again, from the L2 cache at best. The number of rows varies between experts by
+#   about the square root of the mean, so a tile has more rows than most means it is used for.
 #   At 4.8 TB/s and a latency of 0.8 us, 3.8 MB must be in flight, 29 KB per multiprocessor. An
 #   iteration over 64 columns of 64 features of gate and of up loads 16 KB of weights. With 3 of 4
 #   stages in flight and two programs per multiprocessor that is 96 KB. The grid is 128 x 12
@@ -55,48 +59,45 @@ class Tile(NamedTuple):
 # - Above that, tensor cores are the bottleneck. A tile of 128 rows, and 128 features of gate and of
 #   up, has 2 x 128 x 128 accumulators, 128 registers per thread with 8 warps. An iteration loads
 #   (256 + 128) x 64 x 2 bytes = 48 KB, so 4 stages take 192 KB. With 16,384 tokens, an expert has
-#   1,024 rows: 8 tiles, and a grid of 6 x 8 x 128 programs.
+#   1,024 rows: 8 tiles, and a grid of 6 x 8 x 128 programs. With 2,048 tokens, half of the experts
+#   have a second tile, of a few rows: SMALL_M saves 5% there.
 TILES: dict[int, Tile] = {
-    8: Tile(16, 64, 128, 4, 4),
-    16: Tile(32, 64, 64, 4, 4),
-    48: Tile(64, 64, 64, 4, 4),
-    1 << 31: Tile(128, 128, 64, 4, 8),
+    8: Tile(16, 16, 64, 64, 128, 4, 4),
+    16: Tile(32, 32, 64, 64, 64, 4, 4),
+    96: Tile(64, 32, 64, 64, 64, 4, 4),
+    256: Tile(128, 32, 128, 128, 64, 4, 8),
+    1 << 31: Tile(128, 128, 128, 128, 64, 4, 8),
 }
 # The same for MXFP4 weights, tuned for gpt-oss-20b. An iteration is over a group of 128 columns.
+# Dequantisation takes as long as reading the weights, so a second tile for an expert costs more
+# than a tile with empty rows.
 MXFP4_TILES: dict[int, Tile] = {
-    8: Tile(16, 64, 128, 4, 4),
-    16: Tile(32, 64, 128, 3, 4),
-    48: Tile(64, 64, 128, 3, 4),
-    1 << 31: Tile(128, 128, 128, 3, 8),
+    4: Tile(8, 8, 64, 64, 128, 4, 4),
+    26: Tile(32, 16, 64, 64, 128, 3, 4),
+    96: Tile(64, 32, 64, 64, 128, 3, 4),
+    1 << 31: Tile(128, 64, 64, 128, 128, 3, 4),
 }
-FP32_TILE = Tile(16, 32, 32, 2, 4)  # fp32 matmuls run on the CUDA cores
-# For assignments that are not sorted (MXFP4 only, see quantization/experts.py). A matmul with 16
-# features takes one warp and has a low latency. Hopper's asynchronous tensor core instructions need
-# 64 features.
-UNSORTED_TILE = Tile(8, 16, 128, 4, 1)
+FP32_TILE = Tile(16, 16, 32, 32, 32, 2, 4)  # fp32 matmuls run on the CUDA cores
 MAX_LAUNCHED_TILES = 65535  # CUDA's limit of a grid's second dimension
 
 
-def choose_tile(
-    num_tokens: int, top_k: int, num_experts: int, x: torch.Tensor, mxfp4: bool
-) -> Tile:
+def choose_tile(mean_rows: float, x: torch.Tensor, mxfp4: bool) -> Tile:
     """Returns the tile of both GEMMs. It has fewer stages where shared memory is small, as on
     consumer GPUs.
 
     Args:
+        mean_rows: mean number of rows per expert.
         x: the input, whose dtype and device decide.
         mxfp4: whether the weights are in MXFP4.
     """
     if x.dtype is torch.float32:
         return FP32_TILE
-    mean_rows = num_tokens * top_k / num_experts
     tiles = MXFP4_TILES if mxfp4 else TILES
     tile = next(tile for rows, tile in tiles.items() if mean_rows <= rows)
-    if num_tokens <= MAX_UNSORTED_TOKENS:
-        tile = UNSORTED_TILE
     # Bytes of a row of the weight in one iteration: for MXFP4, 32 words and the scales.
     weight_bytes = 32 * 2 + 4 if mxfp4 else tile.columns * x.itemsize
-    stage_bytes = tile.rows * tile.columns * x.itemsize + 2 * tile.features * weight_bytes
+    weight_rows = max(2 * tile.features, tile.down_features)
+    stage_bytes = tile.rows * tile.columns * x.itemsize + weight_rows * weight_bytes
     most_stages = max(1, shared_memory(x.device) // stage_bytes)
     return tile._replace(stages=min(tile.stages, most_stages))
 
@@ -110,7 +111,7 @@ def _multiply(
     expert,
     feature,
     out_features,
-    width,
+    WIDTH: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -123,22 +124,22 @@ def _multiply(
         feature: [BLOCK_N], indices of output features: rows of the expert's weight. With GATED,
             rows of gate, and the same rows of up, which is the second half of the weight.
         out_features: the number of rows of the weight; with GATED, of gate.
-        width: the number of columns of x and of the weight.
+        WIDTH: the number of columns of x and of the weight.
 
     Returns:
         W x^T for the rows of the weight, or of gate, and that for the rows of up, both fp32
         [BLOCK_N, BLOCK_M]. Without GATED, the second one is zero.
     """
     column = tl.arange(0, BLOCK_K)
-    x_ptrs = x_ptr + source.to(tl.int64)[None, :] * width + column[:, None]
+    x_ptrs = x_ptr + source.to(tl.int64)[None, :] * WIDTH + column[:, None]
     PARTS: tl.constexpr = 2 if GATED else 1
     row = expert.to(tl.int64) * PARTS * out_features + feature
-    gate_ptrs = weight_ptr + row[:, None] * width + column[None, :]
-    up_ptrs = gate_ptrs + out_features * width
+    gate_ptrs = weight_ptr + row[:, None] * WIDTH + column[None, :]
+    up_ptrs = gate_ptrs + out_features * WIDTH
     acc = tl.zeros([feature.shape[0], source.shape[0]], tl.float32)
     up_acc = acc
-    for start in tl.range(0, width, BLOCK_K):
-        mask = column < width - start
+    for start in tl.range(0, WIDTH, BLOCK_K):
+        mask = (column < WIDTH - start) | (WIDTH % BLOCK_K == 0)
         x = tl.load(x_ptrs + start, mask=mask[:, None] & in_group[None, :], other=0.0)
         weight = tl.load(gate_ptrs + start, mask=mask[None, :], other=0.0)
         acc = tl.dot(weight, x, acc, input_precision="ieee")
@@ -158,7 +159,7 @@ def _multiply_mxfp4(
     expert,
     feature,
     out_features,
-    width,
+    WIDTH: tl.constexpr,
     GATED: tl.constexpr,
 ):
     """Computes what ``_multiply`` does, with packed MXFP4 weights: see ``mxfp4.py``.
@@ -169,23 +170,26 @@ def _multiply_mxfp4(
     shared memory.
     """
     column = tl.arange(0, 32)
-    x_ptrs = x_ptr + source.to(tl.int64)[None, :] * width + column[:, None]
+    x_ptrs = x_ptr + source.to(tl.int64)[None, :] * WIDTH + column[:, None]
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     PARTS: tl.constexpr = 2 if GATED else 1
     num_rows = PARTS * out_features
-    row = expert.to(tl.int64) * tl.cdiv(width, 128) * num_rows + feature
+    row = expert.to(tl.int64) * tl.cdiv(WIDTH, 128) * num_rows + feature
     words_ptrs = words_ptr + row[:, None] * 32 + column[None, :]
     scales_ptrs = scales_ptr + row
     acc = tl.zeros([feature.shape[0], source.shape[0]], tl.float32)
     up_acc = acc
-    for start in tl.range(0, width, 128):
+    for start in tl.range(0, WIDTH, 128):
         words, scales = tl.load(words_ptrs), tl.load(scales_ptrs)[:, None]
         if GATED:
             up_words = tl.load(words_ptrs + out_features * 32)
             up_scales = tl.load(scales_ptrs + out_features)[:, None]
+        first = tl.minimum(start, WIDTH - 128)  # the last group may overlap the one before
         for part in tl.static_range(4):
-            mask = (column + 32 * part < width - start)[:, None] & in_group[None, :]
-            x = tl.load(x_ptrs + start + 32 * part, mask=mask, other=0.0)
+            mask = in_group[None, :]
+            if WIDTH < 128:
+                mask &= (column + first + 32 * part >= 0)[:, None]
+            x = tl.load(x_ptrs + first + 32 * part, mask=mask, other=0.0)
             weight = dequantise_part(words, scales, part, DTYPE)
             acc = tl.dot(weight, x, acc, input_precision="ieee")
             if GATED:
@@ -197,18 +201,19 @@ def _multiply_mxfp4(
 
 
 @triton.jit
-def _grouped_kernel(
+def _compute_tile(
     x_ptr,
     weight_ptr,
     block_scales_ptr,
     out_ptr,
     order_ptr,
-    tiles_ptr,
-    num_tiles_ptr,
     scales_ptr,
     bias_ptr,
     out_features,
-    width,
+    WIDTH: tl.constexpr,
+    expert,
+    start,
+    end,
     TOP_K: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -216,34 +221,12 @@ def _grouped_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """Computes one tile of a grouped GEMM.
-
-    W and bias are those of the tile's expert. ``out`` is ``out_features``.
-
-    - With GATED, this is the first GEMM: the weight is [E, 2 out, width], and row r of the result
-      is activation(x[order[r] // TOP_K] W^T + bias).
-    - Otherwise it is the second GEMM: the weight is [E, out, width], and row order[r] of the result
-      is scale * (x[r] W^T + bias), where the scale is the routing weight of assignment order[r].
-
-    The weight is in MXFP4 if ``block_scales_ptr`` is not None. If ``tiles_ptr`` is None, each
-    assignment is a tile, in the order of assignments, and ``order_ptr`` has its expert.
-    """
-    pdl_wait(PDL)
-    tile = tl.program_id(1)
-    if tiles_ptr is None:
-        expert = tl.load(order_ptr + tile)
-        row = tile + tl.arange(0, BLOCK_M)
-        in_group = row == tile
-        assignment = row
-    else:
-        if tile >= tl.load(num_tiles_ptr):
-            return
-        expert = tl.load(tiles_ptr + 3 * tile)
-        row = tl.load(tiles_ptr + 3 * tile + 1) + tl.arange(0, BLOCK_M)
-        in_group = row < tl.load(tiles_ptr + 3 * tile + 2)
-        assignment = tl.load(order_ptr + row, mask=in_group, other=0)
+    """Computes what ``_grouped_kernel`` describes, for the BLOCK_M rows from ``start`` on, as far
+    as ``end``. They belong to ``expert``."""
+    row = start + tl.arange(0, BLOCK_M)
+    in_group = row < end
+    assignment = tl.load(order_ptr + row, mask=in_group, other=0)
     source = assignment // TOP_K if GATED else row
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Features past the end repeat the last one, so that weights are loaded without a mask for rows.
@@ -257,7 +240,7 @@ def _grouped_kernel(
             expert,
             clamped,
             out_features,
-            width,
+            WIDTH,
             GATED,
             BLOCK_K,
         )
@@ -271,7 +254,7 @@ def _grouped_kernel(
             expert,
             clamped,
             out_features,
-            width,
+            WIDTH,
             GATED,
         )
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -288,6 +271,95 @@ def _grouped_kernel(
     address = out_ptr + target.to(tl.int64)[None, :] * out_features + feature[:, None]
     mask = in_group[None, :] & (feature < out_features)[:, None]
     tl.store(address, acc.to(dtype), mask=mask)
+
+
+@triton.jit
+def _grouped_kernel(
+    x_ptr,
+    weight_ptr,
+    block_scales_ptr,
+    out_ptr,
+    order_ptr,
+    tiles_ptr,
+    num_tiles_ptr,
+    scales_ptr,
+    bias_ptr,
+    out_features,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    GATED: tl.constexpr,
+    SMALL_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Computes one tile of a grouped GEMM.
+
+    W and bias are those of the tile's expert. ``out`` is ``out_features``.
+
+    - With GATED, this is the first GEMM: the weight is [E, 2 out, WIDTH], and row r of the result
+      is activation(x[order[r] // TOP_K] W^T + bias).
+    - Otherwise it is the second GEMM: the weight is [E, out, WIDTH], and row order[r] of the result
+      is scale * (x[r] W^T + bias), where the scale is the routing weight of assignment order[r].
+
+    The weight is in MXFP4 if ``block_scales_ptr`` is not None.
+    """
+    pdl_wait(PDL)
+    tile = tl.program_id(1)
+    if tile >= tl.load(num_tiles_ptr):
+        return
+    expert = tl.load(tiles_ptr + 3 * tile)
+    start = tl.load(tiles_ptr + 3 * tile + 1)
+    end = tl.load(tiles_ptr + 3 * tile + 2)
+    if SMALL_M < BLOCK_M:
+        num_rows = end - start
+        if num_rows <= SMALL_M:
+            _compute_tile(
+                x_ptr,
+                weight_ptr,
+                block_scales_ptr,
+                out_ptr,
+                order_ptr,
+                scales_ptr,
+                bias_ptr,
+                out_features,
+                WIDTH,
+                expert,
+                start,
+                end,
+                TOP_K,
+                LIMIT,
+                ALPHA,
+                GATED,
+                SMALL_M,
+                BLOCK_N,
+                BLOCK_K,
+            )
+            return
+    _compute_tile(
+        x_ptr,
+        weight_ptr,
+        block_scales_ptr,
+        out_ptr,
+        order_ptr,
+        scales_ptr,
+        bias_ptr,
+        out_features,
+        WIDTH,
+        expert,
+        start,
+        end,
+        TOP_K,
+        LIMIT,
+        ALPHA,
+        GATED,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
 
 
 @triton.jit
@@ -324,11 +396,9 @@ def mix_grouped(
     gate_up, down = experts.gate_up, experts.down
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
     assert residual is None or residual.is_contiguous()
-    tile = choose_tile(num_tokens, top_k, len(down), x, experts.down_scales is not None)
-    if num_tokens <= MAX_UNSORTED_TOKENS:
-        groups = Groups(routing.experts)
-    else:
-        groups = sort_triton(routing, tile.rows)
+    mean_rows = num_tokens * top_k / len(down)
+    tile = choose_tile(mean_rows, x, experts.down_scales is not None)
+    groups = sort_triton(routing, tile.rows)
     inner = x.new_empty(num_tokens * top_k, width)
     activation = experts.limit, experts.alpha
     weight = gate_up, experts.gate_up_scales, experts.gate_up_bias
@@ -368,15 +438,15 @@ def _launch(
         scales: the routing weight of each assignment.
         activation: limit and alpha, for the first GEMM.
     """
-    features, (values, block_scales, bias) = out.size(1), weight
-    num_tiles = groups.order.numel() if groups.tiles is None else len(groups.tiles)
-    for first in range(0, num_tiles, MAX_LAUNCHED_TILES):  # almost always one launch
+    (values, block_scales, bias), features = weight, out.size(1)
+    is_first = scales is None
+    block_n = tile.features if is_first else tile.down_features
+    for first in range(0, len(groups.tiles), MAX_LAUNCHED_TILES):  # almost always one launch
         if first:
-            assert groups.tiles is not None and groups.num_tiles is not None
             tiles = groups.tiles[MAX_LAUNCHED_TILES:]
             groups = Groups(groups.order, tiles, groups.num_tiles - MAX_LAUNCHED_TILES)
-        launched = min(num_tiles - first, MAX_LAUNCHED_TILES)
-        _grouped_kernel[(triton.cdiv(features, tile.features), launched)](
+        launched = min(len(groups.tiles), MAX_LAUNCHED_TILES)
+        _grouped_kernel[(triton.cdiv(features, block_n), launched)](
             x,
             values,
             block_scales,
@@ -385,13 +455,14 @@ def _launch(
             scales,
             bias,
             features,
-            x.size(1),
+            WIDTH=x.size(1),
             TOP_K=top_k,
             LIMIT=activation[0],
             ALPHA=activation[1],
-            GATED=scales is None,
+            GATED=is_first,
+            SMALL_M=tile.small_rows,
             BLOCK_M=tile.rows,
-            BLOCK_N=tile.features,
+            BLOCK_N=block_n,
             BLOCK_K=tile.columns,
             num_warps=tile.warps,
             num_stages=tile.stages,

@@ -8,8 +8,10 @@ one in the lower four bits.
 **Layout.** ``pack_mxfp4`` and ``pack_mxfp4_scales`` rearrange the weights so that few instructions
 dequantise them. Four blocks of a row, which are 128 columns, are a group. It is stored as 32 words
 of 16 bits, and an int32 with the bytes of its four scales. Word c has the values of columns c,
-32 + c, 64 + c and 96 + c: one of each block. ``part`` is the index of a block in its group, s a
-sign, e a bit of exponent, m a mantissa:
+32 + c, 64 + c and 96 + c: one of each block. If a row has fewer blocks left than four, the last
+group has zeros first, in place of blocks of the group before it, and ends where the row ends. So a
+kernel can read the 128 columns of x that belong to a group without a mask. ``part`` is the index of
+a block in its group, s a sign, e a bit of exponent, m a mantissa:
 
     bit   15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
     part   0  2  3  1  3  3  3  0  0  0  1  1  1  2  2  2
@@ -32,7 +34,6 @@ weight itself.
 """
 
 import torch
-import torch.nn.functional as F
 
 from nanovllm.utils.triton_compat import tl, triton
 
@@ -44,18 +45,26 @@ SCALE_OFFSET = 126 - 64  # added to a scale's byte: see "Scaling" above
 MAX_SCALE = 254 - SCALE_OFFSET  # the largest byte in a checkpoint; an exponent of 255 is infinity
 
 # PTX for two words: shifts and masks give two bf16 numbers in r, which are multiplied by the factor
-# of their block. Adding -0 keeps the sign of a zero.
-_TEMPLATE = "{{ .reg .b32 r, s; {} mov.b32 s, 0x80008000; fma.rn.bf16x2 $0, r, $2, s; }}"
+# of their block, the lower or the upper half of $2. Adding -0 keeps the sign of a zero.
+_TEMPLATE = (
+    "{{ .reg .b32 r, s, z; .reg .b16 l, h; {shifts} mov.b32 {{l, h}}, $2;"
+    " mov.b32 s, {{{half}, {half}}}; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, r, s, z; }}"
+)
 _SHIFTS = (
     "and.b32 r, $1, 0x81C081C0;",  # bits 15 and 8 to 6 of both words
     "shl.b32 r, $1, 3; and.b32 r, r, 0x81C081C0;",
-    "shl.b32 r, $1, 1; and.b32 r, r, 0x80008000;"
-    " shl.b32 s, $1, 6; lop3.b32 r, s, 0x01C001C0, r, 0xEA;",  # (s & mask) | r
+    # The bits of this part alone, times 2 + 64: both shifts at once.
+    "and.b32 r, $1, 0x40074007; mul.lo.u32 r, r, 66; and.b32 r, r, 0x81C081C0;",
     "shl.b32 r, $1, 2; and.b32 r, r, 0x80008000;"
-    " shr.b32 s, $1, 3; lop3.b32 r, s, 0x01C001C0, r, 0xEA;",
+    " shr.b32 s, $1, 3; lop3.b32 r, s, 0x01C001C0, r, 0xEA;",  # (s & mask) | r
 )
 # For kernels: each has an entry for each part.
-_ASM = tl.constexpr(tuple(_TEMPLATE.format(shifts) for shifts in _SHIFTS))
+_ASM = tl.constexpr(
+    tuple(
+        _TEMPLATE.format(shifts=shifts, half=half)
+        for shifts, half in zip(_SHIFTS, "llhh", strict=True)
+    )
+)
 _SIGN_BITS, _LOWEST_BITS = tl.constexpr(SIGN_BITS), tl.constexpr(LOWEST_BITS)
 
 
@@ -96,12 +105,21 @@ def _values(codes: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) ->
 
 
 def num_groups(width: int) -> int:
-    """Returns the number of groups of a row with ``width`` columns. The last may be padded."""
+    """Returns the number of groups of a row with ``width`` columns."""
     return -(-width // GROUP)
 
 
+def _pad_blocks(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Inserts zeros before the blocks of the last group, if these are fewer than four."""
+    num_blocks = tensor.size(dim)
+    full, rest = tensor.split([num_blocks - num_blocks % 4, num_blocks % 4], dim)
+    shape = [*tensor.shape]
+    shape[dim] = -num_blocks % 4
+    return torch.cat([full, tensor.new_zeros(shape), rest], dim)
+
+
 def pack_mxfp4(blocks: torch.Tensor) -> torch.Tensor:
-    """Rearranges the values of MXFP4 weights for the kernels. Pads the last group with zeros.
+    """Rearranges the values of MXFP4 weights for the kernels.
 
     Args:
         blocks: uint8 [..., rows, num_blocks, 16].
@@ -109,8 +127,7 @@ def pack_mxfp4(blocks: torch.Tensor) -> torch.Tensor:
     Returns:
         int16 [..., num_groups, rows, 32], the words.
     """
-    padding = -blocks.size(-2) % 4
-    codes = F.pad(_codes(blocks).short(), (0, 0, 0, padding)).unflatten(-2, (-1, 4))
+    codes = _pad_blocks(_codes(blocks).short(), -2).unflatten(-2, (-1, 4))
     words = torch.zeros_like(codes[..., 0, :])
     for part, (sign, lowest) in enumerate(zip(SIGN_BITS, LOWEST_BITS, strict=True)):
         code = codes[..., part, :]
@@ -134,7 +151,7 @@ def pack_mxfp4_scales(scales: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"byte {int(scales.max())} is not a scale of MXFP4 weights: it is too large"
         )
-    groups = F.pad(scales + SCALE_OFFSET, (0, -scales.size(-1) % 4)).view(torch.int32)
+    groups = _pad_blocks(scales + SCALE_OFFSET, -1).view(torch.int32)
     return groups.transpose(-2, -1).contiguous()
 
 
@@ -160,8 +177,9 @@ def unpack_mxfp4(
         dim=-2,
     )
     exponents = scales.view(torch.uint8).unflatten(-1, (-1, 4)).int() - SCALE_OFFSET - 127
-    unpacked = _values(codes, exponents, dtype)
-    return unpacked.flatten(-2).transpose(-3, -2).flatten(-2)[..., :width].contiguous()
+    rows = _values(codes, exponents, dtype).flatten(-2).transpose(-3, -2).flatten(-2)
+    full = width // GROUP * GROUP
+    return torch.cat([rows[..., :full], rows[..., rows.size(-1) - width % GROUP :]], -1)
 
 
 def fill_mxfp4(packed: torch.Tensor, generator: torch.Generator) -> None:
@@ -186,12 +204,13 @@ def dequantise_part(words, scales, PART: tl.constexpr, dtype: tl.constexpr):
         [..., 32], in dtype, for columns 32 PART to 32 PART + 31 of the group. In bf16, these are
         the weights times 2 ** -64.
     """
-    exponent = (scales >> (8 * PART)) & 255
     if dtype == tl.bfloat16:
-        scale = (exponent.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
+        # The factors of two blocks as bf16 numbers: of 0 and 2, or of 1 and 3.
+        factors = (scales << 7 if PART % 2 == 0 else scales >> 1) & 0x7F807F80
         return tl.inline_asm_elementwise(
-            _ASM[PART], "=r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2
+            _ASM[PART], "=r,r,r,r", [words, factors], dtype=tl.bfloat16, is_pure=True, pack=2
         )
+    exponent = (scales >> (8 * PART)) & 255
     bits = words.to(tl.int32)  # then the value times 2 ** -126, as fp32
     bits = ((bits >> _SIGN_BITS[PART]) << 31) | (((bits >> _LOWEST_BITS[PART]) & 7) << 22)
     scale = (exponent << 23).to(tl.float32, bitcast=True)

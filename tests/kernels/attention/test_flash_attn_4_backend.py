@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+import triton
 
 from nanovllm.config import ATTENTION_BACKENDS
 from nanovllm.kernels.attention import backend as selection
@@ -95,6 +96,9 @@ def install(monkeypatch, function, capability=9) -> None:
     module.flash_attn_varlen_func = function
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    if torch.cuda.is_available():
+        # Triton's driver keeps the function that it finds at its first use.
+        triton.runtime.driver.active.get_current_target()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (capability, 0))
 
 

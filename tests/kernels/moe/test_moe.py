@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from nanovllm.kernels.moe import few, grouped
 from nanovllm.kernels.moe.few import mix_few
+from nanovllm.kernels.moe.few_mxfp4 import mix_few_mxfp4
 from nanovllm.kernels.moe.grouped import Tile, mix_grouped
 from nanovllm.kernels.moe.mix import Experts, mix_reference
 from nanovllm.kernels.moe.mxfp4 import (
@@ -31,7 +32,6 @@ from nanovllm.kernels.moe.route import (
     route_triton,
 )
 from nanovllm.kernels.moe.sort import max_tiles, sort_triton
-from nanovllm.quantization.experts import KERNELS
 from tests.kernels.conftest import DEVICE, DTYPES
 from tests.kernels.moe.references import count_tokens, sort_reference
 from tests.kernels.oracle import assert_as_good_as_eager, poisoned
@@ -204,17 +204,15 @@ CHOSEN = ("one-token", "all-to-one", "empty-experts")  # the interpreter takes i
     "name", [pytest.param(name, marks=[] if name in CHOSEN else slow) for name in routings()]
 )
 def test_grouped_gemms(name, dtype, monkeypatch):
-    tile = Tile(16, 32, 16, 2, 4)
+    """With tiles that are small, and others."""
+    tile = Tile(16, 8, 32, 16, 16, 2, 4)
     monkeypatch.setattr(grouped, "choose_tile", lambda *_: tile)
     check_mix(mix_grouped, routings()[name], 40, 24, dtype, monkeypatch)
-    if name == "one-token":
-        monkeypatch.setattr(grouped, "MAX_UNSORTED_TOKENS", 0)  # else they are not sorted
-        check_mix(mix_grouped, routings()[name], 40, 24, dtype, monkeypatch)
 
 
 def test_more_tiles_than_a_grid_may_have(monkeypatch):
     """In fp32, 131,072 tokens with 8 experts each have more than 65,535 tiles."""
-    monkeypatch.setattr(grouped, "choose_tile", lambda *_: Tile(16, 32, 16, 2, 4))
+    monkeypatch.setattr(grouped, "choose_tile", lambda *_: Tile(16, 16, 32, 32, 16, 2, 4))
     monkeypatch.setattr(grouped, "MAX_LAUNCHED_TILES", 5)
     routing = routings()["empty-experts"]
     assert sort_reference(routing, 16).num_tiles > 10
@@ -262,23 +260,26 @@ def test_the_ptx_moves_the_bits_of_a_part_to_those_of_bf16(part):
     registers = {"$1": pairs}
     for instruction in _SHIFTS[part].split(";")[:-1]:
         name, target, *args = instruction.replace(",", "").split()
-        a, b, *rest = (registers[arg] if arg in registers else int(arg, 16) for arg in args)
+        a, b, *rest = (registers[arg] if arg in registers else int(arg, 0) for arg in args)
         if name == "lop3.b32":
-            assert int(args[3], 16) == (0xF0 & 0xCC) | 0xAA  # the truth table of (a & b) | c
+            assert int(args[3], 0) == (0xF0 & 0xCC) | 0xAA  # the truth table of (a & b) | c
             registers[target] = a & np.uint32(b) | rest[0]
         else:
-            operation = {"and": np.bitwise_and, "shl": np.left_shift, "shr": np.right_shift}
-            registers[target] = operation[name.removesuffix(".b32")](a, np.uint32(b))
+            operation = {
+                "and.b32": np.bitwise_and,
+                "shl.b32": np.left_shift,
+                "shr.b32": np.right_shift,
+                "mul.lo.u32": np.multiply,
+            }[name]
+            registers[target] = operation(a, np.uint32(b))
     words = pairs.view(np.uint16)
     expected = (words >> SIGN_BITS[part] & 1) << 15 | (words >> LOWEST_BITS[part] & 7) << 6
     assert np.array_equal(registers["r"].view(np.uint16), expected)
 
 
-@pytest.mark.parametrize("name", ["one-token", "empty-experts"])
-def test_mxfp4_weights(name, dtype, monkeypatch):
-    """With widths that no tile divides, and groups that are padded."""
-    monkeypatch.setattr(grouped, "choose_tile", lambda *_: Tile(16, 32, 64, 2, 4))
-    routing, hidden, columns = routings()[name], 416, 96
+def check_mxfp4(mix, routing: Routing, dtype: torch.dtype, monkeypatch) -> None:
+    """With widths that no tile divides, and groups that are padded, also the only one."""
+    hidden, columns = 416, 96
     x, residual, experts = make(routing, hidden, columns, dtype, True)
     num_experts = len(experts.down)
     gate_up, gate_up_scales, dense = make_mxfp4(num_experts, 2 * columns, hidden, dtype=dtype)
@@ -297,8 +298,20 @@ def test_mxfp4_weights(name, dtype, monkeypatch):
     )
     with monkeypatch.context() as context:
         poisoned(context)
-        ours = mix_grouped(x, packed, routing, residual)
+        ours = mix(x, packed, routing, residual)
     assert_as_good_as_eager(ours, eager, exact)
+
+
+@pytest.mark.parametrize("name", ["one-token", "empty-experts"])
+def test_grouped_gemms_of_mxfp4_weights(name, dtype, monkeypatch):
+    monkeypatch.setattr(grouped, "choose_tile", lambda *_: Tile(16, 8, 32, 16, 64, 2, 4))
+    check_mxfp4(mix_grouped, routings()[name], dtype, monkeypatch)
+
+
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 2), (3, 3)])
+def test_few_tokens_of_mxfp4_weights(num_tokens, top_k, dtype, monkeypatch):
+    routing = make_routing(torch.rand(num_tokens, 6).argsort(-1)[:, :top_k], 6)
+    check_mxfp4(mix_few_mxfp4, routing, dtype, monkeypatch)
 
 
 @slow
@@ -354,7 +367,7 @@ def test_a_layer_of_qwen3_30b_a3b_in_a_cuda_graph(num_tokens):
         draw(128, 1536, 2048, scale=2048**-0.5), draw(128, 2048, 768, scale=768**-0.5)
     )
     x, residual = draw(num_tokens, 2048), draw(num_tokens, 2048)
-    mix = next(kernel for rows, kernel in KERNELS if num_tokens in rows)
+    mix = mix_few if num_tokens <= MAX_UNSORTED_TOKENS else mix_grouped
 
     def run() -> torch.Tensor:
         return mix(x, weights, route_triton(F.linear(x, gate), 8, True), residual)
