@@ -25,6 +25,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import EVERY_TOKEN
 from nanovllm.text.prompts import Prompt, PromptEncoder, as_prompt_list
 from nanovllm.utils.forks import leave_to_parent
+from nanovllm.utils.garbage import collecting_new_objects_only
 from nanovllm.utils.progress import bar_maker, closing_bar
 from nanovllm.utils.throughput import Throughput
 from nanovllm.utils.turns import Turns
@@ -303,6 +304,7 @@ class LLMEngine:
             for prompt, output in zip(prompts, outputs, strict=True)
         ]
 
+    @collecting_new_objects_only()
     def _run(
         self,
         checked: Iterable[Checked],

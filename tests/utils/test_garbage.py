@@ -1,0 +1,56 @@
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from nanovllm.utils.garbage import collecting_new_objects_only
+
+
+class Node:
+    """A cycle, which only the garbage collector frees."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+@pytest.fixture(autouse=True)
+def _nothing_frozen() -> Iterator[None]:
+    """Undoes what conftest.py freezes, until the test ends."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+def is_collected(node: list[Node]) -> bool:
+    reference = weakref.ref(node.pop())
+    gc.collect()
+    return reference() is None
+
+
+def test_only_new_objects_are_collected_until_the_end():
+    old = [Node()]
+    reference = weakref.ref(old[0])
+    with pytest.raises(ZeroDivisionError), collecting_new_objects_only():
+        assert not is_collected(old) and is_collected([Node()])
+        raise ZeroDivisionError
+    gc.collect()
+    assert reference() is None and gc.get_freeze_count() == 0
+
+
+def test_what_the_program_froze_stays_frozen():
+    gc.freeze()
+    count = gc.get_freeze_count()
+    with collecting_new_objects_only():
+        assert is_collected([Node()])
+    assert gc.get_freeze_count() == pytest.approx(count, abs=100)
+    gc.unfreeze()
+
+
+def test_a_block_within_another_ends_nothing():
+    with collecting_new_objects_only():
+        with collecting_new_objects_only():
+            pass
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
