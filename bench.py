@@ -29,8 +29,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.experts import count_experts
 from benchmarks.profile import profile_steps
-from benchmarks.roofline import measure_peaks, roofline_seconds
+from benchmarks.roofline import measure_peaks, num_experts_read, roofline_seconds
 from benchmarks.workloads import CHATS, SHAPES, Workload, chat_workload, random_workload
 from nanovllm import LLM, SamplingParams, __version__
 
@@ -70,6 +71,11 @@ def main() -> None:
             seconds.append(run_seconds)
         record |= rates(done, seconds)
         record["num_preemptions"] = llm.metrics().num_preemptions  # the total of all runs
+        mlp = llm.model_runner.model_config.layers[-1].mlp
+        num_seqs = min(len(workload.prompts), llm.scheduler.max_num_seqs)
+        if mlp.num_experts > 1 and args.tp == 1:  # other ranks' routers cannot be observed
+            record["experts_read"] = round(count_experts(llm, num_seqs), 1)
+            record["experts_read_if_even"] = round(num_experts_read(mlp, num_seqs), 1)
         if args.profile:
             try:
                 record["profile"] = profile_steps(llm, workload, args.temperature, args.profile)

@@ -1,33 +1,26 @@
-"""Counts the distinct experts that decode steps of a mixture of experts read.
+"""Counts the distinct experts that a decode step of a mixture of experts reads."""
 
-Run it as ``python -m benchmarks.experts qwen3-30b-a3b 1 8 256``: a shape in benchmarks/shapes/,
-which gets random weights, and numbers of sequences. It prints a JSON record for each number. Steps
-run eagerly, because a CUDA graph cannot be observed; they route as captured ones do.
-"""
-
-import argparse
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.roofline import num_experts_read
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.model_runner import NoGraphs
 from nanovllm.layers import moe
 
-SHAPE_FOLDER = Path(__file__).parent / "shapes"
 INPUT_LEN, OUTPUT_LEN = 100, 20
 
 
 @contextmanager
-def observe_routes(num_tokens: int) -> Iterator[list[int]]:
+def observe_routes(llm: LLM, num_tokens: int) -> Iterator[list[int]]:
     """Observes the router inside a ``with`` block. Yields a list, to which each layer of each step
-    with ``num_tokens`` tokens appends its number of distinct experts."""
+    with ``num_tokens`` tokens appends its number of distinct experts. Steps run eagerly, because a
+    CUDA graph cannot be observed; they route as captured ones do."""
     counts: list[int] = []
-    route = moe.route
+    runner, route = llm.model_runner, moe.route
+    graphs, runner.graphs = runner.graphs, NoGraphs()
 
     def observed(logits: torch.Tensor, *args: Any) -> Any:
         routing = route(logits, *args)
@@ -39,7 +32,7 @@ def observe_routes(num_tokens: int) -> Iterator[list[int]]:
     try:
         yield counts
     finally:
-        moe.route = route
+        moe.route, runner.graphs = route, graphs
 
 
 def count_experts(llm: LLM, num_seqs: int) -> float:
@@ -47,31 +40,6 @@ def count_experts(llm: LLM, num_seqs: int) -> float:
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, 500, (num_seqs, INPUT_LEN), generator=generator).tolist()
     params = SamplingParams(temperature=0.6, max_tokens=OUTPUT_LEN, ignore_eos=True)
-    with observe_routes(num_seqs) as counts:
+    with observe_routes(llm, num_seqs) as counts:
         llm.generate(prompts, params, use_tqdm=False)
     return sum(counts) / len(counts)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("shape", help="a folder in benchmarks/shapes/, or any with a config.json")
-    parser.add_argument("num_seqs", type=int, nargs="+")
-    args = parser.parse_args()
-    folder = SHAPE_FOLDER / args.shape
-    path = folder if folder.is_dir() else Path(args.shape)
-    settings: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
-    with LLM(path, enforce_eager=True, max_model_len=256, **settings) as llm:
-        mlp = llm.model_runner.model_config.layers[-1].mlp
-        for num_seqs in args.num_seqs:
-            record = {
-                "model": path.name,
-                "num_seqs": num_seqs,
-                "num_experts": mlp.num_experts,
-                "experts_read": round(count_experts(llm, num_seqs), 1),
-                "experts_read_if_even": round(num_experts_read(mlp, num_seqs), 1),
-            }
-            print(json.dumps(record), flush=True)
-
-
-if __name__ == "__main__":
-    main()
