@@ -77,7 +77,7 @@ class DecoderAttention(nn.Module):
         output_norm: Transform | None,
         output_indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        qkv, residual = self.qkv_proj.norm_forward(norm, hidden_states, residual)
+        qkv, residual = self.qkv_proj.linear_weight.norm_matmul(hidden_states, residual, norm)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.norms_all_heads:
@@ -108,7 +108,7 @@ class DecoderMLP(nn.Module):
         norm: RMSNorm | None,
         output_norm: Transform | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x, residual = self.gate_up_proj.norm_forward(norm, x, residual, self.act_fn)
+        x, residual = self.gate_up_proj.linear_weight.norm_matmul(x, residual, norm, self.act_fn)
         return self.down_proj.forward_add(residual, x, output_norm)
 
 
@@ -128,7 +128,7 @@ class DecoderLayer(nn.Module):
 
     The outputs of attention and MLP are added to the residual in one of two places: in the
     projection that computes them (``RowParallelLinear.forward_add``), or in the next norm
-    (``LinearBase.norm_forward``). In the first case ``residual`` is None until the next norm.
+    (``LinearWeight.norm_matmul``). In the first case ``residual`` is None until the next norm.
 
     The last layer gets the context's ``output_indices``, which may be None. If it is not, only
     these rows are computed, except for keys and values, which are computed for all rows.

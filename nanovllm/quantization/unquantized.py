@@ -174,6 +174,6 @@ class UnquantizedWeight(LinearWeight):
         weight = self._weight
         kernel = choose_kernel("norm_matmul", x, weight, self.bias)
         gated = act_fn is not None
-        if kernel is None or (gated and not act_fn.is_plain_swiglu):
+        if kernel is None or norm is None or (gated and not act_fn.is_plain_swiglu):
             return super().norm_matmul(x, residual, norm, act_fn)
         return kernel(x, weight, self.bias, gated, norm.weight, norm.eps, residual)
