@@ -281,7 +281,7 @@ def load_weights(runner: ModelRunner, checkpoint: Checkpoint) -> None:
         load_model(runner.model, checkpoint.tensors(runner.device), runner.tp.rank == 0)
     for module in runner.model.modules():
         if isinstance(module, (LinearBase, ParallelLMHead)):
-            module.pack()
+            module.linear_weight.pack()
 
 
 def group_layers(windows: list[int | None]) -> dict[tuple[int, ...], int | None]:

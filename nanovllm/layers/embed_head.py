@@ -52,11 +52,6 @@ class ParallelLMHead(VocabParallelEmbedding):
     """Computes logits for the positions that the step samples. Each rank computes the logits of its
     shard of the vocabulary."""
 
-    def pack(self) -> None:
-        """Converts the weight to the layout with the fastest matmul. Call it after every load of a
-        checkpoint. An embedding that shares the weight keeps the plain layout."""
-        self.linear_weight.pack()
-
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[N, embedding_dim] -> [num_seqs, num_embeddings_per_rank]."""
         indices = get_context().logits_indices

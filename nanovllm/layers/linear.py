@@ -42,11 +42,6 @@ class LinearBase(nn.Module):
         """Copies this rank's shard of a whole checkpoint tensor into a parameter of the layer."""
         self.linear_weight.load(param, loaded_weight, self.shards[shard_id])
 
-    def pack(self) -> None:
-        """Converts the weight to the layout with the fastest matmul. Call it after every load of a
-        checkpoint."""
-        self.linear_weight.pack()
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear_weight.matmul(x)
 

@@ -106,7 +106,7 @@ class LinearWeight(ABC):
 
     def pack(self) -> None:  # noqa: B027
         """Converts the weight to the layout with the fastest matmul. Call it after every load of a
-        checkpoint."""
+        checkpoint. An embedding that shares the weight keeps the plain layout."""
 
     @abstractmethod
     def matmul(self, x: Any) -> Tensor:

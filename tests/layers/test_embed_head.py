@@ -44,7 +44,7 @@ def build(layer_class: type[VocabParallelEmbedding], tp: TPGroup) -> VocabParall
 def run_layers(tp: TPGroup) -> dict[str, torch.Tensor | None]:
     embedding, head = build(VocabParallelEmbedding, tp), build(ParallelLMHead, tp)
     packed_head = build(ParallelLMHead, tp)
-    packed_head.pack()
+    packed_head.linear_weight.pack()
     outputs = {
         "embedding": embedding(torch.arange(VOCAB).flip(0)),
         "one_side": embedding(torch.tensor([0, 1, 0])),  # rank 0 holds them all
@@ -64,7 +64,7 @@ def run_model(path: str, tp: TPGroup) -> list[torch.Tensor | None]:
     load_model(model, checkpoint.tensors())
     for layer in model.modules():
         if isinstance(layer, LinearBase | ParallelLMHead):
-            layer.pack()
+            layer.linear_weight.pack()
     blocks_each = 3
     for layer in model.modules():
         if isinstance(layer, Attention):
@@ -162,7 +162,7 @@ def test_weight_loader_refuses_another_shape(layer_class):
 def test_packing_a_tied_head_leaves_the_embedding_as_it_is():
     embedding, head = build(VocabParallelEmbedding, TPGroup()), build(ParallelLMHead, TPGroup())
     head.weight = embedding.weight
-    head.pack()
+    head.linear_weight.pack()
     assert torch.equal(embedding.weight, whole_weight())
     ids = torch.arange(VOCAB)
     torch.testing.assert_close(embedding(ids), expected_outputs()["embedding"].flip(0))
@@ -191,7 +191,7 @@ def test_no_sampled_rows_give_no_logits(packed):
     """A step of prompt chunks alone samples nothing."""
     head = build(ParallelLMHead, TPGroup())
     if packed:
-        head.pack()
+        head.linear_weight.pack()
     with step_context(Context(logits_indices=torch.tensor([], dtype=torch.int64))):
         assert head(hidden_states()).shape == (0, VOCAB)
 
