@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import count
 from threading import Thread
 from time import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
@@ -20,7 +20,7 @@ from nanovllm.engine.sampling_state import SamplingStateFactory
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_loop import StepLoop
-from nanovllm.outputs import EngineMetrics, RequestMetrics, RequestOutput
+from nanovllm.outputs import RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import EVERY_TOKEN
 from nanovllm.text.prompts import Prompt, PromptEncoder, as_prompt_list
@@ -29,6 +29,9 @@ from nanovllm.utils.garbage import collecting_new_objects_only
 from nanovllm.utils.progress import bar_maker, closing_bar
 from nanovllm.utils.throughput import Throughput
 from nanovllm.utils.turns import Turns
+
+if TYPE_CHECKING:
+    from nanovllm.engine.metrics import EngineMetrics
 
 NOT_ALONE = (
     "{} needs the engine to itself: finish the other requests with step, drop them with "
@@ -247,7 +250,7 @@ class LLMEngine:
             self.scheduler.reset()
         return True
 
-    def metrics(self) -> EngineMetrics:
+    def metrics(self) -> "EngineMetrics":
         """Returns the engine's metrics: queue lengths, cache usage and throughput."""
         self.turns.check_open()
         from nanovllm.engine.metrics import read_metrics
