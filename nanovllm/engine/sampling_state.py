@@ -79,15 +79,13 @@ class SamplingState:
         """Whether the state depends on sampled tokens: ``append_token`` must be called."""
         return any(edit.follows_tokens for edit in self.edits)
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether an edit ends the completion here."""
-        return any(edit.is_finished for edit in self.edits)
+    def append_token(self, token_id: int) -> bool:
+        """Records a sampled token. Returns whether an edit ends the completion here.
 
-    def append_token(self, token_id: int) -> None:
-        """Records a sampled token. Raises ValueError if the grammar does not accept it."""
-        for edit in self.edits:
-            edit.append_token(token_id)
+        Raises:
+            ValueError: the grammar does not accept the token.
+        """
+        return any([edit.append_token(token_id) for edit in self.edits])  # a list: calls all
 
 
 class PreparedParams(NamedTuple):
