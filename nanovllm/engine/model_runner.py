@@ -140,7 +140,8 @@ class ModelRunner(LeftToParent):
 
             collect_prompt_logprobs(self, step, batch)
         if num_sampled and not self.samples_in_step(batch):
-            step.sampling = prepare_sample(batch).to(self.device)
+            processed = self.config.logprobs_mode == "processed_logprobs"
+            step.sampling = prepare_sample(batch, processed).to(self.device)
             self.call("sample_step", step, num_sampled)
         step.release()
         step.token_ids = self.sampled_tokens[:num_sampled]

@@ -25,14 +25,11 @@ class SamplingKind(NamedTuple):
         truncates: whether top_k, top_p or min_p is set.
         edits: whether masks, biases or penalties may have to be applied to the logits.
         num_logprobs: number of most likely tokens to report logprobs for; None for no logprobs.
-        processed_logprobs: whether logprobs are computed from the logits after edits, temperature
-            and truncation.
     """
 
     truncates: bool
     edits: bool
     num_logprobs: int | None
-    processed_logprobs: bool = False
 
 
 class SamplingState:
@@ -43,7 +40,6 @@ class SamplingState:
         seed: the seed of this sequence, any 64 bits.
         edits: masks, biases and penalties to apply before sampling; empty if there are none.
         vocab_size: the model's vocabulary size.
-        processed_logprobs: see ``SamplingKind``.
 
     Attributes:
         row: a SAMPLING_ROW as bytes, without its position, which each step fills in.
@@ -56,7 +52,6 @@ class SamplingState:
         seed: int,
         edits: "Sequence[LogitEdit]",
         vocab_size: int,
-        processed_logprobs: bool = False,
     ) -> None:
         row = np.zeros((), SAMPLING_ROW)
         row["temperature"] = 0.0 if params.is_greedy else params.temperature
@@ -71,7 +66,6 @@ class SamplingState:
             truncates=params.truncates,
             edits=bool(edits),
             num_logprobs=vocab_size if params.logprobs == -1 else params.logprobs,
-            processed_logprobs=processed_logprobs and params.logprobs is not None,
         )
 
     @property
@@ -85,7 +79,8 @@ class SamplingState:
         Raises:
             ValueError: the grammar does not accept the token.
         """
-        return any([edit.append_token(token_id) for edit in self.edits])  # a list: calls all
+        ends = [edit.append_token(token_id) for edit in self.edits]
+        return any(ends)
 
 
 class PreparedParams(NamedTuple):
@@ -125,7 +120,6 @@ class SamplingStateFactory:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_logprobs = config.max_logprobs
-        self.processed_logprobs = config.logprobs_mode == "processed_logprobs"
         self.eos_token_ids = frozenset(eos_token_ids)
         # Requests with grammars start when their grammars are compiled, so their order varies. They
         # have their own generator, so that the seeds of other requests do not vary.
@@ -188,6 +182,6 @@ class SamplingStateFactory:
         )
         edits_of_each = [()] * params.n if edits is None else edits.start(prompt_token_ids)
         return [
-            SamplingState(params, seed, own, self.vocab_size, self.processed_logprobs)
+            SamplingState(params, seed, own, self.vocab_size)
             for seed, own in zip(seeds, edits_of_each, strict=True)
         ]
