@@ -26,6 +26,7 @@ from nanovllm.text.detokenizer import EVERY_TOKEN
 from nanovllm.text.prompts import Prompt, PromptEncoder, as_prompt_list
 from nanovllm.utils.forks import leave_to_parent
 from nanovllm.utils.garbage import collecting_new_objects_only
+from nanovllm.utils.panics import as_value_error
 from nanovllm.utils.progress import bar_maker, closing_bar
 from nanovllm.utils.throughput import Throughput
 from nanovllm.utils.turns import Turns
@@ -237,10 +238,8 @@ class LLMEngine:
         Raises:
             ValueError: the file recommends invalid values.
         """
-        try:
+        with as_value_error("the checkpoint's generation_config.json:"):
             return SamplingParams(**self.recommended_sampling)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"the checkpoint's generation_config.json: {error}") from error
 
     def reset_prefix_cache(self) -> bool:
         """Empties the prefix cache, and returns True. Waits until other threads have no unfinished

@@ -11,7 +11,7 @@ from nanovllm.config import Config
 from nanovllm.kernels.sampling.sampling_row import SAMPLING_ROW
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.grammars import Grammars
-from nanovllm.utils.panics import is_failure
+from nanovllm.utils.panics import as_value_error
 
 if TYPE_CHECKING:
     from nanovllm.engine.logit_edits import LogitEdit, PreparedEdits
@@ -47,11 +47,7 @@ class SamplingState:
     """
 
     def __init__(
-        self,
-        params: SamplingParams,
-        seed: int,
-        edits: "Sequence[LogitEdit]",
-        vocab_size: int,
+        self, params: SamplingParams, seed: int, edits: "Sequence[LogitEdit]", vocab_size: int
     ) -> None:
         row = np.zeros((), SAMPLING_ROW)
         row["temperature"] = 0.0 if params.is_greedy else params.temperature
@@ -136,7 +132,7 @@ class SamplingStateFactory:
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-        try:
+        with as_value_error("sampling_params:"):  # tokenizers and compilers may raise anything
             params = params.clone()
             params.check()
             self._check(params)
@@ -146,10 +142,6 @@ class SamplingStateFactory:
 
                 edits = PreparedEdits(params, self)
             return PreparedParams(params, edits)
-        except BaseException as error:  # tokenizers and grammar compilers may raise anything
-            if not is_failure(error):
-                raise
-            raise ValueError(f"sampling_params: {error}") from error
 
     def _check(self, params: SamplingParams) -> None:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
