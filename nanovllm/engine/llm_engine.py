@@ -300,22 +300,18 @@ class LLMEngine:
             else:
                 checked = self.preparer.prepare_each(prompts, sampling_params)
             with self._running(NOT_ALONE.format("generate")):
-                outputs = self._run(checked, len(prompts), use_tqdm)
-        return [
-            refused(prompt, output) if isinstance(output, Exception) else output
-            for prompt, output in zip(prompts, outputs, strict=True)
-        ]
+                return self._run(checked, prompts, use_tqdm)
 
     @collecting_new_objects_only()
     def _run(
         self,
         checked: Iterable[Checked],
-        num_prompts: int,
+        prompts: Seq[Any],
         use_tqdm: bool | Callable[..., tqdm],
-    ) -> list[RequestOutput | Exception]:
+    ) -> list[RequestOutput]:
         """Runs requests until all have finished. Makes a request's result as soon as it finishes,
-        while others run. The result of a request that cannot run is the exception that says why."""
-        progress = bar_maker(use_tqdm)(total=num_prompts, desc="Generating")
+        while others run."""
+        progress = bar_maker(use_tqdm)(total=len(prompts), desc="Generating")
 
         def advance() -> None:
             _, finished = self._step()
@@ -334,7 +330,7 @@ class LLMEngine:
             return is_busy
 
         indices: dict[str, int] = {}  # by request id
-        outputs: dict[int, RequestOutput | Exception] = {}
+        outputs: dict[int, RequestOutput] = {}
         # If all prompts are prepared, NUM_QUEUED are queued before each step, so that the scheduler
         # can reorder many. Otherwise only enough tokens for one step are queued before it, so that
         # the device does not wait for tokenisation.
@@ -348,7 +344,8 @@ class LLMEngine:
             num_queued = 0  # requests (tokens if not all are prepared) queued since the last step
             for index, item in ready:
                 if isinstance(item, Exception):
-                    outputs[index] = item
+                    outputs[index] = refused(prompts[index], item)
+                    progress.update()
                     continue
                 request = self._add(item, may_reorder=True)
                 indices[request.request_id] = index
@@ -356,10 +353,9 @@ class LLMEngine:
                 if num_queued >= limit:
                     num_queued = 0
                     advance()  # a step, during which more requests are added
-            progress.update(sum(isinstance(item, Exception) for item in outputs.values()))
             while self._requests:
                 advance()
-        return [outputs[index] for index in range(num_prompts)]
+        return [outputs[index] for index in range(len(prompts))]
 
     def _running(self, conflict: str, alone: bool = True) -> AbstractContextManager[None]:
         """Waits for this call's turn, and until no other thread has an unfinished stream or, if
@@ -388,7 +384,7 @@ class LLMEngine:
 
             log_metrics(self.metrics())
         now = time()
-        if step.is_prefill:
+        if step.num_prefilled:
             for seq in step.sampled:
                 metrics = self._requests[seq.request_id].metrics
                 metrics.first_token_time = metrics.first_token_time or now
