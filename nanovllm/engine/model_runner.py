@@ -2,7 +2,7 @@
 
 import gc
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,17 +26,17 @@ from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.forks import LeftToParent
 from nanovllm.utils.math import cdiv, heads_per_rank
 
-if TYPE_CHECKING:
-    from nanovllm.engine.cuda_graphs import StepGraphs
 
-
-class NoGraphs:
-    """Takes the place of ``StepGraphs`` if no steps are captured."""
+class CapturedSteps:
+    """The steps that run as CUDA graphs. This class has none. ``StepGraphs`` is the subclass that
+    captures steps."""
 
     def size_for(self, batch: Batch) -> GraphSize | None:
-        """Returns None: no captured step fits the batch."""
+        """Returns the smallest captured size that fits the batch; None if it must run eagerly."""
 
     def replay(self, inputs: PackedInputs) -> torch.Tensor:
+        """Runs the captured step that the inputs are padded for. Returns its logits, which the next
+        replay overwrites."""
         raise NotImplementedError
 
 
@@ -74,7 +74,7 @@ class ModelRunner(LeftToParent):
     kv_cache: torch.Tensor
     block_tables: BlockTables
     num_kvcache_blocks: int
-    graphs: "StepGraphs | NoGraphs"
+    graphs: CapturedSteps
     sampled_tokens: torch.Tensor
 
     def __init__(
