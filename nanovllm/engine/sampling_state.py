@@ -44,6 +44,7 @@ class SamplingState:
     Attributes:
         row: a SAMPLING_ROW as bytes, without its position, which each step fills in.
         kind: the sampler's features that it uses.
+        follows_tokens: whether it depends on sampled tokens: ``append_token`` must be called.
     """
 
     def __init__(
@@ -58,16 +59,12 @@ class SamplingState:
         self.row = row.tobytes()
         self.edits = edits
         self.vocab_size = vocab_size
+        self.follows_tokens = any(edit.follows_tokens for edit in edits)
         self.kind = SamplingKind(
             truncates=params.truncates,
             edits=bool(edits),
             num_logprobs=vocab_size if params.logprobs == -1 else params.logprobs,
         )
-
-    @property
-    def follows_tokens(self) -> bool:
-        """Whether the state depends on sampled tokens: ``append_token`` must be called."""
-        return any(edit.follows_tokens for edit in self.edits)
 
     def append_token(self, token_id: int) -> bool:
         """Records a sampled token. Returns whether an edit ends the completion here.
@@ -85,15 +82,12 @@ class PreparedParams(NamedTuple):
     Attributes:
         params: a copy of the caller's.
         edits: makes the logit edits; None if the parameters need none.
+        grammar: the grammar that the text must match, compiled or not yet; None if there is none.
     """
 
     params: SamplingParams
-    edits: "PreparedEdits | None"
-
-    @property
-    def grammar(self) -> "Lazy | None":
-        """The grammar that the text must match, compiled or not yet; None if there is none."""
-        return None if self.edits is None else self.edits.grammar
+    edits: "PreparedEdits | None" = None
+    grammar: "Lazy | None" = None
 
 
 class SamplingStateFactory:
@@ -136,12 +130,12 @@ class SamplingStateFactory:
             params = params.clone()
             params.check()
             self._check(params)
-            edits = None
-            if params.edits_logits:
-                from nanovllm.engine.logit_edits import PreparedEdits
+            if not params.edits_logits:
+                return PreparedParams(params)
+            from nanovllm.engine.logit_edits import PreparedEdits
 
-                edits = PreparedEdits(params, self)
-            return PreparedParams(params, edits)
+            edits = PreparedEdits(params, self)
+            return PreparedParams(params, edits, edits.grammar)
 
     def _check(self, params: SamplingParams) -> None:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
@@ -162,10 +156,10 @@ class SamplingStateFactory:
         self, prepared: PreparedParams, prompt_token_ids: Sequence[int]
     ) -> list[SamplingState]:
         """Makes a state for each of the request's ``n`` completions."""
-        params, edits = prepared
+        params, edits, grammar = prepared
         seed = params.seed
         if seed is None:
-            generator = self.random if prepared.grammar is None else self.grammar_random
+            generator = self.random if grammar is None else self.grammar_random
             seed = generator.getrandbits(64)
         # The first completion is the same as with n=1.
         seeds = (
