@@ -16,7 +16,7 @@ from nanovllm.compat.arguments import translate
 from nanovllm.compat.engine import EngineConfig, LLMEngine
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import STREAM_OPEN
-from nanovllm.engine.request import make_outputs
+from nanovllm.engine.request import PreparedRequest, make_outputs
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.text.prompts import Message, Prompt, as_prompt_list
@@ -191,11 +191,9 @@ class LLM(llm.LLM):
 
     def _add_with_id(self, caller_id: str, prompt: Prompt, params: SamplingParams | None) -> None:
         """Adds a request under the caller's request id. ``_step_with_ids`` returns its outputs."""
-        params = params or self.get_default_sampling_params()
         prepared = self.prepare(prompt, params)
         with self._running(STREAM_OPEN, alone=False):
-            streams = params.output_kind is not RequestOutputKind.FINAL_ONLY
-            request = self._add(prepared, streams=streams)
+            request = self._add(prepared, streams=_streams(prepared))
             request.is_stream = False  # its outputs come from ``_step_with_ids``
             self._caller_ids[request.request_id] = caller_id
 
@@ -209,11 +207,7 @@ class LLM(llm.LLM):
             with self._reset_on_error():
                 sampled, finished = self._step()
                 requests = {seq.request_id: self._requests.get(seq.request_id) for seq in sampled}
-                updated = [
-                    request
-                    for request in requests.values()
-                    if request and request.params.output_kind is not RequestOutputKind.FINAL_ONLY
-                ]
+                updated = [each for each in requests.values() if each and _streams(each.prepared)]
                 outputs = make_outputs([*finished, *updated], self.prompt_encoder)
             for output in outputs:
                 caller_ids = self._caller_ids
@@ -227,6 +221,11 @@ class LLM(llm.LLM):
                 del self._caller_ids[request_id]
                 with suppress(ValueError):  # an error has already ended the request
                     self.abort_request(request_id)
+
+
+def _streams(prepared: PreparedRequest) -> bool:
+    """Whether the request's outputs are returned while it runs."""
+    return prepared.sampling.params.output_kind is not RequestOutputKind.FINAL_ONLY
 
 
 def _read_template(template: str | os.PathLike[str] | None) -> str | None:

@@ -32,7 +32,9 @@ def make_norm(config: ModelConfig, size: int) -> RMSNorm:
     return RMSNorm(size, config.rms_norm_eps, dtype, config.norm_offset)
 
 
-def make_qk_norm(config: ModelConfig, spec: AttentionSpec, num_heads: int) -> nn.Module:
+def make_qk_norm(config: ModelConfig, spec: AttentionSpec, num_heads: int) -> Any:
+    if spec.qk_norm is None:
+        return None
     if spec.qk_norm == "head":
         return make_norm(config, spec.head_dim)
     from nanovllm.layers.all_heads_norm import AllHeadsRMSNorm
@@ -63,10 +65,7 @@ class DecoderAttention(nn.Module):
         params = AttentionParams(scale, spec.window, spec.softcap)
         self.attn = Attention(self.num_heads, self.head_dim, params, self.num_kv_heads, spec.sinks)
         self.norms_all_heads = spec.qk_norm == "all_heads"
-        self.q_norm: Any = None
-        self.k_norm: Any = None
-        if spec.qk_norm:
-            self.q_norm, self.k_norm = (make_qk_norm(config, spec, num) for num in heads)
+        self.q_norm, self.k_norm = (make_qk_norm(config, spec, num) for num in heads)
 
     def forward(
         self,
