@@ -201,7 +201,7 @@ class ModelRunner(LeftToParent):
         Returns [stop - start, vocabulary] on rank 0, and None on the others."""
         assert step.hidden_states is not None
         logits = self.model.compute_logits(step.hidden_states[start:stop])
-        return self.model.lm_head.gather(logits)
+        return self.sampler.gather(logits)
 
     def run_model(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes the hidden states [N, hidden_size] and this rank's logits [num_seqs, vocabulary

@@ -58,10 +58,3 @@ class ParallelLMHead(VocabParallelEmbedding):
         if indices is not None:
             hidden_states = hidden_states[indices]
         return self.linear_weight.matmul(hidden_states)
-
-    def gather(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Gathers the logits of all ranks. Returns [num_rows, vocabulary] on rank 0, else None."""
-        if self.tp.size == 1:
-            return logits
-        parts = self.tp.gather(logits)
-        return torch.cat(parts, -1)[:, : self.num_embeddings].contiguous() if parts else None

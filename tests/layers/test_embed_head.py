@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.checkpoints.weights import load_model
+from nanovllm.engine.startup import make_sampler
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.layers.attention import Attention
@@ -50,9 +51,10 @@ def run_layers(tp: TPGroup) -> dict[str, torch.Tensor | None]:
         "one_side": embedding(torch.tensor([0, 1, 0])),  # rank 0 holds them all
     }
     for name, layer in (("", head), ("packed_", packed_head)):
-        outputs[f"{name}all_rows"] = layer.gather(layer(hidden_states()))
+        gather = make_sampler(layer).gather
+        outputs[f"{name}all_rows"] = gather(layer(hidden_states()))
         with step_context(Context(logits_indices=torch.tensor(LOGITS_INDICES))):
-            outputs[f"{name}sampled_rows"] = layer.gather(layer(hidden_states()))
+            outputs[f"{name}sampled_rows"] = gather(layer(hidden_states()))
     return outputs
 
 
@@ -75,7 +77,7 @@ def run_model(path: str, tp: TPGroup) -> list[torch.Tensor | None]:
     def step(ids: list[int], positions: list[int], context: Context) -> torch.Tensor | None:
         with step_context(context):
             hidden_states = model(torch.tensor(ids), torch.tensor(positions))
-            return model.lm_head.gather(model.compute_logits(hidden_states))
+            return make_sampler(model.lm_head).gather(model.compute_logits(hidden_states))
 
     lens = [len(prompt) for prompt in PROMPTS]
     bounds = torch.tensor([0, *lens]).cumsum(0)
