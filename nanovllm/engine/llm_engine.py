@@ -290,15 +290,14 @@ class LLMEngine:
     ) -> list[RequestOutput]:
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
-        checked: Iterable[Checked]
         with self.turns.until_closed():
             if sampling_params is None:
                 sampling_params = self.get_default_sampling_params()
-            if on_error == "raise":
+            if on_error == "return":
+                checked: Iterable[Checked] = self.preparer.prepare_each(prompts, sampling_params)
+            else:
                 make_bar = bar_maker(use_tqdm)
                 checked = self.preparer.prepare_all(prompts, sampling_params, what, make_bar)
-            else:
-                checked = self.preparer.prepare_each(prompts, sampling_params)
             with self._running(NOT_ALONE.format("generate")):
                 return self._run(checked, prompts, use_tqdm)
 
@@ -313,7 +312,11 @@ class LLMEngine:
         while others run."""
         progress = bar_maker(use_tqdm)(total=len(prompts), desc="Generating")
 
-        def advance() -> None:
+        def advance() -> bool:
+            """Runs a step if there are unfinished requests. Returns whether there are any."""
+            self.turns.check_open()
+            if not self._requests:
+                return False
             _, finished = self._step()
             for output in make_outputs(finished, self.prompt_encoder):
                 outputs[indices[output.request_id]] = output
@@ -321,13 +324,7 @@ class LLMEngine:
                 prefill, decode = (f"{rate:.0f} tok/s" for rate in self.throughput.rates())
                 progress.set_postfix(prefill=prefill, decode=decode, refresh=False)
                 progress.update(len(finished))
-
-        def meanwhile() -> bool:
-            """Runs a step while grammars are compiled. Returns whether there was one to run."""
-            self.turns.check_open()
-            if is_busy := bool(self._requests):
-                advance()
-            return is_busy
+            return True
 
         indices: dict[str, int] = {}  # by request id
         outputs: dict[int, RequestOutput] = {}
@@ -339,7 +336,7 @@ class LLMEngine:
         with (
             self._reset_on_error(),
             closing_bar(progress),
-            closing(self.grammars.when_compiled(checked, grammar_of, meanwhile)) as ready,
+            closing(self.grammars.when_compiled(checked, grammar_of, advance)) as ready,
         ):
             num_queued = 0  # requests (tokens if not all are prepared) queued since the last step
             for index, item in ready:
