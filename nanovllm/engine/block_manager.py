@@ -139,8 +139,7 @@ class BlockManager:
         those that a window has left are freed. Skips finished sequences."""
         for seq, start, end, _ in batch.items:
             if not seq.is_finished:
-                if end > seq.num_cached_tokens:
-                    seq.num_cached_tokens = end
+                seq.num_cached_tokens = end
                 seq.num_sent_blocks = seq.table_len
                 # A decode fills a block only if its token takes the last slot.
                 if batch.is_prefill or end % self.block_size == 0:
