@@ -122,6 +122,10 @@ class LLM(llm.LLM):
     def num_unfinished_requests(self) -> int:
         return len(self._requests)
 
+    def get_tokenizer(self) -> Any:
+        """Returns the transformers tokenizer, or None if the engine has none."""
+        return self.tokenizer
+
     def get_world_size(self, include_dp: bool = True) -> int:
         """Returns the number of ranks."""
         return self.config.tensor_parallel_size
@@ -146,7 +150,7 @@ class LLM(llm.LLM):
             adds_special_tokens = kwargs.pop("tokenization_kwargs")["add_special_tokens"]
         options = translate("generate", kwargs)
         if not adds_special_tokens:
-            prompts = self.prompt_encoder.encode_texts(as_prompt_list(prompts))  # type: ignore[assignment]
+            prompts = self.preparer.encoder.encode_texts(as_prompt_list(prompts))  # type: ignore[assignment]
         return super().generate(prompts, sampling_params, use_tqdm, on_error=on_error, **options)
 
     def chat(  # type: ignore[override]  # the parent takes the options as **template_options
@@ -208,7 +212,7 @@ class LLM(llm.LLM):
                 sampled, finished = self._step()
                 requests = {seq.request_id: self._requests.get(seq.request_id) for seq in sampled}
                 updated = [each for each in requests.values() if each and _streams(each.prepared)]
-                outputs = make_outputs([*finished, *updated], self.prompt_encoder)
+                outputs = make_outputs([*finished, *updated], self.preparer.encoder)
             for output in outputs:
                 caller_ids = self._caller_ids
                 take = caller_ids.pop if output.finished else caller_ids.get
