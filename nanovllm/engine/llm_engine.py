@@ -23,7 +23,7 @@ from nanovllm.engine.step_loop import StepLoop
 from nanovllm.outputs import RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import EVERY_TOKEN
-from nanovllm.text.prompts import Prompt, PromptEncoder, as_prompt_list
+from nanovllm.text.prompts import Prompt, as_prompt_list
 from nanovllm.utils.forks import leave_to_parent
 from nanovllm.utils.garbage import collecting_new_objects_only
 from nanovllm.utils.panics import as_value_error
@@ -99,10 +99,6 @@ class LLMEngine:
         self._device = self.model_runner.device
         self._request_ids = count()
 
-    @property
-    def prompt_encoder(self) -> PromptEncoder:
-        return self.preparer.encoder
-
     def prepare(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> PreparedRequest:
@@ -164,7 +160,7 @@ class LLMEngine:
                 return []
             with self._reset_on_error():
                 _, finished = self._step()
-                return make_outputs(finished, self.prompt_encoder)
+                return make_outputs(finished, self.preparer.encoder)
 
     def is_finished(self) -> bool:
         self.turns.check_open()
@@ -318,7 +314,7 @@ class LLMEngine:
             if not self._requests:
                 return False
             _, finished = self._step()
-            for output in make_outputs(finished, self.prompt_encoder):
+            for output in make_outputs(finished, self.preparer.encoder):
                 outputs[indices[output.request_id]] = output
             if finished:
                 prefill, decode = (f"{rate:.0f} tok/s" for rate in self.throughput.rates())
@@ -403,7 +399,7 @@ class LLMEngine:
         for state in states:
             seq = Sequence(token_ids, params, self.config.kvcache_block_size)
             seq.request_id = request_id
-            text = self.prompt_encoder.detokenizer(token_ids[-1], params)
+            text = self.preparer.encoder.detokenizer(token_ids[-1], params)
             tokens = None if text is None else text.stop_candidates
             every_token = streams or state.follows_tokens
             if every_token:

@@ -144,8 +144,7 @@ class ModelRunner(LeftToParent):
             step.sampling = prepare_sample(batch, processed).to(self.device)
             self.call("sample_step", step, num_sampled)
         step.release()
-        step.token_ids = self.sampled_tokens[:num_sampled]
-        step.copy_to_host()
+        step.copy_to_host(self.sampled_tokens[:num_sampled])
         return step
 
     def wait(self, step: InFlightStep) -> None:
