@@ -93,6 +93,7 @@ class LLMEngine:
             self.turns.check_open,
         )
         self.grammars = self.sampling_states.grammars
+        self._on_close: list[Callable[[], None]] = [self.grammars.close]
         self.recommended_sampling = started.recommended_sampling
         self.throughput = Throughput()
         self._requests: dict[str, Request] = {}
@@ -266,7 +267,8 @@ class LLMEngine:
                 loop.reset()
                 del self.model_runner
             self._close_runner()
-        self.grammars.close()
+        for action in self._on_close:
+            action()
 
     exit = close  # nano-vLLM's name
 
