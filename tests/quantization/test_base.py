@@ -171,7 +171,7 @@ def test_a_decoder_is_built_of_them(tiny_models, taken):
     assert len(layers) == 4 * len(config.layers)
     assert all(isinstance(layer.linear_weight, BlockScaledWeight) for layer in layers)
     assert "model.layers.0.mlp.down_proj.weight_scale_inv" in dict(model.named_parameters())
-    assert model.model.layers[0].mlp.act_fn.output_format is INT8
+    assert model.model.layers[0].mlp.act_fn.function is INT8.silu_and_mul
     assert model.lm_head.weight.is_floating_point()
 
 
