@@ -86,8 +86,7 @@ def make_outputs(requests: list[Request], encoder: PromptEncoder) -> list[Reques
         if params.logprobs is not None or params.prompt_logprobs is not None:
             from nanovllm.engine.logprobs import add_logprobs
 
-            decode = encoder.decode_logprob_tokens if params.detokenize else None
-            add_logprobs(output, request.seqs, decode)
+            add_logprobs(output, request.seqs, encoder)
         outputs.append(output)
     return outputs
 
