@@ -411,8 +411,7 @@ class LLMEngine:
         seqs[0].wants_prompt_logprobs = params.prompt_logprobs is not None
         seqs[0].siblings = seqs[1:]
         seqs[0].may_reorder = may_reorder
-        metrics = RequestMetrics(arrival_time=time())
-        request = Request(request_id, prepared, seqs, metrics, is_stream=streams)
+        request = Request(request_id, prepared, seqs, RequestMetrics(time()), is_stream=streams)
         if not self._requests:
             self.throughput.restart()
         try:
