@@ -93,6 +93,7 @@ class LLMEngine:
             self.turns.check_open,
         )
         self.grammars = self.sampling_states.grammars
+        # Called by ``close``, after unfinished requests have been dropped.
         self._on_close: list[Callable[[], None]] = [self.grammars.close]
         self.recommended_sampling = started.recommended_sampling
         self.throughput = Throughput()
