@@ -18,6 +18,7 @@ from uuid import uuid4
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from nanovllm.config import DEFAULT_NUM_SEQS
 from nanovllm.llm import LLM
 from nanovllm.run_batch.journal import Journal
 from nanovllm.run_batch.records import ID_PREFIX, Record
@@ -143,7 +144,8 @@ class Replicas:
         num_requests: int,
     ) -> None:
         # Twice a Runner's ``window``. A small job is divided evenly.
-        self._max_requests = min(4 * options["max_num_seqs"], ceil(num_requests / num_replicas))
+        max_num_seqs = options["max_num_seqs"] or DEFAULT_NUM_SEQS
+        self._max_requests = min(4 * max_num_seqs, ceil(num_requests / num_replicas))
         self._unassigned: deque[BatchRequest] = deque()  # requests of lost machines
         self._num_deaths = 0  # since a request last finished
         self._is_stopping = False

@@ -89,7 +89,7 @@ class Runner:
         self, make_llm: Callable[[], LLM], model_names: Sequence[str], journal: Journal
     ) -> None:
         self.llm: LLM | None = make_llm()
-        self.window = 2 * self.llm.config.max_num_seqs
+        self.window = 2 * self.llm.scheduler.max_num_seqs
         self.num_in_flight = 0
         self._make_llm = make_llm
         self._model_names = model_names
