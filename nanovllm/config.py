@@ -58,9 +58,10 @@ class Config:
         attention_backend: "flash_attn_4" or "flash_attn" (the packages), "triton" (nanovllm's own
             kernels), "torch", or "auto" for the fastest available backend.
         enable_prefix_caching: share the KV blocks of equal prompt prefixes.
-        enable_reordering: admit the prompts of ``generate`` in an order that takes less time: equal
-            prefixes together, and those with the most tokens to generate first. If False, the
-            prompts are admitted in the order given. Results are always in the order of the prompts.
+        enable_reordering: admit the prompts of ``generate`` and of batch files in an order that
+            takes less time: equal prefixes together, and those with the most tokens to generate
+            first. If False, the prompts are admitted in the order given. The results of
+            ``generate`` are always in the order of the prompts.
         load_format: "auto" loads the checkpoint's weights; "dummy" uses random weights and needs
             only the checkpoint's config.
         seed: seed of the sampler and of dummy weights.
