@@ -1,6 +1,5 @@
 """Runs scheduled batches on one rank's device. Makes no scheduling decisions."""
 
-import gc
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +23,7 @@ from nanovllm.utils.context import step_context
 from nanovllm.utils.device import on_device
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.forks import LeftToParent
+from nanovllm.utils.garbage import collect_all
 from nanovllm.utils.math import cdiv, heads_per_rank
 
 
@@ -255,7 +255,7 @@ class ModelRunner(LeftToParent):
         """Frees the attributes that start-up has set, such as the cache and the weights."""
         for name in ModelRunner.__annotations__:
             vars(self).pop(name, None)
-        gc.collect()  # parameters and their weight loaders refer to each other
+        collect_all()  # parameters and their weight loaders refer to each other
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()

@@ -26,6 +26,7 @@ from nanovllm.run_batch.supervisor import (
     end_with,
     print_message,
 )
+from nanovllm.utils.garbage import collecting_new_objects_only
 
 if TYPE_CHECKING:
     from nanovllm.run_batch.replicas import Replicas
@@ -126,7 +127,8 @@ def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
             return end_with(CANNOT_START, f"error: {type(error).__name__}: {error}")
         if runner is not None:
             stop.is_running = True
-            with closing(runner.run(job.requests(), stop)) as records:
+            records = runner.run(job.requests(), stop)
+            with closing(records), collecting_new_objects_only():
                 job.write(records, show_progress=not args.no_progress)
             stop.is_running = False
     print_message(job.summary())

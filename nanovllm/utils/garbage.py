@@ -3,6 +3,9 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Event
+
+_has_frozen = Event()  # set while objects are frozen by ``collecting_new_objects_only``
 
 
 @contextmanager
@@ -18,7 +21,21 @@ def collecting_new_objects_only() -> Iterator[None]:
         yield
         return
     gc.freeze()
+    _has_frozen.set()
     try:
         yield
     finally:
+        _unfreeze()
+
+
+def collect_all() -> None:
+    """Collects garbage among all objects, also within a block of another thread."""
+    _unfreeze()
+    gc.collect()
+
+
+def _unfreeze() -> None:
+    """Unfreezes the objects that a block has frozen, if any."""
+    if _has_frozen.is_set():
+        _has_frozen.clear()
         gc.unfreeze()

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nanovllm.utils.garbage import collecting_new_objects_only
+from nanovllm.utils.garbage import collect_all, collecting_new_objects_only
 
 
 class Node:
@@ -54,3 +54,13 @@ def test_a_block_within_another_ends_nothing():
             pass
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
+
+
+def test_old_objects_are_collected_if_asked_for():
+    """An engine that is closed while another one generates is freed at once."""
+    old = [Node()]
+    reference = weakref.ref(old[0])
+    with collecting_new_objects_only():
+        assert not is_collected(old)
+        collect_all()
+        assert reference() is None
