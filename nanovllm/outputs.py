@@ -128,6 +128,8 @@ class EngineMetrics:
             prefix with a recently admitted sequence.
         num_longest_first: how many sequences of ``generate`` overtook an earlier one for the other
             reason: they, or sequences with the same prefix, may generate more tokens.
+        num_shared_prefix_steps: the number of decode steps that read prefixes once for several
+            sequences, which share their KV blocks.
         prompt_tokens_per_second: the prefill throughput in the last window of 5 seconds.
         generated_tokens_per_second: the decode throughput in the same window.
         gpu_memory_bytes: the memory that PyTorch holds on rank 0's GPU; None on a CPU.
@@ -142,6 +144,7 @@ class EngineMetrics:
     num_preemptions: int
     num_grouped: int
     num_longest_first: int
+    num_shared_prefix_steps: int
     prompt_tokens_per_second: float
     generated_tokens_per_second: float
     gpu_memory_bytes: int | None = None

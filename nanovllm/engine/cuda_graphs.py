@@ -12,6 +12,7 @@ import torch
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_inputs import GraphSize, PackedInputs
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.kernels.attention.shared_prefix import MIN_SEQS, NO_PREFIXES
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
 from nanovllm.models.decoder import DecoderModel
 
@@ -63,13 +64,19 @@ def uses_graphs(runner: ModelRunner) -> bool:
 
 
 def graph_sizes(runner: ModelRunner) -> list[GraphSize]:
-    """Returns the sizes of the steps to capture: prefills, then decodes, each ascending."""
+    """Returns the sizes of the steps to capture: prefills, then decodes, each ascending. Decodes
+    are captured with and without shared prefixes, because the kernel for these takes time even if
+    there are none."""
     max_seqs = runner.config.max_step_seqs
     max_tokens = min(runner.config.max_num_batched_tokens, max_seqs * runner.max_model_len)
     # In a mixture of experts a token is computed with a share of the parameters.
     params = runner.model.model.layers.parameters()
     num_params = sum(int(p.numel() * getattr(p, "active_share", 1)) for p in params)
-    return prefill_sizes(max_tokens, max_seqs, num_params) + decode_sizes(max_seqs)
+    decodes = decode_sizes(max_seqs)
+    if runner.prefix_finder is not None:
+        shared = [size._replace(shares_prefixes=True) for size in decodes]
+        decodes = sorted(decodes + [size for size in shared if size.num_seqs >= MIN_SEQS])
+    return prefill_sizes(max_tokens, max_seqs, num_params) + decodes
 
 
 @torch.inference_mode()
@@ -172,7 +179,11 @@ class StepGraphs:
         When a step is yielded, the buffer holds its inputs, which are all padding."""
         num_groups, _, width = self.runner.block_tables.resident.shape
         packed_inputs = {
-            size: self.runner.prepare(Batch((), size.is_prefill, num_groups=num_groups), size)
+            size: self.runner.prepare(
+                Batch((), size.is_prefill, num_groups=num_groups),
+                size,
+                NO_PREFIXES if size.shares_prefixes else None,
+            )
             for size in sorted(sizes, reverse=True)
         }
         ends = [  # if all blocks of all sequences are new
@@ -192,7 +203,7 @@ class StepGraphs:
         inputs = replace(inputs, tables=inputs.tables._replace(new_blocks=new_blocks))
         return lambda: self.runner.run_model(inputs)[1]
 
-    def size_for(self, batch: Batch) -> GraphSize | None:
+    def size_for(self, batch: Batch, shares_prefixes: bool = False) -> GraphSize | None:
         """Returns the smallest captured size that fits the batch; None if it must run eagerly."""
         num_seqs = len(batch)
         num_tokens = batch.num_tokens if batch.is_prefill else num_seqs
@@ -202,6 +213,7 @@ class StepGraphs:
             size
             for size in self.graphs
             if size.is_prefill == batch.is_prefill
+            and size.shares_prefixes == shares_prefixes
             and size.num_tokens >= num_tokens
             and size.num_seqs >= num_seqs
         )

@@ -2,8 +2,7 @@
 
 import logging
 
-import torch
-
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.outputs import EngineMetrics
 from nanovllm.utils.memory import held_bytes
@@ -13,10 +12,11 @@ logger = logging.getLogger("nanovllm")
 
 
 def read_metrics(
-    scheduler: Scheduler, throughput: Throughput, device: torch.device
+    scheduler: Scheduler, throughput: Throughput, runner: ModelRunner
 ) -> EngineMetrics:
     """Returns a snapshot of the metrics."""
     blocks = scheduler.block_manager
+    finder = runner.prefix_finder
     prompt_rate, generated_rate = throughput.rates()
     return EngineMetrics(
         num_running=len(scheduler.running),
@@ -29,9 +29,10 @@ def read_metrics(
         num_preemptions=scheduler.num_preemptions,
         num_grouped=scheduler.waiting.num_grouped,
         num_longest_first=scheduler.waiting.num_longest_first,
+        num_shared_prefix_steps=finder.num_steps if finder else 0,
         prompt_tokens_per_second=prompt_rate,
         generated_tokens_per_second=generated_rate,
-        gpu_memory_bytes=held_bytes(device),
+        gpu_memory_bytes=held_bytes(runner.device),
     )
 
 

@@ -22,11 +22,13 @@ OWN_TENSORS = ("input_ids", "positions", "sampling_rows")
 
 
 class GraphSize(NamedTuple):
-    """The size of a captured step: its maximum number of new tokens and of sequences."""
+    """The size of a captured step: its maximum number of new tokens and of sequences, and whether
+    it is a decode that reads shared prefixes once."""
 
     is_prefill: bool
     num_tokens: int
     num_seqs: int
+    shares_prefixes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

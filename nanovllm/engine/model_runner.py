@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs
 from nanovllm.engine.sampling_inputs import prepare_sample, sampling_rows
 from nanovllm.kernels.attention.backend import AttentionBackend
 from nanovllm.kernels.attention.block_tables import BlockTables
+from nanovllm.kernels.attention.shared_prefix import SharedPrefixes
 from nanovllm.kernels.sampling.pipeline import SamplingInputs
 from nanovllm.kernels.sampling.sampled_tokens import fill_in_sampled
 from nanovllm.layers.sampler import Sampler
@@ -28,12 +30,13 @@ from nanovllm.utils.math import cdiv, heads_per_rank
 
 if TYPE_CHECKING:
     from nanovllm.engine.cuda_graphs import StepGraphs
+    from nanovllm.engine.shared_prefixes import PrefixFinder
 
 
 class NoGraphs:
     """Takes the place of ``StepGraphs`` if no steps are captured."""
 
-    def size_for(self, batch: Batch) -> GraphSize | None:
+    def size_for(self, batch: Batch, shares_prefixes: bool = False) -> GraphSize | None:
         """Returns None: no captured step fits the batch."""
 
     def replay(self, inputs: PackedInputs) -> torch.Tensor:
@@ -62,6 +65,7 @@ class ModelRunner(LeftToParent):
         graphs: captured steps.
         sampled_tokens: int64 [max_num_seqs], the tokens that the last step sampled, by row. The
             next step reads its input tokens from here.
+        prefix_finder: finds prefixes that decodes share; None if attention cannot use them.
         startup_seconds: how long each part of start-up took.
     """
 
@@ -90,6 +94,7 @@ class ModelRunner(LeftToParent):
         self.max_model_len = max_model_len
         self.device = device
         self.tp = TPGroup()
+        self.prefix_finder: PrefixFinder | None = None
         self.startup_seconds: dict[str, float] = {}
 
     def call(self, method: str, step: InFlightStep | None, *args: Any) -> Any:
@@ -118,7 +123,9 @@ class ModelRunner(LeftToParent):
             ValueError: this process is a forked child of the one that made the engine.
             WorkerError: another rank has failed. Every later call raises it too.
         """
-        inputs = self.prepare(batch, self.graphs.size_for(batch))
+        prefixes = self.prefix_finder.find(batch) if self.prefix_finder else None
+        size = self.graphs.size_for(batch, prefixes is not None)
+        inputs = self.prepare(batch, size, prefixes)
         step = self.call("run_step", None, inputs, batch.block_copies)
         step.batch = batch
         return step
@@ -225,26 +232,35 @@ class ModelRunner(LeftToParent):
             self.sampled_tokens[: len(logits)] = self.sampler(logits, rows, per_shard=True)[0]
         return hidden_states, logits
 
-    def prepare(self, batch: Batch, size: GraphSize | None) -> PackedInputs:
-        """Builds a step's inputs on the host, padded to ``size`` for a captured step."""
+    def prepare(
+        self, batch: Batch, size: GraphSize | None, prefixes: SharedPrefixes | None = None
+    ) -> PackedInputs:
+        """Builds a step's inputs on the host, padded to ``size`` for a captured step. Attention
+        reads ``prefixes`` once."""
         block_size = self.config.kvcache_block_size
-        _, num_tokens, num_seqs = size or (None, 0, 0)
+        num_tokens, num_seqs = (size.num_tokens, size.num_seqs) if size else (0, 0)
         if batch.is_prefill:
             longest = self.max_model_len if size else 0
             inputs = model_inputs.prepare_prefill(batch, block_size, num_tokens, num_seqs, longest)
         else:
-            inputs = model_inputs.prepare_decode(batch, block_size, num_seqs, self._split_kv)
+            split_kv = partial(self._split_kv, prefixes)
+            inputs = model_inputs.prepare_decode(batch, block_size, num_seqs, split_kv)
         samples = self.samples_in_step(batch)
         if samples or size:  # a graph always samples
             rows = sampling_rows(batch.sampled if samples else [], num_seqs or len(batch))
             inputs = replace(inputs, sampling_rows=rows)
         return inputs.pack(size, pin_memory=self.device.type == "cuda")
 
-    def _split_kv(self, context_lens: np.ndarray) -> np.ndarray | None:
+    def _split_kv(
+        self, prefixes: SharedPrefixes | None, context_lens: np.ndarray
+    ) -> np.ndarray | None:
         """Returns the split-KV schedules of all distinct windows; None if the backend uses none."""
-        kv_heads = heads_per_rank(self.model_config.num_key_value_heads, self.tp.size)
-        arguments = context_lens, kv_heads, self.model_config.head_dim, self.dtype
-        each = (self.backend.split_kv(*arguments, window) for window in dict.fromkeys(self.windows))
+        model = self.model_config
+        q_heads = model.num_attention_heads // self.tp.size
+        kv_heads = heads_per_rank(model.num_key_value_heads, self.tp.size)
+        arguments = context_lens, q_heads, kv_heads, model.head_dim, self.dtype
+        windows = dict.fromkeys(self.windows)
+        each = (self.backend.split_kv(*arguments, window, prefixes) for window in windows)
         schedules = [schedule for schedule in each if schedule is not None]
         return np.stack(schedules) if schedules else None
 

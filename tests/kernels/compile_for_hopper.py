@@ -182,7 +182,7 @@ def launch_attention(
     sizes = (1, 64, 128, 256) if dtype is torch.bfloat16 else (1, 256)
     for num_seqs in sizes if all_sizes else (64,):
         lens = np.ones(num_seqs, np.int32)
-        work = attention.split_kv(lens, kv_heads, head_dim, dtype, params.window)
+        work = attention.split_kv(lens, q_heads, kv_heads, head_dim, dtype, params.window)
         context = Context(
             slot_mapping=ints(num_seqs),
             block_tables=ints(num_seqs, 16),

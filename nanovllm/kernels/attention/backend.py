@@ -106,7 +106,7 @@ def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
         is_prefill=True, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=1, max_seqlen_k=1
     )
     cached = replace(prompt, block_tables=table)
-    schedule = backend.split_kv(np.ones(2, np.int32), num_kv_heads, head_dim, dtype)
+    schedule = backend.split_kv(np.ones(2, np.int32), num_heads, num_kv_heads, head_dim, dtype)
     identity_rope = ones(1, head_dim).float()
     identity_rope[:, head_dim // 2 :] = 0  # cosines are 1, sines 0
     new = NewKV(RopeInputs(ints(0, 0), identity_rope), kv, kv) if backend.fuses_rope else None

@@ -242,7 +242,7 @@ def test_decode_in_the_tiles_of_each_batch_size(tile, shape, device, monkeypatch
         paged = Paged(lens, [1] * len(lens), *shape, torch.float16, device)
         with monkeypatch.context() as patch:
             paged.check_decode(backend, True, patch)
-        assert not backend._arrived.any()
+        assert not any(arrived.any() for arrived in backend._arrived.values())
 
 
 @EACH_SHAPE
@@ -313,7 +313,7 @@ def test_rows_that_pad_a_graph_give_zeros_and_store_nothing(norms, device):
     paged = Paged([20, 20], [1, 1], 4, 2, 64, 16, torch.float32, device)
     q, new, _, _ = paged.draw_new(norms)
     backend = TritonAttention()
-    work = backend.split_kv(np.zeros(2, np.int32), 2, 64, q.dtype)
+    work = backend.split_kv(np.zeros(2, np.int32), 4, 2, 64, q.dtype)
     context = Context(
         slot_mapping=torch.full((2,), -1, dtype=torch.int32, device=device),
         block_tables=torch.zeros(2, 4, dtype=torch.int32, device=device),
