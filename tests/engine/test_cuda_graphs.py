@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import cuda_graphs
+from nanovllm.engine import cuda_graphs, shared_prefixes, startup
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.cuda_graphs import StepGraphs, decode_sizes, graph_bytes, prefill_sizes
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs, prepare_decode
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.kernels.attention import decode, prefix_decode
 from nanovllm.kernels.attention.block_tables import BlockTables
+from nanovllm.kernels.attention.triton_backend import TritonAttention
 from tests.invariants import check_scheduler
 from tests.tiny_models import VOCAB_SIZE
 
@@ -27,7 +29,7 @@ def test_no_batch_size_lacks_a_graph(max_num_seqs):
     """Decodes of more than 512 sequences had none, and ran eagerly."""
     captured = decode_sizes(max_num_seqs)
     assert captured == sorted(set(captured))
-    assert captured[-1] == (False, min(max_num_seqs, 2048), min(max_num_seqs, 2048))
+    assert captured[-1] == GraphSize(False, min(max_num_seqs, 2048), min(max_num_seqs, 2048))
     sizes = [size.num_seqs for size in captured]
     assert all(b - a <= max(16, a // 8) for a, b in pairwise(sizes)), "padding is an eighth at most"
     assert len(captured) <= 44
@@ -87,7 +89,7 @@ def test_captures_leave_other_threads_alone_and_keep_no_logits(monkeypatch):
         logits.append(weakref.ref(out))
         return None, out
 
-    def prepare(batch: Batch, size: GraphSize) -> PackedInputs:
+    def prepare(batch: Batch, size: GraphSize, prefixes: None) -> PackedInputs:
         return prepare_decode(batch, 16, size.num_seqs).pack(size)
 
     runner: Any = SimpleNamespace(
@@ -196,14 +198,36 @@ def test_padded_steps_give_the_same_tokens(model_path, capture):
     assert num_replays[True] >= 5 and num_replays[False] >= 20
 
 
+def test_steps_with_shared_prefixes_have_graphs_of_their_own(model_path, capture, monkeypatch):
+    """Only from the batch size on at which a prefix may be shared."""
+    monkeypatch.setattr(startup, "select_attention_backend", lambda *_, **__: TritonAttention())
+    monkeypatch.setattr(decode, "NUM_PROGRAMS", 8)  # fewer are faster in Triton's interpreter
+    monkeypatch.setattr(prefix_decode, "NUM_MULTIPROCESSORS", 4)
+    monkeypatch.setattr(shared_prefixes, "MIN_TOKENS", 1)
+    monkeypatch.setattr(shared_prefixes, "MIN_SAVED_BYTES", 1)
+    params = SamplingParams(max_tokens=3, ignore_eos=True, n=5, seed=0)
+    settings = {"num_kvcache_blocks": 60, "kvcache_block_size": 4, "max_model_len": 32}
+    tokens = []
+    for captures in (False, True):
+        with LLM(model_path, device="cpu", max_num_seqs=5, **settings) as llm:
+            if captures:
+                graphs = capture(llm.model_runner)
+                sizes = {size.num_seqs for size in graphs.graphs if size.shares_prefixes}
+                assert sizes == {4, 5}
+            (output,) = llm.generate([[*range(3, 16)]], params, use_tqdm=False)
+            assert llm.metrics().num_shared_prefix_steps >= 2
+        tokens.append([x.token_ids for x in output.outputs])
+    assert tokens[0] == tokens[1] and graphs.num_replays[False] >= 2
+
+
 def test_what_is_too_large_runs_eagerly(model_path, capture):
     with LLM(model_path, max_num_seqs=3, num_kvcache_blocks=60, kvcache_block_size=4) as llm:
         runner = llm.model_runner
         capture(runner)
         for prompts, size in (
-            ([[1] * 10], (True, 16, 3)),
-            ([[1] * 10, [2] * 6], (True, 16, 3)),
-            ([[1] * 10, [2] * 7, [3]], (True, 48, 3)),
+            ([[1] * 10], GraphSize(True, 16, 3)),
+            ([[1] * 10, [2] * 6], GraphSize(True, 16, 3)),
+            ([[1] * 10, [2] * 7, [3]], GraphSize(True, 48, 3)),
             ([[1] * 49], None),
         ):
             for prompt in prompts:

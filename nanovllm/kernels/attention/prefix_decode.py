@@ -110,7 +110,7 @@ def _prefix_kernel(
         row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         if sinks_ptr is not None:
-            has_sink = row_mask & (split == 0)
+            has_sink = row_mask & (row < (split == 0).to(tl.int32) * BLOCK_M)
             sinks = tl.load(sinks_ptr + head, mask=has_sink, other=-float("inf"))
             row_max = sinks * CONSTEXPR_LOG2_E
             row_sum += tl.where(has_sink, 1.0, 0.0)

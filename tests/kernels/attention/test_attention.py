@@ -67,6 +67,7 @@ class Paged:
                 self.cache.v[block_id, : len(part)] = v[j * block : (j + 1) * block]
         self.tables, self.nan_block = tables.to(device), free.pop()
         self.contexts, self.new_tokens, self.device = contexts, new_tokens, device
+        self.prefixes = None  # that a decode reads once
 
     def forget(self, window):
         """Puts NaN into all slots before the window of the first query. Blocks that have none of
@@ -90,7 +91,13 @@ class Paged:
             lens = torch.tensor(self.contexts, dtype=torch.int32, device=self.device)
             kv_heads, head_dim = self.cache.k.shape[2:]
             work = TritonAttention().split_kv(
-                np.array(self.contexts, np.int32), kv_heads, head_dim, self.cache.k.dtype, window
+                np.array(self.contexts, np.int32),
+                self.qs[0].size(1),
+                kv_heads,
+                head_dim,
+                self.cache.k.dtype,
+                window,
+                self.prefixes,
             )
             return Context(
                 block_tables=self.tables,

@@ -1,0 +1,76 @@
+"""Decodes that read a prefix once give the tokens of decodes that read it for each sequence."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine import shared_prefixes, startup
+from nanovllm.engine.batch import Batch, ScheduledSequence
+from nanovllm.engine.shared_prefixes import PrefixFinder
+from nanovllm.kernels.attention import decode, prefix_decode
+from nanovllm.kernels.attention.triton_backend import TritonAttention
+
+SYSTEM = [(7 * i) % 500 + 3 for i in range(33)]
+PROMPTS = [[*SYSTEM, *range(10, 10 + 9 * i)] for i in range(6)]
+PROMPTS += [[5, 6, 7], [(11 * i) % 500 + 3 for i in range(40)]]
+
+
+@pytest.fixture(autouse=True)
+def short_prefixes_pay(monkeypatch):
+    monkeypatch.setattr(shared_prefixes, "MIN_TOKENS", 16)
+    monkeypatch.setattr(shared_prefixes, "MIN_SAVED_BYTES", 1)
+
+
+def generate(path, shares: bool, monkeypatch, **settings: Any):
+    """Greedy tokens in fp32 and the number of steps with shared prefixes. On a CPU the kernels run
+    in Triton's interpreter, where fewer programs are faster."""
+    if startup.select_device("auto").type == "cpu":
+        monkeypatch.setattr(startup, "select_attention_backend", lambda *_, **__: TritonAttention())
+        monkeypatch.setattr(decode, "NUM_PROGRAMS", 8)
+        monkeypatch.setattr(prefix_decode, "NUM_MULTIPROCESSORS", 4)
+    monkeypatch.setattr(TritonAttention, "shares_prefixes", shares)
+    params = [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True) for _ in PROMPTS]
+    params[-1] = SamplingParams(n=5, seed=0, max_tokens=4, ignore_eos=True)
+    settings = {"kvcache_block_size": 16, "num_kvcache_blocks": 200, **settings}
+    with LLM(path, dtype="float32", attention_backend="auto", **settings) as llm:
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        num_steps = llm.metrics().num_shared_prefix_steps
+    return [x.token_ids for output in outputs for x in output.outputs], num_steps
+
+
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_the_same_tokens_with_and_without_shared_prefixes(name, tiny_models, monkeypatch):
+    """Of a system prompt and of several completions; also in a model of which some layers have a
+    window."""
+    expected, num_steps = generate(tiny_models.path(name), False, monkeypatch)
+    assert num_steps == 0
+    tokens, num_steps = generate(tiny_models.path(name), True, monkeypatch)
+    assert tokens == expected and num_steps >= 3
+
+
+def batch_of(tables: list[list[int]], is_prefill: bool = False) -> Batch:
+    seqs: list[Any] = [SimpleNamespace(block_tables=[[0], table]) for table in tables]
+    items = tuple(ScheduledSequence(seq, 0, 1, True) for seq in seqs)
+    return Batch(items, is_prefill)
+
+
+def test_a_search_is_made_only_for_a_new_batch(monkeypatch):
+    searches = []
+    search = shared_prefixes.find_shared_prefixes
+    monkeypatch.setattr(
+        shared_prefixes, "find_shared_prefixes", lambda *args: searches.append(1) or search(*args)
+    )
+    tables = [[1, 2, 10 + i] for i in range(6)]
+    finder = PrefixFinder(16, 1, 1)
+    assert finder.find(batch_of(tables, is_prefill=True)) is None
+    first = finder.find(batch_of(tables))
+    assert first is not None and first.groups["end"].tolist() == [32]
+    tables[0].append(100)
+    assert finder.find(batch_of(tables)) is first and len(searches) == 1
+    fewer = finder.find(batch_of(tables[1:]))
+    assert fewer is not None and fewer.members.tolist() == [0, 1, 2, 3, 4]
+    assert finder.find(batch_of([*tables[1:3], [3], *tables[3:]])) is not fewer
+    assert finder.find(batch_of(tables[:3])) is None
+    assert finder.num_steps == 4 and len(searches) == 4
