@@ -180,9 +180,13 @@ class StepGraphs:
         num_groups, _, width = self.runner.block_tables.resident.shape
         packed_inputs = {
             size: self.runner.prepare(
-                Batch((), size.is_prefill, num_groups=num_groups),
+                Batch(
+                    (),
+                    size.is_prefill,
+                    num_groups=num_groups,
+                    prefixes=NO_PREFIXES if size.shares_prefixes else None,
+                ),
                 size,
-                NO_PREFIXES if size.shares_prefixes else None,
             )
             for size in sorted(sizes, reverse=True)
         }
@@ -203,7 +207,7 @@ class StepGraphs:
         inputs = replace(inputs, tables=inputs.tables._replace(new_blocks=new_blocks))
         return lambda: self.runner.run_model(inputs)[1]
 
-    def size_for(self, batch: Batch, shares_prefixes: bool = False) -> GraphSize | None:
+    def size_for(self, batch: Batch) -> GraphSize | None:
         """Returns the smallest captured size that fits the batch; None if it must run eagerly."""
         num_seqs = len(batch)
         num_tokens = batch.num_tokens if batch.is_prefill else num_seqs
@@ -213,7 +217,7 @@ class StepGraphs:
             size
             for size in self.graphs
             if size.is_prefill == batch.is_prefill
-            and size.shares_prefixes == shares_prefixes
+            and size.shares_prefixes == (batch.prefixes is not None)
             and size.num_tokens >= num_tokens
             and size.num_seqs >= num_seqs
         )

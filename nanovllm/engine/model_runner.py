@@ -2,7 +2,6 @@
 
 import gc
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 class NoGraphs:
     """Takes the place of ``StepGraphs`` if no steps are captured."""
 
-    def size_for(self, batch: Batch, shares_prefixes: bool = False) -> GraphSize | None:
+    def size_for(self, batch: Batch) -> GraphSize | None:
         """Returns None: no captured step fits the batch."""
 
     def replay(self, inputs: PackedInputs) -> torch.Tensor:
@@ -123,9 +122,9 @@ class ModelRunner(LeftToParent):
             ValueError: this process is a forked child of the one that made the engine.
             WorkerError: another rank has failed. Every later call raises it too.
         """
-        prefixes = self.prefix_finder.find(batch) if self.prefix_finder else None
-        size = self.graphs.size_for(batch, prefixes is not None)
-        inputs = self.prepare(batch, size, prefixes)
+        if self.prefix_finder is not None:
+            batch = self.prefix_finder.add_prefixes(batch)
+        inputs = self.prepare(batch, self.graphs.size_for(batch))
         step = self.call("run_step", None, inputs, batch.block_copies)
         step.batch = batch
         return step
@@ -232,19 +231,15 @@ class ModelRunner(LeftToParent):
             self.sampled_tokens[: len(logits)] = self.sampler(logits, rows, per_shard=True)[0]
         return hidden_states, logits
 
-    def prepare(
-        self, batch: Batch, size: GraphSize | None, prefixes: SharedPrefixes | None = None
-    ) -> PackedInputs:
-        """Builds a step's inputs on the host, padded to ``size`` for a captured step. Attention
-        reads ``prefixes`` once."""
+    def prepare(self, batch: Batch, size: GraphSize | None) -> PackedInputs:
+        """Builds a step's inputs on the host, padded to ``size`` for a captured step."""
         block_size = self.config.kvcache_block_size
         num_tokens, num_seqs = (size.num_tokens, size.num_seqs) if size else (0, 0)
         if batch.is_prefill:
             longest = self.max_model_len if size else 0
             inputs = model_inputs.prepare_prefill(batch, block_size, num_tokens, num_seqs, longest)
         else:
-            split_kv = partial(self._split_kv, prefixes)
-            inputs = model_inputs.prepare_decode(batch, block_size, num_seqs, split_kv)
+            inputs = model_inputs.prepare_decode(batch, block_size, num_seqs, self._split_kv)
         samples = self.samples_in_step(batch)
         if samples or size:  # a graph always samples
             rows = sampling_rows(batch.sampled if samples else [], num_seqs or len(batch))
@@ -252,7 +247,7 @@ class ModelRunner(LeftToParent):
         return inputs.pack(size, pin_memory=self.device.type == "cuda")
 
     def _split_kv(
-        self, prefixes: SharedPrefixes | None, context_lens: np.ndarray
+        self, context_lens: np.ndarray, prefixes: SharedPrefixes | None
     ) -> np.ndarray | None:
         """Returns the split-KV schedules of all distinct windows; None if the backend uses none."""
         model = self.model_config

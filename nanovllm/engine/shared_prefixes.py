@@ -1,5 +1,6 @@
 """Finds the prefixes that the sequences of a decode share, so that attention reads them once."""
 
+from dataclasses import replace
 from itertools import takewhile
 
 import numpy as np
@@ -41,18 +42,21 @@ class PrefixFinder:
         self._tables: list[list[int]] = []
         self._prefixes: SharedPrefixes | None = None
 
-    def find(self, batch: Batch) -> SharedPrefixes | None:
-        """Returns the prefixes that a decode should read once; None if that saves too little."""
+    def add_prefixes(self, batch: Batch) -> Batch:
+        """Returns a decode with the prefixes that it should read once. Returns the batch itself if
+        it is a prefill, or if sharing would save too little."""
         if batch.is_prefill:
-            return None
-        tables = [item.seq.block_tables[self.group] for item in batch.items]
+            return batch
+        tables = [seq.block_tables[self.group] for seq, _, _, _ in batch.items]
         # A running sequence's table only grows, by blocks that it shares with no other. So equal
         # tables, which usually are the same objects, have the same shared prefixes.
         if tables != self._tables:
             self._tables = tables
             self._prefixes = find_shared_prefixes(tables, self.block_size, self.min_saved_tokens)
-        self.num_steps += self._prefixes is not None
-        return self._prefixes
+        if self._prefixes is None:
+            return batch
+        self.num_steps += 1
+        return replace(batch, prefixes=self._prefixes)
 
 
 def find_shared_prefixes(

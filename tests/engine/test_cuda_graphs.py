@@ -89,7 +89,7 @@ def test_captures_leave_other_threads_alone_and_keep_no_logits(monkeypatch):
         logits.append(weakref.ref(out))
         return None, out
 
-    def prepare(batch: Batch, size: GraphSize, prefixes: None) -> PackedInputs:
+    def prepare(batch: Batch, size: GraphSize) -> PackedInputs:
         return prepare_decode(batch, 16, size.num_seqs).pack(size)
 
     runner: Any = SimpleNamespace(

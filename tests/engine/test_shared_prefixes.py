@@ -11,6 +11,7 @@ from nanovllm.engine import shared_prefixes, startup
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.shared_prefixes import PrefixFinder
 from nanovllm.kernels.attention import decode, prefix_decode
+from nanovllm.kernels.attention.shared_prefix import SharedPrefixes
 from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.kernels.attention.triton_backend import TritonAttention
 
@@ -69,13 +70,17 @@ def test_a_search_is_made_only_for_a_new_batch(monkeypatch):
     )
     tables = [[1, 2, 10 + i] for i in range(6)]
     finder = PrefixFinder(16, 1, 1)
-    assert finder.find(batch_of(tables, is_prefill=True)) is None
-    first = finder.find(batch_of(tables))
+
+    def find(tables: list[list[int]], is_prefill: bool = False) -> SharedPrefixes | None:
+        return finder.add_prefixes(batch_of(tables, is_prefill)).prefixes
+
+    assert find(tables, is_prefill=True) is None
+    first = find(tables)
     assert first is not None and first.groups["end"].tolist() == [32]
     tables[0].append(100)
-    assert finder.find(batch_of(tables)) is first and len(searches) == 1
-    fewer = finder.find(batch_of(tables[1:]))
+    assert find(tables) is first and len(searches) == 1
+    fewer = find(tables[1:])
     assert fewer is not None and fewer.members.tolist() == [0, 1, 2, 3, 4]
-    assert finder.find(batch_of([*tables[1:3], [3], *tables[3:]])) is not fewer
-    assert finder.find(batch_of(tables[:3])) is None
+    assert find([*tables[1:3], [3], *tables[3:]]) is not fewer
+    assert find(tables[:3]) is None
     assert finder.num_steps == 4 and len(searches) == 4
