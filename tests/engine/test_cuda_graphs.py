@@ -14,11 +14,19 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import cuda_graphs, shared_prefixes, startup
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.cuda_graphs import StepGraphs, decode_sizes, graph_bytes, prefill_sizes
+from nanovllm.engine.cuda_graphs import (
+    StepGraphs,
+    decode_sizes,
+    graph_bytes,
+    graph_sizes,
+    prefill_sizes,
+)
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs, prepare_decode
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.shared_prefixes import PrefixFinder
 from nanovllm.kernels.attention import decode, prefix_decode
 from nanovllm.kernels.attention.block_tables import BlockTables
+from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.kernels.attention.triton_backend import TritonAttention
 from tests.invariants import check_scheduler
 from tests.tiny_models import VOCAB_SIZE
@@ -199,25 +207,39 @@ def test_padded_steps_give_the_same_tokens(model_path, capture):
 
 
 def test_steps_with_shared_prefixes_have_graphs_of_their_own(model_path, capture, monkeypatch):
-    """Only from the batch size on at which a prefix may be shared."""
+    """In Triton's interpreter, where few programs are faster."""
     monkeypatch.setattr(startup, "select_attention_backend", lambda *_, **__: TritonAttention())
-    monkeypatch.setattr(decode, "NUM_PROGRAMS", 8)  # fewer are faster in Triton's interpreter
+    monkeypatch.setattr(TritonAttention, "prefill", TorchAttention.prefill)
+    monkeypatch.setattr(decode, "NUM_PROGRAMS", 8)
     monkeypatch.setattr(prefix_decode, "NUM_MULTIPROCESSORS", 4)
+    monkeypatch.setattr(cuda_graphs, "decode_sizes", lambda _: [GraphSize(False, 5, 5)])
     monkeypatch.setattr(shared_prefixes, "MIN_TOKENS", 1)
     monkeypatch.setattr(shared_prefixes, "MIN_SAVED_BYTES", 1)
-    params = SamplingParams(max_tokens=3, ignore_eos=True, n=5, seed=0)
+    params = SamplingParams(max_tokens=3, ignore_eos=True, n=4, seed=0)
     settings = {"num_kvcache_blocks": 60, "kvcache_block_size": 4, "max_model_len": 32}
     tokens = []
     for captures in (False, True):
         with LLM(model_path, device="cpu", max_num_seqs=5, **settings) as llm:
             if captures:
                 graphs = capture(llm.model_runner)
-                sizes = {size.num_seqs for size in graphs.graphs if size.shares_prefixes}
-                assert sizes == {4, 5}
+                decodes = [size for size in graphs.graphs if not size.is_prefill]
+                assert {size.shares_prefixes for size in decodes} == {True, False}
             (output,) = llm.generate([[*range(3, 16)]], params, use_tqdm=False)
             assert llm.metrics().num_shared_prefix_steps >= 2
         tokens.append([x.token_ids for x in output.outputs])
     assert tokens[0] == tokens[1] and graphs.num_replays[False] >= 2
+
+
+def test_decodes_have_graphs_for_shared_prefixes_if_enough_sequences_can_share():
+    model = SimpleNamespace(model=SimpleNamespace(layers=torch.nn.Linear(1, 1)))
+    config = SimpleNamespace(max_step_seqs=16, max_num_batched_tokens=16)
+    runner: Any = SimpleNamespace(config=config, max_model_len=16, model=model)
+    for finder, expected in ((None, set()), (PrefixFinder(16, 0, 1), {4, 8, 16})):
+        runner.prefix_finder = finder
+        sizes = graph_sizes(runner)
+        assert sizes[1:] == sorted(sizes[1:]), "after one prefill"
+        assert {size.num_seqs for size in sizes if size.shares_prefixes} == expected
+        assert {size.num_seqs for size in sizes[1:] if not size.shares_prefixes} == {1, 2, 4, 8, 16}
 
 
 def test_what_is_too_large_runs_eagerly(model_path, capture):
