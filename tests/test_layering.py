@@ -47,7 +47,7 @@ SPINE = (
     "sampling_params.py",
     "outputs.py",
 )
-MAX_SPINE_LINES, MAX_FILE_LINES = 2290, 350
+MAX_SPINE_LINES, MAX_FILE_LINES = 2300, 350
 # What could be deleted without touching the spine: by path or glob, the seam behind which it is.
 CAPABILITIES = {
     "engine/cuda_graphs.py": "On a GPU, start-up replaces a runner's NoGraphs by StepGraphs.",
@@ -58,8 +58,7 @@ CAPABILITIES = {
     "engine/prefix_cache.py": "With enable_prefix_caching, BlockManager makes a PrefixCache "
     "instead of a NoPrefixCache.",
     "engine/offline_order.py": "With enable_reordering, the scheduler's policy is an OfflineOrder.",
-    "engine/shared_prefixes.py": "Start-up gives the runner a PrefixFinder if the attention backend "
-    "shares prefixes.",
+    "engine/shared_prefixes.py": "Start-up makes a PrefixFinder if attention can share prefixes.",
     "engine/parallel_sampling.py": "The scheduler calls start_siblings for a prompt with siblings.",
     "engine/logit_edits.py": "A SamplingState has a list of edits, empty for plain sampling.",
     "engine/logprobs.py": "The loop and the runner call it for sequences that ask for logprobs.",

@@ -76,9 +76,11 @@ def find_shared_prefixes(
         """Adds the groups among ``seqs``, whose tables have equal blocks before ``depth``, which
         the parent covers, and an equal block there. Adds all of ``seqs`` to ``members`` if they are
         in a group."""
-        # The least and the greatest table in lexicographic order differ first of all.
-        ends = min(tables[seq] for seq in seqs), max(tables[seq] for seq in seqs)
-        num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*ends)))
+        # Of all tables, the least and the greatest in lexicographic order have the shortest common
+        # prefix.
+        tables_of_seqs = [tables[seq] for seq in seqs]
+        least, greatest = min(tables_of_seqs), max(tables_of_seqs)
+        num_equal = num_common_blocks(least, greatest)
         index, first = parent, len(members)
         if (num_equal - depth) * block_size >= MIN_TOKENS:
             index, level = len(groups), level + 1
@@ -105,3 +107,9 @@ def find_shared_prefixes(
     lens = prefixes.groups["end"] - prefixes.groups["begin"]
     saved = (lens * (prefixes.groups["num_members"] - 1)).sum()
     return prefixes if groups and saved >= min_saved_tokens else None
+
+
+def num_common_blocks(table: list[int], other: list[int]) -> int:
+    """Returns the number of leading blocks that are equal in two block tables."""
+    pairs = zip(table, other, strict=False)  # up to the end of the shorter one
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
