@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from nanovllm.engine.sampling_state import SamplingKind
 from nanovllm.engine.sequence import Sequence
-from nanovllm.kernels.attention.shared_prefix import SharedPrefixes
+from nanovllm.kernels.attention.prefix_schedule import SharedPrefixes
 
 
 class ScheduledSequence(NamedTuple):  # cheap: a step makes one for each of its sequences

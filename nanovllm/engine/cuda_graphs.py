@@ -12,7 +12,7 @@ import torch
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_inputs import GraphSize, PackedInputs
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.kernels.attention.shared_prefix import MIN_SEQS, NO_PREFIXES
+from nanovllm.kernels.attention.prefix_schedule import MIN_SEQS, NO_PREFIXES
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
 from nanovllm.models.decoder import DecoderModel
 

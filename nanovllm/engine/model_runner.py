@@ -15,7 +15,7 @@ from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs
 from nanovllm.engine.sampling_inputs import prepare_sample, sampling_rows
 from nanovllm.kernels.attention.backend import AttentionBackend
 from nanovllm.kernels.attention.block_tables import BlockTables
-from nanovllm.kernels.attention.shared_prefix import SharedPrefixes
+from nanovllm.kernels.attention.prefix_schedule import SharedPrefixes
 from nanovllm.kernels.sampling.pipeline import SamplingInputs
 from nanovllm.kernels.sampling.sampled_tokens import fill_in_sampled
 from nanovllm.layers.sampler import Sampler

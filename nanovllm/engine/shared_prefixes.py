@@ -6,7 +6,7 @@ from itertools import takewhile
 import numpy as np
 
 from nanovllm.engine.batch import Batch
-from nanovllm.kernels.attention.shared_prefix import (
+from nanovllm.kernels.attention.prefix_schedule import (
     MAX_LEVELS,
     MIN_SEQS,
     PREFIX_GROUP,

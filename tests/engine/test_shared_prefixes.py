@@ -11,7 +11,7 @@ from nanovllm.engine import shared_prefixes, startup
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.shared_prefixes import PrefixFinder
 from nanovllm.kernels.attention import decode, prefix_decode
-from nanovllm.kernels.attention.shared_prefix import SharedPrefixes
+from nanovllm.kernels.attention.prefix_schedule import SharedPrefixes
 from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.kernels.attention.triton_backend import TritonAttention
 

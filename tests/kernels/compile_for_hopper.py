@@ -30,7 +30,7 @@ from nanovllm.kernels.attention import (
 )
 from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
-from nanovllm.kernels.attention.shared_prefix import NO_PREFIXES
+from nanovllm.kernels.attention.prefix_schedule import NO_PREFIXES
 from nanovllm.kernels.comm import all_reduce
 from nanovllm.kernels.gemm import skinny, tiled
 from nanovllm.kernels.moe import few, few_mxfp4, grouped, mxfp4, route, sort

@@ -12,7 +12,7 @@ from nanovllm.kernels.attention.base import AttentionBackend, AttentionParams
 from nanovllm.kernels.attention.flash_attn_4_backend import FlashAttention4
 from nanovllm.kernels.attention.flash_attn_backend import FlashAttention
 from nanovllm.kernels.attention.kv_cache import KVCache
-from nanovllm.kernels.attention.shared_prefix import NO_PREFIXES
+from nanovllm.kernels.attention.prefix_schedule import NO_PREFIXES
 from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.kernels.attention.triton_backend import TritonAttention
 from nanovllm.kernels.rope import NewKV, RopeInputs

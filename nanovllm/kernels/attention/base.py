@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.attention.kv_cache import KVCache
-from nanovllm.kernels.attention.shared_prefix import SharedPrefixes
+from nanovllm.kernels.attention.prefix_schedule import SharedPrefixes
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 

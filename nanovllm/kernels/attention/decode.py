@@ -18,7 +18,7 @@ from torch import Tensor
 from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.prefix_decode import prefix_attention, prefix_tile
-from nanovllm.kernels.attention.shared_prefix import max_shared_slots, shared_schedule_layout
+from nanovllm.kernels.attention.prefix_schedule import max_shared_slots, schedule_layout
 from nanovllm.kernels.attention.split_kv import (
     KV_SPLIT_WORDS,
     max_num_splits,
@@ -322,7 +322,7 @@ def decode_attention(
     num_splits = max_num_splits(num_seqs, kv_heads, tile.num_programs)
     if shares_prefixes(context, params.window, num_splits):
         shared_tile = prefix_tile(q_heads, kv_heads, head_dim, q.dtype)
-        layout = shared_schedule_layout(num_seqs, kv_heads, num_splits, shared_tile)
+        layout = schedule_layout(num_seqs, kv_heads, num_splits, shared_tile)
         prefix_attention(q, cache, context, params, new.rope, layout, partial, lse, arrived)
     if params.window is not None:  # the schedule's unused rows, which come last, need no programs
         num_splits = min(num_splits, num_seqs * max_window_splits(params.window, tile.num_keys))

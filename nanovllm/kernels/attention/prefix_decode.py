@@ -1,10 +1,10 @@
 """Shared-prefix decode attention in Triton: the queries of several sequences attend to the prefix
 that their contexts share.
 
-This kernel runs before the decode kernel, for the prefix splits of the schedule (shared_prefix.py).
-The rows of a tile are the query heads of several sequences that share a KV head, so the prefix is
-read once for all of them. The results are partial. The decode kernel combines them with those of
-the rest of each context.
+This kernel runs before the decode kernel, for the prefix splits of the schedule
+(prefix_schedule.py). The rows of a tile are the query heads of several sequences that share a KV
+head, so the prefix is read once for all of them. The results are partial. The decode kernel
+combines them with those of the rest of each context.
 """
 
 import torch
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
-from nanovllm.kernels.attention.shared_prefix import (
+from nanovllm.kernels.attention.prefix_schedule import (
     MEMBER_WORDS,
     PREFIX_SPLIT_WORDS,
     PrefixTile,
-    SharedSchedule,
+    ScheduleLayout,
 )
 from nanovllm.kernels.attention.tiles import (
     CONSTEXPR_LOG2_E,
@@ -156,7 +156,7 @@ def prefix_attention(
     context: Context,
     params: AttentionParams,
     rope: RopeInputs,
-    layout: SharedSchedule,
+    layout: ScheduleLayout,
     partial: Tensor,
     lse: Tensor,
     arrived: Tensor,

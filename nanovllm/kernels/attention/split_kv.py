@@ -30,7 +30,7 @@ KV_SPLIT_WORDS = KV_SPLIT.itemsize // 4
 
 
 class PrefixParts(NamedTuple):
-    """What is read of each context by the programs of shared prefixes (shared_prefix.py).
+    """What is read of each context by the programs of shared prefixes (prefix_schedule.py).
 
     Attributes:
         ends: int32 [num_seqs], the number of leading tokens.
@@ -89,7 +89,7 @@ def make_split_kv_schedule(
     if window is not None:
         first = np.maximum(context_lens - window, 0) // tile * tile
     if prefix_parts is not None:
-        first = prefix_parts.ends
+        first = np.maximum(first, prefix_parts.ends)
     lens = context_lens - first
     target = max(cdiv(int(lens.sum()), cdiv(num_programs, kv_heads)), 1)
     num_splits = np.maximum(-(-lens // target), 1)

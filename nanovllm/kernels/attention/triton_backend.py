@@ -9,7 +9,7 @@ from nanovllm.kernels.attention.decode import decode_attention, decode_tile, num
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.prefill import prefill_attention
 from nanovllm.kernels.attention.prefix_decode import prefix_tile
-from nanovllm.kernels.attention.shared_prefix import (
+from nanovllm.kernels.attention.prefix_schedule import (
     NO_PREFIXES,
     SharedPrefixes,
     make_shared_schedule,

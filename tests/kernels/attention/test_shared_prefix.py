@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from nanovllm.engine import shared_prefixes
 from nanovllm.engine.shared_prefixes import find_shared_prefixes
-from nanovllm.kernels.attention import decode, prefix_decode, shared_prefix, triton_backend
+from nanovllm.kernels.attention import decode, prefix_decode, prefix_schedule, triton_backend
 from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.prefix_decode import prefix_tile
-from nanovllm.kernels.attention.shared_prefix import (
+from nanovllm.kernels.attention.prefix_schedule import (
     MEMBER_WORDS,
     MIN_SEQS,
     NO_PREFIXES,
@@ -21,7 +21,7 @@ from nanovllm.kernels.attention.shared_prefix import (
     PrefixTile,
     make_shared_schedule,
     max_shared_slots,
-    shared_schedule_layout,
+    schedule_layout,
 )
 from nanovllm.kernels.attention.split_kv import KV_SPLIT, max_num_splits
 from nanovllm.kernels.attention.triton_backend import TritonAttention
@@ -128,7 +128,7 @@ def test_attention_with_shared_prefixes(case, features, device, monkeypatch):
 @pytest.mark.parametrize("num_programs", [1, 64])
 def test_prefixes_in_several_splits(num_programs, device, monkeypatch):
     """More splits than programs, and the other way round."""
-    monkeypatch.setattr(shared_prefix, "MIN_SPLIT", 16)
+    monkeypatch.setattr(prefix_schedule, "MIN_SPLIT", 16)
     tile = PrefixTile(16, 8, 16, 4, 2, num_programs)
     for module in (triton_backend, decode, prefix_decode):
         monkeypatch.setattr(module, "prefix_tile", lambda *_: tile)
@@ -155,7 +155,7 @@ def covered_tokens(schedule, num_seqs, kv_heads, num_programs, tile):
     """Reads a schedule as the kernels do. Returns the splits of each sequence as (begin, end), in
     order, and the slots in use."""
     num_kv_splits = max_num_splits(num_seqs, kv_heads, num_programs)
-    layout = shared_schedule_layout(num_seqs, kv_heads, num_kv_splits, tile)
+    layout = schedule_layout(num_seqs, kv_heads, num_kv_splits, tile)
     assert len(schedule) == layout.num_rows
     members = schedule[layout.members :].reshape(-1, MEMBER_WORDS)
     found, slots, counts = {}, [], {}
@@ -280,7 +280,7 @@ def test_programs_have_equal_shares(num_seqs, num_groups):
     tables = [[seq // size * 10 + i for i in range(8)] + [10**6 + seq] for seq in range(num_seqs)]
     prefixes = find_shared_prefixes(tables, 256, 1)
     tile = prefix_tile(16, 8, 128, torch.bfloat16)
-    splits, _ = shared_prefix.divide_prefixes(prefixes, num_seqs, 8, tile)
+    splits, _ = prefix_schedule.divide_prefixes(prefixes, num_seqs, 8, tile)
     assert len(prefixes.groups) == num_groups
     programs = tile.num_programs // 8
     loads = [(splits["end"] - splits["begin"])[i::programs].sum() for i in range(programs)]

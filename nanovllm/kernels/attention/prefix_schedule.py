@@ -95,7 +95,7 @@ class PrefixTile(NamedTuple):
     num_programs: int
 
 
-class SharedSchedule(NamedTuple):
+class ScheduleLayout(NamedTuple):
     """The parts of a schedule with shared prefixes, by their first row.
 
     Attributes:
@@ -109,19 +109,19 @@ class SharedSchedule(NamedTuple):
     num_rows: int
 
 
-def shared_schedule_layout(
+def schedule_layout(
     num_seqs: int, kv_heads: int, num_kv_splits: int, tile: PrefixTile
-) -> SharedSchedule:
+) -> ScheduleLayout:
     """Returns the layout of a schedule with shared prefixes, which suffices for any prefixes.
 
     Args:
         num_kv_splits: number of rows of the schedule without shared prefixes.
     """
-    # A sequence is in one group of each level at most. A group has a partial tile at most.
+    # A sequence is in at most one group of each level, and a group has at most one partial tile.
     num_tiles = MAX_LEVELS * (cdiv(num_seqs, MIN_SEQS) + cdiv(num_seqs, tile.num_seqs))
     members = num_kv_splits + num_tiles + cdiv(tile.num_programs, kv_heads)
     num_rows = members + cdiv(num_seqs * MEMBER_WORDS, KV_SPLIT_WORDS)
-    return SharedSchedule(num_kv_splits, members, num_rows)
+    return ScheduleLayout(num_kv_splits, members, num_rows)
 
 
 def max_shared_slots(num_seqs: int, kv_heads: int, num_programs: int, tile: PrefixTile) -> int:
@@ -151,16 +151,16 @@ def make_shared_schedule(
         prefixes: none if there is a window, because it may not reach back to them.
 
     Returns:
-        int32 [num_rows, KV_SPLIT_WORDS], in the layout of ``shared_schedule_layout``. The number of
+        int32 [num_rows, KV_SPLIT_WORDS], in the layout of ``schedule_layout``. The number of
         rows depends only on the number of sequences.
     """
     num_seqs = len(context_lens)
     prefix_splits, parts = divide_prefixes(prefixes, num_seqs, kv_heads, tile)
     assert (parts.ends < np.maximum(context_lens, 1)).all()
     kv_splits = make_split_kv_schedule(
-        context_lens, kv_heads, num_keys, num_programs, window, None if window else parts
+        context_lens, kv_heads, num_keys, num_programs, window, parts
     )
-    layout = shared_schedule_layout(num_seqs, kv_heads, len(kv_splits), tile)
+    layout = schedule_layout(num_seqs, kv_heads, len(kv_splits), tile)
     schedule = np.zeros((layout.num_rows, KV_SPLIT_WORDS), np.int32)
     schedule[: len(kv_splits)] = kv_splits
     rows = schedule[layout.prefix_splits : layout.members].view(PREFIX_SPLIT)[:, 0]
