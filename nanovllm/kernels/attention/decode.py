@@ -382,8 +382,8 @@ def num_partial_slots(q: Tensor, kv_heads: int, context: Context, window: int | 
 
 
 def shares_prefixes(context: Context, window: int | None, num_splits: int) -> bool:
-    """Whether the schedule may have shared prefixes after its ``num_splits`` rows of KV splits. In
-    a layer with a window, they are outside of the window."""
+    """Whether the schedule may have shared prefixes, after its ``num_splits`` rows of KV splits.
+    Layers with a window share none."""
     assert context.split_kv_schedule is not None
     return window is None and len(context.split_kv_schedule) > num_splits
 
