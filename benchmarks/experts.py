@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.model_runner import NoGraphs
+from nanovllm.engine.model_runner import CapturedSteps
 from nanovllm.layers import moe
 
 INPUT_LEN, OUTPUT_LEN = 100, 20
@@ -20,7 +20,7 @@ def observe_routes(llm: LLM, num_tokens: int) -> Iterator[list[int]]:
     CUDA graph cannot be observed; they route as captured ones do."""
     counts: list[int] = []
     runner, route = llm.model_runner, moe.route
-    graphs, runner.graphs = runner.graphs, NoGraphs()
+    graphs, runner.graphs = runner.graphs, CapturedSteps()
 
     def observed(logits: torch.Tensor, *args: Any) -> Any:
         routing = route(logits, *args)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nanovllm.compat.llm import LLM
-    from nanovllm.outputs import CompletionOutput, EngineMetrics, Logprob, RequestOutput
+    from nanovllm.engine.metrics import EngineMetrics
+    from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
     from nanovllm.sampling_params import SamplingParams
     from nanovllm.structured_outputs import StructuredOutputsParams
     from nanovllm.text.prompts import TextPrompt, TokensPrompt
@@ -29,7 +30,7 @@ __all__ = [
 ]
 _MODULES = {
     "CompletionOutput": "nanovllm.outputs",
-    "EngineMetrics": "nanovllm.outputs",
+    "EngineMetrics": "nanovllm.engine.metrics",
     "LLM": "nanovllm.compat.llm",
     "Logprob": "nanovllm.outputs",
     "RequestOutput": "nanovllm.outputs",

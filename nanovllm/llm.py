@@ -52,9 +52,8 @@ class LLM(LLMEngine):
             TypeError, ValueError: an invalid argument. If a conversation is invalid, the message
                 has its index.
         """
-        make_bar = bar_maker(use_tqdm)
         prompts = self._chat_renderer.prompts(
-            self.prompt_encoder, messages, make_bar, **template_options
+            self.preparer.encoder, messages, bar_maker(use_tqdm), **template_options
         )
         return self._generate(prompts, sampling_params, use_tqdm, on_error, "messages")
 
@@ -79,22 +78,13 @@ class LLM(LLMEngine):
             TypeError, ValueError: an invalid argument. If a conversation is invalid, the message
                 has its index.
         """
-        prompts = self._chat_renderer.prompts(self.prompt_encoder, messages, **template_options)
+        prompts = self._chat_renderer.prompts(self.preparer.encoder, messages, **template_options)
         return raise_errors(prompts, "messages")
 
     @cached_property
     def _chat_renderer(self) -> "ChatRenderer":
         from nanovllm.text.chat_renderer import ChatRenderer
 
-        return ChatRenderer()
-
-    def close(self) -> None:
-        super().close()
-        if "_chat_renderer" in vars(self):
-            self._chat_renderer.close()
-
-    exit = close  # the name in nano-vLLM
-
-    def get_tokenizer(self) -> Any:
-        """Returns the transformers tokenizer, or None if the engine has none."""
-        return self.tokenizer
+        renderer = ChatRenderer()
+        self._on_close.append(renderer.close)
+        return renderer

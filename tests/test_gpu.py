@@ -27,7 +27,7 @@ from nanovllm.engine.cuda_graphs import (
     prefill_sizes,
 )
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs
-from nanovllm.engine.model_runner import NoGraphs
+from nanovllm.engine.model_runner import CapturedSteps
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
 from tests.checkpoints.test_gguf import write_gguf
@@ -234,7 +234,7 @@ def test_graphs_and_eager_give_the_same_tokens(small_model):
     results = []
     for enforce_eager in (False, True):
         with LLM(small_model, dtype="float32", max_num_seqs=32, enforce_eager=enforce_eager) as llm:
-            assert isinstance(llm.model_runner.graphs, NoGraphs) == enforce_eager
+            assert (type(llm.model_runner.graphs) is CapturedSteps) == enforce_eager
             outputs = llm.generate((PROMPTS * 2)[:32], each, False)
             results.append([out["token_ids"] for out in outputs])
     assert results[0] == results[1]

@@ -112,8 +112,10 @@ class TestBadRequests:
         good = [[100 + i, *prompt] for i, prompt in enumerate(PROMPTS * 4)]
         expected = tokens(run(llm, good, params(name, max_tokens=1)))
         llm.reset_prefix_cache()
-        encode, step, calls = llm.prompt_encoder.encode, llm._step, []
-        monkeypatch.setattr(llm.prompt_encoder, "encode", lambda x: calls.append("e") or encode(x))
+        encode, step, calls = llm.preparer.encoder.encode, llm._step, []
+        monkeypatch.setattr(
+            llm.preparer.encoder, "encode", lambda x: calls.append("e") or encode(x)
+        )
         monkeypatch.setattr(llm, "_step", lambda: calls.append("s") or step())
         prompts = [*good[:18], [], *good[18:], [-1]]
         outputs = run(llm, prompts, params(name, max_tokens=1), on_error="return")
@@ -330,7 +332,7 @@ class TestFailuresOnTheWay:
     ):
         llm, prompts = with_words
         expected = run(llm, prompts, params())
-        detokenizer, made = llm.prompt_encoder.detokenizer, []
+        detokenizer, made = llm.preparer.encoder.detokenizer, []
 
         def fails_on_one(*args: Any) -> Any:
             made.append(detokenizer(*args))
@@ -341,7 +343,7 @@ class TestFailuresOnTheWay:
         def fail(*args: Any) -> None:
             raise IndexError("piece id is out of range")
 
-        monkeypatch.setattr(llm.prompt_encoder, "detokenizer", fails_on_one)
+        monkeypatch.setattr(llm.preparer.encoder, "detokenizer", fails_on_one)
         outputs = run(llm, prompts, params())
         assert outputs[1].outputs[0].finish_reason == "error"
         assert "IndexError: piece id" in outputs[1].outputs[0].error
@@ -423,14 +425,14 @@ class TestFailuresOnTheWay:
         llm, prompts = with_words
         monkeypatch.setattr(preparation, "PORTION", portion)
         expected = run(llm, prompts, params())
-        tokenize = llm.prompt_encoder.tokenize
+        tokenize = llm.preparer.encoder.tokenize
 
         def fails_on_one(texts: list[str], *args: Any) -> list[list[int]]:
             if prompts[1] in texts:
                 raise OverflowError("int too big to convert")
             return tokenize(texts, *args)
 
-        monkeypatch.setattr(llm.prompt_encoder, "tokenize", fails_on_one)
+        monkeypatch.setattr(llm.preparer.encoder, "tokenize", fails_on_one)
         outputs = run(llm, prompts, params(), on_error="return")
         assert "OverflowError: int too big" in outputs[1].outputs[0].error
         assert [outputs[i]["text"] for i in (0, 2)] == [expected[i]["text"] for i in (0, 2)]

@@ -269,7 +269,10 @@ class TestGrammars:
         compiler.go.set()
         second = other.get()
         if how == "prepare":
-            for owner, name in ((structured, "_make_matcher"), (text_llm.prompt_encoder, "encode")):
+            for owner, name in (
+                (structured, "_make_matcher"),
+                (text_llm.preparer.encoder, "encode"),
+            ):
                 monkeypatch.setattr(owner, name, None)  # nothing of it is left to do
             request = second
             second, third = text_llm.add_request(request), text_llm.add_request(request)

@@ -69,7 +69,7 @@ class LLMEngine:
             "tokenizer": config.tokenizer or config.model,
             "dtype": llm.model_runner.dtype,
             "max_model_len": llm.scheduler.max_len,
-            "vocab_size": llm.prompt_encoder.vocab_size,
+            "vocab_size": llm.preparer.encoder.vocab_size,
             "tokenizer_mode": "auto",
             "trust_remote_code": False,
             "runner_type": "generate",

@@ -16,7 +16,7 @@ from nanovllm.compat.arguments import translate
 from nanovllm.compat.engine import EngineConfig, LLMEngine
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import STREAM_OPEN
-from nanovllm.engine.request import make_outputs
+from nanovllm.engine.request import PreparedRequest, make_outputs
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.text.prompts import Message, Prompt, as_prompt_list
@@ -122,6 +122,10 @@ class LLM(llm.LLM):
     def num_unfinished_requests(self) -> int:
         return len(self._requests)
 
+    def get_tokenizer(self) -> Any:
+        """Returns the transformers tokenizer, or None if the engine has none."""
+        return self.tokenizer
+
     def get_world_size(self, include_dp: bool = True) -> int:
         """Returns the number of ranks."""
         return self.config.tensor_parallel_size
@@ -146,7 +150,7 @@ class LLM(llm.LLM):
             adds_special_tokens = kwargs.pop("tokenization_kwargs")["add_special_tokens"]
         options = translate("generate", kwargs)
         if not adds_special_tokens:
-            prompts = self.prompt_encoder.encode_texts(as_prompt_list(prompts))  # type: ignore[assignment]
+            prompts = self.preparer.encoder.encode_texts(as_prompt_list(prompts))  # type: ignore[assignment]
         return super().generate(prompts, sampling_params, use_tqdm, on_error=on_error, **options)
 
     def chat(  # type: ignore[override]  # the parent takes the options as **template_options
@@ -191,11 +195,9 @@ class LLM(llm.LLM):
 
     def _add_with_id(self, caller_id: str, prompt: Prompt, params: SamplingParams | None) -> None:
         """Adds a request under the caller's request id. ``_step_with_ids`` returns its outputs."""
-        params = params or self.get_default_sampling_params()
         prepared = self.prepare(prompt, params)
         with self._running(STREAM_OPEN, alone=False):
-            streams = params.output_kind is not RequestOutputKind.FINAL_ONLY
-            request = self._add(prepared, streams=streams)
+            request = self._add(prepared, streams=_streams(prepared))
             request.is_stream = False  # its outputs come from ``_step_with_ids``
             self._caller_ids[request.request_id] = caller_id
 
@@ -209,12 +211,8 @@ class LLM(llm.LLM):
             with self._reset_on_error():
                 sampled, finished = self._step()
                 requests = {seq.request_id: self._requests.get(seq.request_id) for seq in sampled}
-                updated = [
-                    request
-                    for request in requests.values()
-                    if request and request.params.output_kind is not RequestOutputKind.FINAL_ONLY
-                ]
-                outputs = make_outputs([*finished, *updated], self.prompt_encoder)
+                updated = [each for each in requests.values() if each and _streams(each.prepared)]
+                outputs = make_outputs([*finished, *updated], self.preparer.encoder)
             for output in outputs:
                 caller_ids = self._caller_ids
                 take = caller_ids.pop if output.finished else caller_ids.get
@@ -227,6 +225,11 @@ class LLM(llm.LLM):
                 del self._caller_ids[request_id]
                 with suppress(ValueError):  # an error has already ended the request
                     self.abort_request(request_id)
+
+
+def _streams(prepared: PreparedRequest) -> bool:
+    """Whether the request's outputs are returned while it runs."""
+    return prepared.sampling.params.output_kind is not RequestOutputKind.FINAL_ONLY
 
 
 def _read_template(template: str | os.PathLike[str] | None) -> str | None:

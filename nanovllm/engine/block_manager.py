@@ -3,35 +3,39 @@
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
 
 from nanovllm.config import MAX_INT32
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.math import cdiv
 
-if TYPE_CHECKING:
-    from nanovllm.engine.prefix_cache import PrefixCache
 
+class BlockCache:
+    """Finds full blocks that a sequence can share. This class finds none. ``PrefixCache`` is the
+    subclass that finds the blocks of equal prefixes.
 
-class NoPrefixCache:
-    """Takes the place of ``PrefixCache`` if sequences share no prefixes."""
+    Args:
+        window_blocks: number of full blocks that each group of layers needs (see BlockManager).
+    """
 
     def __init__(self, window_blocks: Seq[int]) -> None:
-        self.num_groups = len(window_blocks)
+        self.window_blocks = window_blocks
 
     def lookup(self, seq: Sequence) -> list[list[int]]:
-        """Returns empty tables: no prefix is cached."""
-        return [[] for _ in range(self.num_groups)]
+        """Returns the first entries of each group's block table, for the sequence's longest cached
+        prefix."""
+        return [[] for _ in self.window_blocks]
 
     def register(self, seq: Sequence, start: int, end: int) -> None:
-        """Does nothing: no block is shared."""
+        """Adds the blocks that tokens [start, end) fill. Their keys and values are already
+        computed, or are computed before any other sequence reads them."""
 
     def forget(self, block_id: int) -> None:
-        """Does nothing."""
+        """Removes a block, if it is cached."""
 
     def evict(self, seq: Sequence) -> None:
-        """Does nothing."""
+        """Lets no other sequence share the sequence's blocks, because their contents may be
+        corrupt."""
 
 
 class BlockManager:
@@ -60,8 +64,6 @@ class BlockManager:
         prefix_cache: finds the blocks that sequences can share.
     """
 
-    prefix_cache: "PrefixCache | NoPrefixCache"
-
     def __init__(
         self,
         num_blocks: int,
@@ -82,7 +84,7 @@ class BlockManager:
         self.used_block_ids = Counter[int]()
         self.free_table_rows: list[int] = []
         self.num_table_rows = 0  # rows of the device's block tables that have ever been in use
-        self.prefix_cache = NoPrefixCache(self.window_blocks)
+        self.prefix_cache = BlockCache(self.window_blocks)
         if enable_prefix_caching:
             from nanovllm.engine.prefix_cache import PrefixCache
 
@@ -137,8 +139,7 @@ class BlockManager:
         those that a window has left are freed. Skips finished sequences."""
         for seq, start, end, _ in batch.items:
             if not seq.is_finished:
-                if end > seq.num_cached_tokens:
-                    seq.num_cached_tokens = end
+                seq.num_cached_tokens = end
                 seq.num_sent_blocks = seq.table_len
                 # A decode fills a block only if its token takes the last slot.
                 if batch.is_prefill or end % self.block_size == 0:

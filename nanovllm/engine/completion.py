@@ -49,10 +49,8 @@ class Completion:
             Exception: any exception that the tokenizer or the grammar raises.
         """
         state, text, finish = self.sampling, self.detokenizer, None
-        if token_id >= 0 and state.follows_tokens:
-            state.append_token(token_id)
-            if state.is_finished and not seq.is_finished:
-                finish = Finish("stop")
+        if token_id >= 0 and state.append_token(token_id) and not seq.is_finished:
+            finish = Finish("stop")
         if text is None:
             return finish
         end = finish or self.finish

@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_inputs import GraphSize, PackedInputs
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.model_runner import CapturedSteps, ModelRunner
 from nanovllm.kernels.attention.prefix_schedule import MIN_SEQS, NO_PREFIXES
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
 from nanovllm.models.decoder import DecoderModel
@@ -141,7 +141,7 @@ def skip_middle_layers(model: DecoderModel) -> Iterator[None]:
         model.layers_run = layers
 
 
-class StepGraphs:
+class StepGraphs(CapturedSteps):
     """Graphs of a runner's steps of fixed sizes, in one memory pool.
 
     Only one step runs at a time, so all graphs share one input buffer and the memory of activations
@@ -208,7 +208,6 @@ class StepGraphs:
         return lambda: self.runner.run_model(inputs)[1]
 
     def size_for(self, batch: Batch) -> GraphSize | None:
-        """Returns the smallest captured size that fits the batch; None if it must run eagerly."""
         num_seqs = len(batch)
         num_tokens = batch.num_tokens if batch.is_prefill else num_seqs
         if batch.is_prefill and any(item.seq.wants_prompt_logprobs for item in batch.items):
@@ -224,8 +223,6 @@ class StepGraphs:
         return min(fitting, default=None)
 
     def replay(self, inputs: PackedInputs) -> torch.Tensor:
-        """Runs the captured step that the inputs are padded for. Returns its logits, which the next
-        replay overwrites."""
         assert inputs.graph_size is not None
         step = self.graphs[inputs.graph_size]
         inputs.tensors.copy_to(step.buffer)

@@ -36,13 +36,16 @@ class InFlightStep:
         """Frees the tensors that only sampling needs. The next step can reuse their memory."""
         self.logits = self.hidden_states = self.sampling = None
 
-    def copy_to_host(self) -> None:
-        """Starts copying the results to the host. ``ModelRunner.wait`` waits for the copies."""
-        assert self.token_ids is not None
-        if not self.token_ids.is_cuda:
-            self.token_ids = self.token_ids.clone()  # the next step writes over its buffer
+    def copy_to_host(self, token_ids: torch.Tensor) -> None:
+        """Starts copying the results to the host. ``ModelRunner.wait`` waits for the copies.
+
+        Args:
+            token_ids: the sampled tokens, in a buffer that the next step writes over.
+        """
+        if not token_ids.is_cuda:
+            self.token_ids = token_ids.clone()
             return
-        self.token_ids = self.token_ids.to("cpu", non_blocking=True)
+        self.token_ids = token_ids.to("cpu", non_blocking=True)
         if self.logprobs is not None:
             self.logprobs = self.logprobs.to("cpu", non_blocking=True)
         self.arrived = torch.cuda.Event()

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import count
 from threading import Thread
 from time import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
@@ -20,15 +20,19 @@ from nanovllm.engine.sampling_state import SamplingStateFactory
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_loop import StepLoop
-from nanovllm.outputs import EngineMetrics, RequestMetrics, RequestOutput
+from nanovllm.outputs import RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import EVERY_TOKEN
-from nanovllm.text.prompts import Prompt, PromptEncoder, as_prompt_list
+from nanovllm.text.prompts import Prompt, as_prompt_list
 from nanovllm.utils.forks import leave_to_parent
 from nanovllm.utils.garbage import collecting_new_objects_only
+from nanovllm.utils.panics import as_value_error
 from nanovllm.utils.progress import bar_maker, closing_bar
 from nanovllm.utils.throughput import Throughput
 from nanovllm.utils.turns import Turns
+
+if TYPE_CHECKING:
+    from nanovllm.engine.metrics import EngineMetrics
 
 NOT_ALONE = (
     "{} needs the engine to itself: finish the other requests with step, drop them with "
@@ -89,14 +93,12 @@ class LLMEngine:
             self.turns.check_open,
         )
         self.grammars = self.sampling_states.grammars
+        # Called by ``close``, after unfinished requests have been dropped.
+        self._on_close: list[Callable[[], None]] = [self.grammars.close]
         self.recommended_sampling = started.recommended_sampling
         self.throughput = Throughput()
         self._requests: dict[str, Request] = {}
         self._request_ids = count()
-
-    @property
-    def prompt_encoder(self) -> PromptEncoder:
-        return self.preparer.encoder
 
     def prepare(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -159,7 +161,7 @@ class LLMEngine:
                 return []
             with self._reset_on_error():
                 _, finished = self._step()
-                return make_outputs(finished, self.prompt_encoder)
+                return make_outputs(finished, self.preparer.encoder)
 
     def is_finished(self) -> bool:
         self.turns.check_open()
@@ -233,10 +235,8 @@ class LLMEngine:
         Raises:
             ValueError: the file recommends invalid values.
         """
-        try:
+        with as_value_error("the checkpoint's generation_config.json:"):
             return SamplingParams(**self.recommended_sampling)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"the checkpoint's generation_config.json: {error}") from error
 
     def reset_prefix_cache(self) -> bool:
         """Empties the prefix cache, and returns True. Waits until other threads have no unfinished
@@ -246,7 +246,7 @@ class LLMEngine:
             self.scheduler.reset()
         return True
 
-    def metrics(self) -> EngineMetrics:
+    def metrics(self) -> "EngineMetrics":
         """Returns the engine's metrics: queue lengths, cache usage and throughput."""
         self.turns.check_open()
         from nanovllm.engine.metrics import read_metrics
@@ -267,7 +267,8 @@ class LLMEngine:
                 loop.reset()
                 del self.model_runner
             self._close_runner()
-        self.grammars.close()
+        for action in self._on_close:
+            action()
 
     exit = close  # nano-vLLM's name
 
@@ -287,51 +288,44 @@ class LLMEngine:
     ) -> list[RequestOutput]:
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
-        checked: Iterable[Checked]
         with self.turns.until_closed():
             if sampling_params is None:
                 sampling_params = self.get_default_sampling_params()
-            if on_error == "raise":
+            if on_error == "return":
+                checked: Iterable[Checked] = self.preparer.prepare_each(prompts, sampling_params)
+            else:
                 make_bar = bar_maker(use_tqdm)
                 checked = self.preparer.prepare_all(prompts, sampling_params, what, make_bar)
-            else:
-                checked = self.preparer.prepare_each(prompts, sampling_params)
             with self._running(NOT_ALONE.format("generate")):
-                outputs = self._run(checked, len(prompts), use_tqdm)
-        return [
-            refused(prompt, output) if isinstance(output, Exception) else output
-            for prompt, output in zip(prompts, outputs, strict=True)
-        ]
+                return self._run(checked, prompts, use_tqdm)
 
     @collecting_new_objects_only()
     def _run(
         self,
         checked: Iterable[Checked],
-        num_prompts: int,
+        prompts: Seq[Any],
         use_tqdm: bool | Callable[..., tqdm],
-    ) -> list[RequestOutput | Exception]:
+    ) -> list[RequestOutput]:
         """Runs requests until all have finished. Makes a request's result as soon as it finishes,
-        while others run. The result of a request that cannot run is the exception that says why."""
-        progress = bar_maker(use_tqdm)(total=num_prompts, desc="Generating")
+        while others run."""
+        progress = bar_maker(use_tqdm)(total=len(prompts), desc="Generating")
 
-        def advance() -> None:
+        def advance() -> bool:
+            """Runs a step if there are unfinished requests. Returns whether there are any."""
+            self.turns.check_open()
+            if not self._requests:
+                return False
             _, finished = self._step()
-            for output in make_outputs(finished, self.prompt_encoder):
+            for output in make_outputs(finished, self.preparer.encoder):
                 outputs[indices[output.request_id]] = output
             if finished:
                 prefill, decode = (f"{rate:.0f} tok/s" for rate in self.throughput.rates())
                 progress.set_postfix(prefill=prefill, decode=decode, refresh=False)
                 progress.update(len(finished))
-
-        def meanwhile() -> bool:
-            """Runs a step while grammars are compiled. Returns whether there was one to run."""
-            self.turns.check_open()
-            if is_busy := bool(self._requests):
-                advance()
-            return is_busy
+            return True
 
         indices: dict[str, int] = {}  # by request id
-        outputs: dict[int, RequestOutput | Exception] = {}
+        outputs: dict[int, RequestOutput] = {}
         # If all prompts are prepared, NUM_QUEUED are queued before each step, so that the scheduler
         # can reorder many. Otherwise only enough tokens for one step are queued before it, so that
         # the device does not wait for tokenisation.
@@ -340,12 +334,13 @@ class LLMEngine:
         with (
             self._reset_on_error(),
             closing_bar(progress),
-            closing(self.grammars.when_compiled(checked, grammar_of, meanwhile)) as ready,
+            closing(self.grammars.when_compiled(checked, grammar_of, advance)) as ready,
         ):
             num_queued = 0  # requests (tokens if not all are prepared) queued since the last step
             for index, item in ready:
                 if isinstance(item, Exception):
-                    outputs[index] = item
+                    outputs[index] = refused(prompts[index], item)
+                    progress.update()
                     continue
                 request = self._add(item, may_reorder=True)
                 indices[request.request_id] = index
@@ -353,10 +348,9 @@ class LLMEngine:
                 if num_queued >= limit:
                     num_queued = 0
                     advance()  # a step, during which more requests are added
-            progress.update(sum(isinstance(item, Exception) for item in outputs.values()))
             while self._requests:
                 advance()
-        return [outputs[index] for index in range(num_prompts)]
+        return [outputs[index] for index in range(len(prompts))]
 
     def _running(self, conflict: str, alone: bool = True) -> AbstractContextManager[None]:
         """Waits for this call's turn, and until no other thread has an unfinished stream or, if
@@ -385,7 +379,7 @@ class LLMEngine:
 
             log_metrics(self.metrics())
         now = time()
-        if step.is_prefill:
+        if step.num_prefilled:
             for seq in step.sampled:
                 metrics = self._requests[seq.request_id].metrics
                 metrics.first_token_time = metrics.first_token_time or now
@@ -407,7 +401,7 @@ class LLMEngine:
         for state in states:
             seq = Sequence(token_ids, params, self.config.kvcache_block_size)
             seq.request_id = request_id
-            text = self.prompt_encoder.detokenizer(token_ids[-1], params)
+            text = self.preparer.encoder.detokenizer(token_ids[-1], params)
             tokens = None if text is None else text.stop_candidates
             every_token = streams or state.follows_tokens
             if every_token:
@@ -417,8 +411,7 @@ class LLMEngine:
         seqs[0].wants_prompt_logprobs = params.prompt_logprobs is not None
         seqs[0].siblings = seqs[1:]
         seqs[0].may_reorder = may_reorder
-        metrics = RequestMetrics(arrival_time=time())
-        request = Request(request_id, prepared, seqs, metrics, is_stream=streams)
+        request = Request(request_id, prepared, seqs, RequestMetrics(time()), is_stream=streams)
         if not self._requests:
             self.throughput.restart()
         try:

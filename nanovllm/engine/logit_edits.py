@@ -103,13 +103,11 @@ class LogitEdit:
         kernel: the function that edits a step's logits: (logits, *tensors).
         follows_tokens: whether the edit depends on the sampled tokens: ``append_token`` must be
             called.
-        is_finished: whether the completion ends here.
         error: why the edit forbids every token; "" if it does not.
     """
 
     kernel: ClassVar[Callable[..., None]]
     follows_tokens = False
-    is_finished = False
     error = ""
 
     def __init__(self, prepared: PreparedEdits, prompt: Sequence[int], grammar: Any) -> None:
@@ -126,8 +124,10 @@ class LogitEdit:
         nothing to edit."""
         raise NotImplementedError
 
-    def append_token(self, token_id: int) -> None:
-        """Records a sampled token. Raises ValueError if the grammar does not accept it."""
+    def append_token(self, token_id: int) -> bool:
+        """Records a sampled token. Returns whether the completion ends here. Raises ValueError if
+        the grammar does not accept the token."""
+        return False
 
     def apply(self, logits: torch.Tensor, token_ids: Sequence[int]) -> None:
         """Edits the logits [1, vocab_size] of the token after ``token_ids``, on the CPU."""
@@ -149,12 +149,12 @@ class TokenMask(LogitEdit):
     def is_needed(prepared: PreparedEdits) -> bool:
         return prepared.grammar is not None or prepared.params.allowed_token_ids is not None
 
-    def append_token(self, token_id: int) -> None:
-        if self.grammar is not None:
-            accepted = self.grammar.accept(token_id)
-            self.is_finished = self.grammar.is_finished
-            if not accepted:
-                raise ValueError(self.grammar.error)
+    def append_token(self, token_id: int) -> bool:
+        if self.grammar is None:
+            return False
+        if not self.grammar.accept(token_id):
+            raise ValueError(self.grammar.error)
+        return self.grammar.is_finished
 
     @staticmethod
     def arrays(rows: list[EditedRow]) -> Arrays:
@@ -218,9 +218,10 @@ class Penalties(LogitEdit):
     def is_needed(prepared: PreparedEdits) -> bool:
         return prepared.params.penalises
 
-    def append_token(self, token_id: int) -> None:
+    def append_token(self, token_id: int) -> bool:
         self.history.append(token_id)
         self.generated.append(1)
+        return False
 
     @staticmethod
     def arrays(rows: list[EditedRow]) -> Arrays:

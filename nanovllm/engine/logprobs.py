@@ -14,6 +14,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.sampling.logprobs import pack_logprobs
 from nanovllm.outputs import Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.prompts import PromptEncoder
 
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
@@ -66,15 +67,16 @@ class PackedLogprobs:
         return list, (self.to_list(),)  # pickles to a plain list, without the tokenizer
 
 
-def add_logprobs(output: RequestOutput, seqs: list[Sequence], decode: Decode | None) -> None:
+def add_logprobs(output: RequestOutput, seqs: list[Sequence], encoder: PromptEncoder) -> None:
     """Adds the log-probabilities that a request asks for to its result.
 
     Args:
         output: the result.
         seqs: the request's sequences.
-        decode: see ``PackedLogprobs``.
+        encoder: decodes the tokens.
     """
     params, no_rows = seqs[0].sampling_params, [np.empty((0, 3), np.int32)]
+    decode = encoder.decode_logprob_tokens if params.detokenize else None
     if params.prompt_logprobs is not None:
         rows = np.concatenate(seqs[0].completion.prompt_logprobs or no_rows)
         output.prompt_logprobs = PackedLogprobs(rows, decode, starts_with_none=True)

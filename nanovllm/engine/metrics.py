@@ -1,14 +1,52 @@
 """Collects and logs the engine's metrics."""
 
 import logging
+from dataclasses import dataclass
 
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.outputs import EngineMetrics
 from nanovllm.utils.memory import held_bytes
 from nanovllm.utils.throughput import Throughput
 
 logger = logging.getLogger("nanovllm")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """A snapshot of the engine's state and counters. Counters start with the engine.
+
+    Attributes:
+        num_running: the number of running sequences, which hold KV blocks.
+        num_waiting: the number of waiting or preempted sequences.
+        kv_cache_usage: the fraction of KV blocks in use, 0 to 1.
+        num_prompt_tokens: the number of tokens of all prompts that have started.
+        num_generated_tokens: the number of sampled tokens.
+        prefix_cache_hit_rate: the fraction of prompt tokens found in the prefix cache, 0 to 1.
+        num_preemptions: how many times a sequence was preempted.
+        num_grouped: how many sequences of ``generate`` overtook an earlier one because they share a
+            prefix with a recently admitted sequence.
+        num_longest_first: how many sequences of ``generate`` overtook an earlier one for the other
+            reason: they, or sequences with the same prefix, may generate more tokens.
+        num_shared_prefix_steps: the number of decode steps that read prefixes once for several
+            sequences, which share their KV blocks.
+        prompt_tokens_per_second: the prefill throughput in the last window of 5 seconds.
+        generated_tokens_per_second: the decode throughput in the same window.
+        gpu_memory_bytes: the memory that PyTorch holds on rank 0's GPU; None on a CPU.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    prefix_cache_hit_rate: float
+    num_preemptions: int
+    num_grouped: int
+    num_longest_first: int
+    num_shared_prefix_steps: int
+    prompt_tokens_per_second: float
+    generated_tokens_per_second: float
+    gpu_memory_bytes: int | None = None
 
 
 def read_metrics(

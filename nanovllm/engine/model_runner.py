@@ -28,17 +28,19 @@ from nanovllm.utils.forks import LeftToParent
 from nanovllm.utils.math import cdiv, heads_per_rank
 
 if TYPE_CHECKING:
-    from nanovllm.engine.cuda_graphs import StepGraphs
     from nanovllm.engine.shared_prefixes import PrefixFinder
 
 
-class NoGraphs:
-    """Takes the place of ``StepGraphs`` if no steps are captured."""
+class CapturedSteps:
+    """The steps that run as CUDA graphs. This class has none. ``StepGraphs`` is the subclass that
+    captures steps."""
 
     def size_for(self, batch: Batch) -> GraphSize | None:
-        """Returns None: no captured step fits the batch."""
+        """Returns the smallest captured size that fits the batch; None if it must run eagerly."""
 
     def replay(self, inputs: PackedInputs) -> torch.Tensor:
+        """Runs the captured step that the inputs are padded for. Returns its logits, which the next
+        replay overwrites."""
         raise NotImplementedError
 
 
@@ -77,7 +79,7 @@ class ModelRunner(LeftToParent):
     kv_cache: torch.Tensor
     block_tables: BlockTables
     num_kvcache_blocks: int
-    graphs: "StepGraphs | NoGraphs"
+    graphs: CapturedSteps
     sampled_tokens: torch.Tensor
 
     def __init__(
@@ -146,11 +148,11 @@ class ModelRunner(LeftToParent):
 
             collect_prompt_logprobs(self, step, batch)
         if num_sampled and not self.samples_in_step(batch):
-            step.sampling = prepare_sample(batch).to(self.device)
+            processed = self.config.logprobs_mode == "processed_logprobs"
+            step.sampling = prepare_sample(batch, processed).to(self.device)
             self.call("sample_step", step, num_sampled)
         step.release()
-        step.token_ids = self.sampled_tokens[:num_sampled]
-        step.copy_to_host()
+        step.copy_to_host(self.sampled_tokens[:num_sampled])
         return step
 
     def wait(self, step: InFlightStep) -> None:
@@ -206,7 +208,7 @@ class ModelRunner(LeftToParent):
         Returns [stop - start, vocabulary] on rank 0, and None on the others."""
         assert step.hidden_states is not None
         logits = self.model.compute_logits(step.hidden_states[start:stop])
-        return self.model.lm_head.gather(logits)
+        return self.sampler.gather(logits)
 
     def run_model(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes the hidden states [N, hidden_size] and this rank's logits [num_seqs, vocabulary

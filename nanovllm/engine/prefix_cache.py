@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from nanovllm.engine.block_manager import BlockCache
 from nanovllm.engine.sequence import Sequence
 
 
@@ -16,15 +17,12 @@ class Block(NamedTuple):
     token_ids: list[int]
 
 
-class PrefixCache:
+class PrefixCache(BlockCache):
     """Finds full blocks that other sequences have computed, and that a sequence can share.
 
     As in vLLM, a block's hash covers its tokens and the hash of the block before it, so equal
     hashes mean equal prefixes. Every operation is O(1) per block. A freed block stays in the cache
     until it is allocated again.
-
-    Args:
-        window_blocks: number of full blocks that each group of layers needs (see BlockManager).
 
     Attributes:
         blocks: the cached blocks, by block id.
@@ -33,7 +31,7 @@ class PrefixCache:
     """
 
     def __init__(self, window_blocks: Seq[int]) -> None:
-        self.window_blocks = window_blocks
+        super().__init__(window_blocks)
         self.blocks: dict[int, Block] = {}
         self.hash_to_block_id: dict[int, int] = {}
 
@@ -48,9 +46,8 @@ class PrefixCache:
         return h.intdigest()
 
     def lookup(self, seq: Sequence) -> list[list[int]]:
-        """Returns the first entries of each group's block table, for the sequence's longest cached
-        prefix. In a group with a window, only the last ``window_blocks`` entries are sure to be
-        cached blocks. The others lie outside of the window and are never read."""
+        # In a group with a window, only the last ``window_blocks`` entries are sure to be cached
+        # blocks. The others lie outside of the window and are never read.
         tables: list[list[int]] = [[] for _ in self.window_blocks]
         limit = num_reusable_tokens(seq) // seq.block_size
         num_hits = 0  # length of the longest prefix found so far, in blocks
@@ -69,8 +66,6 @@ class PrefixCache:
         return [table[:num_hits] for table in tables]
 
     def register(self, seq: Sequence, start: int, end: int) -> None:
-        """Adds the blocks that tokens [start, end) fill. Their keys and values are already
-        computed, or are computed before any other sequence reads them."""
         if seq.is_isolated:
             return
         for i in range(start // seq.block_size, end // seq.block_size):
@@ -82,14 +77,11 @@ class PrefixCache:
                     self.hash_to_block_id.setdefault(hash_, table[i])
 
     def forget(self, block_id: int) -> None:
-        """Removes a block, if it is cached."""
         block = self.blocks.pop(block_id, None)
         if block is not None and self.hash_to_block_id.get(block.hash) == block_id:
             del self.hash_to_block_id[block.hash]
 
     def evict(self, seq: Sequence) -> None:
-        """Lets no other sequence share the sequence's blocks, because their contents may be
-        corrupt."""
         for hash_ in seq.block_hashes:
             for group in range(len(self.window_blocks)):
                 self.hash_to_block_id.pop(hash_ + (group << 64), None)

@@ -8,7 +8,6 @@ from weakref import ReferenceType
 from nanovllm.engine.sampling_state import PreparedParams
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import PromptEncoder
 
 if TYPE_CHECKING:
@@ -54,10 +53,6 @@ class Request:
     is_stream: bool = False
 
     @property
-    def params(self) -> SamplingParams:
-        return self.prepared.sampling.params
-
-    @property
     def is_finished(self) -> bool:
         return all(seq.is_finished for seq in self.seqs)
 
@@ -78,7 +73,7 @@ def make_outputs(requests: list[Request], encoder: PromptEncoder) -> list[Reques
     """Returns the results of requests, finished or not."""
     outputs = []
     for request in requests:
-        params = request.params
+        params = request.prepared.sampling.params
         output = RequestOutput(
             request_id=request.request_id,
             prompt=request.prepared.prompt,
@@ -91,8 +86,7 @@ def make_outputs(requests: list[Request], encoder: PromptEncoder) -> list[Reques
         if params.logprobs is not None or params.prompt_logprobs is not None:
             from nanovllm.engine.logprobs import add_logprobs
 
-            decode = encoder.decode_logprob_tokens if params.detokenize else None
-            add_logprobs(output, request.seqs, decode)
+            add_logprobs(output, request.seqs, encoder)
         outputs.append(output)
     return outputs
 

@@ -8,9 +8,10 @@ from nanovllm.kernels.sampling.pipeline import LogitEdits, SamplingInputs
 from nanovllm.kernels.sampling.sampling_row import ROW_WORDS, SAMPLING_ROW
 
 
-def prepare_sample(batch: Batch) -> SamplingInputs:
+def prepare_sample(batch: Batch, processed_logprobs: bool = False) -> SamplingInputs:
     """Builds the inputs to sample the batch's next tokens, on the host. All earlier tokens must
-    have been applied. Finished sequences have rows too, whose tokens are dropped later."""
+    have been applied. Finished sequences have rows too, whose tokens are dropped later.
+    ``processed_logprobs`` is a field of the result."""
     kinds = batch.sampling_kinds
     edits: LogitEdits = {}
     if any(kind.edits for kind in kinds):
@@ -23,7 +24,7 @@ def prepare_sample(batch: Batch) -> SamplingInputs:
         truncates=any(kind.truncates for kind in kinds),
         edits=edits,
         num_logprobs=max(counts, default=None),
-        processed_logprobs=any(kind.processed_logprobs for kind in kinds),
+        processed_logprobs=processed_logprobs,
     )
 
 

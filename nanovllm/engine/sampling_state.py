@@ -11,7 +11,7 @@ from nanovllm.config import Config
 from nanovllm.kernels.sampling.sampling_row import SAMPLING_ROW
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.grammars import Grammars
-from nanovllm.utils.panics import is_failure
+from nanovllm.utils.panics import as_value_error
 
 if TYPE_CHECKING:
     from nanovllm.engine.logit_edits import LogitEdit, PreparedEdits
@@ -25,14 +25,11 @@ class SamplingKind(NamedTuple):
         truncates: whether top_k, top_p or min_p is set.
         edits: whether masks, biases or penalties may have to be applied to the logits.
         num_logprobs: number of most likely tokens to report logprobs for; None for no logprobs.
-        processed_logprobs: whether logprobs are computed from the logits after edits, temperature
-            and truncation.
     """
 
     truncates: bool
     edits: bool
     num_logprobs: int | None
-    processed_logprobs: bool = False
 
 
 class SamplingState:
@@ -43,20 +40,15 @@ class SamplingState:
         seed: the seed of this sequence, any 64 bits.
         edits: masks, biases and penalties to apply before sampling; empty if there are none.
         vocab_size: the model's vocabulary size.
-        processed_logprobs: see ``SamplingKind``.
 
     Attributes:
         row: a SAMPLING_ROW as bytes, without its position, which each step fills in.
         kind: the sampler's features that it uses.
+        follows_tokens: whether it depends on sampled tokens: ``append_token`` must be called.
     """
 
     def __init__(
-        self,
-        params: SamplingParams,
-        seed: int,
-        edits: "Sequence[LogitEdit]",
-        vocab_size: int,
-        processed_logprobs: bool = False,
+        self, params: SamplingParams, seed: int, edits: "Sequence[LogitEdit]", vocab_size: int
     ) -> None:
         row = np.zeros((), SAMPLING_ROW)
         row["temperature"] = 0.0 if params.is_greedy else params.temperature
@@ -67,27 +59,21 @@ class SamplingState:
         self.row = row.tobytes()
         self.edits = edits
         self.vocab_size = vocab_size
+        self.follows_tokens = any(edit.follows_tokens for edit in edits)
         self.kind = SamplingKind(
             truncates=params.truncates,
             edits=bool(edits),
             num_logprobs=vocab_size if params.logprobs == -1 else params.logprobs,
-            processed_logprobs=processed_logprobs and params.logprobs is not None,
         )
 
-    @property
-    def follows_tokens(self) -> bool:
-        """Whether the state depends on sampled tokens: ``append_token`` must be called."""
-        return any(edit.follows_tokens for edit in self.edits)
+    def append_token(self, token_id: int) -> bool:
+        """Records a sampled token. Returns whether an edit ends the completion here.
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether an edit ends the completion here."""
-        return any(edit.is_finished for edit in self.edits)
-
-    def append_token(self, token_id: int) -> None:
-        """Records a sampled token. Raises ValueError if the grammar does not accept it."""
-        for edit in self.edits:
-            edit.append_token(token_id)
+        Raises:
+            ValueError: the grammar does not accept the token.
+        """
+        ends = [edit.append_token(token_id) for edit in self.edits]
+        return any(ends)
 
 
 class PreparedParams(NamedTuple):
@@ -96,15 +82,12 @@ class PreparedParams(NamedTuple):
     Attributes:
         params: a copy of the caller's.
         edits: makes the logit edits; None if the parameters need none.
+        grammar: the grammar that the text must match, compiled or not yet; None if there is none.
     """
 
     params: SamplingParams
-    edits: "PreparedEdits | None"
-
-    @property
-    def grammar(self) -> "Lazy | None":
-        """The grammar that the text must match, compiled or not yet; None if there is none."""
-        return None if self.edits is None else self.edits.grammar
+    edits: "PreparedEdits | None" = None
+    grammar: "Lazy | None" = None
 
 
 class SamplingStateFactory:
@@ -127,7 +110,6 @@ class SamplingStateFactory:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_logprobs = config.max_logprobs
-        self.processed_logprobs = config.logprobs_mode == "processed_logprobs"
         self.eos_token_ids = frozenset(eos_token_ids)
         # Requests with grammars start when their grammars are compiled, so their order varies. They
         # have their own generator, so that the seeds of other requests do not vary.
@@ -144,20 +126,16 @@ class SamplingStateFactory:
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-        try:
+        with as_value_error("sampling_params:"):  # tokenizers and compilers may raise anything
             params = params.clone()
             params.check()
             self._check(params)
-            edits = None
-            if params.edits_logits:
-                from nanovllm.engine.logit_edits import PreparedEdits
+            if not params.edits_logits:
+                return PreparedParams(params)
+            from nanovllm.engine.logit_edits import PreparedEdits
 
-                edits = PreparedEdits(params, self)
-            return PreparedParams(params, edits)
-        except BaseException as error:  # tokenizers and grammar compilers may raise anything
-            if not is_failure(error):
-                raise
-            raise ValueError(f"sampling_params: {error}") from error
+            edits = PreparedEdits(params, self)
+            return PreparedParams(params, edits, edits.grammar)
 
     def _check(self, params: SamplingParams) -> None:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
@@ -178,10 +156,10 @@ class SamplingStateFactory:
         self, prepared: PreparedParams, prompt_token_ids: Sequence[int]
     ) -> list[SamplingState]:
         """Makes a state for each of the request's ``n`` completions."""
-        params, edits = prepared
+        params, edits, grammar = prepared
         seed = params.seed
         if seed is None:
-            generator = self.random if prepared.grammar is None else self.grammar_random
+            generator = self.random if grammar is None else self.grammar_random
             seed = generator.getrandbits(64)
         # The first completion is the same as with n=1.
         seeds = (
@@ -190,6 +168,6 @@ class SamplingStateFactory:
         )
         edits_of_each = [()] * params.n if edits is None else edits.start(prompt_token_ids)
         return [
-            SamplingState(params, seed, own, self.vocab_size, self.processed_logprobs)
+            SamplingState(params, seed, own, self.vocab_size)
             for seed, own in zip(seeds, edits_of_each, strict=True)
         ]

@@ -111,12 +111,6 @@ class Sequence:
     def __len__(self) -> int:
         return self.num_tokens
 
-    def __repr__(self) -> str:
-        return (
-            f"Sequence({self.seq_id}, {self.status.name}, prompt={self.num_prompt_tokens}, "
-            f"len={self.num_tokens}, cached={self.num_cached_tokens}, blocks={self.block_tables})"
-        )
-
     @property
     def is_finished(self) -> bool:
         return self.status is FINISHED

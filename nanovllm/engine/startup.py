@@ -15,7 +15,7 @@ from nanovllm.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.checkpoints.weights import fill_with_dummy_weights, load_model
 from nanovllm.config import MAX_INT32, Config
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.model_runner import ModelRunner, NoGraphs
+from nanovllm.engine.model_runner import CapturedSteps, ModelRunner
 from nanovllm.kernels.attention.backend import AttentionShape, select_attention_backend
 from nanovllm.kernels.attention.block_tables import BlockTables
 from nanovllm.kernels.attention.kv_cache import KVCache
@@ -229,7 +229,7 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
     runner.model = build_model(runner)
     runner.sampler = make_sampler(runner.model.lm_head)
     runner.sampled_tokens = torch.zeros(config.max_step_seqs, dtype=torch.int64, device=device)
-    runner.graphs = NoGraphs()
+    runner.graphs = CapturedSteps()
     timed("model without weights")
     load_weights(runner, checkpoint)
     runner.barrier()
@@ -288,7 +288,7 @@ def load_weights(runner: ModelRunner, checkpoint: Checkpoint) -> None:
         load_model(runner.model, checkpoint.tensors(runner.device), runner.tp.rank == 0)
     for module in runner.model.modules():
         if isinstance(module, (LinearBase, ParallelLMHead)):
-            module.pack()
+            module.linear_weight.pack()
 
 
 def group_layers(windows: list[int | None]) -> dict[tuple[int, ...], int | None]:

@@ -22,15 +22,13 @@ class AppliedStep:
     """The changes that applying a step has made.
 
     Attributes:
-        num_prefilled: prompt tokens that it computed.
-        is_prefill: see ``Batch``.
+        num_prefilled: prompt tokens that it computed; 0 for a decode.
         sampled: the sequences that have a new token.
         finished: the sequences that ended, and how.
         retried: the sequences that are computed again, and for each the one that replaces it.
     """
 
     num_prefilled: int = 0
-    is_prefill: bool = False
     sampled: list[Sequence] = field(default_factory=list)
     finished: dict[Sequence, Finish] = field(default_factory=dict)
     retried: dict[Sequence, Sequence] = field(default_factory=dict)
@@ -109,7 +107,7 @@ class StepLoop:
             seq.completion.finish = finish
         finished |= self._process_text(sampled, token_ids, finished)
         num_prefilled = batch.num_tokens if batch.is_prefill else 0
-        return AppliedStep(num_prefilled, batch.is_prefill, sampled, finished, retried)
+        return AppliedStep(num_prefilled, sampled, finished, retried)
 
     def _process_text(
         self, sampled: list[Sequence], token_ids: list[int], finished: Iterable[Sequence]

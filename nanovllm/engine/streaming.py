@@ -31,7 +31,7 @@ def stream_outputs(
                 sampled, _ = engine._step()
                 advanced = dict.fromkeys(seq.request_id for seq in sampled)
                 updated = [own[request_id] for request_id in advanced if request_id in own]
-                outputs = make_outputs(updated, engine.prompt_encoder)
+                outputs = make_outputs(updated, engine.preparer.encoder)
             yield from outputs
         if not all(request.is_finished for request in requests):
             turns.check_still_open()

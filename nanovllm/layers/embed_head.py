@@ -52,21 +52,9 @@ class ParallelLMHead(VocabParallelEmbedding):
     """Computes logits for the positions that the step samples. Each rank computes the logits of its
     shard of the vocabulary."""
 
-    def pack(self) -> None:
-        """Converts the weight to the layout with the fastest matmul. Call it after every load of a
-        checkpoint. An embedding that shares the weight keeps the plain layout."""
-        self.linear_weight.pack()
-
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[N, embedding_dim] -> [num_seqs, num_embeddings_per_rank]."""
         indices = get_context().logits_indices
         if indices is not None:
             hidden_states = hidden_states[indices]
         return self.linear_weight.matmul(hidden_states)
-
-    def gather(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Gathers the logits of all ranks. Returns [num_rows, vocabulary] on rank 0, else None."""
-        if self.tp.size == 1:
-            return logits
-        parts = self.tp.gather(logits)
-        return torch.cat(parts, -1)[:, : self.num_embeddings].contiguous() if parts else None

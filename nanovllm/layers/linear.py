@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.quantization import new_linear_weight
 from nanovllm.quantization.base import Shard
 from nanovllm.utils.distributed import get_tp_group
@@ -44,37 +42,8 @@ class LinearBase(nn.Module):
         """Copies this rank's shard of a whole checkpoint tensor into a parameter of the layer."""
         self.linear_weight.load(param, loaded_weight, self.shards[shard_id])
 
-    def pack(self) -> None:
-        """Converts the weight to the layout with the fastest matmul. Call it after every load of a
-        checkpoint."""
-        self.linear_weight.pack()
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear_weight.matmul(x)
-
-    def norm_forward(
-        self,
-        norm: RMSNorm | None,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        act_fn: SiluAndMul | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes act_fn(self(norm(x + residual))), fused into one kernel where possible.
-
-        Args:
-            norm: None for no norm.
-            residual: None for zero.
-            act_fn: None for no activation.
-
-        Returns:
-            The result, and x + residual.
-        """
-        if norm is not None:
-            return self.linear_weight.norm_matmul(x, residual, norm, act_fn)
-        total = x if residual is None else x + residual
-        if act_fn is None:
-            return self.linear_weight.matmul(total), total
-        return self.linear_weight.matmul_swiglu(total, act_fn), total
 
 
 class ReplicatedLinear(LinearBase):
@@ -195,7 +164,7 @@ class RowParallelLinear(LinearBase):
 
         Returns:
             (result + residual, None), in which case the residual may be overwritten. Otherwise
-            (result, residual), which the next ``norm_forward`` adds.
+            (result, residual), which the next ``LinearWeight.norm_matmul`` adds.
         """
         if transform is not None:
             return transform(self(x)), residual

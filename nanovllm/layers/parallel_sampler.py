@@ -21,9 +21,13 @@ class ParallelSampler(Sampler):
 
     def __init__(self, head: ParallelLMHead) -> None:
         super().__init__()
-        self.tp, self.gather, self.vocab_start = head.tp, head.gather, head.vocab_start
+        self.tp, self.vocab_start, self.vocab_size = head.tp, head.vocab_start, head.num_embeddings
         end = min(head.vocab_start + head.num_embeddings_per_rank, head.num_embeddings)
         self.shard_size = max(end - head.vocab_start, 0)
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor | None:
+        parts = self.tp.gather(logits)
+        return torch.cat(parts, -1)[:, : self.vocab_size].contiguous() if parts else None
 
     def forward(
         self, logits: torch.Tensor, inputs: SamplingInputs | None, per_shard: bool = False

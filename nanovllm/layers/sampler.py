@@ -10,6 +10,10 @@ class Sampler(nn.Module):
     """Applies masks, biases and penalties, then samples with temperature and truncation. With
     several ranks, ``ParallelSampler`` takes its place."""
 
+    def gather(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Gathers the logits of all ranks. Returns [N, vocabulary] on rank 0, else None."""
+        return logits
+
     def forward(
         self, logits: torch.Tensor, inputs: SamplingInputs | None, per_shard: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -32,7 +32,9 @@ def make_norm(config: ModelConfig, size: int) -> RMSNorm:
     return RMSNorm(size, config.rms_norm_eps, dtype, config.norm_offset)
 
 
-def make_qk_norm(config: ModelConfig, spec: AttentionSpec, num_heads: int) -> nn.Module:
+def make_qk_norm(config: ModelConfig, spec: AttentionSpec, num_heads: int) -> Any:
+    if spec.qk_norm is None:
+        return None
     if spec.qk_norm == "head":
         return make_norm(config, spec.head_dim)
     from nanovllm.layers.all_heads_norm import AllHeadsRMSNorm
@@ -63,10 +65,7 @@ class DecoderAttention(nn.Module):
         params = AttentionParams(scale, spec.window, spec.softcap)
         self.attn = Attention(self.num_heads, self.head_dim, params, self.num_kv_heads, spec.sinks)
         self.norms_all_heads = spec.qk_norm == "all_heads"
-        self.q_norm: Any = None
-        self.k_norm: Any = None
-        if spec.qk_norm:
-            self.q_norm, self.k_norm = (make_qk_norm(config, spec, num) for num in heads)
+        self.q_norm, self.k_norm = (make_qk_norm(config, spec, num) for num in heads)
 
     def forward(
         self,
@@ -77,7 +76,7 @@ class DecoderAttention(nn.Module):
         output_norm: Transform | None,
         output_indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        qkv, residual = self.qkv_proj.norm_forward(norm, hidden_states, residual)
+        qkv, residual = self.qkv_proj.linear_weight.norm_matmul(hidden_states, residual, norm)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.norms_all_heads:
@@ -108,7 +107,7 @@ class DecoderMLP(nn.Module):
         norm: RMSNorm | None,
         output_norm: Transform | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x, residual = self.gate_up_proj.norm_forward(norm, x, residual, self.act_fn)
+        x, residual = self.gate_up_proj.linear_weight.norm_matmul(x, residual, norm, self.act_fn)
         return self.down_proj.forward_add(residual, x, output_norm)
 
 
@@ -128,7 +127,7 @@ class DecoderLayer(nn.Module):
 
     The outputs of attention and MLP are added to the residual in one of two places: in the
     projection that computes them (``RowParallelLinear.forward_add``), or in the next norm
-    (``LinearBase.norm_forward``). In the first case ``residual`` is None until the next norm.
+    (``LinearWeight.norm_matmul``). In the first case ``residual`` is None until the next norm.
 
     The last layer gets the context's ``output_indices``, which may be None. If it is not, only
     these rows are computed, except for keys and values, which are computed for all rows.

@@ -106,7 +106,7 @@ class LinearWeight(ABC):
 
     def pack(self) -> None:  # noqa: B027
         """Converts the weight to the layout with the fastest matmul. Call it after every load of a
-        checkpoint."""
+        checkpoint. An embedding that shares the weight keeps the plain layout."""
 
     @abstractmethod
     def matmul(self, x: Any) -> Tensor:
@@ -141,11 +141,14 @@ class LinearWeight(ABC):
         Args:
             x: [N, in], plain.
             residual: [N, in], or None for zero.
-            norm: an RMSNorm. Its ``weight`` [in] and ``eps`` are used.
+            norm: an RMSNorm, whose ``weight`` [in] and ``eps`` are used; None for no norm.
             act_fn: the SiluAndMul to apply to the result, or None.
 
         Returns:
             The result [N, out] or its SwiGLU [N, out / 2], and x + residual.
         """
-        normed, total = self.input_format.rms_norm(x, norm.weight, norm.eps, residual)
+        if norm is None:
+            normed = total = x if residual is None else x + residual
+        else:
+            normed, total = self.input_format.rms_norm(x, norm.weight, norm.eps, residual)
         return self.matmul(normed) if act_fn is None else self.matmul_swiglu(normed, act_fn), total

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nanovllm.kernels.gemm import swiglu, tiled
 from nanovllm.kernels.gemm.skinny import skinny_linear, skinny_norm_linear
-from nanovllm.quantization.base import LinearWeight, Shard
+from nanovllm.quantization.base import PLAIN, LinearWeight, Shard
 from nanovllm.utils.loader import copy_weight
 from nanovllm.utils.math import divide
 from nanovllm.utils.triton_compat import use_triton
@@ -157,7 +157,7 @@ class UnquantizedWeight(LinearWeight):
     def matmul_swiglu(self, x: Tensor, act_fn: Any) -> Any:
         weight = self._weight
         kernel = choose_kernel("matmul_swiglu", x, weight, self.bias)
-        if kernel is None or not act_fn.is_plain_swiglu:
+        if kernel is None or act_fn.function is not PLAIN.silu_and_mul:
             return super().matmul_swiglu(x, act_fn)
         return kernel(x, weight, self.bias)
 
@@ -174,6 +174,7 @@ class UnquantizedWeight(LinearWeight):
         weight = self._weight
         kernel = choose_kernel("norm_matmul", x, weight, self.bias)
         gated = act_fn is not None
-        if kernel is None or (gated and not act_fn.is_plain_swiglu):
+        is_fused = not gated or act_fn.function is PLAIN.silu_and_mul
+        if kernel is None or norm is None or not is_fused:
             return super().norm_matmul(x, residual, norm, act_fn)
         return kernel(x, weight, self.bias, gated, norm.weight, norm.eps, residual)

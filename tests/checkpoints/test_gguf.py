@@ -576,7 +576,7 @@ def test_the_files_tokenizer_reads_and_writes_text(
         assert spelled_out.prompt_token_ids == [bos, *ids]
         # Guards releases of transformers that put other steps before it.
         assert isinstance(llm.tokenizer.backend_tokenizer.decoder, ByteLevel)
-        detokenizer = llm.prompt_encoder.detokenizer(bos, SamplingParams())
+        detokenizer = llm.preparer.encoder.detokenizer(bos, SamplingParams())
         detokenizer.extend([bos, *ids, end])
         assert detokenizer.text == "cab!"
 

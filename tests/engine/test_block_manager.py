@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from nanovllm.engine.block_manager import BlockManager, NoPrefixCache
+from nanovllm.engine.block_manager import BlockCache, BlockManager
 from nanovllm.engine.parallel_sampling import fork
 from nanovllm.engine.prefix_cache import Block, PrefixCache
 from nanovllm.engine.sequence import Sequence
@@ -580,7 +580,7 @@ def test_without_prefix_caching_nothing_is_hashed_or_shared(monkeypatch: pytest.
     again = Sequence([1, 2, 3], block_size=2)
     manager.allocate(again)
     assert again.num_cached_tokens == 0
-    assert isinstance(manager.prefix_cache, NoPrefixCache)
+    assert type(manager.prefix_cache) is BlockCache
     check_blocks(manager, [b, again])
 
 

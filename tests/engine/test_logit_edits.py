@@ -53,4 +53,4 @@ def test_only_parameters_that_edit_logits_make_edits(values: dict[str, Any], num
     assert len(state.edits) == num_edits
     assert state.kind.edits == (num_edits > 0)
     assert state.follows_tokens == any(name.endswith("_penalty") for name in values)
-    assert not state.is_finished and not any(edit.error for edit in state.edits)
+    assert not state.append_token(3) and not any(edit.error for edit in state.edits)

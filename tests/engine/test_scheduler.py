@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.block_manager import NoPrefixCache
+from nanovllm.engine.block_manager import BlockCache
 from nanovllm.engine.model_inputs import prepare_decode, prepare_prefill
 from nanovllm.engine.policy import FirstComeFirstServed
 from nanovllm.engine.prefix_cache import PrefixCache
@@ -1040,7 +1040,7 @@ def test_reset_keeps_the_settings():
     scheduler.reset()
     manager = scheduler.block_manager
     assert (manager.num_blocks, manager.block_size) == (64, 4)
-    assert isinstance(manager.prefix_cache, NoPrefixCache)
+    assert type(manager.prefix_cache) is BlockCache
 
 
 def several(n: int, max_tokens: int | None = 4, **kwargs: Any) -> SamplingParams:

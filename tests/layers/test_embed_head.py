@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.checkpoints.weights import load_model
+from nanovllm.engine.startup import make_sampler
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.layers.attention import Attention
@@ -44,15 +45,16 @@ def build(layer_class: type[VocabParallelEmbedding], tp: TPGroup) -> VocabParall
 def run_layers(tp: TPGroup) -> dict[str, torch.Tensor | None]:
     embedding, head = build(VocabParallelEmbedding, tp), build(ParallelLMHead, tp)
     packed_head = build(ParallelLMHead, tp)
-    packed_head.pack()
+    packed_head.linear_weight.pack()
     outputs = {
         "embedding": embedding(torch.arange(VOCAB).flip(0)),
         "one_side": embedding(torch.tensor([0, 1, 0])),  # rank 0 holds them all
     }
     for name, layer in (("", head), ("packed_", packed_head)):
-        outputs[f"{name}all_rows"] = layer.gather(layer(hidden_states()))
+        gather = make_sampler(layer).gather
+        outputs[f"{name}all_rows"] = gather(layer(hidden_states()))
         with step_context(Context(logits_indices=torch.tensor(LOGITS_INDICES))):
-            outputs[f"{name}sampled_rows"] = layer.gather(layer(hidden_states()))
+            outputs[f"{name}sampled_rows"] = gather(layer(hidden_states()))
     return outputs
 
 
@@ -64,7 +66,7 @@ def run_model(path: str, tp: TPGroup) -> list[torch.Tensor | None]:
     load_model(model, checkpoint.tensors())
     for layer in model.modules():
         if isinstance(layer, LinearBase | ParallelLMHead):
-            layer.pack()
+            layer.linear_weight.pack()
     blocks_each = 3
     for layer in model.modules():
         if isinstance(layer, Attention):
@@ -75,7 +77,7 @@ def run_model(path: str, tp: TPGroup) -> list[torch.Tensor | None]:
     def step(ids: list[int], positions: list[int], context: Context) -> torch.Tensor | None:
         with step_context(context):
             hidden_states = model(torch.tensor(ids), torch.tensor(positions))
-            return model.lm_head.gather(model.compute_logits(hidden_states))
+            return make_sampler(model.lm_head).gather(model.compute_logits(hidden_states))
 
     lens = [len(prompt) for prompt in PROMPTS]
     bounds = torch.tensor([0, *lens]).cumsum(0)
@@ -162,7 +164,7 @@ def test_weight_loader_refuses_another_shape(layer_class):
 def test_packing_a_tied_head_leaves_the_embedding_as_it_is():
     embedding, head = build(VocabParallelEmbedding, TPGroup()), build(ParallelLMHead, TPGroup())
     head.weight = embedding.weight
-    head.pack()
+    head.linear_weight.pack()
     assert torch.equal(embedding.weight, whole_weight())
     ids = torch.arange(VOCAB)
     torch.testing.assert_close(embedding(ids), expected_outputs()["embedding"].flip(0))
@@ -191,7 +193,7 @@ def test_no_sampled_rows_give_no_logits(packed):
     """A step of prompt chunks alone samples nothing."""
     head = build(ParallelLMHead, TPGroup())
     if packed:
-        head.pack()
+        head.linear_weight.pack()
     with step_context(Context(logits_indices=torch.tensor([], dtype=torch.int64))):
         assert head(hidden_states()).shape == (0, VOCAB)
 

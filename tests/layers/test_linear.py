@@ -144,7 +144,7 @@ def expected_output(name: str, bias: bool, tp: TPGroup) -> torch.Tensor:
 def forward(name: str, bias: bool, packed: bool, tp: TPGroup) -> torch.Tensor:
     layer = build(name, bias, tp)
     if packed:
-        layer.pack()
+        layer.linear_weight.pack()
     with torch.inference_mode():
         return layer(rank_input(name, tp))
 
@@ -190,7 +190,7 @@ def test_any_number_of_rows(name, packed, shape):
     layer, x = build(name, True, TPGroup()), torch.randn(shape)
     expected = layer(x).detach()
     if packed:
-        layer.pack()
+        layer.linear_weight.pack()
     with torch.inference_mode():
         torch.testing.assert_close(layer(x), expected)
     assert expected.shape[:-1] == shape[:-1]

@@ -125,7 +125,7 @@ def test_norm_and_swiglu_produce_the_input_of_the_next_layer(taken):
     weight = load(down, None, 8, 6)
     x, residual = torch.randn(2, 5, 8)
     with torch.inference_mode():
-        y, total = gate_up.norm_forward(norm, x, residual, act_fn)
+        y, total = gate_up.linear_weight.norm_matmul(x, residual, norm, act_fn)
         y, stream = down.forward_add(total, y)
         normed = norm(x + residual)
     expected = (F.silu(normed @ gate.t()) * (normed @ up.t())) @ weight.t()
@@ -154,7 +154,8 @@ def test_an_unquantised_layer_feeds_a_quantised_one(
     nn.init.normal_(gate_up.weight)
     weight = load(down, None, 8, 6).to(device)
     with torch.inference_mode():
-        y, _ = gate_up.norm_forward(norm, x, None, SiluAndMul(down.linear_weight.input_format))
+        act_fn = SiluAndMul(down.linear_weight.input_format)
+        y, _ = gate_up.linear_weight.norm_matmul(x, None, norm, act_fn)
         normed = norm(x)
         expected = silu_and_mul(normed @ gate_up.weight.t()) @ weight.t()
         torch.testing.assert_close(down(y), expected, rtol=0.05, atol=0.1)
@@ -170,7 +171,7 @@ def test_a_decoder_is_built_of_them(tiny_models, taken):
     assert len(layers) == 4 * len(config.layers)
     assert all(isinstance(layer.linear_weight, BlockScaledWeight) for layer in layers)
     assert "model.layers.0.mlp.down_proj.weight_scale_inv" in dict(model.named_parameters())
-    assert model.model.layers[0].mlp.act_fn.output_format is INT8
+    assert model.model.layers[0].mlp.act_fn.function is INT8.silu_and_mul
     assert model.lm_head.weight.is_floating_point()
 
 

@@ -190,8 +190,8 @@ def test_loading_into_a_packed_weight(name, loads_in_inference_mode, device):
     fill(layer, 0)
     fill(expected, 1)
     with torch.inference_mode():
-        layer.pack()
-        expected.pack()
+        layer.linear_weight.pack()
+        expected.linear_weight.pack()
     weight, address = layer.weight, layer.weight.data_ptr() if device == "cuda" else None
     with torch.inference_mode(loads_in_inference_mode):
         fill(layer, 1)
@@ -221,7 +221,7 @@ class Tied(nn.Module):
     def load(self, *weights: torch.Tensor) -> None:
         names = ("embedding.weight", "head.weight")
         load_model(self, zip(names, weights, strict=False))
-        self.head.pack()
+        self.head.linear_weight.pack()
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -244,13 +244,13 @@ def test_a_cuda_graph_uses_reloaded_weights():
         layer, x = ReplicatedLinear(64, 64), torch.randn(4, 64)
     layer.weight.weight_loader(layer.weight, torch.randn(64, 64))
     with torch.inference_mode():
-        layer.pack()
+        layer.linear_weight.pack()
         layer(x)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = layer(x)
         new = torch.randn(64, 64)
         layer.weight.weight_loader(layer.weight, new)
-        layer.pack()
+        layer.linear_weight.pack()
         graph.replay()
         torch.testing.assert_close(y, x @ new.cuda().t(), rtol=1e-4, atol=1e-4)

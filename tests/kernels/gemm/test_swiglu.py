@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from nanovllm.kernels.gemm import swiglu as module
 from nanovllm.kernels.gemm.swiglu import check_gated_linear, gated_linear, supports
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
-from nanovllm.quantization.base import PLAIN
+from nanovllm.layers.activation import SiluAndMul
 from tests.kernels.oracle import assert_as_good_as_eager
 from tests.quantization.test_unquantized import Norm, make_weight
 
@@ -130,10 +130,10 @@ def test_large_matmuls_take_it(dtype, monkeypatch):
         module, "gated_linear", lambda x, weight: taken.append(len(x)) or gated_linear(x, weight)
     )
     norm = Norm(torch.ones(256, dtype=dtype, device="cuda"), 1e-6)
-    y, total = make_weight(weight).norm_matmul(x, None, norm, PLAIN)
+    y, total = make_weight(weight).norm_matmul(x, None, norm, SiluAndMul())
     assert taken == [1024] and y.shape == (1024, 1536) and total is x
     bias = torch.zeros(len(weight), dtype=dtype, device="cuda")
     for fewer in ((x[1:], None), (x, bias)):
-        other, _ = make_weight(weight, fewer[1]).norm_matmul(fewer[0], None, norm, PLAIN)
+        other, _ = make_weight(weight, fewer[1]).norm_matmul(fewer[0], None, norm, SiluAndMul())
         torch.testing.assert_close(other, y[-len(other) :], rtol=2e-2, atol=2e-2)
     assert len(taken) == 1
