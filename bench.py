@@ -271,7 +271,7 @@ def parse_args() -> argparse.Namespace:
     engine.add_argument("--enforce-eager", action="store_true")
     engine.add_argument("--dtype", default="auto")
     engine.add_argument("--max-model-len", type=int, help="default: the model's own")
-    engine.add_argument("--max-num-seqs", type=int, default=512)
+    engine.add_argument("--max-num-seqs", type=int, help="default: chosen by the engine")
     args = parser.parse_args()
     # The recorded command does not include ``--output``.
     args.command = f"python {shlex.join(sys.argv)}".replace(f" --output {args.output}", "")

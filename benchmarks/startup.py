@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--repeat", type=int, default=3, help="number of starts")
-    parser.add_argument("--max-num-seqs", type=int, default=512)
+    parser.add_argument("--max-num-seqs", type=int, help="default: chosen by the engine")
     parser.add_argument("--fresh-kernels", action="store_true")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -80,7 +80,9 @@ def measure(args: argparse.Namespace, *options: str) -> dict[str, Any]:
         The seconds of each part, in order, the device, and the process's stderr.
     """
     command = [sys.executable, *options, "-m", "benchmarks.startup", args.model, "--child"]
-    command += ["--tp", str(args.tp), "--max-num-seqs", str(args.max_num_seqs)]
+    command += ["--tp", str(args.tp)]
+    if args.max_num_seqs is not None:
+        command += ["--max-num-seqs", str(args.max_num_seqs)]
     with tempfile.TemporaryDirectory() as folder:
         caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "XDG_CACHE_HOME": f"{folder}/cache"}
         environment = {**os.environ, **(caches if args.fresh_kernels else {})}

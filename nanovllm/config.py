@@ -20,6 +20,7 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 ATTENTION_BACKENDS = ("auto", "flash_attn_4", "flash_attn", "triton", "torch")
 MAX_RANKS = 8
 MAX_INT32 = 2**31 - 1  # the kernels use int32 for slots, tokens and positions
+DEFAULT_NUM_SEQS = 512  # of max_num_seqs; start-up may choose more on a GPU
 MAX_STEP_TOKENS, MAX_STEP_SEQS = 2**24, 2**15  # larger values cannot run on any device
 
 
@@ -38,7 +39,9 @@ class Config:
         model: a local checkpoint directory, a ``.gguf`` file, or a hub id.
         max_num_batched_tokens: maximum number of tokens in one step. A longer prompt is prefilled
             in chunks. A shorter prompt is prefilled in one step.
-        max_num_seqs: maximum number of running sequences, which hold KV blocks.
+        max_num_seqs: maximum number of running sequences, which hold KV blocks. The default is 512
+            on a CPU. On a GPU, it is between 512 and 2,048, and depends on the memory that is left
+            for the KV cache.
         max_model_len: maximum number of prompt and completion tokens of a sequence. The default is
             the model's limit, or less if the KV cache cannot hold such a sequence.
         gpu_memory_utilization: fraction of the GPU's memory that the engine may use.
@@ -55,9 +58,10 @@ class Config:
         attention_backend: "flash_attn_4" or "flash_attn" (the packages), "triton" (nanovllm's own
             kernels), "torch", or "auto" for the fastest available backend.
         enable_prefix_caching: share the KV blocks of equal prompt prefixes.
-        enable_reordering: admit the prompts of ``generate`` in an order that takes less time: equal
-            prefixes together, and those with the most tokens to generate first. If False, the
-            prompts are admitted in the order given. Results are always in the order of the prompts.
+        enable_reordering: admit the prompts of ``generate`` and of batch files in an order that
+            takes less time: equal prefixes together, and those with the most tokens to generate
+            first. If False, the prompts are admitted in the order given. The results of
+            ``generate`` are always in the order of the prompts.
         load_format: "auto" loads the checkpoint's weights; "dummy" uses random weights and needs
             only the checkpoint's config.
         seed: seed of the sampler and of dummy weights.
@@ -76,7 +80,7 @@ class Config:
 
     model: Annotated[str, path_or_hub_id]
     max_num_batched_tokens: Annotated[int, integer(1, MAX_STEP_TOKENS)] = 16384
-    max_num_seqs: Annotated[int, integer(1, MAX_STEP_SEQS)] = 512
+    max_num_seqs: Annotated[int | None, optional(integer(1, MAX_STEP_SEQS))] = None
     max_model_len: Annotated[int | None, optional(integer(2, MAX_INT32))] = None
     gpu_memory_utilization: Annotated[float, number(0, 1, above=True)] = 0.9
     tensor_parallel_size: Annotated[int, integer(1, MAX_RANKS)] = 1
@@ -110,8 +114,9 @@ class Config:
 
     @property
     def max_step_seqs(self) -> int:
-        """The maximum number of sequences in one step. Each has at least one token."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens)
+        """The maximum number of sequences in one step, unless start-up chooses a larger one. Each
+        has at least one token."""
+        return min(self.max_num_seqs or DEFAULT_NUM_SEQS, self.max_num_batched_tokens)
 
     def __post_init__(self) -> None:
         for name, validate in validators_of(Config).items():

@@ -51,6 +51,7 @@ SMALL: dict[str, Any] = {
     "device": "cpu",
 }
 OPTIONS = [word for k, v in SMALL.items() for word in (f"--{k.replace('_', '-')}", str(v))]
+OPTIONS.append("--no-enable-reordering")  # so that a line's time does not depend on later lines
 PARTS = {
     "forms": ["line", "envelope", "field", "type", "sampling", "chat sampling"],
     "prompts": ["prompt", "messages", "template options", "untrusted template"],

@@ -30,7 +30,7 @@ from example import fetch_smollm2
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.workers import WorkerError
-from nanovllm.run_batch import cli, job, writer
+from nanovllm.run_batch import cli, job, runner, writer
 from nanovllm.run_batch.cli import main, make_parser
 from nanovllm.run_batch.job import Job
 from nanovllm.run_batch.journal import Journal
@@ -51,7 +51,7 @@ SMALL: dict[str, Any] = {
     "max_num_batched_tokens": 64,
     "device": "cpu",
 }
-WINDOW = 8  # twice max_num_seqs
+WINDOW = 32  # eight times max_num_seqs
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ALL_DONE, SOME_FAILED, CANNOT_START, FAULT, INTERRUPTED = 0, 1, 2, 70, 75
 
@@ -481,6 +481,59 @@ def test_a_job_reads_no_further_than_its_window(llm: LLM, tmp_path: Path, monkey
     assert most["read"] <= WINDOW + 1
 
 
+def test_long_prompts_make_the_window_smaller(llm: LLM, tmp_path: Path, monkeypatch):
+    """So that memory is bounded: a job then has twice max_num_seqs requests."""
+    monkeypatch.setattr(runner, "MAX_QUEUED_TOKENS", 300)
+    in_ = write_input(tmp_path / "in", [request(str(i), prompt="x" * 60) for i in range(40)])
+    step, nums = llm.step, []
+    monkeypatch.setattr(llm, "step", lambda: nums.append(len(llm._requests)) or step())
+    run(llm, in_, tmp_path / "out")
+    assert len(read_output(tmp_path / "out")) == 40
+    assert 4 < max(nums) <= 2 * SMALL["max_num_seqs"]
+
+
+def test_a_job_starts_with_its_first_lines(llm: LLM, tmp_path: Path, monkeypatch):
+    """Guards an engine that waits until a job has read all that it can order."""
+    lines = [request(str(i), prompt="x" * 20, max_tokens=40) for i in range(60)]
+    step, nums = llm.step, []
+    monkeypatch.setattr(llm, "step", lambda: nums.append(len(llm._requests)) or step())
+    run(llm, write_input(tmp_path / "in", lines), tmp_path / "out")
+    full_step = -(-SMALL["max_num_batched_tokens"] // 21)
+    assert nums[0] == full_step < nums[1] <= 2 * full_step and max(nums) == WINDOW
+
+
+def test_a_job_runs_equal_prefixes_together_and_the_longest_first(model_path, tmp_path: Path):
+    """Among 6 prefixes; the KV cache holds 4 prompts. The records are those of the file's order,
+    also without seeds."""
+    rng = random.Random(0)
+    prefixes = [[rng.randrange(5, 60) for _ in range(64)] for _ in range(6)]
+    lines = []
+    for i in range(120):
+        prompt = prefixes[i % 6] + [rng.randrange(5, 60) for _ in range(3)]
+        body = {"max_tokens": rng.randint(1, 9), "ignore_eos": True, "temperature": i % 3 / 2}
+        lines.append(request(str(i), prompt=prompt, **body))
+    rng.shuffle(lines)
+    in_ = write_input(tmp_path / "in", lines)
+    found, num_computed = {}, {}
+    for reorders in (True, False):
+        num_computed[reorders], out = 0, tmp_path / str(reorders)
+        options = {**SMALL, "max_num_batched_tokens": 256, "num_kvcache_blocks": 36}
+        with LLM(model_path, **options, dtype="float32", enable_reordering=reorders) as llm:
+            model_run = llm.model_runner.run
+
+            def counting(batch: Any, reorders: bool = reorders, run: Any = model_run) -> Any:
+                num_computed[reorders] += batch.num_tokens * batch.is_prefill
+                return run(batch)
+
+            llm.model_runner.run = counting  # type: ignore[method-assign]
+            run(llm, in_, out)
+            metrics = llm.metrics()
+            assert (metrics.num_grouped > 40) == (metrics.num_longest_first > 5) == reorders
+        found[reorders] = by_id(read_output(out))
+    assert found[True] == found[False]
+    assert num_computed[True] < 0.5 * num_computed[False], num_computed
+
+
 def test_short_requests_do_not_wait_for_long_ones(llm: LLM, tmp_path: Path):
     long = request("long", max_tokens=80, ignore_eos=True)
     items = [long, *(request(str(i), max_tokens=2) for i in range(30))]
@@ -625,7 +678,8 @@ def test_a_request_to_end_lets_what_runs_finish(llm: LLM, tmp_path: Path):
 def test_a_request_that_started_in_part_is_dropped_at_the_end(llm: LLM, tmp_path: Path):
     """Guards a grace that is spent on prompts whose request cannot be finished."""
     body = {"max_tokens": 30, "ignore_eos": True}
-    items = [request("first", max_tokens=2), request("wide", prompt=["a"] * 50, **body)]
+    first = request("first", max_tokens=40, ignore_eos=True)  # the longest, so it runs first
+    items = [first, request("wide", prompt=["a"] * 50, **body)]
     in_, out = write_input(tmp_path / "in", items), tmp_path / "out"
     stop = StopAfter(1, 5)
     run(llm, in_, out, stop)
@@ -804,13 +858,13 @@ def test_an_engine_that_fails_to_take_a_request_fails_for_that_alone(
     broken = make()
     real = broken.add_request
 
-    def add_request(prepared: Any) -> str:
+    def add_request(prepared: Any, **options: Any) -> str:
         if prepared.prompt == "prompt 5":
             if loses:
                 for request_id in list(broken._requests):
                     broken.abort_request(request_id)
             raise MemoryError("no room")
-        return real(prepared)
+        return real(prepared, **options)
 
     monkeypatch.setattr(broken, "add_request", add_request)
     run(broken, in_, tmp_path / "out")
@@ -1284,7 +1338,7 @@ def test_a_signal_ends_a_job_when_what_runs_is_done(
 
 def test_no_grace_ends_a_job_at_once(jobs: Jobs, model_path: Path, tmp_path: Path):
     in_, out, log = write_input(tmp_path / "in", long_lines()), tmp_path / "out", tmp_path / "log"
-    args = arguments(model_path, in_, out, "--grace=0")
+    args = arguments(model_path, in_, out, "--grace=0", "--no-enable-reordering")
     with running(jobs, args, out, log) as pid:
         os.kill(pid, signal.SIGTERM)
         assert jobs.wait(pid) == INTERRUPTED

@@ -46,8 +46,8 @@ def on_poison(action: Callable[[], None]) -> None:
     """Does something in each step in which the engine has the poisonous prompt."""
     add_request, step, held = LLM.add_request, LLM.step, set()
 
-    def add(self: LLM, prompt: Any, *args: Any) -> str:
-        request_id = add_request(self, prompt, *args)
+    def add(self: LLM, prompt: Any, *args: Any, **options: Any) -> str:
+        request_id = add_request(self, prompt, *args, **options)
         if POISON in str(prompt):
             held.add(request_id)
         return request_id
@@ -204,7 +204,7 @@ def test_a_process_that_dies_without_a_request_ends_the_job(
 def test_a_job_that_hears_no_signal_ends_soon_after_its_grace(
     jobs: Jobs, model_path: Path, tmp_path: Path
 ):
-    items = lines_with(20, 19)
+    items = lines_with(60, 59)  # more than a job has under way
     in_, out, log = write_input(tmp_path / "in", items), tmp_path / "out", tmp_path / "log"
     args = arguments(model_path, in_, out, "--grace=0")
     with running(jobs, args, out, log, f"{__name__}:hang_in_step") as pid:

@@ -68,6 +68,7 @@ class LLMEngine:
             **asdict(config),
             "tokenizer": config.tokenizer or config.model,
             "dtype": llm.model_runner.dtype,
+            "max_num_seqs": llm.scheduler.max_num_seqs,
             "max_model_len": llm.scheduler.max_len,
             "vocab_size": llm.preparer.encoder.vocab_size,
             "tokenizer_mode": "auto",

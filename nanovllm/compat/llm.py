@@ -63,7 +63,7 @@ class LLM(llm.LLM):
         model: str | os.PathLike[str],
         *,
         max_num_batched_tokens: int = 16384,
-        max_num_seqs: int = 512,
+        max_num_seqs: int | None = None,
         max_model_len: int | None = None,
         gpu_memory_utilization: float = 0.9,
         tensor_parallel_size: int = 1,

@@ -29,11 +29,13 @@ GRAPH_BYTES = 8 << 20
 
 
 def decode_sizes(max_num_seqs: int) -> list[GraphSize]:
-    """Returns the sizes of the decodes to capture, ascending. Small sizes are close together,
-    because padding costs most there. The last size is the largest batch, up to 2,048 sequences."""
+    """Returns the sizes of the decodes to capture, ascending: up to 16 sequences apart for up to
+    256 sequences, up to an eighth of the size for up to 512, and up to a quarter beyond. Padding
+    costs less there, because a padded row reads no keys and values. The last size is the largest
+    batch, up to 2,048 sequences."""
     largest = min(max_num_seqs, MAX_DECODE_SEQS)
     sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32)]
-    sizes += [*range(576, 1025, 64), *range(1152, MAX_DECODE_SEQS, 128)]
+    sizes += [*range(640, 1025, 128), *range(1280, MAX_DECODE_SEQS, 256)]
     sizes = [size for size in sizes if size < largest] + [largest]
     return [GraphSize(False, size, size) for size in sizes]
 
@@ -64,17 +66,20 @@ def uses_graphs(runner: ModelRunner) -> bool:
 
 
 def graph_sizes(runner: ModelRunner) -> list[GraphSize]:
-    """Returns the sizes of the steps to capture: prefills, then decodes, each ascending. Decodes
-    are captured with and without shared prefixes, because the kernel for these takes time even if
-    there are none."""
-    max_seqs = runner.config.max_step_seqs
+    """Returns the sizes of the steps to capture: prefills, then decodes, each ascending.
+
+    Decodes are also captured with shared prefixes. They need a graph of their own, because the
+    kernel for prefixes would take time in other steps too. To have fewer graphs, only every second
+    size is captured, so padding is a quarter at most.
+    """
+    max_seqs = runner.max_num_seqs
     max_tokens = min(runner.config.max_num_batched_tokens, max_seqs * runner.max_model_len)
     # In a mixture of experts a token is computed with a share of the parameters.
     params = runner.model.model.layers.parameters()
     num_params = sum(int(p.numel() * getattr(p, "active_share", 1)) for p in params)
     decodes = decode_sizes(max_seqs)
     if runner.prefix_finder is not None:
-        shared = [size._replace(shares_prefixes=True) for size in decodes]
+        shared = [size._replace(shares_prefixes=True) for size in decodes[::-2]]
         decodes = sorted(decodes + [size for size in shared if size.num_seqs >= MIN_SEQS])
     return prefill_sizes(max_tokens, max_seqs, num_params) + decodes
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.config import Config
+from nanovllm.config import DEFAULT_NUM_SEQS, Config
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.startup import allocate_kv_cache, most_blocks
 from nanovllm.utils.math import heads_per_rank
@@ -10,6 +10,8 @@ from nanovllm.utils.memory import available_bytes
 from nanovllm.utils.timer import Timer
 
 CPU_CACHE_BYTES = 4 << 30
+MAX_DEFAULT_NUM_SEQS = 2048
+LOGITS_SHARE = 32  # of the memory that is left, float32 logits of the largest decode take 1/32
 # Upper bound on the memory of the CUDA context and libraries, which PyTorch's statistics leave out
 # (H200, CUDA 13).
 CONTEXT_BYTES = 600 << 20
@@ -22,6 +24,26 @@ def max_num_blocks(runner: ModelRunner) -> int:
         total_bytes = torch.cuda.mem_get_info(runner.device)[1]
         num_bytes = int(total_bytes * runner.config.gpu_memory_utilization)
     return max(1, num_bytes // block_bytes(runner))
+
+
+def choose_num_seqs(runner: ModelRunner, weight_bytes: int) -> int:
+    """Returns the maximum number of sequences in a step on a GPU, if the user sets no number:
+    between 512 and 2,048.
+
+    The KV cache, whose size is not known yet, could not hold more sequences. Each takes at least
+    one block in each group of layers, and the scheduler keeps one more free for it. More sequences
+    would also take more memory for logits.
+    """
+    config, model = runner.config, runner.model_config
+    total_bytes = torch.cuda.mem_get_info(runner.device)[1]
+    left = int(total_bytes * config.gpu_memory_utilization) - weight_bytes - CONTEXT_BYTES
+    num_blocks = config.num_kvcache_blocks
+    if num_blocks == -1:
+        num_blocks = left // block_bytes(runner)
+    most_in_cache = num_blocks // (2 * len(runner.windows))
+    logits_bytes = 4 * model.vocab_size // runner.tp.size  # of a sequence
+    most = min(MAX_DEFAULT_NUM_SEQS, most_in_cache, left // (LOGITS_SHARE * logits_bytes))
+    return min(max(DEFAULT_NUM_SEQS, most), config.max_num_batched_tokens)
 
 
 def block_bytes(runner: ModelRunner) -> int:
@@ -76,7 +98,7 @@ def measure_kv_cache(runner: ModelRunner, bytes_before: int, timed: Timer) -> in
 def num_blocks_on_cpu(config: Config, bytes_per_block: int, blocks_per_seq: int) -> int:
     """Returns the number of blocks that ``max_num_seqs`` sequences can fill, limited to 4 GiB and
     half of the available memory. The system allocates pages only when they are first written."""
-    wanted = config.max_num_seqs * blocks_per_seq
+    wanted = config.max_step_seqs * blocks_per_seq
     return min(wanted, max(1, min(CPU_CACHE_BYTES, available_bytes() // 2) // bytes_per_block))
 
 

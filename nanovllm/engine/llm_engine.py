@@ -80,6 +80,7 @@ class LLMEngine:
             started.eos_token_id,
             windows=self.model_runner.windows,
             cache_len=started.cache_len,
+            max_num_seqs=self.model_runner.max_num_seqs,
         )
         self.loop = StepLoop(self.scheduler, self.model_runner)
         self.sampling_states = SamplingStateFactory(

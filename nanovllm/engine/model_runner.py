@@ -52,6 +52,7 @@ class ModelRunner(LeftToParent):
 
     Attributes:
         device: the device on which it runs; a GPU has an index.
+        max_num_seqs: the maximum number of sequences in one step.
         dtype: the dtype of weights, activations and KV cache.
         tp: the tensor-parallel group.
         backend: the attention backend.
@@ -93,6 +94,7 @@ class ModelRunner(LeftToParent):
         self.config = config
         self.model_config = model_config
         self.max_model_len = max_model_len
+        self.max_num_seqs = config.max_step_seqs
         self.device = device
         self.tp = TPGroup()
         self.prefix_finder: PrefixFinder | None = None

@@ -1,7 +1,7 @@
 """Admission when many requests are known at once: equal prefixes together, the longest first."""
 
 from bisect import bisect_left
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
@@ -36,13 +36,14 @@ class OfflineOrder(FirstComeFirstServed):
         super().__init__()
         self.shares_prefixes = shares_prefixes
         self.pools: deque[_Pool] = deque()  # only the last one takes new sequences
-        # The pool of each waiting sequence, oldest sequence first. Ordered: the first key of a dict
-        # is slow to find after many removals.
-        self.pool_of: OrderedDict[Sequence, _Pool] = OrderedDict()
+        self.pool_of: dict[Sequence, _Pool] = {}  # of each waiting sequence, oldest first
+        # The same sequences, and some that no longer wait: in a dict, the first key is slow to
+        # find after many removals.
+        self.arrivals: deque[Sequence] = deque()
 
     @property
     def head(self) -> Sequence:
-        return self[0] if super().__len__() else self.pools[0].head
+        return self[0] if deque.__len__(self) else self.pools[0].head
 
     def add(self, seq: Sequence) -> None:
         if not seq.may_reorder:
@@ -50,18 +51,23 @@ class OfflineOrder(FirstComeFirstServed):
             return
         if not self.pools or self.pools[-1].num_added >= POOL_SIZE:
             self.pools.append(_Pool(self.shares_prefixes))
-        # First, so that ``remove`` can undo an interrupted call.
-        self.pool_of[seq] = self.pools[-1]
-        self.pools[-1].add(seq)
+        pool = self.pools[-1]
+        self.pool_of[seq] = pool  # first, so that ``remove`` can undo an interrupted call
+        self.arrivals.append(seq)
+        pool.add(seq)
 
     def popleft(self) -> Sequence:
-        if super().__len__():
+        if deque.__len__(self):
             return super().popleft()
         seq, was_grouped = self.pools[0].admit()
-        if seq is not next(iter(self.pool_of)):  # it overtakes an earlier one
+        while self.arrivals[0] not in self.pool_of:
+            self.arrivals.popleft()
+        if seq is not self.arrivals[0]:  # it overtakes an earlier one
             self.num_grouped += was_grouped
             self.num_longest_first += not was_grouped
-        self.remove(seq)
+        del self.pool_of[seq]
+        if not self.pools[0].root.members:
+            self.pools.popleft()
         return seq
 
     def remove(self, seq: Sequence) -> None:
@@ -70,16 +76,19 @@ class OfflineOrder(FirstComeFirstServed):
             super().remove(seq)
             return
         pool.remove(seq)
-        if pool.is_empty:
+        if not pool.root.members:
             self.pools.remove(pool)
+        if not self.pool_of:
+            self.arrivals.clear()
 
     def clear(self) -> None:
         super().clear()
         self.pools.clear()
         self.pool_of.clear()
+        self.arrivals.clear()
 
     def __len__(self) -> int:
-        return super().__len__() + len(self.pool_of)
+        return deque.__len__(self) + len(self.pool_of)
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from super().__iter__()
@@ -116,9 +125,8 @@ class _Group:
 
     def next_key(self) -> tuple[int, bool]:
         """Returns the key of the member to admit from next, and whether the key is a recent one."""
-        for key in reversed(self.recent):
-            if key in self.members:
-                return key, True
+        if not self.recent.keys().isdisjoint(self.members.keys()):
+            return next(key for key in reversed(self.recent) if key in self.members), True
         while (key := self.heap[0][2]) not in self.members:
             heappop(self.heap)
         return key, False
@@ -134,10 +142,6 @@ class _Pool:
         # The groups from the root to the head, each with the key of the next member on the path and
         # whether this key is a recent one. Empty if the head must be determined again.
         self.path: list[tuple[_Group, int, bool]] = []
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.root.members
 
     @property
     def head(self) -> Sequence:
@@ -160,9 +164,8 @@ class _Pool:
         while True:
             key = self._key(seq, group.num_blocks)
             heappush(group.heap, (seq.num_tokens - seq.max_len, seq.seq_id, key))
-            member = group.members.get(key)
-            if member is None:
-                group.members[key] = seq
+            member = group.members.setdefault(key, seq)
+            if member is seq:
                 return
             num_equal = self._count_equal_blocks(seq, member, group.num_blocks + 1)
             if isinstance(member, _Group) and num_equal == member.num_blocks:
@@ -179,32 +182,37 @@ class _Pool:
             group.members[key] = group = split
 
     def admit(self) -> tuple[Sequence, bool]:
-        """Marks the head's prefixes as recent. Returns the head, and whether one of its prefixes
-        was recent before. The head stays in the pool until ``remove``."""
-        seq = self.head
-        for group, key, _ in self.path:
+        """Removes the head, and marks its prefixes as recent. Returns the head, and whether one of
+        its prefixes was recent before."""
+        seq, was_grouped = self.head, False
+        for group, key, was_recent in self.path:
+            was_grouped |= was_recent
             if key >= 0:
                 group.recent.pop(key, None)
                 group.recent[key] = None
                 if len(group.recent) > NUM_RECENT:
                     del group.recent[next(iter(group.recent))]
-        return seq, any(was_recent for _, _, was_recent in self.path)
+        self._remove_member(self.path)
+        return seq, was_grouped
 
     def remove(self, seq: Sequence) -> None:
         """Removes a sequence, if the tree has it, and the groups that this leaves empty."""
-        self.path = []
-        path: list[tuple[_Group, int]] = []
+        path: list[tuple[_Group, int, bool]] = []
         member: _Group | Sequence | None = self.root
         while isinstance(member, _Group):
             key = self._key(seq, member.num_blocks)
-            path.append((member, key))
+            path.append((member, key, False))
             member = member.members.get(key)
-        if member is not seq:
-            return
-        for group, key in reversed(path):
+        if member is seq:
+            self._remove_member(path)
+
+    def _remove_member(self, path: list[tuple[_Group, int, bool]]) -> None:
+        """Removes the member at the end of a path, and the groups that this leaves empty."""
+        for group, key, _ in reversed(path):
             del group.members[key]
             if group.members:
                 break
+        self.path = []
 
     def _num_blocks(self, seq: Sequence) -> int:
         """Returns the number of full blocks that other sequences may share."""

@@ -14,8 +14,8 @@ NO_TOKEN = (
     "no token could be sampled: the model's logits are NaN or infinite, or the sampling parameters "
     "allow no token"
 )
-# A prefill delays decodes only if 1/16 of the max_num_seqs slots is free, or one for each waiting
-# prompt.
+# A prefill delays decodes only if it can admit 1/16 as many prompts as there are slots, or all that
+# are waiting.
 ADMISSION_SHARE = 16
 RECOVERY_STEPS = 100  # limits lowered by an out-of-memory error double after this many steps
 
@@ -44,6 +44,7 @@ class Scheduler:
             ``config.enable_reordering``, and first come, first served without.
         windows: the window of each group of layers; None for a group that attends to all tokens.
         cache_len: the length of the longest sequence that the blocks hold, if a group has a window.
+        max_num_seqs: maximum number of residents; None for the config's.
     """
 
     def __init__(
@@ -56,8 +57,9 @@ class Scheduler:
         policy: FirstComeFirstServed | None = None,
         windows: Seq[int | None] = (None,),
         cache_len: int | None = None,
+        max_num_seqs: int | None = None,
     ) -> None:
-        self.max_num_seqs = config.max_step_seqs
+        self.max_num_seqs = max_num_seqs or config.max_step_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_model_len = max_model_len
         # A sequence that has the cache to itself must fit, or it could never finish.
@@ -258,8 +260,16 @@ class Scheduler:
     def _can_admit_several(self, residents: int) -> bool:
         """Whether enough prompts can be admitted to make a prefill worth the delay of the decodes.
         Without this check, each sequence that finishes would cause a prefill of a single prompt."""
+        num_waiting, manager = len(self.waiting), self.block_manager
         num_free = self.max_seqs_now - residents
-        return num_free >= min(len(self.waiting), self.max_seqs_now // ADMISSION_SHARE)
+        if not num_waiting or num_free < min(num_waiting, self.max_seqs_now // ADMISSION_SHARE):
+            return False
+        # The KV cache may hold fewer sequences than there are slots. Blocks count in the same way:
+        # 1/16 of them, or as many as 1/16 of the residents would need.
+        several = min(num_waiting, residents // ADMISSION_SHARE)
+        needed = several * self.waiting.head.num_blocks * len(self.windows)
+        needed = min(needed, manager.num_blocks // ADMISSION_SHARE)
+        return needed + residents * len(self.windows) <= len(manager.free_block_ids)
 
     def _can_admit(self, seq: Sequence, residents: int) -> bool:
         # With a spare block for each resident, all of them can cross their next block boundary.

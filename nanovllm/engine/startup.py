@@ -91,12 +91,13 @@ def start_up(config: Config) -> StartedModel:
     block_size, num_blocks = config.kvcache_block_size, runner.num_kvcache_blocks
     cache_len = longest_sequence(runner, num_blocks)  # in tokens
     logger.info(
-        "%s on %s in %s: %d KV blocks of %d tokens, sequences of up to %d tokens (%s)",
+        "%s on %s in %s: %d KV blocks of %d tokens, %d running sequences of up to %d tokens (%s)",
         model_config.architecture,
         runner.device,
         str(runner.dtype).removeprefix("torch."),
         num_blocks,
         block_size,
+        runner.max_num_seqs,
         min(max_model_len, cache_len),
         "as many as the KV cache holds"
         if cache_len < max_model_len
@@ -228,12 +229,17 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
     limit_model_len(runner, num_blocks)  # also limits the length of the rotary embedding table
     runner.model = build_model(runner)
     runner.sampler = make_sampler(runner.model.lm_head)
-    runner.sampled_tokens = torch.zeros(config.max_step_seqs, dtype=torch.int64, device=device)
     runner.graphs = CapturedSteps()
     timed("model without weights")
     load_weights(runner, checkpoint)
     runner.barrier()
     timed("weights")
+    if on_gpu and config.max_num_seqs is None:
+        from nanovllm.engine.kv_cache import choose_num_seqs
+
+        num_seqs = choose_num_seqs(runner, torch.cuda.memory_allocated(device) - bytes_before)
+        runner.max_num_seqs = runner.tp.min(num_seqs, device)
+    runner.sampled_tokens = torch.zeros(runner.max_num_seqs, dtype=torch.int64, device=device)
     if on_gpu:
         from nanovllm.engine.warmup import compile_kernels
 
@@ -369,7 +375,7 @@ def allocate_kv_cache(runner: ModelRunner, num_blocks: int) -> None:
             f"num_kvcache_blocks"
         ) from error
     runner.num_kvcache_blocks = num_blocks
-    num_rows = runner.config.max_step_seqs
+    num_rows = runner.max_num_seqs
     width = cdiv(runner.max_model_len, runner.config.kvcache_block_size)
     runner.block_tables = BlockTables(len(groups), num_rows, width, runner.device)
     for group, indices in enumerate(groups):

@@ -19,7 +19,7 @@ def warmup_model(runner: ModelRunner) -> None:
     """Runs two prefills of ``max_num_batched_tokens``: one with as many sequences as possible, and
     one with as few, because a backend may use different kernels for them. All sequences sample, and
     share one block."""
-    num_tokens, most = runner.config.max_num_batched_tokens, runner.config.max_step_seqs
+    num_tokens, most = runner.config.max_num_batched_tokens, runner.max_num_seqs
     completion = Completion(SamplingState(SamplingParams(), 0, [], runner.model_config.vocab_size))
     for num_seqs in {most, min(most, cdiv(num_tokens, runner.max_model_len))}:
         items = []

@@ -22,7 +22,7 @@ from nanovllm.llm import LLM
 from nanovllm.run_batch.journal import Journal
 from nanovllm.run_batch.records import ID_PREFIX, Record
 from nanovllm.run_batch.request import BatchRequest
-from nanovllm.run_batch.runner import EngineLostError, Runner, describe
+from nanovllm.run_batch.runner import MAX_WINDOW, EngineLostError, Runner, describe, max_window
 from nanovllm.run_batch.stop import StopOnSignal
 
 logger = logging.getLogger("nanovllm.run_batch")
@@ -142,8 +142,10 @@ class Replicas:
         num_replicas: int,
         num_requests: int,
     ) -> None:
-        # Twice a Runner's ``window``. A small job is divided evenly.
-        self._max_requests = min(4 * options["max_num_seqs"], ceil(num_requests / num_replicas))
+        # A Runner's ``window``, of which its engine runs a part. A small job is divided evenly.
+        max_num_seqs = options["max_num_seqs"]
+        max_requests = MAX_WINDOW if max_num_seqs is None else max_window(max_num_seqs)
+        self._max_requests = min(max_requests, ceil(num_requests / num_replicas))
         self._unassigned: deque[BatchRequest] = deque()  # requests of lost machines
         self._num_deaths = 0  # since a request last finished
         self._is_stopping = False

@@ -22,10 +22,21 @@ from nanovllm.run_batch.stop import StopOnSignal
 
 logger = logging.getLogger("nanovllm.run_batch")
 
+# The engine can order only the requests that it has. In a simulation of 5,000 shuffled prompts with
+# 50 prefixes, a KV cache for 15 of them and max_num_seqs=512, prefills computed 1.80 times the
+# distinct tokens with 4 * max_num_seqs requests, 1.09 times with 8 *, and 1.03 times with all.
+QUEUE_FACTOR = 8
+MAX_WINDOW = 2**14  # unless it would be less than twice max_num_seqs
+MAX_QUEUED_TOKENS = 2**22  # of prompts; each takes about 50 bytes
 MAX_ATTEMPTS = 3
 NUM_THREADS = 4  # for preparing requests
 WAIT_SECONDS = 0.1  # longest wait for these threads before ``stop`` is checked again
 EXHAUSTED: Any = object()
+
+
+def max_window(max_num_seqs: int) -> int:
+    """Returns the maximum number of completions in an engine that reorders requests."""
+    return max(2 * max_num_seqs, min(QUEUE_FACTOR * max_num_seqs, MAX_WINDOW))
 
 
 class EngineLostError(RuntimeError):
@@ -41,7 +52,8 @@ class _RequestState:
         attempt: how many earlier attempts ended in a failure of the engine or its process.
         generation: the request's parsed body.
         prompts: the request's prompts, prepared for the engine.
-        request_ids: the engine's request ids of the prompts that have been added to it, in order.
+        request_ids: the engine's request ids of the prompts that have been added to it, in order,
+            and the number of tokens of each prompt.
         outputs: the outputs of finished prompts, by request id.
     """
 
@@ -49,7 +61,7 @@ class _RequestState:
     attempt: int
     generation: Generation = None  # type: ignore[assignment]  # until it is prepared
     prompts: Sequence[PreparedRequest] = ()
-    request_ids: list[str] = field(default_factory=list)
+    request_ids: dict[str, int] = field(default_factory=dict)
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
 
     @property
@@ -66,6 +78,10 @@ class Runner:
     request that always makes the engine fail does not affect others. A broken engine is replaced.
     Requests that were in flight when an earlier process died are run in the same way.
 
+    The engine has several times the requests that it can run at a time, and orders them so that the
+    job takes less time (see ``Config.enable_reordering``). Between two steps, only the requests for
+    one full prefill are read, so that the engine does not wait.
+
     Requests with a grammar or their own chat template may take long to prepare. Threads prepare
     them while the engine runs other requests.
 
@@ -81,22 +97,28 @@ class Runner:
     Attributes:
         llm: the engine; None after a failure, until an engine is needed again.
         window: the maximum number of completions in the engine. A prompt with more completions than
-            that runs alone.
+            that runs alone. If their prompts have MAX_QUEUED_TOKENS or more, or if the engine does
+            not reorder requests, the maximum is twice ``max_num_seqs``.
         num_in_flight: the number of completions in the engine.
+        num_tokens_in_flight: the number of tokens of their prompts.
     """
 
     def __init__(
         self, make_llm: Callable[[], LLM], model_names: Sequence[str], journal: Journal
     ) -> None:
         self.llm: LLM | None = make_llm()
-        self.window = 2 * self.llm.config.max_num_seqs
-        self.num_in_flight = 0
+        config, max_num_seqs = self.llm.config, self.llm.scheduler.max_num_seqs
+        self.window = small_window = 2 * max_num_seqs
+        if config.enable_reordering:
+            self.window = max_window(max_num_seqs)
+        self.num_in_flight = self.num_tokens_in_flight = 0
+        self._small_window = small_window
+        self._tokens_per_step = config.max_num_batched_tokens
+        self._num_new_tokens = 0  # of prompts added since the last step
         self._make_llm = make_llm
         self._model_names = model_names
         self._journal = journal
-        seed = self.llm.config.seed
-        self._defaults = replace(self.llm.get_default_sampling_params(), seed=seed)
-        self._windows = (self.window, isqrt(self.window), 1)  # for each attempt
+        self._defaults = replace(self.llm.get_default_sampling_params(), seed=config.seed)
         self._waiting: list[_RequestState] = []  # to be retried
         # Active requests, oldest first. All of them are at the same attempt. A request is prepared
         # first. Then its prompts are ready, and then they are in flight in the engine.
@@ -176,12 +198,22 @@ class Runner:
         full, no request is being retried, and fewer than ``window`` requests wait for a retry."""
         # A request that waits at attempt 0 was not in flight when the engine failed: it is next.
         may_read = self._attempt == 0 and len(self._waiting) < self.window
+        may_read = may_read and self._num_new_tokens < self._tokens_per_step
         return may_read and self._can_start and all(state.attempt for state in self._waiting)
 
     @property
     def _can_start(self) -> bool:
-        num_started = self.num_in_flight + len(self._preparing)
-        return not self._ready and num_started < self._windows[self._attempt]
+        num_preparing = len(self._preparing)
+        may_prepare = not self._ready and num_preparing < self._small_window
+        return may_prepare and self.num_in_flight + num_preparing < self._window_now
+
+    @property
+    def _window_now(self) -> int:
+        """The maximum number of completions in the engine at the current attempt."""
+        if self._attempt:
+            return isqrt(self._small_window) if self._attempt == 1 else 1
+        is_long = self.num_tokens_in_flight >= MAX_QUEUED_TOKENS
+        return self._small_window if is_long else self.window
 
     def _add(self, request: BatchRequest) -> None:
         """Starts a request. If earlier processes died while running it, it waits for a retry, or
@@ -211,6 +243,7 @@ class Runner:
         self._fill_engine()
         if self._in_flight:
             llm = self._ensure_engine()
+            self._num_new_tokens = 0
             try:
                 outputs = llm.step()
                 if llm.is_finished() and len(outputs) < len(self._in_flight):
@@ -289,22 +322,23 @@ class Runner:
 
     def _fill_engine(self) -> None:
         """Adds prompts to the engine up to the window."""
-        window = self._windows[self._attempt]
         while self._ready:
             state, prompt = self._ready[0]
-            if self._in_flight and self.num_in_flight + state.num_completions > window:
+            if self._in_flight and self.num_in_flight + state.num_completions > self._window_now:
                 return
             self._ready.popleft()
             if state not in self._active:  # another of its prompts has ended it
                 continue
             try:
-                request_id = self._ensure_engine().add_request(prompt)
+                request_id = self._ensure_engine().add_request(prompt, may_reorder=True)
             except Exception as error:
                 self._handle_failure(error, [state])
                 return
             self._in_flight[request_id] = state
             self.num_in_flight += state.num_completions
-            state.request_ids.append(request_id)
+            state.request_ids[request_id] = num_tokens = len(prompt.prompt_token_ids)
+            self.num_tokens_in_flight += num_tokens
+            self._num_new_tokens += num_tokens
 
     def _remove(self, request_id: str) -> _RequestState | None:
         """Removes a prompt from those in flight. Returns its request, or None if the prompt is not
@@ -312,6 +346,7 @@ class Runner:
         state = self._in_flight.pop(request_id, None)
         if state is not None:
             self.num_in_flight -= state.num_completions
+            self.num_tokens_in_flight -= state.request_ids[request_id]
         return state
 
     def _finish(self, state: _RequestState, output: RequestOutput) -> None:
@@ -387,12 +422,9 @@ class Runner:
         """Ends all requests with a prompt that is not in flight, or that waits in the engine's own
         queue."""
         self._waiting.clear()
-        num_running = self.llm.metrics().num_running if self.llm and self._in_flight else 0
         unstarted = {state for state, _ in self._ready}
-        for state in self._in_flight.values():  # the engine runs them in this order
-            if num_running <= 0:
-                unstarted.add(state)
-            num_running -= state.num_completions
+        queue = self.llm.scheduler.waiting if self.llm is not None else ()
+        unstarted |= {self._in_flight[seq.request_id] for seq in queue}
         self._end_all(kept={*self._in_flight.values()} - unstarted)
 
 

@@ -79,6 +79,37 @@ def test_a_gpu_with_too_little_for_the_longest_sequence():
         on_gpu(free_bytes=3 * GIB, may_shorten=True)
 
 
+@pytest.mark.parametrize(
+    ("settings", "total_gib", "num_ranks", "windows", "expected"),
+    [
+        ({}, 140, 1, (None,), 2048),  # 1.1M tokens
+        ({}, 80, 1, (None,), (72 * GIB - 2 * GIB - kv_cache.CONTEXT_BYTES) // (28 << 20) // 2),
+        ({}, 24, 1, (None,), 512),
+        ({}, 80, 2, (None,), 2048),  # each rank has half of the keys and values
+        ({}, 140, 1, (None, 128, 128, 128), (126 - 2) * 1024 // 28 // 8),  # four blocks each
+        ({"num_kvcache_blocks": 2000}, 140, 1, (None,), 1000),
+        ({"num_kvcache_blocks": 20}, 140, 1, (None,), 512),
+        ({"num_kvcache_blocks": 9000}, 40, 1, (None,), 1844),  # the logits of more are over 1/32
+        ({"max_num_batched_tokens": 1024}, 140, 1, (None,), 1024),
+    ],
+)
+def test_a_gpu_gets_as_many_sequences_as_its_cache_can_hold(
+    settings, total_gib, num_ranks, windows, expected, monkeypatch
+):
+    """With Qwen3-0.6B's figures: a block of 256 tokens has 28 MiB, logits 151,936 numbers."""
+    runner: Any = SimpleNamespace(
+        config=Config("model", tensor_parallel_size=num_ranks, **settings),
+        device=torch.device("cuda", 0),
+        dtype=torch.bfloat16,
+        tp=SimpleNamespace(size=num_ranks),
+        model_config=SimpleNamespace(num_key_value_heads=8, head_dim=128, vocab_size=151_936),
+        kv_groups=((*range(28),),) * len(windows),
+        windows=windows,
+    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, total_gib * GIB))
+    assert kv_cache.choose_num_seqs(runner, 2 * GIB) == pytest.approx(expected, abs=12)
+
+
 def test_what_a_gpu_holds_is_measured_around_the_largest_steps(monkeypatch):
     """The peak of the warm-up above what stays is activations; what was there before the runner is
     not its own. The figures of the GPU are made up, and graphs take 1 GiB."""

@@ -856,6 +856,23 @@ def test_prompts_join_several_at_a_time_while_more_wait_than_find_room():
     assert sum(decoded) / len(decoded) > 60
 
 
+def test_prompts_join_several_at_a_time_where_the_cache_is_smaller_than_the_slots():
+    """Guards a prefill of one prompt whenever a sequence finishes: only free slots counted, of
+    which there were always enough. These prompts were admitted in 170 steps."""
+    scheduler = make_scheduler(num_blocks=1500, max_num_seqs=512, max_num_batched_tokens=4096)
+    rng = random.Random(0)
+    for i in range(1000):
+        scheduler.add(Sequence([i] * 40, greedy(max_tokens=rng.randrange(1, 40)), 4))
+    admitted, decoded = [], []
+    for batch in drain(scheduler):
+        if batch.is_prefill:
+            admitted.append(len(batch))
+        elif scheduler.waiting:
+            decoded.append(len(batch))
+    assert sum(admitted) == 1000 and len(admitted) < 120
+    assert sum(decoded) / len(decoded) > 100
+
+
 def test_a_prompt_joins_at_once_where_there_is_room_for_all_that_wait():
     scheduler = make_scheduler(num_blocks=2000, max_num_seqs=64)
     for i in range(63):
