@@ -32,7 +32,15 @@ import torch
 from benchmarks.experts import count_experts
 from benchmarks.profile import profile_steps
 from benchmarks.roofline import measure_peaks, num_experts_read, roofline_seconds
-from benchmarks.workloads import CHATS, SHAPES, Workload, chat_workload, random_workload
+from benchmarks.workloads import (
+    CHATS,
+    SHAPES,
+    SHARED,
+    Workload,
+    chat_workload,
+    random_workload,
+    shared_workload,
+)
 from nanovllm import LLM, SamplingParams, __version__
 
 OPTIONAL_PACKAGES = ["flash-attn", "flash-attn-4", "quack-kernels"]
@@ -46,6 +54,8 @@ def main() -> None:
         loaded = perf_counter()
         if args.workload in CHATS:
             workload = chat_workload(args.workload, llm.tokenizer, args.num_prompts)
+        elif args.workload in SHARED:
+            workload = shared_workload(args.workload, args.num_prompts)
         else:
             workload = random_workload(
                 args.workload, args.num_prompts, args.input_len, args.output_len
@@ -70,7 +80,9 @@ def main() -> None:
             run_seconds, done = run(llm, workload, args.temperature, args.sampling)
             seconds.append(run_seconds)
         record |= rates(done, seconds)
-        record["num_preemptions"] = llm.metrics().num_preemptions  # the total of all runs
+        metrics = llm.metrics()  # of all runs
+        record["num_preemptions"] = metrics.num_preemptions
+        record["num_shared_prefix_steps"] = metrics.num_shared_prefix_steps
         mlp = llm.model_runner.model_config.layers[-1].mlp
         num_seqs = min(len(workload.prompts), llm.scheduler.max_num_seqs)
         if mlp.num_experts > 1 and args.tp == 1:  # other ranks' routers cannot be observed
@@ -93,7 +105,8 @@ def main() -> None:
                     4,
                 ),
             }
-        if llm.model_runner.device.type == "cuda":
+        # The roofline counts the keys and values of each sequence, whether shared or not.
+        if llm.model_runner.device.type == "cuda" and args.workload not in SHARED:
             bandwidth, rate = measure_peaks(llm.model_runner.device)
             bound = roofline_seconds(
                 llm.model_runner.model_config, done, bandwidth * args.tp, rate * args.tp
@@ -123,7 +136,7 @@ def run(
         The seconds, and the workload with the actual output lengths, which stop strings may have
         shortened.
     """
-    basic = {"temperature": temperature, "ignore_eos": True}
+    basic = {"temperature": temperature, "ignore_eos": True, "n": workload.n}
     params = [
         SamplingParams(**{**basic, **sampling, "max_tokens": n}) for n in workload.output_lens
     ]
@@ -223,7 +236,7 @@ def parse_args() -> argparse.Namespace:
         help=f"checkpoint, or one of {', '.join(shapes)}; default qwen3-0.6b on a GPU, "
         f"SmolLM2-135M-Instruct on a CPU, for chats and with --compare",
     )
-    parser.add_argument("--workload", choices=[*SHAPES, *CHATS], default="mixed256")
+    parser.add_argument("--workload", choices=[*SHAPES, *SHARED, *CHATS], default="mixed256")
     parser.add_argument("--num-prompts", type=int, help="overrides the number of prompts")
     parser.add_argument("--input-len", type=_bounds, metavar="MIN[:MAX]")
     parser.add_argument("--output-len", type=_bounds, metavar="MIN[:MAX]")

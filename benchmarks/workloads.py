@@ -9,11 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts of token ids, and the number of tokens to generate for each."""
+    """Prompts of token ids, and the number of tokens to generate for each of ``n`` completions."""
 
     name: str
     prompts: list[list[int]]
     output_lens: list[int]
+    n: int = 1
 
     @property
     def num_input_tokens(self) -> int:
@@ -21,7 +22,7 @@ class Workload:
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(self.output_lens)
+        return self.n * sum(self.output_lens)
 
 
 # Name -> number of prompts, (shortest, longest) input, (shortest, longest) output. mixed256 is
@@ -63,6 +64,28 @@ def _parse(name: str) -> tuple[int, tuple[int, int], tuple[int, int]]:
     """Returns the sizes in a name such as ``8 x (10:20 + 30:40)``."""
     count, *bounds = map(int, re.findall(r"\d+", name))
     return count, (bounds[0], bounds[1]), (bounds[2], bounds[3])
+
+
+# Name -> number of prompts, tokens of their common prefix, other tokens, output, completions.
+SHARED = {"shared-prefix": (512, 2048, 32, 64, 1), "n64": (32, 0, 1000, 64, 64)}
+
+
+def shared_workload(name: str, num_prompts: int | None = None) -> Workload:
+    """Makes a workload of random tokens whose sequences share prefixes.
+
+    Args:
+        name: a key of SHARED.
+        num_prompts: replaces the number in SHARED. The workload's name then states the number.
+    """
+    count, prefix_len, own_len, output_len, n = SHARED[name]
+    if num_prompts not in (None, count):
+        count, name = num_prompts, f"{name} x {num_prompts}"
+    rng = random.Random(0)
+    prefix, *own = (
+        [rng.randint(0, 10000) for _ in range(length)]
+        for length in (prefix_len, *[own_len] * count)
+    )
+    return Workload(name, [prefix + tokens for tokens in own], [output_len] * count, n)
 
 
 TOPICS = ["the tides", "a compass", "photosynthesis", "the printing press"]

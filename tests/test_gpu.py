@@ -17,6 +17,7 @@ from gguf import GGMLQuantizationType as Quant
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import shared_prefixes
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.completion import Completion
 from nanovllm.engine.cuda_graphs import (
@@ -135,7 +136,11 @@ def test_graphs_replay_exactly_what_eager_computes(small_model, backend, dtype):
         return
     with LLM(small_model, attention_backend=backend, dtype=dtype, max_num_seqs=32) as llm:
         runner = llm.model_runner
-        assert sorted(runner.graphs.graphs) == decode_sizes(32) + prefill_sizes(16384, 32, 10**6)
+        shared = {size for size in runner.graphs.graphs if size.shares_prefixes}
+        plain = sorted(runner.graphs.graphs.keys() - shared)
+        assert plain == decode_sizes(32) + prefill_sizes(16384, 32, 10**6)
+        sizes = {size.num_seqs for size in shared}
+        assert sizes == ({8, 32} if runner.backend.shares_prefixes else set())
         for num_seqs in [1, 2, 3, 4, 8, 11, 16, 31, 32]:
             batch = decode_batch(llm, num_seqs)
             inputs = runner.prepare(batch, runner.graphs.size_for(batch))
@@ -151,6 +156,43 @@ def test_graphs_replay_exactly_what_eager_computes(small_model, backend, dtype):
             # Padding changes the products' shapes, so their rounding; bf16 is 8 times as coarse.
             tolerance = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.4}[dtype]
             assert (replayed[:num_seqs] - unpadded).abs().max() < tolerance * unpadded.std()
+            llm.scheduler.reset()
+            llm._requests.clear()
+            llm.loop.in_flight = None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_graphs_with_shared_prefixes_replay_exactly_what_eager_computes(
+    small_model, dtype, monkeypatch
+):
+    """Bit for bit; and up to rounding what they compute without shared prefixes."""
+    monkeypatch.setattr(shared_prefixes, "MIN_SAVED_BYTES", 1)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    settings = {"attention_backend": "triton", "dtype": dtype, "max_num_seqs": 32}
+    with LLM(small_model, **settings) as llm:
+        runner = llm.model_runner
+        common = [i % 4000 for i in range(600)]
+        for num_seqs in [4, 5, 16, 31, 32]:
+            for i in range(num_seqs):
+                llm.add_request(common + [i + 5] * (1 + 3 * i), params)
+            llm.step()
+            plain = llm.scheduler.schedule()
+            assert not plain.is_prefill and len(plain) == num_seqs
+            batch = runner.prefix_finder.add_prefixes(plain)
+            assert len(batch.prefixes.groups) == 1 and len(batch.prefixes.members) == num_seqs
+            size = runner.graphs.size_for(batch)
+            assert size.shares_prefixes and size.num_seqs >= num_seqs
+            inputs, as_is = runner.prepare(batch, size), runner.prepare(plain, None)
+            drawn = runner.sampled_tokens.clone()
+            with torch.inference_mode(), small_cublas_workspace():
+                replayed = runner.graphs.replay(inputs).clone()
+                runner.sampled_tokens.copy_(drawn)
+                _, eager = runner.run_model(inputs.to(runner.device))
+                runner.sampled_tokens.copy_(drawn)
+                _, unshared = runner.run_model(as_is.to(runner.device))
+            assert torch.equal(replayed[:num_seqs], eager[:num_seqs])
+            tolerance = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.4}[dtype]
+            assert (replayed[:num_seqs] - unshared).abs().max() < tolerance * unshared.std()
             llm.scheduler.reset()
             llm._requests.clear()
             llm.loop.in_flight = None

@@ -58,6 +58,7 @@ CAPABILITIES = {
     "engine/prefix_cache.py": "With enable_prefix_caching, BlockManager makes a PrefixCache "
     "instead of a BlockCache.",
     "engine/offline_order.py": "With enable_reordering, the scheduler's policy is an OfflineOrder.",
+    "engine/shared_prefixes.py": "Start-up makes a PrefixFinder if attention can share prefixes.",
     "engine/parallel_sampling.py": "The scheduler calls start_siblings for a prompt with siblings.",
     "engine/logit_edits.py": "A SamplingState has a list of edits, empty for plain sampling.",
     "engine/logprobs.py": "The loop and the runner call it for sequences that ask for logprobs.",

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from nanovllm.engine.sampling_state import SamplingKind
 from nanovllm.engine.sequence import Sequence
+from nanovllm.kernels.attention.prefix_schedule import SharedPrefixes
 
 
 class ScheduledSequence(NamedTuple):  # cheap: a step makes one for each of its sequences
@@ -31,13 +32,15 @@ class Batch:
     each.
 
     ``block_copies`` are pairs (source, target) of KV blocks. The step copies them first, one after
-    the other. Each sequence has ``num_groups`` block tables.
+    the other. Each sequence has ``num_groups`` block tables. A decode reads ``prefixes`` once for
+    all sequences that share them.
     """
 
     items: tuple[ScheduledSequence, ...]
     is_prefill: bool
     block_copies: tuple[tuple[int, int], ...] = ()
     num_groups: int = 1
+    prefixes: SharedPrefixes | None = None
 
     def __len__(self) -> int:
         return len(self.items)

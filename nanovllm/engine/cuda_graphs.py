@@ -12,6 +12,7 @@ import torch
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_inputs import GraphSize, PackedInputs
 from nanovllm.engine.model_runner import CapturedSteps, ModelRunner
+from nanovllm.kernels.attention.prefix_schedule import MIN_SEQS, NO_PREFIXES
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
 from nanovllm.models.decoder import DecoderModel
 
@@ -65,13 +66,22 @@ def uses_graphs(runner: ModelRunner) -> bool:
 
 
 def graph_sizes(runner: ModelRunner) -> list[GraphSize]:
-    """Returns the sizes of the steps to capture: prefills, then decodes, each ascending."""
+    """Returns the sizes of the steps to capture: prefills, then decodes, each ascending.
+
+    Decodes are also captured with shared prefixes. They need a graph of their own, because the
+    kernel for prefixes would take time in other steps too. To have fewer graphs, only every second
+    size is captured, so padding is a quarter at most.
+    """
     max_seqs = runner.max_num_seqs
     max_tokens = min(runner.config.max_num_batched_tokens, max_seqs * runner.max_model_len)
     # In a mixture of experts a token is computed with a share of the parameters.
     params = runner.model.model.layers.parameters()
     num_params = sum(int(p.numel() * getattr(p, "active_share", 1)) for p in params)
-    return prefill_sizes(max_tokens, max_seqs, num_params) + decode_sizes(max_seqs)
+    decodes = decode_sizes(max_seqs)
+    if runner.prefix_finder is not None:
+        shared = [size._replace(shares_prefixes=True) for size in decodes[::-2]]
+        decodes = sorted(decodes + [size for size in shared if size.num_seqs >= MIN_SEQS])
+    return prefill_sizes(max_tokens, max_seqs, num_params) + decodes
 
 
 @torch.inference_mode()
@@ -174,7 +184,15 @@ class StepGraphs(CapturedSteps):
         When a step is yielded, the buffer holds its inputs, which are all padding."""
         num_groups, _, width = self.runner.block_tables.resident.shape
         packed_inputs = {
-            size: self.runner.prepare(Batch((), size.is_prefill, num_groups=num_groups), size)
+            size: self.runner.prepare(
+                Batch(
+                    (),
+                    size.is_prefill,
+                    num_groups=num_groups,
+                    prefixes=NO_PREFIXES if size.shares_prefixes else None,
+                ),
+                size,
+            )
             for size in sorted(sizes, reverse=True)
         }
         ends = [  # if all blocks of all sequences are new
@@ -203,6 +221,7 @@ class StepGraphs(CapturedSteps):
             size
             for size in self.graphs
             if size.is_prefill == batch.is_prefill
+            and size.shares_prefixes == (batch.prefixes is not None)
             and size.num_tokens >= num_tokens
             and size.num_seqs >= num_seqs
         )

@@ -99,7 +99,6 @@ class LLMEngine:
         self.recommended_sampling = started.recommended_sampling
         self.throughput = Throughput()
         self._requests: dict[str, Request] = {}
-        self._device = self.model_runner.device
         self._request_ids = count()
 
     def prepare(
@@ -253,7 +252,7 @@ class LLMEngine:
         self.turns.check_open()
         from nanovllm.engine.metrics import read_metrics
 
-        return read_metrics(self.scheduler, self.throughput, self._device)
+        return read_metrics(self.scheduler, self.throughput, self.model_runner)
 
     def close(self) -> None:
         """Frees the model and the KV cache; the engine cannot be used again.

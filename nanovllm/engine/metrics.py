@@ -3,8 +3,7 @@
 import logging
 from dataclasses import dataclass
 
-import torch
-
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.utils.memory import held_bytes
 from nanovllm.utils.throughput import Throughput
@@ -28,6 +27,8 @@ class EngineMetrics:
             prefix with a recently admitted sequence.
         num_longest_first: how many sequences of ``generate`` overtook an earlier one for the other
             reason: they, or sequences with the same prefix, may generate more tokens.
+        num_shared_prefix_steps: the number of decode steps that read prefixes once for several
+            sequences, which share their KV blocks.
         prompt_tokens_per_second: the prefill throughput in the last window of 5 seconds.
         generated_tokens_per_second: the decode throughput in the same window.
         gpu_memory_bytes: the memory that PyTorch holds on rank 0's GPU; None on a CPU.
@@ -42,16 +43,18 @@ class EngineMetrics:
     num_preemptions: int
     num_grouped: int
     num_longest_first: int
+    num_shared_prefix_steps: int
     prompt_tokens_per_second: float
     generated_tokens_per_second: float
     gpu_memory_bytes: int | None = None
 
 
 def read_metrics(
-    scheduler: Scheduler, throughput: Throughput, device: torch.device
+    scheduler: Scheduler, throughput: Throughput, runner: ModelRunner
 ) -> EngineMetrics:
     """Returns a snapshot of the metrics."""
     blocks = scheduler.block_manager
+    finder = runner.prefix_finder
     prompt_rate, generated_rate = throughput.rates()
     return EngineMetrics(
         num_running=len(scheduler.running),
@@ -64,9 +67,10 @@ def read_metrics(
         num_preemptions=scheduler.num_preemptions,
         num_grouped=scheduler.waiting.num_grouped,
         num_longest_first=scheduler.waiting.num_longest_first,
+        num_shared_prefix_steps=finder.num_steps if finder else 0,
         prompt_tokens_per_second=prompt_rate,
         generated_tokens_per_second=generated_rate,
-        gpu_memory_bytes=held_bytes(device),
+        gpu_memory_bytes=held_bytes(runner.device),
     )
 
 

@@ -22,11 +22,13 @@ OWN_TENSORS = ("input_ids", "positions", "sampling_rows")
 
 
 class GraphSize(NamedTuple):
-    """The size of a captured step: its maximum number of new tokens and of sequences."""
+    """The size of a captured step: its maximum number of new tokens and of sequences, and whether
+    it is a decode that reads shared prefixes once."""
 
     is_prefill: bool
     num_tokens: int
     num_seqs: int
+    shares_prefixes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,26 +151,26 @@ def prepare_decode(
     batch: Batch,
     block_size: int,
     padded_size: int = 0,
-    split_kv: Callable[[np.ndarray], np.ndarray | None] | None = None,
+    split_kv: Callable[[np.ndarray, Any], np.ndarray | None] | None = None,
 ) -> ModelInputs:
     """Builds the inputs of a decode, which computes each sequence's last token.
 
     For a captured step, padding rows are added up to ``padded_size``. Their keys and values are not
     stored (slot -1), and their context length is 0. ``split_kv`` computes the split-KV schedules
-    from the context lengths.
+    from the context lengths and the batch's shared prefixes.
     """
     seqs = [item.seq for item in batch.items]
     num_seqs = len(seqs)
     size = max(num_seqs, padded_size)
     input_ids, positions, context_lens = (np.zeros(size, dtype=np.int32) for _ in range(3))
     input_ids[:num_seqs] = [seq.last_token for seq in seqs]
-    context_lens[:num_seqs] = [len(seq) for seq in seqs]
+    context_lens[:num_seqs] = [seq.num_tokens for seq in seqs]  # faster than len(seq)
     positions[:num_seqs] = context_lens[:num_seqs] - 1
     offsets, slot_mapping = positions[:num_seqs] % block_size, _no_slots(batch, size)
     for group, slots in enumerate(slot_mapping):
         last_blocks = np.array([seq.block_tables[group][-1] for seq in seqs], dtype=np.int32)
         slots[:num_seqs] = last_blocks * block_size + offsets
-    schedule = None if split_kv is None else split_kv(context_lens)
+    schedule = None if split_kv is None else split_kv(context_lens, batch.prefixes)
     return ModelInputs(
         input_ids=torch.from_numpy(input_ids),
         positions=torch.from_numpy(positions),

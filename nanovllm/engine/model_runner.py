@@ -1,7 +1,7 @@
 """Runs scheduled batches on one rank's device. Makes no scheduling decisions."""
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs
 from nanovllm.engine.sampling_inputs import prepare_sample, sampling_rows
 from nanovllm.kernels.attention.backend import AttentionBackend
 from nanovllm.kernels.attention.block_tables import BlockTables
+from nanovllm.kernels.attention.prefix_schedule import SharedPrefixes
 from nanovllm.kernels.sampling.pipeline import SamplingInputs
 from nanovllm.kernels.sampling.sampled_tokens import fill_in_sampled
 from nanovllm.layers.sampler import Sampler
@@ -25,6 +26,9 @@ from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.forks import LeftToParent
 from nanovllm.utils.garbage import collect_all
 from nanovllm.utils.math import cdiv, heads_per_rank
+
+if TYPE_CHECKING:
+    from nanovllm.engine.shared_prefixes import PrefixFinder
 
 
 class CapturedSteps:
@@ -63,6 +67,7 @@ class ModelRunner(LeftToParent):
         graphs: captured steps.
         sampled_tokens: int64 [max_num_seqs], the tokens that the last step sampled, by row. The
             next step reads its input tokens from here.
+        prefix_finder: finds prefixes that decodes share; None if attention cannot use them.
         startup_seconds: how long each part of start-up took.
     """
 
@@ -92,6 +97,7 @@ class ModelRunner(LeftToParent):
         self.max_num_seqs = config.max_step_seqs
         self.device = device
         self.tp = TPGroup()
+        self.prefix_finder: PrefixFinder | None = None
         self.startup_seconds: dict[str, float] = {}
 
     def call(self, method: str, step: InFlightStep | None, *args: Any) -> Any:
@@ -120,6 +126,8 @@ class ModelRunner(LeftToParent):
             ValueError: this process is a forked child of the one that made the engine.
             WorkerError: another rank has failed. Every later call raises it too.
         """
+        if self.prefix_finder is not None:
+            batch = self.prefix_finder.add_prefixes(batch)
         inputs = self.prepare(batch, self.graphs.size_for(batch))
         step = self.call("run_step", None, inputs, batch.block_copies)
         step.batch = batch
@@ -230,7 +238,7 @@ class ModelRunner(LeftToParent):
     def prepare(self, batch: Batch, size: GraphSize | None) -> PackedInputs:
         """Builds a step's inputs on the host, padded to ``size`` for a captured step."""
         block_size = self.config.kvcache_block_size
-        _, num_tokens, num_seqs = size or (None, 0, 0)
+        num_tokens, num_seqs = (size.num_tokens, size.num_seqs) if size else (0, 0)
         if batch.is_prefill:
             longest = self.max_model_len if size else 0
             inputs = model_inputs.prepare_prefill(batch, block_size, num_tokens, num_seqs, longest)
@@ -242,11 +250,16 @@ class ModelRunner(LeftToParent):
             inputs = replace(inputs, sampling_rows=rows)
         return inputs.pack(size, pin_memory=self.device.type == "cuda")
 
-    def _split_kv(self, context_lens: np.ndarray) -> np.ndarray | None:
+    def _split_kv(
+        self, context_lens: np.ndarray, prefixes: SharedPrefixes | None
+    ) -> np.ndarray | None:
         """Returns the split-KV schedules of all distinct windows; None if the backend uses none."""
-        kv_heads = heads_per_rank(self.model_config.num_key_value_heads, self.tp.size)
-        arguments = context_lens, kv_heads, self.model_config.head_dim, self.dtype
-        each = (self.backend.split_kv(*arguments, window) for window in dict.fromkeys(self.windows))
+        model = self.model_config
+        q_heads = model.num_attention_heads // self.tp.size
+        kv_heads = heads_per_rank(model.num_key_value_heads, self.tp.size)
+        arguments = context_lens, q_heads, kv_heads, model.head_dim, self.dtype
+        windows = dict.fromkeys(self.windows)
+        each = (self.backend.split_kv(*arguments, window, prefixes) for window in windows)
         schedules = [schedule for schedule in each if schedule is not None]
         return np.stack(schedules) if schedules else None
 

@@ -214,6 +214,13 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
     timed("ranks")
     groups = group_layers([layer.attention.window for layer in model_config.layers])
     runner.kv_groups, runner.windows = (*groups.keys(),), (*groups.values(),)
+    if runner.backend.shares_prefixes and None in runner.windows:
+        from nanovllm.engine.shared_prefixes import PrefixFinder
+
+        token_bytes = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+        runner.prefix_finder = PrefixFinder(
+            shape.block_size, runner.windows.index(None), token_bytes
+        )
     num_blocks = config.num_kvcache_blocks
     if num_blocks == -1:
         from nanovllm.engine.kv_cache import max_num_blocks

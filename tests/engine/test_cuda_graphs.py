@@ -12,12 +12,22 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import cuda_graphs
+from nanovllm.engine import cuda_graphs, shared_prefixes, startup
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.cuda_graphs import StepGraphs, decode_sizes, graph_bytes, prefill_sizes
+from nanovllm.engine.cuda_graphs import (
+    StepGraphs,
+    decode_sizes,
+    graph_bytes,
+    graph_sizes,
+    prefill_sizes,
+)
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs, prepare_decode
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.shared_prefixes import PrefixFinder
+from nanovllm.kernels.attention import decode, prefix_decode
 from nanovllm.kernels.attention.block_tables import BlockTables
+from nanovllm.kernels.attention.torch_backend import TorchAttention
+from nanovllm.kernels.attention.triton_backend import TritonAttention
 from tests.invariants import check_scheduler
 from tests.tiny_models import VOCAB_SIZE
 
@@ -27,7 +37,7 @@ def test_no_batch_size_lacks_a_graph(max_num_seqs):
     """Decodes of more than 512 sequences had none, and ran eagerly."""
     captured = decode_sizes(max_num_seqs)
     assert captured == sorted(set(captured))
-    assert captured[-1] == (False, min(max_num_seqs, 2048), min(max_num_seqs, 2048))
+    assert captured[-1] == GraphSize(False, min(max_num_seqs, 2048), min(max_num_seqs, 2048))
     sizes = [size.num_seqs for size in captured]
     padding = [b - a <= max(16, a // (8 if a < 512 else 4)) for a, b in pairwise(sizes)]
     assert all(padding), "an eighth at most, and from 512 sequences on a quarter"
@@ -197,14 +207,51 @@ def test_padded_steps_give_the_same_tokens(model_path, capture):
     assert num_replays[True] >= 5 and num_replays[False] >= 20
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
+def test_steps_with_shared_prefixes_have_graphs_of_their_own(model_path, capture, monkeypatch):
+    """In Triton's interpreter fewer programs are faster."""
+    monkeypatch.setattr(startup, "select_attention_backend", lambda *_, **__: TritonAttention())
+    monkeypatch.setattr(TritonAttention, "prefill", TorchAttention.prefill)
+    monkeypatch.setattr(decode, "NUM_PROGRAMS", 8)
+    monkeypatch.setattr(prefix_decode, "NUM_MULTIPROCESSORS", 4)
+    monkeypatch.setattr(cuda_graphs, "decode_sizes", lambda _: [GraphSize(False, 5, 5)])
+    monkeypatch.setattr(shared_prefixes, "MIN_TOKENS", 1)
+    monkeypatch.setattr(shared_prefixes, "MIN_SAVED_BYTES", 1)
+    params = SamplingParams(max_tokens=3, ignore_eos=True, n=4, seed=0)
+    settings = {"num_kvcache_blocks": 60, "kvcache_block_size": 4, "max_model_len": 32}
+    tokens = []
+    for captures in (False, True):
+        with LLM(model_path, device="cpu", max_num_seqs=5, **settings) as llm:
+            if captures:
+                graphs = capture(llm.model_runner)
+                decodes = [size for size in graphs.graphs if not size.is_prefill]
+                assert {size.shares_prefixes for size in decodes} == {True, False}
+            (output,) = llm.generate([[*range(3, 16)]], params, use_tqdm=False)
+            assert llm.metrics().num_shared_prefix_steps >= 2
+        tokens.append([x.token_ids for x in output.outputs])
+    assert tokens[0] == tokens[1] and graphs.num_replays[False] >= 2
+
+
+def test_decodes_have_graphs_for_shared_prefixes_if_enough_sequences_can_share():
+    model = SimpleNamespace(model=SimpleNamespace(layers=torch.nn.Linear(1, 1)))
+    config = SimpleNamespace(max_num_batched_tokens=16)
+    runner: Any = SimpleNamespace(config=config, max_num_seqs=16, max_model_len=16, model=model)
+    for finder, expected in ((None, set()), (PrefixFinder(16, 0, 1), {4, 16})):
+        runner.prefix_finder = finder
+        sizes = graph_sizes(runner)
+        assert sizes[1:] == sorted(sizes[1:]), "after one prefill"
+        assert {size.num_seqs for size in sizes if size.shares_prefixes} == expected
+        assert {size.num_seqs for size in sizes[1:] if not size.shares_prefixes} == {1, 2, 4, 8, 16}
+
+
 def test_what_is_too_large_runs_eagerly(model_path, capture):
     with LLM(model_path, max_num_seqs=3, num_kvcache_blocks=60, kvcache_block_size=4) as llm:
         runner = llm.model_runner
         capture(runner)
         for prompts, size in (
-            ([[1] * 10], (True, 16, 3)),
-            ([[1] * 10, [2] * 6], (True, 16, 3)),
-            ([[1] * 10, [2] * 7, [3]], (True, 48, 3)),
+            ([[1] * 10], GraphSize(True, 16, 3)),
+            ([[1] * 10, [2] * 6], GraphSize(True, 16, 3)),
+            ([[1] * 10, [2] * 7, [3]], GraphSize(True, 48, 3)),
             ([[1] * 49], None),
         ):
             for prompt in prompts:

@@ -296,7 +296,7 @@ def test_layers_of_a_group_share_a_context():
     items = (make_item(3, tables, 2, cached=2),)
     schedules = np.arange(2 * 3 * 8, dtype=np.int32).reshape(2, 3, 8)
     batch = Batch(items, is_prefill=False, num_groups=3)
-    inputs = prepare_decode(batch, 2, 0, lambda lens: schedules)
+    inputs = prepare_decode(batch, 2, 0, lambda lens, prefixes: schedules)
     step_tables = torch.tensor(tables)[:, None]
     contexts = inputs.context.of_groups([None, 4, 4], 1, step_tables)
     for context, slot, table, schedule in zip(

@@ -25,10 +25,12 @@ from nanovllm.kernels.attention import (
     decode,
     flash_attn_4_backend,
     prefill,
+    prefix_decode,
     triton_backend,
 )
 from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
+from nanovllm.kernels.attention.prefix_schedule import NO_PREFIXES
 from nanovllm.kernels.comm import all_reduce
 from nanovllm.kernels.gemm import skinny, tiled
 from nanovllm.kernels.moe import few, few_mxfp4, grouped, mxfp4, route, sort
@@ -47,6 +49,7 @@ PDL_MODULES = (
     few_mxfp4,
     grouped,
     prefill,
+    prefix_decode,
     rms_norm,
     rope,
     route,
@@ -182,19 +185,24 @@ def launch_attention(
     sizes = (1, 64, 128, 256) if dtype is torch.bfloat16 else (1, 256)
     for num_seqs in sizes if all_sizes else (64,):
         lens = np.ones(num_seqs, np.int32)
-        work = attention.split_kv(lens, kv_heads, head_dim, dtype, params.window)
-        context = Context(
-            slot_mapping=ints(num_seqs),
-            block_tables=ints(num_seqs, 16),
-            context_lens=ints(num_seqs),
-            split_kv_schedule=torch.from_numpy(work),
-            max_seqlen_k=1,
-        )
         qkv = make(num_seqs, q_heads + 2 * kv_heads, head_dim)
         q, k, v = qkv.split((q_heads, kv_heads, kv_heads), dim=1)
-        for weight in (None, make(head_dim)) if all_sizes else (make(head_dim),):
-            inputs = rope.RopeInputs(ints(num_seqs), angles, weight, weight, 1e-6)
-            attention.decode(q, cache, context, params, rope.NewKV(inputs, k, v))
+        cases: list[Any] = [(params, None)]
+        if num_seqs == 64 or dtype is not torch.bfloat16:  # its kernel is the same for all sizes
+            cases.append((params._replace(window=None), NO_PREFIXES))
+        for case, prefixes in cases:
+            shape = q_heads, kv_heads, head_dim, dtype
+            work = attention.split_kv(lens, *shape, case.window, prefixes)
+            context = Context(
+                slot_mapping=ints(num_seqs),
+                block_tables=ints(num_seqs, 16),
+                context_lens=ints(num_seqs),
+                split_kv_schedule=torch.from_numpy(work),
+                max_seqlen_k=1,
+            )
+            for weight in (None, make(head_dim)) if all_sizes else (make(head_dim),):
+                inputs = rope.RopeInputs(ints(num_seqs), angles, weight, weight, 1e-6)
+                attention.decode(q, cache, context, case, rope.NewKV(inputs, k, v))
     q, k = make(64, q_heads, head_dim), make(64, kv_heads, head_dim)
     bounds = ints(2)
     for tables in (None, ints(1, 16)) if all_sizes else (ints(1, 16),):

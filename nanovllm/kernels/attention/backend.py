@@ -12,6 +12,7 @@ from nanovllm.kernels.attention.base import AttentionBackend, AttentionParams
 from nanovllm.kernels.attention.flash_attn_4_backend import FlashAttention4
 from nanovllm.kernels.attention.flash_attn_backend import FlashAttention
 from nanovllm.kernels.attention.kv_cache import KVCache
+from nanovllm.kernels.attention.prefix_schedule import NO_PREFIXES
 from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.kernels.attention.triton_backend import TritonAttention
 from nanovllm.kernels.rope import NewKV, RopeInputs
@@ -82,7 +83,7 @@ def select_attention_backend(name: str, shape: AttentionShape) -> AttentionBacke
 
 
 def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
-    """Runs a prefill, a prefill that reads the cache, and a decode.
+    """Runs a prefill, a prefill that reads the cache, and a decode, also one for shared prefixes.
 
     The batch has two sequences of one token, because some backends launch further kernels when
     there is more than one sequence.
@@ -106,17 +107,18 @@ def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
         is_prefill=True, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=1, max_seqlen_k=1
     )
     cached = replace(prompt, block_tables=table)
-    schedule = backend.split_kv(np.ones(2, np.int32), num_kv_heads, head_dim, dtype)
     identity_rope = ones(1, head_dim).float()
     identity_rope[:, head_dim // 2 :] = 0  # cosines are 1, sines 0
     new = NewKV(RopeInputs(ints(0, 0), identity_rope), kv, kv) if backend.fuses_rope else None
     decode = Context(
-        slot_mapping=ints(0, 0),
-        block_tables=table,
-        context_lens=ints(1, 1),
-        split_kv_schedule=None if schedule is None else torch.from_numpy(schedule).to(device),
-        max_seqlen_k=1,
+        slot_mapping=ints(0, 0), block_tables=table, context_lens=ints(1, 1), max_seqlen_k=1
     )
+    heads, lens = (num_heads, num_kv_heads, head_dim), np.ones(2, np.int32)
+    decodes = []
+    for prefixes in (None, NO_PREFIXES) if backend.shares_prefixes else (None,):
+        schedule = backend.split_kv(lens, *heads, dtype, prefixes=prefixes)
+        on_device = None if schedule is None else torch.from_numpy(schedule).to(device)
+        decodes.append(replace(decode, split_kv_schedule=on_device))
 
     # With these values, the features do not change the result of attention over one token.
     neutral = {"window": 1, "softcap": 1e3, "sinks": torch.full((num_heads,), -1e9, device=device)}
@@ -127,7 +129,8 @@ def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
             params = AttentionParams(1.0, **options)
             for context in (prompt, cached):
                 yield backend.prefill(q, kv, kv, cache, context, params)
-            yield backend.decode(q, cache, decode, params, new)
+            for context in decodes:
+                yield backend.decode(q, cache, context, params, new)
 
     with compiling_only():  # compiles all kernels in parallel
         list(outputs())

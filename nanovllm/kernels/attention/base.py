@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.attention.kv_cache import KVCache
+from nanovllm.kernels.attention.prefix_schedule import SharedPrefixes
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 
@@ -47,12 +48,14 @@ class AttentionBackend(ABC):
         name: as in the ``attention_backend`` option.
         capturable: whether a CUDA graph can capture ``decode``, which then must not synchronise.
         fuses_rope: whether ``decode`` itself applies RoPE, and stores the new keys and values.
+        shares_prefixes: whether ``decode`` can read a prefix once for the sequences that share it.
         features: the optional fields of AttentionParams that it supports.
     """
 
     name: ClassVar[str]
     capturable: ClassVar[bool] = True
     fuses_rope: ClassVar[bool] = False
+    shares_prefixes: ClassVar[bool] = False
     features: ClassVar[frozenset[str]] = ALL_FEATURES
 
     @abstractmethod
@@ -83,20 +86,23 @@ class AttentionBackend(ABC):
     def split_kv(
         self,
         context_lens: np.ndarray,
+        q_heads: int,
         kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
         window: int | None = None,
+        prefixes: SharedPrefixes | None = None,
     ) -> np.ndarray | None:
         """Computes the split-KV schedule of a decode step, on the host. Layers with the same
         ``window`` share it.
 
         Args:
             context_lens: int32 [num_seqs].
+            prefixes: prefixes to read once; None for a step that shares none.
 
         Returns:
-            ``context.split_kv_schedule``, whose shape depends only on num_seqs; None if the backend
-            needs no schedule.
+            ``context.split_kv_schedule``. Its shape depends only on num_seqs and on whether
+            ``prefixes`` is None. None if the backend needs no schedule.
         """
         return None
 

@@ -17,8 +17,11 @@ from torch import Tensor
 
 from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
+from nanovllm.kernels.attention.prefix_decode import prefix_attention, prefix_tile
+from nanovllm.kernels.attention.prefix_schedule import max_shared_slots, schedule_layout
 from nanovllm.kernels.attention.split_kv import (
     KV_SPLIT_WORDS,
+    max_num_splits,
     max_partial_slots,
     max_window_splits,
 )
@@ -26,7 +29,9 @@ from nanovllm.kernels.attention.tiles import (
     CONSTEXPR_LOG2_E,
     LOG2_E,
     attend,
+    load_pair,
     load_tile,
+    norm_and_rope,
     online_softmax_step,
     softcap,
 )
@@ -58,33 +63,6 @@ class DecodeTile(NamedTuple):
     num_warps: int
     num_programs: int
     prefetches: bool
-
-
-@triton.jit
-def _load_pair(ptr, index, other, mask):
-    """Loads the elements of heads, and the other element of the RoPE pair of each one, half a head
-    away. Their indices are ``index`` and ``other``, [N, D]."""
-    return tl.load(ptr + index, mask=mask, other=0.0), tl.load(ptr + other, mask=mask, other=0.0)
-
-
-@triton.jit
-def _norm_and_rope(pair, weights, cos, sin, eps, HEAD_DIM: tl.constexpr):
-    """Applies RMSNorm and RoPE, as rope.py does, to heads [N, D].
-
-    ``pair`` and ``weights`` are from ``_load_pair``. Without a norm, ``weights`` is None. ``sin``
-    is negative for the first half of a head.
-    """
-    x, other = pair
-    x32 = x.to(tl.float32)
-    other32 = other.to(tl.float32)
-    if weights is not None:
-        weight, other_weight = weights
-        scale = tl.rsqrt(tl.sum(x32 * x32, axis=1) / HEAD_DIM + eps)[:, None]
-        # Rounds where rms_norm_reference rounds.
-        x32 = ((x32 * scale).to(weight.dtype) * weight).to(x.dtype).to(tl.float32)
-        other32 = (other32 * scale).to(weight.dtype) * other_weight
-        other32 = other32.to(x.dtype).to(tl.float32)
-    return (x32 * cos + other32 * sin).to(x.dtype)
 
 
 @triton.jit
@@ -202,8 +180,8 @@ def _decode_kernel(
     q_weights = None
     k_weights = None
     if q_weight_ptr is not None:
-        q_weights = _load_pair(q_weight_ptr, index, other, index < HEAD_DIM)
-        k_weights = _load_pair(k_weight_ptr, index, other, index < HEAD_DIM)
+        q_weights = load_pair(q_weight_ptr, index, other, index < HEAD_DIM)
+        k_weights = load_pair(k_weight_ptr, index, other, index < HEAD_DIM)
     if sinks_ptr is not None:
         sink_mask = row < (split == 0).to(tl.int32) * GROUP
         sinks = tl.load(sinks_ptr + head, mask=sink_mask, other=-float("inf")) * CONSTEXPR_LOG2_E
@@ -212,18 +190,18 @@ def _decode_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
 
-    q_pair = _load_pair(q_row, index, other, g_mask)
+    q_pair = load_pair(q_row, index, other, g_mask)
     # A program without a new key loads none: this mask is then false everywhere. A scalar mask
     # would be simpler, but Triton's interpreter does not support it.
     new_mask = g_mask & (index < has_new.to(tl.int32) * HEAD_DIM)
-    new_k_pair = _load_pair(k_row, index, other, new_mask)
+    new_k_pair = load_pair(k_row, index, other, new_mask)
     new_v = tl.load(v_row + index, mask=new_mask, other=0.0)
-    q = _norm_and_rope(q_pair, q_weights, cos, sin, eps, HEAD_DIM)
+    q = norm_and_rope(q_pair, q_weights, cos, sin, eps, HEAD_DIM)
     row_max = tl.full([BLOCK_G], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = _repeat_rows(new_v, BLOCK_M).to(tl.float32)
     if has_new:
-        new_k = _norm_and_rope(new_k_pair, k_weights, cos, sin, eps, HEAD_DIM)
+        new_k = norm_and_rope(new_k_pair, k_weights, cos, sin, eps, HEAD_DIM)
         row_max = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1) * scale_log2e
         if SOFTCAP is not None:
             row_max = softcap(row_max, SOFTCAP)
@@ -325,7 +303,8 @@ def decode_attention(
     """See ``AttentionBackend.decode``.
 
     Args:
-        arrived: int32 [num_arrival_counters(kv_heads)], zero before and after.
+        arrived: int32, a counter for each slot of ``num_partial_slots`` and KV head, zero before
+            and after.
     """
     num_seqs, q_heads, head_dim = q.shape
     page_size, kv_heads = cache.k.shape[1:3]
@@ -336,11 +315,15 @@ def decode_attention(
     assert context.split_kv_schedule is not None and context.block_tables is not None
     tile = decode_tile(num_seqs, kv_heads, head_dim, q.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    num_slots = max_partial_slots(kv_heads, tile.num_programs)
+    num_slots = num_partial_slots(q, kv_heads, context, params.window)
     assert arrived.numel() >= num_slots * kv_heads
     partial = out.new_empty(num_slots, q_heads, head_dim, dtype=torch.float32)
     lse = out.new_empty(num_slots, q_heads, dtype=torch.float32)
-    num_splits = len(context.split_kv_schedule)
+    num_splits = max_num_splits(num_seqs, kv_heads, tile.num_programs)
+    if shares_prefixes(context, params.window, num_splits):
+        shared_tile = prefix_tile(q_heads, kv_heads, head_dim, q.dtype)
+        layout = schedule_layout(num_seqs, kv_heads, num_splits, shared_tile)
+        prefix_attention(q, cache, context, params, new.rope, layout, partial, lse, arrived)
     if params.window is not None:  # the schedule's unused rows, which come last, need no programs
         num_splits = min(num_splits, num_seqs * max_window_splits(params.window, tile.num_keys))
     _decode_kernel[(kv_heads, num_splits)](
@@ -383,9 +366,26 @@ def decode_attention(
     return out
 
 
-def num_arrival_counters(kv_heads: int) -> int:
-    """Returns the number of counters of finished programs, one per slot and KV head."""
-    return max_partial_slots(kv_heads, NUM_PROGRAMS_SMALL_BATCH) * kv_heads
+def num_partial_slots(q: Tensor, kv_heads: int, context: Context, window: int | None) -> int:
+    """Returns the number of slots for the partial results of a layer's decode attention.
+
+    Args:
+        q: [num_seqs, heads, head_dim].
+        window: the layer's window.
+    """
+    num_seqs, q_heads, head_dim = q.shape
+    num_programs = decode_tile(num_seqs, kv_heads, head_dim, q.dtype).num_programs
+    if shares_prefixes(context, window, max_num_splits(num_seqs, kv_heads, num_programs)):
+        tile = prefix_tile(q_heads, kv_heads, head_dim, q.dtype)
+        return max_shared_slots(num_seqs, kv_heads, num_programs, tile)
+    return max_partial_slots(kv_heads, num_programs)
+
+
+def shares_prefixes(context: Context, window: int | None, num_splits: int) -> bool:
+    """Whether the schedule may have shared prefixes, after its ``num_splits`` rows of KV splits.
+    Layers with a window share none."""
+    assert context.split_kv_schedule is not None
+    return window is None and len(context.split_kv_schedule) > num_splits
 
 
 def decode_tile(num_seqs: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> DecodeTile:

@@ -7,6 +7,8 @@ multiprocessor gets a few splits, and the longest splits start first. FlashInfer
 lengths, so it computes the schedules before the launch.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from nanovllm.utils.math import cdiv
@@ -17,13 +19,26 @@ KV_SPLIT = np.dtype(
         ("seq", "<i4"),
         ("begin", "<i4"),
         ("end", "<i4"),
-        ("num_splits", "<i4"),  # of the sequence; 0 marks an unused row of the schedule
+        # Of the sequence, those of a shared prefix included; 0 marks an unused row of the schedule.
+        ("num_splits", "<i4"),
         ("split", "<i4"),  # index among the sequence's splits
         ("first_slot", "<i4"),  # slot of the partial result of the sequence's split 0
         ("padding", "<i4", 2),
     ]
 )
 KV_SPLIT_WORDS = KV_SPLIT.itemsize // 4
+
+
+class PrefixParts(NamedTuple):
+    """What is read of each context by the programs of shared prefixes (prefix_schedule.py).
+
+    Attributes:
+        ends: int32 [num_seqs], the number of leading tokens.
+        num_splits: int32 [num_seqs], the number of splits. They are a sequence's first ones.
+    """
+
+    ends: np.ndarray
+    num_splits: np.ndarray
 
 
 def max_num_splits(num_seqs: int, kv_heads: int, num_programs: int) -> int:
@@ -53,6 +68,7 @@ def make_split_kv_schedule(
     tile: int,
     num_programs: int,
     window: int | None = None,
+    prefix_parts: PrefixParts | None = None,
 ) -> np.ndarray:
     """Splits contexts at multiples of ``tile``, so that about ``num_programs`` programs run.
 
@@ -63,6 +79,7 @@ def make_split_kv_schedule(
         num_programs: target number of programs.
         window: the number of tokens that are read, at the end of each context; None for all. The
             first split begins at the start of the tile that has the window's first token.
+        prefix_parts: what other programs read of each context; None for nothing.
 
     Returns:
         int32 [max_num_splits, KV_SPLIT_WORDS], a KV_SPLIT per row, the longest first. The number of
@@ -71,6 +88,8 @@ def make_split_kv_schedule(
     num_seqs, first = len(context_lens), np.zeros_like(context_lens)
     if window is not None:
         first = np.maximum(context_lens - window, 0) // tile * tile
+    if prefix_parts is not None:
+        first = np.maximum(first, prefix_parts.ends)
     lens = context_lens - first
     target = max(cdiv(int(lens.sum()), cdiv(num_programs, kv_heads)), 1)
     num_splits = np.maximum(-(-lens // target), 1)
@@ -79,12 +98,16 @@ def make_split_kv_schedule(
     num_splits = np.maximum(-(-lens // length), 1)
     seq = np.repeat(np.arange(num_seqs), num_splits)
     split = np.arange(len(seq)) - np.repeat(num_splits.cumsum() - num_splits, num_splits)
+    begin = first[seq] + split * length[seq]
+    if prefix_parts is not None:
+        num_splits = num_splits + prefix_parts.num_splits
+        split += prefix_parts.num_splits[seq]
     num_slots = np.where(num_splits > 1, num_splits, 0)
     schedule = np.zeros(max_num_splits(num_seqs, kv_heads, num_programs), KV_SPLIT)
     used = schedule[: len(seq)]
     used["seq"], used["split"], used["num_splits"] = seq, split, num_splits[seq]
     used["first_slot"] = (num_slots.cumsum() - num_slots)[seq]
-    used["begin"] = first[seq] + split * length[seq]
+    used["begin"] = begin
     used["end"] = np.minimum(used["begin"] + length[seq], context_lens[seq])
     used[:] = used[np.argsort(used["begin"] - used["end"], kind="stable")]
     return schedule.view(np.int32).reshape(-1, KV_SPLIT_WORDS)

@@ -1,4 +1,5 @@
-"""Triton functions that the prefill and decode kernels share: the loop over tiles of keys.
+"""Triton functions that the attention kernels share: the loop over tiles of keys, and the norm and
+RoPE of heads.
 
 It computes the online softmax of FlashAttention-2 (arXiv:2307.08691) in base 2. Each row of queries
 has a running maximum of the scaled scores and a running sum of exp2(score - maximum). Matmuls of
@@ -147,3 +148,30 @@ def online_softmax_step(scores, scale, row_max, row_sum):
     p = tl.exp2(scores * scale - shift[:, None])
     alpha = tl.exp2(row_max - shift)
     return p, alpha, new_max, row_sum * alpha + tl.sum(p, axis=1)
+
+
+@triton.jit
+def load_pair(ptr, index, other, mask):
+    """Loads the elements of heads, and the other element of the RoPE pair of each one, half a head
+    away. Their indices are ``index`` and ``other``, [N, D]."""
+    return tl.load(ptr + index, mask=mask, other=0.0), tl.load(ptr + other, mask=mask, other=0.0)
+
+
+@triton.jit
+def norm_and_rope(pair, weights, cos, sin, eps, HEAD_DIM: tl.constexpr):
+    """Applies RMSNorm and RoPE, as rope.py does, to heads [N, D].
+
+    ``pair`` and ``weights`` are from ``load_pair``. Without a norm, ``weights`` is None. ``sin``
+    is negative for the first half of a head.
+    """
+    x, other = pair
+    x32 = x.to(tl.float32)
+    other32 = other.to(tl.float32)
+    if weights is not None:
+        weight, other_weight = weights
+        scale = tl.rsqrt(tl.sum(x32 * x32, axis=1) / HEAD_DIM + eps)[:, None]
+        # Rounds where rms_norm_reference rounds.
+        x32 = ((x32 * scale).to(weight.dtype) * weight).to(x.dtype).to(tl.float32)
+        other32 = (other32 * scale).to(weight.dtype) * other_weight
+        other32 = other32.to(x.dtype).to(tl.float32)
+    return (x32 * cos + other32 * sin).to(x.dtype)

@@ -5,9 +5,15 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.attention.base import AttentionBackend, AttentionParams
-from nanovllm.kernels.attention.decode import decode_attention, decode_tile, num_arrival_counters
+from nanovllm.kernels.attention.decode import decode_attention, decode_tile, num_partial_slots
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.prefill import prefill_attention
+from nanovllm.kernels.attention.prefix_decode import prefix_tile
+from nanovllm.kernels.attention.prefix_schedule import (
+    NO_PREFIXES,
+    SharedPrefixes,
+    make_shared_schedule,
+)
 from nanovllm.kernels.attention.split_kv import make_split_kv_schedule
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
@@ -19,25 +25,33 @@ class TritonAttention(AttentionBackend):
 
     name = "triton"
     fuses_rope = True
+    shares_prefixes = True
 
     def __init__(self) -> None:
-        # Counters of the decode kernel. Launches can share them, because steps run in order.
-        self._arrived: Tensor | None = None
+        # Counters of the decode kernel, by their number. Launches of the same or of different sizes
+        # can share them, because steps run in order.
+        self._arrived: dict[int, Tensor] = {}
 
     prefill = staticmethod(prefill_attention)
 
     def split_kv(
         self,
         context_lens: np.ndarray,
+        q_heads: int,
         kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
         window: int | None = None,
+        prefixes: SharedPrefixes | None = None,
     ) -> np.ndarray:
         tile = decode_tile(len(context_lens), kv_heads, head_dim, dtype)
-        return make_split_kv_schedule(
-            context_lens, kv_heads, tile.num_keys, tile.num_programs, window
-        )
+        arguments = context_lens, kv_heads, tile.num_keys, tile.num_programs
+        if prefixes is None:
+            return make_split_kv_schedule(*arguments, window)
+        shared_tile = prefix_tile(q_heads, kv_heads, head_dim, dtype)
+        if window is not None:  # the prefix may be outside of the window
+            prefixes = NO_PREFIXES
+        return make_shared_schedule(*arguments, window, prefixes, shared_tile)
 
     def decode(
         self,
@@ -48,7 +62,9 @@ class TritonAttention(AttentionBackend):
         new: NewKV | None = None,
     ) -> Tensor:
         assert new is not None
-        if self._arrived is None:
-            size = num_arrival_counters(cache.k.size(2))
-            self._arrived = torch.zeros(size, dtype=torch.int32, device=q.device)
-        return decode_attention(q, cache, context, params, new, self._arrived)
+        kv_heads = cache.k.size(2)
+        size = num_partial_slots(q, kv_heads, context, params.window) * kv_heads
+        size = 1 << (size - 1).bit_length()  # so that there are few different sizes
+        if size not in self._arrived:
+            self._arrived[size] = torch.zeros(size, dtype=torch.int32, device=q.device)
+        return decode_attention(q, cache, context, params, new, self._arrived[size])

@@ -67,6 +67,7 @@ class Paged:
                 self.cache.v[block_id, : len(part)] = v[j * block : (j + 1) * block]
         self.tables, self.nan_block = tables.to(device), free.pop()
         self.contexts, self.new_tokens, self.device = contexts, new_tokens, device
+        self.prefixes = None  # that a decode reads once
 
     def forget(self, window):
         """Puts NaN into all slots before the window of the first query. Blocks that have none of
@@ -90,7 +91,13 @@ class Paged:
             lens = torch.tensor(self.contexts, dtype=torch.int32, device=self.device)
             kv_heads, head_dim = self.cache.k.shape[2:]
             work = TritonAttention().split_kv(
-                np.array(self.contexts, np.int32), kv_heads, head_dim, self.cache.k.dtype, window
+                np.array(self.contexts, np.int32),
+                self.qs[0].size(1),
+                kv_heads,
+                head_dim,
+                self.cache.k.dtype,
+                window,
+                self.prefixes,
             )
             return Context(
                 block_tables=self.tables,
@@ -242,7 +249,7 @@ def test_decode_in_the_tiles_of_each_batch_size(tile, shape, device, monkeypatch
         paged = Paged(lens, [1] * len(lens), *shape, torch.float16, device)
         with monkeypatch.context() as patch:
             paged.check_decode(backend, True, patch)
-        assert not backend._arrived.any()
+        assert not any(arrived.any() for arrived in backend._arrived.values())
 
 
 @EACH_SHAPE
@@ -313,7 +320,7 @@ def test_rows_that_pad_a_graph_give_zeros_and_store_nothing(norms, device):
     paged = Paged([20, 20], [1, 1], 4, 2, 64, 16, torch.float32, device)
     q, new, _, _ = paged.draw_new(norms)
     backend = TritonAttention()
-    work = backend.split_kv(np.zeros(2, np.int32), 2, 64, q.dtype)
+    work = backend.split_kv(np.zeros(2, np.int32), 4, 2, 64, q.dtype)
     context = Context(
         slot_mapping=torch.full((2,), -1, dtype=torch.int32, device=device),
         block_tables=torch.zeros(2, 4, dtype=torch.int32, device=device),
