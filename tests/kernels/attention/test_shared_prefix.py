@@ -85,14 +85,14 @@ CASES = {
     "8-heads-per-kv-head": ([150, 160, 170, 180], [([*range(4)], 2)], (16, 2, 64, 64), HALF),
 }
 if DEVICE == "cuda":
-    MANY = [2048 + 40 + i % 90 for i in range(200)]
-    GROUPS = [([*range(150)], 4), ([*range(64)], 8), ([*range(160, 200)], 3)]
+    MANY = [640 + i % 90 for i in range(100)]
+    GROUPS = [([*range(70)], 1), ([*range(40)], 2), ([*range(80, 100)], 2)]
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         CASES |= {
             f"many-{dtype}": (MANY, GROUPS, (16, 8, 128, 256), dtype),
             f"many-d64-{dtype}": (MANY, GROUPS, (14, 2, 64, 256), dtype),
-            f"many-d256-{dtype}": (MANY[:64], GROUPS[1:2], (8, 4, 256, 256), dtype),
-            f"many-block16-{dtype}": (MANY, [([*range(150)], 100)], (32, 8, 128, 16), dtype),
+            f"many-d256-{dtype}": (MANY[:40], GROUPS[1:2], (8, 4, 256, 256), dtype),
+            f"many-block16-{dtype}": (MANY, [([*range(70)], 37)], (32, 8, 128, 16), dtype),
         }
 FEATURES = {
     "plain": AttentionParams(0.1),
