@@ -98,6 +98,12 @@ class OfflineOrder(FirstComeFirstServed):
         return seq in self.pool_of or super().__contains__(seq)
 
 
+def _rank(seq: Sequence) -> tuple[int, int]:
+    """Returns what sequences are sorted by: how many tokens they may generate, most first, rounded
+    to powers of two, and then their age."""
+    return -(seq.max_len - seq.num_tokens).bit_length(), seq.seq_id
+
+
 class _Group:
     """Sequences with the same first blocks: a node of a radix tree.
 
@@ -163,7 +169,7 @@ class _Pool:
         group = self.root
         while True:
             key = self._key(seq, group.num_blocks)
-            heappush(group.heap, (seq.num_tokens - seq.max_len, seq.seq_id, key))
+            heappush(group.heap, (*_rank(seq), key))
             member = group.members.setdefault(key, seq)
             if member is seq:
                 return
@@ -177,7 +183,7 @@ class _Pool:
                 member_key, rank = member.hashes[num_equal], member.heap[0][:2]
             else:
                 member_key = self._key(member, num_equal)
-                rank = member.num_tokens - member.max_len, member.seq_id
+                rank = _rank(member)
             split.members[member_key], split.heap = member, [(*rank, member_key)]
             group.members[key] = group = split
 

@@ -1,12 +1,12 @@
 """How the weights of experts are loaded, stored and multiplied."""
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nanovllm.kernels.moe.few import mix_few
-from nanovllm.kernels.moe.few_mxfp4 import mix_few_mxfp4
 from nanovllm.kernels.moe.grouped import mix_grouped
 from nanovllm.kernels.moe.mix import Experts, mix_reference
 from nanovllm.kernels.moe.mxfp4 import (
@@ -23,7 +23,8 @@ from nanovllm.utils.loader import check_shape, copy_weight
 from nanovllm.utils.math import divide
 from nanovllm.utils.triton_compat import use_triton
 
-FEW_TOKENS = range(1, MAX_UNSORTED_TOKENS + 1)
+# Each kernel with the numbers of tokens that it is for. ``mix`` launches the first match.
+KERNELS = ((range(1, MAX_UNSORTED_TOKENS + 1), mix_few), (range(sys.maxsize), mix_grouped))
 
 
 class UnquantizedExperts:
@@ -36,10 +37,10 @@ class UnquantizedExperts:
         limit, alpha, interleaved: as in a MoESpec.
 
     Attributes:
-        mix_few: the kernels for FEW_TOKENS.
+        kernels: the numbers of tokens and the kernel for them, in the order of preference.
     """
 
-    mix_few = staticmethod(mix_few)
+    kernels: tuple[tuple[range, Any], ...] = KERNELS
 
     def __init__(
         self, layer: nn.Module, tp: TPGroup, limit: float | None, alpha: float, interleaved: bool
@@ -140,13 +141,10 @@ class UnquantizedExperts:
     def mix(self, x: Tensor, routing: Routing, residual: Tensor | None) -> Tensor:
         """Computes the weighted sum of the experts' outputs [N, hidden], plus the residual unless
         it is None."""
-        if not use_triton(x):
-            mix = mix_reference
-        elif len(x) in FEW_TOKENS:
-            mix = self.mix_few
-        else:
-            mix = mix_grouped
-        return mix(x, self._experts, routing, residual)
+        kernel = mix_reference
+        if use_triton(x):
+            kernel = next(kernel for rows, kernel in self.kernels if len(x) in rows)
+        return kernel(x, self._experts, routing, residual)
 
     @property
     def _experts(self) -> Experts:
@@ -166,7 +164,7 @@ class Mxfp4Experts(UnquantizedExperts):
     ``kernels/moe/mxfp4.py``. The parameters are gate_up_proj_blocks, gate_up_proj_scales,
     down_proj_blocks and down_proj_scales, and biases as those of UnquantizedExperts."""
 
-    mix_few = staticmethod(mix_few_mxfp4)
+    kernels = KERNELS[1:]  # not GEMVs: dequantisation on the CUDA cores takes longer
 
     def _create_weight(self, name: str, num_experts: int, rows: int, width: int) -> None:
         if width % BLOCK:

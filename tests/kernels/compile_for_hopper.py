@@ -33,7 +33,7 @@ from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.prefix_schedule import NO_PREFIXES
 from nanovllm.kernels.comm import all_reduce
 from nanovllm.kernels.gemm import skinny, tiled
-from nanovllm.kernels.moe import few, few_mxfp4, grouped, mxfp4, route, sort
+from nanovllm.kernels.moe import few, grouped, mxfp4, route, sort
 from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.sampling import logprobs, sample, sampled_tokens
 from nanovllm.utils import triton_compat
@@ -46,7 +46,6 @@ PDL_MODULES = (
     all_reduce,
     decode,
     few,
-    few_mxfp4,
     grouped,
     prefill,
     prefix_decode,
@@ -260,8 +259,9 @@ def launch_mixtures(dtype: torch.dtype, all_sizes: bool) -> None:
                     tensor.is_contiguous = lambda: True  # type: ignore[method-assign]
                 biases = gate_up[..., 0].contiguous(), down[..., 0].contiguous()
                 experts = Experts(*packed[:2], *biases, 7.0, 1.7, *packed[2:])
-            mix_few = few_mxfp4.mix_few_mxfp4 if num_experts == 32 else few.mix_few
-            (mix_few if num_tokens == 1 else grouped.mix_grouped)(x, experts, routing, x)
+            is_few = num_tokens == 1 and num_experts != 32  # MXFP4 has no kernel for few tokens
+            mix = few.mix_few if is_few else grouped.mix_grouped
+            mix(x, experts, routing, x)
         if not all_sizes and num_experts == 32:
             break
 

@@ -17,7 +17,7 @@ import torch
 from nanovllm.kernels.moe.activation import gated_activation
 from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.moe.mxfp4 import dequantise_part, rescale
-from nanovllm.kernels.moe.route import Routing
+from nanovllm.kernels.moe.route import MAX_UNSORTED_TOKENS, Routing
 from nanovllm.kernels.moe.sort import Groups, sort_triton
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, shared_memory, tl, triton
 
@@ -27,7 +27,7 @@ class Tile(NamedTuple):
 
     Attributes:
         rows: BLOCK_M, rows of x.
-        small_rows: SMALL_M: a program whose tile has at most this many rows computes only these.
+        small_rows: SMALL_M: a program with at most this many rows uses a tile of SMALL_M rows.
         features: BLOCK_N of the first GEMM: output features of gate, and as many of up.
         down_features: BLOCK_N of the second GEMM.
         columns: BLOCK_K, input features per iteration. MXFP4 weights are always read in groups of
@@ -69,8 +69,8 @@ TILES: dict[int, Tile] = {
     1 << 31: Tile(128, 128, 128, 128, 64, 4, 8),
 }
 # The same for MXFP4 weights, tuned for gpt-oss-20b. An iteration is over a group of 128 columns.
-# Dequantisation takes as long as reading the weights, so a second tile for an expert costs more
-# than a tile with empty rows.
+# Dequantisation takes as long as reading the weights, so splitting an expert's rows over two tiles
+# costs more than padding one tile.
 MXFP4_TILES: dict[int, Tile] = {
     4: Tile(8, 8, 64, 64, 128, 4, 4),
     26: Tile(32, 16, 64, 64, 128, 3, 4),
@@ -78,22 +78,30 @@ MXFP4_TILES: dict[int, Tile] = {
     1 << 31: Tile(128, 64, 64, 128, 128, 3, 4),
 }
 FP32_TILE = Tile(16, 16, 32, 32, 32, 2, 4)  # fp32 matmuls run on the CUDA cores
+# For assignments that are not sorted (MXFP4 only, see quantization/experts.py). A matmul with 16
+# features takes one warp and has a low latency. Hopper's asynchronous tensor core instructions need
+# 64 features.
+UNSORTED_TILE = Tile(8, 8, 16, 16, 128, 4, 1)
 MAX_LAUNCHED_TILES = 65535  # CUDA's limit of a grid's second dimension
 
 
-def choose_tile(mean_rows: float, x: torch.Tensor, mxfp4: bool) -> Tile:
+def choose_tile(
+    num_tokens: int, top_k: int, num_experts: int, x: torch.Tensor, mxfp4: bool
+) -> Tile:
     """Returns the tile of both GEMMs. It has fewer stages where shared memory is small, as on
     consumer GPUs.
 
     Args:
-        mean_rows: mean number of rows per expert.
         x: the input, whose dtype and device decide.
         mxfp4: whether the weights are in MXFP4.
     """
     if x.dtype is torch.float32:
         return FP32_TILE
     tiles = MXFP4_TILES if mxfp4 else TILES
+    mean_rows = num_tokens * top_k / num_experts
     tile = next(tile for rows, tile in tiles.items() if mean_rows <= rows)
+    if num_tokens <= MAX_UNSORTED_TOKENS:
+        tile = UNSORTED_TILE
     # Bytes of a row of the weight in one iteration: for MXFP4, 32 words and the scales.
     weight_bytes = 32 * 2 + 4 if mxfp4 else tile.columns * x.itemsize
     weight_rows = max(2 * tile.features, tile.down_features)
@@ -214,6 +222,7 @@ def _compute_tile(
     expert,
     start,
     end,
+    SORTED: tl.constexpr,
     TOP_K: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -223,10 +232,13 @@ def _compute_tile(
     BLOCK_K: tl.constexpr,
 ):
     """Computes what ``_grouped_kernel`` describes, for the BLOCK_M rows from ``start`` on, as far
-    as ``end``. They belong to ``expert``."""
+    as ``end``. They belong to ``expert``. If they are not SORTED, the row of an assignment is its
+    index."""
     row = start + tl.arange(0, BLOCK_M)
     in_group = row < end
-    assignment = tl.load(order_ptr + row, mask=in_group, other=0)
+    assignment = row
+    if SORTED:
+        assignment = tl.load(order_ptr + row, mask=in_group, other=0)
     source = assignment // TOP_K if GATED else row
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Features past the end repeat the last one, so that weights are loaded without a mask for rows.
@@ -305,15 +317,19 @@ def _grouped_kernel(
     - Otherwise it is the second GEMM: the weight is [E, out, WIDTH], and row order[r] of the result
       is scale * (x[r] W^T + bias), where the scale is the routing weight of assignment order[r].
 
-    The weight is in MXFP4 if ``block_scales_ptr`` is not None.
+    The weight is in MXFP4 if ``block_scales_ptr`` is not None. If ``tiles_ptr`` is None, each
+    assignment is a tile, in the order of assignments, and ``order_ptr`` has its expert.
     """
     pdl_wait(PDL)
     tile = tl.program_id(1)
-    if tile >= tl.load(num_tiles_ptr):
-        return
-    expert = tl.load(tiles_ptr + 3 * tile)
-    start = tl.load(tiles_ptr + 3 * tile + 1)
-    end = tl.load(tiles_ptr + 3 * tile + 2)
+    if tiles_ptr is None:
+        expert, start, end = tl.load(order_ptr + tile), tile, tile + 1
+    else:
+        if tile >= tl.load(num_tiles_ptr):
+            return
+        expert = tl.load(tiles_ptr + 3 * tile)
+        start = tl.load(tiles_ptr + 3 * tile + 1)
+        end = tl.load(tiles_ptr + 3 * tile + 2)
     if SMALL_M < BLOCK_M:
         num_rows = end - start
         if num_rows <= SMALL_M:
@@ -330,6 +346,7 @@ def _grouped_kernel(
                 expert,
                 start,
                 end,
+                tiles_ptr is not None,
                 TOP_K,
                 LIMIT,
                 ALPHA,
@@ -352,6 +369,7 @@ def _grouped_kernel(
         expert,
         start,
         end,
+        tiles_ptr is not None,
         TOP_K,
         LIMIT,
         ALPHA,
@@ -396,9 +414,11 @@ def mix_grouped(
     gate_up, down = experts.gate_up, experts.down
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
     assert residual is None or residual.is_contiguous()
-    mean_rows = num_tokens * top_k / len(down)
-    tile = choose_tile(mean_rows, x, experts.down_scales is not None)
-    groups = sort_triton(routing, tile.rows)
+    tile = choose_tile(num_tokens, top_k, len(down), x, experts.down_scales is not None)
+    if num_tokens <= MAX_UNSORTED_TOKENS:
+        groups = Groups(routing.experts)
+    else:
+        groups = sort_triton(routing, tile.rows)
     inner = x.new_empty(num_tokens * top_k, width)
     activation = experts.limit, experts.alpha
     weight = gate_up, experts.gate_up_scales, experts.gate_up_bias
@@ -441,11 +461,13 @@ def _launch(
     (values, block_scales, bias), features = weight, out.size(1)
     is_first = scales is None
     block_n = tile.features if is_first else tile.down_features
-    for first in range(0, len(groups.tiles), MAX_LAUNCHED_TILES):  # almost always one launch
+    num_tiles = groups.order.numel() if groups.tiles is None else len(groups.tiles)
+    for first in range(0, num_tiles, MAX_LAUNCHED_TILES):  # almost always one launch
         if first:
+            assert groups.tiles is not None and groups.num_tiles is not None
             tiles = groups.tiles[MAX_LAUNCHED_TILES:]
             groups = Groups(groups.order, tiles, groups.num_tiles - MAX_LAUNCHED_TILES)
-        launched = min(len(groups.tiles), MAX_LAUNCHED_TILES)
+        launched = min(num_tiles - first, MAX_LAUNCHED_TILES)
         _grouped_kernel[(triton.cdiv(features, block_n), launched)](
             x,
             values,

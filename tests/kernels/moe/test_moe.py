@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 from nanovllm.kernels.moe import few, grouped
 from nanovllm.kernels.moe.few import mix_few
-from nanovllm.kernels.moe.few_mxfp4 import mix_few_mxfp4
 from nanovllm.kernels.moe.grouped import Tile, mix_grouped
 from nanovllm.kernels.moe.mix import Experts, mix_reference
 from nanovllm.kernels.moe.mxfp4 import (
@@ -208,6 +207,9 @@ def test_grouped_gemms(name, dtype, monkeypatch):
     tile = Tile(16, 8, 32, 16, 16, 2, 4)
     monkeypatch.setattr(grouped, "choose_tile", lambda *_: tile)
     check_mix(mix_grouped, routings()[name], 40, 24, dtype, monkeypatch)
+    if name == "one-token":
+        monkeypatch.setattr(grouped, "MAX_UNSORTED_TOKENS", 0)  # else they are not sorted
+        check_mix(mix_grouped, routings()[name], 40, 24, dtype, monkeypatch)
 
 
 def test_more_tiles_than_a_grid_may_have(monkeypatch):
@@ -277,9 +279,11 @@ def test_the_ptx_moves_the_bits_of_a_part_to_those_of_bf16(part):
     assert np.array_equal(registers["r"].view(np.uint16), expected)
 
 
-def check_mxfp4(mix, routing: Routing, dtype: torch.dtype, monkeypatch) -> None:
+@pytest.mark.parametrize("name", ["one-token", "empty-experts"])
+def test_mxfp4_weights(name, dtype, monkeypatch):
     """With widths that no tile divides, and groups that are padded, also the only one."""
-    hidden, columns = 416, 96
+    monkeypatch.setattr(grouped, "choose_tile", lambda *_: Tile(16, 8, 32, 16, 64, 2, 4))
+    routing, hidden, columns = routings()[name], 416, 96
     x, residual, experts = make(routing, hidden, columns, dtype, True)
     num_experts = len(experts.down)
     gate_up, gate_up_scales, dense = make_mxfp4(num_experts, 2 * columns, hidden, dtype=dtype)
@@ -298,20 +302,8 @@ def check_mxfp4(mix, routing: Routing, dtype: torch.dtype, monkeypatch) -> None:
     )
     with monkeypatch.context() as context:
         poisoned(context)
-        ours = mix(x, packed, routing, residual)
+        ours = mix_grouped(x, packed, routing, residual)
     assert_as_good_as_eager(ours, eager, exact)
-
-
-@pytest.mark.parametrize("name", ["one-token", "empty-experts"])
-def test_grouped_gemms_of_mxfp4_weights(name, dtype, monkeypatch):
-    monkeypatch.setattr(grouped, "choose_tile", lambda *_: Tile(16, 8, 32, 16, 64, 2, 4))
-    check_mxfp4(mix_grouped, routings()[name], dtype, monkeypatch)
-
-
-@pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 2), (3, 3)])
-def test_few_tokens_of_mxfp4_weights(num_tokens, top_k, dtype, monkeypatch):
-    routing = make_routing(torch.rand(num_tokens, 6).argsort(-1)[:, :top_k], 6)
-    check_mxfp4(mix_few_mxfp4, routing, dtype, monkeypatch)
 
 
 @slow
