@@ -86,7 +86,7 @@ def main() -> None:
         mlp = llm.model_runner.model_config.layers[-1].mlp
         num_seqs = min(len(workload.prompts), llm.scheduler.max_num_seqs)
         if mlp.num_experts > 1 and args.tp == 1:  # other ranks' routers cannot be observed
-            record["experts_read"] = round(count_experts(llm, num_seqs), 1)
+            record["experts_read"] = count_experts(llm, num_seqs)
             record["experts_read_if_even"] = round(num_experts_read(mlp, num_seqs), 1)
         if args.profile:
             try:

@@ -35,11 +35,12 @@ def observe_routes(llm: LLM, num_tokens: int) -> Iterator[list[int]]:
         moe.route, runner.graphs = route, graphs
 
 
-def count_experts(llm: LLM, num_seqs: int) -> float:
-    """Returns the mean number of distinct experts per layer and decode step, for random prompts."""
+def count_experts(llm: LLM, num_seqs: int) -> float | None:
+    """Returns the mean number of distinct experts per layer and decode step, for random prompts.
+    None if ``num_seqs`` sequences never run at once, because the KV cache is too small."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, 500, (num_seqs, INPUT_LEN), generator=generator).tolist()
     params = SamplingParams(temperature=0.6, max_tokens=OUTPUT_LEN, ignore_eos=True)
     with observe_routes(llm, num_seqs) as counts:
         llm.generate(prompts, params, use_tqdm=False)
-    return sum(counts) / len(counts)
+    return round(sum(counts) / len(counts), 1) if counts else None

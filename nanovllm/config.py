@@ -114,8 +114,8 @@ class Config:
 
     @property
     def max_step_seqs(self) -> int:
-        """The maximum number of sequences in one step, unless start-up chooses a larger one. Each
-        has at least one token."""
+        """The default of ``ModelRunner.max_num_seqs``, which start-up may raise on a GPU. Each
+        sequence in a step has at least one token."""
         return min(self.max_num_seqs or DEFAULT_NUM_SEQS, self.max_num_batched_tokens)
 
     def __post_init__(self) -> None:

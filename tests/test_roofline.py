@@ -25,3 +25,4 @@ def test_experts_of_decode_steps_are_counted(tiny_models: TinyModels):
     with LLM(tiny_models.path("qwen3-moe"), **settings) as llm:  # type: ignore[arg-type]
         assert count_experts(llm, 1) == 2
         assert 2 < count_experts(llm, 3) < 6
+        assert count_experts(llm, 8) is None  # one block each, and another one to grow

@@ -11,8 +11,7 @@ from nanovllm.utils.math import cdiv
 
 
 class BlockCache:
-    """Finds full blocks that a sequence can share. This class finds none. ``PrefixCache`` is the
-    subclass that finds the blocks of equal prefixes.
+    """The interface of the prefix cache. This base class caches nothing; ``PrefixCache`` does.
 
     Args:
         window_blocks: number of full blocks that each group of layers needs (see BlockManager).
@@ -34,8 +33,7 @@ class BlockCache:
         """Removes a block, if it is cached."""
 
     def evict(self, seq: Sequence) -> None:
-        """Lets no other sequence share the sequence's blocks, because their contents may be
-        corrupt."""
+        """Removes the sequence's blocks from the cache, because their contents may be corrupt."""
 
 
 class BlockManager:

@@ -11,7 +11,7 @@ from nanovllm.utils.timer import Timer
 
 CPU_CACHE_BYTES = 4 << 30
 MAX_DEFAULT_NUM_SEQS = 2048
-LOGITS_SHARE = 32  # of the memory that is left, float32 logits of the largest decode take 1/32
+MAX_LOGITS_FRACTION = 1 / 32  # of the memory that is left, for fp32 logits of the largest decode
 # Upper bound on the memory of the CUDA context and libraries, which PyTorch's statistics leave out
 # (H200, CUDA 13).
 CONTEXT_BYTES = 600 << 20
@@ -30,9 +30,9 @@ def choose_num_seqs(runner: ModelRunner, weight_bytes: int) -> int:
     """Returns the maximum number of sequences in a step on a GPU, if the user sets no number:
     between 512 and 2,048.
 
-    The KV cache, whose size is not known yet, could not hold more sequences. Each takes at least
-    one block in each group of layers, and the scheduler keeps one more free for it. More sequences
-    would also take more memory for logits.
+    Above 512, it is limited by the KV cache, whose size is estimated: each sequence takes at least
+    one block in each group of layers, and the scheduler keeps one more free for it. It is also
+    limited by the memory of the logits.
     """
     config, model = runner.config, runner.model_config
     total_bytes = torch.cuda.mem_get_info(runner.device)[1]
@@ -42,7 +42,7 @@ def choose_num_seqs(runner: ModelRunner, weight_bytes: int) -> int:
         num_blocks = left // block_bytes(runner)
     most_in_cache = num_blocks // (2 * len(runner.windows))
     logits_bytes = 4 * model.vocab_size // runner.tp.size  # of a sequence
-    most = min(MAX_DEFAULT_NUM_SEQS, most_in_cache, left // (LOGITS_SHARE * logits_bytes))
+    most = min(MAX_DEFAULT_NUM_SEQS, most_in_cache, int(left * MAX_LOGITS_FRACTION) // logits_bytes)
     return min(max(DEFAULT_NUM_SEQS, most), config.max_num_batched_tokens)
 
 

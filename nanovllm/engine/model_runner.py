@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 
 class CapturedSteps:
-    """The steps that run as CUDA graphs. This class has none. ``StepGraphs`` is the subclass that
-    captures steps."""
+    """The interface of ``StepGraphs``. This base class has captured no steps."""
 
     def size_for(self, batch: Batch) -> GraphSize | None:
         """Returns the smallest captured size that fits the batch; None if it must run eagerly."""

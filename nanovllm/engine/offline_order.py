@@ -20,9 +20,9 @@ class OfflineOrder(FirstComeFirstServed):
 
     - Sequences with equal first blocks are admitted one after the other, so that these blocks are
       still in the prefix cache.
-    - Among sequences with different first blocks, the one that may generate the most tokens is
-      admitted first, and then those that share its first blocks. So short sequences finish last,
-      and few steps run with small batches.
+    - Among sequences with different first blocks, one that may generate the most tokens, up to
+      about a third, is admitted first, and then those that share its first blocks. So short
+      sequences finish last, and few steps run with small batches.
 
     Preempted sequences and those without ``may_reorder`` are admitted before all of these, first
     come, first served. Sequences are reordered within pools of POOL_SIZE, and the pools are
@@ -37,8 +37,8 @@ class OfflineOrder(FirstComeFirstServed):
         self.shares_prefixes = shares_prefixes
         self.pools: deque[_Pool] = deque()  # only the last one takes new sequences
         self.pool_of: dict[Sequence, _Pool] = {}  # of each waiting sequence, oldest first
-        # The same sequences, and some that no longer wait: in a dict, the first key is slow to
-        # find after many removals.
+        # The same sequences, and some that no longer wait. A deque, because finding the first key
+        # of a dict is slow after many removals.
         self.arrivals: deque[Sequence] = deque()
 
     @property
@@ -99,9 +99,15 @@ class OfflineOrder(FirstComeFirstServed):
 
 
 def _rank(seq: Sequence) -> tuple[int, int]:
-    """Returns what sequences are sorted by: how many tokens they may generate, most first, rounded
-    to powers of two, and then their age."""
-    return -(seq.max_len - seq.num_tokens).bit_length(), seq.seq_id
+    """Returns the sort key of a sequence among those with other first blocks.
+
+    Sequences that may generate more tokens come first, then older ones. Only the two leading bits
+    of the number of tokens count. If sequences that start together also ended together, many
+    prompts would start in one large prefill, and the device would wait for their results.
+    """
+    num_new_tokens = seq.max_len - seq.num_tokens
+    shift = max(0, num_new_tokens.bit_length() - 2)
+    return -(num_new_tokens >> shift << shift), seq.seq_id
 
 
 class _Group:
@@ -114,9 +120,8 @@ class _Group:
         members: the node's children: subgroups and single sequences. The key is the chain hash of
             the first block after the shared ones, or a unique negative number for a sequence that
             has no such full block.
-        heap: entries (-max_new_tokens, sequence id, key), at least one for each member. Entries of
-            removed sequences may remain. ``max_new_tokens`` is how many tokens the sequence may
-            generate.
+        heap: entries (*_rank(sequence), key), at least one for each member. Entries of removed
+            sequences may remain.
         recent: the last NUM_RECENT distinct keys of admitted members, oldest first.
     """
 

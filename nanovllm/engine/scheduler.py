@@ -264,8 +264,8 @@ class Scheduler:
         num_free = self.max_seqs_now - residents
         if not num_waiting or num_free < min(num_waiting, self.max_seqs_now // ADMISSION_SHARE):
             return False
-        # The KV cache may hold fewer sequences than there are slots. Blocks count in the same way:
-        # 1/16 of them, or as many as 1/16 of the residents would need.
+        # The KV cache may hold fewer sequences than there are slots. So free blocks are checked
+        # too: enough for 1/16 as many prompts as there are residents, at most 1/16 of all blocks.
         several = min(num_waiting, residents // ADMISSION_SHARE)
         needed = several * self.waiting.head.num_blocks * len(self.windows)
         needed = min(needed, manager.num_blocks // ADMISSION_SHARE)

@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from time import perf_counter
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -12,14 +12,38 @@ BAR_SECONDS = 1.0  # shorter work gets no bar of its own
 SETTLED_SECONDS = 0.1  # time after which the total time can be extrapolated
 
 
-def bar_maker(use_tqdm: bool | Callable[..., tqdm]) -> Callable[..., tqdm]:
+class NoBar:
+    """Takes the place of a progress bar that is not shown. A disabled tqdm would start a thread and
+    take tqdm's lock, which a KeyboardInterrupt at that moment leaves locked for ever."""
+
+    n = 0
+
+    def __init__(self, **settings: Any) -> None:
+        pass
+
+    def update(self, n: int = 1) -> None:
+        pass
+
+    def set_postfix(self, **values: Any) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def bar_maker(use_tqdm: bool | Callable[..., tqdm]) -> Callable[..., Any]:
     """Returns a function that makes progress bars: ``use_tqdm`` itself if it is callable, otherwise
-    tqdm, enabled or disabled."""
-    return use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
+    tqdm or NoBar."""
+    if callable(use_tqdm):
+        return use_tqdm
+    return tqdm if use_tqdm else NoBar
 
 
 @contextmanager
-def closing_bar(bar: tqdm) -> Iterator[tqdm]:
+def closing_bar(bar: Any) -> Iterator[Any]:
     """Context manager that closes a progress bar on exit. Inside it, the bar is cleared before each
     log line of nanovllm, and the bar's next update draws it again below that line."""
     logger = logging.getLogger("nanovllm")
@@ -37,7 +61,7 @@ def closing_bar(bar: tqdm) -> Iterator[tqdm]:
 
 
 def slices(
-    count: int, size: int, make_bar: Callable[..., tqdm] | None = None, desc: str = ""
+    count: int, size: int, make_bar: Callable[..., Any] | None = None, desc: str = ""
 ) -> Iterator[slice]:
     """Yields slices of ``size`` that together cover ``count`` items. Shows a progress bar if all
     items are expected to take longer than a second."""

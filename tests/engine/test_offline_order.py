@@ -32,7 +32,8 @@ def make(prompt: list[int], max_tokens: int = 8, may_reorder: bool = True) -> Se
 
 def rank(seq: Sequence) -> tuple[int, int]:
     """The lower one goes first, where prefixes do not matter."""
-    return -seq.sampling_params.max_tokens, seq.seq_id
+    bounds = [n for i in range(30) for n in (2**i, 3 * 2**i // 2)]
+    return -max(n for n in bounds if n <= seq.sampling_params.max_tokens), seq.seq_id
 
 
 def in_order(seqs: Iterable[Sequence], depth: int = 0) -> list[Sequence]:
@@ -59,7 +60,7 @@ def admitted(queue: OfflineOrder) -> list[Sequence]:
 
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=3 * BLOCK + 2)
-REQUESTS = st.lists(st.tuples(PROMPTS, st.integers(1, 4)), max_size=30)
+REQUESTS = st.lists(st.tuples(PROMPTS, st.integers(1, 9)), max_size=30)
 
 
 @given(REQUESTS)

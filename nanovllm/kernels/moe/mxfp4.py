@@ -8,10 +8,10 @@ one in the lower four bits.
 **Layout.** ``pack_mxfp4`` and ``pack_mxfp4_scales`` rearrange the weights so that few instructions
 dequantise them. Four blocks of a row, which are 128 columns, are a group. It is stored as 32 words
 of 16 bits, and an int32 with the bytes of its four scales. Word c has the values of columns c,
-32 + c, 64 + c and 96 + c: one of each block. If a row has fewer blocks left than four, the last
-group has zeros first, in place of blocks of the group before it, and ends where the row ends. So a
-kernel can read the 128 columns of x that belong to a group without a mask. ``part`` is the index of
-a block in its group, s a sign, e a bit of exponent, m a mantissa:
+32 + c, 64 + c and 96 + c: one of each block. The last group covers the last 128 columns of the row.
+Blocks that the group before it covers too are stored as zeros. So a kernel can read the 128 columns
+of x that belong to a group without a mask. ``part`` is the index of a block in its group, s a sign,
+e a bit of exponent, m a mantissa:
 
     bit   15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
     part   0  2  3  1  3  3  3  0  0  0  1  1  1  2  2  2
@@ -184,7 +184,8 @@ def unpack_mxfp4(
 
 def fill_mxfp4(packed: torch.Tensor, generator: torch.Generator) -> None:
     """Fills packed words (int16) with random bits, or packed scales (int32) with 2 ** -7. Then the
-    weights have a standard deviation of about 0.02."""
+    weights have a standard deviation of about 0.02. Blocks that are stored as zeros get random bits
+    too, which ``unpack_mxfp4`` leaves out."""
     in_bytes = packed.data.view(torch.uint8)
     if packed.dtype is torch.int32:
         in_bytes.fill_(SCALE_OFFSET + 120)
