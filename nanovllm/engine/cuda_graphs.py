@@ -69,8 +69,8 @@ def graph_sizes(runner: ModelRunner) -> list[GraphSize]:
     """Returns the sizes of the steps to capture: prefills, then decodes, each ascending.
 
     Decodes are also captured with shared prefixes. They need a graph of their own, because the
-    kernel for prefixes would take time in other steps too. To start sooner, only every fourth size
-    is captured: at most half of the rows are padding.
+    kernel for prefixes would take time in other steps too. To start sooner, only the powers of two
+    and the largest size are captured. Fewer than half of the rows are then padding.
     """
     max_seqs = runner.max_num_seqs
     max_tokens = min(runner.config.max_num_batched_tokens, max_seqs * runner.max_model_len)
@@ -79,7 +79,8 @@ def graph_sizes(runner: ModelRunner) -> list[GraphSize]:
     num_params = sum(int(p.numel() * getattr(p, "active_share", 1)) for p in params)
     decodes = decode_sizes(max_seqs)
     if runner.prefix_finder is not None:
-        shared = [size._replace(shares_prefixes=True) for size in decodes[::-4]]
+        sizes = [size for size in decodes[:-1] if size.num_seqs.bit_count() == 1] + decodes[-1:]
+        shared = [size._replace(shares_prefixes=True) for size in sizes]
         decodes = sorted(decodes + [size for size in shared if size.num_seqs >= MIN_SEQS])
     return prefill_sizes(max_tokens, max_seqs, num_params) + decodes
 

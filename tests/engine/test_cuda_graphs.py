@@ -232,16 +232,23 @@ def test_steps_with_shared_prefixes_have_graphs_of_their_own(model_path, capture
     assert tokens[0] == tokens[1] and graphs.num_replays[False] >= 2
 
 
-def test_decodes_have_graphs_for_shared_prefixes_if_enough_sequences_can_share():
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 4, 5, 32, 300, 512, 2048])
+def test_decodes_have_graphs_for_shared_prefixes_if_enough_sequences_can_share(max_num_seqs):
+    """9 sequences ran in a graph of 64 rows."""
     model = SimpleNamespace(model=SimpleNamespace(layers=torch.nn.Linear(1, 1)))
     config = SimpleNamespace(max_num_batched_tokens=16)
-    runner: Any = SimpleNamespace(config=config, max_num_seqs=16, max_model_len=16, model=model)
-    for finder, expected in ((None, set()), (PrefixFinder(16, 0, 1), {16})):
+    runner: Any = SimpleNamespace(config=config, max_model_len=16, model=model)
+    runner.max_num_seqs = max_num_seqs
+    for finder in (None, PrefixFinder(16, 0, 1)):
         runner.prefix_finder = finder
-        sizes = graph_sizes(runner)
-        assert sizes[1:] == sorted(sizes[1:]), "after one prefill"
-        assert {size.num_seqs for size in sizes if size.shares_prefixes} == expected
-        assert {size.num_seqs for size in sizes[1:] if not size.shares_prefixes} == {1, 2, 4, 8, 16}
+        decodes = [size for size in graph_sizes(runner) if not size.is_prefill]
+        assert decodes == sorted(decodes)
+        plain = [size for size in decodes if not size.shares_prefixes]
+        assert plain == decode_sizes(max_num_seqs)
+        shared = [size.num_seqs for size in decodes if size.shares_prefixes]
+        assert len(shared) <= 10 and bool(shared) == (finder is not None and max_num_seqs >= 4)
+        for num_seqs in range(4, max_num_seqs + 1) if shared else ():
+            assert num_seqs <= min(size for size in shared if size >= num_seqs) < 2 * num_seqs
 
 
 def test_what_is_too_large_runs_eagerly(model_path, capture):
