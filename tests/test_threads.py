@@ -447,6 +447,17 @@ class TestClose:
             running.get()
         closing.get()
 
+    def test_metrics_do_not_need_the_model(self, model_path, monkeypatch):
+        """If the engine was closed after ``metrics`` had begun, it raised AttributeError."""
+        llm = LLM(model_path, **SMALL)
+
+        def close_meanwhile() -> None:
+            monkeypatch.undo()
+            llm.close()
+
+        monkeypatch.setattr(llm.turns, "check_open", close_meanwhile)
+        assert llm.metrics().num_running == 0
+
     def test_metrics_are_numbers_or_the_error(self, model_path):
         for _ in range(5):
             llm = LLM(model_path, **SMALL)

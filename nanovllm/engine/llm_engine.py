@@ -99,6 +99,9 @@ class LLMEngine:
         self.recommended_sampling = started.recommended_sampling
         self.throughput = Throughput()
         self._requests: dict[str, Request] = {}
+        # ``metrics`` needs them, also while another thread is in ``close``.
+        self._device = self.model_runner.device
+        self._prefix_finder = self.model_runner.prefix_finder
         self._request_ids = count()
 
     def prepare(
@@ -252,7 +255,7 @@ class LLMEngine:
         self.turns.check_open()
         from nanovllm.engine.metrics import read_metrics
 
-        return read_metrics(self.scheduler, self.throughput, self.model_runner)
+        return read_metrics(self.scheduler, self.throughput, self._prefix_finder, self._device)
 
     def close(self) -> None:
         """Frees the model and the KV cache; the engine cannot be used again.

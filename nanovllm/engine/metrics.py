@@ -2,11 +2,16 @@
 
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from nanovllm.engine.model_runner import ModelRunner
+import torch
+
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.utils.memory import held_bytes
 from nanovllm.utils.throughput import Throughput
+
+if TYPE_CHECKING:
+    from nanovllm.engine.shared_prefixes import PrefixFinder
 
 logger = logging.getLogger("nanovllm")
 
@@ -23,10 +28,11 @@ class EngineMetrics:
         num_generated_tokens: the number of sampled tokens.
         prefix_cache_hit_rate: the fraction of prompt tokens found in the prefix cache, 0 to 1.
         num_preemptions: how many times a sequence was preempted.
-        num_grouped: how many sequences of ``generate`` overtook an earlier one because they share a
-            prefix with a recently admitted sequence.
-        num_longest_first: how many sequences of ``generate`` overtook an earlier one for the other
-            reason: they, or sequences with the same prefix, may generate more tokens.
+        num_grouped: how many sequences that may be reordered overtook an earlier one because they
+            share a prefix with a recently admitted sequence. Sequences of ``generate``,
+            ``run_batch`` and ``add_request(may_reorder=True)`` may be reordered.
+        num_longest_first: how many of these sequences overtook an earlier one for the other reason:
+            they, or sequences with the same prefix, may generate more tokens.
         num_shared_prefix_steps: the number of decode steps that read prefixes once for several
             sequences, which share their KV blocks.
         prompt_tokens_per_second: the prefill throughput in the last window of 5 seconds.
@@ -50,11 +56,13 @@ class EngineMetrics:
 
 
 def read_metrics(
-    scheduler: Scheduler, throughput: Throughput, runner: ModelRunner
+    scheduler: Scheduler,
+    throughput: Throughput,
+    prefix_finder: "PrefixFinder | None",
+    device: torch.device,
 ) -> EngineMetrics:
     """Returns a snapshot of the metrics."""
     blocks = scheduler.block_manager
-    finder = runner.prefix_finder
     prompt_rate, generated_rate = throughput.rates()
     return EngineMetrics(
         num_running=len(scheduler.running),
@@ -67,10 +75,10 @@ def read_metrics(
         num_preemptions=scheduler.num_preemptions,
         num_grouped=scheduler.waiting.num_grouped,
         num_longest_first=scheduler.waiting.num_longest_first,
-        num_shared_prefix_steps=finder.num_steps if finder else 0,
+        num_shared_prefix_steps=prefix_finder.num_steps if prefix_finder else 0,
         prompt_tokens_per_second=prompt_rate,
         generated_tokens_per_second=generated_rate,
-        gpu_memory_bytes=held_bytes(runner.device),
+        gpu_memory_bytes=held_bytes(device),
     )
 
 
