@@ -15,8 +15,7 @@ from nanovllm.kernels.attention.prefix_schedule import (
 
 # A shared prefix costs every sequence some more partial results, about as many bytes as 16 tokens.
 MIN_TOKENS = 128
-# Of one layer. A step with shared prefixes launches one more kernel per layer, which takes as long
-# as reading about this many bytes.
+# Minimum bytes that sharing must save per layer: about what the additional kernel launch costs.
 MIN_SAVED_BYTES = 32 << 20
 
 
@@ -26,8 +25,9 @@ class PrefixFinder:
     Args:
         block_size: tokens per KV block.
         group: a group of layers without a window. Sequences that share a block of this group have
-            equal tokens up to the end of this block, so they share prefixes in all other groups
-            without a window too.
+            equal tokens up to the end of this block. So in all other groups without a window, their
+            blocks up to there have equal contents, even if they are different blocks. The kernel
+            reads the blocks of any one of the sequences.
         token_bytes: bytes of a token's keys and values in one layer on one rank.
 
     Attributes:
@@ -48,8 +48,9 @@ class PrefixFinder:
         if batch.is_prefill:
             return batch
         tables = [seq.block_tables[self.group] for seq, _, _, _ in batch.items]
-        # A running sequence's table only grows, by blocks that it shares with no other. So equal
-        # tables, which usually are the same objects, have the same shared prefixes.
+        # A running sequence's table is only appended to, with private blocks. So while the batch
+        # has the same tables, the result of the last search is still valid. Comparing is fast,
+        # because the lists are usually the same objects.
         if tables != self._tables:
             self._tables = tables
             self._prefixes = find_shared_prefixes(tables, self.block_size, self.min_saved_tokens)
@@ -73,9 +74,12 @@ def find_shared_prefixes(
     members: list[int] = []
 
     def visit(seqs: list[int], depth: int, level: int, parent: int) -> None:
-        """Adds the groups among ``seqs``, whose tables have equal blocks before ``depth``, which
-        the parent covers, and an equal block there. Adds all of ``seqs`` to ``members`` if they are
-        in a group."""
+        """Adds the groups among ``seqs``. Adds all of ``seqs`` to ``members`` if they are in a
+        group.
+
+        All ``seqs`` have equal tables up to and including block ``depth``. The parent group covers
+        the blocks before ``depth``.
+        """
         # Of all tables, the least and the greatest in lexicographic order have the shortest common
         # prefix.
         tables_of_seqs = [tables[seq] for seq in seqs]
@@ -87,13 +91,13 @@ def find_shared_prefixes(
             groups.append((depth * block_size, num_equal * block_size, first, len(seqs), parent))
             depth = num_equal
         if level < MAX_LEVELS:
-            for child in by_block(seqs, num_equal):
+            for child in group_by_block(seqs, num_equal):
                 visit(child, depth, level, index)
         if index >= 0:
             added = set(members[first:])
             members.extend(seq for seq in seqs if seq not in added)
 
-    def by_block(seqs: list[int], i: int) -> list[list[int]]:
+    def group_by_block(seqs: list[int], i: int) -> list[list[int]]:
         """Returns the sets of at least MIN_SEQS sequences that have the same block i."""
         sharing: dict[int, list[int]] = {}
         for seq in seqs:
@@ -101,7 +105,7 @@ def find_shared_prefixes(
                 sharing.setdefault(tables[seq][i], []).append(seq)
         return [seqs for seqs in sharing.values() if len(seqs) >= MIN_SEQS]
 
-    for seqs in by_block([*range(len(tables))], 0):
+    for seqs in group_by_block([*range(len(tables))], 0):
         visit(seqs, 0, 0, -1)
     prefixes = SharedPrefixes(np.array(groups, PREFIX_GROUP), np.array(members, np.int32))
     lens = prefixes.groups["end"] - prefixes.groups["begin"]

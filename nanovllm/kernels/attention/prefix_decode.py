@@ -83,9 +83,9 @@ def _prefix_kernel(
     q_weights = None
     if q_weight_ptr is not None:
         q_weights = load_pair(q_weight_ptr, dim, other, in_head)
-    num_rows = tl.load(splits_ptr + 5)
+    num_prefix_splits = tl.load(splits_ptr + 5)
     pdl_wait(PDL)
-    for index in tl.range(tl.program_id(1), num_rows, tl.num_programs(1)):
+    for index in tl.range(tl.program_id(1), num_prefix_splits, tl.num_programs(1)):
         split_ptr = splits_ptr + index * SPLIT_WORDS
         first_member = tl.load(split_ptr)
         num_members = tl.load(split_ptr + 1)

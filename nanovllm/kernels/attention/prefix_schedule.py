@@ -49,13 +49,13 @@ PREFIX_SPLIT = np.dtype(
         ("begin", "<i4"),
         ("end", "<i4"),
         ("split", "<i4"),  # index among the splits of each of these sequences
-        ("num_rows", "<i4"),  # number of prefix splits of the schedule, the same in each row
+        ("num_prefix_splits", "<i4"),  # of the schedule, the same in each row
         ("padding", "<i4", 2),
     ]
 )
 PREFIX_SPLIT_WORDS = PREFIX_SPLIT.itemsize // 4
 assert PREFIX_SPLIT_WORDS == KV_SPLIT_WORDS  # rows of both kinds are in one array
-MEMBER_WORDS = 2  # of a member in the schedule: its sequence, and that sequence's first slot
+MEMBER_WORDS = 2  # int32 words per member: sequence index, first slot
 
 
 class SharedPrefixes(NamedTuple):
@@ -202,7 +202,7 @@ def divide_prefixes(
     splits["begin"] = groups["begin"][group] + split * length[group]
     splits["end"] = np.minimum(splits["begin"] + length[group], groups["end"][group])
     splits["split"] = num_before[group] + split
-    splits["num_rows"] = len(splits)
+    splits["num_prefix_splits"] = len(splits)
     splits = splits[np.argsort(splits["begin"] - splits["end"], kind="stable")]
 
     group, index = _ranges(sizes)

@@ -19,7 +19,7 @@ KV_SPLIT = np.dtype(
         ("seq", "<i4"),
         ("begin", "<i4"),
         ("end", "<i4"),
-        # Of the sequence, those of a shared prefix included; 0 marks an unused row of the schedule.
+        # number of the sequence's splits, including prefix splits; 0 marks an unused row
         ("num_splits", "<i4"),
         ("split", "<i4"),  # index among the sequence's splits
         ("first_slot", "<i4"),  # slot of the partial result of the sequence's split 0
@@ -30,7 +30,7 @@ KV_SPLIT_WORDS = KV_SPLIT.itemsize // 4
 
 
 class PrefixParts(NamedTuple):
-    """What is read of each context by the programs of shared prefixes (prefix_schedule.py).
+    """The part of each context that the prefix kernel reads (prefix_schedule.py).
 
     Attributes:
         ends: int32 [num_seqs], the number of leading tokens.

@@ -67,4 +67,10 @@ class TritonAttention(AttentionBackend):
         size = 1 << (size - 1).bit_length()  # so that there are few different sizes
         if size not in self._arrived:
             self._arrived[size] = torch.zeros(size, dtype=torch.int32, device=q.device)
-        return decode_attention(q, cache, context, params, new, self._arrived[size])
+        try:
+            return decode_attention(q, cache, context, params, new, self._arrived[size])
+        except BaseException:
+            # The prefix kernel may have counted splits, and the decode kernel that resets the
+            # counters may not have been launched. Captured graphs use the same counters.
+            self._arrived[size].zero_()
+            raise

@@ -137,6 +137,23 @@ def test_prefixes_in_several_splits(num_programs, device, monkeypatch):
     paged.check_decode(TritonAttention(), True, monkeypatch)
 
 
+def test_an_exception_between_the_two_launches_leaves_no_counts(device, monkeypatch):
+    """Ctrl-C after the launch of the prefix kernel made every later decode wrong."""
+
+    class Interrupted:
+        def __getitem__(self, grid):
+            raise KeyboardInterrupt
+
+    paged = SharedPaged([200, 201, 202, 203], [([*range(4)], 2)], 4, 2, 64, 16, HALF, device)
+    backend = TritonAttention()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(decode, "_decode_kernel", Interrupted())
+        paged.check_decode(backend, False, patch)
+    (counters,) = backend._arrived.values()
+    paged.check_decode(backend, False, monkeypatch)
+    assert backend._arrived[len(counters)] is counters, "captured graphs hold its address"
+
+
 def test_layers_with_a_window_share_nothing(device, monkeypatch):
     contexts, groups = [130 + i for i in range(6)], [([*range(6)], 5)]
     paged = SharedPaged(contexts, groups, 4, 2, 64, 16, torch.float16, device)
@@ -167,10 +184,11 @@ def covered_tokens(schedule, num_seqs, kv_heads, num_programs, tile):
             if row["num_splits"] > 1:
                 slots.append(int(row["first_slot"] + row["split"]))
     rows = schedule[layout.prefix_splits : layout.members].view(PREFIX_SPLIT)[:, 0]
-    num_rows = int(rows[0]["num_rows"])
-    assert not rows[num_rows:].view(np.int32).any()
-    for row in rows[:num_rows]:
-        assert 0 < row["num_members"] <= tile.num_seqs and row["num_rows"] == num_rows
+    num_splits = int(rows[0]["num_prefix_splits"])
+    assert not rows[num_splits:].view(np.int32).any()
+    for row in rows[:num_splits]:
+        assert 0 < row["num_members"] <= tile.num_seqs
+        assert row["num_prefix_splits"] == num_splits
         assert row["begin"] < row["end"]
         first = row["first_member"]
         for seq, slot in members[first : first + row["num_members"]]:
