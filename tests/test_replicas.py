@@ -237,6 +237,7 @@ def run_with(replica: type, num_requests: int, monkeypatch, num_replicas: int = 
     """The names of the records that come."""
     monkeypatch.setattr(replicas, "Replica", replica)
     options = {"max_num_seqs": 64, "tensor_parallel_size": 1, "device": "cpu"}
+    options["enable_reordering"] = True
     items = [BatchRequest(i, "", str(i), "", {}) for i in range(num_requests)]
     with closing(replicas.Replicas(options, ["model"], num_replicas, num_requests)) as runner:
         return [record["custom_id"] for record in runner.run(items)]
@@ -350,6 +351,7 @@ def test_no_record_is_lost_if_the_result_of_a_later_call_comes_first(cluster, mo
     monkeypatch.setattr(ray, "wait", wait_for_last)
     monkeypatch.setattr(replicas, "Replica", Stopping)
     options = {"max_num_seqs": 64, "tensor_parallel_size": 1, "device": "cpu"}
+    options["enable_reordering"] = True
     items = [BatchRequest(i, "", str(i), "", {}) for i in range(2)]
     with closing(replicas.Replicas(options, ["model"], 1, len(items))) as runner:
         found = []

@@ -687,6 +687,25 @@ def test_a_request_that_started_in_part_is_dropped_at_the_end(llm: LLM, tmp_path
     assert stop.num_looks == 0
 
 
+def test_a_runner_whose_requests_are_dropped_before_a_step_ends(llm: LLM, tmp_path: Path):
+    """Guards a replica that never says that it has nothing left to do."""
+    in_ = write_input(tmp_path / "in", [request("long", prompt="a b c d e f g h")])
+    with closing(Job(in_, tmp_path / "out")) as work:
+        runner = Runner(lambda: llm, ["model"], work.journal)
+        runner._tokens_per_step = 2
+        source = work.requests()
+        while not runner.num_tokens_in_flight and not runner._ready and not runner._preparing:
+            assert runner.advance(source) == []
+        for _ in range(1000):
+            if runner._num_new_tokens:
+                break
+            runner._take_prepared()
+            runner._fill_engine()
+        assert runner._num_new_tokens > 2
+        runner.end_unstarted()
+        assert [runner.advance(iter(())) for _ in range(3)][-1] is None
+
+
 # An engine that fails.
 
 

@@ -18,11 +18,12 @@ from uuid import uuid4
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from nanovllm.config import DEFAULT_NUM_SEQS
 from nanovllm.llm import LLM
 from nanovllm.run_batch.journal import Journal
 from nanovllm.run_batch.records import ID_PREFIX, Record
 from nanovllm.run_batch.request import BatchRequest
-from nanovllm.run_batch.runner import MAX_WINDOW, EngineLostError, Runner, describe, max_window
+from nanovllm.run_batch.runner import EngineLostError, Runner, describe, max_window
 from nanovllm.run_batch.stop import StopOnSignal
 
 logger = logging.getLogger("nanovllm.run_batch")
@@ -142,9 +143,11 @@ class Replicas:
         num_replicas: int,
         num_requests: int,
     ) -> None:
-        # A Runner's ``window``, of which its engine runs a part. A small job is divided evenly.
-        max_num_seqs = options["max_num_seqs"]
-        max_requests = MAX_WINDOW if max_num_seqs is None else max_window(max_num_seqs)
+        # About the ``window`` of a replica's Runner: several times what its engine runs at once. A
+        # small job is divided evenly.
+        max_num_seqs = options["max_num_seqs"] or DEFAULT_NUM_SEQS
+        reorders = options["enable_reordering"]
+        max_requests = max_window(max_num_seqs) if reorders else 4 * max_num_seqs
         self._max_requests = min(max_requests, ceil(num_requests / num_replicas))
         self._unassigned: deque[BatchRequest] = deque()  # requests of lost machines
         self._num_deaths = 0  # since a request last finished

@@ -22,9 +22,10 @@ from nanovllm.run_batch.stop import StopOnSignal
 
 logger = logging.getLogger("nanovllm.run_batch")
 
-# The engine can order only the requests that it has. In a simulation of 5,000 shuffled prompts with
-# 50 prefixes, a KV cache for 15 of them and max_num_seqs=512, prefills computed 1.80 times the
-# distinct tokens with 4 * max_num_seqs requests, 1.09 times with 8 *, and 1.03 times with all.
+# The engine can reorder only requests that have been added to it. In a simulation of 5,000
+# shuffled prompts with 50 prefixes, a KV cache for 15 of them and max_num_seqs=512, prefills
+# computed 1.80 times the distinct tokens with 4 * max_num_seqs requests, 1.09 times with 8 *, and
+# 1.03 times with all.
 QUEUE_FACTOR = 8
 MAX_WINDOW = 2**14  # unless it would be less than twice max_num_seqs
 MAX_QUEUED_TOKENS = 2**22  # of prompts; each takes about 50 bytes
@@ -74,13 +75,14 @@ class Runner:
     """Runs requests on one engine, a bounded number of them at a time.
 
     A request is active from its preparation until it has its record. If the engine fails, the
-    requests that it was running are retried: first in small groups, then each alone, so that a
-    request that always makes the engine fail does not affect others. A broken engine is replaced.
+    requests in flight, which include those that wait in the engine, are retried: first in small
+    groups, then each alone, so that a request that always makes the engine fail does not affect
+    others. A broken engine is replaced.
     Requests that were in flight when an earlier process died are run in the same way.
 
     The engine has several times the requests that it can run at a time, and orders them so that the
-    job takes less time (see ``Config.enable_reordering``). Between two steps, only the requests for
-    one full prefill are read, so that the engine does not wait.
+    job takes less time (see ``Config.enable_reordering``). Between two steps, at most
+    ``max_num_batched_tokens`` prompt tokens are read, so that the GPU is not idle for long.
 
     Requests with a grammar or their own chat template may take long to prepare. Threads prepare
     them while the engine runs other requests.
@@ -241,9 +243,9 @@ class Runner:
         self._start_waiting()
         self._take_prepared()
         self._fill_engine()
+        self._num_new_tokens = 0  # also if the prompts have been dropped since
         if self._in_flight:
             llm = self._ensure_engine()
-            self._num_new_tokens = 0
             try:
                 outputs = llm.step()
                 if llm.is_finished() and len(outputs) < len(self._in_flight):
@@ -374,9 +376,9 @@ class Runner:
         """Handles a failure of the engine in a step, or while a prompt of ``added`` was added.
         These requests and those in flight are retried, or end after MAX_ATTEMPTS."""
         self._num_failures += 1
-        failed = [*self._in_flight.values(), *added]
+        num_prompts, failed = len(self._in_flight), {*self._in_flight.values(), *added}
         logger.warning(
-            "the engine failed with %d prompts: %s", len(failed), describe(error), exc_info=error
+            "the engine failed with %d prompts: %s", num_prompts, describe(error), exc_info=error
         )
         # An engine without all its workers is replaced. Any other is replaced only once, after the
         # third failure in a row: if the new engine fails too, the requests are the cause.
