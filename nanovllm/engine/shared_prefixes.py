@@ -80,8 +80,7 @@ def find_shared_prefixes(
         All ``seqs`` have equal tables up to and including block ``depth``. The parent group covers
         the blocks before ``depth``.
         """
-        # Of all tables, the least and the greatest in lexicographic order have the shortest common
-        # prefix.
+        # The least and the greatest table in lexicographic order have the shortest common prefix.
         tables_of_seqs = [tables[seq] for seq in seqs]
         least, greatest = min(tables_of_seqs), max(tables_of_seqs)
         num_equal = num_common_blocks(least, greatest)
