@@ -20,8 +20,8 @@ class OfflineOrder(FirstComeFirstServed):
 
     - Sequences with equal first blocks are admitted one after the other, so that these blocks are
       still in the prefix cache.
-    - Among sequences with different first blocks, one that may generate the most tokens, up to
-      about a third, is admitted first, and then those that share its first blocks. So short
+    - Among sequences with different first blocks, the one that may generate the most tokens, a
+      rounded number, is admitted first, and then those that share its first blocks. So short
       sequences finish last, and few steps run with small batches.
 
     Preempted sequences and those without ``may_reorder`` are admitted before all of these, first

@@ -60,7 +60,7 @@ class Tile(NamedTuple):
 #   up, has 2 x 128 x 128 accumulators, 128 registers per thread with 8 warps. An iteration loads
 #   (256 + 128) x 64 x 2 bytes = 48 KB, so 4 stages take 192 KB. With 16,384 tokens, an expert has
 #   1,024 rows: 8 tiles, and a grid of 6 x 8 x 128 programs. With 2,048 tokens, half of the experts
-#   have a second tile, of a few rows: SMALL_M saves 5% there.
+#   have a second tile with a few rows, where SMALL_M saves 5%.
 TILES: dict[int, Tile] = {
     8: Tile(16, 16, 64, 64, 128, 4, 4),
     16: Tile(32, 32, 64, 64, 64, 4, 4),
