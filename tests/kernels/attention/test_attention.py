@@ -37,11 +37,12 @@ def naive(q, keys, values, params):
 
 def bounds(out: torch.Tensor) -> dict[str, float]:
     """The bounds of ``assert_as_good_as_eager``. In fp32, eager PyTorch is sometimes within half a
-    unit in the last place, so 2 units are allowed. Prefill in fp32 on an H200, with heads of 256,
-    was measured at 2.03 times eager's error."""
+    unit in the last place, so 2 units are allowed. With heads of 256, prefill in fp32 on an H200
+    was measured at 2.03 times eager's error. On a CPU eager's error depends on the instructions
+    that its BLAS uses: 2.21 times was measured with AVX2, where AVX-512 gives less than 2."""
     if out.dtype is not torch.float32:
         return {"ulps": 1.0}
-    return {"ulps": 2.0, "factor": 2.5 if out.is_cuda else 2.0}
+    return {"ulps": 2.0, "factor": 2.5 if out.is_cuda else 3.0}
 
 
 class Paged:
