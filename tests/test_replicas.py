@@ -243,6 +243,26 @@ def run_with(replica: type, num_requests: int, monkeypatch, num_replicas: int = 
         return [record["custom_id"] for record in runner.run(items)]
 
 
+@pytest.mark.parametrize(
+    ("max_num_seqs", "reorders", "limit"),
+    [
+        (64, True, 512),
+        (64, False, 256),
+        (None, True, 4096),
+        (None, False, 2048),
+        (10000, True, 20000),
+    ],
+)
+def test_the_number_of_requests_of_a_replica(monkeypatch, max_num_seqs, reorders, limit):
+    monkeypatch.setattr(replicas, "_connect", lambda: False)
+    monkeypatch.setattr(replicas, "_find_resources", lambda *_: {"num_cpus": 1, "num_gpus": 0})
+    monkeypatch.setattr(
+        replicas.Replicas, "_start", lambda _, each: setattr(each, "is_ready", True)
+    )
+    options = {"max_num_seqs": max_num_seqs, "enable_reordering": reorders}
+    assert replicas.Replicas(options, ["model"], 2, 10**6)._max_requests == limit
+
+
 def make_echo(answer: Callable[[str], None], start: Callable[[], str | None]) -> type:
     """A replica that calls ``answer`` with a request's name before it echoes it. ``start`` may tell
     why it has no engine."""

@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from importlib import import_module
-from itertools import count
+from itertools import count, pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -726,7 +726,7 @@ def make(model_path: Path) -> Iterator[Callable[[], LLM]]:
 
 def fail_steps(llm: LLM, is_bad: Callable[[list[str]], BaseException | None]) -> list[list[str]]:
     """Makes an engine fail in steps whose prompts ``is_bad`` does not like; returns a list of the
-    prompts that it had at each failure."""
+    prompts that it had started at each failure."""
     failures = []
     real = llm.model_runner.run
 
@@ -734,9 +734,8 @@ def fail_steps(llm: LLM, is_bad: Callable[[list[str]], BaseException | None]) ->
         ids = {item.seq.request_id for item in batch.items}
         prompts = [llm._requests[i].prepared.prompt or "" for i in ids if i in llm._requests]
         if error := is_bad(prompts):
-            failures.append(
-                sorted(request.prepared.prompt or "" for request in llm._requests.values())
-            )
+            running = [item for item in llm._requests.values() if item.seqs[0].block_tables]
+            failures.append(sorted(request.prepared.prompt or "" for request in running))
             raise error
         return real(batch)
 
@@ -803,6 +802,33 @@ def test_a_request_that_always_brings_down_the_engine_fails_alone(
     assert times.count(2) <= len(poisoned)  # groups of two, the root of the window
     assert max(map(len, failures)) <= WINDOW
     assert len(make.made) <= 1 + len(poisoned)
+
+
+def test_requests_that_waited_while_the_engine_failed_are_not_retried(make, tmp_path: Path):
+    """Guards a queue of thousands of requests that runs in small groups after one failure."""
+    in_ = write_input(tmp_path / "in", simple_lines(40))
+    broken, steps = make(), count()
+    failures = fail_steps(broken, lambda _: RuntimeError("oh") if next(steps) == 8 else None)
+    step, queued = broken.step, []
+
+    def noting_step() -> Any:
+        names = {request.prepared.prompt for request in broken._requests.values()}
+        queued.append((len(failures), names))
+        return step()
+
+    broken.step = noting_step
+    run(broken, in_, tmp_path / "out")
+    assert len(by_id(read_output(tmp_path / "out"))) == 40
+    (started,) = failures
+    before = [names for num_failures, names in queued if not num_failures]
+    after = [names for num_failures, names in queued if num_failures]
+    assert len(before[-1]) > 3 * len(started) > 0
+    num_small = next(i for i, names in enumerate(after) if len(names) > 2)
+    assert set().union(*after[:num_small]) == set(started)
+    # The others are added again as they were at first: a full prefill before each step.
+    full_step = max(len(new - old) for old, new in pairwise([set(), *before]))
+    later = after[num_small - 1 :]
+    assert all(len(new - old) <= full_step for old, new in pairwise(later))
 
 
 def test_an_engine_that_always_fails_gives_errors(make, tmp_path: Path, caplog):

@@ -143,8 +143,8 @@ class Replicas:
         num_replicas: int,
         num_requests: int,
     ) -> None:
-        # About the ``window`` of a replica's Runner: several times what its engine runs at once. A
-        # small job is divided evenly.
+        # The ``window`` of a replica's Runner, or twice that if the engine does not reorder. The
+        # engine may choose a larger max_num_seqs than the default. A small job is divided evenly.
         max_num_seqs = options["max_num_seqs"] or DEFAULT_NUM_SEQS
         reorders = options["enable_reordering"]
         max_requests = max_window(max_num_seqs) if reorders else 4 * max_num_seqs

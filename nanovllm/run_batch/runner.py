@@ -2,7 +2,8 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Set
+from collections.abc import Sequence as Seq
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from time import monotonic, time
 from typing import Any
 
 from nanovllm.engine.request import PreparedRequest
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.workers import WorkerError
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
@@ -55,14 +57,16 @@ class _RequestState:
         prompts: the request's prompts, prepared for the engine.
         request_ids: the engine's request ids of the prompts that have been added to it, in order,
             and the number of tokens of each prompt.
+        sequences: the first sequence of each prompt that has been added to the engine.
         outputs: the outputs of finished prompts, by request id.
     """
 
     request: BatchRequest
     attempt: int
     generation: Generation = None  # type: ignore[assignment]  # until it is prepared
-    prompts: Sequence[PreparedRequest] = ()
+    prompts: Seq[PreparedRequest] = ()
     request_ids: dict[str, int] = field(default_factory=dict)
+    sequences: list[Sequence] = field(default_factory=list)
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
 
     @property
@@ -70,15 +74,20 @@ class _RequestState:
         """The number of completions of each prompt."""
         return self.generation.params.n
 
+    @property
+    def has_started(self) -> bool:
+        """Whether the scheduler has admitted one of its prompts. Also valid after a failure."""
+        return any(seq.num_cached_prompt_tokens is not None for seq in self.sequences)
+
 
 class Runner:
     """Runs requests on one engine, a bounded number of them at a time.
 
     A request is active from its preparation until it has its record. If the engine fails, the
-    requests in flight, which include those that wait in the engine, are retried: first in small
-    groups, then each alone, so that a request that always makes the engine fail does not affect
-    others. A broken engine is replaced.
-    Requests that were in flight when an earlier process died are run in the same way.
+    requests that it was running are retried: first in small groups, then each alone, so that a
+    request that always makes the engine fail does not affect others. Requests that only waited in
+    the engine are added to it again as before. A broken engine is replaced. Requests that were in
+    flight when an earlier process died, running or waiting, are retried too.
 
     The engine has several times the requests that it can run at a time, and orders them so that the
     job takes less time (see ``Config.enable_reordering``). Between two steps, at most
@@ -99,14 +108,13 @@ class Runner:
     Attributes:
         llm: the engine; None after a failure, until an engine is needed again.
         window: the maximum number of completions in the engine. A prompt with more completions than
-            that runs alone. If their prompts have MAX_QUEUED_TOKENS or more, or if the engine does
-            not reorder requests, the maximum is twice ``max_num_seqs``.
+            that runs alone.
         num_in_flight: the number of completions in the engine.
         num_tokens_in_flight: the number of tokens of their prompts.
     """
 
     def __init__(
-        self, make_llm: Callable[[], LLM], model_names: Sequence[str], journal: Journal
+        self, make_llm: Callable[[], LLM], model_names: Seq[str], journal: Journal
     ) -> None:
         self.llm: LLM | None = make_llm()
         config, max_num_seqs = self.llm.config, self.llm.scheduler.max_num_seqs
@@ -121,7 +129,7 @@ class Runner:
         self._model_names = model_names
         self._journal = journal
         self._defaults = replace(self.llm.get_default_sampling_params(), seed=config.seed)
-        self._waiting: list[_RequestState] = []  # to be retried
+        self._waiting: list[_RequestState] = []  # to be retried; those at attempt 0 are last
         # Active requests, oldest first. All of them are at the same attempt. A request is prepared
         # first. Then its prompts are ready, and then they are in flight in the engine.
         self._attempt = 0
@@ -198,20 +206,22 @@ class Runner:
     def _has_capacity(self) -> bool:
         """Whether another request should be read before the next step: the window is not
         full, no request is being retried, and fewer than ``window`` requests wait for a retry."""
-        # A request that waits at attempt 0 was not in flight when the engine failed: it is next.
         may_read = self._attempt == 0 and len(self._waiting) < self.window
-        may_read = may_read and self._num_new_tokens < self._tokens_per_step
-        return may_read and self._can_start and all(state.attempt for state in self._waiting)
+        # A request that waits at attempt 0 had not started when the engine failed: it is next.
+        may_read = may_read and (not self._waiting or self._waiting[-1].attempt > 0)
+        return may_read and self._can_start
 
     @property
     def _can_start(self) -> bool:
         num_preparing = len(self._preparing)
         may_prepare = not self._ready and num_preparing < self._small_window
+        may_prepare = may_prepare and self._num_new_tokens < self._tokens_per_step
         return may_prepare and self.num_in_flight + num_preparing < self._window_now
 
     @property
     def _window_now(self) -> int:
-        """The maximum number of completions in the engine at the current attempt."""
+        """The maximum number of completions in the engine at the current attempt. It is at most
+        twice ``max_num_seqs`` while their prompts have MAX_QUEUED_TOKENS or more."""
         if self._attempt:
             return isqrt(self._small_window) if self._attempt == 1 else 1
         is_long = self.num_tokens_in_flight >= MAX_QUEUED_TOKENS
@@ -273,10 +283,13 @@ class Runner:
         """Starts requests that are waiting, up to the window. If no request is active, continues
         with the requests that have had the most attempts."""
         if not self._active:
-            self._waiting.sort(key=lambda state: -state.attempt)
+            self._sort_waiting()
             self._attempt = self._waiting[0].attempt if self._waiting else 0
         while self._waiting and self._waiting[0].attempt == self._attempt and self._can_start:
             self._start(self._waiting.pop(0))
+
+    def _sort_waiting(self) -> None:
+        self._waiting.sort(key=lambda state: -state.attempt)
 
     def _start(self, state: _RequestState) -> None:
         """Prepares a request and adds its prompts. A thread prepares it if that may take long."""
@@ -295,7 +308,7 @@ class Runner:
         try:
             generation = read_body(state.request, self._defaults, self._model_names)
             state.generation = generation
-            prompts: Sequence[Any] = generation.prompts
+            prompts: Seq[Any] = generation.prompts
             if generation.messages:
                 prompts = llm.render_chat(generation.messages, **generation.template)
             params = map(generation.params_of, range(len(prompts)))
@@ -332,11 +345,13 @@ class Runner:
             if state not in self._active:  # another of its prompts has ended it
                 continue
             try:
-                request_id = self._ensure_engine().add_request(prompt, may_reorder=True)
+                llm = self._ensure_engine()
+                request_id = llm.add_request(prompt, may_reorder=True)
             except Exception as error:
                 self._handle_failure(error, [state])
                 return
             self._in_flight[request_id] = state
+            state.sequences.append(llm._requests[request_id].seqs[0])
             self.num_in_flight += state.num_completions
             state.request_ids[request_id] = num_tokens = len(prompt.prompt_token_ids)
             self.num_tokens_in_flight += num_tokens
@@ -372,11 +387,15 @@ class Runner:
             self._end(state)
             self._records.append(success_record(state.request, state.request.custom_id, body))
 
-    def _handle_failure(self, error: Exception, added: Sequence[_RequestState] = ()) -> None:
+    def _handle_failure(self, error: Exception, added: Seq[_RequestState] = ()) -> None:
         """Handles a failure of the engine in a step, or while a prompt of ``added`` was added.
-        These requests and those in flight are retried, or end after MAX_ATTEMPTS."""
+        These requests and those that it was running are retried, or end after MAX_ATTEMPTS. Other
+        active requests are prepared and added again, at the same attempt. If the engine was running
+        none, or adding a prompt failed, all requests in flight are retried."""
         self._num_failures += 1
         num_prompts, failed = len(self._in_flight), {*self._in_flight.values(), *added}
+        if not added:
+            failed = {state for state in failed if state.has_started} or failed
         logger.warning(
             "the engine failed with %d prompts: %s", num_prompts, describe(error), exc_info=error
         )
@@ -394,6 +413,7 @@ class Runner:
                     f"time with no other request: {describe(error)}"
                 )
                 self._end_with_error(state, RequestError(message, status=500, code="engine_failed"))
+        self._sort_waiting()
 
     def _end_with_error(self, state: _RequestState, error: RequestError) -> None:
         self._end(state)
