@@ -20,6 +20,8 @@ from nanovllm.utils.panics import as_value_error
 if TYPE_CHECKING:  # the import takes a second, which a run without a tokenizer saves
     from transformers import PreTrainedTokenizerBase
 
+    from nanovllm.checkpoints.fp8 import Fp8Weights
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 # Names of fields in generation_config.json, each with its name in SamplingParams.
 GENERATION_FIELDS = {
@@ -104,7 +106,12 @@ class SafetensorsCheckpoint:
         eos_token_id = hf_config.get("eos_token_id", family.defaults.get("eos_token_id"))
         self._hf_config = {"model_type": family.model_type, **hf_config}
         with as_value_error(f"{path / 'config.json'} is not supported:"):
-            self.config = family.read(hf_config)
+            self._fp8 = _read_fp8(path, hf_config)
+            if self._fp8 is None:
+                self.config = family.read(hf_config)
+            else:  # the model gets dequantised weights
+                unquantised = {**hf_config, "quantization_config": None}
+                self.config = self._fp8.with_names_skipped(family.read(unquantised))
             if self._files:  # dummy weights need no files
                 check_bytes(self.config, num_bytes)
         generation = _read_json(path / "generation_config.json") or {}
@@ -115,13 +122,11 @@ class SafetensorsCheckpoint:
         return _read_tokenizer(self.path, self._hf_config)
 
     def tensors(self, device: torch.device = CPU) -> Iterator[tuple[str, torch.Tensor]]:
-        if device.type != "cpu":
-            yield from read_tensors(self._weight_files(), device)
-            return
-        for path in self._weight_files():
-            with as_value_error(f"{path} cannot be read:"), safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    yield name, file.get_tensor(name)
+        paths = self._weight_files()
+        tensors = _map_tensors(paths) if device.type == "cpu" else read_tensors(paths, device)
+        if self._fp8 is not None:
+            tensors = self._fp8.dequantise(tensors, paths)
+        yield from tensors
 
     def _weight_files(self) -> list[Path]:
         """Returns the files that hold the weights, all of them in the checkpoint's directory."""
@@ -143,6 +148,31 @@ class SafetensorsCheckpoint:
             if name not in self._files:
                 raise ValueError(f"{index_path} names {name!r:.80}, which is not in its directory")
         return [self._files[name] for name in sorted(set(names))]
+
+
+def _map_tensors(paths: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the names and tensors of safetensors files, which are mapped into memory."""
+    for path in paths:
+        with as_value_error(f"{path} cannot be read:"), safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                yield name, file.get_tensor(name)
+
+
+def _read_fp8(path: Path, config: dict[str, Any]) -> "Fp8Weights | None":
+    """Returns how a checkpoint stores FP8 weights. Returns None if it has none.
+
+    Args:
+        path: the checkpoint's directory, where ModelOpt writes a file of its own.
+        config: the fields of config.json.
+    """
+    quantisation = config.get("quantization_config")
+    if not quantisation and (modelopt := _read_json(path / "hf_quant_config.json")):
+        quantisation = {"quant_method": "modelopt", **(modelopt.get("quantization") or {})}
+    if not quantisation:
+        return None
+    from nanovllm.checkpoints.fp8 import Fp8Weights
+
+    return Fp8Weights.from_config(quantisation)
 
 
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":

@@ -248,10 +248,15 @@ def _checked(hf: Mapping[str, Any], quant_methods: Sequence[str]) -> dict[str, A
             raise ValueError(f"quantization_config must be an object, got {quantisation!r:.80}")
         method = dict(quantisation).get("quant_method", "unknown")
         if method not in quant_methods:
-            raise ValueError(
-                f"{method!r} quantisation is not supported: use an unquantised or GGUF checkpoint"
-            )
+            raise unsupported_quantisation(method)
     return hf
+
+
+def unsupported_quantisation(method: Any) -> ValueError:
+    """Returns the error for a checkpoint that is quantised in an unsupported way."""
+    return ValueError(
+        f"{method!r:.80} quantisation is not supported: use an unquantised, FP8 or GGUF checkpoint"
+    )
 
 
 def _read_dtype(dtype: Any) -> torch.dtype:

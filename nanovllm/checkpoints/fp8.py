@@ -1,0 +1,244 @@
+"""FP8 weights of safetensors checkpoints, dequantised as they are read.
+
+Each block of a weight has a scale. ``x.weight`` in float8_e4m3fn times ``x.weight_scale_inv``, or
+``x.weight_scale``, is the weight. Both are factors, in spite of the first one's name.
+"""
+
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from nanovllm.models.family import unsupported_quantisation
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.utils.math import cdiv
+from nanovllm.utils.panics import as_value_error
+
+logger = logging.getLogger("nanovllm")
+
+Block = tuple[int, int]
+
+SCALE_SUFFIXES = (".weight_scale_inv", ".weight_scale")
+# Scales of FP8 activations and of an FP8 KV cache. Neither is needed, because both are unquantised.
+SKIPPED = tuple(
+    f"*.{name}"
+    for name in (
+        *("activation_scale", "input_scale", "input_scale_ub", "output_scale"),
+        *("q_scale", "k_scale", "v_scale", "kv_scale"),
+    )
+)
+WHOLE = sys.maxsize  # a block of this size is clamped to the weight's
+TENSOR, CHANNEL = (WHOLE, WHOLE), (1, WHOLE)
+# Formats of compressed-tensors that hold FP8 weights alike, with and without FP8 activations.
+COMPRESSED_FORMATS = ("float-quantized", "naive-quantized")
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weights:
+    """How a checkpoint stores its FP8 weights.
+
+    Which weights are in FP8 is not stated here: their dtype tells.
+
+    Attributes:
+        blocks: the possible sizes (rows, columns) of the blocks that share a scale. The shape of a
+            weight's scales tells which one it has.
+    """
+
+    blocks: tuple[Block, ...]
+
+    @classmethod
+    def from_config(cls, config: Any) -> "Fp8Weights | None":
+        """Reads a ``quantization_config``. Returns None if its method is not one for FP8.
+
+        Raises:
+            ValueError: the method is one for FP8, but with unsupported or invalid settings.
+        """
+        method = config.get("quant_method") if isinstance(config, Mapping) else None
+        read = METHODS.get(str(method))
+        return None if read is None else cls(tuple(read(config)))
+
+    def with_names_skipped(self, config: ModelConfig) -> ModelConfig:
+        """Returns the config with names that skip the scales of activations and KV caches."""
+        names = config.weight_names
+        return replace(config, weight_names=replace(names, skipped=(*names.skipped, *SKIPPED)))
+
+    def dequantise(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], paths: Sequence[Path]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the names and tensors of a checkpoint, with FP8 weights dequantised to fp32.
+
+        Args:
+            tensors: all tensors of the files, in any order, on any device.
+            paths: the files. The scales, which are small, are read from them in advance: they may
+                be in other files than their weights.
+
+        Raises:
+            ValueError: a weight or a scale is missing or damaged. The message names it.
+        """
+        scales = read_scales(paths)
+        logger.info(
+            "the checkpoint's FP8 weights are dequantised as they are read: they take as much "
+            "memory as unquantised ones"
+        )
+        for name, tensor in tensors:
+            if name.endswith(SCALE_SUFFIXES):
+                continue
+            is_fp8 = tensor.is_floating_point() and tensor.itemsize == 1
+            if not is_fp8 and name not in scales:
+                yield name, tensor
+                continue
+            if name not in scales:
+                raise ValueError(f"checkpoint tensor {name} is {tensor.dtype}, but it has no scale")
+            try:
+                yield name, dequantise_fp8(tensor, scales[name], self.blocks)
+            except ValueError as error:
+                raise ValueError(f"checkpoint tensor {name}: {error}") from None
+
+
+def read_scales(paths: Iterable[Path]) -> dict[str, torch.Tensor]:
+    """Reads the scales of all weights.
+
+    Returns:
+        The scales by the names of their weights, in fp32 on the CPU.
+
+    Raises:
+        ValueError: a scale has no weight, occurs twice, is negative or is not finite.
+    """
+    names: set[str] = set()
+    scales: dict[str, torch.Tensor] = {}
+    for path in paths:
+        with as_value_error(f"{path} cannot be read:"), safe_open(path, framework="pt") as file:
+            names.update(file.keys())
+            found = {n: file.get_tensor(n) for n in file.keys() if n.endswith(SCALE_SUFFIXES)}  # noqa: SIM118
+        for name, stored in found.items():
+            weight = name.removesuffix("_inv").removesuffix("_scale")
+            if weight in scales:
+                raise ValueError(f"checkpoint tensor {weight} has two scales")
+            if not stored.is_floating_point():
+                raise ValueError(f"checkpoint tensor {name}: a scale cannot be {stored.dtype}")
+            scale = stored.float()
+            if not (scale.isfinite() & (scale >= 0)).all():
+                raise ValueError(f"checkpoint tensor {name}: scales must be finite and positive")
+            scales[weight] = scale
+    if alone := sorted(scales.keys() - names):
+        raise ValueError(f"checkpoint tensor {alone[0]} is missing, though it has a scale")
+    return scales
+
+
+def dequantise_fp8(
+    weight: torch.Tensor, scale: torch.Tensor, blocks: Iterable[Block]
+) -> torch.Tensor:
+    """Multiplies an FP8 weight by its scales.
+
+    Args:
+        weight: float8_e4m3fn [..., out, in].
+        scale: fp32 [..., blocks of rows, blocks of columns] on the CPU. Trailing dimensions of
+            size 1 may be left out.
+        blocks: the possible block sizes (rows, columns). The last block of a row or column may be
+            smaller.
+
+    Returns:
+        fp32 [..., out, in], on the weight's device.
+
+    Raises:
+        ValueError: the weight has another dtype, the scale has another shape, or a scale is 0
+            though its weights are not.
+    """
+    if weight.dtype is not torch.float8_e4m3fn:
+        raise ValueError(f"a weight with a scale must be float8_e4m3fn, got {weight.dtype}")
+    if weight.dim() < 2 or not weight.numel():
+        raise ValueError(f"FP8 weights must be matrices, got shape {list(weight.shape)}")
+    *leading, num_rows, num_columns = weight.shape
+    clamped = [(min(rows, num_rows), min(columns, num_columns)) for rows, columns in blocks]
+    shapes = [
+        (*leading, cdiv(num_rows, rows), cdiv(num_columns, columns)) for rows, columns in clamped
+    ]
+    for shape, block in zip(shapes, clamped, strict=True):
+        if _significant(shape) == _significant(scale.shape):
+            break
+    else:
+        needed = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"its scale must have shape {needed}, but has {list(scale.shape)}")
+    scale = scale.reshape(shape)
+    if not scale.all() and _multiply_blocks(weight.float(), (scale == 0).float(), block).any():
+        raise ValueError("one of its scales is 0, but the weights in that block are not")
+    return _multiply_blocks(weight.float(), scale, block)
+
+
+def _significant(shape: Sequence[int]) -> list[int]:
+    """Returns a shape without trailing dimensions of size 1."""
+    sizes = list(shape)
+    while sizes and sizes[-1] == 1:
+        sizes.pop()
+    return sizes
+
+
+def _multiply_blocks(values: torch.Tensor, scale: torch.Tensor, block: Block) -> torch.Tensor:
+    """Multiplies each block of ``values`` by its scale, in place. Returns ``values``."""
+    (rows, columns), (num_rows, num_columns) = block, values.shape[-2:]
+    # Only the rows of scales are repeated. Columns are broadcast, which saves a copy of the weight.
+    scale = scale.to(values.device).repeat_interleave(rows, -2)[..., :num_rows, :]
+    num_full = num_columns // columns
+    full, rest = values.split([num_full * columns, num_columns % columns], -1)
+    full.unflatten(-1, (num_full, columns)).mul_(scale[..., :num_full, None])
+    rest.mul_(scale[..., num_full:])
+    return values
+
+
+def _read_fine_grained(config: Mapping[str, Any]) -> Iterator[Block]:
+    """Reads transformers' FineGrainedFP8Config, or AutoFP8's config, which has no blocks."""
+    if (experts := config.get("expert_dtype", "fp8")) != "fp8":
+        raise unsupported_quantisation(f"fp8 with {experts} experts")
+    size = config.get("weight_block_size")
+    yield TENSOR if size is None else _read_block("weight_block_size", size)
+
+
+def _read_modelopt(config: Mapping[str, Any]) -> Iterator[Block]:
+    if (algorithm := config.get("quant_algo")) != "FP8":
+        raise unsupported_quantisation(f"modelopt {algorithm}")
+    yield TENSOR
+
+
+def _read_compressed_tensors(config: Mapping[str, Any]) -> Iterator[Block]:
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not all(isinstance(g, Mapping) for g in groups.values()):
+        raise ValueError(f"config_groups must be an object of objects, got {groups!r:.80}")
+    if (config.get("transform_config") or {}).get("config_groups"):
+        raise unsupported_quantisation("compressed-tensors with transforms")
+    for group in groups.values():
+        weights, storage = group.get("weights"), group.get("format") or config.get("format")
+        if weights is None:  # the group is about activations only
+            continue
+        if storage not in COMPRESSED_FORMATS:
+            raise unsupported_quantisation(f"compressed-tensors {storage}")
+        dtype, strategy = f"{weights.get('type')}{weights.get('num_bits')}", weights.get("strategy")
+        if dtype != "float8" or strategy not in ("tensor", "channel", "block"):
+            raise unsupported_quantisation(
+                f"compressed-tensors {dtype} with a scale per {strategy}"
+            )
+        if strategy == "block":
+            yield _read_block("block_structure", weights.get("block_structure"))
+        else:
+            yield TENSOR if strategy == "tensor" else CHANNEL
+
+
+def _read_block(name: str, size: Any) -> Block:
+    if isinstance(size, (list, tuple)) and len(size) == 2:
+        rows, columns = size
+        if type(rows) is type(columns) is int and min(size) > 0:
+            return rows, columns
+    raise ValueError(f"{name} must be a list of two positive ints, got {size!r:.80}")
+
+
+# By the values of ``quant_method``: functions from a ``quantization_config`` to possible blocks.
+METHODS = {
+    "fp8": _read_fine_grained,
+    "fbgemm_fp8": lambda config: [CHANNEL],
+    "modelopt": _read_modelopt,
+    "compressed-tensors": _read_compressed_tensors,
+}
