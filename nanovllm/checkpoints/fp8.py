@@ -82,8 +82,8 @@ class Fp8Weights:
         """
         scales = read_scales(paths)
         logger.info(
-            "the checkpoint's FP8 weights are dequantised as they are read: they take as much "
-            "memory as unquantised ones"
+            "FP8 weights are dequantised as they are read, and take as much memory as unquantised "
+            "ones (in bf16, 2 bytes each)"
         )
         for name, tensor in tensors:
             if name.endswith(SCALE_SUFFIXES):
@@ -95,9 +95,10 @@ class Fp8Weights:
             if name not in scales:
                 raise ValueError(f"checkpoint tensor {name} is {tensor.dtype}, but it has no scale")
             try:
-                yield name, dequantise_fp8(tensor, scales[name], self.blocks)
+                weight = dequantise_fp8(tensor, scales[name], self.blocks)
             except ValueError as error:
                 raise ValueError(f"checkpoint tensor {name}: {error}") from None
+            yield name, weight
 
 
 def read_scales(paths: Iterable[Path]) -> dict[str, torch.Tensor]:
@@ -113,8 +114,9 @@ def read_scales(paths: Iterable[Path]) -> dict[str, torch.Tensor]:
     scales: dict[str, torch.Tensor] = {}
     for path in paths:
         with as_value_error(f"{path} cannot be read:"), safe_open(path, framework="pt") as file:
-            names.update(file.keys())
-            found = {n: file.get_tensor(n) for n in file.keys() if n.endswith(SCALE_SUFFIXES)}  # noqa: SIM118
+            in_file = file.keys()
+            found = {n: file.get_tensor(n) for n in in_file if n.endswith(SCALE_SUFFIXES)}
+        names.update(in_file)
         for name, stored in found.items():
             weight = name.removesuffix("_inv").removesuffix("_scale")
             if weight in scales:
@@ -158,12 +160,12 @@ def dequantise_fp8(
     shapes = [
         (*leading, cdiv(num_rows, rows), cdiv(num_columns, columns)) for rows, columns in clamped
     ]
-    for shape, block in zip(shapes, clamped, strict=True):
-        if _significant(shape) == _significant(scale.shape):
-            break
-    else:
+    pairs = zip(shapes, clamped, strict=True)
+    fits = {pair for pair in pairs if _significant(pair[0]) == _significant(scale.shape)}
+    if len(fits) != 1:
         needed = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(f"its scale must have shape {needed}, but has {list(scale.shape)}")
+    ((shape, block),) = fits
     scale = scale.reshape(shape)
     if not scale.all() and _multiply_blocks(weight.float(), (scale == 0).float(), block).any():
         raise ValueError("one of its scales is 0, but the weights in that block are not")

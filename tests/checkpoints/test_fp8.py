@@ -1,0 +1,443 @@
+"""FP8 weights, against transformers' own dequantisation and that of compressed-tensors."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoints.checkpoint import open_checkpoint
+from nanovllm.checkpoints.fp8 import CHANNEL, TENSOR, dequantise_fp8
+from nanovllm.checkpoints.tensor_reader import read_tensors
+from tests.tiny_models import TinyModels
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+FP8 = torch.float8_e4m3fn
+PROMPTS = [[*range(3, 40)], [7, 400]]
+SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 8}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
+Tensors = dict[str, torch.Tensor]
+
+
+def tokens(folder: Path, **settings: Any) -> list[list[int]]:
+    with LLM(folder, **{**SMALL, **settings}) as llm:
+        return [out["token_ids"] for out in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def assert_greedy(found: list[list[int]], model: torch.nn.Module) -> None:
+    """Each token is the most probable one of a model in transformers."""
+    for prompt, token_ids in zip(PROMPTS, found, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == token_ids
+
+
+def edit_json(folder: Path, **changes: Any) -> None:
+    """Changes fields of the ``quantization_config``. None drops one."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text("utf-8"))
+    fields = {**config["quantization_config"], **changes}
+    config["quantization_config"] = {name: v for name, v in fields.items() if v is not None}
+    path.write_text(json.dumps(config))
+
+
+def edit_tensors(folder: Path, edit: Callable[[Tensors], Any]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    edit(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+def write(folder: Path, source: Path, config: dict[str, Any], tensors: Tensors) -> Path:
+    """Writes a checkpoint with the config of ``source`` and a ``quantization_config``."""
+    folder.mkdir()
+    fields = json.loads((source / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps({**fields, "quantization_config": config}))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+    return folder
+
+
+def write_fine_grained(source: Path, folder: Path, **settings: Any) -> Path:
+    """Quantises a checkpoint's linear layers, but for the LM head, with transformers' code."""
+    config = FineGrainedFP8Config(modules_to_not_convert=["lm_head"], **settings)
+    quantise = Fp8Quantize(SimpleNamespace(quantization_config=config))
+    tensors: Tensors = {}
+    for name, tensor in load_file(source / WEIGHTS).items():
+        if "_proj." in name:
+            tensors |= quantise.convert({name: tensor})
+            if config.activation_scheme == "static" and name.endswith("weight"):
+                scale = name.replace("weight", "activation_scale")
+                tensors[scale] = torch.tensor(0.5, dtype=torch.bfloat16)
+        else:
+            tensors[name] = tensor
+    assert sum(tensor.dtype is FP8 for tensor in tensors.values()) >= 12
+    return write(folder, source, config.to_dict(), tensors)
+
+
+FINE_GRAINED: dict[str, tuple[str, dict[str, Any]]] = {
+    "blocks": ("qwen3", {"weight_block_size": (32, 16)}),
+    "fused in the checkpoint": ("phi3", {"weight_block_size": (16, 32)}),
+    "experts": ("qwen3-moe", {"weight_block_size": (16, 16)}),
+    # Matrices of other sizes than multiples of the blocks' stay unquantised.
+    "some weights": ("qwen3-moe", {"weight_block_size": (64, 32)}),
+    "tensor": ("mistral", {"weight_block_size": None, "activation_scheme": "static"}),
+    "scales of one byte": ("qwen3", {"weight_block_size": (32, 32), "scale_fmt": "ue8m0"}),
+}
+
+
+@pytest.fixture
+def quantised(tiny_models: TinyModels, tmp_path: Path) -> Path:
+    """A Qwen3 checkpoint with blocks of 32 x 32, to be spoiled."""
+    source = tiny_models.path("qwen3")
+    return write_fine_grained(source, tmp_path / "fp8", weight_block_size=(32, 32))
+
+
+@pytest.mark.parametrize("case", FINE_GRAINED)
+def test_tokens_equal_transformers(case: str, tiny_models: TinyModels, tmp_path: Path):
+    name, settings = FINE_GRAINED[case]
+    folder = write_fine_grained(tiny_models.path(name), tmp_path / "fp8", **settings)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    assert_greedy(tokens(folder), model.eval())
+
+
+def write_compressed(source: Path, folder: Path, weights: dict[str, Any], static: bool) -> Tensors:
+    """Quantises a checkpoint's linear layers with the compressed-tensors package.
+
+    Args:
+        source: the checkpoint.
+        folder: the new checkpoint.
+        weights: the strategy for weights.
+        static: whether activations and the KV cache have scales in the checkpoint, too.
+
+    Returns:
+        The weights, dequantised by the package.
+    """
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors (the extra test)")
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    fp8 = {"num_bits": 8, "type": "float"}
+    inputs = {"strategy": "tensor"} if static else {"strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": fp8 | weights, "input_activations": fp8 | inputs}
+    ignored = ["lm_head", r"re:model\.layers\.1\..*down_proj"]
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    names = set(model.state_dict())
+    apply_quantization_config(
+        model, QuantizationConfig(config_groups={"fp8": group}, ignore=ignored)
+    )
+    for module in model.modules():
+        if (scale := getattr(module, "weight_scale", None)) is not None:
+            weight = module.weight.detach().abs()
+            sizes = {"tensor": weight.shape, "channel": (1, weight.size(1))}
+            rows, columns = weights.get("block_structure") or sizes[weights["strategy"]]
+            blocks = [part.split(columns, 1) for part in weight.split(rows)]
+            largest = torch.tensor([[block.max() for block in row] for row in blocks])
+            args = module.quantization_scheme.weights
+            scale.data.copy_(calculate_qparams(-largest, largest, args)[0].view(scale.shape))
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+    edit_json(folder, ignore=ignored)
+    if static:
+        edit_json(folder, kv_cache_scheme={**fp8, "strategy": "tensor"})
+        names_of_kv = [
+            f"model.layers.{i}.self_attn.{kind}_scale" for i in range(3) for kind in "kv"
+        ]
+        edit_tensors(
+            folder, lambda tensors: tensors.update({n: torch.ones(1) for n in names_of_kv})
+        )
+    compressor.decompress_model(model)
+    return {name: tensor for name, tensor in model.state_dict().items() if name in names}
+
+
+@pytest.mark.parametrize(
+    ("weights", "static"),
+    [
+        ({"strategy": "tensor"}, True),
+        ({"strategy": "channel"}, False),
+        ({"strategy": "block", "block_structure": [48, 40]}, False),
+    ],
+    ids=["tensor", "channel", "block"],
+)
+def test_compressed_tensors(weights, static, tiny_models: TinyModels, tmp_path: Path):
+    """Tokens equal those of transformers with the weights that the package dequantises."""
+    folder = tmp_path / "fp8"
+    dequantised = write_compressed(tiny_models.path("qwen3"), folder, weights, static)
+    num_fp8 = sum(tensor.dtype is FP8 for tensor in load_file(folder / WEIGHTS).values())
+    assert num_fp8 == 3 * 7 - 1
+    model = tiny_models.load("qwen3")
+    model.load_state_dict(dequantised)
+    assert_greedy(tokens(folder), model)
+
+
+def test_the_log_tells(quantised: Path, caplog: pytest.LogCaptureFixture):
+    edit_tensors(
+        quantised, lambda t: t.update({UP.replace("weight", "input_scale"): torch.ones(1)})
+    )
+    edit_tensors(quantised, lambda t: t.update({"model.layers.0.self_attn.k_scale": torch.ones(1)}))
+    with caplog.at_level(logging.INFO, logger="nanovllm"):
+        tokens(quantised)
+    messages = [record.message for record in caplog.records]
+    assert sum("FP8 weights are dequantised as they are read" in text for text in messages) == 1
+    assert "skipped 2 tensors: *.input_scale, *.k_scale" in messages
+
+
+def as_auto_fp8(tensors: Tensors) -> Tensors:
+    renamed = {name.replace("_scale_inv", "_scale"): tensor for name, tensor in tensors.items()}
+    return {name.replace("activation_scale", "input_scale"): t for name, t in renamed.items()}
+
+
+def per_channel(tensors: Tensors) -> Tensors:
+    """With the one scale of each weight repeated."""
+    for name, weight in tensors.items():
+        if weight.dtype is FP8:
+            scale = tensors[f"{name}_scale"]
+            tensors[f"{name}_scale"] = scale.expand(weight.size(0), 1).contiguous()
+    return tensors
+
+
+OTHER_FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors]]] = {
+    "AutoFP8": ({"quant_method": "fp8", "activation_scheme": "static"}, as_auto_fp8),
+    "ModelOpt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, as_auto_fp8),
+    "FBGEMM": ({"quant_method": "fbgemm_fp8"}, lambda tensors: per_channel(as_auto_fp8(tensors))),
+}
+
+
+@pytest.fixture
+def by_tensor(tiny_models: TinyModels, tmp_path: Path) -> Path:
+    """A checkpoint with one scale for each weight, and one for its activations."""
+    source, settings = tiny_models.path("qwen3"), {"activation_scheme": "static"}
+    return write_fine_grained(source, tmp_path / "tensor", weight_block_size=None, **settings)
+
+
+@pytest.mark.parametrize("form", [*OTHER_FORMS, "ModelOpt's own file"])
+def test_other_forms_are_read(form: str, by_tensor: Path, tmp_path: Path):
+    """They hold the same numbers as transformers' under other names."""
+    config, convert = OTHER_FORMS.get(form, ({}, as_auto_fp8))
+    folder = write(tmp_path / "form", by_tensor, config, convert(load_file(by_tensor / WEIGHTS)))
+    if not config:
+        fields = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+        (folder / "hf_quant_config.json").write_text(json.dumps(fields))
+    expected, found = (dict(open_checkpoint(str(f)).tensors()) for f in (by_tensor, folder))
+    weights = {name for name in found if not name.endswith("scale")}
+    assert weights == {name for name in expected if not name.endswith("scale")}
+    assert all(torch.equal(found[name], expected[name]) for name in weights)
+    assert tokens(folder) == tokens(by_tensor)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (2, 50), (7, 3), TENSOR, CHANNEL], ids=str)
+@pytest.mark.parametrize("shape", [(1, 7), (5, 123), (130, 257), (3, 9, 129)], ids=str)
+def test_blocks_at_the_edges_are_smaller(block: tuple[int, int], shape: tuple[int, ...]):
+    weight = torch.randn(shape).to(FP8)
+    rows, columns = (torch.arange(n) // size for n, size in zip(shape[-2:], block, strict=True))
+    scale = torch.rand(*shape[:-2], rows[-1] + 1, columns[-1] + 1) + 0.1
+    expected = weight.double() * scale.double()[..., rows[:, None], columns]
+    assert torch.equal(dequantise_fp8(weight, scale, [block]), expected.float())
+    while scale.dim() and scale.size(-1) == 1:
+        scale = scale[..., 0]
+        assert torch.equal(dequantise_fp8(weight, scale, [block]), expected.float())
+
+
+def test_groups_of_weights_may_have_different_blocks():
+    weight = torch.randn(6, 8).to(FP8)
+    for scale, block in ((torch.rand(6, 1), CHANNEL), (torch.rand(2, 2), (4, 4))):
+        expected = dequantise_fp8(weight, scale, [block])
+        assert torch.equal(dequantise_fp8(weight, scale, [CHANNEL, (4, 4)]), expected)
+    with pytest.raises(ValueError, match=r"must have shape \[2, 1\] or \[2, 1\]"):  # ambiguous
+        dequantise_fp8(weight, torch.rand(2, 1), [(4, 8), (3, 8)])
+
+
+def shard(folder: Path) -> None:
+    """Puts the scales into a file of their own, which is read last."""
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    file_of = {name: f"model-{'scale_inv' in name}.safetensors" for name in tensors}
+    for file in set(file_of.values()):
+        part = {name: tensor for name, tensor in tensors.items() if file_of[name] == file}
+        save_file(part, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": file_of}))
+
+
+def test_scales_may_be_in_another_file(quantised: Path):
+    expected = dict(open_checkpoint(str(quantised)).tensors())
+    shard(quantised)
+    checkpoint = open_checkpoint(str(quantised))
+    files = sorted(quantised.glob("*.safetensors"))
+    assert len(files) == 2
+    # The threaded reader of GPUs, which yields tensors in another order, is used on the CPU here.
+    threaded = checkpoint._fp8.dequantise(read_tensors(files, torch.device("cpu")), files)
+    for found in (dict(checkpoint.tensors()), dict(threaded)):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.gpu
+def test_a_gpu_dequantises_to_the_same_weights(quantised: Path):
+    checkpoint = open_checkpoint(str(quantised))
+    expected = dict(checkpoint.tensors())
+    for name, tensor in checkpoint.tensors(torch.device("cuda", 0)):
+        assert tensor.is_cuda and torch.equal(tensor.cpu(), expected[name])
+
+
+def test_two_ranks_generate_the_tokens_of_one(tiny_models: TinyModels, tmp_path: Path):
+    """With experts and an ordinary MLP."""
+    source = tiny_models.path("qwen3-moe")
+    folder = write_fine_grained(source, tmp_path / "fp8", weight_block_size=(16, 32))
+    assert tokens(folder, tensor_parallel_size=2) == tokens(folder)
+
+
+def test_dummy_weights_are_those_of_an_unquantised_config(quantised: Path):
+    (quantised / WEIGHTS).unlink()
+    found = tokens(quantised, load_format="dummy")
+    edit_json(quantised, quant_method=None, weight_block_size=None)
+    config = json.loads((quantised / "config.json").read_text("utf-8"))
+    del config["quantization_config"]
+    (quantised / "config.json").write_text(json.dumps(config))
+    assert found == tokens(quantised, load_format="dummy")
+
+
+def set_scale(value: Any) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.update({f"{UP}_scale_inv": value})
+
+
+def spoil_scale(value: float) -> Callable[[Tensors], Any]:
+    def spoil(tensors: Tensors) -> None:
+        tensors[f"{UP}_scale_inv"][1, 1] = value
+
+    return spoil
+
+
+INVALID = rf"{UP}_scale_inv: scales must be finite and positive"
+DAMAGES: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "no scale": (lambda t: t.pop(f"{UP}_scale_inv"), f"{UP} is torch.float8_e4m3fn, but it has no"),
+    "no weight": (lambda t: t.pop(UP), f"{UP} is missing, though it has a scale"),
+    "no weight nor scale": (
+        lambda t: [t.pop(name) for name in (UP, f"{UP}_scale_inv")],
+        f"lacks {UP}",
+    ),
+    "NaN": (spoil_scale(float("nan")), INVALID),
+    "inf": (spoil_scale(float("inf")), INVALID),
+    "negative": (spoil_scale(-1.0), INVALID),
+    "zero": (spoil_scale(0.0), f"{UP}: one of its scales is 0, but the weights"),
+    "integers": (set_scale(torch.ones(4, 2, dtype=torch.int32)), "a scale cannot be torch.int32"),
+    "more rows": (set_scale(torch.ones(5, 2)), rf"{UP}: .* shape \[4, 2\], but has \[5, 2\]"),
+    "transposed": (set_scale(torch.ones(2, 4)), rf"{UP}: .* shape \[4, 2\], but has \[2, 4\]"),
+    "one number": (set_scale(torch.tensor(1.0)), rf"{UP}: .* shape \[4, 2\], but has \[\]"),
+    "two scales": (
+        lambda t: t.update({f"{UP}_scale": t[f"{UP}_scale_inv"].clone()}),
+        f"{UP} has two scales",
+    ),
+    "unquantised": (
+        lambda t: t.update({UP: t[UP].float()}),
+        f"{UP}: .* float8_e4m3fn, got torch.f",
+    ),
+    "another FP8": (
+        lambda t: t.update({UP: t[UP].float().to(torch.float8_e5m2)}),
+        f"{UP}: .* must be float8_e4m3fn, got torch.float8_e5m2",
+    ),
+    "one dimension": (lambda t: t.update({UP: t[UP].flatten()}), f"{UP}: FP8 weights must be matr"),
+    "no rows": (lambda t: t.update({UP: t[UP][:0].clone()}), f"{UP}: FP8 weights must be matrices"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoints_are_refused(damage: str, quantised: Path):
+    spoil, match = DAMAGES[damage]
+    edit_tensors(quantised, spoil)
+    with pytest.raises(ValueError, match=match):
+        tokens(quantised)
+
+
+def test_a_scale_of_zero_weights_may_be_zero(quantised: Path):
+    def spoil(tensors: Tensors) -> None:
+        weight = tensors[UP].float()
+        weight[32:64, 32:] = 0.0
+        tensors[UP], tensors[f"{UP}_scale_inv"][1, 1] = weight.to(FP8), 0.0
+
+    edit_tensors(quantised, spoil)
+    assert dict(open_checkpoint(str(quantised)).tensors())[UP][32:64, 32:].count_nonzero() == 0
+
+
+def group(**changes: Any) -> dict[str, Any]:
+    """The config_groups of compressed-tensors."""
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", **changes}
+    return {"group_0": {"targets": ["Linear"], "weights": weights}}
+
+
+FLOAT = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "AWQ": ({"quant_method": "awq"}, "'awq'"),
+    "GPTQ": ({"quant_method": "gptq"}, "'gptq'"),
+    "int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "'bitsandbytes'"),
+    "unknown": ({"quant_method": "magic"}, "'magic'"),
+    "no method": ({"bits": 4}, "'unknown'"),
+    "FP4 experts": ({"quant_method": "fp8", "expert_dtype": "fp4"}, "'fp8 with fp4 experts'"),
+    "NVFP4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt NVFP4'"),
+    "compressed int4": (
+        {**FLOAT, "format": "pack-quantized", "config_groups": group(type="int", num_bits=4)},
+        "'compressed-tensors pack-quantized'",
+    ),
+    "compressed int8": (
+        {**FLOAT, "format": "int-quantized", "config_groups": group(type="int")},
+        "'compressed-tensors int-quantized'",
+    ),
+    "naive int8": (
+        {**FLOAT, "format": "naive-quantized", "config_groups": group(type="int")},
+        "'compressed-tensors int8 with a scale per channel'",
+    ),
+    "groups of columns": (
+        {**FLOAT, "config_groups": group(strategy="group", group_size=128)},
+        "'compressed-tensors float8 with a scale per group'",
+    ),
+    "one group in int4": (
+        {**FLOAT, "config_groups": group() | {"b": {"weights": {}, "format": "pack-quantized"}}},
+        "'compressed-tensors pack-quantized'",
+    ),
+    "transforms": (
+        {**FLOAT, "config_groups": group(), "transform_config": {"config_groups": {"R3": {}}}},
+        "'compressed-tensors with transforms'",
+    ),
+}
+REFUSED = {
+    name: (config, f"{what} quantisation is not supported: use an unquantised, FP8 or GGUF")
+    for name, (config, what) in REFUSED.items()
+}
+for number, size in enumerate(([128], [128, 0], [128, True], [1.0, 128], "128")):
+    REFUSED[f"block size {number}"] = (
+        {"quant_method": "fp8", "weight_block_size": size},
+        "weight_block_size must be a list of two positive ints",
+    )
+REFUSED |= {
+    "no groups": (FLOAT, "config_groups must be an object"),
+    "no block": ({**FLOAT, "config_groups": group(strategy="block")}, "block_structure must be"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_quantisations_are_refused_by_name(
+    case: str, tiny_models: TinyModels, tmp_path: Path
+):
+    config, match = REFUSED[case]
+    folder = write(tmp_path / "refused", tiny_models.path("qwen3"), config, {})
+    with pytest.raises(ValueError, match=match):
+        open_checkpoint(str(folder))
+
+
+def test_groups_without_weights_do_not_count(tiny_models: TinyModels, tmp_path: Path):
+    """Those are about activations, and those about attention."""
+    config = {**FLOAT, "config_groups": group() | {"attention": {"weights": None}}}
+    folder = write(tmp_path / "fp8", tiny_models.path("qwen3"), config, {})
+    (folder / WEIGHTS).unlink()
+    assert open_checkpoint(str(folder))._fp8.blocks == (CHANNEL,)
