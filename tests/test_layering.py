@@ -82,6 +82,7 @@ CAPABILITIES = {
     "kernels/moe/*.py": "Only experts' weights and layers/moe.py know it.",
     "quantization/experts.py": "Only layers/moe.py knows it.",
     "kernels/comm/*.py": "RankRunner puts its all-reduces into TPGroup.one_shots.",
+    "checkpoints/fp8.py": "For an FP8 config, SafetensorsCheckpoint makes an Fp8Weights.",
     "checkpoints/gguf*.py": "open_checkpoint opens a .gguf file with GGUFCheckpoint.",
     "compat/**/*.py": "nanovllm.LLM is its subclass of LLM, or without it that class itself.",
     "run_batch/*.py": "It uses the public API.",

@@ -122,7 +122,7 @@ def write_compressed(source: Path, folder: Path, weights: dict[str, Any], static
     Returns:
         The weights, dequantised by the package.
     """
-    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors (the extra test)")
+    pytest.importorskip("compressed_tensors", minversion="0.20")
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
     from compressed_tensors.quantization.utils import calculate_qparams
