@@ -111,7 +111,7 @@ class SafetensorsCheckpoint:
                 self.config = family.read(hf_config)
             else:  # the model gets dequantised weights
                 unquantised = {**hf_config, "quantization_config": None}
-                self.config = self._fp8.with_names_skipped(family.read(unquantised))
+                self.config = self._fp8.with_skipped_scales(family.read(unquantised))
             if self._files:  # dummy weights need no files
                 check_bytes(self.config, num_bytes)
         generation = _read_json(path / "generation_config.json") or {}

@@ -24,7 +24,7 @@ logger = logging.getLogger("nanovllm")
 Block = tuple[int, int]
 
 SCALE_SUFFIXES = (".weight_scale_inv", ".weight_scale")
-# Scales of FP8 activations and of an FP8 KV cache. Neither is needed, because both are unquantised.
+# Scales of FP8 activations and of an FP8 KV cache, which both stay unquantised here.
 SKIPPED = tuple(
     f"*.{name}"
     for name in (
@@ -42,7 +42,8 @@ COMPRESSED_FORMATS = ("float-quantized", "naive-quantized")
 class Fp8Weights:
     """How a checkpoint stores its FP8 weights.
 
-    Which weights are in FP8 is not stated here: their dtype tells.
+    A tensor's dtype tells whether it is in FP8, so the config's lists of unquantised modules are not
+    read.
 
     Attributes:
         blocks: the possible sizes (rows, columns) of the blocks that share a scale. The shape of a
@@ -62,8 +63,8 @@ class Fp8Weights:
         read = METHODS.get(str(method))
         return None if read is None else cls(tuple(read(config)))
 
-    def with_names_skipped(self, config: ModelConfig) -> ModelConfig:
-        """Returns the config with names that skip the scales of activations and KV caches."""
+    def with_skipped_scales(self, config: ModelConfig) -> ModelConfig:
+        """Returns the model's config with the scales of activations and KV caches skipped."""
         names = config.weight_names
         return replace(config, weight_names=replace(names, skipped=(*names.skipped, *SKIPPED)))
 
