@@ -162,12 +162,13 @@ def _read_fp8(path: Path, config: dict[str, Any]) -> "Fp8Weights | None":
     """Returns how a checkpoint stores FP8 weights. Returns None if it has none.
 
     Args:
-        path: the checkpoint's directory, where ModelOpt writes a file of its own.
+        path: the checkpoint's directory.
         config: the fields of config.json.
     """
-    quantisation = config.get("quantization_config")
-    if not quantisation and (modelopt := _read_json(path / "hf_quant_config.json")):
-        quantisation = {"quant_method": "modelopt", **(modelopt.get("quantization") or {})}
+    quantisation, modelopt = config.get("quantization_config"), path / "hf_quant_config.json"
+    if not quantisation and modelopt.exists():  # early releases of ModelOpt write only this file
+        fields = (_read_json(modelopt) or {}).get("quantization") or {}
+        quantisation = {"quant_method": "modelopt", **fields}
     if not quantisation:
         return None
     from nanovllm.checkpoints.fp8 import Fp8Weights

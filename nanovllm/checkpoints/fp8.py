@@ -42,8 +42,8 @@ COMPRESSED_FORMATS = ("float-quantized", "naive-quantized")
 class Fp8Weights:
     """How a checkpoint stores its FP8 weights.
 
-    A tensor's dtype tells whether it is in FP8, so the config's lists of unquantised modules are not
-    read.
+    A tensor's dtype tells whether it is in FP8. The config's lists of unquantised modules are
+    therefore not read.
 
     Attributes:
         blocks: the possible sizes (rows, columns) of the blocks that share a scale. The shape of a
