@@ -35,6 +35,7 @@ LAYERS = (
     "text",
     "engine",
     "llm",
+    "rl",
 )  # lowest first
 # What every request passes through, but for the capabilities.
 SPINE = (
@@ -85,6 +86,7 @@ CAPABILITIES = {
     "checkpoints/fp8.py": "For an FP8 config, SafetensorsCheckpoint makes an Fp8Weights.",
     "checkpoints/gguf*.py": "open_checkpoint opens a .gguf file with GGUFCheckpoint.",
     "compat/**/*.py": "nanovllm.LLM is its subclass of LLM, or without it that class itself.",
+    "rl/*.py": "compat's LLM is a subclass of its LLM, or without it of nanovllm.llm.LLM.",
     "run_batch/*.py": "It uses the public API.",
 }
 STARTS_ENGINES = "engine/startup.py"  # without it the spine imports, but no engine starts

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +19,90 @@ from nanovllm.utils.loader import copy_weight
 logger = logging.getLogger("nanovllm")
 
 LARGE_BYTES = 10**9
+
+
+class Slot(NamedTuple):
+    """Where a checkpoint tensor goes.
+
+    Attributes:
+        tensor: its name, without the prefix that multimodal checkpoints add.
+        parameter: the name of the parameter of which it fills a part or the whole.
+        load: copies a tensor there. If it raises ValueError, it has changed nothing.
+    """
+
+    tensor: str
+    parameter: str
+    load: Callable[[torch.Tensor], Any]
+
+
+class WeightTable:
+    """The checkpoint tensors that a model takes.
+
+    It refers to the model's parameters, so it is valid until one of them is replaced.
+
+    Attributes:
+        skipped: the patterns of ``WeightNames.skipped``.
+        slots: by the tensor's name, its slot.
+        ways: by the parameter's name, the sets of tensors that fill it. There are several sets if
+            checkpoints store the parameter in different ways.
+    """
+
+    def __init__(self, model: DecoderForCausalLM) -> None:
+        self.skipped = model.weight_names.skipped
+        params = dict(model.named_parameters())
+        self.slots, self.ways = _expected_tensors(params, model.weight_names)
+
+    def find(self, hub_name: str) -> Slot | None:
+        """Returns the slot of a tensor, by its name in a checkpoint; None if it has none."""
+        return self.slots.get(hub_name) or self.slots.get(_replace_prefix(hub_name))
+
+    def skip_pattern(self, hub_name: str) -> str | None:
+        """Returns the pattern that says that a tensor without a slot is not needed; None if none
+        does."""
+        return next((p for p in self.skipped if fnmatchcase(hub_name, p)), None)
+
+
+class LoadingPass:
+    """Loads tensors, each at most once.
+
+    Attributes:
+        left: the sets of ``WeightTable.ways`` that may still be completed, without the tensors that
+            have been loaded. Parameters of which none has been loaded are left out.
+    """
+
+    def __init__(self, table: WeightTable) -> None:
+        self.table = table
+        self.left: dict[str, list[set[str]]] = {}
+
+    def load(self, slot: Slot, tensor: torch.Tensor) -> None:
+        """Loads a tensor.
+
+        Raises:
+            ValueError: it has been loaded before, perhaps under another name or as parts, or it has
+                a wrong shape or dtype. Nothing was changed.
+        """
+        self.take(slot)
+        try:
+            slot.load(tensor)
+        except ValueError as error:
+            raise ValueError(f"checkpoint tensor {slot.tensor}: {error}") from None
+
+    def take(self, slot: Slot) -> None:
+        """Notes that a tensor is loaded. Raises ValueError if it has been loaded before."""
+        name, ways = slot.tensor, self.left.get(slot.parameter)
+        if ways is None:
+            ways = [set(names) for names in self.table.ways[slot.parameter]]
+        ways = [names for names in ways if name in names]
+        if not ways:
+            raise ValueError(f"checkpoint tensor {name} occurs twice, under this or another name")
+        for names in ways:
+            names.remove(name)
+        self.left[slot.parameter] = ways
+
+    def missing(self) -> set[str]:
+        """Returns the tensors that have not been loaded."""
+        ways = {**self.table.ways, **self.left}
+        return set[str]().union(*(names[0] for names in ways.values()))
 
 
 @torch.no_grad()
@@ -39,38 +123,28 @@ def load_model(
         ValueError: a tensor belongs to no parameter, occurs twice or has the wrong shape, or a
             parameter has no tensor. The message names them.
     """
-    expected, needed = _expected_tensors(dict(model.named_parameters()), model.weight_names)
+    table = WeightTable(model)
+    loading = LoadingPass(table)
     leftover: list[str] = []
     if shows_bar and sum(param.nbytes for param in model.parameters()) > LARGE_BYTES:
-        count = sum(len(ways[0]) for ways in needed.values())
+        count = len(loading.missing())
         tensors = tqdm(tensors, "Loading weights", count, unit=" tensors", disable=None)
     skipped: Counter[str] = Counter()
     for hub_name, tensor in tensors:
-        if patterns := [p for p in model.weight_names.skipped if fnmatchcase(hub_name, p)]:
-            skipped[patterns[0]] += 1
-            continue
-        name = _replace_prefix(hub_name)
-        if name not in expected:
-            leftover.append(name)
-            continue
-        parameter, load = expected[name]
-        needed[parameter] = [names for names in needed[parameter] if name in names]
-        if not needed[parameter]:
-            raise ValueError(f"checkpoint tensor {name} occurs twice, under this or another name")
-        for names in needed[parameter]:
-            names.remove(name)
-        try:
-            load(tensor)
-        except ValueError as error:
-            raise ValueError(f"checkpoint tensor {name}: {error}") from None
-    missing = set[str]().union(*(ways[0] for ways in needed.values()))
+        if (slot := table.find(hub_name)) is not None:
+            loading.load(slot, tensor)
+        elif (pattern := table.skip_pattern(hub_name)) is not None:
+            skipped[pattern] += 1
+        else:
+            leftover.append(_replace_prefix(hub_name))
+    missing = loading.missing()
     if skipped:
         logger.info("skipped %d tensors: %s", skipped.total(), ", ".join(skipped))
     problems = []
     if missing:
-        problems.append(f"lacks {_some(missing)}")
+        problems.append(f"lacks {some_of(missing)}")
     if leftover:
-        problems.append(f"has {_some(leftover)}, which the model does not have")
+        problems.append(f"has {some_of(leftover)}, which the model does not have")
     if problems:
         raise ValueError(f"the checkpoint does not fit its config: it {' and '.join(problems)}")
 
@@ -92,29 +166,23 @@ def fill_with_dummy_weights(model: nn.Module, seed: int) -> None:
 
 def _expected_tensors(
     params: dict[str, nn.Parameter], names: WeightNames
-) -> tuple[dict[str, tuple[str, Callable[[torch.Tensor], Any]]], dict[str, list[set[str]]]]:
-    """Returns what to do with the tensors of a checkpoint.
-
-    Returns:
-        expected: by the tensor's name, its parameter's name and the function that loads it.
-        needed: by the parameter's name, the sets of tensors that fill it. There are several sets if
-            checkpoints store the parameter in different ways.
-    """
-    expected = {}
+) -> tuple[dict[str, Slot], dict[str, list[set[str]]]]:
+    """Returns ``WeightTable.slots`` and ``WeightTable.ways``."""
+    slots = {}
     parts: dict[str, set[str]] = {}
     wholes: dict[str, list[set[str]]] = {}
     for tensor, parameter, shard_id, indices in expand(names):
         if parameter in params:
-            expected[tensor] = parameter, _loader(params[parameter], *shard_id, **indices)
+            load = _loader(params[parameter], *shard_id, **indices)
+            slots[tensor] = Slot(tensor, parameter, load)
             if shard_id or indices:
                 parts.setdefault(parameter, set()).add(tensor)
             else:
                 wholes.setdefault(parameter, []).append({tensor})
     for name in params.keys() - parts.keys() - wholes.keys():
-        expected[name], wholes[name] = (name, _loader(params[name])), [{name}]
-    needed = {name: [parts.get(name, set()), *wholes.get(name, [])] for name in params}
-    needed = {name: [names for names in ways if names] for name, ways in needed.items()}
-    return expected, needed
+        slots[name], wholes[name] = Slot(name, name, _loader(params[name])), [{name}]
+    ways = {name: [parts.get(name, set()), *wholes.get(name, [])] for name in params}
+    return slots, {name: [names for names in sets if names] for name, sets in ways.items()}
 
 
 def _replace_prefix(name: str) -> str:
@@ -144,7 +212,8 @@ def expand(names: WeightNames) -> Iterator[tuple[str, str, list[Any], dict[str, 
             yield tensor.format(**chosen), parameter.format(**chosen), shard_id, extra
 
 
-def _some(names: Iterable[str], limit: int = 5) -> str:
+def some_of(names: Iterable[str], limit: int = 5) -> str:
+    """Returns the first names in alphabetical order, and how many more there are."""
     names = sorted(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

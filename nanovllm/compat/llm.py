@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm.auto import tqdm
 
-from nanovllm import llm
 from nanovllm.checkpoints.checkpoint import sampling_fields
 from nanovllm.compat.arguments import translate
 from nanovllm.compat.engine import EngineConfig, LLMEngine
@@ -25,10 +24,19 @@ from nanovllm.utils.validation import choice, optional
 if TYPE_CHECKING:
     import torch
 
+    from nanovllm.rl.llm import LLM as BaseLLM
+else:
+    try:
+        from nanovllm.rl.llm import LLM as BaseLLM
+    except ModuleNotFoundError as error:  # this package works without nanovllm/rl
+        if error.name not in ("nanovllm.rl", "nanovllm.rl.llm"):
+            raise
+        from nanovllm.llm import LLM as BaseLLM
+
 ENGINE_ARGUMENTS = {field.name for field in fields(Config)} - {"model"}
 
 
-class LLM(llm.LLM):
+class LLM(BaseLLM):
     """Loads a model and generates completions for lists of prompts.
 
     Examples:

@@ -1,5 +1,6 @@
 """Runs scheduled batches on one rank's device. Makes no scheduling decisions."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +109,13 @@ class ModelRunner(LeftToParent):
             WorkerError: another rank has failed.
         """
         return getattr(self, method)(step, *args)
+
+    @on_device
+    @torch.inference_mode()
+    def apply(self, step: InFlightStep | None, function: Callable[..., Any], *args: Any) -> Any:
+        """Every rank: returns ``function(self, *args)``. With ``call``, packages above the engine
+        run their functions on all ranks; these are at the top level of a module."""
+        return function(self, *args)
 
     def join_ranks(self) -> None:
         """Connects the ranks, if there are several."""

@@ -10,10 +10,11 @@ from nanovllm.config import Config
 from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.startup import start
-from nanovllm.engine.workers import Worker, Workers, interrupts_delayed
+from nanovllm.engine.workers import Worker, Workers
 from nanovllm.kernels.comm.all_reduce import make_one_shot_all_reduces
 from nanovllm.utils.device import on_device, select_device
 from nanovllm.utils.distributed import make_tp_group
+from nanovllm.utils.interrupts import interrupts_delayed
 
 
 class RankRunner(ModelRunner):

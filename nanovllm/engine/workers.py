@@ -36,28 +36,11 @@ import torch.distributed as dist
 
 from nanovllm.utils.distributed import close_store, open_store
 from nanovllm.utils.forks import leave_to_parent
+from nanovllm.utils.interrupts import interrupts_delayed
 
 SPIN_SECONDS = 0.002  # about a decode step on a GPU; after that the worker sleeps
 GRACE_SECONDS = 3.0  # for workers to end before they are killed
 _context = mp.get_context("spawn")
-
-
-@contextmanager
-def interrupts_delayed() -> Iterator[None]:
-    """Delays Ctrl-C until the end of the block. If one rank left in the middle of a step, the
-    others would wait for it forever."""
-    pending: list[Any] = []
-    handler = signal.getsignal(signal.SIGINT)  # None: not set from Python, so it cannot be replaced
-    delays = handler is not None and threading.current_thread() is threading.main_thread()
-    if delays:
-        signal.signal(signal.SIGINT, lambda *args: pending.append(args))
-    try:
-        yield
-    finally:
-        if delays:
-            signal.signal(signal.SIGINT, handler)
-        if pending:
-            signal.raise_signal(signal.SIGINT)
 
 
 class WorkerError(RuntimeError):

@@ -5,7 +5,7 @@ from torch import nn
 
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.utils.distributed import get_tp_group
-from nanovllm.utils.loader import copy_weight
+from nanovllm.utils.loader import check_shape, copy_weight
 from nanovllm.utils.math import divide
 
 
@@ -29,6 +29,7 @@ class AllHeadsRMSNorm(nn.Module):
         self.weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        check_shape((self.num_parts * len(param),), loaded_weight)
         part = self.tp.rank * self.num_parts // self.tp.size
         copy_weight(param, loaded_weight.tensor_split(self.num_parts)[part])
 

@@ -55,6 +55,13 @@ class TPGroup:
         _wait(self.backend.gather([parts] if parts else [], [x.contiguous()], options))
         return parts or None
 
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Overwrites a contiguous x on the other ranks by that of rank 0. The group must have at
+        least two ranks."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, False
+        _wait(self.backend.broadcast([x], options))
+
     def min(self, value: int, device: torch.device) -> int:
         """Returns the minimum of ``value`` over the ranks."""
         if self.size == 1:

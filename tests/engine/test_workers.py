@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 from nanovllm.engine import workers as workers_module
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_inputs import PackedInputs, prepare_decode
-from nanovllm.engine.workers import Worker, Workers, interrupts_delayed
+from nanovllm.engine.workers import Worker, Workers
+from nanovllm.utils.interrupts import interrupts_delayed
 from tests.engine.worker_faults import SCENARIOS, processes_of
 from tests.tiny_models import TinyModels
 

@@ -1,0 +1,193 @@
+"""Loads tensors into the parameters of a running engine, on all ranks."""
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from nanovllm.checkpoints.weights import LoadingPass, Slot, WeightTable, some_of
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.layers.embed_head import ParallelLMHead
+from nanovllm.layers.linear import LinearBase
+from nanovllm.quantization.base import LinearWeight
+from nanovllm.utils.interrupts import interrupts_delayed
+
+_live: "WeakKeyDictionary[nn.Module, LiveModel]" = WeakKeyDictionary()
+
+
+class LiveModel:
+    """A model on one rank, whose weights have been loaded and packed.
+
+    Attributes:
+        table: the tensors that it takes.
+        packed: by the parameter's name, the weights that ``pack`` derives from it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.table = WeightTable(model)
+        names = {id(param): name for name, param in model.named_parameters()}
+        self.packed: dict[str, list[LinearWeight]] = {name: [] for name in names.values()}
+        for module in model.modules():
+            if isinstance(module, (LinearBase, ParallelLMHead)):
+                for param in module.parameters(recurse=False):
+                    self.packed[names[id(param)]].append(module.linear_weight)
+
+    def pack(self, slot: Slot) -> None:
+        """Brings what was packed up to date after a tensor has been loaded."""
+        for weight in self.packed[slot.parameter]:
+            weight.pack()
+
+
+def live_model(runner: ModelRunner) -> LiveModel:
+    """Returns the LiveModel of a rank, which is made once."""
+    if runner.model not in _live:
+        _live[runner.model] = LiveModel(runner.model)
+    return _live[runner.model]
+
+
+class SentTensor:
+    """A tensor on rank 0 that the other ranks receive by a broadcast. Pickled, it is only a shape
+    and a dtype."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"tensor": None, "shape": self.shape, "dtype": self.dtype}
+
+    def broadcast(self, runner: ModelRunner) -> torch.Tensor:
+        """Every rank: sends or receives the tensor. Returns it, on the runner's device."""
+        if self.tensor is None:
+            tensor = torch.empty(self.shape, dtype=self.dtype, device=runner.device)
+        else:
+            tensor = self.tensor.to(runner.device).contiguous()
+        if tensor.numel():
+            runner.tp.broadcast(tensor.flatten().view(torch.uint8))
+        return tensor
+
+
+def receive(runner: ModelRunner, name: str, sent: SentTensor) -> None:
+    """Every rank: takes part in the broadcast of a tensor. The ranks other than 0 load it."""
+    tensor = sent.broadcast(runner)
+    if runner.tp.rank > 0:
+        live = live_model(runner)
+        slot = live.table.find(name)
+        assert slot is not None, "rank 0 has checked the name"
+        slot.load(tensor)
+        live.pack(slot)
+
+
+def load_here(runner: ModelRunner, loading: LoadingPass, slot: Slot, tensor: torch.Tensor) -> None:
+    """Rank 0: checks a tensor and loads it on this rank."""
+    loading.load(slot, tensor)
+    live_model(runner).pack(slot)
+
+
+class WeightUpdate:
+    """Rank 0: loads tensors into the model of all ranks, each at most once.
+
+    A tensor is checked on rank 0 before anything is sent to the other ranks.
+
+    Attributes:
+        loaded: the slots of the tensors that have been loaded on all ranks, by name.
+        current: the name of the tensor that is being loaded, until it has been loaded or refused.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.loading = LoadingPass(live_model(runner).table)
+        self.loaded: dict[str, Slot] = {}
+        self.current: str | None = None
+
+    def find(self, name: str) -> Slot | None:
+        """Returns a tensor's slot; None if the model does not need the tensor.
+
+        Raises:
+            ValueError: the model has no such tensor.
+        """
+        slot = self.loading.table.find(name)
+        if slot is None and self.loading.table.skip_pattern(name) is None:
+            raise ValueError(f"the model has no tensor {name}")
+        return slot
+
+    def check_names(self, pairs: Collection[Any]) -> None:
+        """Checks the names of all pairs, and loads nothing.
+
+        Raises:
+            TypeError, ValueError: as ``load``, but shapes and dtypes are not checked.
+        """
+        check = LoadingPass(self.loading.table)
+        with self._described():
+            for pair in pairs:
+                slot = self.find(_checked(pair)[0])
+                if slot is not None:
+                    check.take(slot)
+
+    def load(self, pair: Any) -> None:
+        """Loads a tensor on all ranks, given as a pair of a name and a tensor.
+
+        Raises:
+            TypeError: it is not such a pair.
+            ValueError: the name is unknown or was loaded before, or the shape or dtype is wrong.
+                This tensor has changed nothing.
+        """
+        several = self.runner.tp.size > 1
+        with self._described(), interrupts_delayed() if several else nullcontext():
+            name, tensor = _checked(pair)
+            if (slot := self.find(name)) is None:
+                return
+            self.current = name
+            try:
+                self.runner.apply(None, load_here, self.loading, slot, tensor)
+            except ValueError:
+                self.current = None
+                raise
+            if several:
+                self.runner.call("apply", None, receive, name, SentTensor(tensor))
+            self.current = None
+            self.loaded[slot.tensor] = slot
+
+    def read(self, pairs: Iterable[Any]) -> Iterator[Any]:
+        """Yields the pairs. An error of the iterator gets a note about what has been changed."""
+        try:
+            yield from pairs
+        except BaseException as error:
+            error.add_note(f"load_weights: {self.describe()}")
+            raise
+
+    def describe(self) -> str:
+        """Says what has been changed, for a message."""
+        text = "no weight was changed"
+        if count := len(self.loaded):
+            plural = "tensors were" if count > 1 else "tensor was"
+            text = f"{count} {plural} loaded before ({some_of(self.loaded)})"
+            text += ", and all others keep their values"
+        if self.current is not None:
+            text += f", but {self.current} may be loaded in part"
+        return text
+
+    @contextmanager
+    def _described(self) -> Iterator[None]:
+        """Adds to errors what has been changed."""
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{error}; {self.describe()}") from None
+        except BaseException as error:
+            error.add_note(f"load_weights: {self.describe()}")
+            raise
+
+
+def _checked(pair: Any) -> tuple[str, torch.Tensor]:
+    is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+    if not is_pair or not isinstance(pair[0], str) or not isinstance(pair[1], torch.Tensor):
+        raise TypeError(
+            f"load_weights needs pairs of a name and a tensor, such as state_dict().items(), got "
+            f"{pair!r:.80}"
+        )
+    return pair[0], pair[1]

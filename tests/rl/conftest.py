@@ -1,0 +1,68 @@
+"""Two checkpoints of a family that differ in all weights, and what engines generate with them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from nanovllm import LLM, SamplingParams
+from tests.tiny_models import BASE, CONFIGS, TinyModels
+
+SETTINGS: dict[str, Any] = {
+    "kvcache_block_size": 16,
+    "num_kvcache_blocks": 48,
+    "max_model_len": 128,
+    "max_num_seqs": 8,
+    "skip_tokenizer_init": True,
+    "device": "cpu",
+}
+# More than two full blocks, so that the prefix cache has some of the first.
+PROMPTS = [[*range(3, 43)], [5, 6, 7]]
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
+
+
+def answers(llm: LLM, prompts: Sequence[list[int]] = PROMPTS) -> list[Any]:
+    """The tokens and log-probabilities of greedy completions."""
+    outputs = [output.outputs[0] for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
+    return [
+        (out.token_ids, [{i: x.logprob for i, x in position.items()} for position in out.logprobs])
+        for out in outputs
+    ]
+
+
+class Pair:
+    """Two checkpoints of one of ``tiny_models.CONFIGS``: "old" and "new"."""
+
+    def __init__(self, models: TinyModels, name: str) -> None:
+        self.old = models.path(name)
+        self.new: Path = models.root / f"{name}-new"
+        config_class, changes = CONFIGS[name]
+        config = config_class(**{**BASE, **changes})
+        self.model: PreTrainedModel = TinyModels.build(config, seed=17)
+        if not self.new.exists():
+            self.model.save_pretrained(self.new)
+        self.tensors = {name: t.detach() for name, t in self.model.state_dict().items()}
+        self._wanted: dict[Any, Any] = {}
+
+    def wanted(self, **settings: Any) -> list[Any]:
+        """The answers of an engine that was started with the new weights."""
+        key = tuple(sorted(settings.items()))
+        if key not in self._wanted:
+            with LLM(self.new, **SETTINGS, **settings) as llm:
+                self._wanted[key] = answers(llm)
+        return self._wanted[key]
+
+
+@pytest.fixture(scope="session")
+def pairs(tiny_models: TinyModels) -> Any:
+    """A function from the name of a family to its Pair."""
+    known: dict[str, Pair] = {}
+
+    def get(name: str) -> Pair:
+        if name not in known:
+            known[name] = Pair(tiny_models, name)
+        return known[name]
+
+    return get
