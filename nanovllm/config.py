@@ -58,6 +58,8 @@ class Config:
         attention_backend: "flash_attn_4" or "flash_attn" (the packages), "triton" (nanovllm's own
             kernels), "torch", or "auto" for the fastest available backend.
         enable_prefix_caching: share the KV blocks of equal prompt prefixes.
+        enable_sleep_mode: on a GPU, put weights and KV cache into memory that ``LLM.sleep`` can
+            free. On a CPU, ``LLM.sleep`` works without it.
         enable_reordering: admit the prompts of ``generate`` and of batch files in an order that
             takes less time: equal prefixes together, and those with the most tokens to generate
             first. If False, the prompts are admitted in the order given. The results of
@@ -94,6 +96,7 @@ class Config:
     attention_backend: Annotated[str, choice(*ATTENTION_BACKENDS)] = "auto"
     enable_prefix_caching: Annotated[bool, boolean] = True
     enable_reordering: Annotated[bool, boolean] = True
+    enable_sleep_mode: Annotated[bool, boolean] = False
     load_format: Annotated[str, choice("auto", "dummy")] = "auto"
     seed: Annotated[int, integer(0, 2**63 - 1)] = 0
     tokenizer: Annotated[str | None, optional(path_or_hub_id)] = None

@@ -83,6 +83,7 @@ class LLM(BaseLLM):
         attention_backend: str = "auto",
         enable_prefix_caching: bool = True,
         enable_reordering: bool = True,
+        enable_sleep_mode: bool = False,
         load_format: str = "auto",
         seed: int = 0,
         tokenizer: str | os.PathLike[str] | None = None,

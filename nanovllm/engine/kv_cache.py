@@ -6,7 +6,7 @@ from nanovllm.config import DEFAULT_NUM_SEQS, Config
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.startup import allocate_kv_cache, most_blocks
 from nanovllm.utils.math import heads_per_rank
-from nanovllm.utils.memory import available_bytes
+from nanovllm.utils.memory import allocated_bytes, available_bytes
 from nanovllm.utils.timer import Timer
 
 CPU_CACHE_BYTES = 4 << 30
@@ -60,7 +60,7 @@ def measure_kv_cache(runner: ModelRunner, bytes_before: int, timed: Timer) -> in
     memory that they need.
 
     Args:
-        bytes_before: GPU memory that PyTorch had allocated before this runner was started.
+        bytes_before: GPU memory that tensors took before this runner was started.
     """
     config, device = runner.config, runner.device
     if device.type == "cpu":
@@ -89,7 +89,7 @@ def measure_kv_cache(runner: ModelRunner, bytes_before: int, timed: Timer) -> in
         most_blocks(runner, runner.max_model_len),
         total_bytes=total,
         free_bytes=free,
-        own_bytes=held - bytes_before + CONTEXT_BYTES,
+        own_bytes=allocated_bytes(device) - bytes_before + CONTEXT_BYTES,
         activation_bytes=peak - held,
         graph_bytes=graph_bytes,
     )

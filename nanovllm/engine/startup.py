@@ -27,9 +27,11 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.rope import for_length
 from nanovllm.text.prompts import PromptEncoder, load_encoder
+from nanovllm.utils.cuda_vmm import empty_in_arena, move_parameters
 from nanovllm.utils.device import on_device, select_device, select_dtype
 from nanovllm.utils.distributed import use_tp_group
 from nanovllm.utils.math import cdiv, heads_per_rank
+from nanovllm.utils.memory import allocated_bytes
 from nanovllm.utils.timer import Timer
 from nanovllm.utils.tracebacks import clear_frames
 
@@ -196,7 +198,7 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
     timed = Timer(runner.startup_seconds, device)
     on_gpu = device.type == "cuda"
     runner.dtype = select_dtype(config.dtype, device, model_config.dtype)
-    bytes_before = torch.cuda.memory_allocated(device) if on_gpu else 0
+    bytes_before = allocated_bytes(device) if on_gpu else 0
     timed("device")
     size = config.tensor_parallel_size
     shape = AttentionShape(
@@ -228,6 +230,8 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
         num_blocks = max_num_blocks(runner)
     limit_model_len(runner, num_blocks)  # also limits the length of the rotary embedding table
     runner.model = build_model(runner)
+    if uses_arenas(runner):
+        move_parameters(runner.model)
     runner.sampler = make_sampler(runner.model.lm_head)
     runner.graphs = CapturedSteps()
     timed("model without weights")
@@ -237,7 +241,7 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
     if on_gpu and config.max_num_seqs is None:
         from nanovllm.engine.kv_cache import choose_num_seqs
 
-        num_seqs = choose_num_seqs(runner, torch.cuda.memory_allocated(device) - bytes_before)
+        num_seqs = choose_num_seqs(runner, allocated_bytes(device) - bytes_before)
         runner.max_num_seqs = runner.tp.min(num_seqs, device)
     runner.sampled_tokens = torch.zeros(runner.max_num_seqs, dtype=torch.int64, device=device)
     if on_gpu:
@@ -259,6 +263,12 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
         capture_cudagraph(runner)
     runner.barrier()
     timed("CUDA graphs")
+
+
+def uses_arenas(runner: ModelRunner) -> bool:
+    """Whether weights and KV cache can be given back to the driver and get the same addresses
+    again. On a CPU this needs no arenas."""
+    return runner.config.enable_sleep_mode and runner.device.type == "cuda"
 
 
 def build_model(runner: ModelRunner) -> DecoderForCausalLM:
@@ -368,7 +378,8 @@ def allocate_kv_cache(runner: ModelRunner, num_blocks: int) -> None:
     # Not zeroed, because no slot is read before it is written. On a CPU, the operating system thus
     # allocates pages only when they are first used.
     try:
-        runner.kv_cache = torch.empty(shape, dtype=runner.dtype, device=runner.device)
+        empty = empty_in_arena if uses_arenas(runner) else torch.empty
+        runner.kv_cache = empty(shape, dtype=runner.dtype, device=runner.device)
     except RuntimeError as error:
         raise ValueError(
             f"a KV cache of {num_blocks} blocks does not fit into memory ({error}): lower "

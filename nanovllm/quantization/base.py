@@ -108,6 +108,13 @@ class LinearWeight(ABC):
         """Converts the weight to the layout with the fastest matmul. Call it after every load of a
         checkpoint. An embedding that shares the weight keeps the plain layout."""
 
+    def release(self) -> None:  # noqa: B027
+        """Frees the memory that ``pack`` has allocated outside of plain parameters. Its values are
+        lost."""
+
+    def restore(self) -> None:  # noqa: B027
+        """Allocates what ``release`` has freed, without values. Does nothing if it has not."""
+
     @abstractmethod
     def matmul(self, x: Any) -> Tensor:
         """Computes x W^T + b: [N, in] -> [N, out]."""

@@ -119,6 +119,7 @@ class UnquantizedWeight(LinearWeight):
 
     # Set if an embedding shares the weight, because the embedding needs the plain layout.
     _packed_copy: Tensor | None = None
+    _released_shape: torch.Size | None = None
 
     def create_parameters(self, input_size: int, output_size: int) -> None:
         weight = torch.empty(output_size, input_size)
@@ -145,6 +146,24 @@ class UnquantizedWeight(LinearWeight):
             return
         self.layer.weight = nn.Parameter(_pack(weight.data), requires_grad=False)
         self.layer.weight.weight_loader = self.layer.weight_loader
+
+    def release(self) -> None:
+        weight = self.layer.weight
+        self._packed_copy = None  # ``pack`` makes another after the next load
+        if weight.is_mkldnn:
+            self._released_shape = weight.shape
+            self._replace(torch.empty(1, 1))
+
+    def restore(self) -> None:
+        if self._released_shape is not None:
+            self._replace(torch.empty(self._released_shape))
+            self._released_shape = None
+
+    def _replace(self, data: Tensor) -> None:
+        """Sets the packed weight to other values, of any shape."""
+        weight = self.layer.weight
+        with torch.inference_mode(weight.is_inference()):  # else ``data`` cannot be set
+            weight.data = _pack(data)
 
     @property
     def _weight(self) -> Tensor:

@@ -15,8 +15,6 @@ from nanovllm.layers.linear import LinearBase
 from nanovllm.quantization.base import LinearWeight
 from nanovllm.utils.interrupts import interrupts_delayed
 
-_live: "WeakKeyDictionary[nn.Module, LiveModel]" = WeakKeyDictionary()
-
 
 class LiveModel:
     """A model on one rank, whose weights have been loaded and packed.
@@ -39,6 +37,9 @@ class LiveModel:
         """Brings what was packed up to date after a tensor has been loaded."""
         for weight in self.packed[slot.parameter]:
             weight.pack()
+
+
+_live: WeakKeyDictionary[nn.Module, LiveModel] = WeakKeyDictionary()
 
 
 def live_model(runner: ModelRunner) -> LiveModel:
@@ -87,18 +88,48 @@ def load_here(runner: ModelRunner, loading: LoadingPass, slot: Slot, tensor: tor
     live_model(runner).pack(slot)
 
 
+class MissingWeights:
+    """The weights that have no values: none, or all until they are loaded.
+
+    Attributes:
+        ways: as ``WeightTable.ways``, without the tensors that have been loaded, for the parameters
+            that are not complete.
+    """
+
+    def __init__(self) -> None:
+        self.ways: dict[str, list[set[str]]] = {}
+
+    def add_all(self, table: WeightTable) -> None:
+        self.ways = {name: [set(names) for names in sets] for name, sets in table.ways.items()}
+
+    def remove(self, slot: Slot) -> None:
+        """Notes that a tensor has been loaded."""
+        sets = self.ways.get(slot.parameter, [])
+        for names in sets:
+            names.discard(slot.tensor)
+        if sets and not all(sets):
+            del self.ways[slot.parameter]
+
+    def names(self) -> set[str]:
+        """Returns the tensors that have to be loaded."""
+        return set[str]().union(*(sets[0] for sets in self.ways.values()))
+
+
 class WeightUpdate:
     """Rank 0: loads tensors into the model of all ranks, each at most once.
 
     A tensor is checked on rank 0 before anything is sent to the other ranks.
+
+    Args:
+        missing: the weights without values, from which those that are loaded are removed.
 
     Attributes:
         loaded: the slots of the tensors that have been loaded on all ranks, by name.
         current: the name of the tensor that is being loaded, until it has been loaded or refused.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
+    def __init__(self, runner: ModelRunner, missing: MissingWeights) -> None:
+        self.runner, self.missing = runner, missing
         self.loading = LoadingPass(live_model(runner).table)
         self.loaded: dict[str, Slot] = {}
         self.current: str | None = None
@@ -150,6 +181,7 @@ class WeightUpdate:
                 self.runner.call("apply", None, receive, name, SentTensor(tensor))
             self.current = None
             self.loaded[slot.tensor] = slot
+            self.missing.remove(slot)
 
     def read(self, pairs: Iterable[Any]) -> Iterator[Any]:
         """Yields the pairs. An error of the iterator gets a note about what has been changed."""

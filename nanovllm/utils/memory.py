@@ -6,6 +6,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from nanovllm.utils.cuda_vmm import arena_bytes
+
 # In messages of libraries that do not raise PyTorch's OutOfMemoryError.
 MESSAGES = ("out of memory", "can't allocate memory", "_ALLOC_FAILED")
 
@@ -23,8 +25,16 @@ def release_unused(device: torch.device) -> None:
 
 
 def held_bytes(device: torch.device) -> int | None:
-    """Returns the bytes of GPU memory that PyTorch has reserved in this process; None on a CPU."""
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else None
+    """Returns the bytes of GPU memory that PyTorch and arenas have reserved in this process; None
+    on a CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.memory_reserved(device) + arena_bytes(device)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Returns the bytes of a GPU that tensors of this process take."""
+    return torch.cuda.memory_allocated(device) + arena_bytes(device)
 
 
 def describe_memory(device: torch.device) -> str:

@@ -48,6 +48,7 @@ HONOURED = {
         enforce_eager max_num_seqs max_num_batched_tokens enable_prefix_caching load_format
         block_size max_logprobs skip_tokenizer_init logprobs_mode num_gpu_blocks_override
         attention_backend chat_template generation_config override_generation_config
+        enable_sleep_mode
     """,
     "generate": "prompts sampling_params use_tqdm",
     "chat": """
@@ -235,7 +236,6 @@ NEUTRAL: dict[str, dict[str, tuple[str, list[Any]]]] = {
         "ec_transfer_config": (MEDIA, []),
         "ec_manager_config": (MEDIA, []),
         "weight_transfer_config": ("receiving weights from a trainer", []),
-        "enable_sleep_mode": ("sleep() and wake_up(): close() frees the memory", []),
         "tokens_only": ("vLLM's servers of token ids", []),
     },
     "generate": {
