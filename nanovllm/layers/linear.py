@@ -125,7 +125,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         self.num_kv_heads = heads_per_rank(total_num_kv_heads, tp_size)
         q_size, kv_size = self.num_heads * head_size, self.num_kv_heads * head_size
         super().__init__(hidden_size, (q_size + 2 * kv_size) * tp_size, bias)
-        self.head_order = head_order
+        # On the layer's device, so that loading a tensor from there does not wait for the host.
+        self.head_order = None if head_order is None else torch.tensor(head_order)
         kv = kv_size, min(tp_size, total_num_kv_heads)
         self._split({"q": (q_size, tp_size), "k": kv, "v": kv})
 
@@ -135,7 +136,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         if self.head_order is not None and shard_id in ("q", "k"):
             num_heads = divide(loaded_weight.size(0), len(self.head_order))
             heads = loaded_weight.unflatten(0, (num_heads, -1))
-            loaded_weight = heads[:, self.head_order].flatten(0, 1)
+            loaded_weight = heads[:, self.head_order.to(heads.device)].flatten(0, 1)
         super().weight_loader(param, loaded_weight, shard_id)
 
 

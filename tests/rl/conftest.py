@@ -1,10 +1,10 @@
 """Two checkpoints of a family that differ in all weights, and what engines generate with them."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
@@ -33,18 +33,27 @@ def answers(llm: LLM, prompts: Sequence[list[int]] = PROMPTS) -> list[Any]:
 
 
 class Pair:
-    """Two checkpoints of one of ``tiny_models.CONFIGS``: "old" and "new"."""
+    """Two checkpoints of one of ``tiny_models.CONFIGS``, whose weights are all different.
+
+    Attributes:
+        old, new: their folders.
+        old_tensors, tensors: their tensors.
+    """
 
     def __init__(self, models: TinyModels, name: str) -> None:
-        self.old = models.path(name)
-        self.new: Path = models.root / f"{name}-new"
+        self.old, self.new = models.path(name), models.root / f"{name}-new"
         config_class, changes = CONFIGS[name]
-        config = config_class(**{**BASE, **changes})
-        self.model: PreTrainedModel = TinyModels.build(config, seed=17)
+        self._config = config_class(**(changes if "text_config" in changes else BASE | changes))
         if not self.new.exists():
-            self.model.save_pretrained(self.new)
-        self.tensors = {name: t.detach() for name, t in self.model.state_dict().items()}
+            self.make_model().save_pretrained(self.new)
+        self.old_tensors, self.tensors = (
+            load_file(folder / "model.safetensors") for folder in (self.old, self.new)
+        )
         self._wanted: dict[Any, Any] = {}
+
+    def make_model(self) -> PreTrainedModel:
+        """The new weights in transformers."""
+        return TinyModels.build(self._config, seed=17)
 
     def wanted(self, **settings: Any) -> list[Any]:
         """The answers of an engine that was started with the new weights."""
