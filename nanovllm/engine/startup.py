@@ -231,7 +231,7 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
     limit_model_len(runner, num_blocks)  # also limits the length of the rotary embedding table
     runner.model = build_model(runner)
     if uses_arenas(runner):
-        move_parameters(runner.model)
+        move_parameters(runner.model, device)
     runner.sampler = make_sampler(runner.model.lm_head)
     runner.graphs = CapturedSteps()
     timed("model without weights")

@@ -11,6 +11,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.linear import LinearBase
 from nanovllm.utils.cuda_vmm import arena_of
+from nanovllm.utils.memory import release_unused
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TAGS = WEIGHTS, KV_CACHE  # vLLM's names for the parts of the memory
@@ -82,6 +83,7 @@ def memory_of(runner: ModelRunner, tag: str) -> Memory:
 def release(runner: ModelRunner, tag: str, keeps_values: bool) -> None:
     """Every rank: frees the memory of weights or KV cache."""
     memory_of(runner, tag).release(keeps_values)
+    release_unused(runner.device)
 
 
 def restore(runner: ModelRunner, tag: str) -> None:

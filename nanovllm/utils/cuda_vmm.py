@@ -184,12 +184,15 @@ class Arena(LeftToParent):
         return self._tensor(self._address + start, num_bytes).view(dtype).view(tuple(shape))
 
     def release(self, keeps_values: bool) -> None:
-        """Gives the memory back to the driver, after the GPU has finished all work.
+        """Gives the memory back to the driver, after the GPU has finished all work. Does nothing if
+        it is released already.
 
         Args:
             keeps_values: copy the values to host memory, from where ``restore`` copies them back.
                 Otherwise they are lost.
         """
+        if not self._mapped:
+            return
         with self._in_context():
             saved = []
             for address, size in self._mapped if keeps_values else ():
@@ -199,7 +202,6 @@ class Arena(LeftToParent):
             torch.cuda.synchronize(self.device)
             self._saved = saved
             self._unmap_all()
-        torch.cuda.empty_cache()
 
     def restore(self) -> None:
         """Takes memory for all tensors again, and copies back the values that were kept.
@@ -298,11 +300,11 @@ def empty_in_arena(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
     return Arena(prod(shape) * dtype.itemsize, device).empty(shape, dtype)
 
 
-def move_parameters(model: nn.Module) -> None:
+def move_parameters(model: nn.Module, device: torch.device) -> None:
     """Moves the parameters of a model on a GPU into an arena. They stay the same objects."""
     params = [*model.parameters()]
     sizes = [cdiv(param.nbytes, ALIGNMENT) * ALIGNMENT for param in params]
-    arena = Arena(sum(sizes), params[0].device)
+    arena = Arena(sum(sizes), device)
     for param, size, end in zip(params, sizes, accumulate(sizes), strict=True):
         param.data = arena.empty(param.shape, param.dtype).copy_(param.data)
         if end // CHUNK_BYTES > (end - size) // CHUNK_BYTES:

@@ -1,5 +1,7 @@
 """How much memory a process can use, and which errors mean that it ran out."""
 
+import ctypes
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,9 +21,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_unused(device: torch.device) -> None:
-    """Releases the GPU memory that PyTorch caches."""
+    """Releases the GPU memory that PyTorch caches, or the memory that malloc caches for a CPU."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    elif sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)  # glibc's; other C libraries have none
 
 
 def held_bytes(device: torch.device) -> int | None:
