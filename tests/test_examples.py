@@ -9,7 +9,12 @@ from benchmarks.report import ROOT
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param("examples.md", marks=pytest.mark.slow), "sampling.md", "adding-a-model.md"],
+    [
+        pytest.param("examples.md", marks=pytest.mark.slow),
+        pytest.param("rollouts.md", marks=pytest.mark.slow),
+        "sampling.md",
+        "adding-a-model.md",
+    ],
 )
 def test_every_block_of_the_page_runs(page, capsys):
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")

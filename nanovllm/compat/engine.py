@@ -1,7 +1,7 @@
 """vLLM's ``LLMEngine`` and config objects, for programs that use more than ``LLM``'s methods."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -132,6 +132,15 @@ class LLMEngine:
         """Aborts requests. Ignores ids of finished or unknown requests."""
         caller_ids = {request_ids} if isinstance(request_ids, str) else set(request_ids)
         self.llm._abort_with_ids(caller_ids)
+
+    def sleep(self, level: int = 1) -> None:
+        self.llm.sleep(level)
+
+    def wake_up(self, tags: Collection[str] | None = None) -> bool:
+        return self.llm.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        return self.llm.is_sleeping()
 
     def has_unfinished_requests(self) -> bool:
         return not self.llm.is_finished()

@@ -37,7 +37,8 @@ class EngineMetrics:
             sequences, which share their KV blocks.
         prompt_tokens_per_second: the prefill throughput in the last window of 5 seconds.
         generated_tokens_per_second: the decode throughput in the same window.
-        gpu_memory_bytes: the memory that PyTorch holds on rank 0's GPU; None on a CPU.
+        gpu_memory_bytes: the memory that PyTorch and engines with ``enable_sleep_mode`` hold on
+            rank 0's GPU; None on a CPU.
     """
 
     num_running: int

@@ -84,6 +84,8 @@ def receive(runner: ModelRunner, name: str, sent: SentTensor) -> None:
 
 def load_here(runner: ModelRunner, loading: LoadingPass, slot: Slot, tensor: torch.Tensor) -> None:
     """Rank 0: checks a tensor and loads it on this rank."""
+    if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
+        raise ValueError(f"{slot.tensor} is {tensor.dtype}: dequantise it, with its scales")
     loading.load(slot, tensor)
     live_model(runner).pack(slot)
 

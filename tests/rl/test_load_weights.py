@@ -141,6 +141,7 @@ EMBEDDING = ("model.embed_tokens.weight", torch.zeros(512, 64))
         ((EMBEDDING[0], torch.zeros(512, 65)), ValueError, r"\[512, 64\].* has \[512, 65\]"),
         ((EMBEDDING[0], torch.tensor(0.0)), ValueError, "needs shape"),
         ((EMBEDDING[0], EMBEDDING[1].int()), ValueError, "dtype torch.int32 is not supported"),
+        ((EMBEDDING[0], EMBEDDING[1].to(torch.float8_e4m3fn)), ValueError, "dequantise it"),
         ("model.norm.weight", TypeError, "pairs of a name and a tensor"),
         ((NORM[1], "model.norm.weight"), TypeError, "pairs of a name and a tensor"),
         (("model.norm.weight", [1.0] * 64), TypeError, "pairs of a name and a tensor"),

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,20 @@ def test_the_memory_goes_back_to_the_system(tmp_path: Path):
         llm.wake_up()
         llm.sleep(level=2)
         assert asleep - resident_bytes() > 0.9 * weight_bytes
+
+
+def test_closing_frees_what_was_loaded_and_slept(pairs: Any):
+    """Tables of names and memory refer to parameters. Guards a reference that keeps them."""
+    pair: Pair = pairs("qwen3-tied")
+    llm = LLM(pair.old, **SETTINGS)
+    llm.load_weights(pair.tensors.items())
+    llm.sleep(level=2)
+    llm.wake_up()
+    runner = llm.model_runner
+    tensors = [weakref.ref(param) for param in runner.model.parameters()]
+    tensors.append(weakref.ref(runner.kv_cache))
+    llm.close()
+    assert [ref for ref in tensors if ref() is not None] == []
 
 
 TINY = BASE | {"num_hidden_layers": 1, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32}
