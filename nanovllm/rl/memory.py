@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.startup import uses_arenas
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.linear import LinearBase
 from nanovllm.utils.cuda_vmm import arena_of
@@ -71,7 +72,7 @@ _memories: WeakKeyDictionary[nn.Module, dict[str, Memory]] = WeakKeyDictionary()
 
 def memory_of(runner: ModelRunner, tag: str) -> Memory:
     """Returns the memory of a rank's weights or KV cache."""
-    if runner.device.type == "cuda":
+    if uses_arenas(runner):
         tensor = runner.kv_cache if tag == KV_CACHE else next(runner.model.parameters())
         return arena_of(tensor)
     memories = _memories.setdefault(runner.model, {})

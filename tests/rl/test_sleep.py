@@ -14,6 +14,10 @@ from transformers import Qwen3Config
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
+from nanovllm.engine import startup
+from nanovllm.rl import memory
+from nanovllm.utils import cuda_vmm
+from tests import fake_cuda
 from tests.conftest import check_idle
 from tests.rl.conftest import PARAMS, PROMPTS, SETTINGS, Pair, answers
 from tests.tables import each
@@ -262,6 +266,50 @@ def test_threads_wait_or_are_refused(pairs: Any):
                 assert answers(llm) == before
             stop.set()
             assert all(future.result() for future in asking)
+
+
+def test_an_engine_in_arenas(pairs: Any, monkeypatch: pytest.MonkeyPatch):
+    """As on a GPU, with a driver in Python. Weights and KV cache keep their addresses. In bf16,
+    because fp32 weights on a CPU are packed."""
+    library = fake_cuda.install(monkeypatch)
+    monkeypatch.setattr(cuda_vmm, "CHUNK_BYTES", 64 * fake_cuda.GRANULARITY)
+    for module in (startup, memory):
+        monkeypatch.setattr(module, "uses_arenas", lambda runner: True)
+    for name in ("move_parameters", "empty_in_arena"):
+        function = getattr(cuda_vmm, name)
+
+        def call(*args: Any, function: Any = function, **kwargs: Any) -> Any:
+            kwargs.pop("device", None)
+            args = args[:1] if function is cuda_vmm.move_parameters else args
+            return function(*args, **kwargs, device=fake_cuda.DEVICE)
+
+        monkeypatch.setattr(startup, name, call)
+    pair: Pair = pairs("gemma3")
+    wanted = pair.wanted(dtype="bfloat16")
+    with LLM(pair.old, dtype="bfloat16", **SETTINGS) as llm:
+        runner = llm.model_runner
+        tensors = [runner.kv_cache, *runner.model.parameters()]
+        addresses, before = [tensor.data_ptr() for tensor in tensors], answers(llm)
+        arenas = {cuda_vmm.arena_of(tensor) for tensor in tensors}
+        assert len(arenas) == 2
+        for level in (1, 2):
+            llm.sleep(level)
+            assert not library.mapped
+            llm.wake_up(["weights"])
+            if level == 2:
+                llm.load_weights(pair.tensors.items())
+            llm.wake_up(["kv_cache"])
+            assert addresses == [tensor.data_ptr() for tensor in tensors]
+            assert answers(llm) == (before if level == 1 else wanted)
+        llm.sleep(level=1)
+        library.left = 0
+        with pytest.raises(RuntimeError, match="out of memory"):
+            llm.wake_up()
+        assert llm.is_sleeping() and not library.mapped
+        library.left = 1 << 30
+        assert llm.wake_up() and answers(llm) == wanted
+        del runner, tensors, arenas
+    assert not library.reserved
 
 
 @pytest.mark.gpu
