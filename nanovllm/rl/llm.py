@@ -10,7 +10,6 @@ import torch
 from nanovllm import llm
 from nanovllm.checkpoints.weights import some_of
 from nanovllm.engine.request import Request
-from nanovllm.engine.startup import uses_arenas
 from nanovllm.outputs import RequestOutput
 from nanovllm.rl.memory import TAGS, WEIGHTS, release, restore
 from nanovllm.rl.weights import MissingWeights, WeightUpdate, live_model
@@ -87,7 +86,7 @@ class LLM(llm.LLM):
             raise ValueError(f"level must be 1 (keep weights) or 2 (drop them), got {level!r:.80}")
         with self._running(IN_USE.format("sleep")):
             runner = self.model_runner
-            if runner.device.type == "cuda" and not uses_arenas(runner):
+            if runner.device.type == "cuda" and not self.config.enable_sleep_mode:
                 raise ValueError("on a GPU, sleep needs LLM(..., enable_sleep_mode=True)")
             if WEIGHTS in self._asleep:
                 logger.warning("sleep: the engine is already asleep")

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.startup import uses_arenas
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.linear import LinearBase
 from nanovllm.utils.cuda_vmm import arena_of
@@ -72,12 +71,12 @@ _memories: WeakKeyDictionary[nn.Module, dict[str, Memory]] = WeakKeyDictionary()
 
 def memory_of(runner: ModelRunner, tag: str) -> Memory:
     """Returns the memory of a rank's weights or KV cache."""
-    if uses_arenas(runner):
-        tensor = runner.kv_cache if tag == KV_CACHE else next(runner.model.parameters())
-        return arena_of(tensor)
+    tensor = runner.kv_cache if tag == KV_CACHE else runner.model.model.norm.weight
+    if (arena := arena_of(tensor)) is not None:
+        return arena
     memories = _memories.setdefault(runner.model, {})
     if tag not in memories:
-        memories[tag] = HostMemory([runner.kv_cache]) if tag == KV_CACHE else HostWeights(runner)
+        memories[tag] = HostMemory([tensor]) if tag == KV_CACHE else HostWeights(runner)
     return memories[tag]
 
 

@@ -280,9 +280,9 @@ def _free(
         driver.free(address, num_bytes)
 
 
-def arena_of(tensor: torch.Tensor) -> Arena:
-    """Returns the arena that a tensor is in."""
-    return next(arena for arena in _arenas if arena.owns(tensor))
+def arena_of(tensor: torch.Tensor) -> Arena | None:
+    """Returns the arena that a plain tensor is in; None if it is in none."""
+    return next((arena for arena in _arenas if arena.owns(tensor)), None)
 
 
 def arena_bytes(device: torch.device) -> int:

@@ -15,7 +15,6 @@ from transformers import Qwen3Config
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine import startup
-from nanovllm.rl import memory
 from nanovllm.utils import cuda_vmm
 from tests import fake_cuda
 from tests.conftest import check_idle
@@ -273,8 +272,7 @@ def test_an_engine_in_arenas(pairs: Any, monkeypatch: pytest.MonkeyPatch):
     because fp32 weights on a CPU are packed."""
     library = fake_cuda.install(monkeypatch)
     monkeypatch.setattr(cuda_vmm, "CHUNK_BYTES", 64 * fake_cuda.GRANULARITY)
-    for module in (startup, memory):
-        monkeypatch.setattr(module, "uses_arenas", lambda runner: True)
+    monkeypatch.setattr(startup, "uses_arenas", lambda runner: True)
     for name in ("move_parameters", "empty_in_arena"):
         function = getattr(cuda_vmm, name)
 
