@@ -1,0 +1,90 @@
+"""Measures the calls of a training loop: ``load_weights``, ``sleep`` and ``wake_up``.
+
+``python -m benchmarks.rollouts --model PATH`` prints one JSON line. The tensors are the
+checkpoint's, on the engine's device. All times are the fastest of several runs, in ms, and include
+the work that the GPU still has to do when a call returns.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from nanovllm import LLM, SamplingParams
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="a directory with safetensors")
+    parser.add_argument("--max-num-seqs", type=int)
+    parser.add_argument("--repeat", type=int, default=5, help="number of runs")
+    args = parser.parse_args()
+    llm = LLM(args.model, enable_sleep_mode=True, max_num_seqs=args.max_num_seqs)
+    device = llm.model_runner.device
+
+    def fastest(call: Callable[[], Any], prepare: Callable[[], Any] = lambda: None) -> float:
+        seconds = []
+        for _ in range(args.repeat):
+            prepare()
+            synchronize(device)
+            start = perf_counter()
+            call()
+            synchronize(device)
+            seconds.append(perf_counter() - start)
+        return round(1000 * min(seconds), 1)
+
+    def load_each() -> None:
+        for pair in tensors.items():
+            llm.load_weights([pair])
+
+    def generate() -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+        return llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids
+
+    before, awake = generate(), used_bytes(device)
+    result: dict[str, Any] = {"model": Path(args.model).name, "device": device_name(device)}
+    llm.sleep(level=1)
+    result["GiB used awake, by the whole GPU"] = round(awake / 2**30, 2)
+    result["GiB used asleep, by the whole GPU"] = round(used_bytes(device) / 2**30, 2)
+    if device.type == "cuda":
+        result["GiB of PyTorch asleep"] = round(torch.cuda.memory_reserved(device) / 2**30, 2)
+    llm.wake_up()
+    for level in (1, 2):
+        sleep, wake_up = partial(llm.sleep, level), lambda: llm.is_sleeping() and llm.wake_up()
+        result[f"sleep, level {level}"] = fastest(sleep, wake_up)
+        wake_up()
+        result[f"wake_up, level {level}"] = fastest(wake_up, sleep)
+    tensors = {}
+    for path in sorted(Path(args.model).glob("*.safetensors")):
+        tensors |= load_file(path, str(device))
+    result["tensors"] = len(tensors)
+    result["load_weights, one call"] = fastest(lambda: llm.load_weights(tensors.items()))
+    result["load_weights, one tensor a call"] = fastest(load_each)
+    result["same tokens"] = generate() == before
+    print(json.dumps(result))
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def used_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+if __name__ == "__main__":
+    main()
