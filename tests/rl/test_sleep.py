@@ -1,6 +1,8 @@
 """Engines that free their memory, and what they refuse until they have it back."""
 
 import logging
+import subprocess
+import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -337,3 +339,23 @@ def test_a_gpu_is_free_while_the_engine_is_asleep(level: int, pairs: Any):
         assert addresses == [cache.data_ptr(), *(p.data_ptr() for p in runner.model.parameters())]
         assert answers(llm) == wanted
     assert torch.cuda.mem_get_info()[0] >= free
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_asleep", [False, True])
+def test_a_script_that_leaves_its_engine_open_ends_without_error(is_asleep: bool, pairs: Any):
+    """PyTorch frees the tensors of an arena by calling Python, perhaps at the interpreter's end."""
+    script = f"""
+from nanovllm import LLM, SamplingParams
+settings = {SETTINGS | {"device": "cuda", "num_kvcache_blocks": 2000}!r}
+llm = LLM({str(pairs("qwen3").old)!r}, enable_sleep_mode=True, **settings)
+llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
+cycle = [llm.model_runner.kv_cache]
+cycle.append(cycle)
+if {is_asleep}:
+    llm.sleep()
+print("done")
+"""
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (result.returncode, result.stdout.splitlines()[-1:]) == (0, ["done"]), result.stderr
