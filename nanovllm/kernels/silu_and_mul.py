@@ -22,6 +22,27 @@ def gelu_tanh_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
+def invariant_silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
+    """Computes what ``silu_and_mul_reference`` does, with the same bits for an element whatever the
+    shape of x is.
+
+    F.silu and F.gelu process the last elements of each thread's range one by one, with another exp
+    or tanh than for whole SIMD vectors. torch.exp and torch.tanh have one algorithm for all
+    elements, and the other operations round correctly.
+    """
+    gate, up = x.chunk(2, -1)
+    gate = gate.float()
+    return (gate / (torch.exp(-gate) + 1)).to(x.dtype).mul_(up)
+
+
+def invariant_gelu_tanh_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
+    """Like ``invariant_silu_and_mul_reference``, for ``gelu_tanh_and_mul_reference``."""
+    gate, up = x.chunk(2, -1)
+    gate = gate.float()
+    inner = 0.7978845608028654 * (gate + 0.044715 * (gate * gate * gate))  # sqrt(2 / pi)
+    return (0.5 * gate * (torch.tanh(inner) + 1)).to(x.dtype).mul_(up)
+
+
 @triton.jit
 def _silu_and_mul_kernel(
     x_ptr,
@@ -66,3 +87,8 @@ def silu_and_mul_triton(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
 gelu_tanh_and_mul_triton = partial(silu_and_mul_triton, gelu=True)
 silu_and_mul = by_device(silu_and_mul_reference, silu_and_mul_triton)
 gelu_tanh_and_mul = by_device(gelu_tanh_and_mul_reference, gelu_tanh_and_mul_triton)
+# The kernels compute each element in the same way.
+invariant_silu_and_mul = by_device(invariant_silu_and_mul_reference, silu_and_mul_triton)
+invariant_gelu_tanh_and_mul = by_device(
+    invariant_gelu_tanh_and_mul_reference, gelu_tanh_and_mul_triton
+)

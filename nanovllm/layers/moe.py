@@ -12,7 +12,7 @@ from torch import nn
 from nanovllm.kernels.moe.route import route
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
-from nanovllm.quantization.experts import Mxfp4Experts, UnquantizedExperts
+from nanovllm.quantization.experts import new_expert_weights
 from nanovllm.utils.distributed import get_tp_group
 
 
@@ -39,10 +39,7 @@ class Experts(nn.Module):
         mxfp4: bool,
     ) -> None:
         super().__init__()
-        # On a CPU, MXFP4 weights are dequantised when they are loaded.
-        is_packed = mxfp4 and torch.get_default_device().type != "cpu"
-        weights_class = Mxfp4Experts if is_packed else UnquantizedExperts
-        self.weights = weights_class(self, get_tp_group(), limit, alpha, interleaved)
+        self.weights = new_expert_weights(self, limit, alpha, interleaved, mxfp4)
         self.weights.create_parameters(num_experts, hidden_size, intermediate_size, bias)
         for param in self.parameters():
             param.weight_loader = self.weight_loader  # type: ignore[attr-defined]

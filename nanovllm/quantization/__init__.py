@@ -2,7 +2,11 @@
 
 from torch import nn
 
-from nanovllm.quantization.base import LinearWeight, get_quantization_config
+from nanovllm.quantization.base import (
+    LinearWeight,
+    get_quantization_config,
+    is_batch_invariant,
+)
 from nanovllm.quantization.unquantized import UnquantizedWeight
 
 # The keys are values of ``quant_method`` in a checkpoint's ``quantization_config``. The key None is
@@ -17,6 +21,17 @@ def new_linear_weight(layer: nn.Module) -> LinearWeight:
         ValueError: the quantisation is not supported.
     """
     method = get_quantization_config().get("quant_method")
-    if method not in WEIGHT_CLASSES:
+    if method is None:
+        return new_unquantized_weight(layer)
+    if method not in WEIGHT_CLASSES or is_batch_invariant():
         raise ValueError(f"{method!r} quantisation is not supported: use an unquantised checkpoint")
     return WEIGHT_CLASSES[method](layer)
+
+
+def new_unquantized_weight(layer: nn.Module) -> UnquantizedWeight:
+    """Creates the weight of a layer that is never quantised, such as an embedding."""
+    if is_batch_invariant():
+        from nanovllm.quantization.batch_invariant import BatchInvariantWeight
+
+        return BatchInvariantWeight(layer)
+    return UnquantizedWeight(layer)

@@ -18,6 +18,7 @@ from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 
 _config: ContextVar[Mapping[str, Any] | None] = ContextVar("quantization_config", default=None)
+_batch_invariant: ContextVar[bool] = ContextVar("batch_invariant", default=False)
 
 
 @contextmanager
@@ -36,6 +37,22 @@ def use_quantization(config: Mapping[str, Any] | None) -> Iterator[None]:
 
 def get_quantization_config() -> Mapping[str, Any]:
     return _config.get() or {}
+
+
+@contextmanager
+def use_batch_invariance(enabled: bool) -> Iterator[None]:
+    """Sets whether layers that are created in this context compute a row with the same bits
+    whatever the other rows are (``Config.batch_invariant``)."""
+    token = _batch_invariant.set(enabled)
+    try:
+        yield
+    finally:
+        _batch_invariant.reset(token)
+
+
+def is_batch_invariant() -> bool:
+    """Returns whether layers under construction are batch-invariant."""
+    return _batch_invariant.get()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from nanovllm.kernels.moe.few import mix_few
 from nanovllm.kernels.moe.grouped import mix_grouped
-from nanovllm.kernels.moe.mix import Experts, mix_reference
+from nanovllm.kernels.moe.mix import INVARIANT_OPS, Experts, mix_reference
 from nanovllm.kernels.moe.mxfp4 import (
     BLOCK,
     dequantise_mxfp4,
@@ -18,13 +18,35 @@ from nanovllm.kernels.moe.mxfp4 import (
     pack_mxfp4_scales,
 )
 from nanovllm.kernels.moe.route import MAX_UNSORTED_TOKENS, Routing
-from nanovllm.utils.distributed import TPGroup
+from nanovllm.quantization.base import is_batch_invariant
+from nanovllm.utils.distributed import TPGroup, get_tp_group
 from nanovllm.utils.loader import check_shape, copy_weight
 from nanovllm.utils.math import divide
 from nanovllm.utils.triton_compat import use_triton
 
 # Each kernel with the numbers of tokens that it is for. ``mix`` launches the first match.
 KERNELS = ((range(1, MAX_UNSORTED_TOKENS + 1), mix_few), (range(sys.maxsize), mix_grouped))
+
+
+def new_expert_weights(
+    layer: nn.Module, limit: float | None, alpha: float, interleaved: bool, mxfp4: bool
+) -> "UnquantizedExperts":
+    """Creates the weights of the experts of a new layer. The arguments are those of a MoESpec.
+
+    Raises:
+        ValueError: the engine is batch-invariant, and runs on a GPU.
+    """
+    weights_class, on_cpu = UnquantizedExperts, torch.get_default_device().type == "cpu"
+    if is_batch_invariant():
+        if not on_cpu:
+            raise ValueError(
+                "batch_invariant=True does not support mixtures of experts on a GPU: use "
+                "device='cpu', or leave batch_invariant out"
+            )
+        weights_class = BatchInvariantExperts
+    elif mxfp4 and not on_cpu:  # on a CPU, MXFP4 weights are dequantised when they are loaded
+        weights_class = Mxfp4Experts
+    return weights_class(layer, get_tp_group(), limit, alpha, interleaved)
 
 
 class UnquantizedExperts:
@@ -157,6 +179,13 @@ class UnquantizedExperts:
         if self.tp.rank > 0:  # the bias of down_proj is added once, not once per rank
             biases[1] = None
         return Experts(gate_up, down, biases[0], biases[1], self.limit, self.alpha, *scales)
+
+
+class BatchInvariantExperts(UnquantizedExperts):
+    """Computes each token's result with the same bits whatever the other tokens are."""
+
+    def mix(self, x: Tensor, routing: Routing, residual: Tensor | None) -> Tensor:
+        return mix_reference(x, self._experts, routing, residual, INVARIANT_OPS)
 
 
 class Mxfp4Experts(UnquantizedExperts):

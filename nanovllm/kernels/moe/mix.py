@@ -1,14 +1,19 @@
 """The experts' MLPs and the sum of their outputs, in plain PyTorch: the CPU path, and the reference
 of the kernels."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.gemm.onednn import row_block_linear
 from nanovllm.kernels.moe.mxfp4 import unpack_mxfp4
 from nanovllm.kernels.moe.route import Routing
-from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
+from nanovllm.kernels.silu_and_mul import (
+    invariant_silu_and_mul_reference,
+    silu_and_mul_reference,
+)
 
 
 class Experts(NamedTuple):
@@ -53,16 +58,48 @@ def clamped_swiglu(x: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
     return (up + 1) * (gate * torch.sigmoid(alpha * gate))
 
 
+def invariant_clamped_swiglu(x: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
+    """Like ``invariant_silu_and_mul_reference``, for ``clamped_swiglu``: torch.sigmoid would also
+    process some elements in another way."""
+    gate, up = x.float().chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * (gate / (torch.exp(-alpha * gate) + 1))).to(x.dtype)
+
+
+class MixOps(NamedTuple):
+    """The operations of ``mix_reference``.
+
+    Attributes:
+        linear: (x, weight, bias) -> x W^T + b.
+        silu_and_mul, clamped_swiglu: the activation without and with a limit.
+    """
+
+    linear: Callable[..., Any] = F.linear
+    silu_and_mul: Callable[..., Any] = silu_and_mul_reference
+    clamped_swiglu: Callable[..., Any] = clamped_swiglu
+
+
+DEFAULT_OPS = MixOps()
+# The result for a token has the same bits whatever the other tokens are.
+INVARIANT_OPS = MixOps(row_block_linear, invariant_silu_and_mul_reference, invariant_clamped_swiglu)
+
+
 def mix_reference(
-    x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
+    x: torch.Tensor,
+    experts: Experts,
+    routing: Routing,
+    residual: torch.Tensor | None,
+    ops: MixOps = DEFAULT_OPS,
 ) -> torch.Tensor:
-    """Computes each expert's MLP for the tokens routed to it, and sums the weighted outputs.
+    """Computes each expert's MLP for the tokens routed to it, and sums the weighted outputs of a
+    token in the order of the experts.
 
     Args:
         x: [N, hidden].
         experts: the weights.
         routing: the experts of each token, and their routing weights.
         residual: [N, hidden], added to the result; None for zero.
+        ops: the linear layer and the activations.
 
     Returns:
         [N, hidden].
@@ -78,13 +115,13 @@ def mix_reference(
             rows = slice(start, start + count)
             tokens = order[rows] // top_k
             bias = None if experts.gate_up_bias is None else experts.gate_up_bias[expert]
-            inner = F.linear(x[tokens], experts.gate_up[expert], bias)
+            inner = ops.linear(x[tokens], experts.gate_up[expert], bias)
             if experts.limit is None:
-                inner = silu_and_mul_reference(inner)
+                inner = ops.silu_and_mul(inner)
             else:
-                inner = clamped_swiglu(inner, experts.limit, experts.alpha)
+                inner = ops.clamped_swiglu(inner, experts.limit, experts.alpha)
             bias = None if experts.down_bias is None else experts.down_bias[expert]
-            y = F.linear(inner, experts.down[expert], bias) * weights[rows, None]
+            y = ops.linear(inner, experts.down[expert], bias) * weights[rows, None]
             out.index_add_(0, tokens, y)
             start += count
     return out

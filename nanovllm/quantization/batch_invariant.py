@@ -1,0 +1,53 @@
+"""Weights in the model's own dtype whose matmul gives a row the same bits whatever the other rows
+are (``Config.batch_invariant``)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.gemm.onednn import check_row_blocks, pack_for_row_blocks, row_block_linear
+from nanovllm.kernels.silu_and_mul import invariant_gelu_tanh_and_mul, invariant_silu_and_mul
+from nanovllm.quantization.base import PLAIN, InputFormat, LinearWeight
+from nanovllm.quantization.unquantized import UnquantizedWeight
+
+BATCH_INVARIANT = InputFormat(
+    PLAIN.rms_norm, invariant_silu_and_mul, invariant_gelu_tanh_and_mul
+)
+
+
+class BatchInvariantWeight(UnquantizedWeight):
+    """An UnquantizedWeight with one kernel for any number of rows, and without fused operations.
+
+    On a CPU all matmuls are computed in fp32. With bf16 or fp16, a copy of the weight in fp32 is
+    kept for them.
+    """
+
+    input_format = BATCH_INVARIANT
+
+    def pack(self) -> None:
+        """Also checks that the matmul is batch-invariant on this CPU.
+
+        Raises:
+            ValueError: it is not.
+        """
+        super().pack()
+        weight = self.layer.weight
+        if weight.device.type == "cpu":
+            if weight.dtype is not torch.float32:
+                self._packed_copy = pack_for_row_blocks(weight.data)
+            check_row_blocks(self._weight)
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return row_block_linear(x, self._weight, self.bias)
+
+    def matmul_swiglu(self, x: Tensor, act_fn: Any) -> Any:
+        return LinearWeight.matmul_swiglu(self, x, act_fn)
+
+    def matmul_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        return LinearWeight.matmul_add(self, x, residual)
+
+    def norm_matmul(
+        self, x: Tensor, residual: Tensor | None, norm: Any, act_fn: Any = None
+    ) -> tuple[Any, Tensor]:
+        return LinearWeight.norm_matmul(self, x, residual, norm, act_fn)
