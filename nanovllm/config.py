@@ -64,6 +64,8 @@ class Config:
             takes less time: equal prefixes together, and those with the most tokens to generate
             first. If False, the prompts are admitted in the order given. The results of
             ``generate`` are always in the order of the prompts.
+        batch_invariant: give a request the same tokens and log-probabilities, bit for bit, whatever
+            else the engine computes with it (docs/batch-invariance.md). Takes more time.
         load_format: "auto" loads the checkpoint's weights; "dummy" uses random weights and needs
             only the checkpoint's config.
         seed: seed of the sampler and of dummy weights.
@@ -97,6 +99,7 @@ class Config:
     enable_prefix_caching: Annotated[bool, boolean] = True
     enable_reordering: Annotated[bool, boolean] = True
     enable_sleep_mode: Annotated[bool, boolean] = False
+    batch_invariant: Annotated[bool, boolean] = False
     load_format: Annotated[str, choice("auto", "dummy")] = "auto"
     seed: Annotated[int, integer(0, 2**63 - 1)] = 0
     tokenizer: Annotated[str | None, optional(path_or_hub_id)] = None

@@ -84,6 +84,7 @@ class LLM(BaseLLM):
         enable_prefix_caching: bool = True,
         enable_reordering: bool = True,
         enable_sleep_mode: bool = False,
+        batch_invariant: bool = False,
         load_format: str = "auto",
         seed: int = 0,
         tokenizer: str | os.PathLike[str] | None = None,

@@ -26,6 +26,7 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.rope import for_length
+from nanovllm.quantization.base import use_batch_invariance
 from nanovllm.text.prompts import PromptEncoder, load_encoder
 from nanovllm.utils.cuda_vmm import empty_in_arena, move_parameters
 from nanovllm.utils.device import on_device, select_device, select_dtype
@@ -210,7 +211,9 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
         device,
         attention_features(model_config),
     )
-    runner.backend = select_attention_backend(config.attention_backend, shape)
+    runner.backend = select_attention_backend(
+        config.attention_backend, shape, config.batch_invariant
+    )
     timed("attention backend")
     runner.join_ranks()
     timed("ranks")
@@ -278,7 +281,11 @@ def build_model(runner: ModelRunner) -> DecoderForCausalLM:
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(runner.dtype)
     try:
-        with torch.device(runner.device), use_tp_group(runner.tp):
+        with (
+            torch.device(runner.device),
+            use_tp_group(runner.tp),
+            use_batch_invariance(runner.config.batch_invariant),
+        ):
             model = DecoderForCausalLM(config, runner.max_model_len).eval()
     finally:
         torch.set_default_dtype(default_dtype)

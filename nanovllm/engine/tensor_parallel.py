@@ -13,7 +13,7 @@ from nanovllm.engine.startup import start
 from nanovllm.engine.workers import Worker, Workers
 from nanovllm.kernels.comm.all_reduce import make_one_shot_all_reduces
 from nanovllm.utils.device import on_device, select_device
-from nanovllm.utils.distributed import make_tp_group
+from nanovllm.utils.distributed import RankOrderTPGroup, TPGroup, make_tp_group
 from nanovllm.utils.interrupts import interrupts_delayed
 
 
@@ -33,9 +33,11 @@ class RankRunner(ModelRunner):
         self.barrier()  # workers may still be importing modules or selecting their backend
         rank, size, device = self.link.rank, self.config.tensor_parallel_size, self.device
         with self.link.open_store() as store:
-            self.tp = make_tp_group(rank, size, store, device)
+            invariant = self.config.batch_invariant
+            group_class = RankOrderTPGroup if invariant else TPGroup
+            self.tp = make_tp_group(rank, size, store, device, group_class)
             self.tp.min(0, device)  # the first collective, in which NCCL uses the store
-            if device.type == "cuda":
+            if device.type == "cuda" and not invariant:
                 devices = [select_device(self.config.device, rank, size) for rank in range(size)]
                 one_shots = make_one_shot_all_reduces(self.tp, store, self.dtype, devices)
                 self.tp = replace(self.tp, one_shots=one_shots)

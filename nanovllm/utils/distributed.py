@@ -89,6 +89,23 @@ class TPGroup:
         _wait(self.backend.allreduce([x], options))
 
 
+class RankOrderTPGroup(TPGroup):
+    """A group whose all-reduces add the ranks' tensors in the order of the ranks, in fp32. The
+    result for an element does not depend on its position or on the shape of the tensor."""
+
+    __slots__ = ()
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.int64:
+            return TPGroup.all_reduce(self, x)
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        _wait(self.backend.allgather([parts], [x.contiguous()]))
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        return total.to(x.dtype)
+
+
 def _wait(work: Any) -> None:
     if work is not None:  # on a GPU, wait() blocks the stream and not the host
         work.wait()
@@ -110,7 +127,13 @@ def close_store(store: dist.Store) -> None:
     store.set_timeout(timedelta(milliseconds=1))
 
 
-def make_tp_group(rank: int, size: int, store: dist.Store, device: torch.device) -> TPGroup:
+def make_tp_group(
+    rank: int,
+    size: int,
+    store: dist.Store,
+    device: torch.device,
+    group_class: type[TPGroup] = TPGroup,
+) -> TPGroup:
     """Makes the process group of all ranks and waits for the other ranks.
 
     Args:
@@ -129,7 +152,7 @@ def make_tp_group(rank: int, size: int, store: dist.Store, device: torch.device)
         options._devices = [gloo.create_device(hostname=LOOPBACK)]
         options._timeout = RENDEZVOUS_TIMEOUT
         backend = gloo(store, rank, size, options)
-    return TPGroup(rank, size, backend)
+    return group_class(rank, size, backend)
 
 
 _tp_group: ContextVar[TPGroup] = ContextVar("nanovllm_tp_group")

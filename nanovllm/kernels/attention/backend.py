@@ -45,8 +45,28 @@ class AttentionShape(NamedTuple):
     features: frozenset[str] = frozenset()
 
 
-def select_attention_backend(name: str, shape: AttentionShape) -> AttentionBackend:
+def batch_invariant_backends(device: torch.device) -> dict[str, type[AttentionBackend]]:
+    """Returns the backends that give a token the same bits whatever else a step computes.
+
+    Raises:
+        ValueError: there is none for this device.
+    """
+    if device.type != "cpu":
+        raise ValueError(
+            f"batch_invariant=True has no kernels for {device.type} devices: use device='cpu', or "
+            f"leave batch_invariant out"
+        )
+    from nanovllm.kernels.attention.torch_invariant import BatchInvariantTorchAttention
+
+    return {BatchInvariantTorchAttention.name: BatchInvariantTorchAttention}
+
+
+def select_attention_backend(
+    name: str, shape: AttentionShape, batch_invariant: bool = False
+) -> AttentionBackend:
     """Returns the backend of the given name, or for "auto" the fastest that supports this shape.
+
+    With ``batch_invariant``, chooses only among backends that are.
 
     Runs a tiny prefill and decode with each candidate, so that a missing package or an unsupported
     shape is reported at start-up and not in a forward pass.
@@ -54,17 +74,20 @@ def select_attention_backend(name: str, shape: AttentionShape) -> AttentionBacke
     Raises:
         ValueError: the requested backend does not work here. The message says why.
     """
+    backends = batch_invariant_backends(shape.device) if batch_invariant else BACKENDS
     candidates = [name]
     if name == "auto":
-        candidates = list(BACKENDS) if shape.device.type == "cuda" else ["torch"]
+        candidates = list(backends) if shape.device.type == "cuda" else ["torch"]
     reasons = []
     for candidate in candidates:
         try:
             if candidate != "torch" and shape.device.type != "cuda":
                 raise ValueError("it needs a CUDA GPU")
-            if missing := shape.features - BACKENDS[candidate].features:
+            if candidate not in backends:
+                raise ValueError("it is not batch-invariant")
+            if missing := shape.features - backends[candidate].features:
                 raise ValueError(f"it has no attention with {' and '.join(sorted(missing))}")
-            backend = BACKENDS[candidate]()
+            backend = backends[candidate]()
             _try_out(backend, shape)
         except Exception as error:  # packages and compilers may raise any exception
             reasons.append(f"{candidate}: {type(error).__name__}: {error}")

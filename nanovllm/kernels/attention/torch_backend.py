@@ -42,11 +42,11 @@ class TorchAttention(AttentionBackend):
         for i in range(len(q_bounds) - 1):
             q_rows, k_rows = slice(*q_bounds[i : i + 2]), slice(*k_bounds[i : i + 2])
             len_q, len_k = q_rows.stop - q_rows.start, k_rows.stop - k_rows.start
-            first = _window_start(len_k - len_q, params)
+            first = window_start(len_k - len_q, params)
             if tables is None:
                 keys, values = k[k_rows][first:], v[k_rows][first:]
             else:
-                keys, values = _gather(cache, tables[i], first, len_k)
+                keys, values = gather_kv(cache, tables[i], first, len_k)
             _prefill_one(q[q_rows], keys, values, len_k - len_q - first, params, out[q_rows])
         return out
 
@@ -74,17 +74,17 @@ class TorchAttention(AttentionBackend):
             context.context_lens.tolist(),
             strict=True,
         ):
-            first = _window_start(len_k - 1, params)
-            out_i.copy_(_attend(q_i, *_gather(cache, table, first, len_k), params))
+            first = window_start(len_k - 1, params)
+            out_i.copy_(_attend(q_i, *gather_kv(cache, table, first, len_k), params))
         return out
 
 
-def _window_start(position: int, params: AttentionParams) -> int:
+def window_start(position: int, params: AttentionParams) -> int:
     """Returns the first token to which the token at ``position`` attends."""
     return 0 if params.window is None else max(0, position + 1 - params.window)
 
 
-def _gather(cache: KVCache, block_table: list[int], first: int, end: int) -> tuple[Tensor, Tensor]:
+def gather_kv(cache: KVCache, block_table: list[int], first: int, end: int) -> tuple[Tensor, Tensor]:
     """Returns the keys and values of a sequence's tokens [first, end): [end - first, kv_heads,
     head_dim] each. They are views if all are in one block, otherwise copies."""
     block_size = cache.k.size(1)
@@ -118,7 +118,7 @@ def _prefill_one(
         num_rows = max(1, min(MAX_ROWS, MAX_SCORES // (num_heads * max(1, num_keys))))
     for row in range(0, len_q, num_rows):
         rows = slice(row, min(row + num_rows, len_q))
-        first, end = _window_start(start + row, params), start + rows.stop
+        first, end = window_start(start + row, params), start + rows.stop
         mask = None
         if rows.stop - row > 1 and not is_causal:
             mask = torch.ones(rows.stop - row, end - first, dtype=torch.bool, device=q.device)
