@@ -113,7 +113,7 @@ def test_other_shapes_are_refused(shape, shard_id, expert):
 
 @pytest.mark.parametrize("shape", [(0, 0), (3, 128), (3, 128, 1, 16), (3, 128, 32), (0, 0, 2, 16)])
 def test_other_shapes_of_mxfp4_are_refused(shape, monkeypatch):
-    monkeypatch.setattr(moe, "UnquantizedExperts", experts.Mxfp4Experts)
+    monkeypatch.setattr(experts, "UnquantizedExperts", experts.Mxfp4Experts)
     param = MoE(64, 3, 2, 64, True, mxfp4=True).experts.gate_up_proj_blocks
     with pytest.raises(ValueError, match="the model needs shape"):
         param.weight_loader(param, torch.zeros(shape, dtype=torch.uint8))
@@ -165,7 +165,7 @@ def test_mxfp4_on_two_ranks(is_packed, monkeypatch):
         dense = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
         getattr(block.experts, name).copy_(dense)
     if is_packed:
-        monkeypatch.setattr(moe, "UnquantizedExperts", experts.Mxfp4Experts)
+        monkeypatch.setattr(experts, "UnquantizedExperts", experts.Mxfp4Experts)
     x, residual = torch.randn(2, 7, 64)
     parts = []
     for rank in range(2):
@@ -192,7 +192,7 @@ def test_mxfp4_on_two_ranks(is_packed, monkeypatch):
 @pytest.mark.parametrize("shape", [(3, 256, 16, 4), (3, 256, 64), (3, 0, 4, 16), (64,)], ids=str)
 def test_packed_weights_of_other_shapes_are_refused(shape, monkeypatch):
     """Also those with as many bytes as the model needs."""
-    monkeypatch.setattr(moe, "UnquantizedExperts", experts.Mxfp4Experts)
+    monkeypatch.setattr(experts, "UnquantizedExperts", experts.Mxfp4Experts)
     blocks = MoE(128, 3, 2, 128, True, True, None, 1.0, True, True).experts.gate_up_proj_blocks
     with pytest.raises(ValueError, match="the model needs shape"):
         blocks.weight_loader(blocks, torch.zeros(shape, dtype=torch.uint8))

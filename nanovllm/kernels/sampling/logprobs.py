@@ -8,6 +8,7 @@ log-sum-exp, and counts the logits above the given token's logit, for the token'
 
 import torch
 
+from nanovllm.kernels.sampling.fixed_point import from_fixed_point, to_fixed_point
 from nanovllm.utils.triton_compat import by_device, tl, triton
 
 GROUP = 128
@@ -26,14 +27,30 @@ def top_logprobs_reference(
 
     Returns:
         Token ids, int64 [N, 1 + k]: the given token, then the k most likely in descending order.
+        Of equally likely tokens the one with the lower id comes first.
         Their log-probabilities, fp32 [N, 1 + k].
         The given token's rank, int64 [N]. The most likely token has rank 1.
     """
     logprobs = logits.float().log_softmax(-1)
     given = logprobs.gather(1, token_ids.unsqueeze(1))
-    best, best_ids = logprobs.topk(k, dim=-1)
+    best_ids, best = _largest(logprobs, torch.arange(logits.size(1), device=logits.device), k)
     ranks = (logprobs > given).sum(-1) + 1
     return torch.cat((token_ids.unsqueeze(1), best_ids), 1), torch.cat((given, best), 1), ranks
+
+
+def _largest(values: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the ids and the values of the k largest values of each row, in descending order. Of
+    equal values the one with the lower id comes first; torch.topk would return any of them.
+
+    Args:
+        values: fp32 [N, M].
+        ids: int64 [N, M] or [M], distinct in a row and below 2^31.
+    """
+    bits = (values + 0.0).view(torch.int32)  # adding 0 turns -0 into +0
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # in the order of the values
+    best = ((keys << 32) | (0x7FFFFFFF - ids)).topk(k).values
+    bits = (best >> 32).int()
+    return 0x7FFFFFFF - (best & 0xFFFFFFFF), (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
 @triton.jit
@@ -86,13 +103,17 @@ def top_logprobs_triton(
         num_groups,
         num_warps=8,
     )
-    log_sum_exp = (group_max + group_sum.log()).logsumexp(-1, keepdim=True)
-    groups = group_max.topk(min(k, num_groups), sorted=False).indices.unsqueeze(-1)
+    # torch.logsumexp would add in an order that depends on the number of rows.
+    largest = group_max.amax(-1, keepdim=True)
+    weights = to_fixed_point(group_sum * (group_max - largest).exp())
+    log_sum_exp = largest + from_fixed_point(weights.sum(-1, keepdim=True)).log()
+    group_ids = torch.arange(num_groups, device=logits.device)
+    groups = _largest(group_max, group_ids, min(k, num_groups))[0].unsqueeze(-1)
     candidates = (groups * GROUP + torch.arange(GROUP, device=logits.device)).flatten(1)
     values = logits.gather(1, candidates.clamp(max=vocab_size - 1)).float()
     values.masked_fill_(candidates >= vocab_size, -torch.inf)
-    best, indices = values.topk(k)
-    ids = torch.cat((token_ids.unsqueeze(1), candidates.gather(1, indices)), 1)
+    best_ids, best = _largest(values, candidates, k)
+    ids = torch.cat((token_ids.unsqueeze(1), best_ids), 1)
     given = logits.gather(1, token_ids.unsqueeze(1)).float()
     return ids, torch.cat((given, best), 1) - log_sum_exp, num_above.sum(-1) + 1
 

@@ -8,6 +8,8 @@ import math
 
 import torch
 
+from nanovllm.kernels.sampling.fixed_point import to_fixed_point
+
 
 def processed_logits(
     logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, truncates: bool
@@ -37,9 +39,10 @@ def processed_logits(
     last = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size).long() - 1
     kept = ordered >= ordered.gather(1, last.unsqueeze(1))
     kept &= ordered >= ordered[:, :1] + min_p.log().unsqueeze(1)
-    probs = ordered.masked_fill(~kept, -math.inf).softmax(-1)
-    mass_before = probs.cumsum(-1) - probs
-    kept &= (mass_before < top_p.unsqueeze(1)) | (top_p >= 1).unsqueeze(1)
+    weights = to_fixed_point((ordered - ordered[:, :1]).exp()).masked_fill_(~kept, 0)
+    weight_before = weights.cumsum(-1) - weights
+    top_p_weight = top_p.double() * weights.sum(-1)
+    kept &= (weight_before < top_p_weight.unsqueeze(1)) | (top_p >= 1).unsqueeze(1)
     lowest = ordered.masked_fill(~kept, math.inf).amin(1, keepdim=True)
     lowest = torch.minimum(lowest, scaled.gather(1, token_ids.unsqueeze(1)))
     return scaled.masked_fill(scaled < lowest, -math.inf)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.sampling import philox
+from nanovllm.kernels.sampling.fixed_point import to_fixed_point
 from nanovllm.kernels.sampling.philox import GROUP, exponential_noise
 from nanovllm.kernels.sampling.sampling_row import SAMPLING_ROW
 
@@ -68,7 +69,7 @@ def _sample_row(logits: torch.Tensor, params: np.void) -> int:
     if 0 < top_k < len(logits):
         threshold = torch.maximum(threshold, logits.topk(top_k).values[-1])
     if top_p < 1:
-        weights = ((logits - max_logit) / temperature).exp()
+        weights = to_fixed_point(((logits - max_logit) / temperature).exp())
         top_p_weight = top_p * weights[logits >= threshold].sum()
     scores = None
     while logits[token] < threshold or (
