@@ -1,0 +1,267 @@
+"""``batch_invariant=True``: a request has the same tokens and log-probabilities, bit for bit, whatever
+else the engine computes with it. No comparison here has a tolerance."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.kernels.attention import torch_invariant
+from nanovllm.kernels.gemm.onednn import row_block_linear
+from nanovllm.quantization import batch_invariant
+from tests.tiny_models import BASE, CONFIGS, TinyModels
+
+# Settings of two engines: one in which everything fits, and one in which prompts come in chunks,
+# blocks run out and prefixes are shared.
+ROOMY: dict[str, Any] = {
+    "device": "cpu",
+    "batch_invariant": True,
+    "skip_tokenizer_init": True,
+    "max_model_len": 176,
+    "kvcache_block_size": 32,
+    "num_kvcache_blocks": 500,
+    "max_logprobs": -1,
+    "enable_prefix_caching": False,
+}
+TIGHT = ROOMY | {
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 24,
+    "kvcache_block_size": 4,
+    "num_kvcache_blocks": 44,
+    "enable_prefix_caching": True,
+}
+MIN_PREEMPTIONS = 10
+
+
+def make_requests(num: int = 12, num_tokens: int = 32) -> list[tuple[list[int], SamplingParams]]:
+    """Requests with prompts of 1 to 130 tokens. Every third prompt starts with the same tokens."""
+    generator = torch.Generator().manual_seed(3)
+
+    def random_tokens(length: int) -> list[int]:
+        return torch.randint(3, 500, (length,), generator=generator).tolist()
+
+    shared = random_tokens(40)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0, "logprobs": 2},
+        {"temperature": 0.8, "logprobs": 5},
+        {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "logprobs": 0},
+        {"temperature": 0, "prompt_logprobs": 3, "logprobs": 20},
+        {"temperature": 1.0, "min_p": 0.02, "top_p": 0.95, "n": 4, "logprobs": 1},
+        {"temperature": 0.7, "presence_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": 3},
+    ]
+    requests = []
+    for i in range(num):
+        prompt = (shared if i % 3 == 2 else []) + random_tokens(1 + 90 * i // max(1, num - 1))
+        options = {"seed": i, "max_tokens": num_tokens, "ignore_eos": True, **kinds[i % len(kinds)]}
+        requests.append((prompt, SamplingParams(**options)))
+    return requests
+
+
+REQUESTS = make_requests()
+
+
+def bits(output: RequestOutput) -> list[Any]:
+    """Everything that the model has computed for a request: tokens, and log-probabilities as they
+    are stored. hex() tells every float from every other."""
+
+    def of_list(logprobs: Any) -> Any:
+        return logprobs and [
+            position and [(i, x.logprob.hex(), x.rank) for i, x in position.items()]
+            for position in logprobs
+        ]
+
+    completions = [(list(out.token_ids), of_list(out.logprobs)) for out in output.outputs]
+    return [completions, of_list(output.prompt_logprobs)]
+
+
+def generate(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[Any]:
+    prompts, params = zip(*requests, strict=True)
+    return [*map(bits, llm.generate([*prompts], [*params], use_tqdm=False))]
+
+
+def generate_with_arrivals(
+    llm: LLM, requests: list[tuple[list[int], SamplingParams]], interval: int = 3
+) -> list[Any]:
+    """Adds the last request first, and another one every ``interval`` steps."""
+    found: dict[str, Any] = {}
+    ids: list[str] = []
+    waiting, num_steps = [*requests], 0
+    while waiting or not llm.is_finished():
+        if waiting and num_steps % interval == 0:
+            ids.append(llm.add_request(*waiting.pop()))
+        found |= {output.request_id: bits(output) for output in llm.step()}
+        num_steps += 1
+    return [found[request_id] for request_id in reversed(ids)]
+
+
+def prove(path: Path, num_blocks: int = 44, **settings: Any) -> None:
+    """Asserts that requests have the same bits in all compositions of batches.
+
+    Args:
+        num_blocks: KV blocks of the engine in which they run out.
+        settings: further arguments of LLM.
+    """
+    with LLM(path, **{**ROOMY, **settings}) as llm:
+        alone = [generate(llm, [request])[0] for request in REQUESTS]
+        assert generate(llm, REQUESTS) == alone, "all at once"
+        assert llm.scheduler.num_preemptions == 0
+    with LLM(path, **{**TIGHT, **settings, "num_kvcache_blocks": num_blocks}) as llm:
+        assert generate(llm, REQUESTS) == alone, "chunks, preemptions"
+        cached = llm.scheduler.num_cached_prompt_tokens
+        assert generate_with_arrivals(llm, REQUESTS) == alone, "arrivals, cached prefixes"
+        assert llm.scheduler.num_cached_prompt_tokens > cached
+        assert llm.scheduler.num_preemptions >= MIN_PREEMPTIONS
+
+
+# The windows of these models free blocks, and a block holds one group of layers only.
+BLOCKS = {"gemma2": 88, "gemma3": 300, "gpt-oss": 130}
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("qwen3-tied", "float32"),
+        ("qwen3-moe", "bfloat16"),
+        pytest.param("qwen3-tied", "bfloat16", marks=SLOW),
+        pytest.param("qwen3-moe", "float32", marks=SLOW),
+        pytest.param("gpt-oss", "float32", marks=SLOW),
+        pytest.param("gpt-oss", "bfloat16", marks=SLOW),
+        pytest.param("gemma2", "float32", marks=SLOW),
+        pytest.param("gemma2", "bfloat16", marks=SLOW),
+        pytest.param("gemma3", "float32", marks=SLOW),
+        pytest.param("olmo2", "float32", marks=SLOW),
+        pytest.param("llama-bias", "float16", marks=SLOW),
+    ],
+)
+def test_a_request_has_the_same_bits_in_any_batch(name: str, dtype: str, tiny_models: TinyModels):
+    prove(tiny_models.path(name), BLOCKS.get(name, 44), dtype=dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen3-moe", "gemma2", "olmo2"])
+def test_several_ranks(name: str, tiny_models: TinyModels):
+    blocks, options = BLOCKS.get(name, 44), {"tensor_parallel_size": 2}
+    prove(tiny_models.path(name), blocks, **options, dtype="bfloat16")
+    prove(tiny_models.path(name), blocks, **options, logprobs_mode="processed_logprobs")
+
+
+@pytest.mark.slow
+def test_four_ranks(tmp_path: Path):
+    """With three and more ranks, the order in which gloo adds depends on a tensor's size."""
+    config_class, changes = CONFIGS["qwen3"]
+    config = config_class(**{**BASE, **changes, "vocab_size": 509})
+    TinyModels.build(config, seed=5).save_pretrained(tmp_path)
+    prove(tmp_path, tensor_parallel_size=4)
+
+
+def test_processed_log_probabilities(tiny_models: TinyModels):
+    """They need sums over the vocabulary for top-p."""
+    prove(tiny_models.path("qwen3"), logprobs_mode="processed_logprobs")
+
+
+@contextmanager
+def num_threads(num: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen3-moe", "gemma2"])
+def test_any_number_of_threads(name: str, tmp_path: Path):
+    """Of a model whose tensors are large enough for several threads."""
+    config_class, changes = CONFIGS[name]
+    sizes = {"hidden_size": 512, "intermediate_size": 1500, "vocab_size": 40_000}
+    config = config_class(**{**BASE, **changes, **sizes, "moe_intermediate_size": 700})
+    TinyModels.build(config).save_pretrained(tmp_path)
+    with LLM(tmp_path, **ROOMY) as llm:
+        alone = [generate(llm, [request])[0] for request in REQUESTS[::3]]
+        for num in (2, 3):
+            with num_threads(num):
+                assert generate(llm, REQUESTS[::3]) == alone
+
+
+def test_siblings_are_the_same_as_requests_with_their_seeds(tiny_models: TinyModels):
+    """A completion's seed is the hash of the request's seed and its index."""
+    prompt = REQUESTS[5][0]
+
+    def params(seed: int, n: int = 1) -> SamplingParams:
+        return SamplingParams(seed=seed, n=n, max_tokens=20, ignore_eos=True, logprobs=3)
+
+    seeds = [7, *(xxhash.xxh64_intdigest(f"7/{i}".encode()) for i in range(1, 4))]
+    with LLM(tiny_models.path("qwen3-tied"), **TIGHT) as llm:
+        (siblings,) = generate(llm, [(prompt, params(7, n=4))])
+        alone = [generate(llm, [(prompt, params(seed))])[0] for seed in seeds]
+    assert [[completion] for completion in siblings[0]] == [single[0] for single in alone]
+
+
+def test_settings_of_the_engine_and_processes_do_not_matter(
+    tiny_models: TinyModels, tmp_path: Path
+):
+    """Another process with other instructions of the CPU would have other bits; with the same ones
+    it has the same."""
+    path = tiny_models.path("qwen3-tied")
+    with LLM(path, **TIGHT) as llm:
+        expected = generate(llm, REQUESTS[:6])
+    code = (
+        "import sys; from tests.test_batch_invariance import *; torch.set_num_threads(1)\n"
+        "with LLM(sys.argv[1], **ROOMY | {'kvcache_block_size': 7}) as llm: "
+        "print(generate(llm, REQUESTS[:6]))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=200,
+    )
+    assert result.stdout.splitlines()[-1] == str(expected)
+
+
+def linear_that_splits_k_by_rows(x: torch.Tensor, weight: Any, bias: Any = None) -> torch.Tensor:
+    """A GEMM with split-K for small batches, as libraries have it."""
+    if len(x) > 4:
+        return row_block_linear(x, weight, bias)
+    weight, middle = weight.to_dense(), x.size(1) // 2
+    halves = (row_block_linear(x[:, k], weight[:, k].contiguous()) for k in halves_of(middle))
+    return sum(halves, torch.zeros(())) if bias is None else sum(halves, bias)
+
+
+def halves_of(middle: int) -> tuple[slice, slice]:
+    return slice(middle), slice(middle, None)
+
+
+def test_a_gemm_that_splits_by_the_number_of_rows_is_noticed(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+):
+    """Otherwise the proof would prove nothing."""
+    monkeypatch.setattr(batch_invariant, "row_block_linear", linear_that_splits_k_by_rows)
+    with pytest.raises(AssertionError, match="all at once"):
+        prove(tiny_models.path("qwen3-tied"))
+
+
+def test_attention_that_splits_by_the_number_of_queries_is_noticed(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+):
+    attend = torch_invariant._attend
+
+    def attend_with_split(q: torch.Tensor, *args: Any) -> None:
+        monkeypatch.setattr(torch_invariant, "TILE", 16 if len(q) == 1 else 128)
+        attend(q, *args)
+
+    monkeypatch.setattr(torch_invariant, "_attend", attend_with_split)
+    with pytest.raises(AssertionError, match="chunks, preemptions"):
+        prove(tiny_models.path("qwen3-tied"))
+
