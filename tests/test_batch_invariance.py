@@ -1,5 +1,5 @@
-"""``batch_invariant=True``: a request has the same tokens and log-probabilities, bit for bit, whatever
-else the engine computes with it. No comparison here has a tolerance."""
+"""With ``batch_invariant=True`` a request has the same tokens and log-probabilities, bit for bit,
+whatever else the engine computes with it. No comparison here has a tolerance."""
 
 import os
 import subprocess
@@ -102,6 +102,17 @@ def generate_with_arrivals(
     return [found[request_id] for request_id in reversed(ids)]
 
 
+def prove_at_once(
+    path: Path, requests: list[tuple[list[int], SamplingParams]], **settings: Any
+) -> list[Any]:
+    """Asserts that requests have the same bits alone and all at once. Returns them."""
+    with LLM(path, **{**ROOMY, **settings}) as llm:
+        alone = [generate(llm, [request])[0] for request in requests]
+        assert generate(llm, requests) == alone, "all at once"
+        assert llm.scheduler.num_preemptions == 0
+    return alone
+
+
 def prove(path: Path, num_blocks: int = 44, **settings: Any) -> None:
     """Asserts that requests have the same bits in all compositions of batches.
 
@@ -109,10 +120,7 @@ def prove(path: Path, num_blocks: int = 44, **settings: Any) -> None:
         num_blocks: KV blocks of the engine in which they run out.
         settings: further arguments of LLM.
     """
-    with LLM(path, **{**ROOMY, **settings}) as llm:
-        alone = [generate(llm, [request])[0] for request in REQUESTS]
-        assert generate(llm, REQUESTS) == alone, "all at once"
-        assert llm.scheduler.num_preemptions == 0
+    alone = prove_at_once(path, REQUESTS, **settings)
     with LLM(path, **{**TIGHT, **settings, "num_kvcache_blocks": num_blocks}) as llm:
         assert generate(llm, REQUESTS) == alone, "chunks, preemptions"
         cached = llm.scheduler.num_cached_prompt_tokens
@@ -130,7 +138,7 @@ SLOW = pytest.mark.slow
     ("name", "dtype"),
     [
         ("qwen3-tied", "float32"),
-        ("qwen3-moe", "bfloat16"),
+        pytest.param("qwen3-moe", "bfloat16", marks=SLOW),
         pytest.param("qwen3-tied", "bfloat16", marks=SLOW),
         pytest.param("qwen3-moe", "float32", marks=SLOW),
         pytest.param("gpt-oss", "float32", marks=SLOW),
@@ -163,9 +171,16 @@ def test_four_ranks(tmp_path: Path):
     prove(tmp_path, tensor_parallel_size=4)
 
 
+@pytest.mark.slow
 def test_processed_log_probabilities(tiny_models: TinyModels):
     """They need sums over the vocabulary for top-p."""
     prove(tiny_models.path("qwen3"), logprobs_mode="processed_logprobs")
+
+
+def test_mixtures_of_experts_in_bf16_at_once(tiny_models: TinyModels):
+    requests = make_requests(6, num_tokens=8)
+    settings = {"dtype": "bfloat16", "logprobs_mode": "processed_logprobs"}
+    prove_at_once(tiny_models.path("qwen3-moe"), requests, **settings)
 
 
 @contextmanager
@@ -207,27 +222,32 @@ def test_siblings_are_the_same_as_requests_with_their_seeds(tiny_models: TinyMod
     assert [[completion] for completion in siblings[0]] == [single[0] for single in alone]
 
 
-def test_settings_of_the_engine_and_processes_do_not_matter(
-    tiny_models: TinyModels, tmp_path: Path
-):
-    """Another process with other instructions of the CPU would have other bits; with the same ones
-    it has the same."""
+@pytest.mark.slow
+def test_settings_of_the_engine_and_processes_do_not_matter(tiny_models: TinyModels):
     path = tiny_models.path("qwen3-tied")
     with LLM(path, **TIGHT) as llm:
-        expected = generate(llm, REQUESTS[:6])
+        expected = generate(llm, REQUESTS)
     code = (
         "import sys; from tests.test_batch_invariance import *; torch.set_num_threads(1)\n"
         "with LLM(sys.argv[1], **ROOMY | {'kvcache_block_size': 7}) as llm: "
-        "print(generate(llm, REQUESTS[:6]))"
+        "print(generate(llm, REQUESTS))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(path)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=200,
-    )
+    command = [sys.executable, "-c", code, str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert result.stdout.splitlines()[-1] == str(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(("aten", "onednn"), [("avx2", "AVX2"), ("default", "SSE41")])
+def test_cpus_with_other_instructions(aten: str, onednn: str):
+    """PyTorch and oneDNN choose their kernels by the CPU's instructions. Runs the fast tests."""
+    files = ["test_batch_invariance.py", "kernels/test_batch_invariant_rows.py"]
+    files += ["kernels/gemm/test_onednn.py", "kernels/attention/test_torch_invariant.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", *(f"tests/{name}" for name in files)]
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1400)
+    assert result.returncode == 0, result.stdout
 
 
 def linear_that_splits_k_by_rows(x: torch.Tensor, weight: Any, bias: Any = None) -> torch.Tensor:
@@ -249,7 +269,7 @@ def test_a_gemm_that_splits_by_the_number_of_rows_is_noticed(
     """Otherwise the proof would prove nothing."""
     monkeypatch.setattr(batch_invariant, "row_block_linear", linear_that_splits_k_by_rows)
     with pytest.raises(AssertionError, match="all at once"):
-        prove(tiny_models.path("qwen3-tied"))
+        prove_at_once(tiny_models.path("qwen3-tied"), REQUESTS[:4])
 
 
 def test_attention_that_splits_by_the_number_of_queries_is_noticed(
@@ -262,6 +282,5 @@ def test_attention_that_splits_by_the_number_of_queries_is_noticed(
         attend(q, *args)
 
     monkeypatch.setattr(torch_invariant, "_attend", attend_with_split)
-    with pytest.raises(AssertionError, match="chunks, preemptions"):
-        prove(tiny_models.path("qwen3-tied"))
-
+    with pytest.raises(AssertionError, match="all at once"):
+        prove_at_once(tiny_models.path("qwen3-tied"), REQUESTS[:4])

@@ -11,9 +11,7 @@ from nanovllm.kernels.silu_and_mul import invariant_gelu_tanh_and_mul, invariant
 from nanovllm.quantization.base import PLAIN, InputFormat, LinearWeight
 from nanovllm.quantization.unquantized import UnquantizedWeight
 
-BATCH_INVARIANT = InputFormat(
-    PLAIN.rms_norm, invariant_silu_and_mul, invariant_gelu_tanh_and_mul
-)
+BATCH_INVARIANT = InputFormat(PLAIN.rms_norm, invariant_silu_and_mul, invariant_gelu_tanh_and_mul)
 
 
 class BatchInvariantWeight(UnquantizedWeight):

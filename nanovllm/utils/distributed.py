@@ -98,7 +98,9 @@ class RankOrderTPGroup(TPGroup):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype == torch.int64:
             return TPGroup.all_reduce(self, x)
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        parts = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
+        ]
         _wait(self.backend.allgather([parts], [x.contiguous()]))
         total = parts[0].float()
         for part in parts[1:]:

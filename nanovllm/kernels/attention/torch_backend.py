@@ -84,7 +84,9 @@ def window_start(position: int, params: AttentionParams) -> int:
     return 0 if params.window is None else max(0, position + 1 - params.window)
 
 
-def gather_kv(cache: KVCache, block_table: list[int], first: int, end: int) -> tuple[Tensor, Tensor]:
+def gather_kv(
+    cache: KVCache, block_table: list[int], first: int, end: int
+) -> tuple[Tensor, Tensor]:
     """Returns the keys and values of a sequence's tokens [first, end): [end - first, kv_heads,
     head_dim] each. They are views if all are in one block, otherwise copies."""
     block_size = cache.k.size(1)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels.attention.base import AttentionParams
@@ -98,16 +97,18 @@ def _attend(
     start = len_k - len_q
     first = window_start(start, params)
     first_tile = first // TILE
-    tiles = [
+    keys, values = (
         _as_tiles(tensor, first - first_tile * TILE, len_k - first_tile * TILE)
         for tensor in read_kv(first, len_k)
-    ]
+    )
     for row in range(0, len_q, QUERIES):
         rows = slice(row, row + QUERIES)
         begin = window_start(start + row, params) // TILE
         end = cdiv(min(start + row + QUERIES, len_k), TILE)
-        each = (tensor[begin - first_tile : end - first_tile] for tensor in tiles)
-        result = _attend_block(q[rows], start + row, begin * TILE, *each, params)
+        tiles = slice(begin - first_tile, end - first_tile)
+        result = _attend_block(
+            q[rows], start + row, begin * TILE, keys[tiles], values[tiles], params
+        )
         out[rows] = result[: len(q[rows]), :, :head_dim]
 
 

@@ -1,7 +1,7 @@
 """Sums of floating-point weights that do not depend on the order of addition.
 
-PyTorch chooses the order by the shape of a tensor, and by the number of threads. Integer addition is
-associative, so sums of fixed-point numbers are the same in any order.
+PyTorch chooses the order by the shape of a tensor, and by the number of threads. Integer addition
+is associative, so sums of fixed-point numbers are the same in any order.
 """
 
 import torch

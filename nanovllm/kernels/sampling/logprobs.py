@@ -50,7 +50,9 @@ def _largest(values: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Ten
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # in the order of the values
     best = ((keys << 32) | (0x7FFFFFFF - ids)).topk(k).values
     bits = (best >> 32).int()
-    return 0x7FFFFFFF - (best & 0xFFFFFFFF), (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    return 0x7FFFFFFF - (best & 0xFFFFFFFF), (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(
+        torch.float32
+    )
 
 
 @triton.jit
