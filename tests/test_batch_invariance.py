@@ -266,7 +266,7 @@ def test_a_gemm_that_splits_by_the_number_of_rows_is_noticed(
     tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ):
     """Otherwise the proof would prove nothing."""
-    monkeypatch.setattr(batch_invariant, "row_block_linear", linear_that_splits_k_by_rows)
+    monkeypatch.setattr(batch_invariant, "batch_invariant_linear", linear_that_splits_k_by_rows)
     with pytest.raises(AssertionError, match="all at once"):
         prove_at_once(tiny_models.path("qwen3-tied"), REQUESTS[:4])
 

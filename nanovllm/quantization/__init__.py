@@ -9,9 +9,9 @@ from nanovllm.quantization.base import (
 )
 from nanovllm.quantization.unquantized import UnquantizedWeight
 
-# The keys are values of ``quant_method`` in a checkpoint's ``quantization_config``. The key None is
-# for checkpoints without a ``quantization_config``.
-WEIGHT_CLASSES: dict[str | None, type[LinearWeight]] = {None: UnquantizedWeight}
+# Formats of quantised weights, by ``quant_method`` in a checkpoint's ``quantization_config``. There
+# is none yet.
+WEIGHT_CLASSES: dict[str, type[LinearWeight]] = {}
 
 
 def new_linear_weight(layer: nn.Module) -> LinearWeight:

@@ -14,6 +14,11 @@ from nanovllm.quantization.unquantized import UnquantizedWeight
 BATCH_INVARIANT = InputFormat(PLAIN.rms_norm, invariant_silu_and_mul, invariant_gelu_tanh_and_mul)
 
 
+# (x, weight, bias) -> x W^T + b, for any number of rows. There is none for GPUs:
+# ``batch_invariant_backends`` refuses them.
+batch_invariant_linear = row_block_linear
+
+
 class BatchInvariantWeight(UnquantizedWeight):
     """An UnquantizedWeight with one kernel for any number of rows, and without fused operations.
 
@@ -37,7 +42,7 @@ class BatchInvariantWeight(UnquantizedWeight):
             check_row_blocks(self._weight)
 
     def matmul(self, x: Tensor) -> Tensor:
-        return row_block_linear(x, self._weight, self.bias)
+        return batch_invariant_linear(x, self._weight, self.bias)
 
     def matmul_swiglu(self, x: Tensor, act_fn: Any) -> Any:
         return LinearWeight.matmul_swiglu(self, x, act_fn)

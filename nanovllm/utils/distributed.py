@@ -97,7 +97,7 @@ class RankOrderTPGroup(TPGroup):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype == torch.int64:
-            return TPGroup.all_reduce(self, x)
+            return super().all_reduce(x)
         parts = [
             torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
         ]
