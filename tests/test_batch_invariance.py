@@ -15,8 +15,12 @@ import xxhash
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.kernels.attention import torch_invariant
+from nanovllm.kernels.attention.backend import AttentionShape, select_attention_backend
 from nanovllm.kernels.gemm.onednn import row_block_linear
+from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.moe import MoE
 from nanovllm.quantization import batch_invariant
+from nanovllm.quantization.base import use_batch_invariance, use_quantization
 from tests.tiny_models import BASE, CONFIGS, TinyModels
 
 # Settings of two engines: one in which everything fits, and one in which prompts come in chunks,
@@ -155,6 +159,18 @@ def test_a_request_has_the_same_bits_in_any_batch(name: str, dtype: str, tiny_mo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen3-moe"])
+def test_a_thousand_other_requests(name: str, tiny_models: TinyModels):
+    requests = make_requests(6, num_tokens=6)
+    others = make_requests(1018, num_tokens=4)
+    settings = ROOMY | {"max_num_seqs": 1024, "num_kvcache_blocks": 6000}
+    with LLM(tiny_models.path(name), **settings) as llm:
+        alone = [generate(llm, [request])[0] for request in requests]
+        found = generate(llm, [*others[:500], *requests, *others[500:]])
+    assert found[500:506] == alone
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-tied", "qwen3-moe", "gemma2", "olmo2"])
 def test_several_ranks(name: str, tiny_models: TinyModels):
     blocks, options = BLOCKS.get(name, 44), {"tensor_parallel_size": 2}
@@ -247,6 +263,21 @@ def test_cpus_with_other_instructions(aten: str, onednn: str):
     command = [sys.executable, "-m", "pytest", "-q", "-n0", *(f"tests/{name}" for name in files)]
     environment = os.environ | {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn}
     subprocess.run(command, env=environment, check=True, timeout=1400)
+
+
+def test_what_is_refused(tiny_models: TinyModels):
+    shape = AttentionShape(4, 2, 16, 16, torch.float32, torch.device("cuda", 0))
+    for name in ("auto", "triton", "torch"):
+        with pytest.raises(ValueError, match="batch_invariant=True has no kernels for cuda"):
+            select_attention_backend(name, shape, batch_invariant=True)
+    with pytest.raises(ValueError, match="flash_attn: ValueError: it is not batch-invariant"):
+        LLM(tiny_models.path("qwen3"), **ROOMY, attention_backend="flash_attn")
+    gpu = torch.device("meta")  # stands for one: it is not a CPU either
+    with gpu, use_batch_invariance(True), pytest.raises(ValueError, match="mixtures of experts"):
+        MoE(8, 4, 2, 16, True)
+    quantisation = use_quantization({"quant_method": "awq"})
+    with use_batch_invariance(True), quantisation, pytest.raises(ValueError, match="'awq'"):
+        ReplicatedLinear(8, 8)
 
 
 def linear_that_splits_k_by_rows(x: torch.Tensor, weight: Any, bias: Any = None) -> torch.Tensor:

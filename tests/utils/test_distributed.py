@@ -1,12 +1,15 @@
-"""The store in which ranks leave word for each other."""
+"""The store in which ranks leave word for each other, and sums in the order of the ranks."""
 
 import shutil
 import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-from nanovllm.utils.distributed import close_store, open_store
+from nanovllm.utils.distributed import RankOrderTPGroup, TPGroup, close_store, open_store
+from tests.kernels.rows import same_bits
+from tests.layers.test_linear import run_ranks
 
 
 def test_ranks_find_what_others_have_left(tmp_path: Path):
@@ -35,3 +38,24 @@ def test_waiting_for_a_store_that_is_closed_and_removed_is_an_error(method: str,
     shutil.rmtree(tmp_path)
     thread.join(30)
     assert len(errors) == 1
+
+
+def reduce_in_slices(group: TPGroup, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """All-reduces the rows of this rank's tensor all at once, one by one, and three at a time."""
+    ordered, x = RankOrderTPGroup(group.rank, group.size, group.backend), parts[group.rank]
+    each = [
+        torch.cat([ordered.all_reduce(rows.clone()) for rows in x.split(size)])
+        for size in (len(x), 1, 3)
+    ]
+    largest = ordered.all_reduce(torch.tensor([group.rank, -group.rank]))
+    return [*each, largest]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_in_the_order_of_the_ranks(dtype: torch.dtype, tmp_path: Path):
+    """gloo adds the chunks of a tensor in different orders."""
+    parts = [*(torch.randn(4, 10, 33) * 10).to(dtype)]
+    expected = (parts[0].float() + parts[1] + parts[2] + parts[3]).to(dtype)
+    for *sums, largest in run_ranks(reduce_in_slices, parts, tmp_path, size=4):
+        assert all(same_bits(found, expected) for found in sums)
+        assert largest.tolist() == [3, 0]

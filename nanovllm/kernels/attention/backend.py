@@ -81,10 +81,10 @@ def select_attention_backend(
     reasons = []
     for candidate in candidates:
         try:
-            if candidate != "torch" and shape.device.type != "cuda":
-                raise ValueError("it needs a CUDA GPU")
             if candidate not in backends:
                 raise ValueError("it is not batch-invariant")
+            if candidate != "torch" and shape.device.type != "cuda":
+                raise ValueError("it needs a CUDA GPU")
             if missing := shape.features - backends[candidate].features:
                 raise ValueError(f"it has no attention with {' and '.join(sorted(missing))}")
             backend = backends[candidate]()

@@ -75,7 +75,7 @@ def check_row_blocks(weight: torch.Tensor) -> None:
         expected = _multiply(block, weight)[:1]
     finally:
         torch.set_num_threads(num_threads)
-    if not torch.equal(out, expected.expand_as(out)):
+    if not torch.allclose(out, expected.expand_as(out), rtol=0, atol=0, equal_nan=True):
         raise ValueError(
             f"batch_invariant=True does not work on this CPU: its matmul with a weight of "
             f"{weight.size(0)} x {weight.size(1)} sums in an order that depends on the position of "

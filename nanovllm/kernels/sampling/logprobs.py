@@ -33,26 +33,22 @@ def top_logprobs_reference(
     """
     logprobs = logits.float().log_softmax(-1)
     given = logprobs.gather(1, token_ids.unsqueeze(1))
-    best_ids, best = _largest(logprobs, torch.arange(logits.size(1), device=logits.device), k)
+    best_ids, best = _largest(logprobs, k)
     ranks = (logprobs > given).sum(-1) + 1
     return torch.cat((token_ids.unsqueeze(1), best_ids), 1), torch.cat((given, best), 1), ranks
 
 
-def _largest(values: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the ids and the values of the k largest values of each row, in descending order. Of
-    equal values the one with the lower id comes first; torch.topk would return any of them.
-
-    Args:
-        values: fp32 [N, M].
-        ids: int64 [N, M] or [M], distinct in a row and below 2^31.
-    """
+def _largest(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the indices and the values of the k largest fp32 values of each row, in descending
+    order. Of equal values the one with the lower index comes first; torch.topk would return any of
+    them, and a sort of the whole vocabulary would take longer."""
     bits = (values + 0.0).view(torch.int32)  # adding 0 turns -0 into +0
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # in the order of the values
-    best = ((keys << 32) | (0x7FFFFFFF - ids)).topk(k).values
+    indices = torch.arange(values.size(1), device=values.device)
+    best = ((keys << 32) | (0x7FFFFFFF - indices)).topk(k).values
     bits = (best >> 32).int()
-    return 0x7FFFFFFF - (best & 0xFFFFFFFF), (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(
-        torch.float32
-    )
+    bits ^= (bits >> 31) & 0x7FFFFFFF
+    return 0x7FFFFFFF - (best & 0xFFFFFFFF), bits.view(torch.float32)
 
 
 @triton.jit
@@ -109,13 +105,14 @@ def top_logprobs_triton(
     largest = group_max.amax(-1, keepdim=True)
     weights = to_fixed_point(group_sum * (group_max - largest).exp())
     log_sum_exp = largest + from_fixed_point(weights.sum(-1, keepdim=True)).log()
-    group_ids = torch.arange(num_groups, device=logits.device)
-    groups = _largest(group_max, group_ids, min(k, num_groups))[0].unsqueeze(-1)
-    candidates = (groups * GROUP + torch.arange(GROUP, device=logits.device)).flatten(1)
+    # Stable sorts, and candidates in ascending order, put the lower id of equal logits first.
+    groups = group_max.sort(descending=True, stable=True).indices[:, :k].sort().values
+    tokens = torch.arange(GROUP, device=logits.device)
+    candidates = (groups.unsqueeze(-1) * GROUP + tokens).flatten(1)
     values = logits.gather(1, candidates.clamp(max=vocab_size - 1)).float()
     values.masked_fill_(candidates >= vocab_size, -torch.inf)
-    best_ids, best = _largest(values, candidates, k)
-    ids = torch.cat((token_ids.unsqueeze(1), best_ids), 1)
+    best, indices = (x[:, :k] for x in values.sort(descending=True, stable=True))
+    ids = torch.cat((token_ids.unsqueeze(1), candidates.gather(1, indices)), 1)
     given = logits.gather(1, token_ids.unsqueeze(1)).float()
     return ids, torch.cat((given, best), 1) - log_sum_exp, num_above.sum(-1) + 1
 
