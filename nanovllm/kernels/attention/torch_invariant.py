@@ -116,7 +116,7 @@ def _as_tiles(x: Tensor, offset: int, length: int) -> Tensor:
     """Converts keys or values [N, kv_heads, head_dim] to fp32 tiles [tiles, kv_heads, TILE,
     head_dim], of which row ``offset`` is the first. Other rows are 0, and head_dim is padded."""
     num_tiles, width = cdiv(length, TILE), cdiv(x.size(2), ALIGNMENT) * ALIGNMENT
-    tiles = torch.zeros(num_tiles * TILE, x.size(1), width, device=x.device)
+    tiles = x.new_zeros(num_tiles * TILE, x.size(1), width, dtype=torch.float32)
     tiles[offset:length, :, : x.size(2)] = x
     return tiles.view(num_tiles, TILE, x.size(1), width).transpose(1, 2).contiguous()
 
@@ -136,7 +136,7 @@ def _attend_block(
         [QUERIES, heads, padded head_dim], of which the first len_q rows are valid.
     """
     kv_heads, width = keys.size(1), keys.size(3)
-    queries = torch.zeros(QUERIES, q.size(1), width, device=q.device)
+    queries = q.new_zeros(QUERIES, q.size(1), width, dtype=torch.float32)
     queries[: len(q), :, : q.size(2)] = q
     # Query heads that share a KV head are rows of one matrix.
     queries = queries.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2).contiguous()

@@ -40,8 +40,8 @@ def processed_logits(
     kept = ordered >= ordered.gather(1, last.unsqueeze(1))
     kept &= ordered >= ordered[:, :1] + min_p.log().unsqueeze(1)
     weights = to_fixed_point((ordered - ordered[:, :1]).exp()).masked_fill_(~kept, 0)
-    weight_before = weights.cumsum(-1) - weights
     top_p_weight = top_p.double() * weights.sum(-1)
+    weight_before = weights.cumsum(-1).sub_(weights)
     kept &= (weight_before < top_p_weight.unsqueeze(1)) | (top_p >= 1).unsqueeze(1)
     lowest = ordered.masked_fill(~kept, math.inf).amin(1, keepdim=True)
     lowest = torch.minimum(lowest, scaled.gather(1, token_ids.unsqueeze(1)))
