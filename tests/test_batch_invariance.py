@@ -265,6 +265,21 @@ def test_cpus_with_other_instructions(aten: str, onednn: str):
     subprocess.run(command, env=environment, check=True, timeout=1400)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=SLOW)])
+def test_weights_that_change(dtype: str, tiny_models: TinyModels):
+    """With bf16, matmuls read a copy of the weights in fp32."""
+    path, requests = tiny_models.path("qwen3-tied"), make_requests(2, num_tokens=8)
+    state = tiny_models.load("qwen3-tied").state_dict()
+    with LLM(path, **ROOMY, dtype=dtype) as llm:
+        expected = generate(llm, requests)
+        llm.load_weights((name, tensor * 0.9) for name, tensor in state.items())
+        assert generate(llm, requests) != expected
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.load_weights(state.items())
+        assert generate(llm, requests) == expected
+
+
 def test_what_is_refused(tiny_models: TinyModels):
     shape = AttentionShape(4, 2, 16, 16, torch.float32, torch.device("cuda", 0))
     for name in ("auto", "triton", "torch"):

@@ -101,7 +101,9 @@ class RankOrderTPGroup(TPGroup):
         parts = [
             torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
         ]
-        _wait(self.backend.allgather([parts], [x.contiguous()]))
+        options = dist.distributed_c10d.AllgatherOptions()
+        options.asyncOp = False
+        _wait(self.backend.allgather([parts], [x.contiguous()], options))
         total = parts[0].float()
         for part in parts[1:]:
             total += part
