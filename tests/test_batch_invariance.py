@@ -21,6 +21,7 @@ from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.moe import MoE
 from nanovllm.quantization import batch_invariant
 from nanovllm.quantization.base import use_batch_invariance, use_quantization
+from tests.test_reliability import Memory
 from tests.tiny_models import BASE, CONFIGS, TinyModels
 
 # Settings of two engines: one in which everything fits, and one in which prompts come in chunks,
@@ -263,6 +264,17 @@ def test_cpus_with_other_instructions(aten: str, onednn: str):
     command = [sys.executable, "-m", "pytest", "-q", "-n0", *(f"tests/{name}" for name in files)]
     environment = os.environ | {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn}
     subprocess.run(command, env=environment, check=True, timeout=1400)
+
+
+def test_smaller_steps_after_one_that_ran_out_of_memory(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+):
+    requests = make_requests(6, num_tokens=8)
+    with LLM(tiny_models.path("qwen3-tied"), **ROOMY) as llm:
+        expected = generate(llm, requests)
+        memory = Memory(llm, monkeypatch, "run", lambda batch: len(batch) <= 3)
+        assert generate(llm, requests) == expected
+        assert memory.num_failures > 0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=SLOW)])
