@@ -1,0 +1,564 @@
+"""Prefill attention for Hopper in Gluon: the kernel.
+
+It has the structure of FlashAttention-3 (arXiv:2407.08608). Programs are persistent and
+warp-specialised. One warp, the producer, loads queries, keys and values by TMA into shared memory.
+Two or three warpgroups, the consumers, compute 64 rows of queries each. A consumer issues the
+matmul for the scores of the next tile of keys before it computes the softmax of the current one
+(the paper's section 3.2), and named barriers let one consumer compute its softmax while another
+one uses the tensor cores (section 3.1, ping-pong scheduling).
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+LOG2_E = 1.4426950408889634
+ROWS = 64  # rows of queries per consumer: those of one wgmma instruction
+MANY = 1 << 30  # more rows than any tensor has
+GL_ROWS, GL_MANY, GL_LOG2_E = gl.constexpr(ROWS), gl.constexpr(MANY), gl.constexpr(LOG2_E)
+
+
+class Sizes(NamedTuple):
+    """What a kernel is compiled for. WINDOW and SOFTCAP are 0 for none, and PAGE_SIZE is 0 for keys
+    that are not paged. BOX is the number of keys per TMA load. See Tile for the rest."""
+
+    CONSUMERS: int
+    STAGES: int
+    BLOCK_N: int
+    HEAD_DIM: int
+    Q_HEADS: int
+    GROUP: int
+    PAGE_SIZE: int
+    BOX: int
+    WINDOW: int
+    SOFTCAP: float
+    Q_STAGES: int
+    PING_PONG: bool
+
+
+@aggregate
+class KernelSizes:
+    """Sizes, for the compiler."""
+
+    __annotations__ = dict.fromkeys(Sizes._fields, gl.constexpr)
+
+    @gluon.constexpr_function
+    def __init__(self, sizes):
+        for name, size in sizes._asdict().items():
+            setattr(self, name, gl.constexpr(size))
+
+
+@aggregate
+class Buffers:
+    """Tiles in shared memory. ``full`` completes a phase when the producer's loads into a tile have
+    arrived, and ``empty`` when every consumer has read it."""
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, empty):
+        self.tiles = tiles
+        self.full = full
+        self.empty = empty
+
+
+@aggregate
+class Work:
+    """The items of work: tiles of queries times query heads. A program computes one per round, and
+    every other round goes through the programs backwards, so that all get about as many keys."""
+
+    tiles: gl.tensor  # [num_tiles, 4], see schedule
+    num_items: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, num_items):
+        self.tiles = tiles
+        self.num_items = num_items
+
+    @gluon.jit
+    def index(self, round):
+        pid, num_programs = gl.program_id(0), gl.num_programs(0)
+        place = gl.where(round % 2 == 0, pid, num_programs - 1 - pid)
+        return round * num_programs + place
+
+    @gluon.jit
+    def num_rounds(self):
+        full = self.num_items // gl.num_programs(0)
+        return full + (self.index(full) < self.num_items).to(gl.int32)
+
+    @gluon.jit
+    def read(self, round, FIELD: gl.constexpr, S):
+        """Reads two of the four fields of an item's tile. Past the last round, reads any item's."""
+        item = gl.minimum(self.index(round), self.num_items - 1)
+        pointer = self.tiles + item // S.Q_HEADS * 4 + FIELD
+        return gl.load(pointer), gl.load(pointer + 1), item % S.Q_HEADS
+
+
+@aggregate
+class Slot:
+    """A stage of the buffers of keys, or of values, and the phase of its barriers."""
+
+    stage: gl.tensor
+    phase: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, stage, phase):
+        self.stage = stage
+        self.phase = phase
+
+    @gluon.jit
+    def next(self, S):
+        wraps = self.stage == S.STAGES - 1
+        stage = gl.where(wraps, 0, self.stage + 1)
+        return Slot(stage, gl.where(wraps, self.phase ^ 1, self.phase))
+
+
+@aggregate
+class Source:
+    """Where an item's keys and values are: ``start`` is the row of the first key, or of the block
+    table. Those from ``begin`` to ``end`` are read, in columns from ``column`` on."""
+
+    start: gl.tensor
+    begin: gl.tensor
+    end: gl.tensor
+    column: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, start, begin, end, column):
+        self.start = start
+        self.begin = begin
+        self.end = end
+        self.column = column
+
+
+@aggregate
+class Rows:
+    """A consumer's rows of queries: the weights of the last tile of keys, the sum of the weighted
+    values of the tiles before, and each row's maximum of scores and sum of weights."""
+
+    weights: gl.tensor
+    out: gl.tensor
+    max: gl.tensor
+    sum: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, weights, out, max, sum):
+        self.weights = weights
+        self.out = out
+        self.max = max
+        self.sum = sum
+
+
+@gluon.jit
+def _key_tiles(first_position, num_rows, S):
+    """Returns the first and last tile of keys that a tile of queries attends to, and in between the
+    first one that needs no mask for the window and the first one that needs the causal mask, which
+    the last tile always gets."""
+    first, first_full = 0, 0
+    if S.WINDOW:
+        end = first_position + num_rows
+        first = gl.maximum(first_position + 1 - S.WINDOW, 0) // S.BLOCK_N
+        first_full = gl.maximum(end - S.WINDOW + S.BLOCK_N - 1, 0) // S.BLOCK_N
+    last = (first_position + num_rows - 1) // S.BLOCK_N
+    diagonal = gl.minimum((first_position + 1) // S.BLOCK_N, last)
+    return first, gl.minimum(first_full, diagonal), diagonal, last
+
+
+@gluon.jit
+def _load_keys(desc, buffers, slot, tile, tables_ptr, table_stride, source, S):
+    """Loads a tile of keys or values. Those from ``source.end`` on become zeros, see
+    ragged_descriptor. So do those in pages before ``source.begin``, which may be in no table."""
+    mbarrier.wait(buffers.empty.index(slot.stage), slot.phase ^ 1)
+    full = buffers.full.index(slot.stage)
+    mbarrier.expect(full, S.BLOCK_N * S.HEAD_DIM * 2)
+    smem = buffers.tiles.index(slot.stage)
+    for i in gl.static_range(S.BLOCK_N // S.BOX):
+        start, size, row = source.start, source.end, tile * S.BLOCK_N + i * S.BOX
+        if S.PAGE_SIZE:
+            page = row // S.PAGE_SIZE
+            is_read = (row < source.end) & (row + S.BOX > source.begin)
+            pointer = tables_ptr + source.start.to(gl.int64) * table_stride + page
+            start = gl.load(pointer, mask=is_read, other=0) * S.PAGE_SIZE
+            size = gl.minimum(source.end - page * S.PAGE_SIZE, S.PAGE_SIZE)
+            size = gl.where(is_read, size, 0)
+            row = row % S.PAGE_SIZE
+        coordinates = [GL_MANY, start + size, GL_MANY - size + row, source.column]
+        box = smem.slice(i * S.BOX, S.BOX, 2)
+        tma.async_copy_global_to_shared(desc, coordinates, full, box)
+
+
+@gluon.jit
+def _load_queries(desc, q, round, row, num_rows, column, S):
+    """Loads a tile of queries. Rows from ``num_rows`` on become zeros."""
+    buffer = round % S.Q_STAGES
+    mbarrier.wait(q.empty.index(buffer), round // S.Q_STAGES & 1 ^ 1)
+    full = q.full.index(buffer)
+    mbarrier.expect(full, S.CONSUMERS * GL_ROWS * S.HEAD_DIM * 2)
+    for i in gl.static_range(S.CONSUMERS):
+        coordinates = [GL_MANY, row + num_rows, GL_MANY - num_rows + i * GL_ROWS, column]
+        smem = q.tiles.index(buffer * S.CONSUMERS + i)
+        tma.async_copy_global_to_shared(desc, coordinates, full, smem)
+
+
+@gluon.jit
+def _produce(tables_ptr, table_stride, q_desc, k_desc, v_desc, q, k, v, work, S):
+    """Loads all tiles in the order in which the consumers read them: of each item the last tile of
+    keys first, and the values of a tile after the next tile of keys, be it the next item's."""
+    zero = gl.to_tensor(0)
+    slot = Slot(zero + S.STAGES - 1, zero + 1)  # one before the first
+    source, tile = Source(zero, zero, zero, zero), zero
+    for round in range(work.num_rounds()):
+        q_row, start, head = work.read(round, 0, S)
+        first_position, num_rows, _ = work.read(round, 2, S)
+        first, _, _, last = _key_tiles(first_position, num_rows, S)
+        begin = gl.maximum(first_position + 1 - S.WINDOW, 0) if S.WINDOW else zero
+        end = first_position + num_rows
+        new_source = Source(start, begin, end, head // S.GROUP * S.HEAD_DIM)
+        new_slot = slot.next(S)
+        _load_keys(k_desc, k, new_slot, last, tables_ptr, table_stride, new_source, S)
+        if round > 0:
+            _load_keys(v_desc, v, slot, tile, tables_ptr, table_stride, source, S)
+        slot, source, tile = new_slot, new_source, last
+        _load_queries(q_desc, q, round, q_row, num_rows, head * S.HEAD_DIM, S)
+        for _ in range(last - first):
+            new_slot = slot.next(S)
+            _load_keys(k_desc, k, new_slot, tile - 1, tables_ptr, table_stride, source, S)
+            _load_keys(v_desc, v, slot, tile, tables_ptr, table_stride, source, S)
+            slot, tile = new_slot, tile - 1
+    _load_keys(v_desc, v, slot, tile, tables_ptr, table_stride, source, S)
+
+
+@gluon.jit
+def _sync(BARRIER: gl.constexpr):
+    """Waits at a named barrier for the other consumer's ``_arrive``."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.u32 $0, $1;", "=r,r", [BARRIER], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _arrive(BARRIER: gl.constexpr):
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 256; mov.u32 $0, $1;", "=r,r", [BARRIER], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _compute_first(x):
+    """Returns x, a tensor of two nonnegative numbers per thread, and makes the assembler keep what
+    computes it before later waits. Otherwise it moves the wait for a matmul up, before the softmax
+    that the matmul should overlap. It does not move code across a branch, even one never taken."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred negative;
+        setp.lt.f32 negative, $2, 0f00000000;
+        again:
+        @negative nanosleep.u32 100;
+        @negative bra again;
+        mov.f32 $0, $2;
+        mov.f32 $1, $3;
+        }""",
+        "=f,=f,f,f",
+        [x],
+        gl.float32,
+        is_pure=False,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _softmax(scores, rows, scale, tile, position, MASKED: gl.constexpr, S):
+    """One step of the online softmax, in base 2. Returns the weights, the new maximum and sum, and
+    the factor by which earlier weights shrink."""
+    if S.SOFTCAP > 0:
+        scores = gl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;",
+            "=f,f",
+            [scores * (scale / S.SOFTCAP)],
+            gl.float32,
+            is_pure=True,
+            pack=1,
+        )
+        scale = gl.to_tensor(S.SOFTCAP)
+    if MASKED:
+        key = gl.arange(0, S.BLOCK_N, gl.SliceLayout(0, scores.type.layout))[None, :]
+        newest = (position - tile * S.BLOCK_N)[:, None]
+        visible = key <= newest
+        if S.WINDOW:
+            visible = visible & (key > newest - S.WINDOW)
+        scores = gl.where(visible, scores, -float("inf"))
+    new_max = gl.maximum(rows.max, gl.max(scores, 1) * scale)
+    offset = new_max
+    if MASKED:
+        offset = gl.where(new_max == -float("inf"), 0.0, new_max)
+    weights = gl.exp2(scores * scale - offset[:, None])
+    decay = gl.exp2(rows.max - offset)
+    return weights, new_max, rows.sum * decay + gl.sum(weights, 1), decay
+
+
+@gluon.jit
+def _queries(q, buffer, CONSUMER: gl.constexpr, S):
+    return q.tiles.index(buffer * S.CONSUMERS + CONSUMER).reshape([GL_ROWS, S.HEAD_DIM])
+
+
+@gluon.jit
+def _start_scores(queries, k, slot, S):
+    """Issues the matmul of the queries and a tile of keys."""
+    keys = k.tiles.index(slot.stage).reshape([S.BLOCK_N, S.HEAD_DIM]).permute([1, 0])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BLOCK_N, 16])
+    zeros = gl.zeros([GL_ROWS, S.BLOCK_N], gl.float32, layout)
+    return warpgroup_mma(queries, keys, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _to_operand(weights, out):
+    """Converts weights to the left operand of a matmul, in place: not after later matmuls start."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, out.type.layout, 2)
+    operand = gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [weights], gl.bfloat16, is_pure=False, pack=2
+    )
+    return gl.convert_layout(operand, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _start_output(operand, v, slot, out, S):
+    """Issues the matmul of weights, in registers, and a tile of values."""
+    values = v.tiles.index(slot.stage).reshape([S.BLOCK_N, S.HEAD_DIM])
+    return warpgroup_mma(operand, values, out, is_async=True)
+
+
+@gluon.jit
+def _scaled(out, factor):
+    return out * gl.convert_layout(factor, gl.SliceLayout(1, out.type.layout))[:, None]
+
+
+@gluon.jit
+def _step(
+    queries,
+    k,
+    v,
+    slot,
+    rows,
+    tile,
+    position,
+    scale,
+    CONSUMER: gl.constexpr,
+    MASKED: gl.constexpr,
+    S,
+):
+    """Adds the values in ``slot``, whose weights are known, to the output, and meanwhile computes
+    the softmax of the next tile of keys, ``tile``. Algorithm 2 of the paper. Returns the rows, with
+    the sum and weights after ``tile`` and the output before it, and by how much that shrinks."""
+    operand = _to_operand(rows.weights, rows.out)
+    k_slot = slot.next(S)
+    mbarrier.wait(k.full.index(k_slot.stage), k_slot.phase)
+    if S.PING_PONG:
+        _sync(8 + CONSUMER)
+    scores = _start_scores(queries, k, k_slot, S)
+    mbarrier.wait(v.full.index(slot.stage), slot.phase)
+    out = _start_output(operand, v, slot, rows.out, S)
+    if S.PING_PONG:
+        _arrive(8 + (CONSUMER + 1) % S.CONSUMERS)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    mbarrier.arrive(k.empty.index(k_slot.stage))
+    weights, new_max, new_sum, decay = _softmax(scores, rows, scale, tile, position, MASKED, S)
+    new_sum = _compute_first(new_sum)
+    out, operand, weights = warpgroup_mma_wait(0, deps=[out, operand, weights])
+    mbarrier.arrive(v.empty.index(slot.stage))
+    return Rows(weights, out, new_max, new_sum), decay
+
+
+@gluon.jit
+def _attend(
+    num_tiles,
+    queries,
+    k,
+    v,
+    slot,
+    rows,
+    tile,
+    position,
+    scale,
+    CONSUMER: gl.constexpr,
+    MASKED: gl.constexpr,
+    S,
+):
+    """Attends to the ``num_tiles`` tiles of keys before ``tile``, from the last to the first."""
+    for _ in range(num_tiles):
+        tile -= 1
+        rows, decay = _step(queries, k, v, slot, rows, tile, position, scale, CONSUMER, MASKED, S)
+        rows = Rows(rows.weights, _scaled(rows.out, decay), rows.max, rows.sum)
+        slot = slot.next(S)
+    return slot, rows, tile
+
+
+@gluon.jit
+def _empty_rows(sinks_ptr, head, S):
+    """The state of rows before the first key."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.HEAD_DIM, 16])
+    max_before, sum_before = -float("inf"), 0.0
+    if sinks_ptr is not None:  # a score without a key
+        max_before, sum_before = gl.load(sinks_ptr + head) * GL_LOG2_E, 1.0
+    return Rows(
+        gl.zeros([GL_ROWS, S.BLOCK_N], gl.float32, s_layout),
+        gl.zeros([GL_ROWS, S.HEAD_DIM], gl.float32, o_layout),
+        gl.full([GL_ROWS], max_before, gl.float32, gl.SliceLayout(1, s_layout)),
+        gl.full([GL_ROWS], sum_before, gl.float32, gl.SliceLayout(1, s_layout)),
+    )
+
+
+@gluon.jit
+def _first_step(queries, k, slot, rows, tile, position, scale, S):
+    """Computes the softmax of an item's first tile of keys, with nothing else to do meanwhile."""
+    mbarrier.wait(k.full.index(slot.stage), slot.phase)
+    scores = warpgroup_mma_wait(0, deps=[_start_scores(queries, k, slot, S)])
+    mbarrier.arrive(k.empty.index(slot.stage))
+    weights, new_max, new_sum, _ = _softmax(scores, rows, scale, tile, position, True, S)
+    return Rows(weights, rows.out, new_max, new_sum)
+
+
+@gluon.jit
+def _last_step(v, slot, rows, S):
+    """Adds the values in ``slot`` to the output, with nothing else to do meanwhile."""
+    mbarrier.wait(v.full.index(slot.stage), slot.phase)
+    operand = _to_operand(rows.weights, rows.out)
+    out = _start_output(operand, v, slot, rows.out, S)
+    out, operand = warpgroup_mma_wait(0, deps=[out, operand])
+    mbarrier.arrive(v.empty.index(slot.stage))
+    return Rows(rows.weights, out, rows.max, rows.sum)
+
+
+@gluon.jit
+def _consume(CONSUMER: gl.constexpr, sinks_ptr, out_desc, q, k, v, work, scale, S):
+    """Computes the rows of one consumer, in all items of the program. If two tiles of queries fit
+    in shared memory, an item's first step is also the last step of the item before. The tensor
+    cores are then busy while the first softmax is computed."""
+    if S.PING_PONG and CONSUMER == S.CONSUMERS - 1:
+        _arrive(8)
+    num_rounds = work.num_rounds()
+    first_position, num_rows, head = work.read(0, 2, S)
+    first, first_full, diagonal, tile = _key_tiles(first_position, num_rows, S)
+    slot, rows = Slot(gl.to_tensor(0), gl.to_tensor(0)), _empty_rows(sinks_ptr, head, S)
+    row = gl.arange(0, GL_ROWS, rows.max.type.layout) + CONSUMER * GL_ROWS
+    position = first_position + row
+    mbarrier.wait(q.full.index(0), 0)
+    rows = _first_step(_queries(q, 0, CONSUMER, S), k, slot, rows, tile, position, scale, S)
+    for round in range(num_rounds):
+        next_position, next_num_rows, next_head = work.read(round + 1, 2, S)  # ahead of its use
+        buffer = round % S.Q_STAGES
+        queries = _queries(q, buffer, CONSUMER, S)
+        slot, rows, tile = _attend(
+            tile - diagonal, queries, k, v, slot, rows, tile, position, scale, CONSUMER, True, S
+        )
+        if S.Q_STAGES == 2:  # the output of the item before was stored from the other buffer
+            tma.store_wait(0)
+            mbarrier.arrive(q.empty.index(1 - buffer), pred=round > 0)
+        slot, rows, tile = _attend(
+            tile - first_full, queries, k, v, slot, rows, tile, position, scale, CONSUMER, False, S
+        )
+        if S.WINDOW:
+            slot, rows, tile = _attend(
+                tile - first, queries, k, v, slot, rows, tile, position, scale, CONSUMER, True, S
+            )
+        first, first_full, diagonal, tile = _key_tiles(next_position, next_num_rows, S)
+        position = next_position + row
+        q_row, _, head = work.read(round, 0, S)
+        rows_sum = rows.sum
+        has_next = round + 1 < num_rounds
+        if has_next & (S.Q_STAGES == 2):
+            empty = _empty_rows(sinks_ptr, next_head, S)
+            rows = Rows(rows.weights, rows.out, empty.max, empty.sum)
+            mbarrier.wait(q.full.index(1 - buffer), (round + 1) // 2 & 1)
+            next_queries = _queries(q, 1 - buffer, CONSUMER, S)
+            rows, decay = _step(
+                next_queries, k, v, slot, rows, tile, position, scale, CONSUMER, True, S
+            )
+        else:
+            rows = _last_step(v, slot, rows, S)
+        slot = slot.next(S)
+        queries.store(_scaled(rows.out, 1.0 / rows_sum).to(gl.bfloat16))
+        fence_async_shared()
+        first_row = GL_MANY - num_rows + CONSUMER * GL_ROWS
+        coordinates = [GL_MANY, q_row + num_rows, first_row, head * S.HEAD_DIM]
+        out_tile = q.tiles.index(buffer * S.CONSUMERS + CONSUMER)
+        tma.async_copy_shared_to_global(out_desc, coordinates, out_tile)
+        num_rows = next_num_rows
+        empty = _empty_rows(sinks_ptr, next_head, S)
+        rows = Rows(rows.weights, empty.out, rows.max, rows.sum)
+        if S.Q_STAGES == 1:
+            tma.store_wait(0)
+            mbarrier.arrive(q.empty.index(0))
+            if has_next:
+                mbarrier.wait(q.full.index(0), round + 1 & 1)
+                rows = _first_step(queries, k, slot, empty, tile, position, scale, S)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _buffers(desc, COUNT: gl.constexpr, NUM_ROWS: gl.constexpr, BARRIERS: gl.constexpr, S):
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    tiles = gl.allocate_shared_memory(gl.bfloat16, [COUNT, 1, 1, NUM_ROWS, S.HEAD_DIM], desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], barrier)
+    for i in gl.static_range(BARRIERS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=S.CONSUMERS)
+    return Buffers(tiles, full, empty)
+
+
+@gluon.jit(do_not_specialize=["table_stride", "num_items"])
+def prefill_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_desc,
+    tiles_ptr,
+    num_items,
+    tables_ptr,
+    table_stride,
+    sinks_ptr,
+    scale_log2e,
+    SIZES: gl.constexpr,
+):
+    """Computes the attention of all new tokens of a batch, see ``prefill``."""
+    S = KernelSizes(SIZES)
+    q = _buffers(q_desc, S.Q_STAGES * S.CONSUMERS, GL_ROWS, S.Q_STAGES, S)
+    k = _buffers(k_desc, S.STAGES, S.BLOCK_N, S.STAGES, S)
+    v = _buffers(v_desc, S.STAGES, S.BLOCK_N, S.STAGES, S)
+    fence_async_shared()
+    work = Work(tiles_ptr, num_items)
+    args = out_desc, q, k, v, work, scale_log2e, S
+    load_args = table_stride, q_desc, k_desc, v_desc, q, k, v, work, S
+    if S.CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (0, sinks_ptr) + args),
+                (_consume, (1, sinks_ptr) + args),
+                (_produce, (tables_ptr,) + load_args),
+            ],
+            [4, 1],
+            [240, 24],  # with the first consumer's 240, three warpgroups' share of 65536
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, sinks_ptr) + args),
+                (_consume, (1, sinks_ptr) + args),
+                (_consume, (2, sinks_ptr) + args),
+                (_produce, (tables_ptr,) + load_args),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )
