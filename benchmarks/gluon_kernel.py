@@ -106,6 +106,35 @@ class Work:
 
 
 @aggregate
+class Parts:
+    """What the producer and the consumers work with."""
+
+    q_desc: tma.tensor_descriptor
+    k_desc: tma.tensor_descriptor
+    v_desc: tma.tensor_descriptor
+    out_desc: tma.tensor_descriptor
+    q: Buffers
+    k: Buffers
+    v: Buffers
+    work: Work
+    table_stride: gl.tensor
+    scale: gl.tensor  # of scores, times log2 e
+
+    @gluon.constexpr_function
+    def __init__(self, q_desc, k_desc, v_desc, out_desc, q, k, v, work, table_stride, scale):
+        self.q_desc = q_desc
+        self.k_desc = k_desc
+        self.v_desc = v_desc
+        self.out_desc = out_desc
+        self.q = q
+        self.k = k
+        self.v = v
+        self.work = work
+        self.table_stride = table_stride
+        self.scale = scale
+
+
+@aggregate
 class Slot:
     """A stage of the buffers of keys, or of values, and the phase of its barriers."""
 
@@ -212,31 +241,31 @@ def _load_queries(desc, q, round, row, num_rows, column, S):
 
 
 @gluon.jit
-def _produce(tables_ptr, table_stride, q_desc, k_desc, v_desc, q, k, v, work, S):
+def _produce(tables_ptr, parts, S):
     """Loads all tiles in the order in which the consumers read them: of each item the last tile of
     keys first, and the values of a tile after the next tile of keys, be it the next item's."""
-    zero = gl.to_tensor(0)
+    zero, stride = gl.to_tensor(0), parts.table_stride
     slot = Slot(zero + S.STAGES - 1, zero + 1)  # one before the first
     source, tile = Source(zero, zero, zero, zero), zero
-    for round in range(work.num_rounds()):
-        q_row, start, head = work.read(round, 0, S)
-        first_position, num_rows, _ = work.read(round, 2, S)
+    for round in range(parts.work.num_rounds()):
+        q_row, start, head = parts.work.read(round, 0, S)
+        first_position, num_rows, _ = parts.work.read(round, 2, S)
         first, _, _, last = _key_tiles(first_position, num_rows, S)
         begin = gl.maximum(first_position + 1 - S.WINDOW, 0) if S.WINDOW else zero
         end = first_position + num_rows
         new_source = Source(start, begin, end, head // S.GROUP * S.HEAD_DIM)
         new_slot = slot.next(S)
-        _load_keys(k_desc, k, new_slot, last, tables_ptr, table_stride, new_source, S)
+        _load_keys(parts.k_desc, parts.k, new_slot, last, tables_ptr, stride, new_source, S)
         if round > 0:
-            _load_keys(v_desc, v, slot, tile, tables_ptr, table_stride, source, S)
+            _load_keys(parts.v_desc, parts.v, slot, tile, tables_ptr, stride, source, S)
         slot, source, tile = new_slot, new_source, last
-        _load_queries(q_desc, q, round, q_row, num_rows, head * S.HEAD_DIM, S)
+        _load_queries(parts.q_desc, parts.q, round, q_row, num_rows, head * S.HEAD_DIM, S)
         for _ in range(last - first):
             new_slot = slot.next(S)
-            _load_keys(k_desc, k, new_slot, tile - 1, tables_ptr, table_stride, source, S)
-            _load_keys(v_desc, v, slot, tile, tables_ptr, table_stride, source, S)
+            _load_keys(parts.k_desc, parts.k, new_slot, tile - 1, tables_ptr, stride, source, S)
+            _load_keys(parts.v_desc, parts.v, slot, tile, tables_ptr, stride, source, S)
             slot, tile = new_slot, tile - 1
-    _load_keys(v_desc, v, slot, tile, tables_ptr, table_stride, source, S)
+    _load_keys(parts.v_desc, parts.v, slot, tile, tables_ptr, stride, source, S)
 
 
 @gluon.jit
@@ -345,37 +374,29 @@ def _scaled(out, factor):
 
 @gluon.jit
 def _step(
-    queries,
-    k,
-    v,
-    slot,
-    rows,
-    tile,
-    position,
-    scale,
-    CONSUMER: gl.constexpr,
-    MASKED: gl.constexpr,
-    S,
+    queries, parts, slot, rows, tile, position, CONSUMER: gl.constexpr, MASKED: gl.constexpr, S
 ):
     """Adds the values in ``slot``, whose weights are known, to the output, and meanwhile computes
     the softmax of the next tile of keys, ``tile``. Algorithm 2 of the paper. Returns the rows, with
     the sum and weights after ``tile`` and the output before it, and by how much that shrinks."""
     operand = _to_operand(rows.weights, rows.out)
     k_slot = slot.next(S)
-    mbarrier.wait(k.full.index(k_slot.stage), k_slot.phase)
+    mbarrier.wait(parts.k.full.index(k_slot.stage), k_slot.phase)
     if S.PING_PONG:
         _sync(8 + CONSUMER)
-    scores = _start_scores(queries, k, k_slot, S)
-    mbarrier.wait(v.full.index(slot.stage), slot.phase)
-    out = _start_output(operand, v, slot, rows.out, S)
+    scores = _start_scores(queries, parts.k, k_slot, S)
+    mbarrier.wait(parts.v.full.index(slot.stage), slot.phase)
+    out = _start_output(operand, parts.v, slot, rows.out, S)
     if S.PING_PONG:
         _arrive(8 + (CONSUMER + 1) % S.CONSUMERS)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    mbarrier.arrive(k.empty.index(k_slot.stage))
-    weights, new_max, new_sum, decay = _softmax(scores, rows, scale, tile, position, MASKED, S)
+    mbarrier.arrive(parts.k.empty.index(k_slot.stage))
+    weights, new_max, new_sum, decay = _softmax(
+        scores, rows, parts.scale, tile, position, MASKED, S
+    )
     new_sum = _compute_first(new_sum)
     out, operand, weights = warpgroup_mma_wait(0, deps=[out, operand, weights])
-    mbarrier.arrive(v.empty.index(slot.stage))
+    mbarrier.arrive(parts.v.empty.index(slot.stage))
     return Rows(weights, out, new_max, new_sum), decay
 
 
@@ -383,13 +404,11 @@ def _step(
 def _attend(
     num_tiles,
     queries,
-    k,
-    v,
+    parts,
     slot,
     rows,
     tile,
     position,
-    scale,
     CONSUMER: gl.constexpr,
     MASKED: gl.constexpr,
     S,
@@ -397,7 +416,7 @@ def _attend(
     """Attends to the ``num_tiles`` tiles of keys before ``tile``, from the last to the first."""
     for _ in range(num_tiles):
         tile -= 1
-        rows, decay = _step(queries, k, v, slot, rows, tile, position, scale, CONSUMER, MASKED, S)
+        rows, decay = _step(queries, parts, slot, rows, tile, position, CONSUMER, MASKED, S)
         rows = Rows(rows.weights, _scaled(rows.out, decay), rows.max, rows.sum)
         slot = slot.next(S)
     return slot, rows, tile
@@ -420,89 +439,89 @@ def _empty_rows(sinks_ptr, head, S):
 
 
 @gluon.jit
-def _first_step(queries, k, slot, rows, tile, position, scale, S):
+def _first_step(queries, parts, slot, rows, tile, position, S):
     """Computes the softmax of an item's first tile of keys, with nothing else to do meanwhile."""
-    mbarrier.wait(k.full.index(slot.stage), slot.phase)
-    scores = warpgroup_mma_wait(0, deps=[_start_scores(queries, k, slot, S)])
-    mbarrier.arrive(k.empty.index(slot.stage))
-    weights, new_max, new_sum, _ = _softmax(scores, rows, scale, tile, position, True, S)
+    mbarrier.wait(parts.k.full.index(slot.stage), slot.phase)
+    scores = warpgroup_mma_wait(0, deps=[_start_scores(queries, parts.k, slot, S)])
+    mbarrier.arrive(parts.k.empty.index(slot.stage))
+    weights, new_max, new_sum, _ = _softmax(scores, rows, parts.scale, tile, position, True, S)
     return Rows(weights, rows.out, new_max, new_sum)
 
 
 @gluon.jit
-def _last_step(v, slot, rows, S):
+def _last_step(parts, slot, rows, S):
     """Adds the values in ``slot`` to the output, with nothing else to do meanwhile."""
-    mbarrier.wait(v.full.index(slot.stage), slot.phase)
+    mbarrier.wait(parts.v.full.index(slot.stage), slot.phase)
     operand = _to_operand(rows.weights, rows.out)
-    out = _start_output(operand, v, slot, rows.out, S)
+    out = _start_output(operand, parts.v, slot, rows.out, S)
     out, operand = warpgroup_mma_wait(0, deps=[out, operand])
-    mbarrier.arrive(v.empty.index(slot.stage))
+    mbarrier.arrive(parts.v.empty.index(slot.stage))
     return Rows(rows.weights, out, rows.max, rows.sum)
 
 
 @gluon.jit
-def _consume(CONSUMER: gl.constexpr, sinks_ptr, out_desc, q, k, v, work, scale, S):
+def _consume(CONSUMER: gl.constexpr, sinks_ptr, parts, S):
     """Computes the rows of one consumer, in all items of the program. If two tiles of queries fit
     in shared memory, an item's first step is also the last step of the item before. The tensor
     cores are then busy while the first softmax is computed."""
     if S.PING_PONG and CONSUMER == S.CONSUMERS - 1:
         _arrive(8)
-    num_rounds = work.num_rounds()
-    first_position, num_rows, head = work.read(0, 2, S)
+    num_rounds = parts.work.num_rounds()
+    first_position, num_rows, head = parts.work.read(0, 2, S)
     first, first_full, diagonal, tile = _key_tiles(first_position, num_rows, S)
     slot, rows = Slot(gl.to_tensor(0), gl.to_tensor(0)), _empty_rows(sinks_ptr, head, S)
     row = gl.arange(0, GL_ROWS, rows.max.type.layout) + CONSUMER * GL_ROWS
     position = first_position + row
-    mbarrier.wait(q.full.index(0), 0)
-    rows = _first_step(_queries(q, 0, CONSUMER, S), k, slot, rows, tile, position, scale, S)
+    mbarrier.wait(parts.q.full.index(0), 0)
+    rows = _first_step(_queries(parts.q, 0, CONSUMER, S), parts, slot, rows, tile, position, S)
     for round in range(num_rounds):
-        next_position, next_num_rows, next_head = work.read(round + 1, 2, S)  # ahead of its use
+        # Read long before its use, because reading takes long.
+        next_position, next_num_rows, next_head = parts.work.read(round + 1, 2, S)
         buffer = round % S.Q_STAGES
-        queries = _queries(q, buffer, CONSUMER, S)
+        queries = _queries(parts.q, buffer, CONSUMER, S)
         slot, rows, tile = _attend(
-            tile - diagonal, queries, k, v, slot, rows, tile, position, scale, CONSUMER, True, S
+            tile - diagonal, queries, parts, slot, rows, tile, position, CONSUMER, True, S
         )
         if S.Q_STAGES == 2:  # the output of the item before was stored from the other buffer
             tma.store_wait(0)
-            mbarrier.arrive(q.empty.index(1 - buffer), pred=round > 0)
+            mbarrier.arrive(parts.q.empty.index(1 - buffer), pred=round > 0)
         slot, rows, tile = _attend(
-            tile - first_full, queries, k, v, slot, rows, tile, position, scale, CONSUMER, False, S
+            tile - first_full, queries, parts, slot, rows, tile, position, CONSUMER, False, S
         )
         if S.WINDOW:
             slot, rows, tile = _attend(
-                tile - first, queries, k, v, slot, rows, tile, position, scale, CONSUMER, True, S
+                tile - first, queries, parts, slot, rows, tile, position, CONSUMER, True, S
             )
         first, first_full, diagonal, tile = _key_tiles(next_position, next_num_rows, S)
         position = next_position + row
-        q_row, _, head = work.read(round, 0, S)
+        q_row, _, head = parts.work.read(round, 0, S)
         rows_sum = rows.sum
         has_next = round + 1 < num_rounds
         if has_next & (S.Q_STAGES == 2):
             empty = _empty_rows(sinks_ptr, next_head, S)
             rows = Rows(rows.weights, rows.out, empty.max, empty.sum)
-            mbarrier.wait(q.full.index(1 - buffer), (round + 1) // 2 & 1)
-            next_queries = _queries(q, 1 - buffer, CONSUMER, S)
-            rows, decay = _step(
-                next_queries, k, v, slot, rows, tile, position, scale, CONSUMER, True, S
-            )
+            mbarrier.wait(parts.q.full.index(1 - buffer), (round + 1) // 2 & 1)
+            next_queries = _queries(parts.q, 1 - buffer, CONSUMER, S)
+            args = next_queries, parts, slot, rows, tile, position
+            rows = _step(*args, CONSUMER, True, S)[0]
         else:
-            rows = _last_step(v, slot, rows, S)
+            rows = _last_step(parts, slot, rows, S)
         slot = slot.next(S)
         queries.store(_scaled(rows.out, 1.0 / rows_sum).to(gl.bfloat16))
         fence_async_shared()
         first_row = GL_MANY - num_rows + CONSUMER * GL_ROWS
         coordinates = [GL_MANY, q_row + num_rows, first_row, head * S.HEAD_DIM]
-        out_tile = q.tiles.index(buffer * S.CONSUMERS + CONSUMER)
-        tma.async_copy_shared_to_global(out_desc, coordinates, out_tile)
+        out_tile = parts.q.tiles.index(buffer * S.CONSUMERS + CONSUMER)
+        tma.async_copy_shared_to_global(parts.out_desc, coordinates, out_tile)
         num_rows = next_num_rows
         empty = _empty_rows(sinks_ptr, next_head, S)
         rows = Rows(rows.weights, empty.out, rows.max, rows.sum)
         if S.Q_STAGES == 1:
             tma.store_wait(0)
-            mbarrier.arrive(q.empty.index(0))
+            mbarrier.arrive(parts.q.empty.index(0))
             if has_next:
-                mbarrier.wait(q.full.index(0), round + 1 & 1)
-                rows = _first_step(queries, k, slot, empty, tile, position, scale, S)
+                mbarrier.wait(parts.q.full.index(0), round + 1 & 1)
+                rows = _first_step(queries, parts, slot, empty, tile, position, S)
     tma.store_wait(0)
 
 
@@ -539,25 +558,24 @@ def prefill_kernel(
     v = _buffers(v_desc, S.STAGES, S.BLOCK_N, S.STAGES, S)
     fence_async_shared()
     work = Work(tiles_ptr, num_items)
-    args = out_desc, q, k, v, work, scale_log2e, S
-    load_args = table_stride, q_desc, k_desc, v_desc, q, k, v, work, S
+    parts = Parts(q_desc, k_desc, v_desc, out_desc, q, k, v, work, table_stride, scale_log2e)
     if S.CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, sinks_ptr) + args),
-                (_consume, (1, sinks_ptr) + args),
-                (_produce, (tables_ptr,) + load_args),
+                (_consume, (0, sinks_ptr, parts, S)),
+                (_consume, (1, sinks_ptr, parts, S)),
+                (_produce, (tables_ptr, parts, S)),
             ],
             [4, 1],
-            [240, 24],  # with the first consumer's 240, three warpgroups' share of 65536
+            [240, 24],  # and 240 for the first consumer: what three warpgroups have, 65536 in all
         )
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, sinks_ptr) + args),
-                (_consume, (1, sinks_ptr) + args),
-                (_consume, (2, sinks_ptr) + args),
-                (_produce, (tables_ptr,) + load_args),
+                (_consume, (0, sinks_ptr, parts, S)),
+                (_consume, (1, sinks_ptr, parts, S)),
+                (_consume, (2, sinks_ptr, parts, S)),
+                (_produce, (tables_ptr, parts, S)),
             ],
             [4, 4, 1],
             [160, 160, 32],
