@@ -27,6 +27,29 @@ MANY = 1 << 30  # more rows than any tensor has
 GL_ROWS, GL_MANY, GL_LOG2_E = gl.constexpr(ROWS), gl.constexpr(MANY), gl.constexpr(LOG2_E)
 
 
+@gluon.constexpr_function
+def _accumulator(columns):
+    """Layout of a consumer's matmul results, [ROWS, columns]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def _left_operand(columns):
+    """Layout of the left operand of a matmul with that layout of results."""
+    return gl.DotOperandLayout(0, _accumulator(columns), 2)
+
+
+@gluon.constexpr_function
+def _of_rows(columns):
+    """Layout of a number per row of such results."""
+    return gl.SliceLayout(1, _accumulator(columns))
+
+
+@gluon.constexpr_function
+def _of_columns(columns):
+    return gl.SliceLayout(0, _accumulator(columns))
+
+
 class Sizes(NamedTuple):
     """What a kernel is compiled for. WINDOW and SOFTCAP are 0 for none, and PAGE_SIZE is 0 for keys
     that are not paged. BOX is the number of keys per TMA load. See Tile for the rest."""
@@ -321,7 +344,7 @@ def _softmax(scores, rows, scale, tile, position, MASKED: gl.constexpr, S):
         )
         scale = gl.to_tensor(S.SOFTCAP)
     if MASKED:
-        key = gl.arange(0, S.BLOCK_N, gl.SliceLayout(0, scores.type.layout))[None, :]
+        key = gl.arange(0, S.BLOCK_N, _of_columns(S.BLOCK_N))[None, :]
         newest = (position - tile * S.BLOCK_N)[:, None]
         visible = key <= newest
         if S.WINDOW:
@@ -345,19 +368,17 @@ def _queries(q, buffer, CONSUMER: gl.constexpr, S):
 def _start_scores(queries, k, slot, S):
     """Issues the matmul of the queries and a tile of keys."""
     keys = k.tiles.index(slot.stage).reshape([S.BLOCK_N, S.HEAD_DIM]).permute([1, 0])
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BLOCK_N, 16])
-    zeros = gl.zeros([GL_ROWS, S.BLOCK_N], gl.float32, layout)
+    zeros = gl.zeros([GL_ROWS, S.BLOCK_N], gl.float32, _accumulator(S.BLOCK_N))
     return warpgroup_mma(queries, keys, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _to_operand(weights, out):
+def _to_operand(weights, S):
     """Converts weights to the left operand of a matmul, in place: not after later matmuls start."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, out.type.layout, 2)
     operand = gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [weights], gl.bfloat16, is_pure=False, pack=2
     )
-    return gl.convert_layout(operand, layout, assert_trivial=True)
+    return gl.convert_layout(operand, _left_operand(S.HEAD_DIM), assert_trivial=True)
 
 
 @gluon.jit
@@ -368,8 +389,8 @@ def _start_output(operand, v, slot, out, S):
 
 
 @gluon.jit
-def _scaled(out, factor):
-    return out * gl.convert_layout(factor, gl.SliceLayout(1, out.type.layout))[:, None]
+def _scaled(out, factor, S):
+    return out * gl.convert_layout(factor, _of_rows(S.HEAD_DIM))[:, None]
 
 
 @gluon.jit
@@ -379,7 +400,7 @@ def _step(
     """Adds the values in ``slot``, whose weights are known, to the output, and meanwhile computes
     the softmax of the next tile of keys, ``tile``. Algorithm 2 of the paper. Returns the rows, with
     the sum and weights after ``tile`` and the output before it, and by how much that shrinks."""
-    operand = _to_operand(rows.weights, rows.out)
+    operand = _to_operand(rows.weights, S)
     k_slot = slot.next(S)
     mbarrier.wait(parts.k.full.index(k_slot.stage), k_slot.phase)
     if S.PING_PONG:
@@ -417,7 +438,7 @@ def _attend(
     for _ in range(num_tiles):
         tile -= 1
         rows, decay = _step(queries, parts, slot, rows, tile, position, CONSUMER, MASKED, S)
-        rows = Rows(rows.weights, _scaled(rows.out, decay), rows.max, rows.sum)
+        rows = Rows(rows.weights, _scaled(rows.out, decay, S), rows.max, rows.sum)
         slot = slot.next(S)
     return slot, rows, tile
 
@@ -425,16 +446,14 @@ def _attend(
 @gluon.jit
 def _empty_rows(sinks_ptr, head, S):
     """The state of rows before the first key."""
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.HEAD_DIM, 16])
     max_before, sum_before = -float("inf"), 0.0
     if sinks_ptr is not None:  # a score without a key
         max_before, sum_before = gl.load(sinks_ptr + head) * GL_LOG2_E, 1.0
     return Rows(
-        gl.zeros([GL_ROWS, S.BLOCK_N], gl.float32, s_layout),
-        gl.zeros([GL_ROWS, S.HEAD_DIM], gl.float32, o_layout),
-        gl.full([GL_ROWS], max_before, gl.float32, gl.SliceLayout(1, s_layout)),
-        gl.full([GL_ROWS], sum_before, gl.float32, gl.SliceLayout(1, s_layout)),
+        gl.zeros([GL_ROWS, S.BLOCK_N], gl.float32, _accumulator(S.BLOCK_N)),
+        gl.zeros([GL_ROWS, S.HEAD_DIM], gl.float32, _accumulator(S.HEAD_DIM)),
+        gl.full([GL_ROWS], max_before, gl.float32, _of_rows(S.BLOCK_N)),
+        gl.full([GL_ROWS], sum_before, gl.float32, _of_rows(S.BLOCK_N)),
     )
 
 
@@ -452,7 +471,7 @@ def _first_step(queries, parts, slot, rows, tile, position, S):
 def _last_step(parts, slot, rows, S):
     """Adds the values in ``slot`` to the output, with nothing else to do meanwhile."""
     mbarrier.wait(parts.v.full.index(slot.stage), slot.phase)
-    operand = _to_operand(rows.weights, rows.out)
+    operand = _to_operand(rows.weights, S)
     out = _start_output(operand, parts.v, slot, rows.out, S)
     out, operand = warpgroup_mma_wait(0, deps=[out, operand])
     mbarrier.arrive(parts.v.empty.index(slot.stage))
@@ -470,7 +489,7 @@ def _consume(CONSUMER: gl.constexpr, sinks_ptr, parts, S):
     first_position, num_rows, head = parts.work.read(0, 2, S)
     first, first_full, diagonal, tile = _key_tiles(first_position, num_rows, S)
     slot, rows = Slot(gl.to_tensor(0), gl.to_tensor(0)), _empty_rows(sinks_ptr, head, S)
-    row = gl.arange(0, GL_ROWS, rows.max.type.layout) + CONSUMER * GL_ROWS
+    row = gl.arange(0, GL_ROWS, _of_rows(S.BLOCK_N)) + CONSUMER * GL_ROWS
     position = first_position + row
     mbarrier.wait(parts.q.full.index(0), 0)
     rows = _first_step(_queries(parts.q, 0, CONSUMER, S), parts, slot, rows, tile, position, S)
@@ -507,7 +526,7 @@ def _consume(CONSUMER: gl.constexpr, sinks_ptr, parts, S):
         else:
             rows = _last_step(parts, slot, rows, S)
         slot = slot.next(S)
-        queries.store(_scaled(rows.out, 1.0 / rows_sum).to(gl.bfloat16))
+        queries.store(_scaled(rows.out, 1.0 / rows_sum, S).to(gl.bfloat16))
         fence_async_shared()
         first_row = GL_MANY - num_rows + CONSUMER * GL_ROWS
         coordinates = [GL_MANY, q_row + num_rows, first_row, head * S.HEAD_DIM]
