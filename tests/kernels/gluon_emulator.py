@@ -204,6 +204,8 @@ class Matmul:
 
 
 def _matmul_wait(pending: int, deps: list[Any]) -> Any:
+    if _random.random() < 0.2:
+        time.sleep(0.002)  # for others to overwrite what they may not
     while len(_thread.matmuls) > pending:
         _thread.matmuls.pop(0).finish()
     results = tuple(x.result if isinstance(x, Matmul) else x for x in deps)
