@@ -24,6 +24,8 @@ from triton.language.core import _aggregate as aggregate
 LOG2_E = 1.4426950408889634
 ROWS = 64  # rows of queries per consumer: those of one wgmma instruction
 MANY = 1 << 30  # more rows than any tensor has
+# Named barriers: Triton uses 0 to 4, one per partition and one more.
+PING_PONG_BARRIER, KEY_BARRIER, VALUE_BARRIER = map(gl.constexpr, (5, 8, 12))
 GL_ROWS, GL_MANY, GL_LOG2_E = gl.constexpr(ROWS), gl.constexpr(MANY), gl.constexpr(LOG2_E)
 
 
@@ -66,6 +68,7 @@ class Sizes(NamedTuple):
     SOFTCAP: float
     Q_STAGES: int
     PING_PONG: bool
+    NAMED: bool
 
 
 @aggregate
@@ -83,17 +86,20 @@ class KernelSizes:
 @aggregate
 class Buffers:
     """Tiles in shared memory. ``full`` completes a phase when the producer's loads into a tile have
-    arrived, and ``empty`` when every consumer has read it."""
+    arrived, and ``empty`` when every consumer has read it. NAMED is the index of the first tile's
+    named barrier, which can stand for ``empty``."""
 
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    NAMED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, tiles, full, empty):
+    def __init__(self, tiles, full, empty, NAMED):
         self.tiles = tiles
         self.full = full
         self.empty = empty
+        self.NAMED = gl.constexpr(NAMED)
 
 
 @aggregate
@@ -159,21 +165,20 @@ class Parts:
 
 @aggregate
 class Slot:
-    """A stage of the buffers of keys, or of values, and the phase of its barriers."""
+    """A stage of the buffers of keys, or of values, and how often all stages were used before."""
 
     stage: gl.tensor
-    phase: gl.tensor
+    lap: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, stage, phase):
+    def __init__(self, stage, lap):
         self.stage = stage
-        self.phase = phase
+        self.lap = lap
 
     @gluon.jit
     def next(self, S):
         wraps = self.stage == S.STAGES - 1
-        stage = gl.where(wraps, 0, self.stage + 1)
-        return Slot(stage, gl.where(wraps, self.phase ^ 1, self.phase))
+        return Slot(gl.where(wraps, 0, self.stage + 1), gl.where(wraps, self.lap + 1, self.lap))
 
 
 @aggregate
@@ -228,10 +233,55 @@ def _key_tiles(first_position, num_rows, S):
 
 
 @gluon.jit
+def _sync(barrier, NUM_THREADS: gl.constexpr):
+    """Waits at a named barrier, until ``NUM_THREADS`` threads wait or have arrived."""
+    gl.inline_asm_elementwise(
+        f"bar.sync $1, {NUM_THREADS}; mov.u32 $0, $1;",
+        "=r,r",
+        [barrier],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _arrive(barrier, NUM_THREADS: gl.constexpr):
+    gl.inline_asm_elementwise(
+        f"bar.arrive $1, {NUM_THREADS}; mov.u32 $0, $1;",
+        "=r,r",
+        [barrier],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _wait_empty(buffers, slot, S):
+    """Lets the producer wait until the consumers have read what is in ``slot``."""
+    if S.NAMED:
+        if slot.lap > 0:
+            _sync(buffers.NAMED + slot.stage, 32 + S.CONSUMERS * 128)
+    else:
+        mbarrier.wait(buffers.empty.index(slot.stage), slot.lap & 1 ^ 1)
+
+
+@gluon.jit
+def _release(buffers, slot, S):
+    """Says that this consumer has read what is in ``slot``. Threads arrive at a named barrier each
+    for itself. Before one of them arrives at an mbarrier, and afterwards, Triton makes all wait."""
+    if S.NAMED:
+        _arrive(buffers.NAMED + slot.stage, 32 + S.CONSUMERS * 128)
+    else:
+        mbarrier.arrive(buffers.empty.index(slot.stage))
+
+
+@gluon.jit
 def _load_keys(desc, buffers, slot, tile, tables_ptr, table_stride, source, S):
     """Loads a tile of keys or values. Those from ``source.end`` on become zeros, see
     ragged_descriptor. So do those in pages before ``source.begin``, which may be in no table."""
-    mbarrier.wait(buffers.empty.index(slot.stage), slot.phase ^ 1)
+    _wait_empty(buffers, slot, S)
     full = buffers.full.index(slot.stage)
     mbarrier.expect(full, S.BLOCK_N * S.HEAD_DIM * 2)
     smem = buffers.tiles.index(slot.stage)
@@ -268,7 +318,7 @@ def _produce(tables_ptr, parts, S):
     """Loads all tiles in the order in which the consumers read them: of each item the last tile of
     keys first, and the values of a tile after the next tile of keys, be it the next item's."""
     zero, stride = gl.to_tensor(0), parts.table_stride
-    slot = Slot(zero + S.STAGES - 1, zero + 1)  # one before the first
+    slot = Slot(zero + S.STAGES - 1, zero - 1)  # one before the first
     source, tile = Source(zero, zero, zero, zero), zero
     for round in range(parts.work.num_rounds()):
         q_row, start, head = parts.work.read(round, 0, S)
@@ -289,21 +339,6 @@ def _produce(tables_ptr, parts, S):
             _load_keys(parts.v_desc, parts.v, slot, tile, tables_ptr, stride, source, S)
             slot, tile = new_slot, tile - 1
     _load_keys(parts.v_desc, parts.v, slot, tile, tables_ptr, stride, source, S)
-
-
-@gluon.jit
-def _sync(BARRIER: gl.constexpr):
-    """Waits at a named barrier for the other consumer's ``_arrive``."""
-    gl.inline_asm_elementwise(
-        "bar.sync $1, 256; mov.u32 $0, $1;", "=r,r", [BARRIER], gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _arrive(BARRIER: gl.constexpr):
-    gl.inline_asm_elementwise(
-        "bar.arrive $1, 256; mov.u32 $0, $1;", "=r,r", [BARRIER], gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -402,22 +437,22 @@ def _step(
     the sum and weights after ``tile`` and the output before it, and by how much that shrinks."""
     operand = _to_operand(rows.weights, S)
     k_slot = slot.next(S)
-    mbarrier.wait(parts.k.full.index(k_slot.stage), k_slot.phase)
+    mbarrier.wait(parts.k.full.index(k_slot.stage), k_slot.lap & 1)
     if S.PING_PONG:
-        _sync(8 + CONSUMER)
+        _sync(PING_PONG_BARRIER + CONSUMER, 256)
     scores = _start_scores(queries, parts.k, k_slot, S)
-    mbarrier.wait(parts.v.full.index(slot.stage), slot.phase)
+    mbarrier.wait(parts.v.full.index(slot.stage), slot.lap & 1)
     out = _start_output(operand, parts.v, slot, rows.out, S)
     if S.PING_PONG:
-        _arrive(8 + (CONSUMER + 1) % S.CONSUMERS)
+        _arrive(PING_PONG_BARRIER + (CONSUMER + 1) % S.CONSUMERS, 256)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    mbarrier.arrive(parts.k.empty.index(k_slot.stage))
+    _release(parts.k, k_slot, S)
     weights, new_max, new_sum, decay = _softmax(
         scores, rows, parts.scale, tile, position, MASKED, S
     )
     new_sum = _compute_first(new_sum)
     out, operand, weights = warpgroup_mma_wait(0, deps=[out, operand, weights])
-    mbarrier.arrive(parts.v.empty.index(slot.stage))
+    _release(parts.v, slot, S)
     return Rows(weights, out, new_max, new_sum), decay
 
 
@@ -460,9 +495,9 @@ def _empty_rows(sinks_ptr, head, S):
 @gluon.jit
 def _first_step(queries, parts, slot, rows, tile, position, S):
     """Computes the softmax of an item's first tile of keys, with nothing else to do meanwhile."""
-    mbarrier.wait(parts.k.full.index(slot.stage), slot.phase)
+    mbarrier.wait(parts.k.full.index(slot.stage), slot.lap & 1)
     scores = warpgroup_mma_wait(0, deps=[_start_scores(queries, parts.k, slot, S)])
-    mbarrier.arrive(parts.k.empty.index(slot.stage))
+    _release(parts.k, slot, S)
     weights, new_max, new_sum, _ = _softmax(scores, rows, parts.scale, tile, position, True, S)
     return Rows(weights, rows.out, new_max, new_sum)
 
@@ -470,11 +505,11 @@ def _first_step(queries, parts, slot, rows, tile, position, S):
 @gluon.jit
 def _last_step(parts, slot, rows, S):
     """Adds the values in ``slot`` to the output, with nothing else to do meanwhile."""
-    mbarrier.wait(parts.v.full.index(slot.stage), slot.phase)
+    mbarrier.wait(parts.v.full.index(slot.stage), slot.lap & 1)
     operand = _to_operand(rows.weights, S)
     out = _start_output(operand, parts.v, slot, rows.out, S)
     out, operand = warpgroup_mma_wait(0, deps=[out, operand])
-    mbarrier.arrive(parts.v.empty.index(slot.stage))
+    _release(parts.v, slot, S)
     return Rows(rows.weights, out, rows.max, rows.sum)
 
 
@@ -484,7 +519,7 @@ def _consume(CONSUMER: gl.constexpr, sinks_ptr, parts, S):
     in shared memory, an item's first step is also the last step of the item before. The tensor
     cores are then busy while the first softmax is computed."""
     if S.PING_PONG and CONSUMER == S.CONSUMERS - 1:
-        _arrive(8)
+        _arrive(PING_PONG_BARRIER, 256)
     num_rounds = parts.work.num_rounds()
     first_position, num_rows, head = parts.work.read(0, 2, S)
     first, first_full, diagonal, tile = _key_tiles(first_position, num_rows, S)
@@ -545,7 +580,14 @@ def _consume(CONSUMER: gl.constexpr, sinks_ptr, parts, S):
 
 
 @gluon.jit
-def _buffers(desc, COUNT: gl.constexpr, NUM_ROWS: gl.constexpr, BARRIERS: gl.constexpr, S):
+def _buffers(
+    desc,
+    COUNT: gl.constexpr,
+    NUM_ROWS: gl.constexpr,
+    BARRIERS: gl.constexpr,
+    NAMED: gl.constexpr,
+    S,
+):
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     tiles = gl.allocate_shared_memory(gl.bfloat16, [COUNT, 1, 1, NUM_ROWS, S.HEAD_DIM], desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], barrier)
@@ -553,7 +595,7 @@ def _buffers(desc, COUNT: gl.constexpr, NUM_ROWS: gl.constexpr, BARRIERS: gl.con
     for i in gl.static_range(BARRIERS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=S.CONSUMERS)
-    return Buffers(tiles, full, empty)
+    return Buffers(tiles, full, empty, NAMED)
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_items"])
@@ -572,9 +614,9 @@ def prefill_kernel(
 ):
     """Computes the attention of all new tokens of a batch, see ``prefill``."""
     S = KernelSizes(SIZES)
-    q = _buffers(q_desc, S.Q_STAGES * S.CONSUMERS, GL_ROWS, S.Q_STAGES, S)
-    k = _buffers(k_desc, S.STAGES, S.BLOCK_N, S.STAGES, S)
-    v = _buffers(v_desc, S.STAGES, S.BLOCK_N, S.STAGES, S)
+    q = _buffers(q_desc, S.Q_STAGES * S.CONSUMERS, GL_ROWS, S.Q_STAGES, 0, S)
+    k = _buffers(k_desc, S.STAGES, S.BLOCK_N, S.STAGES, KEY_BARRIER, S)
+    v = _buffers(v_desc, S.STAGES, S.BLOCK_N, S.STAGES, VALUE_BARRIER, S)
     fence_async_shared()
     work = Work(tiles_ptr, num_items)
     parts = Parts(q_desc, k_desc, v_desc, out_desc, q, k, v, work, table_stride, scale_log2e)

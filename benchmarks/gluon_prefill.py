@@ -35,6 +35,8 @@ class Tile(NamedTuple):
         num_stages: tiles of keys, and of values, in shared memory.
         num_q_stages: 1, or 2 for tiles of queries of this and of the next item in shared memory.
         ping_pong: whether the consumers take turns with the tensor cores.
+        named_barriers: whether consumers tell the producer by named barriers, instead of mbarriers,
+            that they have read a tile.
     """
 
     head_dim: int
@@ -43,16 +45,18 @@ class Tile(NamedTuple):
     num_stages: int
     num_q_stages: int = 2
     ping_pong: bool = True
+    named_barriers: bool = True
 
     @property
     def name(self) -> str:
-        turns = "" if self.ping_pong else "-free"
+        turns = ("" if self.ping_pong else "-free") + ("" if self.named_barriers else "-mbar")
         sizes = f"d{self.head_dim}-{self.num_consumers}x{ROWS}x{self.num_keys}"
         return f"{sizes}-q{self.num_q_stages}-kv{self.num_stages}{turns}"
 
 
 TILES = (
     Tile(128, 2, 128, 2),
+    Tile(128, 2, 128, 2, named_barriers=False),
     Tile(128, 2, 128, 2, ping_pong=False),
     Tile(128, 2, 128, 2, num_q_stages=1),
     Tile(128, 2, 128, 3, num_q_stages=1),
@@ -180,6 +184,7 @@ def prefill(tile: Tile, case: Case, x: Inputs, tiles: Tensor, out: Tensor) -> An
             case.softcap * LOG2_E,
             tile.num_q_stages,
             tile.ping_pong,
+            tile.named_barriers,
         ),
     )
     return launch(*args, num_warps=4)

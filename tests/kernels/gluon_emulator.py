@@ -25,7 +25,7 @@ TIMEOUT = 20.0  # seconds at a barrier
 WRAP = 1 << 63  # where addresses of 2-byte elements wrap around
 
 _random = random.Random(0)
-_thread = threading.local()  # program, and matmuls and stores in flight
+_thread = threading.local()  # program, number of threads, and matmuls and stores in flight
 
 
 class Program:
@@ -34,7 +34,7 @@ class Program:
     Attributes:
         index, count: which program it is, and how many there are.
         changed: guards all barriers, and is notified when one completes.
-        named: of each named barrier the arrivals and waits of its phase, and completed phases.
+        named: of each named barrier the threads and the waits of its phase, and past phases.
         failed: whether a partition failed.
     """
 
@@ -52,11 +52,12 @@ class Program:
             self.changed.wait(0.1)
 
 
-def _run_partitions(functions_and_args: list[Any], *_: Any) -> None:
+def _run_partitions(functions_and_args: list[Any], num_warps: list[int], registers: Any) -> None:
     errors: list[BaseException] = []
     program = _thread.program
 
-    def run(function: Callable[..., None], args: Any) -> None:
+    def run(function: Callable[..., None], args: Any, num_warps: int) -> None:
+        _thread.num_threads = 32 * num_warps
         _thread.program, _thread.matmuls, _thread.stores = program, [], []
         try:
             function(*args)
@@ -64,7 +65,10 @@ def _run_partitions(functions_and_args: list[Any], *_: Any) -> None:
             errors.append(e)
             program.failed = True
 
-    threads = [threading.Thread(target=run, args=each) for each in functions_and_args]
+    threads = [
+        threading.Thread(target=run, args=(*each, warps))
+        for each, warps in zip(functions_and_args, [4, *num_warps], strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -212,24 +216,27 @@ def _matmul_wait(pending: int, deps: list[Any]) -> Any:
     return results[0] if len(results) == 1 else results
 
 
-def _named_barrier(index: int, is_sync: bool) -> None:
-    """Of 256 threads: those of one warpgroup that arrives, and of one that waits."""
+def _named_barrier(index: int, num_threads: int, is_sync: bool) -> None:
+    """A barrier completes when as many threads as it says have arrived or wait."""
     program = _thread.program
     with program.changed:
         state = program.named.setdefault(index, [0, 0, 0])
-        state[is_sync] += 1
-        assert max(state[:2]) == 1, f"named barrier {index} mixes up two phases"
-        if state[:2] == [1, 1]:
-            state[:] = 0, 0, state[2] + 1
+        state[0] += _thread.num_threads
+        state[1] += is_sync
+        phase = state[2]
+        assert state[0] <= num_threads, f"too many threads at named barrier {index}"
+        if state[0] == num_threads:
+            assert state[1] == 1, f"{state[1]} partitions wait at named barrier {index}"
+            state[:] = 0, 0, phase + 1
             program.changed.notify_all()
         elif is_sync:
-            phase = state[2]
             program.wait(lambda: state[2] > phase, f"named barrier {index}")
 
 
 def _assembly(text: str, constraints: str, args: list[Any], *_: Any, **options: Any) -> Any:
     if text.startswith("bar."):
-        return _named_barrier(args[0], text.startswith("bar.sync"))
+        num_threads = int(text.split(";")[0].split(",")[1])
+        return _named_barrier(int(args[0]), num_threads, text.startswith("bar.sync"))
     if text.startswith("cvt.rn.bf16x2"):
         return args[0].bfloat16()
     if text.startswith("tanh"):

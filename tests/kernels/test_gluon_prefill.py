@@ -20,7 +20,7 @@ def test_gluon_prefill_is_attention():
             for tile in (
                 prefill.Tile(128, 2, 128, 2),
                 prefill.Tile(64, 3, 64, 4),
-                prefill.Tile(64, 2, 64, 2, num_q_stages=1, ping_pong=False),
+                prefill.Tile(64, 2, 64, 2, num_q_stages=1, ping_pong=False, named_barriers=False),
             )
             for case in cases
             if (problem := prefill.check(tile, case, "cpu"))
