@@ -342,25 +342,24 @@ def _produce(tables_ptr, parts, S):
 
 
 @gluon.jit
-def _compute_first(x):
-    """Returns x, a tensor of two nonnegative numbers per thread, and makes the assembler keep what
-    computes it before later waits. Otherwise it moves the wait for a matmul up, before the softmax
-    that the matmul should overlap. It does not move code across a branch, even one never taken."""
-    return gl.inline_asm_elementwise(
+def _end_block(stage):
+    """Ends a basic block, by a branch that is never taken, because ``stage`` is not negative. The
+    assembler moves no code across it. Otherwise it would put the wait for a matmul before the
+    softmax that the matmul should overlap, and release a tile of keys only after that softmax."""
+    gl.inline_asm_elementwise(
         """{
         .reg .pred negative;
-        setp.lt.f32 negative, $2, 0f00000000;
+        setp.lt.s32 negative, $1, 0;
         again:
         @negative nanosleep.u32 100;
         @negative bra again;
-        mov.f32 $0, $2;
-        mov.f32 $1, $3;
+        mov.u32 $0, $1;
         }""",
-        "=f,=f,f,f",
-        [x],
-        gl.float32,
+        "=r,r",
+        [stage],
+        gl.int32,
         is_pure=False,
-        pack=2,
+        pack=1,
     )
 
 
@@ -447,10 +446,11 @@ def _step(
         _arrive(PING_PONG_BARRIER + (CONSUMER + 1) % S.CONSUMERS, 256)
     scores = warpgroup_mma_wait(1, deps=[scores])
     _release(parts.k, k_slot, S)
+    _end_block(k_slot.stage)
     weights, new_max, new_sum, decay = _softmax(
         scores, rows, parts.scale, tile, position, MASKED, S
     )
-    new_sum = _compute_first(new_sum)
+    _end_block(k_slot.stage)
     out, operand, weights = warpgroup_mma_wait(0, deps=[out, operand, weights])
     _release(parts.v, slot, S)
     return Rows(weights, out, new_max, new_sum), decay
