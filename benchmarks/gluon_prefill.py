@@ -32,7 +32,7 @@ class Tile(NamedTuple):
         head_dim: size of a head.
         num_consumers: consumers, of 64 rows of queries each.
         num_keys: BLOCK_N, keys per tile.
-        num_stages: tiles of keys, and of values, in shared memory.
+        num_stages: tiles of keys, and of values, in shared memory; at most 4.
         num_q_stages: 1, or 2 for tiles of queries of this and of the next item in shared memory.
         ping_pong: whether the consumers take turns with the tensor cores.
         named_barriers: whether consumers tell the producer by named barriers, instead of mbarriers,
