@@ -1,0 +1,348 @@
+"""Runs Gluon kernels on the CPU, for their indices, masks and barriers.
+
+Triton has no interpreter for Gluon. Here stand-ins for its modules let a kernel run as plain
+Python. Tensors are PyTorch's, and layouts mean nothing. Each partition of ``warp_specialize`` is a
+thread, and programs run one after another. Some loads by TMA arrive late, and asynchronous matmuls
+and stores read shared memory only when they are waited for, so data that is overwritten too early
+is noticed. A barrier that nobody completes is an error.
+"""
+
+import importlib
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+TIMEOUT = 20.0  # seconds at a barrier
+WRAP = 1 << 63  # where addresses of 2-byte elements wrap around
+
+_random = random.Random(0)
+_thread = threading.local()  # program, number of threads, and matmuls and stores in flight
+
+
+class Program:
+    """What the partitions of a program share.
+
+    Attributes:
+        index, count: which program it is, and how many there are.
+        changed: guards all barriers, and is notified when one completes.
+        named: of each named barrier the threads and the waits of its phase, and past phases.
+        failed: whether a partition failed.
+    """
+
+    def __init__(self, index: int, count: int) -> None:
+        self.index, self.count = index, count
+        self.changed = threading.Condition()
+        self.named: dict[int, list[int]] = {}
+        self.failed = False
+
+    def wait(self, done: Callable[[], bool], barrier: str) -> None:
+        end = time.monotonic() + TIMEOUT
+        while not done():
+            assert not self.failed, "another partition failed"
+            assert time.monotonic() < end, f"deadlock at {barrier}"
+            self.changed.wait(0.1)
+
+
+def _run_partitions(functions_and_args: list[Any], num_warps: list[int], registers: Any) -> None:
+    errors: list[BaseException] = []
+    program = _thread.program
+
+    def run(function: Callable[..., None], args: Any, num_warps: int) -> None:
+        _thread.num_threads = 32 * num_warps
+        _thread.program, _thread.matmuls, _thread.stores = program, [], []
+        try:
+            function(*args)
+        except BaseException as e:
+            errors.append(e)
+            program.failed = True
+
+    threads = [
+        threading.Thread(target=run, args=(*each, warps))
+        for each, warps in zip(functions_and_args, [4, *num_warps], strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+class Barrier:
+    """An mbarrier. A phase completes once all arrivals and bytes have come."""
+
+    def __init__(self) -> None:
+        self.program = _thread.program
+
+    def init(self, count: int) -> None:
+        self.count = self.pending = count
+        self.bytes = self.phase = 0
+
+    def update(self, arrivals: int, num_bytes: int) -> None:
+        with self.program.changed:
+            self.pending -= arrivals
+            self.bytes += num_bytes
+            assert self.pending >= 0 and self.bytes >= 0, "too many arrivals or bytes"
+            if self.pending == self.bytes == 0:
+                self.phase += 1
+                self.pending = self.count
+                self.program.changed.notify_all()
+
+    def wait(self, phase: Any) -> None:
+        with self.program.changed:
+            self.program.wait(lambda: self.phase & 1 != int(phase) & 1, f"phase {self.phase}")
+
+
+class Shared:
+    """A view of shared memory."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def index(self, i: Any) -> Any:
+        element = self.data[int(i)]
+        return element if isinstance(element, Barrier) else Shared(element)
+
+    def slice(self, start: int, length: int, dim: int) -> "Shared":
+        return Shared(self.data.narrow(dim, start, length))
+
+    def reshape(self, shape: list[int]) -> "Shared":
+        return Shared(self.data.view(shape))
+
+    def permute(self, order: list[int]) -> "Shared":
+        return Shared(self.data.permute(order))
+
+    def store(self, value: Tensor) -> None:
+        self.data.copy_(value)
+
+
+def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+    if dtype is torch.int64:
+        return Shared([Barrier() for _ in range(shape[0])])
+    return Shared(torch.full(shape, torch.nan, dtype=dtype))
+
+
+class Pointer:
+    def __init__(self, data: Tensor, offset: Any = 0) -> None:
+        self.data, self.offset = data, offset
+
+    def __add__(self, offset: Any) -> "Pointer":
+        return Pointer(self.data, self.offset + offset)
+
+
+def _load(pointer: Pointer, mask: Any = True, other: int = 0) -> Tensor:
+    if not mask:
+        return torch.tensor(other, dtype=pointer.data.dtype)
+    return pointer.data.flatten()[range(pointer.data.numel())[int(pointer.offset)]]
+
+
+class TensorDescriptor:
+    """Describes a tensor of rank 4, of 2-byte elements, to the TMA."""
+
+    def __init__(self, base: Tensor, shape: Any, strides: Any, block_shape: Any, layout: Any):
+        assert all(stride % 8 == 0 and stride < 1 << 39 for stride in strides[:-1])
+        size = base.untyped_storage().nbytes() // 2 - base.storage_offset()
+        self.memory = base.as_strided((size,), (1,))
+        self.shape, self.strides = shape, strides
+        self.block_shape, self.layout = block_shape, layout
+
+    def rows(self, coordinates: list[Any]) -> Iterator[tuple[int, Tensor]]:
+        """Yields the rows of the box that are in bounds: their index and elements."""
+        *outer, column = (int(c) for c in coordinates)
+        for i in range(self.block_shape[2]):
+            at = [*outer[:2], outer[2] + i]
+            if all(0 <= c < n for c, n in zip(at, self.shape, strict=False)):
+                address = sum(c * s for c, s in zip(at, self.strides, strict=False)) + column
+                row = self.memory[address % WRAP :][: self.block_shape[3]]
+                assert len(row) == self.block_shape[3], "outside of the tensor"
+                yield i, row
+
+
+def _tma_load(desc: TensorDescriptor, coordinates: Any, barrier: Barrier, to: Shared) -> None:
+    box = torch.zeros(desc.block_shape[2:], dtype=desc.memory.dtype)
+    for i, row in desc.rows(coordinates):
+        box[i] = row
+
+    def arrive() -> None:
+        time.sleep(_random.random() * 0.002)
+        to.data.copy_(box.view(to.data.shape))
+        barrier.update(0, -2 * box.numel())
+
+    if _random.random() < 0.3:
+        threading.Thread(target=arrive).start()
+    else:
+        arrive()
+
+
+def _tma_store(desc: TensorDescriptor, coordinates: Any, source: Shared) -> None:
+    _thread.stores.append((desc, [int(c) for c in coordinates], source))
+
+
+def _tma_store_wait(pending: int) -> None:
+    for desc, coordinates, source in _thread.stores:
+        for i, row in desc.rows(coordinates):
+            row.copy_(source.data.view(desc.block_shape[2:])[i])
+    _thread.stores = []
+
+
+class Matmul:
+    """A matmul in flight, and its result once it is waited for."""
+
+    def __init__(self, a: Any, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = True):
+        assert not isinstance(acc, Matmul), "accumulator in flight"
+        self.args = a, b, acc if use_acc else 0
+        _thread.matmuls.append(self)
+
+    def finish(self) -> None:
+        a, b, acc = self.args
+        self.result = acc + (a.data if isinstance(a, Shared) else a).float() @ b.data.float()
+
+
+def _matmul_wait(pending: int, deps: list[Any]) -> Any:
+    if _random.random() < 0.2:
+        time.sleep(0.002)  # for others to overwrite what they may not
+    while len(_thread.matmuls) > pending:
+        _thread.matmuls.pop(0).finish()
+    results = tuple(x.result if isinstance(x, Matmul) else x for x in deps)
+    return results[0] if len(results) == 1 else results
+
+
+def _named_barrier(index: int, num_threads: int, is_sync: bool) -> None:
+    """A barrier completes when as many threads as it says have arrived or wait."""
+    program = _thread.program
+    with program.changed:
+        state = program.named.setdefault(index, [0, 0, 0])
+        state[0] += _thread.num_threads
+        state[1] += is_sync
+        phase = state[2]
+        assert state[0] <= num_threads, f"too many threads at named barrier {index}"
+        if state[0] == num_threads:
+            assert state[1] == 1, f"{state[1]} partitions wait at named barrier {index}"
+            state[:] = 0, 0, phase + 1
+            program.changed.notify_all()
+        elif is_sync:
+            program.wait(lambda: state[2] > phase, f"named barrier {index}")
+
+
+def _assembly(text: str, constraints: str, args: list[Any], *_: Any, **options: Any) -> Any:
+    if text.startswith("bar."):
+        num_threads = int(text.split(";")[0].split(",")[1])
+        return _named_barrier(int(args[0]), num_threads, text.startswith("bar.sync"))
+    if text.startswith("cvt.rn.bf16x2"):
+        return args[0].bfloat16()
+    if text.startswith("tanh"):
+        return args[0].tanh()
+    assert "nanosleep" in text, text  # only for the order of instructions
+    return args[0]
+
+
+class Kernel:
+    """A persistent kernel. At most ``MAX_PROGRAMS`` run, so that each has several items."""
+
+    MAX_PROGRAMS = 3
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+
+    def warmup(self, *args: Any, grid: tuple[int, ...], **options: Any) -> None:
+        values = [
+            Pointer(a) if isinstance(a, Tensor) else torch.tensor(a) if type(a) is int else a
+            for a in args
+        ]
+        count = min(grid[0], self.MAX_PROGRAMS)
+        for index in range(count):
+            _thread.program = Program(index, count)
+            self.function(*values)
+
+
+def _jit(function: Any = None, **options: Any) -> Any:
+    return Kernel if function is None else function
+
+
+def _binary(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda a, b: function(torch.as_tensor(a), torch.as_tensor(b))
+
+
+LANGUAGE = {
+    "constexpr": lambda x: x,
+    "tensor": Tensor,
+    "shared_memory_descriptor": Shared,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "NVMMADistributedLayout": lambda *args: None,
+    "NVMMASharedLayout": lambda *args: None,
+    "DotOperandLayout": lambda *args: None,
+    "SliceLayout": lambda *args: None,
+    "convert_layout": lambda x, layout, assert_trivial=False: x,
+    "allocate_shared_memory": _allocate,
+    "warp_specialize": _run_partitions,
+    "inline_asm_elementwise": _assembly,
+    "program_id": lambda axis: _thread.program.index,
+    "num_programs": lambda axis: _thread.program.count,
+    "static_range": range,
+    "load": _load,
+    "to_tensor": torch.tensor,
+    "arange": lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
+    "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+    "zeros": lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+    "where": lambda c, a, b: torch.where(
+        torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b)
+    ),
+    "minimum": _binary(torch.minimum),
+    "maximum": _binary(torch.maximum),
+    "max": torch.amax,
+    "sum": torch.sum,
+    "exp2": torch.exp2,
+}
+HOPPER = {
+    "mbarrier": SimpleNamespace(
+        MBarrierLayout=lambda: None,
+        init=Barrier.init,
+        wait=Barrier.wait,
+        expect=lambda barrier, num_bytes: barrier.update(1, num_bytes),
+        arrive=lambda barrier, pred=True: barrier.update(1, 0) if pred else None,
+    ),
+    "tma": SimpleNamespace(
+        tensor_descriptor=TensorDescriptor,
+        async_copy_global_to_shared=_tma_load,
+        async_copy_shared_to_global=_tma_store,
+        store_wait=_tma_store_wait,
+    ),
+    "fence_async_shared": lambda: None,
+    "warpgroup_mma": Matmul,
+    "warpgroup_mma_wait": _matmul_wait,
+}
+
+
+@contextmanager
+def emulated(*names: str) -> Iterator[list[ModuleType]]:
+    """Imports modules such that their Gluon kernels run on the CPU, inside a ``with`` block."""
+    gluon = {"jit": _jit, "constexpr_function": lambda f: f}
+    stand_ins = {
+        "triton": {},
+        "triton.language.core": {"_aggregate": lambda cls: cls},
+        "triton.experimental": {"gluon": SimpleNamespace(**gluon)},
+        "triton.experimental.gluon": gluon | {"language": SimpleNamespace(**LANGUAGE)},
+        "triton.experimental.gluon.language": LANGUAGE,
+        "triton.experimental.gluon.language.nvidia.hopper": HOPPER,
+        "triton.experimental.gluon.nvidia.hopper": {"TensorDescriptor": TensorDescriptor},
+    }
+    modules = {}
+    for name, contents in stand_ins.items():
+        modules[name] = ModuleType(name)
+        modules[name].__dict__.update(contents)
+    with mock.patch.dict(sys.modules, modules):
+        for name in names:
+            sys.modules.pop(name, None)
+        yield [importlib.import_module(name) for name in names]
