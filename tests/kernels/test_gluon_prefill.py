@@ -1,8 +1,11 @@
 """The prototype of a prefill kernel in Gluon, run by an emulator."""
 
+import pytest
+
 from tests.kernels.gluon_emulator import emulated
 
 
+@pytest.mark.slow
 def test_gluon_prefill_is_attention():
     with emulated("benchmarks.gluon_kernel", "benchmarks.gluon_prefill") as (_, prefill):
         Case = prefill.Case
