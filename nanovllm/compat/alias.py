@@ -42,6 +42,8 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "vllm.distributed": _DISTRIBUTED,
     "vllm.distributed.parallel_state": _DISTRIBUTED,
+    "vllm.distributed.weight_transfer.nccl_common": {_NAMES: "trainer_init"},
+    "vllm.distributed.weight_transfer.packed_tensor": {_NAMES: "packed_nccl_broadcast_producer"},
     "vllm.engine.arg_utils": _ENGINE_ARGS,
     "vllm.engine.llm_engine": _ENGINE,
     "vllm.entrypoints.llm": {"nanovllm": "LLM"},
@@ -64,6 +66,7 @@ MODULES: dict[str, dict[str, str]] = {
     "vllm.usage.usage_lib": {_NAMES: "UsageContext"},
     "vllm.utils": {**_ARGUMENT_PARSER, _NAMES: "random_uuid"},
     "vllm.utils.argparse_utils": _ARGUMENT_PARSER,
+    "vllm.utils.network_utils": {_NAMES: "get_ip get_open_port"},
     "vllm.v1.engine.llm_engine": _ENGINE,
     "vllm.version": {_NAMES: "__version__ __version_tuple__"},
 }

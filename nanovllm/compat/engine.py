@@ -1,18 +1,23 @@
 """vLLM's ``LLMEngine`` and config objects, for programs that use more than ``LLM``'s methods."""
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.compat.arguments import translate
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt
 
 if TYPE_CHECKING:
+    import torch
+
     from nanovllm.compat.llm import LLM
+
+RPC_METHODS = ("reload_weights",)
 
 
 class EngineConfig(SimpleNamespace):
@@ -44,6 +49,19 @@ class EngineConfig(SimpleNamespace):
         return AutoConfig.from_pretrained(self.model, trust_remote_code=False)
 
 
+class LoadedModel:
+    """The model of an engine, with the method that trainers written for vLLM call on it."""
+
+    def __init__(self, llm: "LLM") -> None:
+        self._llm = llm
+
+    def load_weights(self, weights: Iterable[tuple[str, "torch.Tensor"]]) -> set[str]:
+        """Loads some or all weights, as ``LLM.load_weights`` does. Returns the tensors' names."""
+        names: set[str] = set()
+        self._llm.load_weights((names.add(name) or name, weight) for name, weight in weights)
+        return names
+
+
 class LLMEngine:
     """The engine of an ``LLM``, with the methods of vLLM's ``LLMEngine``.
 
@@ -52,7 +70,10 @@ class LLMEngine:
 
     def __init__(self, llm: "LLM") -> None:
         self.llm = llm
-        self.model_executor = llm.model_runner  # some programs delete this attribute
+        # Trainers read model_executor.driver_worker.model_runner.model, other programs delete it.
+        model_runner = SimpleNamespace(model=LoadedModel(llm))
+        driver_worker = SimpleNamespace(model_runner=model_runner)
+        self.model_executor = SimpleNamespace(driver_worker=driver_worker)
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, usage_context: Any = None) -> "LLMEngine":
@@ -87,6 +108,39 @@ class LLMEngine:
         """The settings, as in vLLM's ``VllmConfig``."""
         kinds = ("model_config", "cache_config", "parallel_config", "scheduler_config")
         return SimpleNamespace(**dict.fromkeys(kinds, self.model_config), lora_config=None)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls a method on all ranks.
+
+        Args:
+            method: "reload_weights", which loads the weights again from the checkpoint's files. It
+                takes ``weights_path``, the folder or file of a checkpoint to read instead.
+            timeout: ignored.
+            args, kwargs: the method's arguments.
+
+        Returns:
+            For each rank what the method returned.
+
+        Raises:
+            ValueError: any other method, or an error of ``LLM.load_weights``.
+        """
+        if method not in RPC_METHODS:
+            raise ValueError(
+                f"collective_rpc cannot call {method!r:.80}: the supported methods are "
+                f"{', '.join(RPC_METHODS)}"
+            )
+        result = getattr(self, f"_{method}")(*args, **(kwargs or {}))
+        return [result] * self.llm.get_world_size()
+
+    def _reload_weights(self, weights_path: str | os.PathLike[str] | None = None) -> None:
+        path = self.llm.config.model if weights_path is None else os.fspath(weights_path)
+        self.llm.load_weights(open_checkpoint(path).tensors())
 
     def get_tokenizer(self) -> Any:
         return self.llm.get_tokenizer()

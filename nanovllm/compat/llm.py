@@ -105,6 +105,7 @@ class LLM(BaseLLM):
             if name in ENGINE_ARGUMENTS and value is not defaults[name]
         }
         optional(choice("auto", "vllm"))("generation_config", generation_config)
+        _check_launcher(vllm_arguments.get("distributed_executor_backend"), tensor_parallel_size)
         self._caller_ids: dict[str, str] = {}  # internal request id -> the caller's request id
         self.default_chat_template = _read_template(chat_template)
         super().__init__(model, **translate("LLM", {**given, **vllm_arguments}))
@@ -139,6 +140,16 @@ class LLM(BaseLLM):
     def get_world_size(self, include_dp: bool = True) -> int:
         """Returns the number of ranks."""
         return self.config.tensor_parallel_size
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls a method on all ranks, as ``LLMEngine.collective_rpc`` does."""
+        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
 
     def _refuse_pooling(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises ValueError, because pooling models are not supported."""
@@ -235,6 +246,17 @@ class LLM(BaseLLM):
                 del self._caller_ids[request_id]
                 with suppress(ValueError):  # an error has already ended the request
                     self.abort_request(request_id)
+
+
+def _check_launcher(executor_backend: Any, num_ranks: int | None) -> None:
+    """Raises ValueError if processes of the caller's launcher, such as torchrun, should be ranks."""
+    if executor_backend == "external_launcher" and num_ranks not in (None, 1):
+        raise ValueError(
+            f"distributed_executor_backend='external_launcher' with tensor_parallel_size="
+            f"{num_ranks} is not supported: an engine starts its other ranks itself. Create one LLM "
+            f"with tensor_parallel_size=1 in each process, or one with {num_ranks} ranks in a "
+            f"single process without this argument"
+        )
 
 
 def _streams(prepared: PreparedRequest) -> bool:

@@ -6,7 +6,7 @@ import os
 import uuid
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
@@ -148,6 +148,18 @@ destroy_distributed_environment = destroy_model_parallel
 
 def init_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
+
+
+def _refuse_server(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raises ValueError, because the engine runs in the program's own process."""
+    raise ValueError(
+        "sending weights to a vLLM server is not supported here: give them to the engine in the "
+        "trainer's own process, with LLM.load_weights (in TRL: vllm_mode='colocate')"
+    )
+
+
+# What trainers import at start-up and call only to send weights to a server.
+get_ip = get_open_port = trainer_init = packed_nccl_broadcast_producer = _refuse_server
 
 
 def random_uuid() -> str:

@@ -184,8 +184,8 @@ NEUTRAL: dict[str, dict[str, tuple[str, list[Any]]]] = {
         "enable_lora": (LORA, []),
         "default_mm_loras": (LORA, []),
         "distributed_executor_backend": (
-            "ranks that another launcher starts, and classes of vLLM's engine",
-            ["mp", "uni", "ray"],
+            "classes of vLLM's engine",
+            ["mp", "uni", "ray", "external_launcher"],
         ),
         "worker_cls": (PLUGIN, []),
         "worker_extension_cls": (PLUGIN, []),
