@@ -55,11 +55,9 @@ class LoadedModel:
     def __init__(self, llm: "LLM") -> None:
         self._llm = llm
 
-    def load_weights(self, weights: Iterable[tuple[str, "torch.Tensor"]]) -> set[str]:
-        """Loads some or all weights, as ``LLM.load_weights`` does. Returns the tensors' names."""
-        names: set[str] = set()
-        self._llm.load_weights((names.add(name) or name, weight) for name, weight in weights)
-        return names
+    def load_weights(self, weights: Iterable[tuple[str, "torch.Tensor"]]) -> None:
+        """Replaces some or all weights, as ``LLM.load_weights`` does."""
+        self._llm.load_weights(weights)
 
 
 class LLMEngine:
