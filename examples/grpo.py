@@ -20,7 +20,6 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -47,7 +46,7 @@ HELD_OUT = {
 }  # fmt: skip
 CAPITALS = TRAINED | HELD_OUT
 
-NUM_STEPS = 16
+NUM_STEPS = 12
 QUESTIONS_PER_STEP = 4
 COMPLETIONS_PER_QUESTION = 8
 MAX_TOKENS = 12
@@ -114,7 +113,8 @@ def grpo_loss(
 
     # Padding is on the right, where causal attention hides it from all other tokens.
     logits = model(tokens).logits[:, len(prompt) - 1 : -1]
-    new = -cross_entropy(logits.transpose(1, 2), tokens[:, len(prompt) :], reduction="none")
+    generated = tokens[:, len(prompt) :, None]
+    new = logits.log_softmax(-1).gather(-1, generated).squeeze(-1)
 
     # The advantage of a completion is its reward in comparison with those of its group.
     advantages = ((rewards - rewards.mean()) / (rewards.std() + MIN_STD))[:, None]
