@@ -9,7 +9,8 @@ sentence. A step of the training, by GRPO (Shao et al. 2024, arXiv:2402.03300):
 4. The engine loads the new weights.
 
 Before and after, the model is asked about countries that it is not trained on.
-``--seeds 0 1 2 --plot docs/grpo.png`` trains three times, and plots the rewards.
+``--seeds 0 1 2 --plot docs/grpo.png`` trains three times, and plots the rewards. On a machine that
+other programs use too, ``OMP_NUM_THREADS=1`` makes it faster.
 """
 
 import argparse

@@ -77,6 +77,49 @@ def test_distilabel(model, tmp_path):
     assert results["num_logprobs"] == [tokens[0] for tokens in results["num_tokens"]]
 
 
+# Trainings of a tiny model. Every second one has no sleep mode.
+TRL_SETTINGS = [
+    {"temperature": 0.5, "top_p": 1.0, "max_steps": 6, "vllm_enable_sleep_mode": True},
+    {"temperature": 0.7, "top_p": 1.0, "max_steps": 6},
+    {"temperature": 1.0, "top_p": 1.0, "max_steps": 30, "vllm_enable_sleep_mode": True},
+    {"temperature": 0.7, "top_p": 0.9, "max_steps": 6},
+    {"temperature": 1.0, "top_p": 0.9, "max_steps": 6, "vllm_enable_sleep_mode": True},
+]
+
+
+@pytest.fixture(scope="module")
+def trl(model_path, tmp_path_factory):
+    """What ``use_trl.py`` prints about each training of TRL_SETTINGS."""
+
+    def train():
+        folder = tmp_path_factory.mktemp("trl")
+        return run_client("use_trl.py", model_path, folder, json.dumps(TRL_SETTINGS))
+
+    return once(tmp_path_factory, "trl", train)
+
+
+class TestTrl:
+    """TRL's GRPOTrainer with use_vllm=True and vllm_mode="colocate", in float32."""
+
+    @pytest.mark.parametrize("index", range(len(TRL_SETTINGS)))
+    def test_importance_ratios(self, trl, index):
+        """The trainer does not apply top_p, so its probability of a token over the engine's is the
+        probability of all tokens that top_p keeps."""
+        settings, ratios = TRL_SETTINGS[index], trl[index]["ratios"]
+        assert len(ratios) == settings["max_steps"]
+        for generation in ratios:
+            assert generation["error"] < 0.01
+            if settings["top_p"] == 1:
+                assert 0.99 < generation["min"] <= generation["max"] < 1.01
+            else:
+                assert 0.89 < generation["min_expected"] < 0.95
+        assert ratios[-1]["old"] > 0.5  # so the weights of the checkpoint would be noticed
+
+    def test_the_reward_rises(self, trl):
+        rewards = trl[2]["rewards"]
+        assert sum(rewards[-5:]) / 5 > 0.3 + sum(rewards[:5]) / 5
+
+
 @pytest.fixture(scope="module")
 def lm_eval(model, tmp_path_factory):
     """For each of the harness's backends its scores, and by task its answers."""

@@ -33,7 +33,6 @@ DIFFERENT_ON_PURPOSE = {
     "llm_calls.with_lora": "LoRA adapters are not served",
     "llm_calls.with_no_such_model": "a ValueError that says what was looked for",
     "llm_calls.with_raw_logits": "logits instead of log-probabilities are not served",
-    "llm_calls.with_sleep_mode": "an engine on a CPU can sleep too",
     "logprobs.of_chosen_tokens": "log-probabilities of chosen tokens are not served",
     "outputs.completion_is_a_dataclass": "both kinds of results are dataclasses",
     "outputs.metrics_without_statistics": "a request's times are always there",

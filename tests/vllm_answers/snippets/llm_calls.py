@@ -376,10 +376,6 @@ def with_another_config(tiny):
     return LLM(model=tiny, hf_overrides={"rope_theta": 20000.0}, max_model_len=64)
 
 
-def with_sleep_mode(tiny):
-    return LLM(model=tiny, enable_sleep_mode=True)
-
-
 def of_a_chat_benchmark(tiny):
     return LLM(
         model=tiny,
