@@ -249,13 +249,13 @@ class LLM(BaseLLM):
 
 
 def _check_launcher(executor_backend: Any, num_ranks: int | None) -> None:
-    """Raises ValueError if processes of the caller's launcher, such as torchrun, should be ranks."""
+    """Raises ValueError if processes that torchrun or the like has started should be ranks."""
     if executor_backend == "external_launcher" and num_ranks not in (None, 1):
         raise ValueError(
             f"distributed_executor_backend='external_launcher' with tensor_parallel_size="
-            f"{num_ranks} is not supported: an engine starts its other ranks itself. Create one LLM "
-            f"with tensor_parallel_size=1 in each process, or one with {num_ranks} ranks in a "
-            f"single process without this argument"
+            f"{num_ranks} is not supported, because an engine starts its other ranks itself. Use "
+            f"tensor_parallel_size=1, for an engine in each process, or create the LLM in a single "
+            f"process without external_launcher"
         )
 
 
