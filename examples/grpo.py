@@ -52,7 +52,7 @@ QUESTIONS_PER_STEP = 4
 COMPLETIONS_PER_QUESTION = 8
 MAX_TOKENS = 12
 LEARNING_RATE = 2e-5
-CLIP = 0.2  # a step changes the probability of a token by at most this fraction
+CLIP = 0.2  # a ratio that has moved further from 1 gets no more gradient
 MIN_STD = 1e-4  # a group whose rewards are equal has advantages of 0
 
 
@@ -104,8 +104,8 @@ def grpo_loss(
     prompt = output.prompt_token_ids
     sequences = [torch.tensor(prompt + completion.token_ids) for completion in output.outputs]
     old_logprobs = [
-        torch.tensor([position[token].logprob for position, token in zip(*pair, strict=True)])
-        for pair in ((completion.logprobs, completion.token_ids) for completion in output.outputs)
+        torch.tensor([at[token].logprob for at, token in zip(c.logprobs, c.token_ids, strict=True)])
+        for c in output.outputs
     ]
     tokens = pad_sequence(sequences, batch_first=True)  # [completions, positions]
     old = pad_sequence(old_logprobs, batch_first=True)  # [completions, generated positions]
@@ -117,9 +117,10 @@ def grpo_loss(
     generated = tokens[:, len(prompt) :, None]
     new = logits.log_softmax(-1).gather(-1, generated).squeeze(-1)
 
-    # The advantage of a completion is its reward in comparison with those of its group.
+    # A completion's advantage is its reward compared with the others of the group.
     advantages = ((rewards - rewards.mean()) / (rewards.std() + MIN_STD))[:, None]
-    # It is 1 up to rounding, because the engine has generated with the weights of this model.
+    # The ratios are 1 up to rounding, because the engine generated with this model's weights. With
+    # several gradient steps for the same completions they would move away from 1.
     ratios = torch.where(mask, new - old, 0).exp()
     gains = torch.minimum(ratios * advantages, ratios.clamp(1 - CLIP, 1 + CLIP) * advantages)
     return -gains[mask].mean(), (ratios - 1).abs().max().item()
