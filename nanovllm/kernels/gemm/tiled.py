@@ -19,7 +19,7 @@ SHARED_MEMORY = 192 << 10  # bytes that a program needs; data-centre GPUs from H
 
 
 @triton.jit
-def _prefetch(first_ptr, stride, columns, BLOCK_N: tl.constexpr):
+def prefetch(first_ptr, stride, columns, BLOCK_N: tl.constexpr):
     """Prefetches up to 1,024 columns of BLOCK_N half-precision rows into the L2 cache."""
     # Each row is one request. The requests of a warp are serialised, so only every second thread
     # makes one, which spreads them over more warps.
@@ -65,7 +65,7 @@ def _tile_kernel(
     first = tl.program_id(1) * BLOCK_N
     weight_ptr += first.to(tl.int64) * width + begin
     if PDL:
-        _prefetch(weight_ptr, width, columns, BLOCK_N)
+        prefetch(weight_ptr, width, columns, BLOCK_N)
     feature = first + tl.arange(0, BLOCK_N)[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if bias_ptr is not None:

@@ -1,0 +1,396 @@
+"""Batch-invariant GEMM: the bits of a result row do not depend on the other rows, nor on their
+number.
+
+A row's result is a sum over the input features, and floating-point sums depend on their order. So
+the order must not depend on the number of rows, although the fastest kernel does:
+
+- The input features are cut into parts of fixed length (split-K). The number of parts depends on
+  the weight's shape only. Each part is summed by one chain of tensor core instructions, in
+  ascending order of columns. The sums of the parts are added in order, in fp32.
+- With few rows, each part has a program of its own, which keeps more multiprocessors busy. A second
+  kernel adds the parts. With many rows, one program computes all parts of a tile one after the
+  other, and adds them in the same order.
+- Features are the M dimension of the matmul and rows of x the N dimension, as in ``tiled.py``. So
+  tiles of 16 and of 256 rows use the same kind of instruction: wgmma with M = 64 on Hopper. An
+  instruction computes each element of its result independently. Only the size of its N dimension
+  differs between tiles.
+
+``benchmarks/invariance.py`` checks on a GPU that all TILES have the same bits. A tile that differs
+has to be removed from the table. The order of summation needs no other change.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.gemm.tiled import prefetch
+from nanovllm.utils.math import cdiv
+from nanovllm.utils.triton_compat import (
+    HAS_TRITON,
+    pdl_options,
+    pdl_wait,
+    shared_memory,
+    tl,
+    triton,
+)
+
+if HAS_TRITON:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+class Tile(NamedTuple):
+    """The tile of one program.
+
+    Attributes:
+        rows: BLOCK_M, rows of x.
+        features: BLOCK_N, output features.
+        columns: BLOCK_K, input features per iteration.
+        warps, stages: num_warps and pipeline stages.
+        persistent: whether there is one program per multiprocessor, which computes several tiles
+            and loads the first columns of the next one early.
+    """
+
+    rows: int
+    features: int
+    columns: int
+    warps: int
+    stages: int
+    persistent: bool = False
+
+    @property
+    def accumulators(self) -> int:
+        """fp32 registers per thread that hold the result."""
+        return self.rows * self.features // (32 * self.warps)
+
+
+# The tiles that ``choose_launch`` chooses from, in half precision. All have the same bits.
+# - Up to 64 rows, weights are streamed from memory. At 4.8 TB/s and a latency of 0.8 us, 3.8 MB
+#   must be in flight, 29 KB per multiprocessor. 3 of 4 stages of 16 KB of weights are 48 KB, and a
+#   second program per multiprocessor loads while the first one starts or ends.
+# - With 256 rows and 128 features, a program has 128 accumulators per thread, and 4 stages take
+#   192 KB.
+TILES = (
+    Tile(16, 64, 128, 4, 4),
+    Tile(32, 64, 128, 4, 4),
+    Tile(64, 64, 128, 4, 3),
+    Tile(128, 64, 64, 4, 4),
+    Tile(128, 128, 64, 8, 4, persistent=True),
+    Tile(256, 128, 64, 8, 4, persistent=True),
+)
+SMALL_MEMORY_TILES = (Tile(16, 64, 64, 4, 4), Tile(64, 64, 64, 4, 4), Tile(128, 64, 32, 4, 4))
+FP32_TILES = (Tile(32, 32, 32, 4, 2),)  # fp32 matmuls run on the CUDA cores
+SHARED_MEMORY = 200 << 10  # bytes that TILES need; data-centre GPUs from Hopper on have them
+TWO_SUMS = 64  # accumulators per thread up to which a program can hold two results
+NUM_MULTIPROCESSORS = 132  # of a Hopper GPU
+MIN_SPLIT_COLUMNS, MIN_PART_COLUMNS = 2048, 512
+MAX_PARTS_NUMEL = 4 << 20  # elements of all parts, so that they stay in the L2 cache
+MAX_BLOCK_K = 128  # parts begin at multiples of it
+
+
+def num_parts(out_features: int, width: int) -> int:
+    """Returns the number of parts of the split-K: enough to give most of Hopper's multiprocessors a
+    part of 64 features. Narrow weights are not split, because adding the parts would take longer.
+    """
+    parts = 1
+    if width >= MIN_SPLIT_COLUMNS:
+        while (
+            2 * parts * cdiv(out_features, 64) <= NUM_MULTIPROCESSORS
+            and 2 * parts * MIN_PART_COLUMNS <= width
+        ):
+            parts *= 2
+    return parts
+
+
+def part_columns(out_features: int, width: int) -> int:
+    """Returns the number of input features of each part but the last one."""
+    return cdiv(cdiv(width, num_parts(out_features, width)), MAX_BLOCK_K) * MAX_BLOCK_K
+
+
+class Launch(NamedTuple):
+    """How a GEMM is launched. It does not change the result.
+
+    Attributes:
+        is_parallel: whether each part of the split-K has a program of its own.
+    """
+
+    tile: Tile
+    is_parallel: bool
+
+
+@cache
+def choose_launch(
+    num_rows: int, out_features: int, width: int, tiles: tuple[Tile, ...], multiprocessors: int
+) -> Launch:
+    """Returns the launch with the smallest estimated time."""
+    parts = cdiv(width, part_columns(out_features, width))
+    best, least = None, float("inf")
+    for tile in tiles:
+        num_tiles = cdiv(num_rows, tile.rows) * cdiv(out_features, tile.features)
+        # Cycles of a Hopper GPU for one column: 2,048 multiplications, or 48 bytes from the L2
+        # cache.
+        multiply = tile.rows * tile.features / 2048
+        load = (tile.rows + tile.features) * 2 / 48
+        for parallel in {1, parts}:
+            if parallel < parts and tile.accumulators > TWO_SUMS:
+                continue
+            if parallel > 1 and parallel * num_rows * out_features > MAX_PARTS_NUMEL:
+                continue
+            waves = cdiv(num_tiles * parallel, multiprocessors)
+            cycles = waves * (1500 + max(multiply, load) * width / parallel)
+            if parallel > 1:  # a second kernel reads the parts
+                cycles += 4000 + 8 * parallel * num_rows * out_features / (32 * multiprocessors)
+            if cycles < least:
+                best, least = Launch(tile, parallel > 1), cycles
+    assert best is not None
+    return best
+
+
+@triton.jit
+def _load_block(
+    source,
+    row,
+    column,
+    num_rows,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Loads a block [ROWS, COLUMNS] of a matrix [num_rows, width]. ``source`` is a tensor
+    descriptor with TMA, otherwise a pointer. Columns past the end are zero. Rows past the end are
+    undefined."""
+    if TMA:
+        block = source.load([row, column])
+    else:
+        rows = tl.minimum(row + tl.arange(0, ROWS), num_rows - 1)
+        columns = column + tl.arange(0, COLUMNS)
+        address = source + rows.to(tl.int64)[:, None] * width + columns[None, :]
+        block = tl.load(address, mask=(columns < width)[None, :], other=0.0)
+    return block
+
+
+@triton.jit
+def _finish(
+    total, row, feature, mask, bias_ptr, residual_ptr, out_ptr, out_features
+):  # fmt: skip
+    """Adds bias and residual to a tile of sums [rows, features], rounds it once and stores it."""
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + feature, mask=feature < out_features, other=0.0)
+        total += bias.to(tl.float32)[None, :]
+    address = row.to(tl.int64)[:, None] * out_features + feature[None, :]
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + address, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + address, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear_kernel(
+    x,
+    weight,
+    prefetch_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    num_rows,
+    out_features,
+    width,
+    columns,
+    IS_SPLIT: tl.constexpr,
+    TMA: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+    GROUP: tl.constexpr = 8,
+):
+    """Computes tiles of x W^T + bias + residual.
+
+    With several programs along the grid's second dimension, program p computes part p of the
+    split-K, and stores its sums in out [parts, num_rows, out_features]. Otherwise, with IS_SPLIT, a
+    program adds the sums of all parts. A part has ``columns`` columns, a multiple of BLOCK_K.
+
+    GROUP tiles of rows that use the same features run at about the same time, so weights and rows
+    stay in the L2 cache. With PDL, a program prefetches the weights at ``prefetch_ptr`` into the L2
+    cache while it waits for x. It is None for no prefetch.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    part = tl.program_id(1)
+    begin = part * columns
+    if PDL:
+        if prefetch_ptr is not None:
+            first_tile = tl.program_id(0) // tl.cdiv(num_rows, BLOCK_M) * BLOCK_N
+            first_tile = tl.minimum(first_tile, out_features - BLOCK_N)
+            prefetch_ptr += first_tile.to(tl.int64) * width + begin
+            prefetch(prefetch_ptr, width, tl.minimum(width - begin, columns), BLOCK_N)
+        tl.extra.cuda.gdc_wait()
+    end = width if tl.num_programs(1) == 1 else tl.minimum(begin + columns, width)
+    tiles_m = tl.cdiv(num_rows, BLOCK_M)
+    tiles_n = tl.cdiv(out_features, BLOCK_N)
+    out_ptr += part.to(tl.int64) * num_rows * out_features
+    for tile in tl.range(
+        tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=PERSISTENT
+    ):
+        group = tile // (GROUP * tiles_n)
+        index = tile % (GROUP * tiles_n)
+        size = tl.minimum(tiles_m - group * GROUP, GROUP)
+        first_row = (group * GROUP + index % size) * BLOCK_M
+        first = index // size * BLOCK_N
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        total = acc
+        for start in tl.range(begin, end, BLOCK_K):
+            w = _load_block(weight, first, start, out_features, width, BLOCK_N, BLOCK_K, TMA)
+            rows = _load_block(x, first_row, start, num_rows, width, BLOCK_M, BLOCK_K, TMA)
+            acc = tl.dot(w, tl.trans(rows), acc, input_precision="ieee")
+            if IS_SPLIT:
+                if (start + BLOCK_K) % columns == 0:
+                    total += acc
+                    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        if IS_SPLIT:
+            if (end - begin) % columns != 0:
+                total += acc
+        else:
+            total = acc
+        row = first_row + tl.arange(0, BLOCK_M)
+        feature = first + tl.arange(0, BLOCK_N)
+        mask = (row < num_rows)[:, None] & (feature < out_features)[None, :]
+        _finish(
+            tl.trans(total), row, feature, mask, bias_ptr, residual_ptr, out_ptr, out_features
+        )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_parts_kernel(
+    parts_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    num_rows,
+    out_features,
+    NUM_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Adds the parts of a split-K, bias and residual: [NUM_PARTS, num_rows, out_features] ->
+    [num_rows, out_features]."""
+    pdl_wait(PDL)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (row < num_rows)[:, None] & (feature < out_features)[None, :]
+    address = parts_ptr + row.to(tl.int64)[:, None] * out_features + feature[None, :]
+    size = num_rows.to(tl.int64) * out_features
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for part in tl.static_range(NUM_PARTS):
+        total += tl.load(address + part * size, mask=mask, other=0.0)
+    _finish(total, row, feature, mask, bias_ptr, residual_ptr, out_ptr, out_features)
+
+
+def invariant_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None
+) -> Tensor:
+    """Computes x W^T + bias + residual in fp32, rounded once.
+
+    Args:
+        x: [N, in], contiguous, N at least 1. fp16, bf16 or fp32.
+        weight: [out, in], contiguous.
+        bias: [out], or None.
+        residual: [N, out], contiguous, or None.
+
+    Returns:
+        [N, out]. For each dtype, GPU and shape of the weight, the bits of a row depend on this row
+        of x and of the residual only.
+    """
+    out_features, width = weight.shape
+    tiles = choose_tiles(x)
+    multiprocessors = num_multiprocessors(x.device)
+    launch = choose_launch(len(x), out_features, width, tiles, multiprocessors)
+    return launch_linear(x, weight, bias, residual, launch)
+
+
+def choose_tiles(x: Tensor) -> tuple[Tile, ...]:
+    """Returns the tiles for the dtype and the device of x."""
+    if x.dtype is torch.float32:
+        return FP32_TILES
+    return TILES if shared_memory(x.device) >= SHARED_MEMORY else SMALL_MEMORY_TILES
+
+
+def launch_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, launch: Launch
+) -> Tensor:
+    """Computes ``invariant_linear`` with the given tile."""
+    (num_rows, width), out_features = x.shape, len(weight)
+    assert num_rows > 0 and weight.size(1) == width and x.dtype == weight.dtype
+    assert x.is_contiguous() and weight.is_contiguous()
+    assert residual is None or (residual.is_contiguous() and len(residual) == num_rows)
+    columns = part_columns(out_features, width)
+    parts = cdiv(width, columns)
+    tile, is_parallel = launch
+    assert not is_parallel or parts > 1
+    out = x.new_empty(num_rows, out_features)
+    sums, given = out, (bias, residual)
+    if is_parallel:
+        sums = x.new_empty(parts, num_rows, out_features, dtype=torch.float32)
+        given = None, None
+    num_tiles = cdiv(num_rows, tile.rows) * cdiv(out_features, tile.features)
+    if tile.persistent:
+        num_tiles = min(num_tiles, num_multiprocessors(x.device))
+    tma = has_tma(x.device) and width * x.itemsize % 16 == 0 and x.dtype is not torch.float32
+    _linear_kernel[(num_tiles, parts if is_parallel else 1)](
+        _source(x, tile.rows, tile.columns, tma),
+        _source(weight, tile.features, tile.columns, tma),
+        weight if tma and not tile.persistent and out_features % tile.features == 0 else None,
+        *given,
+        sums,
+        num_rows,
+        out_features,
+        width,
+        columns,
+        IS_SPLIT=parts > 1 and not is_parallel,
+        TMA=tma,
+        PERSISTENT=tile.persistent,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.features,
+        BLOCK_K=tile.columns,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **pdl_options(x),
+    )
+    if is_parallel:
+        block_m, block_n = 4, 256
+        _add_parts_kernel[(cdiv(out_features, block_n), cdiv(num_rows, block_m))](
+            sums,
+            bias,
+            residual,
+            out,
+            num_rows,
+            out_features,
+            NUM_PARTS=parts,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            num_warps=4,
+            **pdl_options(x),
+        )
+    return out
+
+
+def _source(matrix: Tensor, rows: int, columns: int, tma: bool) -> Any:
+    return TensorDescriptor.from_tensor(matrix, [rows, columns]) if tma else matrix
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Returns the number of multiprocessors of a CUDA GPU; that of a Hopper GPU for a CPU."""
+    if device.type != "cuda":
+        return NUM_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def has_tma(device: torch.device) -> bool:
+    """Returns whether kernels can load tensor descriptors in hardware (TMA, from Hopper on)."""
+    is_cuda = device.type == "cuda" and torch.version.hip is None
+    return is_cuda and torch.cuda.get_device_capability(device) >= (9, 0)

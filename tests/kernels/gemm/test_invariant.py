@@ -1,0 +1,162 @@
+"""Batch-invariant GEMMs against PyTorch's, and the order of their sums."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels.gemm import invariant
+from nanovllm.kernels.gemm.invariant import (
+    FP32_TILES,
+    MAX_BLOCK_K,
+    SMALL_MEMORY_TILES,
+    TILES,
+    TWO_SUMS,
+    Launch,
+    Tile,
+    choose_launch,
+    choose_tiles,
+    invariant_linear,
+    launch_linear,
+    num_parts,
+    part_columns,
+)
+from tests.kernels.conftest import DEVICE
+from tests.kernels.oracle import assert_as_good_as_eager, poisoned
+
+# Tiles whose borders small matrices cross; in the interpreter a persistent program runs them all.
+SMALL = Tile(8, 16, 16, 4, 1), Tile(16, 16, 32, 4, 1), Tile(8, 16, 16, 4, 1, persistent=True)
+
+
+def make(rows, out, width, dtype, device, whole=False):
+    """Whole numbers have sums that are exact in any order."""
+
+    def randn(*shape, scale=1.0):
+        x = torch.randint(-4, 5, shape) if whole else torch.randn(shape) * scale
+        return x.to(dtype).to(device)
+
+    return (
+        randn(rows, width),
+        randn(out, width, scale=width**-0.5),
+        randn(out),
+        randn(rows, out),
+    )
+
+
+@pytest.fixture
+def in_parts(monkeypatch):
+    """Matrices of 70 columns and more have parts of 32 columns."""
+    monkeypatch.setattr(invariant, "MAX_BLOCK_K", 32)
+    monkeypatch.setattr(invariant, "MIN_SPLIT_COLUMNS", 70)
+    monkeypatch.setattr(invariant, "MIN_PART_COLUMNS", 16)
+    monkeypatch.setattr(invariant, "NUM_MULTIPROCESSORS", 4)
+    if DEVICE == "cpu":  # so that a persistent program computes several tiles
+        monkeypatch.setattr(invariant, "num_multiprocessors", lambda device: 2)
+
+
+SIZES = [(1, 16, 32), (9, 40, 72), (20, 17, 128), (3, 33, 90)]  # rows, out, in
+
+
+@pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "pointers"])
+@pytest.mark.parametrize(("rows", "out", "width"), SIZES, ids=str)
+def test_as_good_as_eager(rows, out, width, tma, dtype, device, in_parts, monkeypatch):
+    """In all tiles, with parts one after the other and in parallel, with and without a bias."""
+    x, weight, bias, residual = make(rows, out, width, dtype, device)
+    if device == "cpu":
+        monkeypatch.setattr(invariant, "has_tma", lambda device: tma)
+    elif not tma:
+        monkeypatch.setattr(invariant, "has_tma", lambda device: False)
+    exact = F.linear(x.double(), weight.double())
+    eager = F.linear(x, weight)
+    poisoned(monkeypatch)
+    tiles = SMALL if device == "cpu" else choose_tiles(x)
+    is_split = width > part_columns(out, width)
+    assert is_split == (width >= 70)
+    for tile, is_parallel in product(tiles, (False, True) if is_split else (False,)):
+        if not is_parallel and is_split and tile.accumulators > TWO_SUMS:
+            continue
+        launch = Launch(tile, is_parallel)
+        assert_as_good_as_eager(launch_linear(x, weight, None, None, launch), eager, exact)
+        found = launch_linear(x, weight, bias, residual, launch)
+        total = exact + bias.double() + residual.double()
+        assert_as_good_as_eager(found, F.linear(x, weight, bias) + residual, total)
+
+
+def test_all_launches_have_the_same_bits(device, in_parts, monkeypatch):
+    """On whole numbers, whose sums do not depend on the order in which the interpreter's matmuls
+    add. In fp32, with parts of which the second one cancels the first one: then the order shows."""
+    if device == "cuda":
+        pytest.skip("benchmarks/invariance.py compares the real tiles")
+    x, weight, bias, residual = make(20, 40, 90, torch.float32, device, whole=True)
+    x[:, :32] *= 2**22
+    x[:, 32:64], weight[:, 32:64] = -x[:, :32], weight[:, :32]
+    bias += 0.3
+    expected = None
+    for tile, is_parallel, rows in product(SMALL, (False, True), (20, 1, 8)):
+        if tile.columns > 16:
+            continue  # whose part of 32 columns would be one matmul
+        found = launch_linear(
+            x[:rows], weight, bias, residual[:rows].clone(), Launch(tile, is_parallel)
+        )
+        expected = found if expected is None else expected
+        assert torch.equal(found, expected[:rows])
+
+
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_parts_are_added_in_order(is_parallel, device, in_parts):
+    """2^24 + 1 rounds to 2^24 in fp32, so each other order of the three parts has another sum."""
+    x = torch.zeros(2, 90, device=device)
+    x[:, 0], x[:, 32], x[:, 64] = 1, 2**24, -(2**24)
+    weight = torch.ones(16, 90, device=device)
+    found = launch_linear(x, weight, None, None, Launch(FP32_TILES[0], is_parallel))
+    assert not found.any()
+
+
+def test_launches_depend_on_rows_and_parts_do_not():
+    """Parts as the docstring of ``num_parts`` says; shapes of Qwen3 0.6B, 8B and others."""
+    shapes = {
+        (4096, 1024): 1, (1024, 2048): 4, (6144, 1024): 1, (1024, 3072): 4, (151_936, 1024): 1,
+        (6144, 4096): 1, (4096, 4096): 2, (24_576, 4096): 1, (4096, 12_288): 2, (1536, 8960): 4,
+        (64, 64): 1, (32, 20_000): 32,
+    }  # fmt: skip
+    assert {shape: num_parts(*shape) for shape in shapes} == shapes
+    for out, width in shapes:
+        columns = part_columns(out, width)
+        assert columns % MAX_BLOCK_K == 0 and columns * num_parts(out, width) >= width
+        for rows in (1, 16, 17, 64, 65, 256, 1000, 16_384):
+            for tiles in (TILES, SMALL_MEMORY_TILES, FP32_TILES):
+                tile, is_parallel = choose_launch(rows, out, width, tiles, 132)
+                assert columns % tile.columns == 0
+                is_split = columns < width
+                assert is_split or not is_parallel
+                assert is_parallel or not is_split or tile.accumulators <= TWO_SUMS
+                assert tile.rows <= 16 or rows > 16 or tiles is not TILES
+    assert choose_launch(1, 4096, 4096, TILES, 132) == Launch(TILES[0], True)
+    assert choose_launch(16_384, 4096, 4096, TILES, 132) == Launch(TILES[-2], False)
+    assert choose_launch(16_384, 24_576, 4096, TILES, 132) == Launch(TILES[-1], False)
+
+
+def test_rows_do_not_mix(dtype, device):
+    x, weight, bias, residual = make(37, 48, 64, dtype, device, whole=True)
+    alone = invariant_linear(x, weight, bias, residual)
+    assert torch.equal(alone, F.linear(x.double(), weight.double(), bias.double()).to(dtype) + residual)
+    x[20] = float("nan")
+    found = invariant_linear(x, weight, bias, residual)
+    assert found[20].isnan().all()
+    found[20] = alone[20]
+    assert torch.equal(found, alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("out", "width"), [(4096, 1024), (1024, 3072), (4096, 4096), (1000, 200)], ids=str
+)
+def test_a_row_has_the_same_bits_in_any_batch(out, width, dtype):
+    x, weight, bias, residual = make(1000, out, width, dtype, "cuda")
+    expected = invariant_linear(x, weight, bias, residual)
+    for rows in (1, 2, 8, 16, 17, 64, 65, 200, 256, 700):
+        for first in (0, 1000 - rows):
+            part = slice(first, first + rows)
+            found = invariant_linear(x[part], weight, bias, residual[part])
+            assert torch.equal(found, expected[part]), (rows, first)
