@@ -1,0 +1,621 @@
+"""Batch-invariant attention in Triton: the bits of a token's result are the same in a prefill, in a
+chunk of any size and in a decode step, whatever else is in the batch.
+
+- A context is cut into splits of SPLIT keys at fixed positions, and a split into tiles of BLOCK_N
+  keys. The online softmax (see ``tiles.py``) runs over the tiles of a split in order, and starts
+  anew with each split.
+- The results of the splits are merged in order, always by ``_merge``. In a prefill, one program
+  computes all splits of its queries and merges each one when it is complete. In a decode, several
+  programs share a context, and the last one to finish merges their results.
+- Both kernels call ``_attend_in_splits`` with the same tile sizes, so the same instructions compute
+  a row. A decode has few rows per KV head, and pads its tile with zeros.
+- A row ignores keys that it must not see: their weights are exactly 0, and so are products with
+  them. So a tile or a split without visible keys changes nothing, and may be skipped.
+
+The new keys and values of a decode are in the cache before attention, as those of a prefill are.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.attention.base import AttentionBackend, AttentionParams
+from nanovllm.kernels.attention.kv_cache import KVCache
+from nanovllm.kernels.attention.prefill import SCAN
+from nanovllm.kernels.attention.prefix_schedule import SharedPrefixes
+from nanovllm.kernels.attention.split_kv import KV_SPLIT, KV_SPLIT_WORDS
+from nanovllm.kernels.attention.tiles import CONSTEXPR_LOG2_E, LOG2_E, load_tile, softcap
+from nanovllm.kernels.rope import NewKV
+from nanovllm.utils.context import Context
+from nanovllm.utils.math import cdiv
+from nanovllm.utils.triton_compat import pdl_options, pdl_wait, shared_memory, tl, triton
+
+SPLIT = 512  # keys
+SPLIT_WORDS = tl.constexpr(KV_SPLIT_WORDS)
+# Rows of a schedule beyond one per sequence. They also bound the memory for partial results.
+EXTRA_ROWS = 512
+NUM_PROGRAMS = 4 * 132  # decode programs beyond one per sequence and KV head, 4 per multiprocessor
+MERGED_AT_ONCE = tl.constexpr(8)  # partial results that are loaded together
+
+
+class Tile(NamedTuple):
+    """Tile and launch sizes of both kernels. All but ``num_stages`` may change the result's bits.
+
+    Attributes:
+        num_rows: BLOCK_M, rows of queries: tokens times query heads that share a KV head.
+        num_keys: BLOCK_N, keys per iteration. It divides SPLIT.
+        num_warps: warps per program.
+        num_stages: pipeline stages.
+    """
+
+    num_rows: int
+    num_keys: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tile(group: int, head_dim: int, dtype: torch.dtype, shared_memory: int) -> Tile:
+    """Chooses tile and launch sizes, the same for prefill and decode.
+
+    Args:
+        group: query heads per KV head.
+        head_dim: size of a head.
+        dtype: of queries, keys and values.
+        shared_memory: the most that one program can use, in bytes.
+    """
+    if dtype is torch.float32:  # no tensor cores: small tiles keep the unrolled code short
+        tile = Tile(16, 16, 4, 2)
+    elif head_dim > 128:
+        tile = Tile(64, 16, 8, 3)
+    elif shared_memory < 200 << 10:
+        tile = Tile(64, 32, 4, 2)
+    else:
+        tile = Tile(64, 64, 4, 3)
+    return tile._replace(num_rows=max(tile.num_rows, 1 << (group - 1).bit_length()))
+
+
+@triton.jit
+def _softmax_step(scores, scale, row_max, row_sum):
+    """Adds a tile of scores to the online softmax, as ``tiles.online_softmax_step`` does.
+
+    Additions of products are explicit FMAs here and in ``_merge``, because the compiler could fuse
+    them in one kernel and not in the other.
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
+    # A row whose scores are all masked so far has maximum -inf. Shifting by 0 avoids inf - inf.
+    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+    p = tl.exp2(tl.fma(scores, scale, -shift[:, None]))
+    alpha = tl.exp2(row_max - shift)
+    return p, alpha, new_max, tl.fma(row_sum, alpha, tl.sum(p, axis=1))
+
+
+@triton.jit
+def _merge(total_max, total_sum, total, row_max, row_sum, acc):
+    """Adds a split's maxima, sums and weighted values to those of the splits before it. A split
+    without visible keys has maximum -inf and sums of 0, and changes nothing."""
+    new_max = tl.maximum(total_max, row_max)
+    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+    alpha, beta = tl.exp2(total_max - shift), tl.exp2(row_max - shift)
+    total = tl.fma(acc, beta[:, None], total * alpha[:, None])
+    return new_max, tl.fma(row_sum, beta, total_sum * alpha), total
+
+
+@triton.jit
+def _attend_in_splits(
+    q,
+    k_ptr,
+    v_ptr,
+    pages_ptr,
+    k_start,
+    kv_head,
+    begin,
+    middle,
+    end,
+    position,
+    total_max,
+    total_sum,
+    total,
+    scale_log2e,
+    k_stride,
+    v_stride,
+    window_begin,
+    window_full,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Lets the rows of q attend to keys [begin, end), and merges each split into the totals.
+
+    ``begin`` is a multiple of BLOCK_N. The arguments are those of ``tiles.attend``.
+    """
+    BLOCK_M: tl.constexpr = q.shape[0]
+    BLOCK_D: tl.constexpr = q.shape[1]
+    dim = tl.arange(0, BLOCK_D)
+    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    full = begin
+    if WINDOW:
+        begin = tl.maximum(begin, window_begin // BLOCK_N * BLOCK_N)
+        middle = tl.maximum(begin, middle)
+        full = tl.minimum(tl.maximum(begin, tl.cdiv(window_full, BLOCK_N) * BLOCK_N), middle)
+    for PART in tl.static_range(0 if WINDOW else 1, 3):  # the window's start, the middle, the end
+        first = middle if PART == 2 else full if PART == 1 else begin
+        last = end if PART == 2 else middle if PART == 1 else full
+        for n in tl.range(first, last, BLOCK_N):
+            if n % SPLIT == 0:
+                total_max, total_sum, total = _merge(
+                    total_max, total_sum, total, row_max, row_sum, acc
+                )
+                row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+                row_sum = tl.zeros([BLOCK_M], tl.float32)
+                acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            key = n + tl.arange(0, BLOCK_N)
+            kv_mask = (dim < HEAD_DIM)[None, :]
+            if PART != 1:
+                exists = key < end
+                if WINDOW:
+                    exists = exists & (key >= window_begin)
+                kv_mask = exists[:, None] & kv_mask
+            offset = kv_head * HEAD_DIM + dim
+            k = load_tile(
+                k_ptr, k_stride, offset, kv_mask, n, end, pages_ptr, k_start, PAGE_SIZE, BLOCK_N
+            )
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if SOFTCAP is not None:
+                scores = softcap(scores * scale_log2e, SOFTCAP)
+            if PART != 1:
+                visible = exists[None, :] & (key[None, :] <= position[:, None])
+                if WINDOW:
+                    visible = visible & (key[None, :] > position[:, None] - WINDOW)
+                scores = tl.where(visible, scores, -float("inf"))
+            p, alpha, row_max, row_sum = _softmax_step(
+                scores, 1.0 if SOFTCAP is not None else scale_log2e, row_max, row_sum
+            )
+            v = load_tile(
+                v_ptr, v_stride, offset, kv_mask, n, end, pages_ptr, k_start, PAGE_SIZE, BLOCK_N
+            )
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    return _merge(total_max, total_sum, total, row_max, row_sum, acc)
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_seqs"])
+def _prefill_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    block_tables_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    sinks_ptr,
+    scale_log2e,
+    q_stride,
+    k_stride,
+    v_stride,
+    table_stride,
+    num_seqs,
+    PAGE_SIZE: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SCAN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Computes one tile of queries of one sequence and KV head: see ``prefill._prefill_kernel``,
+    which assigns tiles to programs in the same way."""
+    pdl_wait(PDL)
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    GROUP: tl.constexpr = Q_HEADS // KV_HEADS
+    TILE: tl.constexpr = BLOCK_M // GROUP
+    kv_head = tl.program_id(1)
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
+    seq = -1
+    for first in tl.range(0, num_seqs, SCAN):
+        s = first + tl.arange(0, SCAN)
+        start = tl.load(cu_seqlens_q_ptr + s, mask=s < num_seqs, other=0) // TILE + s
+        seq += tl.sum(((start <= index) & (s < num_seqs)).to(tl.int32))
+    q_start = tl.load(cu_seqlens_q_ptr + seq)
+    len_q = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start
+    tile = index - (q_start // TILE + seq)
+    if tile * TILE >= len_q:
+        return
+    k_start = tl.load(cu_seqlens_k_ptr + seq)
+    len_k = tl.load(cu_seqlens_k_ptr + seq + 1) - k_start
+
+    row = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    token = tile * TILE + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    row_mask = (token < len_q) & (row < TILE * GROUP)
+    q_offset = (q_start + token).to(tl.int64) * q_stride + head * HEAD_DIM
+    q_mask = row_mask[:, None] & (dim < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + q_offset[:, None] + dim[None, :], mask=q_mask, other=0.0)
+
+    first_position = len_k - len_q + tile * TILE
+    end = tl.minimum(first_position + TILE, len_k)
+    total_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total_sum = tl.zeros([BLOCK_M], tl.float32)
+    if sinks_ptr is not None:
+        total_max = tl.load(sinks_ptr + head) * CONSTEXPR_LOG2_E
+        total_sum += 1.0
+    _, total_sum, total = _attend_in_splits(
+        q,
+        k_ptr,
+        v_ptr,
+        block_tables_ptr + seq * table_stride if PAGE_SIZE else block_tables_ptr,
+        k_start,
+        kv_head,
+        0,
+        tl.minimum(end, first_position + 1) // BLOCK_N * BLOCK_N,
+        end,
+        len_k - len_q + token,
+        total_max,
+        total_sum,
+        tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+        scale_log2e,
+        k_stride,
+        v_stride,
+        tl.maximum(first_position + 1 - WINDOW, 0) if WINDOW else 0,
+        end - WINDOW if WINDOW else 0,
+        PAGE_SIZE,
+        HEAD_DIM,
+        BLOCK_N,
+        SPLIT,
+        WINDOW,
+        SOFTCAP,
+    )
+    out = total / tl.where(total_sum > 0, total_sum, 1.0)[:, None]
+    out_row = (q_start + token).to(tl.int64) * Q_HEADS + head
+    tl.store(
+        out_ptr + out_row[:, None] * HEAD_DIM + dim[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=q_mask,
+    )
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    partial_ptr,
+    max_ptr,
+    sum_ptr,
+    arrived_ptr,
+    block_tables_ptr,
+    schedule_ptr,
+    context_lens_ptr,
+    sinks_ptr,
+    scale_log2e,
+    q_stride,
+    table_stride,
+    PAGE_SIZE: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Computes one KV head of every ``num_programs``-th row of the schedule.
+
+    partial is fp32 [slots, Q_HEADS, HEAD_DIM], max and sum are fp32 [slots, Q_HEADS]. arrived is
+    int32 [slots, KV_HEADS]. It counts the finished rows of a sequence at the sequence's first slot,
+    and is zero before and after a launch.
+    """
+    pdl_wait(PDL)
+    GROUP: tl.constexpr = Q_HEADS // KV_HEADS
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    BLOCK_G: tl.constexpr = triton.next_power_of_2(GROUP)
+    KV_STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
+    kv_head = tl.program_id(0)
+    row = tl.arange(0, BLOCK_M)
+    head = kv_head * GROUP + row
+    dim = tl.arange(0, BLOCK_D)
+    row_mask = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    num_rows = tl.load(schedule_ptr + 6)
+    for index in tl.range(tl.program_id(1), num_rows, tl.num_programs(1)):
+        entry_ptr = schedule_ptr + index * SPLIT_WORDS
+        seq = tl.load(entry_ptr)
+        begin = tl.load(entry_ptr + 1)
+        end = tl.load(entry_ptr + 2)
+        num_partials = tl.load(entry_ptr + 3)
+        part = tl.load(entry_ptr + 4)
+        first_slot = tl.load(entry_ptr + 5)
+        position = tl.load(context_lens_ptr + seq) - 1
+        q_row = q_ptr + seq.to(tl.int64) * q_stride
+        q = tl.load(q_row + head[:, None] * HEAD_DIM + dim[None, :], mask=row_mask, other=0.0)
+        total_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        total_sum = tl.zeros([BLOCK_M], tl.float32)
+        if sinks_ptr is not None:
+            is_first = row < (part == 0).to(tl.int32) * GROUP
+            sinks = tl.load(sinks_ptr + head, mask=is_first, other=-float("inf"))
+            total_max = sinks * CONSTEXPR_LOG2_E
+            total_sum += is_first.to(tl.float32)
+        window_begin = tl.maximum(position + 1 - WINDOW, 0) if WINDOW else 0
+        total_max, total_sum, total = _attend_in_splits(
+            q,
+            k_ptr,
+            v_ptr,
+            block_tables_ptr + seq * table_stride,
+            0,
+            kv_head,
+            begin,
+            end // BLOCK_N * BLOCK_N,
+            end,
+            row * 0 + position,
+            total_max,
+            total_sum,
+            tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+            scale_log2e,
+            KV_STRIDE,
+            KV_STRIDE,
+            window_begin,
+            window_begin,
+            PAGE_SIZE,
+            HEAD_DIM,
+            BLOCK_N,
+            SPLIT,
+            WINDOW,
+            SOFTCAP,
+        )
+        out_row = seq.to(tl.int64) * Q_HEADS + kv_head * GROUP
+        if num_partials == 1:
+            out = total / tl.where(total_sum > 0, total_sum, 1.0)[:, None]
+            out_ptrs = out_ptr + (out_row + row)[:, None] * HEAD_DIM + dim[None, :]
+            tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=row_mask)
+        else:
+            slot_row = (first_slot + part) * Q_HEADS + head
+            tl.store(max_ptr + slot_row, total_max, mask=row < GROUP)
+            tl.store(sum_ptr + slot_row, total_sum, mask=row < GROUP)
+            partial_ptrs = partial_ptr + slot_row[:, None] * HEAD_DIM + dim[None, :]
+            tl.store(partial_ptrs, total, mask=row_mask)
+            tl.debug_barrier()
+            counter_ptr = arrived_ptr + first_slot * KV_HEADS + kv_head
+            if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_partials - 1:
+                tl.store(counter_ptr, 0)
+                member = tl.arange(0, BLOCK_G)
+                _merge_partials(
+                    partial_ptr,
+                    max_ptr,
+                    sum_ptr,
+                    out_ptr + (out_row + member)[:, None] * HEAD_DIM + dim[None, :],
+                    first_slot * Q_HEADS + kv_head * GROUP + member,
+                    member < GROUP,
+                    num_partials,
+                    Q_HEADS,
+                    HEAD_DIM,
+                )
+
+
+@triton.jit
+def _merge_partials(
+    partial_ptr,
+    max_ptr,
+    sum_ptr,
+    out_ptrs,
+    slot_row,
+    in_group,
+    num_partials,
+    Q_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Merges the partial results of a sequence and KV head in order, and stores their quotient.
+
+    Args:
+        out_ptrs: [BLOCK_G, BLOCK_D], addresses of the results.
+        slot_row: [BLOCK_G], rows of the first partial result.
+        in_group: [BLOCK_G], which rows exist.
+    """
+    BLOCK_G: tl.constexpr = out_ptrs.shape[0]
+    BLOCK_D: tl.constexpr = out_ptrs.shape[1]
+    dim = tl.arange(0, BLOCK_D)
+    mask = in_group[:, None] & (dim < HEAD_DIM)[None, :]
+    total_max = tl.full([BLOCK_G], -float("inf"), tl.float32)
+    total_sum = tl.zeros([BLOCK_G], tl.float32)
+    total = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for start in tl.range(0, num_partials, MERGED_AT_ONCE):
+        for i in tl.static_range(MERGED_AT_ONCE):  # unrolled, so that all loads are issued early
+            exists = in_group & (slot_row * 0 + start + i < num_partials)
+            source = slot_row + (start + i) * Q_HEADS
+            row_max = tl.load(
+                max_ptr + source, mask=exists, other=-float("inf"), cache_modifier=".cg"
+            )
+            row_sum = tl.load(sum_ptr + source, mask=exists, other=0.0, cache_modifier=".cg")
+            acc = tl.load(
+                partial_ptr + source[:, None] * HEAD_DIM + dim[None, :],
+                mask=mask & exists[:, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            total_max, total_sum, total = _merge(
+                total_max, total_sum, total, row_max, row_sum, acc
+            )
+    out = total / tl.where(total_sum > 0, total_sum, 1.0)[:, None]
+    tl.store(out_ptrs, out.to(out_ptrs.dtype.element_ty), mask=mask)
+
+
+def make_fixed_schedule(context_lens: np.ndarray, window: int | None = None) -> np.ndarray:
+    """Cuts contexts at multiples of SPLIT.
+
+    Each split is a row of its own, as far as the rows suffice. Otherwise the first row of a long
+    context has several splits, whose results its program merges one after the other.
+
+    Args:
+        context_lens: int32 [num_seqs].
+        window: the number of tokens that are read, at the end of each context; None for all.
+
+    Returns:
+        int32 [num_seqs + EXTRA_ROWS, KV_SPLIT_WORDS], a KV_SPLIT per row, the longest first. The
+        first word of padding of row 0 is the number of rows that are used.
+    """
+    num_seqs, first_split = len(context_lens), np.zeros_like(context_lens)
+    if window is not None:
+        first_split = np.maximum(context_lens - window, 0) // SPLIT
+    num_splits = np.maximum(-(-context_lens // SPLIT) - first_split, 1)
+    # The largest number of rows per sequence such that all rows suffice.
+    limit = int(num_splits.max(initial=1))
+    while np.minimum(num_splits, limit).sum() > num_seqs + EXTRA_ROWS:
+        limit -= max(1, limit // 16)
+    num_rows = np.minimum(num_splits, limit)
+    seq = np.repeat(np.arange(num_seqs), num_rows)
+    part = np.arange(len(seq)) - np.repeat(num_rows.cumsum() - num_rows, num_rows)
+    # Splits from this one on have a row each.
+    last = (first_split + num_splits - num_rows)[seq] + part
+    schedule = np.zeros(num_seqs + EXTRA_ROWS, KV_SPLIT)
+    used = schedule[: len(seq)]
+    used["seq"], used["split"], used["num_splits"] = seq, part, num_rows[seq]
+    num_slots = np.where(num_rows > 1, num_rows, 0)
+    used["first_slot"] = (num_slots.cumsum() - num_slots)[seq]
+    used["begin"] = np.where(part == 0, first_split[seq], last) * SPLIT
+    used["end"] = np.minimum((last + 1) * SPLIT, context_lens[seq])
+    used[:] = used[np.argsort(used["begin"] - used["end"], kind="stable")]
+    if num_seqs:
+        schedule["padding"][0, 0] = len(seq)
+    return schedule.view(np.int32).reshape(-1, KV_SPLIT_WORDS)
+
+
+class InvariantTritonAttention(AttentionBackend):
+    """Batch-invariant attention for fp16, bf16 and fp32, all block sizes, and head dimensions up to
+    256. For each dtype and GPU, the bits of a row depend on its query, its context and the numbers
+    of heads only."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        # Counters of the decode kernel, by their number. Launches of the same or of different sizes
+        # can share them, because steps run in order.
+        self._arrived: dict[int, Tensor] = {}
+
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        context: Context,
+        params: AttentionParams,
+    ) -> Tensor:
+        q_heads, head_dim = q.shape[1:]
+        kv_heads = k.size(1)
+        tables = context.block_tables
+        if tables is not None:
+            assert cache.k.is_contiguous() and cache.v.is_contiguous()
+            k, v = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
+        assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
+        assert context.cu_seqlens_q is not None
+        group = q_heads // kv_heads
+        tile = choose_tile(group, head_dim, q.dtype, shared_memory(q.device))
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        num_seqs = len(context.cu_seqlens_q) - 1
+        _prefill_kernel[(len(q) // (tile.num_rows // group) + num_seqs, kv_heads)](
+            q,
+            k,
+            v,
+            out,
+            tables,
+            context.cu_seqlens_q,
+            context.cu_seqlens_k,
+            params.sinks,
+            params.scale * LOG2_E,
+            q.stride(0),
+            k.stride(0),
+            v.stride(0),
+            tables.stride(0) if tables is not None else 0,
+            num_seqs,
+            PAGE_SIZE=cache.k.size(1) if tables is not None else 0,
+            Q_HEADS=q_heads,
+            KV_HEADS=kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_M=tile.num_rows,
+            BLOCK_N=tile.num_keys,
+            SPLIT=SPLIT,
+            SCAN=SCAN,
+            WINDOW=params.window or 0,
+            SOFTCAP=None if params.softcap is None else params.softcap * LOG2_E,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            **pdl_options(q),
+        )
+        return out
+
+    def split_kv(
+        self,
+        context_lens: np.ndarray,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        window: int | None = None,
+        prefixes: SharedPrefixes | None = None,
+    ) -> np.ndarray:
+        return make_fixed_schedule(context_lens, window)
+
+    def decode(
+        self,
+        q: Tensor,
+        cache: KVCache,
+        context: Context,
+        params: AttentionParams,
+        new: NewKV | None = None,
+    ) -> Tensor:
+        assert new is None and context.block_tables is not None
+        assert context.split_kv_schedule is not None
+        num_seqs, q_heads, head_dim = q.shape
+        page_size, kv_heads = cache.k.shape[1:3]
+        assert q.stride()[1:] == (head_dim, 1)
+        assert cache.k.is_contiguous() and cache.v.is_contiguous()
+        tile = choose_tile(q_heads // kv_heads, head_dim, q.dtype, shared_memory(q.device))
+        num_slots = num_seqs + EXTRA_ROWS
+        size = num_slots * kv_heads
+        size = 1 << (size - 1).bit_length()  # so that there are few different sizes
+        if size not in self._arrived:
+            self._arrived[size] = torch.zeros(size, dtype=torch.int32, device=q.device)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        partial = out.new_empty(num_slots, q_heads, head_dim, dtype=torch.float32)
+        row_max, row_sum = out.new_empty(2, num_slots, q_heads, dtype=torch.float32)
+        _decode_kernel[(kv_heads, num_seqs + cdiv(NUM_PROGRAMS, kv_heads))](
+            q,
+            cache.k,
+            cache.v,
+            out,
+            partial,
+            row_max,
+            row_sum,
+            self._arrived[size],
+            context.block_tables,
+            context.split_kv_schedule,
+            context.context_lens,
+            params.sinks,
+            params.scale * LOG2_E,
+            q.stride(0),
+            context.block_tables.stride(0),
+            PAGE_SIZE=page_size,
+            Q_HEADS=q_heads,
+            KV_HEADS=kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_M=tile.num_rows,
+            BLOCK_N=tile.num_keys,
+            SPLIT=SPLIT,
+            WINDOW=params.window or 0,
+            SOFTCAP=None if params.softcap is None else params.softcap * LOG2_E,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            **pdl_options(q),
+        )
+        return out

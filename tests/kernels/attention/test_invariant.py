@@ -1,0 +1,180 @@
+"""Batch-invariant attention against naive attention; and equal bits in prefills, chunks and decodes.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm.kernels.attention import invariant
+from nanovllm.kernels.attention.invariant import (
+    EXTRA_ROWS,
+    SPLIT,
+    InvariantTritonAttention,
+    Tile,
+    choose_tile,
+    make_fixed_schedule,
+)
+from nanovllm.kernels.attention.split_kv import KV_SPLIT
+from nanovllm.utils.context import Context
+from tests.kernels.attention.test_attention import Paged, bounds, naive
+from tests.kernels.attention.test_attention_params import make_params
+from tests.kernels.conftest import DEVICE
+from tests.kernels.oracle import assert_as_good_as_eager, poisoned
+
+SHAPES = {"group2": (4, 2, 32, 16), "d24-group3-block7": (3, 1, 24, 7)}  # as in test_attention.py
+NAMES = ("plain", "window5", "window70", "softcap", "sinks", "window40-softcap-sinks")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """On a CPU, tiles of 16 keys and splits of 32, so that short contexts have several; and one
+    program for all rows of a decode's schedule."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(invariant, "SPLIT", 32)
+        monkeypatch.setattr(invariant, "choose_tile", lambda *_: Tile(16, 16, 4, 2))
+        monkeypatch.setattr(invariant, "NUM_PROGRAMS", 0)
+
+
+@pytest.fixture
+def ordered_matmul(monkeypatch):
+    """The interpreter's matmuls sum each element in order, as a tensor core does. Those of NumPy
+    may sum the rows of one matrix in different orders."""
+    if DEVICE == "cuda":
+        return
+    from triton.runtime import interpreter
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        total, a, b = d.data, a.data.astype(d.data.dtype), b.data.astype(d.data.dtype)
+        for k in range(a.shape[1]):
+            total = total + a[:, k, None] * b[k]
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def decode_context(paged, lens, params):
+    """A decode of sequences that share the blocks of the first one, with contexts of ``lens``."""
+    q_heads, (kv_heads, head_dim) = paged.qs[0].size(1), paged.cache.k.shape[2:]
+    shape = q_heads, kv_heads, head_dim, paged.cache.k.dtype
+    lens = np.array(lens, np.int32)
+    schedule = InvariantTritonAttention().split_kv(lens, *shape, params.window)
+    return Context(
+        block_tables=paged.tables[:1].repeat(len(lens), 1),
+        context_lens=torch.from_numpy(lens).to(paged.device),
+        split_kv_schedule=torch.from_numpy(schedule).to(paged.device),
+        max_seqlen_k=int(lens.max()),
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_as_good_as_eager(name, shape, dtype, device, small, monkeypatch):
+    """Prefills of whole prompts and of chunks, and decodes; keys before the window are NaN."""
+    params = make_params(name, shape, device)
+    backend = InvariantTritonAttention()
+    for lens, new, is_paged in (
+        ([1, 5, 100], [1, 5, 100], False),
+        ([30, 5, 100, 64], [7, 5, 1, 0], True),
+    ):
+        paged = Paged(lens, new, *shape, dtype, device)
+        if is_paged:
+            paged.forget(params.window)
+        with monkeypatch.context() as patch:
+            paged.check(backend, paged.context(paged=is_paged), patch, params)
+    lens = [1, 16, 31, 32, 33, 64, 97]
+    paged = Paged(lens, [1] * len(lens), *shape, dtype, device)
+    paged.forget(params.window)
+    exact = torch.cat([naive(*t, params) for t in zip(paged.qs, paged.ks, paged.vs, strict=True)])
+    q, context = torch.cat(paged.qs), decode_context(paged, lens, params)
+    context.block_tables.copy_(paged.tables)
+    poisoned(monkeypatch)
+    out = backend.decode(q, paged.cache, context, params)
+    assert_as_good_as_eager(out, exact.to(dtype), exact, ulps=4.0)
+    assert not any(arrived.any() for arrived in backend._arrived.values())
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_has_the_same_bits_in_prefill_chunk_and_decode(
+    name, shape, device, small, ordered_matmul, monkeypatch
+):
+    """Also where a decode has too few rows for all splits, so that a program merges several."""
+    dtype, length = torch.float32 if device == "cpu" else torch.bfloat16, 150
+    params = make_params(name, shape, device)
+    backend = InvariantTritonAttention()
+    paged = Paged([length], [length], *shape, dtype, device)
+    q, k, v = paged.qs[0], paged.ks[0], paged.vs[0]
+    arguments = k, v, paged.cache
+    expected = backend.prefill(q, *arguments, paged.context(paged=False), params)
+    assert torch.equal(backend.prefill(q, *arguments, paged.context(), params), expected)
+    for first, last in ((0, 3), (3, 40), (40, 139), (139, 150)):
+        paged.contexts, paged.new_tokens = [last], [last - first]
+        chunk = backend.prefill(q[first:last], *arguments, paged.context(), params)
+        assert torch.equal(chunk, expected[first:last]), (first, last)
+    lens = [1, 2, 15, 16, 17, 31, 32, 33, 100, 128, 129, 150]
+    rows = torch.tensor(lens, device=device) - 1
+    for extra_rows in (EXTRA_ROWS, 3, 0):
+        monkeypatch.setattr(invariant, "EXTRA_ROWS", extra_rows)
+        context = decode_context(paged, lens, params)
+        out = backend.decode(q[rows], paged.cache, context, params)
+        assert torch.equal(out, expected[rows]), extra_rows
+    alone = backend.decode(q[-1:], paged.cache, decode_context(paged, [length], params), params)
+    assert torch.equal(alone, expected[-1:])
+
+
+def rows_of(schedule):
+    rows = schedule.view(KV_SPLIT).ravel()
+    used = rows[rows["num_splits"] > 0]
+    assert rows["padding"][0, 0] == len(used) and (rows[: len(used)] == used).all()
+    return used
+
+
+@pytest.mark.parametrize("window", [None, 1, 600])
+def test_schedules_cut_contexts_at_fixed_positions(window):
+    lens = np.array([0, 1, SPLIT, SPLIT + 1, 40_000, 700], np.int32)
+    for num_copies in (1, 20):
+        contexts = np.tile(lens, num_copies)
+        schedule = make_fixed_schedule(contexts, window)
+        assert len(schedule) == len(contexts) + EXTRA_ROWS
+        used = rows_of(schedule)
+        assert (np.diff(used["end"] - used["begin"]) <= 0).all()
+        slots = []
+        for seq, length in enumerate(contexts):
+            rows = np.sort(used[used["seq"] == seq], order="split")
+            first = 0 if window is None else max(0, length - window) // SPLIT * SPLIT
+            assert rows["begin"][0] == first and rows["end"][-1] == length
+            assert (rows["begin"][1:] == rows["end"][:-1]).all()
+            assert (rows["begin"] % SPLIT == 0).all()
+            assert (rows["end"][1:] - rows["begin"][1:] <= SPLIT).all()
+            assert (rows["split"] == np.arange(len(rows))).all()
+            assert (rows["num_splits"] == len(rows)).all()
+            if len(rows) > 1:
+                slots.extend(rows["first_slot"] + rows["split"])
+        assert sorted(slots) == list(range(len(slots)))
+        if window is None:  # with 20 copies the rows do not suffice for all 79 splits of each
+            assert (used["end"] - used["begin"]).max() > SPLIT == (num_copies == 20)
+
+
+def test_rows_that_pad_a_graph_give_zeros(device, small):
+    paged = Paged([20], [1], 4, 2, 32, 16, torch.float32, device)
+    context = decode_context(paged, [0, 20, 0], make_params("plain", (4, 2, 32, 16), device))
+    q = torch.randn(3, 4, 32, device=device)
+    params = make_params("sinks", (4, 2, 32, 16), device)
+    out = InvariantTritonAttention().decode(q, paged.cache, context, params)
+    assert not out[0].any() and out[1].all() and not out[2].any()
+
+
+def test_sequences_that_pad_a_prefill_change_nothing(device, small, monkeypatch):
+    monkeypatch.setattr(invariant, "SCAN", 16)
+    new = [0, 1, 3, 0, 20, 2, 0] * 3
+    batch = Paged([max(1, n) for n in new], new, 4, 2, 32, 16, torch.float32, device)
+    batch.check(InvariantTritonAttention(), batch.context(), monkeypatch)
+
+
+def test_keys_per_tile_divide_splits():
+    for head_dim in (64, 128, 256):
+        for dtype in (torch.float32, torch.bfloat16):
+            for memory in (99 << 10, 227 << 10):
+                tile = choose_tile(5, head_dim, dtype, memory)
+                assert SPLIT % tile.num_keys == 0
+    assert choose_tile(71, 128, torch.bfloat16, 227 << 10).num_rows == 128
