@@ -28,10 +28,12 @@ from nanovllm.kernels.attention import (
     prefix_decode,
     triton_backend,
 )
+from nanovllm.kernels.attention import invariant as invariant_attention
 from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.prefix_schedule import NO_PREFIXES
 from nanovllm.kernels.comm import all_reduce
+from nanovllm.kernels.gemm import invariant as invariant_gemm
 from nanovllm.kernels.gemm import skinny, tiled
 from nanovllm.kernels.moe import few, grouped, mxfp4, route, sort
 from nanovllm.kernels.moe.mix import Experts
@@ -47,6 +49,8 @@ PDL_MODULES = (
     decode,
     few,
     grouped,
+    invariant_attention,
+    invariant_gemm,
     prefill,
     prefix_decode,
     rms_norm,
@@ -94,7 +98,9 @@ def compile_only(capability: int = 90, memory: int = SHARED_MEMORY) -> list[Any]
     options = {"PDL": True, "launch_pdl": True} if capability >= 90 else {"PDL": False}
     for module in PDL_MODULES:
         module.pdl_options = lambda x: options  # type: ignore[attr-defined]
-    prefill.shared_memory = grouped.shared_memory = lambda device: memory
+    for module in (prefill, grouped, invariant_attention, invariant_gemm):
+        module.shared_memory = lambda device: memory  # type: ignore[attr-defined]
+    invariant_gemm.has_tma = lambda device: capability >= 90  # type: ignore[assignment]
     return compiled
 
 
@@ -151,6 +157,7 @@ def launch_all(
             for num_rows in (32, 64) if all_sizes else (32,):
                 for bias in (None, make(out)) if all_sizes else (make(out),):
                     tiled.tile_linear(make(num_rows, width), make(out, width), bias)
+    launch_invariant_gemms(dtype, all_sizes)
     launch_mixtures(dtype, all_sizes)
     logits, rows = make(8, 151_936), ints(8, sample.ROW_WORDS)
     sample.sample_triton(logits, rows, truncates=True)  # a superset of the other
@@ -216,11 +223,73 @@ def launch_attention(
         attention.prefill(q, k, k, cache, prefill, params)
 
 
+def launch_invariant_attention(
+    dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int, params: AttentionParams
+) -> None:
+    """Launches the kernels of batch-invariant attention: prefills without and with a cache, and a
+    decode."""
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    cache = KVCache(*(make(4, 256, kv_heads, head_dim) for _ in range(2)))
+    attention = invariant_attention.InvariantTritonAttention()
+    q, k, bounds = make(64, q_heads, head_dim), make(64, kv_heads, head_dim), ints(2)
+    for tables in (None, ints(1, 16)):
+        context = Context(
+            is_prefill=True,
+            block_tables=tables,
+            cu_seqlens_q=bounds,
+            cu_seqlens_k=bounds,
+            max_seqlen_q=64,
+            max_seqlen_k=64,
+        )
+        attention.prefill(q, k, k, cache, context, params)
+    lens = np.ones(64, np.int32)
+    schedule = attention.split_kv(lens, q_heads, kv_heads, head_dim, dtype, params.window)
+    context = Context(
+        block_tables=ints(64, 16),
+        context_lens=ints(64),
+        split_kv_schedule=torch.from_numpy(schedule),
+        max_seqlen_k=1,
+    )
+    attention.decode(q, cache, context, params)
+
+
+def launch_invariant_gemms(dtype: torch.dtype, all_sizes: bool) -> None:
+    """Launches the batch-invariant GEMM in all its tiles, with parts in parallel and in sequence,
+    and without parts."""
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    tiles = invariant_gemm.choose_tiles(make(1))
+    for tile in tiles if all_sizes else tiles[-2:]:
+        for width, is_parallel in ((1024, False), (4096, False), (4096, True)):
+            if width == 4096 and not is_parallel and tile.accumulators > invariant_gemm.TWO_SUMS:
+                continue
+            x, weight, launch = make(8, width), make(4096, width), (tile, is_parallel)
+            for given in ((None, None), (make(4096), make(8, 4096))):
+                if all_sizes or given[0] is None:
+                    invariant_gemm.launch_linear(x, weight, *given, invariant_gemm.Launch(*launch))
+    invariant_gemm.launch_linear(  # whose rows are no multiples of 16 bytes
+        make(8, 100), make(60, 100), None, None, invariant_gemm.Launch(tiles[0], False)
+    )
+
+
 def launch_windows(all_sizes: bool) -> None:
     """Launches the attention kernels of gpt-oss, and those of Gemma 2 and 3."""
     features = AttentionParams(1.0, 128, 50.0, torch.zeros(64))
     launch_attention(torch.bfloat16, 64, 8, 64, features, all_sizes)
+    launch_invariant_attention(torch.bfloat16, 64, 8, 64, features)
     if all_sizes:
+        for dtype in (torch.bfloat16, torch.float32):
+            for shape in ((16, 8, 128), (8, 4, 256)):
+                for params in (AttentionParams(1.0), features._replace(sinks=torch.zeros(16))):
+                    launch_invariant_attention(dtype, *shape, params)
         launch_attention(torch.bfloat16, 8, 4, 256, AttentionParams(1.0, 4096, 50.0), True)
         launch_attention(torch.bfloat16, 4, 1, 256, AttentionParams(1.0, 512), True)
         launch_attention(torch.float32, 4, 1, 256, features._replace(sinks=None), True)
@@ -276,7 +345,13 @@ if __name__ == "__main__":
             launch_all(torch.float16, 9, 3, 64, ALL_SIZES)
             launch_all(torch.float32, 4, 1, 96, ALL_SIZES)
     done = [(n, k.result() if hasattr(k, "result") else k) for n, k in kernels]
-    roomy = ("_prefill_kernel", "_tile_kernel", "_grouped_kernel")  # on GPUs that have as much
+    roomy = (  # on GPUs that have as much
+        "_prefill_kernel",
+        "_tile_kernel",
+        "_grouped_kernel",
+        "_linear_kernel",
+        "_invariant_prefill_kernel",
+    )
     too_large = [
         name
         for name, kernel in done

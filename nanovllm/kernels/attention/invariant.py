@@ -185,7 +185,7 @@ def _attend_in_splits(
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_seqs"])
-def _prefill_kernel(
+def _invariant_prefill_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -285,7 +285,7 @@ def _prefill_kernel(
 
 
 @triton.jit(do_not_specialize=["table_stride"])
-def _decode_kernel(
+def _invariant_decode_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -443,9 +443,7 @@ def _merge_partials(
                 other=0.0,
                 cache_modifier=".cg",
             )
-            total_max, total_sum, total = _merge(
-                total_max, total_sum, total, row_max, row_sum, acc
-            )
+            total_max, total_sum, total = _merge(total_max, total_sum, total, row_max, row_sum, acc)
     out = total / tl.where(total_sum > 0, total_sum, 1.0)[:, None]
     tl.store(out_ptrs, out.to(out_ptrs.dtype.element_ty), mask=mask)
 
@@ -523,7 +521,7 @@ class InvariantTritonAttention(AttentionBackend):
         tile = choose_tile(group, head_dim, q.dtype, shared_memory(q.device))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         num_seqs = len(context.cu_seqlens_q) - 1
-        _prefill_kernel[(len(q) // (tile.num_rows // group) + num_seqs, kv_heads)](
+        _invariant_prefill_kernel[(len(q) // (tile.num_rows // group) + num_seqs, kv_heads)](
             q,
             k,
             v,
@@ -589,7 +587,7 @@ class InvariantTritonAttention(AttentionBackend):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         partial = out.new_empty(num_slots, q_heads, head_dim, dtype=torch.float32)
         row_max, row_sum = out.new_empty(2, num_slots, q_heads, dtype=torch.float32)
-        _decode_kernel[(kv_heads, num_seqs + cdiv(NUM_PROGRAMS, kv_heads))](
+        _invariant_decode_kernel[(kv_heads, num_seqs + cdiv(NUM_PROGRAMS, kv_heads))](
             q,
             cache.k,
             cache.v,

@@ -257,9 +257,7 @@ def _linear_kernel(
         row = first_row + tl.arange(0, BLOCK_M)
         feature = first + tl.arange(0, BLOCK_N)
         mask = (row < num_rows)[:, None] & (feature < out_features)[None, :]
-        _finish(
-            tl.trans(total), row, feature, mask, bias_ptr, residual_ptr, out_ptr, out_features
-        )
+        _finish(tl.trans(total), row, feature, mask, bias_ptr, residual_ptr, out_ptr, out_features)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

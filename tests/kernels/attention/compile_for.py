@@ -1,11 +1,13 @@
-"""Compiles the attention kernels of models with windows, softcaps and sinks for a GPU, without one:
-run as a program, with its compute capability and KiB of shared memory as arguments: ``80 163``."""
+"""Compiles the attention kernels of models with windows, softcaps and sinks, and the batch-invariant
+kernels, for a GPU, without one: run as a program, with its compute capability and KiB of shared
+memory as arguments: ``80 163``."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.kernels import compile_for_hopper  # first: it turns the interpreter off
 
+import torch  # isort: skip
 import triton  # isort: skip
 
 if __name__ == "__main__":
@@ -13,6 +15,8 @@ if __name__ == "__main__":
     kernels = compile_for_hopper.compile_only(capability, kib << 10)
     with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor):
         compile_for_hopper.launch_windows(all_sizes=True)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            compile_for_hopper.launch_invariant_gemms(dtype, all_sizes=True)
     done = [k.result() if hasattr(k, "result") else k for _, k in kernels]
     assert {kernel.metadata.target.arch for kernel in done} == {capability}
     most = max(kernel.metadata.shared for kernel in done)

@@ -140,7 +140,9 @@ def test_launches_depend_on_rows_and_parts_do_not():
 def test_rows_do_not_mix(dtype, device):
     x, weight, bias, residual = make(37, 48, 64, dtype, device, whole=True)
     alone = invariant_linear(x, weight, bias, residual)
-    assert torch.equal(alone, F.linear(x.double(), weight.double(), bias.double()).to(dtype) + residual)
+    assert torch.equal(
+        alone, F.linear(x.double(), weight.double(), bias.double()).to(dtype) + residual
+    )
     x[20] = float("nan")
     found = invariant_linear(x, weight, bias, residual)
     assert found[20].isnan().all()
