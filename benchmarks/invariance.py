@@ -5,8 +5,8 @@
 Compares the bits of each row's result between batches of different sizes and, for the GEMM and
 attention, between tiles. Then measures times against cuBLAS and the default kernels. Prints tables,
 and writes each row to ``--output`` as a JSON line. A part that fails is reported, and the others
-run. ``--compile-only`` needs no GPU: it compiles the kernels for Hopper, and prints their registers,
-spills and shared memory.
+run. ``--compile-only`` needs no GPU: it compiles the kernels for Hopper, and prints their
+registers, spills and shared memory.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -81,12 +80,17 @@ class Report:
     def run(self, part: Callable[["Report"], None]) -> None:
         start = time.perf_counter()
         print(f"\n== {part.__doc__}", flush=True)
+        self.attempt(part)
+        print(f"({time.perf_counter() - start:.0f} s)", flush=True)
+
+    def attempt(self, case: Callable[..., None], *arguments: Any) -> None:
+        """Runs a case. An exception is a row of the results."""
         try:
-            part(self)
+            case(self, *arguments)
         except Exception:
             self.failed += 1
-            self.row(part.__name__, error=traceback.format_exc())
-        print(f"({time.perf_counter() - start:.0f} s)", flush=True)
+            name = f"{case.__name__} {arguments}"
+            self.row("errors", case=name, error=traceback.format_exc())
 
 
 def num_different(a: Tensor, b: Tensor) -> int:
@@ -117,35 +121,39 @@ def name_of(launch: Launch) -> str:
 def gemm_bits(report: Report) -> None:
     """GEMM: rows whose bits differ from those of the first tile, by number of rows in the batch"""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for out, width in SHAPES if dtype is torch.bfloat16 else SHAPES[1:6:2]:
-            most = ROWS[-1] if out < 100_000 else 1000
-            x, weight = make(most, width, dtype=dtype), make(out, width, dtype=dtype, scale=0.02)
-            all_launches = list(launches(out, width, x))
-            expected = launch_linear(x, weight, None, None, all_launches[0])
-            tiles = {name_of(launch): launch for launch in all_launches}
-            if dtype.itemsize == 2:
-                tiles["16x16 mma.sync"] = Launch(MMA_SYNC_TILE, all_launches[0].is_parallel)
-            forms: dict[str, Callable[[Tensor], Tensor]] = {
-                name: lambda x, launch=launch: launch_linear(x, weight, None, None, launch)
-                for name, launch in tiles.items()
-            }
-            forms["chosen"] = lambda x: gemm.invariant_linear(x, weight, None)
-            forms["cuBLAS"] = lambda x: F.linear(x, weight)
-            if gemm.num_parts(1, width) == 1:
-                swapped = all_launches[0]
-                forms["x as M"] = lambda x: (
-                    launch_linear(weight, x, None, None, swapped).t().contiguous()
-                )
-            for name, form in forms.items():
-                different = {}
-                for rows in ROWS:
-                    if rows > most or (name in ("16x16 mma.sync", "x as M") and rows > 65):
-                        continue
-                    parts = {slice(0, rows), slice(most - rows, most)}
-                    different[rows] = sum(num_different(form(x[p]), expected[p]) for p in parts)
-                total = sum(different.values())
-                detail = "all equal" if not total else str(different)
-                report.row("gemm_bits", dtype=dtype, shape=(out, width), form=name, result=detail)
+        for shape in SHAPES if dtype is torch.bfloat16 else SHAPES[1:6:2]:
+            report.attempt(gemm_bits_of, dtype, *shape)
+
+
+def gemm_bits_of(report: Report, dtype: torch.dtype, out: int, width: int) -> None:
+    most = ROWS[-1] if out < 100_000 else min(ROWS[-1], 1000)
+    x, weight = make(most, width, dtype=dtype), make(out, width, dtype=dtype, scale=0.02)
+    all_launches = list(launches(out, width, x))
+    expected = launch_linear(x, weight, None, None, all_launches[0])
+    tiles = {name_of(launch): launch for launch in all_launches}
+    if dtype.itemsize == 2:
+        tiles["16x16 mma.sync"] = Launch(MMA_SYNC_TILE, gemm.num_parts(out, width) > 1)
+    forms: dict[str, Callable[[Tensor], Tensor]] = {
+        name: lambda x, launch=launch: launch_linear(x, weight, None, None, launch)
+        for name, launch in tiles.items()
+    }
+    forms["chosen"] = lambda x: gemm.invariant_linear(x, weight, None)
+    forms["cuBLAS"] = lambda x: F.linear(x, weight)
+    if gemm.num_parts(1, width) == gemm.num_parts(out, width) == 1:
+        # With the roles of x and the weight swapped, which would make the epilogue cheaper.
+        forms["x as M"] = lambda x: (
+            launch_linear(weight, x, None, None, all_launches[0]).t().contiguous()
+        )
+    for name, form in forms.items():
+        is_slow = name in ("16x16 mma.sync", "x as M")
+        different = {}
+        for rows in ROWS:
+            if rows > (min(most, 65) if is_slow else most):
+                continue
+            parts = slice(0, rows), slice(most - rows, most)
+            different[rows] = sum(num_different(form(x[part]), expected[part]) for part in parts)
+        detail = str(different) if any(different.values()) else "all equal"
+        report.row("gemm_bits", dtype=dtype, shape=(out, width), form=name, result=detail)
 
 
 class Batch:
@@ -218,49 +226,53 @@ def attention_bits(report: Report) -> None:
     """Attention: rows whose bits differ from those of one prefill of 5,000 tokens"""
     for model in HEADS:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            backend = attention.InvariantTritonAttention()
-            batch = Batch(model, [CONTEXT], dtype)
-            q, k, v = (x.contiguous() for x in batch.qkv(CONTEXT))
-            batch.store(k, v)
-            expected = batch.prefill(backend, q, k, v, [CONTEXT], paged=False)
+            report.attempt(attention_bits_of, model, dtype)
 
-            def compare(form: str, found: Tensor, rows: Any) -> None:
-                result = num_different(found, expected[rows])
-                report.row(
-                    "attention_bits", model=model, dtype=dtype, form=form,
-                    rows=len(found), different=result,
-                )  # fmt: skip
 
-            compare("paged", batch.prefill(backend, q, k, v, [CONTEXT], paged=True), slice(None))
-            for size in (1, 7, 64, 511, 512, 513, 2048):
-                ends = range(size, CONTEXT + 1, max(size, CONTEXT // 20))
-                chunks, rows = [], []
-                for end in ends:
-                    batch.lens = [end]
-                    own = slice(end - size, end)
-                    chunks.append(batch.prefill(backend, q[own], k, v, [size], paged=True))
-                    rows += range(end - size, end)
-                compare(f"chunks of {size}", torch.cat(chunks), rows)
-            edges = [n for s in (16, 64, 128, 512, 1024, 4096) for n in (s - 1, s, s + 1)]
-            for lens in ([*edges, CONTEXT], list(range(1, CONTEXT, 9)), [CONTEXT], [700], [1]):
-                batch.lens = lens
-                context = batch.decode_context(backend)
-                rows = [n - 1 for n in lens]
-                found = backend.decode(q[rows], batch.cache, context, batch.params)
-                compare(f"decode of {len(lens)}", found, rows)
-                with patch.object(attention, "EXTRA_ROWS", 3):
-                    context = batch.decode_context(backend)
-                    found = backend.decode(q[rows], batch.cache, context, batch.params)
-                compare(f"decode of {len(lens)}, splits in sequence", found, rows)
-            if dtype is torch.float32:
-                continue
-            # Other tiles, which may replace the only one if their bits are the same.
-            batch.lens = [CONTEXT]
-            keys = attention.choose_tile(1, batch.head_dim, dtype, 227 << 10).num_keys
-            for tile in (attention.Tile(128, keys, 8, 2), attention.Tile(16, keys, 1, 2)):
-                with patch.object(attention, "choose_tile", lambda *_, tile=tile: tile):
-                    found = batch.prefill(backend, q, k, v, [CONTEXT], paged=True)
-                compare(f"{tile.num_rows} rows, {tile.num_warps} warps", found, slice(None))
+def attention_bits_of(report: Report, model: str, dtype: torch.dtype) -> None:
+    backend = attention.InvariantTritonAttention()
+    batch = Batch(model, [CONTEXT], dtype)
+    q, k, v = (x.contiguous() for x in batch.qkv(CONTEXT))
+    batch.store(k, v)
+    expected = batch.prefill(backend, q, k, v, [CONTEXT], paged=False)
+
+    def compare(form: str, found: Tensor, rows: Any) -> None:
+        result = num_different(found, expected[rows])
+        report.row(
+            "attention_bits", model=model, dtype=dtype, form=form,
+            rows=len(found), different=result,
+        )  # fmt: skip
+
+    compare("paged", batch.prefill(backend, q, k, v, [CONTEXT], paged=True), slice(None))
+    for size in (s for s in (1, 7, 64, 511, 512, 513, 2048) if s <= CONTEXT):
+        ends = range(size, CONTEXT + 1, max(size, CONTEXT // 20))
+        chunks, rows = [], []
+        for end in ends:
+            batch.lens = [end]
+            own = slice(end - size, end)
+            chunks.append(batch.prefill(backend, q[own], k, v, [size], paged=True))
+            rows += range(end - size, end)
+        compare(f"chunks of {size}", torch.cat(chunks), rows)
+    edges = [n for s in (16, 64, 128, 512, 1024, 4096) for n in (s - 1, s, s + 1) if n < CONTEXT]
+    for lens in ([*edges, CONTEXT], list(range(1, CONTEXT, 9)), [CONTEXT], [CONTEXT // 7], [1]):
+        batch.lens = lens
+        context = batch.decode_context(backend)
+        rows = [n - 1 for n in lens]
+        found = backend.decode(q[rows], batch.cache, context, batch.params)
+        compare(f"decode of {len(lens)}", found, rows)
+        with patch.object(attention, "EXTRA_ROWS", 3):
+            context = batch.decode_context(backend)
+            found = backend.decode(q[rows], batch.cache, context, batch.params)
+        compare(f"decode of {len(lens)}, splits in sequence", found, rows)
+    if dtype is torch.float32:
+        return
+    # Other tiles, which may replace the only one if their bits are the same.
+    batch.lens = [CONTEXT]
+    keys = attention.choose_tile(1, batch.head_dim, dtype, 227 << 10).num_keys
+    for tile in (attention.Tile(128, keys, 8, 2), attention.Tile(16, keys, 1, 2)):
+        with patch.object(attention, "choose_tile", lambda *_, tile=tile: tile):
+            found = batch.prefill(backend, q, k, v, [CONTEXT], paged=True)
+        compare(f"{tile.num_rows} rows, {tile.num_warps} warps", found, slice(None))
 
 
 def other_bits(report: Report) -> None:
@@ -319,87 +331,99 @@ def gemm_times(report: Report) -> None:
         copies = min(40, max(1, CACHE_BYTES // (out * width * 2)))
         weights = [make(out, width, scale=0.02) for _ in range(copies)]
         for rows in TIMED_ROWS:
-            if rows * out > LARGEST_OUTPUT:
-                continue
-            x, used = make(rows, width), weights[: copies if rows <= 1024 else 1]
+            if rows * out <= LARGEST_OUTPUT:
+                report.attempt(gemm_times_of, rows, weights if rows <= 1024 else weights[:1])
 
-            def timed(form: Callable[..., Any]) -> float:
-                return microseconds([lambda w=w: form(w) for w in used])
 
-            cublas = timed(lambda w: F.linear(x, w))
-            default = choose_kernel("matmul", x, weights[0], None)
-            times = {
-                name_of(launch): timed(lambda w: launch_linear(x, w, None, None, launch))
-                for launch in launches(out, width, x)
-                if rows * out * launch.is_parallel <= gemm.MAX_PARTS_NUMEL
-                and launch.tile.rows <= 4 * max(rows, 16) and rows <= 64 * launch.tile.rows
-            }  # fmt: skip
-            chosen = name_of(
-                gemm.choose_launch(
-                    rows, out, width, gemm.choose_tiles(x), gemm.num_multiprocessors(x.device)
-                )
-            )
-            ours = times.get(chosen) or timed(lambda w: gemm.invariant_linear(x, w, None))
-            best = min(times, key=times.__getitem__)
-            report.row(
-                "gemm_times",
-                shape=(out, width),
-                rows=rows,
-                cublas=round(cublas, 1),
-                default=round(timed(lambda w: default(x, w, None)), 1),
-                ours=round(ours, 1),
-                ratio=round(ours / cublas, 2),
-                chosen=chosen,
-                best=best,
-                best_ratio=round(times[best] / cublas, 2),
-                tflops=round(2e-6 * rows * out * width / ours, 0),
-                gb_per_s=round((out * width + rows * (out + width)) * 2e-3 / ours, 0),
-                all={name: round(us, 1) for name, us in times.items()},
-            )
+def gemm_times_of(report: Report, rows: int, weights: list[Tensor]) -> None:
+    out, width = weights[0].shape
+    x = make(rows, width)
+
+    def timed(form: Callable[..., Any], *more: Any) -> float:
+        return microseconds([lambda w=w: form(x, w, None, *more) for w in weights])
+
+    times = {
+        name_of(launch): timed(launch_linear, None, launch)
+        for launch in launches(out, width, x)
+        if rows * out * launch.is_parallel <= gemm.MAX_PARTS_NUMEL
+        and launch.tile.rows <= 4 * max(rows, 16)
+        and rows <= 64 * launch.tile.rows
+    }
+    chosen = name_of(
+        gemm.choose_launch(
+            rows, out, width, gemm.choose_tiles(x), gemm.num_multiprocessors(x.device)
+        )
+    )
+    cublas, ours = timed(F.linear), timed(gemm.invariant_linear)
+    best = min(times, key=times.__getitem__)
+    report.row(
+        "gemm_times",
+        shape=(out, width),
+        rows=rows,
+        cublas=round(cublas, 1),
+        default=round(timed(choose_kernel("matmul", x, weights[0], None)), 1),
+        ours=round(ours, 1),
+        ratio=round(ours / cublas, 2),
+        chosen=chosen,
+        best=best,
+        best_ratio=round(times[best] / cublas, 2),
+        tflops=round(2e-6 * rows * out * width / ours),
+        gb_per_s=round((out * width + rows * (out + width)) * 2e-3 / ours),
+        all={name: round(us, 1) for name, us in times.items()},
+    )
 
 
 def attention_times(report: Report) -> None:
-    """Attention with RoPE and the store of new keys: microseconds in CUDA graphs"""
+    """Attention, of decodes with RoPE and the store of new keys: microseconds in CUDA graphs"""
     for model, lens in (
         ("8B", [600] * 256), ("0.6B", [600] * 256), ("0.6B", [300] * 256), ("8B", [600] * 16),
         ("8B", [600]), ("8B", [4000] * 16), ("8B", [30_000]), ("8B", [30_000, *[500] * 63]),
     ):  # fmt: skip
-        num_seqs, num_bytes = len(lens), sum(lens) * 4096
-        batch = Batch(model, lens, torch.bfloat16, max(1, CACHE_BYTES // num_bytes))
-        q, k, v = batch.qkv(num_seqs)
-        positions = torch.tensor(lens, dtype=torch.int32, device=DEVICE) - 1
-        weight = make(batch.head_dim)
-        rope = RopeInputs(positions, batch.angles, weight, weight, 1e-6)
-        default, ours = TritonAttention(), attention.InvariantTritonAttention()
-        contexts = [batch.decode_context(backend) for backend in (default, ours)]
-
-        def decode_default(cache: KVCache) -> None:
-            default.decode(q, cache, contexts[0], batch.params, NewKV(rope, k, v))
-
-        def decode_ours(cache: KVCache) -> None:
-            slots = CacheSlots(cache, contexts[1].slot_mapping)
-            turned, _ = apply_rope_and_store(rope, q, k, v, slots)
-            ours.decode(turned, cache, contexts[1], batch.params)
-
-        times = [
-            microseconds([lambda c=cache: form(c) for cache in batch.caches[:20]])
-            for form in (decode_default, decode_ours)
-        ]
-        report_times(report, f"decode {model}, {num_seqs} of {min(lens)} to {max(lens)}", times)
+        report.attempt(decode_times_of, model, lens)
     for model, lens in (
         ("8B", [1024] * 16), ("8B", [8192]), ("0.6B", [1024] * 16), ("0.6B", [8192]),
         ("gpt-oss", [1024] * 16), ("gemma", [1024] * 16),
     ):  # fmt: skip
-        batch = Batch(model, lens, torch.bfloat16)
-        q, k, v = batch.qkv(sum(lens))
         for paged in (False, True):
-            times = [
-                microseconds([prefill_call(batch, backend, q, k, v, paged)])
-                for backend in (TritonAttention(), attention.InvariantTritonAttention())
-            ]
-            flops = 2 * batch.q_heads * batch.head_dim * sum(n * n for n in lens)
-            name = f"prefill {model}, {len(lens)} of {max(lens)}{', paged' if paged else ''}"
-            report_times(report, name, times, causal_tflops=round(flops / times[1] / 1e6))
+            report.attempt(prefill_times_of, model, lens, paged)
+
+
+def decode_times_of(report: Report, model: str, lens: list[int]) -> None:
+    copies = max(1, CACHE_BYTES // (sum(lens) * 4096))
+    batch = Batch(model, lens, torch.bfloat16, min(20, copies))
+    q, k, v = batch.qkv(len(lens))
+    positions = torch.tensor(lens, dtype=torch.int32, device=DEVICE) - 1
+    weight = make(batch.head_dim)
+    rope = RopeInputs(positions, batch.angles, weight, weight, 1e-6)
+    default, ours = TritonAttention(), attention.InvariantTritonAttention()
+    contexts = [batch.decode_context(backend) for backend in (default, ours)]
+
+    def decode_default(cache: KVCache) -> None:
+        default.decode(q, cache, contexts[0], batch.params, NewKV(rope, k, v))
+
+    def decode_ours(cache: KVCache) -> None:
+        assert contexts[1].slot_mapping is not None
+        slots = CacheSlots(cache, contexts[1].slot_mapping)
+        turned, _ = apply_rope_and_store(rope, q, k, v, slots)
+        ours.decode(turned, cache, contexts[1], batch.params)
+
+    times = [
+        microseconds([lambda form=form, cache=cache: form(cache) for cache in batch.caches])
+        for form in (decode_default, decode_ours)
+    ]
+    report_times(report, f"decode {model}, {len(lens)} of {min(lens)} to {max(lens)}", times)
+
+
+def prefill_times_of(report: Report, model: str, lens: list[int], paged: bool) -> None:
+    batch = Batch(model, lens, torch.bfloat16)
+    q, k, v = batch.qkv(sum(lens))
+    times = [
+        microseconds([prefill_call(batch, backend, q, k, v, paged)])
+        for backend in (TritonAttention(), attention.InvariantTritonAttention())
+    ]
+    flops = 2 * batch.q_heads * batch.head_dim * sum(n * n for n in lens)
+    name = f"prefill {model}, {len(lens)} of {max(lens)}{', paged' if paged else ''}"
+    report_times(report, name, times, causal_tflops=round(flops / times[1] / 1e6))
 
 
 def prefill_call(batch: Batch, backend: Any, q: Tensor, k: Tensor, v: Tensor, paged: bool) -> Any:
@@ -456,9 +480,8 @@ def compile_kernels(report: Report) -> None:
         )
         print_new(f"{str(dtype)[6:]} {name_of(launch)}, bias and residual")
     for model, (q_heads, kv_heads, head_dim, features) in HEADS.items():
-        if features.get("sinks"):
-            features = features | {"sinks": torch.zeros(q_heads)}
-        case = AttentionParams(1.0, **features)
+        sinks = {"sinks": torch.zeros(q_heads)} if features.get("sinks") else {}
+        case = AttentionParams(1.0, **(features | sinks))
         compile_for_hopper.launch_invariant_attention(
             torch.bfloat16, q_heads, kv_heads, head_dim, case
         )

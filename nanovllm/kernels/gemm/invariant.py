@@ -245,7 +245,7 @@ def _linear_kernel(
             w = _load_block(weight, first, start, out_features, width, BLOCK_N, BLOCK_K, TMA)
             rows = _load_block(x, first_row, start, num_rows, width, BLOCK_M, BLOCK_K, TMA)
             acc = tl.dot(w, tl.trans(rows), acc, input_precision="ieee")
-            if IS_SPLIT:
+            if IS_SPLIT:  # noqa: SIM102, because it is a constexpr
                 if (start + BLOCK_K) % columns == 0:
                     total += acc
                     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -336,7 +336,9 @@ def launch_linear(
     num_tiles = cdiv(num_rows, tile.rows) * cdiv(out_features, tile.features)
     if tile.persistent:
         num_tiles = min(num_tiles, num_multiprocessors(x.device))
-    tma = has_tma(x.device) and width * x.itemsize % 16 == 0 and x.dtype is not torch.float32
+    # Descriptors need rows that begin at multiples of 16 bytes.
+    is_aligned = (width * x.itemsize | x.data_ptr() | weight.data_ptr()) % 16 == 0
+    tma = has_tma(x.device) and is_aligned and x.dtype is not torch.float32
     _linear_kernel[(num_tiles, parts if is_parallel else 1)](
         _source(x, tile.rows, tile.columns, tma),
         _source(weight, tile.features, tile.columns, tma),

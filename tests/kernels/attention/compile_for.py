@@ -1,6 +1,6 @@
-"""Compiles the attention kernels of models with windows, softcaps and sinks, and the batch-invariant
-kernels, for a GPU, without one: run as a program, with its compute capability and KiB of shared
-memory as arguments: ``80 163``."""
+"""Compiles the attention kernels of models with windows, softcaps and sinks, and the
+batch-invariant kernels, for a GPU, without one: run as a program, with its compute capability and
+KiB of shared memory as arguments: ``80 163``."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor

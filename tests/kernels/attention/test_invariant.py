@@ -1,4 +1,4 @@
-"""Batch-invariant attention against naive attention; and equal bits in prefills, chunks and decodes."""
+"""Batch-invariant attention: against naive attention, and bits in prefills and decodes."""
 
 import numpy as np
 import pytest
