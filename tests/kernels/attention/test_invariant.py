@@ -1,5 +1,7 @@
 """Batch-invariant attention: against naive attention, and bits in prefills and decodes."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -105,7 +107,10 @@ def test_a_token_has_the_same_bits_in_prefill_chunk_and_decode(
     name, shape, device, small, ordered_matmul, monkeypatch
 ):
     """Also where a decode has too few rows for all splits, so that a program merges several."""
-    dtype, length = torch.float32 if device == "cpu" else torch.bfloat16, 70
+    dtype, length, cuts, lens = torch.float32, 70, (0, 3, 40, 70), [1, 16, 17, 32, 33, 64, 65, 70]
+    if device == "cuda":
+        dtype, length, cuts = torch.bfloat16, 1500, (0, 3, 64, 700, 1500)
+        lens = [1, 63, 64, 65, 511, 512, 513, 1024, 1025, 1500]
     params = make_params(name, shape, device)
     backend = InvariantTritonAttention()
     paged = Paged([length], [length], *shape, dtype, device)
@@ -113,11 +118,10 @@ def test_a_token_has_the_same_bits_in_prefill_chunk_and_decode(
     arguments = k, v, paged.cache
     expected = backend.prefill(q, *arguments, paged.context(paged=False), params)
     assert torch.equal(backend.prefill(q, *arguments, paged.context(), params), expected)
-    for first, last in ((0, 3), (3, 40), (40, 70)):
+    for first, last in pairwise(cuts):
         paged.contexts, paged.new_tokens = [last], [last - first]
         chunk = backend.prefill(q[first:last], *arguments, paged.context(), params)
         assert torch.equal(chunk, expected[first:last]), (first, last)
-    lens = [1, 16, 17, 32, 33, 64, 65, 70]
     rows = torch.tensor(lens, device=device) - 1
     for extra_rows in (EXTRA_ROWS, 2):
         monkeypatch.setattr(invariant, "EXTRA_ROWS", extra_rows)
