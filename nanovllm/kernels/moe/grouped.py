@@ -17,7 +17,7 @@ import torch
 from nanovllm.kernels.moe.activation import gated_activation
 from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.moe.mxfp4 import dequantise_part, rescale
-from nanovllm.kernels.moe.route import MAX_UNSORTED_TOKENS, Routing
+from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.moe.sort import Groups, sort_triton
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, shared_memory, tl, triton
 
@@ -86,7 +86,7 @@ MAX_LAUNCHED_TILES = 65535  # CUDA's limit of a grid's second dimension
 
 
 def choose_tile(
-    num_tokens: int, top_k: int, num_experts: int, x: torch.Tensor, mxfp4: bool
+    num_tokens: int, top_k: int, num_experts: int, x: torch.Tensor, mxfp4: bool, is_sorted: bool
 ) -> Tile:
     """Returns the tile of both GEMMs. It has fewer stages where shared memory is small, as on
     consumer GPUs.
@@ -94,13 +94,15 @@ def choose_tile(
     Args:
         x: the input, whose dtype and device decide.
         mxfp4: whether the weights are in MXFP4.
+        is_sorted: whether assignments are sorted. Then all tiles have the same instructions, and a
+            row's sums have the same order.
     """
     if x.dtype is torch.float32:
         return FP32_TILE
     tiles = MXFP4_TILES if mxfp4 else TILES
     mean_rows = num_tokens * top_k / num_experts
     tile = next(tile for rows, tile in tiles.items() if mean_rows <= rows)
-    if num_tokens <= MAX_UNSORTED_TOKENS:
+    if not is_sorted:
         tile = UNSORTED_TILE
     # Bytes of a row of the weight in one iteration: for MXFP4, 32 words and the scales.
     weight_bytes = 32 * 2 + 4 if mxfp4 else tile.columns * x.itemsize
@@ -414,11 +416,9 @@ def mix_grouped(
     gate_up, down = experts.gate_up, experts.down
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
     assert residual is None or residual.is_contiguous()
-    tile = choose_tile(num_tokens, top_k, len(down), x, experts.down_scales is not None)
-    if num_tokens <= MAX_UNSORTED_TOKENS:
-        groups = Groups(routing.experts)
-    else:
-        groups = sort_triton(routing, tile.rows)
+    is_sorted = routing.ranks is not None
+    tile = choose_tile(num_tokens, top_k, len(down), x, experts.down_scales is not None, is_sorted)
+    groups = sort_triton(routing, tile.rows) if is_sorted else Groups(routing.experts)
     inner = x.new_empty(num_tokens * top_k, width)
     activation = experts.limit, experts.alpha
     weight = gate_up, experts.gate_up_scales, experts.gate_up_bias

@@ -19,7 +19,7 @@ class Routing(NamedTuple):
     """The experts of each token.
 
     ``ranks`` and ``counts`` let ``sort_triton`` sort in one pass. The kernel computes them for more
-    than MAX_UNSORTED_TOKENS tokens. Otherwise they are None.
+    than MAX_UNSORTED_TOKENS tokens, or always if asked to. Otherwise they are None.
 
     Attributes:
         weights: fp32 [N, k], the routing weights: the chosen experts' probabilities, in descending
@@ -47,13 +47,18 @@ def chunk_size(num_tokens: int, num_experts: int) -> int:
     return min(16 if num_tokens <= 1024 else 64, max(1, 8192 // padded))
 
 
-def route_reference(logits: torch.Tensor, top_k: int, norm_topk_prob: bool) -> Routing:
+def route_reference(
+    logits: torch.Tensor, top_k: int, norm_topk_prob: bool, always_sorts: bool = False
+) -> Routing:
     """Chooses the experts of each token.
 
     Args:
         logits: [N, E], the output of the router's linear layer.
         top_k: number of experts per token.
         norm_topk_prob: whether the probabilities of the chosen experts are divided by their sum.
+        always_sorts: whether the kernel computes ``ranks`` and ``counts`` for any number of tokens.
+            Then the same kernels run for a token, and its routing weights have the same bits,
+            whatever the number of tokens.
 
     Returns:
         The routing, without ``ranks`` and ``counts``.
@@ -97,6 +102,8 @@ def _route_kernel(
     keys = tl.where((expert < NUM_EXPERTS)[None, :], keys, SMALLEST)
     column = tl.arange(0, BLOCK_K)[None, :]
     values = tl.full([CHUNK, BLOCK_K], float("-inf"), tl.float32)
+    largest = tl.full([CHUNK], float("-inf"), tl.float32)
+    total = tl.zeros([CHUNK], tl.float32)
     experts = tl.zeros([CHUNK, BLOCK_K], tl.int32)
     chosen = tl.zeros([CHUNK, BLOCK_E], tl.int32)
     for i in tl.static_range(TOP_K):
@@ -105,14 +112,16 @@ def _route_kernel(
         top = (best >> 32).to(tl.int32)
         top = (top ^ ((top >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         values = tl.where(column == i, top[:, None], values)
+        if i == 0:
+            largest = top
+        total += tl.exp(top - largest)  # in order, which does not depend on CHUNK
         experts = tl.where(column == i, index[:, None], experts)
         is_best = expert[None, :] == index[:, None]
         keys = tl.where(is_best, SMALLEST, keys)
         chosen += is_best.to(tl.int32)
-    largest = tl.max(values, axis=1)[:, None]
-    weights = tl.exp(values - largest)
-    summands = weights if NORMALISE else tl.exp(logits - largest)
-    weights = weights / tl.sum(summands, axis=1)[:, None]
+    if not NORMALISE:
+        total = tl.sum(tl.exp(logits - largest[:, None]), axis=1)
+    weights = tl.exp(values - largest[:, None]) / total[:, None]
     assignment = token[:, None] * TOP_K + column
     mask = (token < num_tokens)[:, None] & (column < TOP_K)
     tl.store(weights_ptr + assignment, weights, mask=mask)
@@ -133,10 +142,12 @@ def _route_kernel(
         tl.store(ranks_ptr + assignment, ranks, mask=mask)
 
 
-def route_triton(logits: torch.Tensor, top_k: int, norm_topk_prob: bool) -> Routing:
+def route_triton(
+    logits: torch.Tensor, top_k: int, norm_topk_prob: bool, always_sorts: bool = False
+) -> Routing:
     num_tokens, num_experts = logits.shape
     assert logits.is_contiguous() and 0 < top_k <= num_experts
-    sorts = num_tokens > MAX_UNSORTED_TOKENS
+    sorts = always_sorts or num_tokens > MAX_UNSORTED_TOKENS
     chunk = chunk_size(num_tokens, num_experts) if sorts else 1
     num_chunks = triton.cdiv(num_tokens, chunk)
     ints = logits.new_empty(2, num_tokens, top_k, dtype=torch.int32)

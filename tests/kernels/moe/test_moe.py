@@ -49,7 +49,7 @@ SHAPES = [  # tokens, experts, top_k
 def assert_same_routing(found: Routing, expected: Routing) -> None:
     torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-6)
     assert torch.equal(found.experts, expected.experts)
-    if len(found.experts) <= MAX_UNSORTED_TOKENS:
+    if expected.ranks is None:
         assert found.ranks is None and found.counts is None
     else:
         assert torch.equal(found.ranks, expected.ranks)
@@ -73,7 +73,9 @@ def test_route(num_tokens, num_experts, top_k, norm_topk_prob, dtype, monkeypatc
         assert expected.ranks[chunk * size :][:size].flatten().tolist() == ranks
         assert expected.counts[chunk].tolist() == [flat.count(i) for i in range(num_experts)]
     poisoned(monkeypatch)
-    assert_same_routing(route_triton(logits, top_k, norm_topk_prob), expected)
+    assert_same_routing(route_triton(logits, top_k, norm_topk_prob), as_routed(expected))
+    if num_tokens <= MAX_UNSORTED_TOKENS:
+        assert_same_routing(route_triton(logits, top_k, norm_topk_prob, True), expected)
 
 
 def test_of_equal_logits_the_lower_index_is_first():
@@ -105,6 +107,12 @@ def make_routing(experts: torch.Tensor, num_experts: int) -> Routing:
 def random_routing(num_tokens: int, num_experts: int, top_k: int) -> Routing:
     logits = torch.randn(num_tokens, num_experts, device=DEVICE)
     return count_tokens(route_reference(logits, top_k, True), num_experts)
+
+
+def as_routed(routing: Routing) -> Routing:
+    """The routing as the kernel returns it by default: of few tokens without ranks."""
+    is_sorted = len(routing.experts) > MAX_UNSORTED_TOKENS
+    return routing if is_sorted else routing._replace(ranks=None)
 
 
 def routings() -> dict[str, Routing]:
@@ -206,9 +214,8 @@ def test_grouped_gemms(name, dtype, monkeypatch):
     """With tiles that are small, and others."""
     tile = Tile(16, 8, 32, 16, 16, 2, 4)
     monkeypatch.setattr(grouped, "choose_tile", lambda *_: tile)
-    check_mix(mix_grouped, routings()[name], 40, 24, dtype, monkeypatch)
-    if name == "one-token":
-        monkeypatch.setattr(grouped, "MAX_UNSORTED_TOKENS", 0)  # else they are not sorted
+    check_mix(mix_grouped, as_routed(routings()[name]), 40, 24, dtype, monkeypatch)
+    if name == "one-token":  # sorted too
         check_mix(mix_grouped, routings()[name], 40, 24, dtype, monkeypatch)
 
 
@@ -283,7 +290,7 @@ def test_the_ptx_moves_the_bits_of_a_part_to_those_of_bf16(part):
 def test_mxfp4_weights(name, dtype, monkeypatch):
     """With widths that no tile divides, and groups that are padded, also the only one."""
     monkeypatch.setattr(grouped, "choose_tile", lambda *_: Tile(16, 8, 32, 16, 64, 2, 4))
-    routing, hidden, columns = routings()[name], 416, 96
+    routing, hidden, columns = as_routed(routings()[name]), 416, 96
     x, residual, experts = make(routing, hidden, columns, dtype, True)
     num_experts = len(experts.down)
     gate_up, gate_up_scales, dense = make_mxfp4(num_experts, 2 * columns, hidden, dtype=dtype)
@@ -319,7 +326,7 @@ def test_mxfp4_weights(name, dtype, monkeypatch):
 )
 def test_the_tiles_of_the_table(num_tokens, dtype, monkeypatch):
     """With sizes that no tile divides."""
-    routing = random_routing(num_tokens, 8, 3)
+    routing = as_routed(random_routing(num_tokens, 8, 3))
     check_mix(mix_grouped, routing, 152, 168, dtype, monkeypatch)
 
 
