@@ -199,7 +199,7 @@ def _linear_kernel(
     columns,
     IS_SPLIT: tl.constexpr,
     TMA: tl.constexpr,
-    PERSISTENT: tl.constexpr,
+    FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -231,9 +231,8 @@ def _linear_kernel(
     tiles_m = tl.cdiv(num_rows, BLOCK_M)
     tiles_n = tl.cdiv(out_features, BLOCK_N)
     out_ptr += part.to(tl.int64) * num_rows * out_features
-    for tile in tl.range(
-        tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=PERSISTENT
-    ):
+    # Flattened with the loop below, so that the first columns of the next tile are loaded early.
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
         group = tile // (GROUP * tiles_n)
         index = tile % (GROUP * tiles_n)
         size = tl.minimum(tiles_m - group * GROUP, GROUP)
@@ -333,6 +332,7 @@ def launch_linear(
     if is_parallel:
         sums = x.new_empty(parts, num_rows, out_features, dtype=torch.float32)
         given = None, None
+    is_split = parts > 1 and not is_parallel
     num_tiles = cdiv(num_rows, tile.rows) * cdiv(out_features, tile.features)
     if tile.persistent:
         num_tiles = min(num_tiles, num_multiprocessors(x.device))
@@ -349,9 +349,10 @@ def launch_linear(
         out_features,
         width,
         columns,
-        IS_SPLIT=parts > 1 and not is_parallel,
+        IS_SPLIT=is_split,
         TMA=tma,
-        PERSISTENT=tile.persistent,
+        # For Blackwell, Triton 3.6 cannot compile the sum of parts in nested loops.
+        FLATTEN=tile.persistent or is_split,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.features,
         BLOCK_K=tile.columns,
