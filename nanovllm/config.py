@@ -17,6 +17,7 @@ from nanovllm.utils.validation import (
 )
 
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 ATTENTION_BACKENDS = ("auto", "flash_attn_4", "flash_attn", "triton", "torch")
 MAX_RANKS = 8
 MAX_INT32 = 2**31 - 1  # the kernels use int32 for slots, tokens and positions
@@ -48,6 +49,8 @@ class Config:
         tensor_parallel_size: number of GPUs (ranks) over which the model is split.
         enforce_eager: run all steps without CUDA graphs.
         kvcache_block_size: tokens per KV-cache block.
+        kv_cache_dtype: "auto" keeps keys and values in the model's dtype; "fp8" or "fp8_e4m3"
+            quantises them to 8 bits, so that the KV cache holds almost twice as many tokens.
         num_kvcache_blocks: size of the KV cache in blocks; -1 uses the available memory. In a model
             with sliding windows, a block holds only a group of layers (docs/architecture.md).
         device: "cpu", "cuda", "cuda:<index>" for one GPU, or "auto" for a GPU if there is one, else
@@ -90,6 +93,7 @@ class Config:
     tensor_parallel_size: Annotated[int, integer(1, MAX_RANKS)] = 1
     enforce_eager: Annotated[bool, boolean] = False
     kvcache_block_size: Annotated[int, integer(1, MAX_INT32)] = 256
+    kv_cache_dtype: Annotated[str, choice(*KV_CACHE_DTYPES)] = "auto"
     num_kvcache_blocks: Annotated[int, integer(-1, MAX_INT32)] = -1
     device: Annotated[str, matching(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda, cuda:<index>")] = (
         "auto"
@@ -123,6 +127,10 @@ class Config:
         """The default of ``ModelRunner.max_num_seqs``, which start-up may raise on a GPU. Each
         sequence in a step has at least one token."""
         return min(self.max_num_seqs or DEFAULT_NUM_SEQS, self.max_num_batched_tokens)
+
+    @property
+    def quantizes_kv(self) -> bool:
+        return self.kv_cache_dtype != "auto"
 
     def __post_init__(self) -> None:
         for name, validate in validators_of(Config).items():

@@ -77,6 +77,7 @@ class LLM(BaseLLM):
         tensor_parallel_size: int = 1,
         enforce_eager: bool = False,
         kvcache_block_size: int = 256,
+        kv_cache_dtype: str = "auto",
         num_kvcache_blocks: int = -1,
         device: str = "auto",
         dtype: "str | torch.dtype" = "auto",

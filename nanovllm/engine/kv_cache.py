@@ -5,6 +5,7 @@ import torch
 from nanovllm.config import DEFAULT_NUM_SEQS, Config
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.startup import allocate_kv_cache, most_blocks
+from nanovllm.kernels.attention.kv_cache import vector_bytes
 from nanovllm.utils.math import heads_per_rank
 from nanovllm.utils.memory import allocated_bytes, available_bytes
 from nanovllm.utils.timer import Timer
@@ -51,8 +52,9 @@ def block_bytes(runner: ModelRunner) -> int:
     model = runner.model_config
     kv_heads = heads_per_rank(model.num_key_value_heads, runner.tp.size)
     num_layers = max(map(len, runner.kv_groups))
-    num_values = 2 * num_layers * kv_heads * model.head_dim
-    return num_values * runner.config.kvcache_block_size * runner.dtype.itemsize
+    config = runner.config
+    vector = vector_bytes(model.head_dim, runner.dtype, config.quantizes_kv)
+    return 2 * num_layers * config.kvcache_block_size * kv_heads * vector
 
 
 def measure_kv_cache(runner: ModelRunner, bytes_before: int, timed: Timer) -> int:

@@ -53,7 +53,7 @@ class ModelRunner(LeftToParent):
     Attributes:
         device: the device on which it runs; a GPU has an index.
         max_num_seqs: the maximum number of sequences in one step.
-        dtype: the dtype of weights, activations and KV cache.
+        dtype: the dtype of weights, activations and, unless it is quantised, the KV cache.
         tp: the tensor-parallel group.
         backend: the attention backend.
         kv_groups: the indices of the layers that share block tables, for each group of layers. A
@@ -62,6 +62,8 @@ class ModelRunner(LeftToParent):
             None for all.
         kv_cache: [2, layers per group, blocks, block_size, kv_heads / ranks, head_dim]. All groups
             share the blocks: any group may hold any block.
+        kv_scales: fp32 [layers per group, blocks, 2, kv_heads / ranks, block_size], the scales of a
+            quantised KV cache; None for one in ``dtype``.
         block_tables: the block tables of all sequences with blocks, one per sequence and group.
         num_kvcache_blocks: the number of blocks in the cache.
         graphs: captured steps.
@@ -78,6 +80,7 @@ class ModelRunner(LeftToParent):
     kv_groups: tuple[tuple[int, ...], ...]
     windows: tuple[int | None, ...]
     kv_cache: torch.Tensor
+    kv_scales: torch.Tensor | None
     block_tables: BlockTables
     num_kvcache_blocks: int
     graphs: CapturedSteps
@@ -198,6 +201,8 @@ class ModelRunner(LeftToParent):
             last.release()
         for source, target in block_copies:
             self.kv_cache[:, :, target] = self.kv_cache[:, :, source]
+            if self.kv_scales is not None:
+                self.kv_scales[:, target] = self.kv_scales[:, source]
         if inputs.graph_size is not None:
             return InFlightStep(self.graphs.replay(inputs), None)
         hidden_states, logits = self.run_model(inputs.to(self.device))
@@ -230,7 +235,8 @@ class ModelRunner(LeftToParent):
         tables = self.block_tables.update(inputs.tables)
         # A captured decode has max_seqlen_k=0, and takes all columns.
         columns = cdiv(context.max_seqlen_k, block_size) or None
-        read_tables = tables[:, :, :columns] if inputs.reads_cache else None
+        reads_cache = inputs.reads_cache or self.kv_scales is not None
+        read_tables = tables[:, :, :columns] if reads_cache else None
         contexts = context.of_groups(self.windows, len(inputs.input_ids), read_tables)
         if not context.is_prefill:
             fill_in_sampled(inputs.input_ids, self.sampled_tokens)

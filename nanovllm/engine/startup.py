@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
+from math import prod
 from time import perf_counter
 from typing import Any
 
@@ -18,7 +20,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_runner import CapturedSteps, ModelRunner
 from nanovllm.kernels.attention.backend import AttentionShape, select_attention_backend
 from nanovllm.kernels.attention.block_tables import BlockTables
-from nanovllm.kernels.attention.kv_cache import KVCache
+from nanovllm.kernels.attention.kv_cache import FP8, SCALE_BYTES, KVCache, vector_bytes
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
@@ -94,10 +96,11 @@ def start_up(config: Config) -> StartedModel:
     block_size, num_blocks = config.kvcache_block_size, runner.num_kvcache_blocks
     cache_len = longest_sequence(runner, num_blocks)  # in tokens
     logger.info(
-        "%s on %s in %s: %d KV blocks of %d tokens, %d running sequences of up to %d tokens (%s)",
+        "%s on %s in %s%s: %d KV blocks of %d tokens, %d running sequences of up to %d tokens (%s)",
         model_config.architecture,
         runner.device,
         str(runner.dtype).removeprefix("torch."),
+        " (KV cache in FP8)" if config.quantizes_kv else "",
         num_blocks,
         block_size,
         runner.max_num_seqs,
@@ -210,6 +213,7 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
         runner.dtype,
         device,
         attention_features(model_config),
+        config.quantizes_kv,
     )
     runner.backend = select_attention_backend(
         config.attention_backend, shape, config.batch_invariant
@@ -222,7 +226,8 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
     if runner.backend.shares_prefixes and None in runner.windows:
         from nanovllm.engine.shared_prefixes import PrefixFinder
 
-        token_bytes = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+        vector = vector_bytes(shape.head_dim, shape.dtype, shape.is_quantized)
+        token_bytes = 2 * shape.num_kv_heads * vector
         runner.prefix_finder = PrefixFinder(
             shape.block_size, runner.windows.index(None), token_bytes
         )
@@ -380,13 +385,22 @@ def limit_model_len(runner: ModelRunner, num_blocks: int) -> None:
 def allocate_kv_cache(runner: ModelRunner, num_blocks: int) -> None:
     """Allocates the KV cache, and gives each attention layer its view of it."""
     layers, groups = _attention_layers(runner.model), runner.kv_groups
-    blocks = (max(map(len, groups)), num_blocks, runner.config.kvcache_block_size)
-    shape = (2, *blocks, layers[0].num_kv_heads, layers[0].head_dim)
+    num_layers, block_size = max(map(len, groups)), runner.config.kvcache_block_size
+    kv_heads, is_quantized = layers[0].num_kv_heads, runner.config.quantizes_kv
+    shape = (2, num_layers, num_blocks, block_size, kv_heads, layers[0].head_dim)
+    scales_shape = (num_layers, num_blocks, 2, kv_heads, block_size)
+    empty = empty_in_arena if uses_arenas(runner) else torch.empty
     # Not zeroed, because no slot is read before it is written. On a CPU, the operating system thus
     # allocates pages only when they are first used.
     try:
-        empty = empty_in_arena if uses_arenas(runner) else torch.empty
-        runner.kv_cache = empty(shape, dtype=runner.dtype, device=runner.device)
+        if is_quantized:  # in one piece of memory, so that LLM.sleep frees both
+            num_bytes = SCALE_BYTES * prod(scales_shape)
+            memory = empty((num_bytes + prod(shape),), dtype=torch.uint8, device=runner.device)
+            runner.kv_scales = memory[:num_bytes].view(torch.float32).view(scales_shape)
+            runner.kv_cache = memory[num_bytes:].view(FP8).view(shape)
+        else:
+            runner.kv_cache = empty(shape, dtype=runner.dtype, device=runner.device)
+            runner.kv_scales = None
     except RuntimeError as error:
         raise ValueError(
             f"a KV cache of {num_blocks} blocks does not fit into memory ({error}): lower "
@@ -394,12 +408,13 @@ def allocate_kv_cache(runner: ModelRunner, num_blocks: int) -> None:
         ) from error
     runner.num_kvcache_blocks = num_blocks
     num_rows = runner.max_num_seqs
-    width = cdiv(runner.max_model_len, runner.config.kvcache_block_size)
+    width = cdiv(runner.max_model_len, block_size)
     runner.block_tables = BlockTables(len(groups), num_rows, width, runner.device)
     for group, indices in enumerate(groups):
         # A group may have fewer layers than the KV cache has space for.
-        for index, k, v in zip(indices, *runner.kv_cache, strict=False):
-            layers[index].kv_cache, layers[index].kv_group = KVCache(k, v), group
+        scales = repeat(None) if runner.kv_scales is None else runner.kv_scales
+        for index, k, v, scale in zip(indices, *runner.kv_cache, scales, strict=False):
+            layers[index].kv_cache, layers[index].kv_group = KVCache(k, v, scale), group
 
 
 def _attention_layers(model: DecoderForCausalLM) -> list[Attention]:

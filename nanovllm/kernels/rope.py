@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.attention.kv_cache import KVCache, store_kvcache
+from nanovllm.kernels.attention.kv_cache import KVCache, fp8_scale, scale_offset, store_kvcache
 from nanovllm.kernels.rms_norm import rms_norm_reference
 from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
 
@@ -92,6 +92,17 @@ def apply_rope_and_store_reference(
 
 
 @triton.jit
+def _quantize_and_store_scales(x1, x2, mask, scales_ptr, scales_mask):
+    """Quantises heads, given as two halves [H, D / 2], and stores their scales [H, 1]."""
+    x1 = tl.where(mask, x1.to(tl.float32), 0.0)
+    x2 = tl.where(mask, x2.to(tl.float32), 0.0)
+    largest = tl.max(tl.maximum(tl.abs(x1), tl.abs(x2)), axis=1)[:, None]
+    scale, inverse = fp8_scale(largest)
+    tl.store(scales_ptr, scale, mask=scales_mask)
+    return (x1 * inverse).to(tl.float8e4nv), (x2 * inverse).to(tl.float8e4nv)
+
+
+@triton.jit
 def _apply_rope_and_store_kernel(
     positions_ptr,
     q_ptr,
@@ -101,6 +112,7 @@ def _apply_rope_and_store_kernel(
     k_out_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    scales_ptr,
     slot_mapping_ptr,
     cos_sin_ptr,
     q_weight_ptr,
@@ -112,6 +124,7 @@ def _apply_rope_and_store_kernel(
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     HAS_NORM: tl.constexpr,
     CLAMP_END: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -170,9 +183,18 @@ def _apply_rope_and_store_kernel(
         if is_key & (slot >= 0):
             v1 = tl.load(v_ptr + token * v_stride + offset, mask=mask)
             v2 = tl.load(v_ptr + token * v_stride + offset + HALF, mask=mask)
+            k1, k2 = out1, out2
+            if scales_ptr is not None:
+                place = scale_offset(
+                    slot // BLOCK_SIZE, slot % BLOCK_SIZE, head, K_HEADS, BLOCK_SIZE
+                )
+                k_scales, is_head = scales_ptr + place, head < K_HEADS
+                k1, k2 = _quantize_and_store_scales(k1, k2, mask, k_scales, is_head)
+                v_scales = k_scales + K_HEADS * BLOCK_SIZE
+                v1, v2 = _quantize_and_store_scales(v1, v2, mask, v_scales, is_head)
             start = slot * (K_HEADS * HALF * 2)
-            tl.store(k_cache_ptr + start + offset, out1, mask=mask)
-            tl.store(k_cache_ptr + start + offset + HALF, out2, mask=mask)
+            tl.store(k_cache_ptr + start + offset, k1, mask=mask)
+            tl.store(k_cache_ptr + start + offset + HALF, k2, mask=mask)
             tl.store(v_cache_ptr + start + offset, v1, mask=mask)
             tl.store(v_cache_ptr + start + offset + HALF, v2, mask=mask)
     if is_key & (position < CLAMP_END):
@@ -194,9 +216,12 @@ def apply_rope_and_store_triton(
     assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
     assert head_dim % 2 == 0 and rope.positions.shape == (num_tokens,)
     assert rope.cos_sin_cache.is_contiguous()
-    k_cache, v_cache, slot_mapping = None, None, None
+    k_cache, v_cache, scales, slot_mapping, block_size = None, None, None, None, 0
     if slots is not None:
-        k_cache, v_cache, slot_mapping = slots.cache.k, slots.cache.v, slots.slot_mapping
+        (k_cache, v_cache, scales), slot_mapping = slots
+        if scales is not None:
+            block_size = k_cache.size(1)
+            assert scales.is_contiguous()
         assert k_cache.is_contiguous() and v_cache.is_contiguous()
         assert k_cache.shape == v_cache.shape and slot_mapping.shape == (num_tokens,)
         assert k_cache.shape[2:] == k.shape[1:] == v.shape[1:]
@@ -213,6 +238,7 @@ def apply_rope_and_store_triton(
         k_out,
         k_cache,
         v_cache,
+        scales,
         slot_mapping,
         rope.cos_sin_cache,
         rope.q_weight if has_norm else q,
@@ -224,6 +250,7 @@ def apply_rope_and_store_triton(
         Q_HEADS=q_heads,
         K_HEADS=k_heads,
         HALF=head_dim // 2,
+        BLOCK_SIZE=block_size,
         HAS_NORM=has_norm,
         CLAMP_END=clamp_end,
         LARGEST=torch.finfo(v.dtype).max,

@@ -30,7 +30,7 @@ from nanovllm.kernels.attention import (
 )
 from nanovllm.kernels.attention import invariant as invariant_attention
 from nanovllm.kernels.attention.base import AttentionParams
-from nanovllm.kernels.attention.kv_cache import KVCache
+from nanovllm.kernels.attention.kv_cache import FP8, KVCache
 from nanovllm.kernels.attention.prefix_schedule import NO_PREFIXES
 from nanovllm.kernels.comm import all_reduce
 from nanovllm.kernels.gemm import invariant as invariant_gemm
@@ -176,6 +176,7 @@ def launch_attention(
     head_dim: int,
     params: AttentionParams,
     all_sizes: bool,
+    is_quantized: bool = False,
 ) -> None:
     """Launches the attention kernels, for batches of several sizes or of one."""
 
@@ -186,6 +187,8 @@ def launch_attention(
         return torch.zeros(shape, dtype=dtype)
 
     cache = KVCache(*(make(4, 256, kv_heads, head_dim) for _ in range(2)))
+    if is_quantized:
+        cache = quantized_cache(kv_heads, head_dim)
     attention = triton_backend.TritonAttention()
     angles = torch.zeros(99, head_dim)
     sizes = (1, 64, 128, 256) if dtype is torch.bfloat16 else (1, 256)
@@ -211,7 +214,7 @@ def launch_attention(
                 attention.decode(q, cache, context, case, rope.NewKV(inputs, k, v))
     q, k = make(64, q_heads, head_dim), make(64, kv_heads, head_dim)
     bounds = ints(2)
-    for tables in (None, ints(1, 16)) if all_sizes else (ints(1, 16),):
+    for tables in (None, ints(1, 16)) if all_sizes and not is_quantized else (ints(1, 16),):
         prefill = Context(
             is_prefill=True,
             cu_seqlens_q=bounds,
@@ -295,6 +298,32 @@ def launch_windows(all_sizes: bool) -> None:
         launch_attention(torch.float32, 4, 1, 256, features._replace(sinks=None), True)
 
 
+def quantized_cache(kv_heads: int, head_dim: int) -> KVCache:
+    codes = torch.zeros(2, 4, 256, kv_heads, head_dim, dtype=FP8)
+    return KVCache(*codes, torch.zeros(4, 2, kv_heads, 256))
+
+
+def launch_quantized(all_sizes: bool) -> None:
+    """Launches the kernels that write and read a quantised KV cache, which GPUs of compute
+    capability 8.9 or more have."""
+    features = AttentionParams(1.0, 128, 50.0, torch.zeros(64))
+    shapes: list[Any] = [(torch.bfloat16, 64, 8, 64, features)]
+    if all_sizes:
+        shapes += [
+            (torch.bfloat16, 16, 8, 128, AttentionParams(1.0)),
+            (torch.bfloat16, 8, 4, 256, AttentionParams(1.0, 512)),
+            (torch.float16, 9, 3, 64, AttentionParams(1.0)),
+            (torch.float32, 4, 1, 96, AttentionParams(1.0)),
+        ]
+    for dtype, q_heads, kv_heads, head_dim, params in shapes:
+        launch_attention(dtype, q_heads, kv_heads, head_dim, params, all_sizes, is_quantized=True)
+        q, k = (torch.zeros(64, heads, head_dim, dtype=dtype) for heads in (q_heads, kv_heads))
+        slot_mapping = torch.zeros(64, dtype=torch.int32)
+        slots = rope.CacheSlots(quantized_cache(kv_heads, head_dim), slot_mapping)
+        inputs = rope.RopeInputs(slot_mapping, torch.zeros(99, head_dim))
+        rope.apply_rope_and_store_triton(inputs, q, k, k, slots)
+
+
 def launch_mixtures(dtype: torch.dtype, all_sizes: bool) -> None:
     """Launches the kernels of Qwen3-30B-A3B, with 8 of 128 experts, of gpt-oss-20b, with 4 of 32 in
     MXFP4, and of Mixtral, with 2 of 8."""
@@ -341,6 +370,7 @@ if __name__ == "__main__":
     with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor):
         launch_all(torch.bfloat16, 16, 8, 128, ALL_SIZES)
         launch_windows(ALL_SIZES)
+        launch_quantized(ALL_SIZES)
         if ALL_SIZES:
             launch_all(torch.float16, 9, 3, 64, ALL_SIZES)
             launch_all(torch.float32, 4, 1, 96, ALL_SIZES)

@@ -48,7 +48,7 @@ HONOURED = {
         enforce_eager max_num_seqs max_num_batched_tokens enable_prefix_caching load_format
         block_size max_logprobs skip_tokenizer_init logprobs_mode num_gpu_blocks_override
         attention_backend chat_template generation_config override_generation_config
-        enable_sleep_mode
+        enable_sleep_mode kv_cache_dtype
     """,
     "generate": "prompts sampling_params use_tqdm",
     "chat": """
@@ -65,6 +65,7 @@ HONOURED = {
 OUR_NAMES = {"block_size": "kvcache_block_size", "num_gpu_blocks_override": "num_kvcache_blocks"}
 OUR_VALUES = {
     "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {"fp8_per_token_head": "fp8"},
     # Ways of reading the same safetensors or GGUF files.
     "load_format": dict.fromkeys(
         ["hf", "safetensors", "gguf", "fastsafetensors", "instanttensor", "runai_streamer"], "auto"
@@ -98,7 +99,7 @@ HINTS = {
 
         kv_cache_memory_bytes prefix_caching_hash_algo prefix_cache_retention_interval
         prefix_match_unit swa_bounded_replay disable_hybrid_kv_cache_manager
-        kv_cache_dtype_skip_layers kv_sharing_fast_prefill kv_offloading_size kv_offloading_backend
+        kv_sharing_fast_prefill kv_offloading_size kv_offloading_backend
         offload_backend cpu_offload_gb cpu_offload_params offload_group_size offload_num_in_group
         offload_prefetch_step offload_params enable_cumem_allocator sleep_mode_offload_cudagraph
         sleep_preserve_parameter_names watermark
@@ -179,7 +180,7 @@ NEUTRAL: dict[str, dict[str, tuple[str, list[Any]]]] = {
         "enable_prompt_embeds": ("prompts as embeddings", []),
         "quantization": (QUANTIZATION, []),
         "quantization_config": (QUANTIZATION, []),
-        "kv_cache_dtype": ("a KV cache of another dtype than the model's", []),
+        "kv_cache_dtype_skip_layers": ("layers whose keys and values are not quantised", []),
         "disable_sliding_window": ("choosing between a sliding window and a shorter model", []),
         "enable_lora": (LORA, []),
         "default_mm_loras": (LORA, []),
@@ -316,7 +317,7 @@ FORMER_NEUTRAL: dict[str, dict[str, tuple[Any, str, list[Any]]]] = {
         "long_lora_scaling_factors": (None, LORA, []),
         "qlora_adapter_name_or_path": (None, LORA, []),
         "quantization_param_path": (None, QUANTIZATION, []),
-        "calculate_kv_scales": (False, "a KV cache of another dtype than the model's", []),
+        "calculate_kv_scales": (False, "calibrated scales: each token has its own scales", []),
         "override_pooler_config": (None, POOLING, []),
         "override_neuron_config": (None, OVERRIDES, [{}]),
         "override_attention_dtype": (None, OVERRIDES, []),

@@ -11,7 +11,7 @@ import torch
 from nanovllm.kernels.attention.base import AttentionBackend, AttentionParams
 from nanovllm.kernels.attention.flash_attn_4_backend import FlashAttention4
 from nanovllm.kernels.attention.flash_attn_backend import FlashAttention
-from nanovllm.kernels.attention.kv_cache import KVCache
+from nanovllm.kernels.attention.kv_cache import FP8, MAX_FP8, KVCache
 from nanovllm.kernels.attention.prefix_schedule import NO_PREFIXES
 from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.kernels.attention.triton_backend import TritonAttention
@@ -34,6 +34,7 @@ class AttentionShape(NamedTuple):
 
     Attributes:
         features: the optional fields of AttentionParams that some layers use.
+        is_quantized: whether the KV cache is quantised to FP8.
     """
 
     num_heads: int
@@ -43,6 +44,7 @@ class AttentionShape(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     features: frozenset[str] = frozenset()
+    is_quantized: bool = False
 
 
 def batch_invariant_backends(device: torch.device) -> dict[str, type[AttentionBackend]]:
@@ -72,8 +74,11 @@ def select_attention_backend(
     shape is reported at start-up and not in a forward pass.
 
     Raises:
-        ValueError: the requested backend does not work here. The message says why.
+        ValueError: the requested backend does not work here, or the GPU has no FP8. The message
+            says why.
     """
+    if shape.is_quantized and shape.device.type == "cuda":
+        check_fp8(torch.cuda.get_device_capability(shape.device))
     backends = batch_invariant_backends(shape.device) if batch_invariant else BACKENDS
     candidates = [name]
     if name == "auto":
@@ -87,6 +92,8 @@ def select_attention_backend(
                 raise ValueError("it needs a CUDA GPU")
             if missing := shape.features - backends[candidate].features:
                 raise ValueError(f"it has no attention with {' and '.join(sorted(missing))}")
+            if shape.is_quantized and not backends[candidate].reads_quantized:
+                raise ValueError("it cannot read an FP8 KV cache")
             backend = backends[candidate]()
             _try_out(backend, shape)
         except Exception as error:  # packages and compilers may raise any exception
@@ -105,6 +112,16 @@ def select_attention_backend(
     )
 
 
+def check_fp8(capability: tuple[int, int]) -> None:
+    """Raises ValueError if a GPU of this compute capability cannot convert to FP8 (e4m3)."""
+    if capability < (8, 9):
+        raise ValueError(
+            "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or higher (Ada, Hopper or "
+            f"later), and this one has {capability[0]}.{capability[1]}: leave kv_cache_dtype at "
+            "'auto'"
+        )
+
+
 def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
     """Runs a prefill, a prefill that reads the cache, and a decode, also one for shared prefixes.
 
@@ -114,7 +131,7 @@ def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
     Raises:
         ValueError: a result is wrong.
     """
-    num_heads, num_kv_heads, head_dim, block_size, dtype, device, features = shape
+    num_heads, num_kv_heads, head_dim, block_size, dtype, device, features, is_quantized = shape
 
     def ones(*shape: int) -> torch.Tensor:
         return torch.ones(shape, dtype=dtype, device=device)
@@ -125,6 +142,10 @@ def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
     q, kv = ones(2, num_heads, head_dim), ones(2, num_kv_heads, head_dim)
     block = ones(1, block_size, num_kv_heads, head_dim)  # both sequences share it
     cache = KVCache(block, block)
+    if is_quantized:
+        block = (block * MAX_FP8).to(FP8)
+        scales = torch.full((1, 2, num_kv_heads, block_size), 1 / MAX_FP8, device=device)
+        cache = KVCache(block, block, scales)
     bounds, table = ints(0, 1, 2), ints(0, 0).unsqueeze(1)
     prompt = Context(
         is_prefill=True, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=1, max_seqlen_k=1
@@ -150,7 +171,7 @@ def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
     def outputs() -> Iterator[torch.Tensor]:
         for options in ({}, used) if used else ({},):
             params = AttentionParams(1.0, **options)
-            for context in (prompt, cached):
+            for context in (cached,) if is_quantized else (prompt, cached):
                 yield backend.prefill(q, kv, kv, cache, context, params)
             for context in decodes:
                 yield backend.decode(q, cache, context, params, new)

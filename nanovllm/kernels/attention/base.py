@@ -50,6 +50,7 @@ class AttentionBackend(ABC):
         fuses_rope: whether ``decode`` itself applies RoPE, and stores the new keys and values.
         shares_prefixes: whether ``decode`` can read a prefix once for the sequences that share it.
         features: the optional fields of AttentionParams that it supports.
+        reads_quantized: whether it can read a quantised KV cache.
     """
 
     name: ClassVar[str]
@@ -57,6 +58,7 @@ class AttentionBackend(ABC):
     fuses_rope: ClassVar[bool] = False
     shares_prefixes: ClassVar[bool] = False
     features: ClassVar[frozenset[str]] = ALL_FEATURES
+    reads_quantized: ClassVar[bool] = False
 
     @abstractmethod
     def prefill(
@@ -72,8 +74,9 @@ class AttentionBackend(ABC):
 
         A sequence may have any number of queries, or none, and its context may be empty. Keys
         come from the cache if the context has block tables, otherwise from k and v, where
-        ``context.cu_seqlens_k`` delimits sequences. Result rows after the last sequence are
-        undefined."""
+        ``context.cu_seqlens_k`` delimits sequences. They always come from a quantised cache, so
+        that a token attends to the same keys and values as later tokens do. Result rows after the
+        last sequence are undefined."""
 
     def clamp_end(self, context: Context) -> int:
         """Returns how many leading tokens of each prompt must have finite values in the tensor v.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.attention.base import AttentionParams
-from nanovllm.kernels.attention.kv_cache import KVCache
+from nanovllm.kernels.attention.kv_cache import KVCache, fp8_scale, scale_offset
 from nanovllm.kernels.attention.prefix_decode import prefix_attention, prefix_tile
 from nanovllm.kernels.attention.prefix_schedule import max_shared_slots, schedule_layout
 from nanovllm.kernels.attention.split_kv import (
@@ -28,8 +28,10 @@ from nanovllm.kernels.attention.split_kv import (
 from nanovllm.kernels.attention.tiles import (
     CONSTEXPR_LOG2_E,
     LOG2_E,
+    VALUE_FACTOR,
     attend,
     load_pair,
+    load_scales,
     load_tile,
     norm_and_rope,
     online_softmax_step,
@@ -73,11 +75,20 @@ def _repeat_rows(x, ROWS: tl.constexpr):
     return tl.reshape(tl.broadcast_to(x[None, :, :], (ROWS // N, N, D)), (ROWS, D))
 
 
+@triton.jit
+def _quantize_rows(x):
+    """Quantises the rows of x [N, D]. Returns FP8 numbers, and the scales [N, 1]."""
+    x = x.to(tl.float32)
+    scale, inverse = fp8_scale(tl.max(tl.abs(x), axis=1)[:, None])
+    return (x * inverse).to(tl.float8e4nv), scale
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    scales_ptr,
     out_ptr,
     partial_ptr,
     lse_ptr,
@@ -118,8 +129,9 @@ def _decode_kernel(
     partial is fp32 [slots, Q_HEADS, HEAD_DIM]. lse is fp32 [slots, Q_HEADS], in base 2. arrived is
     int32 [slots, KV_HEADS]. It counts the finished programs of a sequence at the sequence's first
     slot, and is zero before and after a launch.
-    WINDOW and SOFTCAP are as in ``attend``. In a layer with a window, a sequence's first split
-    begins at the start of the tile that has the window's first key. Sinks count in the first split.
+    WINDOW, SOFTCAP and scales are as in ``attend``. In a layer with a window, a sequence's first
+    split begins at the start of the tile that has the window's first key. Sinks count in the first
+    split.
     """
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
@@ -160,6 +172,11 @@ def _decode_kernel(
         v = load_tile(
             v_ptr, KV_STRIDE, offset, mask, begin, cached_end, pages_ptr, 0, PAGE_SIZE, BLOCK_N
         )
+        if scales_ptr is not None:
+            k_scale, v_scale = load_scales(
+                scales_ptr, kv_head, is_cached, begin, cached_end, pages_ptr,
+                KV_HEADS, PAGE_SIZE, BLOCK_N,
+            )  # fmt: skip
     row = tl.arange(0, BLOCK_M)
     head = kv_head * GROUP + row
     out_mask = (row < GROUP)[:, None] & in_head[None, :]
@@ -199,31 +216,56 @@ def _decode_kernel(
     q = norm_and_rope(q_pair, q_weights, cos, sin, eps, HEAD_DIM)
     row_max = tl.full([BLOCK_G], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    stored_v = new_v
+    if scales_ptr is not None:
+        stored_v, new_v_scale = _quantize_rows(new_v)
+        new_v = stored_v.to(tl.float32) * new_v_scale
     acc = _repeat_rows(new_v, BLOCK_M).to(tl.float32)
     if has_new:
         new_k = norm_and_rope(new_k_pair, k_weights, cos, sin, eps, HEAD_DIM)
+        stored_k = new_k
+        if scales_ptr is not None:
+            stored_k, new_k_scale = _quantize_rows(new_k)
+            new_k = stored_k.to(tl.float32) * new_k_scale
         row_max = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1) * scale_log2e
         if SOFTCAP is not None:
             row_max = softcap(row_max, SOFTCAP)
         row_sum += 1.0
         cache_offset = new_slot * KV_STRIDE + kv_head * HEAD_DIM + index
         if new_slot >= 0:
-            tl.store(k_ptr + cache_offset, new_k, mask=(member == 0)[:, None] & in_head[None, :])
-            tl.store(v_ptr + cache_offset, new_v, mask=(member == 0)[:, None] & in_head[None, :])
+            tl.store(k_ptr + cache_offset, stored_k, mask=(member == 0)[:, None] & in_head[None, :])
+            tl.store(v_ptr + cache_offset, stored_v, mask=(member == 0)[:, None] & in_head[None, :])
+            if scales_ptr is not None:
+                block, slot = new_slot // PAGE_SIZE, new_slot % PAGE_SIZE
+                k_scales = scales_ptr + scale_offset(block, slot, kv_head, KV_HEADS, PAGE_SIZE)
+                k_scales += (member * 0)[:, None]
+                is_first = (member == 0)[:, None]
+                tl.store(k_scales, new_k_scale, mask=is_first)
+                tl.store(k_scales + KV_HEADS * PAGE_SIZE, new_v_scale, mask=is_first)
     q = _repeat_rows(q, BLOCK_M)
     row_max = tl.reshape(_repeat_rows(row_max[:, None], BLOCK_M), (BLOCK_M,))
     if sinks_ptr is not None:
         _, alpha, row_max, row_sum = online_softmax_step(sinks[:, None], 1.0, row_max, row_sum)
         acc *= alpha[:, None]
     if PREFETCHES:
+        if scales_ptr is not None:
+            k = k.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if scales_ptr is not None:
+            scores *= k_scale[None, :]
         if SOFTCAP is not None:
             scores = softcap(scores * scale_log2e, SOFTCAP)
         scores = tl.where(is_cached[None, :], scores, -float("inf"))
         p, alpha, row_max, row_sum = online_softmax_step(
             scores, 1.0 if SOFTCAP is not None else scale_log2e, row_max, row_sum
         )
+        if scales_ptr is not None:
+            p *= v_scale[None, :]
+            v = v.to(q.dtype)
+            acc *= VALUE_FACTOR
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        if scales_ptr is not None:
+            acc *= 1 / VALUE_FACTOR
         begin += BLOCK_N
     if begin < cached_end:
         row_max, row_sum, acc = attend(
@@ -251,6 +293,8 @@ def _decode_kernel(
             TAIL_N,
             WINDOW,
             SOFTCAP,
+            scales_ptr,
+            KV_HEADS,
         )
     safe_sum = tl.where(row_sum > 0, row_sum, 1.0)
     out = acc / safe_sum[:, None]
@@ -310,6 +354,7 @@ def decode_attention(
     page_size, kv_heads = cache.k.shape[1:3]
     assert q.stride()[1:] == (head_dim, 1)
     assert cache.k.is_contiguous() and cache.v.is_contiguous()
+    assert cache.scales is None or cache.scales.is_contiguous()
     assert new.rope.cos_sin_cache.is_contiguous()
     assert new.k.stride()[1:] == new.v.stride()[1:] == (head_dim, 1)
     assert context.split_kv_schedule is not None and context.block_tables is not None
@@ -330,6 +375,7 @@ def decode_attention(
         q,
         cache.k,
         cache.v,
+        cache.scales,
         out,
         partial,
         lse,

@@ -28,6 +28,7 @@ class FlashAttention4(TritonAttention):
     """
 
     name = "flash_attn_4"
+    reads_quantized = False
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,6 +23,7 @@ def _prefill_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    scales_ptr,
     out_ptr,
     block_tables_ptr,
     cu_seqlens_q_ptr,
@@ -50,8 +51,8 @@ def _prefill_kernel(
 
     Row r of the tile is query token r // GROUP and head r % GROUP of the group. k and v are the
     paged caches [blocks x PAGE_SIZE, KV_HEADS, HEAD_DIM], or the keys and values of the step [N,
-    KV_HEADS, HEAD_DIM] if PAGE_SIZE is 0. WINDOW and SOFTCAP are as in ``attend``. A sink is a
-    score without a key, so it is the initial maximum of its row, with a weight of 1.
+    KV_HEADS, HEAD_DIM] if PAGE_SIZE is 0. WINDOW, SOFTCAP and scales are as in ``attend``. A sink
+    is a score without a key, so it is the initial maximum of its row, with a weight of 1.
     """
     pdl_wait(PDL)
     BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
@@ -116,6 +117,8 @@ def _prefill_kernel(
         TAIL_N,
         WINDOW,
         SOFTCAP,
+        scales_ptr,
+        KV_HEADS,
     )
     out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     out_row = (q_start + token).to(tl.int64) * Q_HEADS + head
@@ -174,8 +177,10 @@ def prefill_attention(
     q_heads, head_dim = q.shape[1:]
     kv_heads = k.size(1)
     tables = context.block_tables
+    assert tables is not None or cache.scales is None
     if tables is not None:
         assert cache.k.is_contiguous() and cache.v.is_contiguous()
+        assert cache.scales is None or cache.scales.is_contiguous()
         k, v = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
     assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
     assert context.cu_seqlens_q is not None
@@ -189,6 +194,7 @@ def prefill_attention(
         q,
         k,
         v,
+        cache.scales,
         out,
         tables,
         context.cu_seqlens_q,

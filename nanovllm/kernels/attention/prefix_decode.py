@@ -40,6 +40,7 @@ def _prefix_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    scales_ptr,
     partial_ptr,
     lse_ptr,
     arrived_ptr,
@@ -67,7 +68,8 @@ def _prefix_kernel(
 
     Row r of a tile is member r // BLOCK_G and head r % BLOCK_G of the group of query heads.
     BLOCK_G is the size of that group, rounded up to a power of two. partial, lse and arrived are as
-    in the decode kernel. A sink counts in a sequence's first split. SOFTCAP is as in ``attend``.
+    in the decode kernel. A sink counts in a sequence's first split. SOFTCAP and scales are as
+    in ``attend``.
     """
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
@@ -139,6 +141,8 @@ def _prefix_kernel(
             BLOCK_N,
             0,
             SOFTCAP,
+            scales_ptr,
+            KV_HEADS,
         )
         partial_row = slot * Q_HEADS + head
         tl.store(lse_ptr + partial_row, row_max + tl.log2(row_sum), mask=row_mask)
@@ -180,6 +184,7 @@ def prefix_attention(
         q,
         cache.k,
         cache.v,
+        cache.scales,
         partial,
         lse,
         arrived,

@@ -8,10 +8,14 @@ fp32 inputs are exact ("ieee"), because the default, tf32, has a mantissa of 10 
 Here the blocks of the KV cache are called pages, because BLOCK_M and BLOCK_N are sizes of tiles.
 """
 
+from nanovllm.kernels.attention.kv_cache import scale_offset
 from nanovllm.utils.triton_compat import tl, triton
 
 LOG2_E = 1.4426950408889634
 CONSTEXPR_LOG2_E = tl.constexpr(LOG2_E)  # for kernels
+# Weights are multiplied by the scales of values, which are at most 1/448 of the largest value. In
+# fp16 the products would be subnormal, if they were not multiplied by this power of two too.
+VALUE_FACTOR = tl.constexpr(256.0)
 
 
 @triton.jit
@@ -40,6 +44,8 @@ def attend(
     TAIL_N: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    scales_ptr=None,
+    KV_HEADS: tl.constexpr = 0,
 ):
     """Lets the rows of q attend to keys [begin, end).
 
@@ -51,7 +57,8 @@ def attend(
     WINDOW is the number of keys that a row attends to, or 0 for all. With a window, keys before
     ``window_begin`` are not read, keys from ``window_full`` up to ``middle`` need no mask, and
     ``begin`` and ``middle`` are multiples of BLOCK_N. SOFTCAP is the softcap of logits in base 2,
-    or None.
+    or None. A quantised cache has scales, of KV_HEADS heads, and is paged. Scores are multiplied by
+    the scales of keys, and weights by those of values.
 
     Returns the updated ``row_max``, ``row_sum`` and ``acc``, the sum of weighted values.
     """
@@ -62,6 +69,8 @@ def attend(
         full = tl.maximum(begin, tl.minimum(tl.cdiv(window_full, BLOCK_N) * BLOCK_N, middle))
         begin = tl.maximum(begin, window_begin // TAIL_N * TAIL_N)
         tail = tl.maximum(begin, middle)
+    if scales_ptr is not None:
+        acc *= VALUE_FACTOR
     for PART in tl.static_range(0 if WINDOW else 1, 3):  # the window's start, the middle, the end
         first = tail if PART == 2 else full if PART == 1 else begin
         last = end if PART == 2 else middle if PART == 1 else full
@@ -78,7 +87,18 @@ def attend(
                 k_ptr, k_stride, offset, kv_mask, n, end, pages_ptr, k_start, PAGE_SIZE,
                 BLOCK_N if PART == 1 else TAIL_N,
             )  # fmt: skip
+            if scales_ptr is not None:
+                scale_mask = key < end
+                if PART != 1:
+                    scale_mask = exists
+                k_scale, v_scale = load_scales(
+                    scales_ptr, kv_head, scale_mask, n, end, pages_ptr, KV_HEADS, PAGE_SIZE,
+                    BLOCK_N if PART == 1 else TAIL_N,
+                )  # fmt: skip
+                k = k.to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if scales_ptr is not None:
+                scores *= k_scale[None, :]
             if SOFTCAP is not None:
                 scores = softcap(scores * scale_log2e, SOFTCAP)
             if PART != 1:
@@ -95,7 +115,12 @@ def attend(
                 v_ptr, v_stride, offset, kv_mask, n, end, pages_ptr, k_start, PAGE_SIZE,
                 BLOCK_N if PART == 1 else TAIL_N,
             )  # fmt: skip
+            if scales_ptr is not None:
+                p *= v_scale[None, :]
+                v = v.to(q.dtype)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    if scales_ptr is not None:
+        acc *= 1 / VALUE_FACTOR
     return row_max, row_sum, acc
 
 
@@ -120,6 +145,27 @@ def load_tile(
         slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
         tile = ptr + slot[:, None] * stride + offset[None, :]
     return tl.load(tile, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_scales(
+    scales_ptr, kv_head, mask, n, end, pages_ptr,
+    KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Loads the scales of the keys of tokens [n, n + BLOCK_N), and those of the values times
+    VALUE_FACTOR. The mask [BLOCK_N] must exclude tokens that are not below ``end``."""
+    column = tl.arange(0, BLOCK_N)
+    if PAGE_SIZE % BLOCK_N == 0:  # all in one page
+        page = tl.load(pages_ptr + n // PAGE_SIZE)
+        slot = n % PAGE_SIZE + column
+    else:
+        key = n + column
+        page = tl.load(pages_ptr + key // PAGE_SIZE, mask=key < end, other=0)
+        slot = key % PAGE_SIZE
+    k_scales = scales_ptr + scale_offset(page.to(tl.int64), slot, kv_head, KV_HEADS, PAGE_SIZE)
+    k_scale = tl.load(k_scales, mask=mask, other=0.0)
+    v_scale = tl.load(k_scales + KV_HEADS * PAGE_SIZE, mask=mask, other=0.0)
+    return k_scale, v_scale * VALUE_FACTOR
 
 
 @triton.jit

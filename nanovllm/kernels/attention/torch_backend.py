@@ -25,6 +25,7 @@ class TorchAttention(AttentionBackend):
 
     name = "torch"
     capturable = False
+    reads_quantized = True
 
     def prefill(
         self,
@@ -46,7 +47,7 @@ class TorchAttention(AttentionBackend):
             if tables is None:
                 keys, values = k[k_rows][first:], v[k_rows][first:]
             else:
-                keys, values = gather_kv(cache, tables[i], first, len_k)
+                keys, values = gather_kv(cache, tables[i], first, len_k, q.dtype)
             _prefill_one(q[q_rows], keys, values, len_k - len_q - first, params, out[q_rows])
         return out
 
@@ -75,7 +76,8 @@ class TorchAttention(AttentionBackend):
             strict=True,
         ):
             first = window_start(len_k - 1, params)
-            out_i.copy_(_attend(q_i, *gather_kv(cache, table, first, len_k), params))
+            keys, values = gather_kv(cache, table, first, len_k, q.dtype)
+            out_i.copy_(_attend(q_i, keys, values, params))
         return out
 
 
@@ -85,14 +87,23 @@ def window_start(position: int, params: AttentionParams) -> int:
 
 
 def gather_kv(
-    cache: KVCache, block_table: list[int], first: int, end: int
+    cache: KVCache,
+    block_table: list[int],
+    first: int,
+    end: int,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """Returns the keys and values of a sequence's tokens [first, end): [end - first, kv_heads,
-    head_dim] each. They are views if all are in one block, otherwise copies."""
+    head_dim] each. They are views if all are in one block, otherwise copies. Quantised ones are
+    dequantised to ``dtype``."""
     block_size = cache.k.size(1)
     skipped = first // block_size
     blocks = block_table[skipped : -(-end // block_size)]
     tokens = slice(first - skipped * block_size, end - skipped * block_size)
+    if cache.scales is not None:
+        scales = cache.scales[blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, tokens].unsqueeze(-1)
+        keys, values = (x[blocks].flatten(0, 1)[tokens].float() for x in (cache.k, cache.v))
+        return (keys * scales[0]).to(dtype), (values * scales[1]).to(dtype)
     if len(blocks) == 1:
         return cache.k[blocks[0]][tokens], cache.v[blocks[0]][tokens]
     return cache.k[blocks].flatten(0, 1)[tokens], cache.v[blocks].flatten(0, 1)[tokens]

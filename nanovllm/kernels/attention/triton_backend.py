@@ -26,6 +26,7 @@ class TritonAttention(AttentionBackend):
     name = "triton"
     fuses_rope = True
     shares_prefixes = True
+    reads_quantized = True
 
     def __init__(self) -> None:
         # Counters of the decode kernel, by their number. Launches of the same or of different sizes

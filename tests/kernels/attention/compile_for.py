@@ -17,6 +17,8 @@ if __name__ == "__main__":
         compile_for_hopper.launch_windows(all_sizes=True)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             compile_for_hopper.launch_invariant_gemms(dtype, all_sizes=True)
+        if capability >= 89:
+            compile_for_hopper.launch_quantized(all_sizes=True)
     done = [k.result() if hasattr(k, "result") else k for _, k in kernels]
     assert {kernel.metadata.target.arch for kernel in done} == {capability}
     most = max(kernel.metadata.shared for kernel in done)
