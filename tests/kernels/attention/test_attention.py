@@ -9,7 +9,7 @@ import torch
 from nanovllm.kernels.attention import decode, prefill, triton_backend
 from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.decode import DecodeTile, decode_tile
-from nanovllm.kernels.attention.kv_cache import KVCache
+from nanovllm.kernels.attention.kv_cache import KVCache, store_kvcache
 from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.kernels.attention.triton_backend import TritonAttention
 from nanovllm.kernels.rope import NewKV, RopeInputs, apply_rope_and_store_reference
@@ -45,6 +45,12 @@ def bounds(out: torch.Tensor) -> dict[str, float]:
     return {"ulps": 2.0, "factor": 2.5 if out.is_cuda else 3.0}
 
 
+def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 numbers and scales of vectors [..., D], by division."""
+    scale = x.float().abs().amax(-1) / 448
+    return (x.float() / scale.unsqueeze(-1)).to(torch.float8_e4m3fn), scale
+
+
 class Paged:
     """Contexts of given lengths scattered over shuffled blocks; every other slot is NaN."""
 
@@ -68,7 +74,23 @@ class Paged:
                 self.cache.v[block_id, : len(part)] = v[j * block : (j + 1) * block]
         self.tables, self.nan_block = tables.to(device), free.pop()
         self.contexts, self.new_tokens, self.device = contexts, new_tokens, device
+        self.dtype = dtype
         self.prefixes = None  # that a decode reads once
+
+    def quantize(self):
+        """Quantises the cache: ``naive`` gets the keys and values that are in it, in fp64. NaN
+        stays NaN."""
+        (k, k_scale), (v, v_scale) = map(quantized, self.cache[:2])
+        self.cache = KVCache(k, v, torch.stack((k_scale, v_scale), 1).transpose(2, 3).contiguous())
+        for xs in (self.ks, self.vs):
+            for i, (x, scale) in enumerate(map(quantized, xs)):
+                xs[i] = x.double() * scale.double().unsqueeze(-1)
+
+    def read(self, slot):
+        """The key and value in a slot of a quantised cache, in fp64."""
+        page, offset = slot // self.cache.k.size(1), slot % self.cache.k.size(1)
+        scales = self.cache.scales[page, :, :, offset].double().unsqueeze(-1)
+        return [x[page, offset].double() * s for x, s in zip(self.cache, scales, strict=False)]
 
     def forget(self, window):
         """Puts NaN into all slots before the window of the first query. Blocks that have none of
@@ -78,11 +100,16 @@ class Paged:
             for position in range(max(0, length - new + 1 - window)):
                 page, offset = self.tables[i, position // block], position % block
                 self.ks[i][position] = self.vs[i][position] = 0  # for ``naive``, which masks them
-                for x in self.cache:
-                    x[page, offset] = float("nan")
+                self.poison(page, offset)
             freed = max(0, length - new + 1 - window) // block
             self.tables[i, :freed] = self.nan_block
             self.tables[i, :freed:2] = -1
+
+    def poison(self, page, offset):
+        for x in self.cache[:2]:
+            x[page, offset] = float("nan")
+        if self.cache.scales is not None:
+            self.cache.scales[page, :, :, offset] = float("nan")
 
     def bounds(self, lens):
         return torch.tensor([0, *lens], device=self.device).cumsum(0).to(torch.int32)
@@ -96,7 +123,7 @@ class Paged:
                 self.qs[0].size(1),
                 kv_heads,
                 head_dim,
-                self.cache.k.dtype,
+                self.dtype,
                 window,
                 self.prefixes,
             )
@@ -131,7 +158,7 @@ class Paged:
         """A decode as the projection gives it, [N, heads + 2 kv_heads, D] in one; and its keys as
         the reference rotates them, with their slots. The new tokens are not in the cache yet."""
         q_heads, kv_heads, head_dim = (*self.qs[0].shape[1:2], *self.cache.k.shape[2:])
-        dtype, device, num_seqs = self.cache.k.dtype, self.device, len(self.qs)
+        dtype, device, num_seqs = self.dtype, self.device, len(self.qs)
         packed = torch.randn(num_seqs, q_heads + 2 * kv_heads, head_dim, device=device).to(dtype)
         q, k, v = packed.split((q_heads, kv_heads, kv_heads), dim=1)
         weights = [1 + 0.1 * torch.randn(head_dim, device=device).to(dtype) for _ in range(2)]
@@ -147,8 +174,7 @@ class Paged:
             self.ks[i][-1], self.vs[i][-1] = turned_k[i], v[i]
             page = self.tables[i, (length - 1) // block]
             slots.append(int(page) * block + (length - 1) % block)
-            for cache in self.cache:
-                cache.flatten(0, 1)[slots[-1]] = float("nan")
+            self.poison(page, (length - 1) % block)
         return q, NewKV(rope, k, v), turned_k, slots
 
     def check_decode(self, backend, norms, monkeypatch, params=None):
@@ -157,19 +183,32 @@ class Paged:
         q, new, turned_k, slots = self.draw_new(norms)
         slot_mapping = torch.tensor(slots, dtype=torch.int32, device=self.device)
         context = replace(self.context(True, window=params.window), slot_mapping=slot_mapping)
-        cache = KVCache(*(x.clone() for x in self.cache))
-        cache.k.flatten(0, 1)[slots], cache.v.flatten(0, 1)[slots] = turned_k, new.v
+        cache = KVCache(*(x if x is None else x.clone() for x in self.cache))
+        store_kvcache(turned_k, new.v, cache, slot_mapping)
+        with monkeypatch.context() as patch:
+            poisoned(patch)
+            out = backend.decode(q, self.cache, context, params, new)
+        torch.testing.assert_close(*(c.v.float() for c in (self.cache, cache)), **EXACT)
+        eps = 2 * torch.finfo(q.dtype).eps
+        if self.cache.scales is None:
+            torch.testing.assert_close(self.cache.k, cache.k, rtol=eps, atol=1e-6, equal_nan=True)
+        else:  # a key may be a rounding error from the reference's, and its FP8 number the next one
+            k = [c.k.float() for c in (self.cache, cache)]
+            torch.testing.assert_close(*k, rtol=0.126, atol=2**-8, equal_nan=True)
+            assert (k[0] != k[1]).sum() - k[0].isnan().sum() <= 2 + turned_k.numel() / 50
+            scales = self.cache.scales, cache.scales
+            torch.testing.assert_close(*scales, rtol=eps, atol=0, equal_nan=True)
+            torch.testing.assert_close(*(x[:, 1] for x in scales), **EXACT)
+            for i, slot in enumerate(slots):
+                self.ks[i][-1], self.vs[i][-1] = self.read(slot)
+            cache = self.cache
         expected = TorchAttention().decode(torch.cat(self.qs), cache, context, params)
         triples = zip(self.qs, self.ks, self.vs, strict=True)
         exact = torch.cat([naive(*t, params) for t in triples])
-        poisoned(monkeypatch)
-        out = backend.decode(q, self.cache, context, params, new)
         assert_as_good_as_eager(out, expected, exact, **bounds(out))
-        torch.testing.assert_close(self.cache.v, cache.v, rtol=0, atol=0, equal_nan=True)
-        rtol = 2 * torch.finfo(q.dtype).eps
-        torch.testing.assert_close(self.cache.k, cache.k, rtol=rtol, atol=1e-6, equal_nan=True)
 
 
+EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
 SHAPES = {  # q_heads, kv_heads, head_dim, block_size
     "d64-block16": (4, 2, 64, 16),
     "d96-group3-block8": (3, 1, 96, 8),
@@ -328,7 +367,7 @@ def test_rows_that_pad_a_graph_give_zeros_and_store_nothing(norms, device):
         context_lens=torch.zeros(2, dtype=torch.int32, device=device),
         split_kv_schedule=torch.from_numpy(work).to(device),
     )
-    before = [x.clone() for x in paged.cache]
+    before = [x.clone() for x in paged.cache[:2]]
     assert not backend.decode(q, paged.cache, context, AttentionParams(1.0), new).any()
-    for cache, old in zip(paged.cache, before, strict=True):
+    for cache, old in zip(paged.cache[:2], before, strict=True):
         torch.testing.assert_close(cache, old, rtol=0, atol=0, equal_nan=True)

@@ -4,7 +4,7 @@ reference."""
 import pytest
 import torch
 
-from nanovllm.kernels.attention.kv_cache import KVCache, store_kvcache
+from nanovllm.kernels.attention.kv_cache import FP8, KVCache, quantize, store_kvcache, vector_bytes
 from nanovllm.kernels.rope import CacheSlots, RopeInputs, apply_rope_and_store_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -119,6 +119,63 @@ def test_no_other_token_is_overwritten(store):
     written = ~cache.k.flatten(0, 1).isnan().flatten(1).any(1)
     assert written.nonzero().flatten().tolist() == [0, 1, 2, 3, 9]
     assert torch.equal(written, ~cache.v.flatten(0, 1).isnan().flatten(1).any(1))
+
+
+def plain_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = x.float().abs().amax(-1).maximum(torch.tensor(1e-30, device=x.device)) / 448
+    return (x.float() * (1 / scale)[..., None]).to(torch.float8_e4m3fn), scale
+
+
+@each_store
+@each_dtype
+@pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"{heads[0]}x{heads[1]}")
+@pytest.mark.usefixtures("exact_fp8")
+def test_fp8_numbers_and_scales_are_those_of_a_plain_quantizer(heads, dtype, store):
+    """Bit for bit, in views into the packed projection, for magnitudes from 1e-4 to 1e4 and zeros.
+    Other slots keep their poison."""
+    slots, block_size, (kv_heads, _) = [4, 9, 0, 11, -1, 2, 7, 5], 3, heads
+    packed = draw(8, (2 * kv_heads, heads[1]), torch.float32)
+    packed *= torch.logspace(-4, 4, 8, device=DEVICE)[torch.randperm(8)][:, None, None]
+    packed[3, 0], packed[5, -1] = 0, 0
+    key, value = packed.to(dtype).split(kv_heads, dim=1)
+    numbers = torch.full((2, 4, block_size, *heads), torch.nan, device=DEVICE).to(FP8)
+    scales = torch.full((4, 2, kv_heads, block_size), -1.0, device=DEVICE)
+    expected, expected_scales = numbers.clone(), scales.clone()
+    for token, slot in enumerate(slots):
+        for i, x in enumerate((key, value)):
+            if slot >= 0:
+                block, place = slot // block_size, slot % block_size
+                expected[i, block, place], row = plain_quantize(x[token])
+                expected_scales[block, i, :, place] = row
+    store(key, value, KVCache(*numbers, scales), torch.tensor(slots, device=DEVICE))
+    assert torch.equal(numbers.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scales, expected_scales)
+
+
+def test_quantization_errors_are_half_a_unit_in_the_last_place():
+    """Of FP8 numbers: 3 bits of mantissa, and numbers below 2^-6 in steps of 2^-9."""
+    for dtype in DTYPES:
+        x = draw(1000, (2, 64), dtype) * 10.0 ** torch.randint(-3, 4, (1000, 1, 1), device=DEVICE)
+        x[5] = 0
+        numbers, scale = quantize(x)
+        found = numbers.double() * scale.double().unsqueeze(-1)
+        bound = torch.maximum(x.double().abs() / 16, scale.double().unsqueeze(-1) / 1024)
+        assert ((found - x.double()).abs() <= bound * (1 + 1e-6)).all()
+        assert not found[5].any()
+
+
+def test_not_a_number_stays_one():
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        x = torch.ones(2, 8)
+        x[0, 3] = bad
+        numbers, scale = quantize(x)
+        assert (numbers.float() * scale.unsqueeze(-1))[0, 3].isnan()
+        torch.testing.assert_close(numbers[1].float() * scale[1], x[1])
+
+
+def test_a_quantized_cache_holds_almost_twice_as_many_tokens():
+    assert vector_bytes(128, torch.bfloat16, False) / vector_bytes(128, torch.bfloat16, True) > 1.93
+    assert vector_bytes(64, torch.bfloat16, False) / vector_bytes(64, torch.bfloat16, True) > 1.88
 
 
 # Two caches of 2^31 elements and a bit. Pages that nothing touches take no memory. Below each cache

@@ -1,0 +1,92 @@
+"""A KV cache in FP8, on every backend that runs here.
+
+Kernels and references read the same FP8 numbers and scales. Every other slot is NaN.
+"""
+
+import pytest
+import torch
+
+from nanovllm.kernels.attention import decode, prefill, prefix_decode, triton_backend
+from nanovllm.kernels.attention.base import AttentionParams
+from nanovllm.kernels.attention.decode import DecodeTile
+from nanovllm.kernels.attention.prefix_schedule import PrefixTile
+from nanovllm.kernels.attention.triton_backend import TritonAttention
+from tests.kernels.attention.test_attention import SHAPES, SLOW, Paged
+from tests.kernels.attention.test_attention_params import check_torch, make_params
+from tests.kernels.attention.test_shared_prefix import SharedPaged
+from tests.kernels.conftest import DEVICE
+
+pytestmark = [
+    pytest.mark.usefixtures("exact_fp8"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp2"),
+]
+
+HALF, FULL = torch.float16, torch.float32
+# name of the attention's features, shape, dtype
+CASES = [
+    ("plain", "d64-block16", FULL, []),
+    ("window21-softcap-sinks", "group3-block7", HALF, []),
+    ("window40", "d96-group3-block8", FULL, SLOW),
+    ("plain", "d128-block256", HALF, SLOW),
+    ("softcap", "d256-mha", FULL, SLOW),
+]
+if DEVICE == "cuda":
+    CASES += [("window40", shape, torch.bfloat16, []) for shape in SHAPES]
+EACH = pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    [pytest.param(*case, marks=marks, id="-".join(map(str, case))) for *case, marks in CASES],
+)
+
+
+def make_paged(name, lens, new, shape, dtype, device) -> tuple[Paged, AttentionParams]:
+    params = make_params(name, SHAPES[shape], device)
+    paged = Paged(lens, new, *SHAPES[shape], dtype, device)
+    paged.quantize()
+    paged.forget(params.window)
+    return paged, params
+
+
+@EACH
+def test_prefill(name, shape, dtype, device, monkeypatch):
+    paged, params = make_paged(name, [3, 30, 130], [3, 7, 20], shape, dtype, device)
+    paged.check(TritonAttention(), paged.context(), monkeypatch, params)
+
+
+@EACH
+@pytest.mark.parametrize("prefetches", [True, False])
+def test_decode(prefetches, name, shape, dtype, device, monkeypatch):
+    """In one split and in several. The key and value of the new token are quantised too."""
+    tile = DecodeTile(16, 4, 4, prefetches)
+    for module in (triton_backend, decode):
+        monkeypatch.setattr(module, "decode_tile", lambda *_: tile)
+    paged, params = make_paged(name, [1, 2, 17, 33, 100], [1] * 5, shape, dtype, device)
+    paged.check_decode(TritonAttention(), True, monkeypatch, params)
+
+
+@pytest.mark.parametrize("dtype", [HALF, pytest.param(FULL, marks=SLOW)], ids=str)
+def test_decode_with_a_shared_prefix(dtype, device, monkeypatch):
+    monkeypatch.setattr("nanovllm.engine.shared_prefixes.MIN_TOKENS", 1)
+    tile = PrefixTile(16, 8, 16, 4, 2, 4)
+    for module in (triton_backend, decode, prefix_decode):
+        monkeypatch.setattr(module, "prefix_tile", lambda *_: tile)
+    paged = SharedPaged([50 + i for i in range(5)], [([*range(5)], 2)], 4, 2, 64, 16, dtype, device)
+    paged.quantize()
+    params = make_params("softcap-sinks", (4, 2, 64, 16), device)
+    paged.check_decode(TritonAttention(), True, monkeypatch, params)
+
+
+def test_small_values_keep_their_precision_in_fp16(device, monkeypatch):
+    """Weights times the scales of values would be subnormal numbers."""
+    monkeypatch.setattr(prefill, "shared_memory", lambda _: 200 << 10)
+    paged = Paged([300], [2], *SHAPES["d64-block16"], HALF, device)
+    for x in (*paged.vs, paged.cache.v):
+        x *= 1e-3
+    paged.quantize()
+    paged.check(TritonAttention(), paged.context(), monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["plain", "window21-softcap-sinks"])
+def test_torch(name, device):
+    for lens, new in (([1, 40, 130], [1, 1, 1]), ([30, 5, 130], [7, 5, 70])):
+        paged, params = make_paged(name, lens, new, "d64-block16", FULL, device)
+        check_torch(paged, params)
