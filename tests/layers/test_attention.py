@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.kernels.attention.base import AttentionParams
-from nanovllm.kernels.attention.kv_cache import KVCache
+from nanovllm.kernels.attention.kv_cache import FP8, KVCache
 from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import Context, step_context
@@ -140,7 +140,7 @@ class PagedBatch:
     def check(self, output: torch.Tensor, rtol: float = 1e-4, atol: float = 1e-5) -> None:
         """The output is right, and the cache holds the new tokens and nothing else new."""
         torch.testing.assert_close(output.double(), self.expected(), rtol=rtol, atol=atol)
-        expected = KVCache(*(torch.full_like(x, torch.nan) for x in self.cache))
+        expected = KVCache(*(torch.full_like(x, torch.nan) for x in self.cache[:2]))
         self.fill(expected, [range(cached + new) for cached, new in self.lens])
         exact = {"rtol": 0, "atol": 0, "equal_nan": True}
         torch.testing.assert_close(self.cache.k, expected.k, **exact)
@@ -201,6 +201,37 @@ def test_chunks_add_up_to_the_whole_prompt():
         outputs.append(whole.run(whole.context(is_prefill=True), layer))
     whole.lens, whole.q[0] = [(0, 50)], q
     whole.check(torch.cat(outputs))
+
+
+def test_a_quantized_cache_is_the_same_however_a_sequence_is_computed():
+    """Bit for bit: as a whole prompt, in chunks, and with decodes. Attention reads what is stored,
+    also of the step's own tokens: the outputs are those of an unquantised cache with these keys
+    and values."""
+    batch = PagedBatch([(0, 50)], 16, Shape(4, 2, 40))
+    q, blocks, outputs, caches = batch.q[0], len(batch.cache.k), [], []
+    for ends in ([50], [7, 32, 33, 50], [5, *range(6, 51)]):
+        numbers = torch.full((2, *batch.cache.k.shape), torch.nan).to(FP8)
+        batch.cache = KVCache(*numbers, torch.full((blocks, 2, 2, 16), torch.nan))
+        layer, outs, start = batch.layer(), [], 0
+        for end in ends:
+            batch.lens, batch.q[0] = [(start, end - start)], q[start:end]
+            is_prefill = start == 0 or end - start > 1
+            outs.append(batch.run(batch.context(is_prefill), layer))
+            start = end
+        outputs.append(torch.cat(outs))
+        caches.append(batch.cache)
+    for cache, output in zip(caches, outputs, strict=True):
+        for x, first in zip(cache, caches[0], strict=True):
+            assert torch.equal(x.view(torch.uint8), first.view(torch.uint8))
+        torch.testing.assert_close(output, outputs[0], rtol=1e-4, atol=1e-5)
+    batch.lens, batch.q[0] = [(0, 50)], q
+    unquantized = batch.expected()
+    slots = [batch.slot(0, position) for position in range(50)]
+    for i, vectors in enumerate((batch.keys, batch.values)):
+        scales = cache.scales[:, i].transpose(1, 2).flatten(0, 1)[slots]
+        vectors[0] = cache[i].flatten(0, 1)[slots].float() * scales.unsqueeze(-1)
+    torch.testing.assert_close(outputs[0].double(), batch.expected(), rtol=1e-4, atol=1e-5)
+    assert (outputs[0] - unquantized).abs().max() > 1e-3
 
 
 def test_without_a_cache_nothing_is_stored():

@@ -3,14 +3,19 @@
 Kernels and references read the same FP8 numbers and scales. Every other slot is NaN.
 """
 
+import numpy as np
 import pytest
 import torch
 
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine import startup
 from nanovllm.kernels.attention import decode, prefill, prefix_decode, triton_backend
 from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.decode import DecodeTile
 from nanovllm.kernels.attention.prefix_schedule import PrefixTile
+from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.kernels.attention.triton_backend import TritonAttention
+from nanovllm.utils.context import Context
 from tests.kernels.attention.test_attention import SHAPES, SLOW, Paged
 from tests.kernels.attention.test_attention_params import check_torch, make_params
 from tests.kernels.attention.test_shared_prefix import SharedPaged
@@ -80,7 +85,7 @@ def test_small_values_keep_their_precision_in_fp16(device, monkeypatch):
     monkeypatch.setattr(prefill, "shared_memory", lambda _: 200 << 10)
     paged = Paged([300], [2], *SHAPES["d64-block16"], HALF, device)
     for x in (*paged.vs, paged.cache.v):
-        x *= 1e-3
+        x.mul_(1e-3)
     paged.quantize()
     paged.check(TritonAttention(), paged.context(), monkeypatch)
 
@@ -90,3 +95,43 @@ def test_torch(name, device):
     for lens, new in (([1, 40, 130], [1, 1, 1]), ([30, 5, 130], [7, 5, 70])):
         paged, params = make_paged(name, lens, new, "d64-block16", FULL, device)
         check_torch(paged, params)
+
+
+def test_rows_that_pad_a_graph_store_nothing(device):
+    paged = Paged([20, 20], [1, 1], *SHAPES["d64-block16"], FULL, device)
+    paged.quantize()
+    q, new, _, _ = paged.draw_new(False)
+    backend = TritonAttention()
+    work = backend.split_kv(np.zeros(2, np.int32), 4, 2, 64, q.dtype)
+    context = Context(
+        slot_mapping=torch.full((2,), -1, dtype=torch.int32, device=device),
+        block_tables=torch.zeros(2, 4, dtype=torch.int32, device=device),
+        context_lens=torch.zeros(2, dtype=torch.int32, device=device),
+        split_kv_schedule=torch.from_numpy(work).to(device),
+    )
+    before = [x.clone().view(torch.uint8) for x in paged.cache]
+    assert not backend.decode(q, paged.cache, context, AttentionParams(1.0), new).any()
+    for x, old in zip(paged.cache, before, strict=True):
+        assert torch.equal(x.view(torch.uint8), old)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="tests/test_gpu.py runs engines")
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("gpt-oss", marks=SLOW)])
+def test_the_kernels_in_an_engine(name, tiny_models, monkeypatch):
+    """In Triton's interpreter, against the backend in PyTorch. A decode reads what a prefill and
+    earlier decodes have stored."""
+    monkeypatch.setattr(TritonAttention, "prefill", TorchAttention.prefill)  # takes less time
+    monkeypatch.setattr(decode, "NUM_PROGRAMS", 4)
+    prompts = [list(range(7, 7 + n)) for n in (2, 17)]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
+    settings = {"kvcache_block_size": 16, "num_kvcache_blocks": 20}
+    results = []
+    for backend in (TorchAttention, TritonAttention):
+        monkeypatch.setattr(startup, "select_attention_backend", lambda *_, b=backend: b())
+        with LLM(tiny_models.path(name), device="cpu", kv_cache_dtype="fp8", **settings) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        results.append([out.outputs[0] for out in outputs])
+    for ours, expected in zip(*results, strict=True):
+        assert ours.token_ids == expected.token_ids
+        pairs = zip(ours.token_ids, ours.logprobs, expected.logprobs, strict=True)
+        assert max(abs(a[i].logprob - b[i].logprob) for i, a, b in pairs) < 0.02
