@@ -109,7 +109,11 @@ def main() -> None:
         if llm.model_runner.device.type == "cuda" and args.workload not in SHARED:
             bandwidth, rate = measure_peaks(llm.model_runner.device)
             bound = roofline_seconds(
-                llm.model_runner.model_config, done, bandwidth * args.tp, rate * args.tp
+                llm.model_runner.model_config,
+                done,
+                bandwidth * args.tp,
+                rate * args.tp,
+                quantizes_kv=llm.config.quantizes_kv,
             )
             record |= {
                 "copy_tb_per_s": round(bandwidth / 1e12, 2),
@@ -270,6 +274,7 @@ def parse_args() -> argparse.Namespace:
     engine.add_argument("--attention-backend", default="auto")
     engine.add_argument("--enforce-eager", action="store_true")
     engine.add_argument("--dtype", default="auto")
+    engine.add_argument("--kv-cache-dtype", default="auto")
     engine.add_argument("--max-model-len", type=int, help="default: the model's own")
     engine.add_argument("--max-num-seqs", type=int, help="default: chosen by the engine")
     args = parser.parse_args()
@@ -290,6 +295,7 @@ def parse_args() -> argparse.Namespace:
         "attention_backend": args.attention_backend,
         "enforce_eager": args.enforce_eager,
         "dtype": args.dtype,
+        "kv_cache_dtype": args.kv_cache_dtype,
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
     }

@@ -15,6 +15,7 @@ from time import perf_counter
 import torch
 
 from benchmarks.workloads import Workload
+from nanovllm.kernels.attention.kv_cache import vector_bytes
 from nanovllm.models.model_config import MLPSpec, ModelConfig, MoESpec
 
 MXFP4_BYTES = 17 / 32  # a byte of scale for 32 values of 4 bits
@@ -34,7 +35,12 @@ def measure_peaks(device: torch.device) -> tuple[float, float]:
 
 
 def roofline_seconds(
-    model: ModelConfig, workload: Workload, bandwidth: float, rate: float, itemsize: int = 2
+    model: ModelConfig,
+    workload: Workload,
+    bandwidth: float,
+    rate: float,
+    itemsize: int = 2,
+    quantizes_kv: bool = False,
 ) -> float:
     """Returns the least time of a workload, as if all of its sequences ran from the start.
 
@@ -42,6 +48,7 @@ def roofline_seconds(
         bandwidth: bytes/s.
         rate: FLOP/s.
         itemsize: bytes per element of weights, other than MXFP4's, and of the KV cache.
+        quantizes_kv: whether the KV cache is quantised to FP8 instead.
     """
     # Numbers of parameters.
     kv_proj = 2 * model.hidden_size * model.head_dim * model.num_key_value_heads
@@ -54,7 +61,8 @@ def roofline_seconds(
     last = attention_proj + sizes[-1]
     layers = len(sizes) * attention_proj + sum(sizes)  # those that compute a token
     head = model.vocab_size * model.hidden_size
-    kv_bytes = 2 * model.num_key_value_heads * model.head_dim * itemsize  # per layer and token
+    vector = vector_bytes(model.head_dim, itemsize, quantizes_kv)
+    kv_bytes = 2 * model.num_key_value_heads * vector  # per layer and token
     windows = Counter(layer.attention.window for layer in model.layers)
     last_window = model.layers[-1].attention.window
     before_last = windows - Counter([last_window])

@@ -1,11 +1,13 @@
-"""What the benchmarks state about mixtures of experts."""
+"""What the benchmarks state about mixtures of experts and the KV cache."""
 
 import pytest
 import torch
 
 from benchmarks.experts import count_experts
-from benchmarks.roofline import num_experts_read
+from benchmarks.roofline import num_experts_read, roofline_seconds
+from benchmarks.workloads import Workload
 from nanovllm import LLM
+from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.models.model_config import MLPSpec, MoESpec
 from tests.tiny_models import TinyModels
 
@@ -26,3 +28,17 @@ def test_experts_of_decode_steps_are_counted(tiny_models: TinyModels):
         assert count_experts(llm, 1) == 2
         assert 2 < count_experts(llm, 3) < 6
         assert count_experts(llm, 8) is None  # one block each, and another one to grow
+
+
+def test_a_quantized_cache_is_read_in_fewer_bytes(tiny_models: TinyModels):
+    """Where the bandwidth is the limit, the steps of long contexts take half the time."""
+    model = open_checkpoint(str(tiny_models.path("qwen3"))).config
+    seconds = []
+    for num_tokens in (1, 10**7):  # with one token, almost all bytes are weights
+        workload = Workload("one", [range(num_tokens)], [2])  # type: ignore[list-item]
+        plain, quantized = (
+            roofline_seconds(model, workload, 1.0, 1e30, quantizes_kv=q) for q in (False, True)
+        )
+        seconds.append(plain / quantized)
+    assert seconds[0] == pytest.approx(1, rel=0.01)
+    assert seconds[1] == pytest.approx(2 * 16 / (16 + 4), rel=0.01)

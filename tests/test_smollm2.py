@@ -1,6 +1,7 @@
 """The real small model that example.py runs: its text makes sense, and its greedy tokens equal
 those of transformers reading the same GGUF file, however the work is cut up."""
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +103,24 @@ def test_tokens_equal_transformers(settings, path, prompts, expected, request):
         assert_same_tokens(ours, expected(ours))
         if request.node.callspec.id == "preempted":
             assert llm.scheduler.num_preemptions > 0
+
+
+@pytest.mark.slow
+def test_a_quantized_cache_costs_little_perplexity(path):
+    """On the first article of the constitution of the United States (1787), 2,900 tokens."""
+    text = (Path(__file__).parent / "data" / "constitution.txt").read_text("utf-8")
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    perplexities = []
+    for kv_cache_dtype in ("auto", "fp8"):
+        settings = {"max_model_len": 4096, "kv_cache_dtype": kv_cache_dtype}
+        with LLM(path, device="cpu", dtype="float32", max_num_seqs=1, **settings) as llm:
+            (output,) = llm.generate(text, params, use_tqdm=False)
+        rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        logprobs = [row[token].logprob for token, row in rows]
+        perplexities.append(math.exp(-sum(logprobs) / len(logprobs)))
+    print("PPL", perplexities, len(logprobs))
+    assert len(logprobs) > 2500 and 2 < perplexities[0] < 50
+    assert 0 < abs(perplexities[1] / perplexities[0] - 1) < 0.005
 
 
 @pytest.mark.gpu

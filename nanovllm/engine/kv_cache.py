@@ -53,7 +53,7 @@ def block_bytes(runner: ModelRunner) -> int:
     kv_heads = heads_per_rank(model.num_key_value_heads, runner.tp.size)
     num_layers = max(map(len, runner.kv_groups))
     config = runner.config
-    vector = vector_bytes(model.head_dim, runner.dtype, config.quantizes_kv)
+    vector = vector_bytes(model.head_dim, runner.dtype.itemsize, config.quantizes_kv)
     return 2 * num_layers * config.kvcache_block_size * kv_heads * vector
 
 

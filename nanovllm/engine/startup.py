@@ -226,7 +226,7 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
     if runner.backend.shares_prefixes and None in runner.windows:
         from nanovllm.engine.shared_prefixes import PrefixFinder
 
-        vector = vector_bytes(shape.head_dim, shape.dtype, shape.is_quantized)
+        vector = vector_bytes(shape.head_dim, shape.dtype.itemsize, shape.is_quantized)
         token_bytes = 2 * shape.num_kv_heads * vector
         runner.prefix_finder = PrefixFinder(
             shape.block_size, runner.windows.index(None), token_bytes

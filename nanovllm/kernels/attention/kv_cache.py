@@ -32,13 +32,13 @@ class KVCache(NamedTuple):
     scales: Tensor | None = None
 
 
-def vector_bytes(head_dim: int, dtype: torch.dtype, is_quantized: bool) -> int:
-    """Returns the bytes in the cache of one token's key, or value, of one KV head.
+def vector_bytes(head_dim: int, itemsize: int, is_quantized: bool) -> int:
+    """Returns the bytes of one token's key, or value, of one KV head in the cache.
 
     Args:
-        dtype: of the model.
+        itemsize: bytes per element, if the cache is not quantised.
     """
-    return head_dim + SCALE_BYTES if is_quantized else head_dim * dtype.itemsize
+    return head_dim + SCALE_BYTES if is_quantized else head_dim * itemsize
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
