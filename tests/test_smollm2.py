@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from example import PROMPTS, fetch_smollm2
@@ -15,6 +16,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.checkpoint import open_checkpoint
 from tests.once import once
 from tests.test_parity import assert_same_tokens, transformers_greedy
+from tests.test_quantized_cache import QuantizedCache
 
 NUM_NEW_TOKENS = 32
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
@@ -106,8 +108,12 @@ def test_tokens_equal_transformers(settings, path, prompts, expected, request):
 
 
 @pytest.mark.slow
-def test_a_quantized_cache_costs_little_perplexity(path):
-    """On the first article of the constitution of the United States (1787), 2,900 tokens."""
+@pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
+def test_a_quantized_cache_costs_as_much_perplexity_as_an_emulation(path):
+    """On the first article of the constitution of the United States (1787), 2,978 tokens. Measured:
+    8.845, 8.987 with keys and values in FP8, and 8.993 with those of transformers. A model of this
+    size is sensitive: with other scales, the increase is between 0% and 2.4%."""
     text = (Path(__file__).parent / "data" / "constitution.txt").read_text("utf-8")
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     perplexities = []
@@ -115,12 +121,20 @@ def test_a_quantized_cache_costs_little_perplexity(path):
         settings = {"max_model_len": 4096, "kv_cache_dtype": kv_cache_dtype}
         with LLM(path, device="cpu", dtype="float32", max_num_seqs=1, **settings) as llm:
             (output,) = llm.generate(text, params, use_tqdm=False)
-        rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-        logprobs = [row[token].logprob for token, row in rows]
-        perplexities.append(math.exp(-sum(logprobs) / len(logprobs)))
-    print("PPL", perplexities, len(logprobs))
-    assert len(logprobs) > 2500 and 2 < perplexities[0] < 50
-    assert 0 < abs(perplexities[1] / perplexities[0] - 1) < 0.005
+        token_ids = output.prompt_token_ids
+        rows = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        mean = sum(row[token].logprob for token, row in rows) / (len(token_ids) - 1)
+        perplexities.append(math.exp(-mean))
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
+    with torch.inference_mode():
+        ids = torch.tensor([token_ids])
+        logits = model(ids, past_key_values=QuantizedCache()).logits[0, :-1]
+        expected = F.cross_entropy(logits, ids[0, 1:]).exp().item()
+    plain, quantized = perplexities
+    assert plain < 10 and quantized / plain < 1.025
+    assert quantized / expected == pytest.approx(1, abs=0.005)
 
 
 @pytest.mark.gpu

@@ -28,13 +28,14 @@ from nanovllm.kernels.attention.split_kv import (
 from nanovllm.kernels.attention.tiles import (
     CONSTEXPR_LOG2_E,
     LOG2_E,
-    VALUE_FACTOR,
     attend,
     load_pair,
     load_scales,
     load_tile,
     norm_and_rope,
     online_softmax_step,
+    scale_down,
+    scale_up,
     softcap,
 )
 from nanovllm.kernels.rope import NewKV
@@ -262,10 +263,10 @@ def _decode_kernel(
         if scales_ptr is not None:
             p *= v_scale[None, :]
             v = v.to(q.dtype)
-            acc *= VALUE_FACTOR
+            acc = scale_up(acc)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         if scales_ptr is not None:
-            acc *= 1 / VALUE_FACTOR
+            acc = scale_down(acc)
         begin += BLOCK_N
     if begin < cached_end:
         row_max, row_sum, acc = attend(

@@ -15,7 +15,6 @@ from nanovllm.utils.triton_compat import tl, triton
 FP8 = torch.float8_e4m3fn
 SCALE_BYTES = 4
 MAX_FP8, SMALLEST = 448.0, 1e-30
-CONSTEXPR_MAX_FP8, CONSTEXPR_SMALLEST = tl.constexpr(MAX_FP8), tl.constexpr(SMALLEST)  # for kernels
 
 
 class KVCache(NamedTuple):
@@ -57,7 +56,8 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 def fp8_scale(largest):
     """Returns the scales of vectors with the given largest magnitudes, and the reciprocals of the
     scales. They are rounded as those of ``quantize``."""
-    scale = tl.div_rn(tl.maximum(largest, CONSTEXPR_SMALLEST), CONSTEXPR_MAX_FP8)
+    # Literals, because each launch compares the global variables that a kernel uses.
+    scale = tl.div_rn(tl.maximum(largest, 1e-30), 448.0)
     return scale, tl.div_rn(1.0, scale)
 
 

@@ -13,9 +13,6 @@ from nanovllm.utils.triton_compat import tl, triton
 
 LOG2_E = 1.4426950408889634
 CONSTEXPR_LOG2_E = tl.constexpr(LOG2_E)  # for kernels
-# Weights are multiplied by the scales of values, which are at most 1/448 of the largest value. In
-# fp16 the products would be subnormal, if they were not multiplied by this power of two too.
-VALUE_FACTOR = tl.constexpr(256.0)
 
 
 @triton.jit
@@ -70,7 +67,7 @@ def attend(
         begin = tl.maximum(begin, window_begin // TAIL_N * TAIL_N)
         tail = tl.maximum(begin, middle)
     if scales_ptr is not None:
-        acc *= VALUE_FACTOR
+        acc = scale_up(acc)
     for PART in tl.static_range(0 if WINDOW else 1, 3):  # the window's start, the middle, the end
         first = tail if PART == 2 else full if PART == 1 else begin
         last = end if PART == 2 else middle if PART == 1 else full
@@ -120,7 +117,7 @@ def attend(
                 v = v.to(q.dtype)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     if scales_ptr is not None:
-        acc *= 1 / VALUE_FACTOR
+        acc = scale_down(acc)
     return row_max, row_sum, acc
 
 
@@ -152,8 +149,8 @@ def load_scales(
     scales_ptr, kv_head, mask, n, end, pages_ptr,
     KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Loads the scales of the keys of tokens [n, n + BLOCK_N), and those of the values times
-    VALUE_FACTOR. The mask [BLOCK_N] must exclude tokens that are not below ``end``."""
+    """Loads the scales of the keys of tokens [n, n + BLOCK_N), and those of the values, scaled up.
+    The mask [BLOCK_N] must exclude tokens that are not below ``end``."""
     column = tl.arange(0, BLOCK_N)
     if PAGE_SIZE % BLOCK_N == 0:  # all in one page
         page = tl.load(pages_ptr + n // PAGE_SIZE)
@@ -165,7 +162,20 @@ def load_scales(
     k_scales = scales_ptr + scale_offset(page.to(tl.int64), slot, kv_head, KV_HEADS, PAGE_SIZE)
     k_scale = tl.load(k_scales, mask=mask, other=0.0)
     v_scale = tl.load(k_scales + KV_HEADS * PAGE_SIZE, mask=mask, other=0.0)
-    return k_scale, v_scale * VALUE_FACTOR
+    return k_scale, scale_up(v_scale)
+
+
+@triton.jit
+def scale_up(x):
+    """Multiplies by a power of two. Weights are multiplied by the scales of values, which are at
+    most 1/448 of the largest value. In fp16, small products would be subnormal."""
+    return x * 256.0
+
+
+@triton.jit
+def scale_down(x):
+    """Undoes ``scale_up``."""
+    return x * (1 / 256.0)
 
 
 @triton.jit
