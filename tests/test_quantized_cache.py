@@ -246,3 +246,14 @@ def test_backends_and_gpus_without_fp8_are_refused(monkeypatch):
     for name in ("auto", "triton", "torch"):
         with pytest.raises(ValueError, match=r"needs .* 8\.9 or higher .* has 8\.6: leave"):
             select_attention_backend(name, shape)
+
+
+def test_sleep_frees_numbers_and_scales(tiny_models):
+    with LLM(tiny_models.path("qwen3"), **ROOMY, kv_cache_dtype="fp8") as llm:
+        expected = tokens(generate(llm))
+        scales = llm.model_runner.kv_scales
+        assert scales is not None
+        llm.sleep()
+        assert scales.untyped_storage().nbytes() == 0
+        llm.wake_up()
+        assert tokens(generate(llm)) == expected
