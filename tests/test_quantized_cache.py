@@ -135,11 +135,15 @@ def stored(path: Path, before: list[list[int]], prompt: list[int], **settings: A
 def test_the_cache_is_the_same_however_a_sequence_is_computed(tiny_models):
     path, prompt = tiny_models.path("qwen3"), PROMPTS[3]
     numbers, scales = stored(path, [], prompt)
-    for before, settings in (
+    ways: list[tuple[list[list[int]], dict[str, Any]]] = [
         ([PROMPTS[1], PROMPTS[5]], {}),
         ([], {"max_num_batched_tokens": 24}),
         ([], {"kvcache_block_size": 5}),
-    ):
+    ]
+    invariant = [stored(path, [], prompt, batch_invariant=True)]
+    for before, settings in ways:
+        invariant.append(stored(path, before, prompt, batch_invariant=True, **settings))
+        assert all(map(torch.equal, invariant[0], invariant[-1])), "bit for bit"
         found, found_scales = stored(path, before, prompt, **settings)
         assert (found != numbers).sum() <= numbers.numel() / 1000
         torch.testing.assert_close(found_scales, scales, rtol=ATOL, atol=0)
@@ -147,6 +151,24 @@ def test_the_cache_is_the_same_however_a_sequence_is_computed(tiny_models):
         assert difference.median() < 1e-6
         # In the first layer, no key or value depends on attention.
         assert (found[:, 0] != numbers[:, 0]).sum() <= 2 and difference[0].max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", pytest.param("gemma2", marks=slow), pytest.param("gpt-oss", marks=slow)]
+)
+def test_in_batch_invariant_engines_all_bits_are_equal(name, tiny_models):
+    """Sums have one order there, so the differences above are rounding errors."""
+    tight = CPU | WAYS["preempted"] | {"max_num_batched_tokens": 24}
+    results = []
+    for settings, num_runs in ((ROOMY, 1), (tight, 2)):  # the last finds prefixes in the cache
+        num_blocks = settings["num_kvcache_blocks"] * (1 if name == "qwen3" else 3)
+        changes = {"batch_invariant": True, "num_kvcache_blocks": num_blocks}
+        with LLM(tiny_models.path(name), kv_cache_dtype="fp8", **settings | changes) as llm:
+            for _ in range(num_runs):
+                outputs = generate(llm)
+                results.append((tokens(outputs), logprobs(outputs).tolist()))
+            assert settings is ROOMY or name != "qwen3" or llm.metrics().num_preemptions > 0
+    assert results[0] == results[1] == results[2]
 
 
 class QuantizedCache(DynamicCache):
