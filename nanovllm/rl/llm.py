@@ -2,7 +2,8 @@
 ``generate``."""
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class LLM(llm.LLM):
     def __init__(self, model: Any, **kwargs: Any) -> None:
         self._asleep: set[str] = set()  # the tags of the memory that is freed
         self._missing = MissingWeights()
+        self._is_loading = False  # whether ``load_weights`` is running
         self._num_prompt_tokens = 0  # of the scheduler, when the prefix cache was last emptied
         super().__init__(model, **kwargs)
 
@@ -41,7 +43,7 @@ class LLM(llm.LLM):
             weights: names as in the model's Hugging Face checkpoint, and tensors in the shapes of
                 the checkpoint, on any device and in any floating-point dtype. An iterator is read
                 one pair at a time. A tensor may be changed or freed once the next pair is
-                requested.
+                requested. The iterator cannot call the engine, but for ``close``.
 
         Raises:
             TypeError: not pairs of a string and a tensor.
@@ -56,6 +58,7 @@ class LLM(llm.LLM):
             if WEIGHTS in self._asleep:
                 raise ValueError("the weights are asleep: call wake_up(['weights']) first")
             update = WeightUpdate(self.model_runner, self._missing)
+            self._is_loading = True
             try:
                 if isinstance(weights, Collection):
                     update.check_names(weights)
@@ -63,6 +66,7 @@ class LLM(llm.LLM):
                     self.turns.check_still_open()
                     update.load(pair)
             finally:
+                self._is_loading = False
                 self._empty_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
@@ -130,6 +134,15 @@ class LLM(llm.LLM):
         """Returns whether weights or KV cache are asleep."""
         self.turns.check_open()
         return bool(self._asleep)
+
+    @contextmanager
+    def _running(self, conflict: str, alone: bool = True) -> Iterator[None]:
+        with super()._running(conflict, alone):
+            if self._is_loading:  # in this thread, because others wait for their turn
+                raise ValueError(
+                    "load_weights is running: its iterator cannot call the engine, do so after it"
+                )
+            yield
 
     def _empty_prefix_cache(self) -> None:
         """Empties the prefix cache, unless no prompt has started since the last time: trainers may

@@ -270,6 +270,34 @@ def test_unfinished_requests_of_this_thread_are_an_error(llm: LLM):
     assert [*stream][-1].finished
 
 
+@each(
+    "call",
+    [
+        lambda llm: llm.sleep(level=2),
+        lambda llm: llm.wake_up(),
+        lambda llm: llm.load_weights([]),
+        lambda llm: llm.add_request(PROMPTS[0], PARAMS),
+        lambda llm: next(llm.generate_stream(PROMPTS[0], PARAMS)),
+        answers,
+        lambda llm: llm.step(),
+        lambda llm: llm.reset_prefix_cache(),
+    ],
+)
+def test_the_iterator_cannot_call_the_engine(llm: LLM, call: Any):
+    """It would free weights that are being loaded, or add requests that the end of ``load_weights``
+    drops from the scheduler only."""
+    before = answers(llm)
+
+    def calling() -> Iterator[tuple[str, torch.Tensor]]:
+        call(llm)
+        yield NORM
+
+    with pytest.raises(ValueError, match="load_weights is running: its iterator cannot call"):
+        llm.load_weights(calling())
+    assert llm.is_finished() and not llm.is_sleeping()
+    assert answers(llm) == before
+
+
 def test_threads_get_answers_of_old_or_new_weights_and_no_mixture(pairs: Any):
     pair: Pair = pairs("qwen3")
     with LLM(pair.old, **SETTINGS) as llm:
