@@ -71,7 +71,8 @@ class UnquantizedExperts:
         self.tp = tp
         self.limit, self.alpha, self.interleaved = limit, alpha, interleaved
         # MXFP4 blocks and scales are separate tensors, but are dequantised together. This has, for
-        # each parameter, the one that was loaded first: {"blocks": ...} or {"scales": ...}.
+        # each parameter, a copy of the one that was loaded first, until the other is loaded:
+        # {"blocks": ...} or {"scales": ...}.
         self._parts: dict[str, dict[str, Tensor]] = {}
 
     def create_parameters(
@@ -109,14 +110,39 @@ class UnquantizedExperts:
         """
         name = self._name(param)
         if isinstance(shard_id, str):
+            self._check_part(name, param, tensor, shard_id)
             parts = self._parts.setdefault(name, {})
-            parts[shard_id] = tensor
-            if len(parts) < 2:
+            if len(parts.keys() | {shard_id}) < 2:
+                parts[shard_id] = tensor.clone()  # because the caller may reuse it
                 return
+            parts[shard_id] = tensor
             shard_id, tensor = None, dequantise_mxfp4(**self._parts.pop(name), dtype=param.dtype)
         elif self.interleaved and tensor.dim() == 3 and tensor.is_floating_point():
             tensor = tensor.transpose(1, 2)  # from [E, in, out]: see MoESpec
         self._copy(name, param.data, tensor, shard_id, expert)
+        self._parts.pop(name, None)  # replaced by a tensor in another format
+
+    def incomplete(self) -> dict[str, str]:
+        """Returns the MXFP4 tensors that wait for another before they are loaded, each with the
+        other's name, such as {"down_proj_blocks": "down_proj_scales"}."""
+        other = {"blocks": "scales", "scales": "blocks"}
+        waiting = [(name, part) for name, parts in self._parts.items() for part in parts]
+        return {f"{name}_{part}": f"{name}_{other[part]}" for name, part in waiting}
+
+    def drop_incomplete(self) -> None:
+        """Drops the tensors that wait for another."""
+        self._parts.clear()
+
+    def _check_part(self, name: str, param: nn.Parameter, tensor: Tensor, part: str) -> None:
+        """Raises ValueError if MXFP4 blocks or scales do not fit the parameter."""
+        num_experts, rows, width = param.shape
+        if name == "gate_up_proj":
+            rows *= self.tp.size
+        else:
+            width *= self.tp.size
+        block_shape = [16] if part == "blocks" else []
+        check_shape([num_experts, rows, width // BLOCK, *block_shape], tensor)
+        _check_uint8(tensor)
 
     def _name(self, param: nn.Parameter) -> str:
         return next(name for name, own in self.layer.named_parameters() if own is param)
@@ -181,6 +207,11 @@ class UnquantizedExperts:
         return Experts(gate_up, down, biases[0], biases[1], self.limit, self.alpha, *scales)
 
 
+def _check_uint8(tensor: Tensor) -> None:
+    if tensor.dtype is not torch.uint8:
+        raise ValueError(f"dtype {tensor.dtype} is not supported, MXFP4 weights are uint8")
+
+
 class BatchInvariantExperts(UnquantizedExperts):
     """Computes each token's result with the same bits whatever the other tokens are."""
 
@@ -214,8 +245,7 @@ class Mxfp4Experts(UnquantizedExperts):
         if param.is_floating_point():
             super().load(param, tensor, shard_id, expert)
             return
-        if tensor.dtype is not torch.uint8:
-            raise ValueError(f"dtype {tensor.dtype} is not supported, MXFP4 weights are uint8")
+        _check_uint8(tensor)
         name, part = self._name(param).rsplit("_", 1)
         pack, block_shape = (pack_mxfp4, [16]) if part == "blocks" else (pack_mxfp4_scales, [])
         num_experts, _, rows = param.shape[:3]

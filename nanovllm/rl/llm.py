@@ -17,7 +17,7 @@ from nanovllm.rl.weights import MissingWeights, WeightUpdate, live_model
 
 logger = logging.getLogger("nanovllm")
 
-IN_USE = "{} needs an engine without requests: finish or abort the requests first"
+IN_USE = "{} cannot run while there are unfinished requests: finish or abort them first"
 
 
 class LLM(llm.LLM):
@@ -67,11 +67,12 @@ class LLM(llm.LLM):
                     update.load(pair)
             finally:
                 self._is_loading = False
+                self._missing.incomplete = set(update.live.incomplete().values())
                 self._empty_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
         """Frees the memory of the KV cache and the weights, and empties the prefix cache. Until
-        ``wake_up``, the engine refuses requests. Does nothing if the weights are already asleep.
+        ``wake_up``, the engine refuses requests. What is already asleep stays as it is.
 
         On a GPU this needs ``enable_sleep_mode=True``. CUDA graphs stay captured. On a CPU, level 1
         frees the KV cache only, because the weights are in host memory anyway.
@@ -79,8 +80,8 @@ class LLM(llm.LLM):
         Waits until other threads have no unfinished requests.
 
         Args:
-            level: 1 keeps the weights in host memory. 2 drops them, so that after ``wake_up`` all
-                of them must be loaded with ``load_weights``.
+            level: 1 keeps the weights in host memory. 2 discards them, so that after ``wake_up``
+                all of them must be loaded with ``load_weights``.
 
         Raises:
             ValueError: another level, a GPU without ``enable_sleep_mode``, or unfinished requests
@@ -92,23 +93,23 @@ class LLM(llm.LLM):
             runner = self.model_runner
             if runner.device.type == "cuda" and not self.config.enable_sleep_mode:
                 raise ValueError("on a GPU, sleep needs LLM(..., enable_sleep_mode=True)")
-            if WEIGHTS in self._asleep:
+            if self._asleep == set(TAGS):
                 logger.warning("sleep: the engine is already asleep")
                 return
             self._empty_prefix_cache()
-            if level == 2:
+            if level == 2 and WEIGHTS not in self._asleep:
                 self._missing.add_all(live_model(runner).table)
             for tag in TAGS:
                 if tag not in self._asleep:
                     runner.call("apply", None, release, tag, tag == WEIGHTS and level == 1)
                     self._asleep.add(tag)
 
-    def wake_up(self, tags: Collection[str] | None = None) -> bool:
+    def wake_up(self, tags: Iterable[str] | None = None) -> bool:
         """Allocates the memory that ``sleep`` has freed, at the same addresses on a GPU. Does
         nothing if a part of it is awake already.
 
         Args:
-            tags: which memory: "weights", "kv_cache" or both; None for all that is asleep.
+            tags: a list of "weights", "kv_cache" or both; None for all that is asleep.
 
         Returns:
             Whether all memory is awake.
@@ -118,12 +119,17 @@ class LLM(llm.LLM):
             RuntimeError: the GPU has too little free memory. With one rank, the memory is still
                 asleep, and ``wake_up`` can be called again.
         """
-        if tags is not None and not set(tags) <= set(TAGS):
-            raise ValueError(f"tags must be a list of {' and '.join(TAGS)}, got {tags!r:.80}")
+        names = None
+        if tags is not None:
+            names = [*tags] if isinstance(tags, Iterable) else [tags]
+            if isinstance(tags, str) or any(name not in TAGS for name in names):
+                raise ValueError(f"tags must be a list of {' and '.join(TAGS)}, got {tags!r:.80}")
         with self._running(IN_USE.format("wake_up")):
-            waking = set(tags or self._asleep)
-            if not waking or not waking <= self._asleep:
-                logger.warning("wake_up: not asleep: %s", " and ".join(waking) or "the engine")
+            waking = set(self._asleep if names is None else names)
+            if not waking <= self._asleep:
+                logger.warning("wake_up: not asleep: %s", " and ".join(waking))
+            elif names is None and not waking:
+                logger.warning("wake_up: not asleep: the engine")
             else:
                 for tag in sorted(waking, key=TAGS.index):
                     self.model_runner.call("apply", None, restore, tag)
@@ -159,6 +165,11 @@ class LLM(llm.LLM):
         if missing := self._missing.names():
             raise ValueError(
                 f"weights have no values since sleep(level=2): give load_weights {some_of(missing)}"
+            )
+        if incomplete := self._missing.incomplete:
+            raise ValueError(
+                "MXFP4 blocks and their scales are loaded together: give load_weights "
+                f"{some_of(incomplete)}"
             )
 
     def _generate(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:

@@ -10,6 +10,7 @@ from torch import nn
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.linear import LinearBase
+from nanovllm.rl.weights import live_model
 from nanovllm.utils.cuda_vmm import arena_of
 from nanovllm.utils.memory import release_unused
 
@@ -83,6 +84,8 @@ def memory_of(runner: ModelRunner, tag: str) -> Memory:
 def release(runner: ModelRunner, tag: str, keeps_values: bool) -> None:
     """Every rank: frees the memory of weights or KV cache."""
     memory_of(runner, tag).release(keeps_values)
+    if tag == WEIGHTS and not keeps_values:
+        live_model(runner).drop_incomplete()
     release_unused(runner.device)
 
 

@@ -12,6 +12,7 @@ from nanovllm.checkpoints.weights import LoadingPass, Slot, WeightTable, some_of
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.moe import Experts
 from nanovllm.quantization.base import LinearWeight
 from nanovllm.utils.interrupts import interrupts_delayed
 
@@ -22,13 +23,17 @@ class LiveModel:
     Attributes:
         table: the tensors that it takes.
         packed: by the parameter's name, the weights that ``pack`` derives from it.
+        experts: the model's experts, by the module's name.
     """
 
     def __init__(self, model: Any) -> None:
         self.table = WeightTable(model)
         names = {id(param): name for name, param in model.named_parameters()}
         self.packed: dict[str, list[LinearWeight]] = {name: [] for name in names.values()}
-        for module in model.modules():
+        self.experts: dict[str, Experts] = {}
+        for module_name, module in model.named_modules():
+            if isinstance(module, Experts):
+                self.experts[module_name] = module
             if isinstance(module, (LinearBase, ParallelLMHead)):
                 for param in module.parameters(recurse=False):
                     self.packed[names[id(param)]].append(module.linear_weight)
@@ -37,6 +42,19 @@ class LiveModel:
         """Brings what was packed up to date after a tensor has been loaded."""
         for weight in self.packed[slot.parameter]:
             weight.pack()
+
+    def incomplete(self) -> dict[str, str]:
+        """Returns the tensors that wait for another before they are loaded, each with the other's
+        name: MXFP4 blocks without scales, or scales without blocks."""
+        return {
+            f"{prefix}.{name}": f"{prefix}.{other}"
+            for prefix, experts in self.experts.items()
+            for name, other in experts.weights.incomplete().items()
+        }
+
+    def drop_incomplete(self) -> None:
+        for experts in self.experts.values():
+            experts.weights.drop_incomplete()
 
 
 _live: WeakKeyDictionary[nn.Module, LiveModel] = WeakKeyDictionary()
@@ -50,8 +68,8 @@ def live_model(runner: ModelRunner) -> LiveModel:
 
 
 class SentTensor:
-    """A tensor on rank 0 that the other ranks receive by a broadcast. Pickled, it is only a shape
-    and a dtype."""
+    """A contiguous tensor on rank 0's device that the other ranks receive by a broadcast. Pickling
+    keeps only shape and dtype; the values are broadcast."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
@@ -65,7 +83,7 @@ class SentTensor:
         if self.tensor is None:
             tensor = torch.empty(self.shape, dtype=self.dtype, device=runner.device)
         else:
-            tensor = self.tensor.to(runner.device).contiguous()
+            tensor = self.tensor
         if tensor.numel():
             runner.tp.broadcast(tensor.flatten().view(torch.uint8))
         return tensor
@@ -94,14 +112,17 @@ class MissingWeights:
     """The weights that have no values: none, or all until they are loaded.
 
     Attributes:
+        incomplete: the tensors that others wait for: see ``LiveModel.incomplete``.
         ways: as ``WeightTable.ways``, without the tensors that have been loaded, for the parameters
             that are not complete.
     """
 
     def __init__(self) -> None:
         self.ways: dict[str, list[set[str]]] = {}
+        self.incomplete: set[str] = set()
 
     def add_all(self, table: WeightTable) -> None:
+        self.incomplete = set()
         self.ways = {name: [set(names) for names in sets] for name, sets in table.ways.items()}
 
     def remove(self, slot: Slot) -> None:
@@ -132,7 +153,8 @@ class WeightUpdate:
 
     def __init__(self, runner: ModelRunner, missing: MissingWeights) -> None:
         self.runner, self.missing = runner, missing
-        self.loading = LoadingPass(live_model(runner).table)
+        self.live = live_model(runner)
+        self.loading = LoadingPass(self.live.table)
         self.loaded: dict[str, Slot] = {}
         self.current: str | None = None
 
@@ -173,6 +195,8 @@ class WeightUpdate:
             name, tensor = _checked(pair)
             if (slot := self.find(name)) is None:
                 return
+            if several:  # before any rank waits for it, because a copy can run out of memory
+                tensor = tensor.detach().to(self.runner.device).resolve_neg().contiguous()
             self.current = name
             try:
                 self.runner.apply(None, load_here, self.loading, slot, tensor)
@@ -195,11 +219,14 @@ class WeightUpdate:
 
     def describe(self) -> str:
         """Says what has been changed, for a message."""
+        incomplete = self.live.incomplete()
         text = "no weight was changed"
-        if count := len(self.loaded):
-            plural = "tensors were" if count > 1 else "tensor was"
-            text = f"{count} {plural} loaded before ({some_of(self.loaded)})"
+        if loaded := self.loaded.keys() - incomplete.keys():
+            plural = "tensors were" if len(loaded) > 1 else "tensor was"
+            text = f"{len(loaded)} {plural} loaded before ({some_of(loaded)})"
             text += ", and all others keep their values"
+        for name, other in incomplete.items():
+            text += f", {name} is loaded when {other} is given"
         if self.current is not None:
             text += f", but {self.current} may be loaded in part"
         return text
@@ -224,4 +251,10 @@ def _checked(pair: Any) -> tuple[str, torch.Tensor]:
             f"load_weights needs pairs of a name and a tensor, such as state_dict().items(), got "
             f"{pair!r:.80}"
         )
-    return pair[0], pair[1]
+    name, tensor = pair
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+        raise ValueError(
+            f"{name} needs a dense tensor with values, got layout {tensor.layout} on device "
+            f"{tensor.device}"
+        )
+    return name, tensor

@@ -24,7 +24,7 @@ def check_shape(needed: Sequence[int], loaded_weight: torch.Tensor) -> None:
     """Raises ValueError for a checkpoint tensor of another shape than needed."""
     found = list(loaded_weight.shape)
     if found != list(needed):
-        raise ValueError(f"the model needs shape {list(needed)}, the checkpoint has {found}")
+        raise ValueError(f"the model needs shape {list(needed)}, got {found}")
 
 
 def head_parameter(num_heads: int) -> nn.Parameter:

@@ -292,7 +292,7 @@ def test_names_are_spelled_out_for_every_value_of_their_fields():
 
 
 def test_copy_weight_refuses_to_broadcast():
-    with pytest.raises(ValueError, match=r"shape \[2, 3\], the checkpoint has \[3\]"):
+    with pytest.raises(ValueError, match=r"shape \[2, 3\], got \[3\]"):
         copy_weight(torch.zeros(2, 3), torch.ones(3))
 
 

@@ -2,18 +2,21 @@
 them."""
 
 import random
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanovllm import LLM
 from nanovllm.checkpoints.weights import WeightTable
 from nanovllm.rl import weights as rl_weights
+from tests.checkpoints.test_mxfp4 import random_mxfp4
 from tests.conftest import check_idle
 from tests.rl.conftest import PARAMS, PROMPTS, SETTINGS, Pair, answers
 from tests.tables import each
@@ -138,13 +141,17 @@ EMBEDDING = ("model.embed_tokens.weight", torch.zeros(512, 64))
         (("model.layers.0.self_attn.qkv_proj.weight", torch.ones(64)), ValueError, "qkv_proj"),
         (NORM, ValueError, "model.norm.weight occurs twice"),
         (("language_model.model.norm.weight", NORM[1]), ValueError, "norm.weight occurs twice"),
-        ((EMBEDDING[0], torch.zeros(512, 65)), ValueError, r"\[512, 64\].* has \[512, 65\]"),
+        ((EMBEDDING[0], torch.zeros(512, 65)), ValueError, r"needs shape \[512, 64\], got \[512, 65\]"),
         ((EMBEDDING[0], torch.tensor(0.0)), ValueError, "needs shape"),
         ((EMBEDDING[0], EMBEDDING[1].int()), ValueError, "dtype torch.int32 is not supported"),
         ((EMBEDDING[0], EMBEDDING[1].to(torch.float8_e4m3fn)), ValueError, "dequantise it"),
         ("model.norm.weight", TypeError, "pairs of a name and a tensor"),
         ((NORM[1], "model.norm.weight"), TypeError, "pairs of a name and a tensor"),
         (("model.norm.weight", [1.0] * 64), TypeError, "pairs of a name and a tensor"),
+        ((EMBEDDING[0], EMBEDDING[1].to("meta")), ValueError, "needs a dense .* device meta"),
+        ((EMBEDDING[0], EMBEDDING[1].to_sparse()), ValueError, "needs a dense .* torch.sparse_coo"),
+        ((EMBEDDING[0], EMBEDDING[1].to_mkldnn()), ValueError, "needs a dense .* torch._mkldnn"),
+        ((EMBEDDING[0], torch.nested.nested_tensor([NORM[1]])), ValueError, "needs a dense"),
     ],
 )
 def test_an_error_says_what_was_changed(llm: LLM, wrong: Any, error: type, message: str):
@@ -161,8 +168,16 @@ def test_an_error_says_what_was_changed(llm: LLM, wrong: Any, error: type, messa
         llm.load_weights([(NORM[0], before[NORM[0]])])
 
 
-@each("wrong", [("model.norm.weights", NORM[1]), NORM, "model.norm.weight"])
-def test_a_list_with_a_wrong_name_changes_nothing(llm: LLM, wrong: Any):
+@each(
+    "wrong",
+    [
+        ("model.norm.weights", NORM[1]),
+        NORM,
+        "model.norm.weight",
+        (EMBEDDING[0], EMBEDDING[1].to("meta")),
+    ],
+)
+def test_a_list_with_a_wrong_name_or_layout_changes_nothing(llm: LLM, wrong: Any):
     before = values(llm)
     with pytest.raises((TypeError, ValueError), match="; no weight was changed"):
         llm.load_weights([NORM, wrong])
@@ -260,14 +275,93 @@ def test_names_are_looked_up_in_a_table_that_is_made_once(
 def test_unfinished_requests_of_this_thread_are_an_error(llm: LLM):
     request_id = llm.add_request(PROMPTS[0], PARAMS)
     for call in (lambda: llm.load_weights([]), llm.sleep, llm.wake_up):
-        with pytest.raises(ValueError, match="needs an engine without requests"):
+        with pytest.raises(ValueError, match="cannot run while there are unfinished requests"):
             call()
     llm.abort_request(request_id)
     stream = llm.generate_stream(PROMPTS[0], PARAMS)
     next(stream)
-    with pytest.raises(ValueError, match="load_weights needs an engine without requests"):
+    with pytest.raises(ValueError, match="load_weights cannot run while there are"):
         llm.load_weights([])
     assert [*stream][-1].finished
+
+
+def experts_in_mxfp4(pair: Pair) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Random experts: blocks and scales, and the same weights dequantised by transformers."""
+    packed, dense = {}, {}
+    for name, tensor in pair.tensors.items():
+        if name.endswith(("gate_up_proj", "down_proj")):  # [experts, in, out]
+            parts = random_mxfp4(tensor.size(0), tensor.size(2), tensor.size(1))
+            packed |= {f"{name}_{part}": value for part, value in parts.items()}
+            dense[name] = convert_moe_packed_tensors(**parts, dtype=torch.float32)
+    return packed, dense
+
+
+EXPERTS = "model.layers.0.mlp.experts."
+
+
+def test_mxfp4_blocks_and_scales_in_any_call_and_order(pairs: Any):
+    """The trainer reuses one buffer for all. Between a tensor and the other part, the engine does
+    not generate with old weights."""
+    pair: Pair = pairs("gpt-oss")
+    packed, dense = experts_in_mxfp4(pair)
+    buffer = torch.empty(max(t.numel() for t in packed.values()), dtype=torch.uint8)
+
+    def stream(names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names:
+            tensor = packed[name]
+            yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+    with LLM(pair.old, **SETTINGS) as llm:
+        before = answers(llm)
+        llm.load_weights(dense.items())
+        wanted = answers(llm)
+        for names in (sorted(packed), sorted(packed, reverse=True)):
+            llm.load_weights(pair.old_tensors.items())
+            assert answers(llm) == before
+            llm.load_weights(stream(names))
+            assert answers(llm) == wanted
+            llm.load_weights(pair.old_tensors.items())
+            for i, name in enumerate(names):
+                llm.load_weights(stream([name]))
+                if i % 2 == 0:
+                    with pytest.raises(ValueError, match=f"loaded together: .* {names[i + 1]}$"):
+                        answers(llm)
+            assert answers(llm) == wanted
+
+
+def test_mxfp4_blocks_without_scales_are_not_said_to_be_loaded(pairs: Any):
+    pair: Pair = pairs("gpt-oss")
+    packed, _ = experts_in_mxfp4(pair)
+    blocks, scales = (EXPERTS + f"down_proj_{part}" for part in ("blocks", "scales"))
+    with LLM(pair.old, **SETTINGS) as llm:
+        before = answers(llm)
+        for wrong, message in (
+            ((scales, packed[scales][:, :1]), rf"{scales}: the model needs shape \[4, 64, "),
+            ((scales, packed[scales].int()), f"{scales}: dtype torch.int32 is not supported"),
+            ((blocks, packed[blocks]), f"{blocks} occurs twice"),
+        ):
+            end = f"no weight was changed, {blocks} is loaded when {scales} is given"
+            with pytest.raises(ValueError, match=f"{message}.*; {end}$"):
+                llm.load_weights(iter([(blocks, packed[blocks]), wrong]))
+        # The whole weight replaces the blocks, which do not wait any longer.
+        llm.load_weights([(EXPERTS + "down_proj", pair.old_tensors[EXPERTS + "down_proj"])])
+        assert answers(llm) == before
+
+
+def test_mxfp4_blocks_do_not_survive_sleep(pairs: Any):
+    pair: Pair = pairs("gpt-oss")
+    packed, _ = experts_in_mxfp4(pair)
+    blocks, scales = (EXPERTS + f"down_proj_{part}" for part in ("blocks", "scales"))
+    with LLM(pair.old, **SETTINGS) as llm:
+        llm.load_weights([(blocks, packed[blocks])])
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.load_weights((n, t) for n, t in pair.tensors.items() if n != EXPERTS + "down_proj")
+        llm.load_weights([(scales, packed[scales])])
+        with pytest.raises(ValueError, match=f"give load_weights {blocks}$"):
+            answers(llm)
+        llm.load_weights([(EXPERTS + "down_proj", pair.tensors[EXPERTS + "down_proj"])])
+        assert answers(llm) == pair.wanted()
 
 
 @each(
@@ -340,17 +434,25 @@ def test_two_ranks(name: str, pairs: Any):
     with LLM(pair.old, **two, **SETTINGS) as llm:
         before = answers(llm)
         wrong = [
-            ("model.embed_tokens.weight", torch.zeros(511, 64)),
-            ("model.layers.0.self_attn.q_norm.weight", torch.ones(1)),
-            ("model.layers.0.self_attn.o_proj.weight", torch.zeros(64, 65)),
-            ("model.layers.0.mlp.down_proj.weight", torch.zeros(63, 128)),
-            ("nothing", torch.zeros(3)),
+            ("model.embed_tokens.weight", torch.zeros(511, 64), "needs shape"),
+            ("model.layers.0.self_attn.q_norm.weight", torch.ones(1), "has no tensor|needs shape"),
+            ("model.layers.0.self_attn.o_proj.weight", torch.zeros(64, 65), "needs shape"),
+            ("nothing", torch.zeros(3), "has no tensor nothing"),
+            ("model.norm.weight", torch.ones(64).to_sparse(), "needs a dense tensor"),
         ]
-        for tensor in wrong:
-            with pytest.raises(ValueError, match="no weight was changed"):
-                llm.load_weights(iter([tensor]))
+        # Shapes are those of whole tensors.
+        down, q = "model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"
+        if down in pair.tensors:
+            for name_, bad in ((down, torch.zeros(63, 128)), (q, torch.zeros(64))):
+                whole = str(list(pair.tensors[name_].shape))
+                message = f"needs shape {re.escape(whole)}, got {re.escape(str(list(bad.shape)))}"
+                wrong.append((name_, bad, message))
+        for name_, bad, message in wrong:
+            with pytest.raises(ValueError, match=f"({message}).*; no weight was changed"):
+                llm.load_weights(iter([(name_, bad)]))
         assert answers(llm) == before
-        llm.load_weights((n, t.to(torch.float64)) for n, t in pair.tensors.items())
+        # In float64, and negated lazily: their bytes cannot be viewed as they are.
+        llm.load_weights((n, torch._neg_view(-t.double())) for n, t in pair.tensors.items())
         assert answers(llm) == pair.wanted(**two)
         llm.sleep(level=1)
         llm.wake_up()

@@ -97,6 +97,41 @@ def test_weights_can_be_loaded_before_the_kv_cache_wakes(pairs: Any):
         assert answers(llm) == pair.wanted()
 
 
+def test_only_the_given_tags_wake_up(pairs: Any):
+    with LLM(pairs("qwen3").old, **SETTINGS) as llm:
+        before = answers(llm)
+        llm.sleep()
+        assert llm.wake_up([]) is False
+        with pytest.raises(ValueError, match=r"asleep \(weights and kv_cache\)"):
+            answers(llm)
+        assert llm.wake_up(tag for tag in ("weights",)) is False
+        with pytest.raises(ValueError, match=r"asleep \(kv_cache\)"):
+            answers(llm)
+        assert llm.wake_up({"kv_cache": 1}) is True
+        assert llm.wake_up([]) is True
+        assert answers(llm) == before
+
+
+@pytest.mark.parametrize("tag", ["weights", "kv_cache"])
+def test_sleep_frees_the_part_that_is_awake(
+    tag: str, pairs: Any, caplog: pytest.LogCaptureFixture
+):
+    """The other part stays as it is: weights that level 1 has kept are not lost by level 2."""
+    pair: Pair = pairs("qwen3")
+    with LLM(pair.old, **SETTINGS) as llm:
+        before = answers(llm)
+        llm.sleep(level=1)
+        llm.wake_up([tag])
+        llm.sleep(level=2)
+        assert storage_bytes(llm)[1] == 0
+        assert (storage_bytes(llm)[0] == 0) == (tag == "weights")
+        assert llm.wake_up() is True
+        if tag == "weights":
+            llm.load_weights(pair.old_tensors.items())
+        assert answers(llm) == before
+    assert not [r for r in caplog.records if r.levelno == logging.WARNING]
+
+
 def test_what_an_engine_does_while_it_is_asleep(pairs: Any, caplog: pytest.LogCaptureFixture):
     """As in vLLM, sleeping twice and waking what is awake are warnings."""
     pair: Pair = pairs("qwen3")
@@ -142,6 +177,8 @@ def test_what_an_engine_does_while_it_is_asleep(pairs: Any, caplog: pytest.LogCa
         (lambda llm: llm.sleep(level="2"), "level must be 1"),
         (lambda llm: llm.wake_up(["weight"]), "tags must be a list of weights and kv_cache"),
         (lambda llm: llm.wake_up("weights"), "tags must be a list"),
+        (lambda llm: llm.wake_up(5), "tags must be a list of weights and kv_cache, got 5"),
+        (lambda llm: llm.wake_up([["weights"]]), "tags must be a list"),
     ],
 )
 def test_wrong_arguments(call: Any, message: str, pairs: Any):

@@ -213,6 +213,6 @@ def test_each_rank_has_the_sinks_of_its_heads():
         layer.sinks.weight_loader(layer.sinks, values)
         assert layer.params.sinks is layer.sinks and layer.params.window == 3
         assert torch.equal(layer.sinks, values[4 * rank : 4 * rank + 4].float())
-        with pytest.raises(ValueError, match=r"needs shape \[8\], the checkpoint has \[4\]"):
+        with pytest.raises(ValueError, match=r"needs shape \[8\], got \[4\]"):
             layer.sinks.weight_loader(layer.sinks, values[:4])
     assert not dict(Attention(4, 16, AttentionParams(0.25), 2).named_parameters())
