@@ -43,14 +43,14 @@ class WeightTable:
     Attributes:
         skipped: the patterns of ``WeightNames.skipped``.
         slots: by the tensor's name, its slot.
-        ways: by the parameter's name, the sets of tensors that fill it. There are several sets if
+        alternatives: by the parameter's name, the sets of tensors that fill it. There are several sets if
             checkpoints store the parameter in different ways.
     """
 
     def __init__(self, model: DecoderForCausalLM) -> None:
         self.skipped = model.weight_names.skipped
         params = dict(model.named_parameters())
-        self.slots, self.ways = _expected_tensors(params, model.weight_names)
+        self.slots, self.alternatives = _expected_tensors(params, model.weight_names)
 
     def find(self, hub_name: str) -> Slot | None:
         """Returns the slot of a tensor, by its name in a checkpoint; None if it has none."""
@@ -66,13 +66,13 @@ class LoadingPass:
     """Loads tensors, each at most once.
 
     Attributes:
-        left: the sets of ``WeightTable.ways`` that may still be completed, without the tensors that
+        remaining: the sets of ``WeightTable.alternatives`` that may still be completed, without the tensors that
             have been loaded. Parameters of which none has been loaded are left out.
     """
 
     def __init__(self, table: WeightTable) -> None:
         self.table = table
-        self.left: dict[str, list[set[str]]] = {}
+        self.remaining: dict[str, list[set[str]]] = {}
 
     def load(self, slot: Slot, tensor: torch.Tensor) -> None:
         """Loads a tensor.
@@ -89,19 +89,19 @@ class LoadingPass:
 
     def take(self, slot: Slot) -> None:
         """Notes that a tensor is loaded. Raises ValueError if it has been loaded before."""
-        name, ways = slot.tensor, self.left.get(slot.parameter)
+        name, ways = slot.tensor, self.remaining.get(slot.parameter)
         if ways is None:
-            ways = [set(names) for names in self.table.ways[slot.parameter]]
+            ways = [set(names) for names in self.table.alternatives[slot.parameter]]
         ways = [names for names in ways if name in names]
         if not ways:
             raise ValueError(f"checkpoint tensor {name} occurs twice, under this or another name")
         for names in ways:
             names.remove(name)
-        self.left[slot.parameter] = ways
+        self.remaining[slot.parameter] = ways
 
     def missing(self) -> set[str]:
         """Returns the tensors that have not been loaded."""
-        ways = {**self.table.ways, **self.left}
+        ways = {**self.table.alternatives, **self.remaining}
         return set[str]().union(*(names[0] for names in ways.values()))
 
 
@@ -167,7 +167,7 @@ def fill_with_dummy_weights(model: nn.Module, seed: int) -> None:
 def _expected_tensors(
     params: dict[str, nn.Parameter], names: WeightNames
 ) -> tuple[dict[str, Slot], dict[str, list[set[str]]]]:
-    """Returns ``WeightTable.slots`` and ``WeightTable.ways``."""
+    """Returns ``WeightTable.slots`` and ``WeightTable.alternatives``."""
     slots = {}
     parts: dict[str, set[str]] = {}
     wholes: dict[str, list[set[str]]] = {}

@@ -48,9 +48,9 @@ class LLM(llm.LLM):
         Raises:
             TypeError: not pairs of a string and a tensor.
             ValueError: a name that the model does not have, a name that occurs twice, a wrong shape
-                or dtype, unfinished requests of this thread, or weights that are asleep. The
-                message says what has been loaded before. If ``weights`` is a list or another
-                collection, all names are checked before anything is changed.
+                or dtype, a tensor that is not dense, unfinished requests of this thread, or weights
+                that are asleep. The message says what has been loaded before. If ``weights`` is a
+                list or another collection, all names are checked before anything is changed.
             Exception: what the iterator raises, with a note about what has been loaded before. The
                 engine can be used after that.
         """
@@ -88,7 +88,9 @@ class LLM(llm.LLM):
                 of this thread.
         """
         if level not in (1, 2):
-            raise ValueError(f"level must be 1 (keep weights) or 2 (drop them), got {level!r:.80}")
+            raise ValueError(
+                f"level must be 1 (keep weights) or 2 (discard them), got {level!r:.80}"
+            )
         with self._running(IN_USE.format("sleep")):
             runner = self.model_runner
             if runner.device.type == "cuda" and not self.config.enable_sleep_mode:

@@ -29,7 +29,7 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """Plain tensors on a CPU. Values to keep stay where they are."""
+    """Plain tensors on a CPU. With ``keeps_values``, ``release`` does nothing."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self.storages = [tensor.untyped_storage() for tensor in tensors]

@@ -12,7 +12,6 @@ from nanovllm.checkpoints.weights import LoadingPass, Slot, WeightTable, some_of
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.moe import Experts
 from nanovllm.quantization.base import LinearWeight
 from nanovllm.utils.interrupts import interrupts_delayed
 
@@ -23,17 +22,20 @@ class LiveModel:
     Attributes:
         table: the tensors that it takes.
         packed: by the parameter's name, the weights that ``pack`` derives from it.
-        experts: the model's experts, by the module's name.
+        experts: by the module's name, the weights of experts: see ``quantization/experts.py``.
     """
 
     def __init__(self, model: Any) -> None:
         self.table = WeightTable(model)
         names = {id(param): name for name, param in model.named_parameters()}
         self.packed: dict[str, list[LinearWeight]] = {name: [] for name in names.values()}
-        self.experts: dict[str, Experts] = {}
-        for module_name, module in model.named_modules():
-            if isinstance(module, Experts):
-                self.experts[module_name] = module
+        # Not found by their class, because only models with experts import it.
+        self.experts: dict[str, Any] = {
+            name: module.weights
+            for name, module in model.named_modules()
+            if hasattr(module, "weights")
+        }
+        for module in model.modules():
             if isinstance(module, (LinearBase, ParallelLMHead)):
                 for param in module.parameters(recurse=False):
                     self.packed[names[id(param)]].append(module.linear_weight)
@@ -49,19 +51,19 @@ class LiveModel:
         return {
             f"{prefix}.{name}": f"{prefix}.{other}"
             for prefix, experts in self.experts.items()
-            for name, other in experts.weights.incomplete().items()
+            for name, other in experts.incomplete().items()
         }
 
     def drop_incomplete(self) -> None:
         for experts in self.experts.values():
-            experts.weights.drop_incomplete()
+            experts.drop_incomplete()
 
 
 _live: WeakKeyDictionary[nn.Module, LiveModel] = WeakKeyDictionary()
 
 
 def live_model(runner: ModelRunner) -> LiveModel:
-    """Returns the LiveModel of a rank, which is made once."""
+    """Returns this rank's cached LiveModel."""
     if runner.model not in _live:
         _live[runner.model] = LiveModel(runner.model)
     return _live[runner.model]
@@ -113,29 +115,31 @@ class MissingWeights:
 
     Attributes:
         incomplete: the tensors that others wait for: see ``LiveModel.incomplete``.
-        ways: as ``WeightTable.ways``, without the tensors that have been loaded, for the parameters
-            that are not complete.
+        alternatives: as ``WeightTable.alternatives``, without the tensors that have been loaded,
+            for the parameters that are not complete.
     """
 
     def __init__(self) -> None:
-        self.ways: dict[str, list[set[str]]] = {}
+        self.alternatives: dict[str, list[set[str]]] = {}
         self.incomplete: set[str] = set()
 
     def add_all(self, table: WeightTable) -> None:
         self.incomplete = set()
-        self.ways = {name: [set(names) for names in sets] for name, sets in table.ways.items()}
+        self.alternatives = {
+            name: [set(names) for names in sets] for name, sets in table.alternatives.items()
+        }
 
     def remove(self, slot: Slot) -> None:
         """Notes that a tensor has been loaded."""
-        sets = self.ways.get(slot.parameter, [])
+        sets = self.alternatives.get(slot.parameter, [])
         for names in sets:
             names.discard(slot.tensor)
         if sets and not all(sets):
-            del self.ways[slot.parameter]
+            del self.alternatives[slot.parameter]
 
     def names(self) -> set[str]:
         """Returns the tensors that have to be loaded."""
-        return set[str]().union(*(sets[0] for sets in self.ways.values()))
+        return set[str]().union(*(sets[0] for sets in self.alternatives.values()))
 
 
 class WeightUpdate:

@@ -20,7 +20,7 @@ from torch import nn
 from nanovllm.utils.forks import LeftToParent
 from nanovllm.utils.math import cdiv
 
-CHUNK_BYTES = 256 << 20  # of physical memory, and of a copy in host memory; a power of two
+CHUNK_BYTES = 256 << 20  # size of one cuMemCreate allocation and of one pinned copy; a power of two
 ALIGNMENT = 512  # of tensors, as PyTorch's allocator aligns them
 PINNED, DEVICE, READ_WRITE = 1, 1, 3  # values of the driver's enumerations
 

@@ -177,7 +177,7 @@ def test_a_tensor_that_comes_twice_is_named(name):
 def test_a_misshapen_tensor_is_named_with_both_shapes(name, shape):
     """Guards copy_'s broadcasting, which fills a parameter from a tensor of size 1."""
     tensors = {**checkpoint(), name: torch.zeros(shape)}
-    with pytest.raises(ValueError, match=f"{name}: the model needs shape .* has ") as error:
+    with pytest.raises(ValueError, match=f"{name}: the model needs shape .* got ") as error:
         load(tensors)
     assert str(list(shape)) in str(error.value)
 

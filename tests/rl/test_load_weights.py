@@ -141,7 +141,11 @@ EMBEDDING = ("model.embed_tokens.weight", torch.zeros(512, 64))
         (("model.layers.0.self_attn.qkv_proj.weight", torch.ones(64)), ValueError, "qkv_proj"),
         (NORM, ValueError, "model.norm.weight occurs twice"),
         (("language_model.model.norm.weight", NORM[1]), ValueError, "norm.weight occurs twice"),
-        ((EMBEDDING[0], torch.zeros(512, 65)), ValueError, r"needs shape \[512, 64\], got \[512, 65\]"),
+        (
+            (EMBEDDING[0], torch.zeros(512, 65)),
+            ValueError,
+            r"needs shape \[512, 64\], got \[512, 65\]",
+        ),
         ((EMBEDDING[0], torch.tensor(0.0)), ValueError, "needs shape"),
         ((EMBEDDING[0], EMBEDDING[1].int()), ValueError, "dtype torch.int32 is not supported"),
         ((EMBEDDING[0], EMBEDDING[1].to(torch.float8_e4m3fn)), ValueError, "dequantise it"),

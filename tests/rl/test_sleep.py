@@ -113,9 +113,7 @@ def test_only_the_given_tags_wake_up(pairs: Any):
 
 
 @pytest.mark.parametrize("tag", ["weights", "kv_cache"])
-def test_sleep_frees_the_part_that_is_awake(
-    tag: str, pairs: Any, caplog: pytest.LogCaptureFixture
-):
+def test_sleep_frees_the_part_that_is_awake(tag: str, pairs: Any, caplog: pytest.LogCaptureFixture):
     """The other part stays as it is: weights that level 1 has kept are not lost by level 2."""
     pair: Pair = pairs("qwen3")
     with LLM(pair.old, **SETTINGS) as llm:
