@@ -43,8 +43,8 @@ class WeightTable:
     Attributes:
         skipped: the patterns of ``WeightNames.skipped``.
         slots: by the tensor's name, its slot.
-        alternatives: by the parameter's name, the sets of tensors that fill it. There are several sets if
-            checkpoints store the parameter in different ways.
+        alternatives: by the parameter's name, the sets of tensors that fill it. There are several
+            sets if checkpoints store the parameter in different ways.
     """
 
     def __init__(self, model: DecoderForCausalLM) -> None:
@@ -66,8 +66,8 @@ class LoadingPass:
     """Loads tensors, each at most once.
 
     Attributes:
-        remaining: the sets of ``WeightTable.alternatives`` that may still be completed, without the tensors that
-            have been loaded. Parameters of which none has been loaded are left out.
+        remaining: the sets of ``WeightTable.alternatives`` that may still be completed, without the
+            tensors that have been loaded. Parameters of which none has been loaded are left out.
     """
 
     def __init__(self, table: WeightTable) -> None:
