@@ -1,8 +1,9 @@
 """vLLM's ``LLMEngine`` and config objects, for programs that use more than ``LLM``'s methods."""
 
+import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -159,20 +160,24 @@ class LLMEngine:
         from nanovllm.checkpoints.weights import LoadingPass, some_of
         from nanovllm.rl.weights import live_model
 
-        runner, config = self.llm.model_runner, checkpoint.config
-        names = [field.name for field in fields(config) if field.name not in STORAGE_FIELDS]
-        different = [n for n in names if getattr(config, n) != getattr(runner.model_config, n)]
+        runner = self.llm.model_runner
+        ours, theirs = asdict(runner.model_config), asdict(checkpoint.config)
+        names = theirs.keys() - set(STORAGE_FIELDS)
+        different = sorted(name for name in names if not _same(ours[name], theirs[name]))
         if different:
             raise ValueError(
                 f"{path} is a checkpoint of another model: its config differs from the engine's in "
                 f"{', '.join(different)}"
             )
-        given = LoadingPass(live_model(runner).table)
+        given, skipped = (
+            LoadingPass(live_model(runner).table),
+            checkpoint.config.weight_names.skipped,
+        )
         for name, tensor in checkpoint.tensors():
             slot = given.table.find(name)
             if slot is not None:
                 given.take(slot)
-            elif any(fnmatchcase(name, pattern) for pattern in config.weight_names.skipped):
+            elif any(fnmatchcase(name, pattern) for pattern in skipped):
                 continue  # the engine's own checkpoint may not skip it
             yield name, tensor
         if missing := given.missing():
@@ -240,3 +245,14 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> bool:
         return self.llm.reset_prefix_cache()
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    """Whether parts of two configs are equal. Floats are rounded to fp32 in GGUF files."""
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return math.isclose(ours, theirs, rel_tol=1e-6)
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(_same(ours[k], theirs[k]) for k in ours)
+    if isinstance(ours, tuple) and isinstance(theirs, tuple):
+        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    return bool(ours == theirs)

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from nanovllm import LLM, SamplingParams
 from nanovllm.compat import names
 from tests.checkpoints.test_fp8 import write_fine_grained
+from tests.checkpoints.test_gguf import write_gguf
 from tests.tiny_models import BASE, CONFIGS, TinyModels
 
 # The arguments that TRL passes to LLM in its mode "colocate".
@@ -154,6 +155,14 @@ def test_reload_weights_from_fp8(tiny_models, tmp_path):
     with make_llm(path) as llm:
         expected = rollouts(llm)
     with make_llm(tiny_models.path("qwen3")) as llm:
+        reload(llm, path)
+        assert rollouts(llm) == expected
+
+
+def test_reload_weights_from_gguf(tiny_models, new_model, expected, tmp_path):
+    """It has the floats of the config in fp32, which is not another model."""
+    path = write_gguf(tmp_path / "m.gguf", new_model, "qwen3")
+    with make_llm(tiny_models.path("qwen3-tied")) as llm:
         reload(llm, path)
         assert rollouts(llm) == expected
 
