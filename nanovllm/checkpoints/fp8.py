@@ -1,7 +1,7 @@
 """FP8 weights of safetensors checkpoints, dequantised as they are read.
 
 Each block of a weight has a scale. ``x.weight`` in float8_e4m3fn times ``x.weight_scale_inv``, or
-``x.weight_scale``, is the weight. Both are factors, in spite of the first one's name.
+``x.weight_scale``, is the weight. Despite its name, weight_scale_inv is multiplied, not divided by.
 """
 
 import logging
@@ -34,7 +34,7 @@ SKIPPED = tuple(
 )
 WHOLE = sys.maxsize  # a block of this size is clamped to the weight's
 TENSOR, CHANNEL = (WHOLE, WHOLE), (1, WHOLE)
-# Formats of compressed-tensors that hold FP8 weights alike, with and without FP8 activations.
+# Both formats of compressed-tensors store FP8 weights identically.
 COMPRESSED_FORMATS = ("float-quantized", "naive-quantized")
 
 
@@ -95,6 +95,11 @@ class Fp8Weights:
                 continue
             if name not in scales:
                 raise ValueError(f"checkpoint tensor {name} is {tensor.dtype}, but it has no scale")
+            if not self.blocks:
+                raise ValueError(
+                    f"checkpoint tensor {name} has a scale, but the config_groups in the config "
+                    f"describe no weights"
+                )
             try:
                 weight = dequantise_fp8(tensor, scales[name], self.blocks)
             except ValueError as error:
@@ -211,12 +216,13 @@ def _read_compressed_tensors(config: Mapping[str, Any]) -> Iterator[Block]:
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(g, Mapping) for g in groups.values()):
         raise ValueError(f"config_groups must be an object of objects, got {groups!r:.80}")
-    if (config.get("transform_config") or {}).get("config_groups"):
+    if _object_or_none(config, "transform_config").get("config_groups"):
         raise unsupported_quantisation("compressed-tensors with transforms")
     for group in groups.values():
-        weights, storage = group.get("weights"), group.get("format") or config.get("format")
-        if weights is None:  # the group is about activations only
+        weights = _object_or_none(group, "weights")
+        if group.get("weights") is None:  # the group is about activations only
             continue
+        storage = group.get("format") or config.get("format")
         if storage not in COMPRESSED_FORMATS:
             raise unsupported_quantisation(f"compressed-tensors {storage}")
         dtype, strategy = f"{weights.get('type')}{weights.get('num_bits')}", weights.get("strategy")
@@ -228,6 +234,14 @@ def _read_compressed_tensors(config: Mapping[str, Any]) -> Iterator[Block]:
             yield _read_block("block_structure", weights.get("block_structure"))
         else:
             yield TENSOR if strategy == "tensor" else CHANNEL
+
+
+def _object_or_none(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Returns a field that is an object, empty if the field is None or missing."""
+    value = config.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be an object, got {value!r:.80}")
+    return value or {}
 
 
 def _read_block(name: str, size: Any) -> Block:

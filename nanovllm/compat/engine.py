@@ -1,12 +1,14 @@
 """vLLM's ``LLMEngine`` and config objects, for programs that use more than ``LLM``'s methods."""
 
+import math
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.checkpoints.checkpoint import open_checkpoint
+from nanovllm.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.compat.arguments import translate
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from nanovllm.compat.llm import LLM
 
 RPC_METHODS = ("reload_weights",)
+# Fields of a ModelConfig in which a checkpoint may differ from the engine's: how it stores the
+# weights, and a limit that the engine has set at start-up.
+STORAGE_FIELDS = ("dtype", "weight_names", "max_position_embeddings")
 
 
 class EngineConfig(SimpleNamespace):
@@ -117,8 +122,9 @@ class LLMEngine:
         """Calls a method on all ranks.
 
         Args:
-            method: "reload_weights", which loads the weights again from the checkpoint's files. It
-                takes ``weights_path``, the folder or file of a checkpoint to read instead.
+            method: "reload_weights", which loads all weights again from the checkpoint's files. It
+                takes ``weights_path``, the folder or file of a checkpoint of the same model to
+                read instead.
             timeout: ignored.
             args, kwargs: the method's arguments.
 
@@ -126,7 +132,9 @@ class LLMEngine:
             For each rank what the method returned.
 
         Raises:
-            ValueError: any other method, or an error of ``LLM.load_weights``.
+            ValueError: any other method, a checkpoint whose config describes another model (no
+                weight is changed), a checkpoint that lacks tensors (the others are loaded), or an
+                error of ``LLM.load_weights``.
         """
         if method not in RPC_METHODS:
             raise ValueError(
@@ -138,7 +146,42 @@ class LLMEngine:
 
     def _reload_weights(self, weights_path: str | os.PathLike[str] | None = None) -> None:
         path = self.llm.config.model if weights_path is None else os.fspath(weights_path)
-        self.llm.load_weights(open_checkpoint(path).tensors())
+        self.llm.load_weights(self._all_weights(open_checkpoint(path), path))
+
+    def _all_weights(
+        self, checkpoint: Checkpoint, path: str
+    ) -> Iterator[tuple[str, "torch.Tensor"]]:
+        """Yields the tensors of a checkpoint that replace all weights.
+
+        Raises:
+            ValueError: its config describes another model, before the first tensor is yielded; or
+                it lacks tensors, after the last one.
+        """
+        from nanovllm.checkpoints.weights import LoadingPass, some_of
+        from nanovllm.rl.weights import live_model
+
+        runner = self.llm.model_runner
+        ours, theirs = asdict(runner.model_config), asdict(checkpoint.config)
+        names = theirs.keys() - set(STORAGE_FIELDS)
+        different = sorted(name for name in names if not _same(ours[name], theirs[name]))
+        if different:
+            raise ValueError(
+                f"{path} is a checkpoint of another model: its config differs from the engine's in "
+                f"{', '.join(different)}"
+            )
+        given, skipped = (
+            LoadingPass(live_model(runner).table),
+            checkpoint.config.weight_names.skipped,
+        )
+        for name, tensor in checkpoint.tensors():
+            slot = given.table.find(name)
+            if slot is not None:
+                given.take(slot)
+            elif any(fnmatchcase(name, pattern) for pattern in skipped):
+                continue  # the engine's own checkpoint may not skip it
+            yield name, tensor
+        if missing := given.missing():
+            raise ValueError(f"{path} lacks {some_of(missing)}")
 
     def get_tokenizer(self) -> Any:
         return self.llm.get_tokenizer()
@@ -202,3 +245,14 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> bool:
         return self.llm.reset_prefix_cache()
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    """Whether parts of two configs are equal. Floats are rounded to fp32 in GGUF files."""
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return math.isclose(ours, theirs, rel_tol=1e-6)
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(_same(ours[k], theirs[k]) for k in ours)
+    if isinstance(ours, tuple) and isinstance(theirs, tuple):
+        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    return bool(ours == theirs)

@@ -14,8 +14,8 @@ from nanovllm.quantization.unquantized import UnquantizedWeight
 BATCH_INVARIANT = InputFormat(PLAIN.rms_norm, invariant_silu_and_mul, invariant_gelu_tanh_and_mul)
 
 
-# (x, weight, bias) -> x W^T + b, for any number of rows. There is none for GPUs:
-# ``batch_invariant_backends`` refuses them.
+# (x, weight, bias) -> x W^T + b, for any number of rows. GPUs have no such kernel yet; start-up
+# raises ValueError.
 batch_invariant_linear = row_block_linear
 
 

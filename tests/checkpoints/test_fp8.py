@@ -421,6 +421,14 @@ for number, size in enumerate(([128], [128, 0], [128, True], [1.0, 128], "128"))
     )
 REFUSED |= {
     "no groups": (FLOAT, "config_groups must be an object"),
+    "weights of a group": (
+        {**FLOAT, "config_groups": {"group_0": {"weights": "x"}}},
+        "weights must be an object, got 'x'",
+    ),
+    "a list of transforms": (
+        {**FLOAT, "config_groups": group(), "transform_config": [1]},
+        r"transform_config must be an object, got \[1\]",
+    ),
     "no block": ({**FLOAT, "config_groups": group(strategy="block")}, "block_structure must be"),
 }
 
@@ -433,6 +441,13 @@ def test_other_quantisations_are_refused_by_name(
     folder = write(tmp_path / "refused", tiny_models.path("qwen3"), config, {})
     with pytest.raises(ValueError, match=match):
         open_checkpoint(str(folder))
+
+
+def test_fp8_weights_need_a_group(quantised: Path):
+    """The groups are empty if only the KV cache was in FP8."""
+    edit_json(quantised, **FLOAT, config_groups={})
+    with pytest.raises(ValueError, match="the config_groups in the config describe no weights"):
+        dict(open_checkpoint(str(quantised)).tensors())
 
 
 def test_groups_without_weights_do_not_count(tiny_models: TinyModels, tmp_path: Path):

@@ -4,9 +4,12 @@ reference is an engine that was started with the new weights."""
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.compat import names
+from tests.checkpoints.test_fp8 import write_fine_grained
+from tests.checkpoints.test_gguf import write_gguf
 from tests.tiny_models import BASE, CONFIGS, TinyModels
 
 # The arguments that TRL passes to LLM in its mode "colocate".
@@ -43,6 +46,10 @@ def new_path(new_model, tmp_path_factory) -> Path:
 
 def make_llm(path, **arguments):
     return LLM(model=str(path), **{**TRAINERS_ARGUMENTS, **arguments}, skip_tokenizer_init=True)
+
+
+def reload(llm, path):
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
 
 def rollouts(llm):
@@ -108,13 +115,56 @@ def test_reload_weights(tiny_models, new_model, new_path, expected):
         assert rollouts(llm) == old
         llm.sleep(level=2)
         llm.wake_up(tags=["weights"])
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": new_path})
+        reload(llm, new_path)
         llm.wake_up(tags=["kv_cache"])
         assert rollouts(llm) == expected
 
         for method in ("update_weight", lambda worker: None):
             with pytest.raises(ValueError, match="the supported methods are reload_weights"):
                 llm.collective_rpc(method, args=(1,))
+
+
+@pytest.mark.parametrize(
+    ("other", "fields"),
+    [("mistral", "architecture, layers"), ("qwen3-tied", "tie_word_embeddings")],
+)
+def test_reload_weights_refuses_another_model(tiny_models, other, fields):
+    with make_llm(tiny_models.path("qwen3")) as llm:
+        old = rollouts(llm)
+        with pytest.raises(ValueError, match=f"differs from the engine's in .*{fields}"):
+            reload(llm, tiny_models.path(other))
+        assert rollouts(llm) == old
+
+
+def test_reload_weights_loads_all_weights(tiny_models, new_model, tmp_path):
+    new_model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    llm = make_llm(tiny_models.path("qwen3-tied"))
+    with llm, pytest.raises(ValueError, match=r"lacks model\.norm\.weight"):
+        reload(llm, tmp_path)
+
+
+def test_reload_weights_from_fp8(tiny_models, tmp_path):
+    """The scales of activations, which only the FP8 checkpoint's config skips, are not loaded."""
+    path = tmp_path / "fp8"
+    write_fine_grained(
+        tiny_models.path("qwen3"), path, weight_block_size=None, activation_scheme="static"
+    )
+    with make_llm(path) as llm:
+        expected = rollouts(llm)
+    with make_llm(tiny_models.path("qwen3")) as llm:
+        reload(llm, path)
+        assert rollouts(llm) == expected
+
+
+def test_reload_weights_from_gguf(tiny_models, new_model, expected, tmp_path):
+    """It has the floats of the config in fp32, which is not another model."""
+    path = write_gguf(tmp_path / "m.gguf", new_model, "qwen3")
+    with make_llm(tiny_models.path("qwen3-tied")) as llm:
+        reload(llm, path)
+        assert rollouts(llm) == expected
 
 
 def test_several_ranks_of_an_external_launcher_are_refused(tiny_models):

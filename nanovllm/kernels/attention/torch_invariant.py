@@ -16,8 +16,7 @@ from nanovllm.utils.math import cdiv
 # A matmul takes QUERIES tokens and TILE keys. Fewer are padded, so that all matmuls of a layer have
 # the same shape. Tiles start at multiples of TILE in the sequence.
 QUERIES, TILE = 16, 128
-# The last rows and columns of a matrix may be summed in another order if its size is not a
-# multiple of this.
+# GEMMs use a different remainder kernel when a size is not a multiple of 16.
 ALIGNMENT = 16
 
 
@@ -113,8 +112,8 @@ def _attend(
 
 
 def _as_tiles(x: Tensor, offset: int, length: int) -> Tensor:
-    """Converts keys or values [N, kv_heads, head_dim] to fp32 tiles [tiles, kv_heads, TILE,
-    head_dim], of which row ``offset`` is the first. Other rows are 0, and head_dim is padded."""
+    """Converts keys or values [N, kv_heads, head_dim] to fp32 tiles [tiles, kv_heads, TILE, padded
+    head_dim]. ``x`` starts at row ``offset`` of the first tile; the rest is zero-padded."""
     num_tiles, width = cdiv(length, TILE), cdiv(x.size(2), ALIGNMENT) * ALIGNMENT
     tiles = x.new_zeros(num_tiles * TILE, x.size(1), width, dtype=torch.float32)
     tiles[offset:length, :, : x.size(2)] = x

@@ -64,7 +64,7 @@ def check_row_blocks(weight: torch.Tensor) -> None:
         weight: from ``pack_for_row_blocks``.
 
     Raises:
-        ValueError: they do on this CPU.
+        ValueError: the result depends on the row's position or on the thread count.
     """
     row = torch.arange(weight.size(1), dtype=torch.float32).sin()
     block = row.expand(ROWS, -1).contiguous()
