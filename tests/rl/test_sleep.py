@@ -270,7 +270,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_cycles_take_no_memory(small: Path):
-    cycle(small, 200)
+    cycle(small, 60)
 
 
 @pytest.mark.slow
