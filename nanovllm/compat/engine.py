@@ -169,10 +169,8 @@ class LLMEngine:
                 f"{path} is a checkpoint of another model: its config differs from the engine's in "
                 f"{', '.join(different)}"
             )
-        given, skipped = (
-            LoadingPass(live_model(runner).table),
-            checkpoint.config.weight_names.skipped,
-        )
+        given = LoadingPass(live_model(runner).table)
+        skipped = checkpoint.config.weight_names.skipped
         for name, tensor in checkpoint.tensors():
             slot = given.table.find(name)
             if slot is not None:
