@@ -15,10 +15,9 @@ if __name__ == "__main__":
     kernels = compile_for_hopper.compile_only(capability, kib << 10)
     with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor):
         compile_for_hopper.launch_windows(all_sizes=True)
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            compile_for_hopper.launch_invariant_gemms(dtype, all_sizes=True)
+        compile_for_hopper.launch_invariant_gemms(torch.bfloat16, all_sizes=False)
         if capability >= 89:
-            compile_for_hopper.launch_quantized(all_sizes=True)
+            compile_for_hopper.launch_quantized(all_sizes=False)
     done = [k.result() if hasattr(k, "result") else k for _, k in kernels]
     assert {kernel.metadata.target.arch for kernel in done} == {capability}
     most = max(kernel.metadata.shared for kernel in done)
