@@ -275,6 +275,7 @@ def parse_args() -> argparse.Namespace:
     engine.add_argument("--enforce-eager", action="store_true")
     engine.add_argument("--dtype", default="auto")
     engine.add_argument("--kv-cache-dtype", default="auto")
+    engine.add_argument("--quantization", choices=["fp8"])
     engine.add_argument("--max-model-len", type=int, help="default: the model's own")
     engine.add_argument("--max-num-seqs", type=int, help="default: chosen by the engine")
     args = parser.parse_args()
@@ -296,6 +297,7 @@ def parse_args() -> argparse.Namespace:
         "enforce_eager": args.enforce_eager,
         "dtype": args.dtype,
         "kv_cache_dtype": args.kv_cache_dtype,
+        "quantization": args.quantization,
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
     }

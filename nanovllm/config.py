@@ -69,6 +69,10 @@ class Config:
             ``generate`` are always in the order of the prompts.
         batch_invariant: give a request the same tokens and log-probabilities, bit for bit, whatever
             else the engine computes with it (docs/batch-invariance.md). Takes more time.
+        quantization: "fp8" quantises the weights of attention and MLP projections to 8 bits as they
+            are loaded, with a scale for each output feature; None leaves them in the model's dtype.
+            A GPU of compute capability 8.9 or higher also quantises their inputs, with a scale for
+            each token.
         load_format: "auto" loads the checkpoint's weights; "dummy" uses random weights and needs
             only the checkpoint's config.
         seed: seed of the sampler and of dummy weights.
@@ -104,6 +108,7 @@ class Config:
     enable_reordering: Annotated[bool, boolean] = True
     enable_sleep_mode: Annotated[bool, boolean] = False
     batch_invariant: Annotated[bool, boolean] = False
+    quantization: Annotated[str | None, optional(choice("fp8"))] = None
     load_format: Annotated[str, choice("auto", "dummy")] = "auto"
     seed: Annotated[int, integer(0, 2**63 - 1)] = 0
     tokenizer: Annotated[str | None, optional(path_or_hub_id)] = None

@@ -182,6 +182,7 @@ BAD_CONFIG: dict[str, list[Any]] = {
     "enable_sleep_mode": [1, 0, "yes"],
     "batch_invariant": [1, 0, "yes"],
     "kv_cache_dtype": ["fp8_e5m2", "int8", "", 8],
+    "quantization": ["awq", "", 8],
     "load_format": ["pt", ""],
     "seed": [-1, 2**64, 1.5, "0", True],
     "tokenizer": ["", 5, True],

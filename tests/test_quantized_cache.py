@@ -18,7 +18,7 @@ from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.kv_cache import block_bytes
 from nanovllm.kernels.attention.backend import AttentionShape, select_attention_backend
-from nanovllm.kernels.attention.kv_cache import FP8
+from nanovllm.kernels.fp8 import FP8
 from tests.tiny_models import VOCAB_SIZE, TinyModels
 
 CPU: dict[str, Any] = {

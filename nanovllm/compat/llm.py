@@ -86,6 +86,7 @@ class LLM(BaseLLM):
         enable_reordering: bool = True,
         enable_sleep_mode: bool = False,
         batch_invariant: bool = False,
+        quantization: str | None = None,
         load_format: str = "auto",
         seed: int = 0,
         tokenizer: str | os.PathLike[str] | None = None,

@@ -20,7 +20,8 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_runner import CapturedSteps, ModelRunner
 from nanovllm.kernels.attention.backend import AttentionShape, select_attention_backend
 from nanovllm.kernels.attention.block_tables import BlockTables
-from nanovllm.kernels.attention.kv_cache import FP8, SCALE_BYTES, KVCache, vector_bytes
+from nanovllm.kernels.attention.kv_cache import SCALE_BYTES, KVCache, vector_bytes
+from nanovllm.kernels.fp8 import FP8
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
@@ -28,7 +29,7 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.rope import for_length
-from nanovllm.quantization.base import use_batch_invariance
+from nanovllm.quantization.base import use_batch_invariance, use_quantization
 from nanovllm.text.prompts import PromptEncoder, load_encoder
 from nanovllm.utils.cuda_vmm import empty_in_arena, move_parameters
 from nanovllm.utils.device import on_device, select_device, select_dtype
@@ -96,11 +97,13 @@ def start_up(config: Config) -> StartedModel:
     block_size, num_blocks = config.kvcache_block_size, runner.num_kvcache_blocks
     cache_len = longest_sequence(runner, num_blocks)  # in tokens
     logger.info(
-        "%s on %s in %s%s: %d KV blocks of %d tokens, %d running sequences of up to %d tokens (%s)",
+        "%s on %s in %s%s%s: %d KV blocks of %d tokens, %d running sequences of up to %d tokens "
+        "(%s)",
         model_config.architecture,
         runner.device,
         str(runner.dtype).removeprefix("torch."),
         " (KV cache in FP8)" if config.quantizes_kv else "",
+        " (weights in FP8)" if config.quantization else "",
         num_blocks,
         block_size,
         runner.max_num_seqs,
@@ -283,6 +286,12 @@ def build_model(runner: ModelRunner) -> DecoderForCausalLM:
     """Builds the model on this rank's device, in the runner's dtype. Its weights are not loaded."""
     length = runner.config.max_model_len or runner.model_config.max_position_embeddings
     config = for_length(runner.model_config, length)
+    method = runner.config.quantization
+    if method and runner.device.type == "cpu":
+        logger.info(
+            "on a CPU, weights are rounded to FP8 as they are loaded, and take as much memory and "
+            "time as unquantised ones"
+        )
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(runner.dtype)
     try:
@@ -290,6 +299,7 @@ def build_model(runner: ModelRunner) -> DecoderForCausalLM:
             torch.device(runner.device),
             use_tp_group(runner.tp),
             use_batch_invariance(runner.config.batch_invariant),
+            use_quantization({"quant_method": method} if method else None),
         ):
             model = DecoderForCausalLM(config, runner.max_model_len).eval()
     finally:

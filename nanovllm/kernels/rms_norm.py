@@ -2,6 +2,13 @@
 
 import torch
 
+from nanovllm.kernels.fp8 import (
+    Fp8Rows,
+    empty_rows,
+    num_warps_of,
+    quantize,
+    store_quantized,
+)
 from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
 
 
@@ -20,12 +27,21 @@ def rms_norm_reference(
     return ((x32 * scale).to(weight.dtype) * weight).to(x.dtype), total
 
 
+def fp8_rms_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[Fp8Rows, torch.Tensor]:
+    """Computes what ``rms_norm_reference`` does, and quantises the norm."""
+    normed, total = rms_norm_reference(x, weight, eps, residual)
+    return quantize(normed), total
+
+
 @triton.jit
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
     out_ptr,
+    scale_ptr,
     sum_ptr,
     eps,
     WIDTH: tl.constexpr,
@@ -36,7 +52,7 @@ def _rms_norm_kernel(
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     column = tl.arange(0, triton.next_power_of_2(WIDTH))
     mask = column < WIDTH
-    weight = tl.load(weight_ptr + column, mask=mask)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
     pdl_wait(PDL)
     x = tl.load(x_ptr + row * WIDTH + column, mask=mask, other=0.0)
     if residual_ptr is not None:
@@ -47,30 +63,55 @@ def _rms_norm_kernel(
     scale = tl.rsqrt(tl.sum(x32 * x32, axis=0) / WIDTH + eps)
     # The norm is rounded before it is multiplied by the weight, as in transformers.
     normed = (x32 * scale).to(weight.dtype) * weight
-    tl.store(out_ptr + row * WIDTH + column, normed.to(x.dtype), mask=mask)
+    if scale_ptr is None:
+        tl.store(out_ptr + row * WIDTH + column, normed.to(x.dtype), mask=mask)
+    else:
+        store_quantized(out_ptr, scale_ptr, row, normed.to(x.dtype), mask, WIDTH)
 
 
 def rms_norm_triton(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``rms_norm_reference``. All tensors are contiguous."""
+    out = torch.empty_like(x)
+    return out, _launch(x, weight, eps, residual, out, None)
+
+
+def fp8_rms_norm_triton(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[Fp8Rows, torch.Tensor]:
+    """See ``fp8_rms_norm_reference``. All tensors are contiguous."""
+    out = empty_rows(x, x.size(-1))
+    return out, _launch(x, weight, eps, residual, *out)
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    scales: torch.Tensor | None,
+) -> torch.Tensor:
+    """Writes the norm to ``out``, quantised if there are ``scales``. Returns x + residual."""
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape == x.shape[-1:]
     assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
     width = x.size(-1)
-    out = torch.empty_like(x)
     total = None if residual is None else torch.empty_like(x)
     _rms_norm_kernel[(x.numel() // width,)](
         x,
         residual,
         weight,
         out,
+        scales,
         total,
         eps,
         WIDTH=width,
-        num_warps=min(8, max(1, triton.next_power_of_2(width) // 512)),
+        num_warps=num_warps_of(width),
         **pdl_options(x),
     )
-    return out, x if total is None else total
+    return x if total is None else total
 
 
 rms_norm = by_device(rms_norm_reference, rms_norm_triton)
+fp8_rms_norm = by_device(fp8_rms_norm_reference, fp8_rms_norm_triton)

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.attention.kv_cache import KVCache, fp8_scale, scale_offset, store_kvcache
+from nanovllm.kernels.attention.kv_cache import KVCache, scale_offset, store_kvcache
+from nanovllm.kernels.fp8 import fp8_scale
 from nanovllm.kernels.rms_norm import rms_norm_reference
 from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
 

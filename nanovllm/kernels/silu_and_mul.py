@@ -5,6 +5,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.fp8 import Fp8Rows, empty_rows, num_warps_of, quantize, store_quantized
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
 
@@ -43,10 +44,21 @@ def invariant_gelu_tanh_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
     return (0.5 * gate * (torch.tanh(inner) + 1)).to(x.dtype).mul_(up)
 
 
+def fp8_silu_and_mul_reference(x: torch.Tensor) -> Fp8Rows:
+    """Computes what ``silu_and_mul_reference`` does, and quantises it."""
+    return quantize(silu_and_mul_reference(x))
+
+
+def fp8_gelu_tanh_and_mul_reference(x: torch.Tensor) -> Fp8Rows:
+    """Computes what ``gelu_tanh_and_mul_reference`` does, and quantises it."""
+    return quantize(gelu_tanh_and_mul_reference(x))
+
+
 @triton.jit
 def _silu_and_mul_kernel(
     x_ptr,
     out_ptr,
+    scale_ptr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     GELU: tl.constexpr,
@@ -60,15 +72,18 @@ def _silu_and_mul_kernel(
     row = (program // NUM_BLOCKS).to(tl.int64)
     column = program % NUM_BLOCKS * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
-    gate = tl.load(x_ptr + row * 2 * WIDTH + column, mask=mask).to(tl.float32)
-    up = tl.load(x_ptr + row * 2 * WIDTH + WIDTH + column, mask=mask)
+    gate = tl.load(x_ptr + row * 2 * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * WIDTH + WIDTH + column, mask=mask, other=0.0)
     # Half of (1 + tanh(y)) is sigmoid(2 y), so GELU's tanh approximation is gate * sigmoid(2 y).
     exponent = gate
     if GELU:
         exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
     # silu(gate) is rounded before it is multiplied by up, as in the reference.
     silu = (gate / (1 + tl.exp(-exponent))).to(up.dtype)
-    tl.store(out_ptr + row * WIDTH + column, silu * up, mask=mask)
+    if scale_ptr is None:
+        tl.store(out_ptr + row * WIDTH + column, silu * up, mask=mask)
+    else:  # the block is the whole row
+        store_quantized(out_ptr, scale_ptr, row, silu * up, mask, WIDTH)
 
 
 def silu_and_mul_triton(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
@@ -79,7 +94,24 @@ def silu_and_mul_triton(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
     grid = (num_rows * cdiv(width, block),)
     num_warps = max(1, block // 256)
     _silu_and_mul_kernel[grid](
-        x, out, WIDTH=width, BLOCK=block, GELU=gelu, num_warps=num_warps, **pdl_options(x)
+        x, out, None, WIDTH=width, BLOCK=block, GELU=gelu, num_warps=num_warps, **pdl_options(x)
+    )
+    return out
+
+
+def fp8_silu_and_mul_triton(x: torch.Tensor, gelu: bool = False) -> Fp8Rows:
+    assert x.is_contiguous() and x.dim() == 2
+    width = x.size(1) // 2
+    out = empty_rows(x, width)
+    block = triton.next_power_of_2(width)
+    _silu_and_mul_kernel[(len(x),)](
+        x,
+        *out,
+        WIDTH=width,
+        BLOCK=block,
+        GELU=gelu,
+        num_warps=min(16, num_warps_of(block) * 2),
+        **pdl_options(x),
     )
     return out
 
@@ -87,6 +119,10 @@ def silu_and_mul_triton(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
 gelu_tanh_and_mul_triton = partial(silu_and_mul_triton, gelu=True)
 silu_and_mul = by_device(silu_and_mul_reference, silu_and_mul_triton)
 gelu_tanh_and_mul = by_device(gelu_tanh_and_mul_reference, gelu_tanh_and_mul_triton)
+fp8_silu_and_mul = by_device(fp8_silu_and_mul_reference, fp8_silu_and_mul_triton)
+fp8_gelu_tanh_and_mul = by_device(
+    fp8_gelu_tanh_and_mul_reference, partial(fp8_silu_and_mul_triton, gelu=True)
+)
 # The kernels compute each element in the same way.
 invariant_silu_and_mul = by_device(invariant_silu_and_mul_reference, silu_and_mul_triton)
 invariant_gelu_tanh_and_mul = by_device(

@@ -1,5 +1,7 @@
 """How a linear layer's weight is stored and multiplied: one class for each storage format."""
 
+from collections.abc import Callable
+
 from torch import nn
 
 from nanovllm.quantization.base import (
@@ -9,9 +11,15 @@ from nanovllm.quantization.base import (
 )
 from nanovllm.quantization.unquantized import UnquantizedWeight
 
-# Formats of quantised weights, by ``quant_method`` in a checkpoint's ``quantization_config``. There
-# is none yet.
-WEIGHT_CLASSES: dict[str, type[LinearWeight]] = {}
+
+def _new_fp8_weight(layer: nn.Module) -> LinearWeight:
+    from nanovllm.quantization.fp8 import new_fp8_weight
+
+    return new_fp8_weight(layer)
+
+
+# Formats of quantised weights, by ``quant_method`` in a ``quantization_config``.
+WEIGHT_CLASSES: dict[str, Callable[[nn.Module], LinearWeight]] = {"fp8": _new_fp8_weight}
 
 
 def new_linear_weight(layer: nn.Module) -> LinearWeight:
@@ -23,7 +31,11 @@ def new_linear_weight(layer: nn.Module) -> LinearWeight:
     method = get_quantization_config().get("quant_method")
     if method is None:
         return new_unquantized_weight(layer)
-    if method not in WEIGHT_CLASSES or is_batch_invariant():
+    if method in WEIGHT_CLASSES and is_batch_invariant():
+        raise ValueError(
+            f"quantization={method!r} does not support batch_invariant=True: leave one of them out"
+        )
+    if method not in WEIGHT_CLASSES:
         raise ValueError(f"{method!r} quantisation is not supported: use an unquantised checkpoint")
     return WEIGHT_CLASSES[method](layer)
 

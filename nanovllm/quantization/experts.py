@@ -18,7 +18,7 @@ from nanovllm.kernels.moe.mxfp4 import (
     pack_mxfp4_scales,
 )
 from nanovllm.kernels.moe.route import MAX_UNSORTED_TOKENS, Routing
-from nanovllm.quantization.base import is_batch_invariant
+from nanovllm.quantization.base import get_quantization_config, is_batch_invariant
 from nanovllm.utils.distributed import TPGroup, get_tp_group
 from nanovllm.utils.loader import check_shape, copy_weight
 from nanovllm.utils.math import divide
@@ -34,8 +34,13 @@ def new_expert_weights(
     """Creates the weights of the experts of a new layer. The arguments are those of a MoESpec.
 
     Raises:
-        ValueError: the engine is batch-invariant, and runs on a GPU.
+        ValueError: the engine is batch-invariant and runs on a GPU, or its weights are to be
+            quantised.
     """
+    if method := get_quantization_config().get("quant_method"):
+        raise ValueError(
+            f"quantization={method!r} does not support mixtures of experts: leave it out"
+        )
     weights_class, on_cpu = UnquantizedExperts, torch.get_default_device().type == "cpu"
     if is_batch_invariant():
         if not on_cpu:

@@ -126,7 +126,7 @@ class TestLLM:
         ("name", "value"),
         [
             ("pipeline_parallel_size", 2),
-            ("quantization", "awq"),
+            ("quantization_config", {"quant_method": "awq"}),
             ("speculative_config", {"method": "ngram"}),
             ("enable_lora", True),
         ],

@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from nanovllm.kernels import rms_norm, rope, silu_and_mul
+from nanovllm.kernels import fp8, rms_norm, rope, silu_and_mul
 from nanovllm.kernels.attention import (
     block_tables,
     decode,
@@ -30,9 +30,11 @@ from nanovllm.kernels.attention import (
 )
 from nanovllm.kernels.attention import invariant as invariant_attention
 from nanovllm.kernels.attention.base import AttentionParams
-from nanovllm.kernels.attention.kv_cache import FP8, KVCache
+from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.prefix_schedule import NO_PREFIXES
 from nanovllm.kernels.comm import all_reduce
+from nanovllm.kernels.fp8 import FP8, Fp8Rows
+from nanovllm.kernels.gemm import fp8 as fp8_gemm
 from nanovllm.kernels.gemm import invariant as invariant_gemm
 from nanovllm.kernels.gemm import skinny, tiled
 from nanovllm.kernels.moe import few, grouped, mxfp4, route, sort
@@ -48,6 +50,7 @@ PDL_MODULES = (
     all_reduce,
     decode,
     few,
+    fp8,
     grouped,
     invariant_attention,
     invariant_gemm,
@@ -300,6 +303,24 @@ def quantized_cache(kv_heads: int, head_dim: int) -> KVCache:
     return KVCache(*codes, torch.zeros(4, 2, kv_heads, 256))
 
 
+def launch_fp8_linear(all_sizes: bool) -> None:
+    """Launches the kernels of a model of 8B parameters with FP8 weights, which GPUs of compute
+    capability 8.9 or more have."""
+
+    def rows(num_rows: int, width: int) -> Fp8Rows:
+        return Fp8Rows(torch.zeros(num_rows, width, dtype=FP8), torch.zeros(num_rows))
+
+    for dtype in (torch.bfloat16, torch.float16) if all_sizes else (torch.bfloat16,):
+        x, gate_up = (torch.zeros(8, width, dtype=dtype) for width in (4096, 24576))
+        fp8.quantize_rows_triton(x)
+        rms_norm.fp8_rms_norm_triton(x, x[0], 1e-6, x)
+        silu_and_mul.fp8_silu_and_mul_triton(gate_up)
+        for num_rows in (1, 32, 64) if all_sizes else (32,):
+            for out, width in ((24576, 4096), (4096, 12288)) if all_sizes else ((4096, 12288),):
+                weight = rows(out, width)
+                fp8_gemm.fp8_tile_linear(rows(num_rows, width), weight, weight.scales, dtype)
+
+
 def launch_quantized(all_sizes: bool) -> None:
     """Launches the kernels that write and read a quantised KV cache, which GPUs of compute
     capability 8.9 or more have."""
@@ -368,6 +389,7 @@ if __name__ == "__main__":
         launch_all(torch.bfloat16, 16, 8, 128, ALL_SIZES)
         launch_windows(ALL_SIZES)
         launch_quantized(ALL_SIZES)
+        launch_fp8_linear(ALL_SIZES)
         if ALL_SIZES:
             launch_all(torch.float16, 9, 3, 64, ALL_SIZES)
             launch_all(torch.float32, 4, 1, 96, ALL_SIZES)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.kernels.attention.kv_cache import FP8
+from nanovllm.kernels.fp8 import FP8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

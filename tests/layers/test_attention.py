@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from nanovllm.kernels.attention.base import AttentionParams
-from nanovllm.kernels.attention.kv_cache import FP8, KVCache
+from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.torch_backend import TorchAttention
+from nanovllm.kernels.fp8 import FP8
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import Context, step_context
 

@@ -48,7 +48,7 @@ HONOURED = {
         enforce_eager max_num_seqs max_num_batched_tokens enable_prefix_caching load_format
         block_size max_logprobs skip_tokenizer_init logprobs_mode num_gpu_blocks_override
         attention_backend chat_template generation_config override_generation_config
-        enable_sleep_mode kv_cache_dtype
+        enable_sleep_mode kv_cache_dtype quantization
     """,
     "generate": "prompts sampling_params use_tqdm",
     "chat": """
@@ -178,7 +178,6 @@ NEUTRAL: dict[str, dict[str, tuple[str, list[Any]]]] = {
         "tokenizer_revision": (HUB_REVISION, ["main"]),
         "ignore_patterns": ("leaving files of a checkpoint out", [[], "original/**/*"]),
         "enable_prompt_embeds": ("prompts as embeddings", []),
-        "quantization": (QUANTIZATION, []),
         "quantization_config": (QUANTIZATION, []),
         "kv_cache_dtype_skip_layers": ("layers whose keys and values are not quantised", []),
         "disable_sliding_window": ("choosing between a sliding window and a shorter model", []),

@@ -11,10 +11,11 @@ import torch
 from nanovllm.kernels.attention.base import AttentionBackend, AttentionParams
 from nanovllm.kernels.attention.flash_attn_4_backend import FlashAttention4
 from nanovllm.kernels.attention.flash_attn_backend import FlashAttention
-from nanovllm.kernels.attention.kv_cache import FP8, MAX_FP8, KVCache
+from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.prefix_schedule import NO_PREFIXES
 from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.kernels.attention.triton_backend import TritonAttention
+from nanovllm.kernels.fp8 import FP8, MAX_FP8
 from nanovllm.kernels.rope import NewKV, RopeInputs
 from nanovllm.utils.compile_ahead import compiling_only
 from nanovllm.utils.context import Context

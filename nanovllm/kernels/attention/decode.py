@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.attention.base import AttentionParams
-from nanovllm.kernels.attention.kv_cache import KVCache, fp8_scale, scale_offset
+from nanovllm.kernels.attention.kv_cache import KVCache, scale_offset
 from nanovllm.kernels.attention.prefix_decode import prefix_attention, prefix_tile
 from nanovllm.kernels.attention.prefix_schedule import max_shared_slots, schedule_layout
 from nanovllm.kernels.attention.split_kv import (
@@ -38,6 +38,7 @@ from nanovllm.kernels.attention.tiles import (
     scale_up,
     softcap,
 )
+from nanovllm.kernels.fp8 import quantize_tile
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 from nanovllm.utils.triton_compat import pdl_options, tl, triton
@@ -74,14 +75,6 @@ def _repeat_rows(x, ROWS: tl.constexpr):
     N: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
     return tl.reshape(tl.broadcast_to(x[None, :, :], (ROWS // N, N, D)), (ROWS, D))
-
-
-@triton.jit
-def _quantize_rows(x):
-    """Quantises the rows of x [N, D]. Returns FP8 numbers, and the scales [N, 1]."""
-    x = x.to(tl.float32)
-    scale, inverse = fp8_scale(tl.max(tl.abs(x), axis=1)[:, None])
-    return (x * inverse).to(tl.float8e4nv), scale
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -219,14 +212,14 @@ def _decode_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     stored_v = new_v
     if scales_ptr is not None:
-        stored_v, new_v_scale = _quantize_rows(new_v)
+        stored_v, new_v_scale = quantize_tile(new_v)
         new_v = stored_v.to(tl.float32) * new_v_scale
     acc = _repeat_rows(new_v, BLOCK_M).to(tl.float32)
     if has_new:
         new_k = norm_and_rope(new_k_pair, k_weights, cos, sin, eps, HEAD_DIM)
         stored_k = new_k
         if scales_ptr is not None:
-            stored_k, new_k_scale = _quantize_rows(new_k)
+            stored_k, new_k_scale = quantize_tile(new_k)
             new_k = stored_k.to(tl.float32) * new_k_scale
         row_max = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1) * scale_log2e
         if SOFTCAP is not None:

@@ -10,11 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.fp8 import quantize
 from nanovllm.utils.triton_compat import tl, triton
 
-FP8 = torch.float8_e4m3fn
 SCALE_BYTES = 4
-MAX_FP8, SMALLEST = 448.0, 1e-30
 
 
 class KVCache(NamedTuple):
@@ -38,27 +37,6 @@ def vector_bytes(head_dim: int, itemsize: int, is_quantized: bool) -> int:
         itemsize: bytes per element, if the cache is not quantised.
     """
     return head_dim + SCALE_BYTES if is_quantized else head_dim * itemsize
-
-
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantises vectors x [..., D] to FP8.
-
-    Returns:
-        The FP8 numbers [..., D], and the scales, fp32 [...]. A vector of zeros stays zero. A vector
-        with NaN or infinite elements becomes NaN.
-    """
-    x = x.float()
-    scale = x.abs().amax(-1).clamp(min=SMALLEST) / MAX_FP8
-    return (x * (1 / scale).unsqueeze(-1)).to(FP8), scale
-
-
-@triton.jit
-def fp8_scale(largest):
-    """Returns the scales of vectors with the given largest magnitudes, and the reciprocals of the
-    scales. They are rounded as those of ``quantize``."""
-    # Literals, because each launch compares the global variables that a kernel uses.
-    scale = tl.div_rn(tl.maximum(largest, 1e-30), 448.0)
-    return scale, tl.div_rn(1.0, scale)
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""Tiled GEMM for 17 to 64 rows and small weights, where launch latency dominates.
+"""Tiled GEMM for 17 to 64 rows and small weights, where launch latency dominates. With FP8 inputs
+(fp8.py), for 1 to 64 rows and weights of any size.
 
 cuBLAS requests its first weight once the previous kernel has finished. Here, with programmatic
 dependent launch, programs start while that kernel still runs, and prefetch their weights into the
@@ -20,12 +21,13 @@ SHARED_MEMORY = 192 << 10  # bytes that a program needs; data-centre GPUs from H
 
 @triton.jit
 def prefetch(first_ptr, stride, columns, BLOCK_N: tl.constexpr):
-    """Prefetches up to 1,024 columns of BLOCK_N half-precision rows into the L2 cache."""
+    """Prefetches up to 1,024 columns of BLOCK_N rows into the L2 cache."""
+    ITEMSIZE: tl.constexpr = first_ptr.dtype.element_ty.primitive_bitwidth // 8
     # Each row is one request. The requests of a warp are serialised, so only every second thread
     # makes one, which spreads them over more warps.
     thread = tl.arange(0, 2 * BLOCK_N)
     address = (first_ptr + (thread // 2).to(tl.int64) * stride).to(tl.int64, bitcast=True)
-    size = tl.where(thread % 2 == 0, tl.minimum(columns, 1024) * 2, 0)
+    size = tl.where(thread % 2 == 0, tl.minimum(columns, 1024) * ITEMSIZE, 0)
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.s32 p, $2, 0;"
         " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
@@ -42,6 +44,8 @@ def _tile_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
+    x_scale_ptr,
+    weight_scale_ptr,
     out_ptr,
     num_rows,
     out_features,
@@ -53,7 +57,8 @@ def _tile_kernel(
     BLOCK_K: tl.constexpr = BLOCK_K,
 ):
     """Computes BLOCK_M rows of BLOCK_N features, summed over ``columns`` columns, which are all
-    columns or one part of a split-K.
+    columns or one part of a split-K. With scales, the result for row m and feature n is multiplied
+    by the scales of row m of x and of row n of the weight.
 
     Sizes are not constexpr, because the compiler would unroll the loop. The kernel would then take
     longer: fetching the unrolled code, which runs once, costs more than the loop.
@@ -68,8 +73,11 @@ def _tile_kernel(
         prefetch(weight_ptr, width, columns, BLOCK_N)
     feature = first + tl.arange(0, BLOCK_N)[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    bias = 0.0
     if bias_ptr is not None:
-        acc += tl.load(bias_ptr + feature).to(tl.float32)
+        bias = tl.load(bias_ptr + feature).to(tl.float32)
+    if weight_scale_ptr is not None:
+        weight_scale = tl.load(weight_scale_ptr + feature)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     column = tl.arange(0, BLOCK_K)
     # Rows past the end repeat the last row. They are not stored.
@@ -77,8 +85,13 @@ def _tile_kernel(
     weight_ptrs = weight_ptr + tl.arange(0, BLOCK_N)[:, None] * width + column[None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
+    if x_scale_ptr is not None:
+        x_scale = tl.load(x_scale_ptr + tl.minimum(row, num_rows - 1))
     for start in tl.range(0, columns, BLOCK_K):
         acc = tl.dot(tl.load(weight_ptrs + start), tl.load(x_ptrs + start), acc)
+    if x_scale_ptr is not None:
+        acc = acc * weight_scale * x_scale
+    acc += bias
     address = out_ptr + (part * num_rows + row) * out_features + feature
     tl.store(address, acc.to(out_ptr.dtype.element_ty), mask=row < num_rows)
 
@@ -119,18 +132,45 @@ def supports(weight: torch.Tensor) -> bool:
 
 def tile_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Computes x W^T + b: [N, in], [out, in], [out] -> [N, out], contiguous, in half precision."""
+    num_parts = _num_parts(*weight.shape)
+    block_m = 64 if num_parts > 1 and len(x) > 32 else 32
+    return multiply_tiles(x, weight, bias, None, None, num_parts, block_m, x.dtype)
+
+
+def multiply_tiles(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_scales: torch.Tensor | None,
+    weight_scales: torch.Tensor | None,
+    num_parts: int,
+    block_m: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Launches the kernel.
+
+    Args:
+        x, weight, bias: [N, in], [out, in], [out], contiguous.
+        x_scales, weight_scales: fp32 [N] and [out], the factors of rows; None for no scales.
+        num_parts: number of parts of a split-K.
+        block_m: rows of a tile.
+        dtype: of the result.
+
+    Returns:
+        [N, out].
+    """
     out_features, width = weight.shape
-    num_parts = _num_parts(out_features, width)
     assert x.is_contiguous() and weight.is_contiguous() and x.size(1) == width
     assert out_features % BLOCK_N == 0 and width % (num_parts * BLOCK_K) == 0
-    out = x.new_empty(len(x), out_features)
+    out = x.new_empty(len(x), out_features, dtype=dtype)
     is_split = num_parts > 1
     parts = x.new_empty(num_parts, *out.shape, dtype=torch.float32) if is_split else out
-    block_m = 64 if is_split and len(x) > 32 else 32
     _tile_kernel[(triton.cdiv(len(x), block_m), out_features // BLOCK_N, num_parts)](
         x,
         weight,
         None if is_split else bias,
+        x_scales,
+        weight_scales,
         parts,
         len(x),
         out_features,

@@ -1,6 +1,6 @@
-"""Compiles the attention kernels of models with windows, softcaps and sinks, and the
-batch-invariant kernels, for a GPU, without one: run as a program, with its compute capability and
-KiB of shared memory as arguments: ``80 163``."""
+"""Compiles the attention kernels of models with windows, softcaps and sinks, the batch-invariant
+kernels and those of FP8 weights, for a GPU, without one: run as a program, with its compute
+capability and KiB of shared memory as arguments: ``80 163``."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +18,7 @@ if __name__ == "__main__":
         compile_for_hopper.launch_invariant_gemms(torch.bfloat16, all_sizes=False)
         if capability >= 89:
             compile_for_hopper.launch_quantized(all_sizes=False)
+            compile_for_hopper.launch_fp8_linear(all_sizes=False)
     done = [k.result() if hasattr(k, "result") else k for _, k in kernels]
     assert {kernel.metadata.target.arch for kernel in done} == {capability}
     most = max(kernel.metadata.shared for kernel in done)

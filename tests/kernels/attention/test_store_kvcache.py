@@ -4,7 +4,8 @@ reference."""
 import pytest
 import torch
 
-from nanovllm.kernels.attention.kv_cache import FP8, KVCache, quantize, store_kvcache, vector_bytes
+from nanovllm.kernels.attention.kv_cache import KVCache, store_kvcache, vector_bytes
+from nanovllm.kernels.fp8 import FP8, quantize
 from nanovllm.kernels.rope import CacheSlots, RopeInputs, apply_rope_and_store_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

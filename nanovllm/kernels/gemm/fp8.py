@@ -1,0 +1,83 @@
+"""GEMMs with FP8 weights and inputs, and one scale for each of their rows.
+
+For up to 64 rows, the tiles of tiled.py read the weights at the memory bandwidth. For more rows,
+PyTorch's ``_scaled_mm`` has the higher FP8 rate.
+"""
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.fp8 import FP8, Fp8Rows, dequantize
+from nanovllm.kernels.gemm.tiled import BLOCK_K, BLOCK_N, MAX_PART_COLUMNS, multiply_tiles
+from nanovllm.utils.triton_compat import use_triton
+
+MAX_TILED_ROWS = 64
+NUM_PROGRAMS = 264  # two for each multiprocessor of a Hopper GPU, to reach its memory bandwidth
+ALIGNMENT = 16  # ``_scaled_mm`` needs sizes that are multiples of it
+
+
+def fp8_linear_reference(
+    x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Computes x W^T + b: [N, in], [out, in], [out] -> [N, out].
+
+    Args:
+        dtype: of the result, and of the bias.
+    """
+    y = dequantize(x) @ dequantize(weight).t()
+    return (y if bias is None else y + bias.float()).to(dtype)
+
+
+def fp8_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """See ``fp8_linear_reference``. Chooses the kernel by the numbers of rows and features."""
+    num_rows = len(x.codes)
+    is_bf16 = dtype is torch.bfloat16  # with a scale for each row, _scaled_mm returns only bf16
+    is_tiled = use_triton(weight.codes) and has_tiles(weight.codes)
+    if is_tiled and (num_rows <= MAX_TILED_ROWS or not is_bf16):
+        return fp8_tile_linear(x, weight, bias, dtype)
+    if is_bf16 and not any(size % ALIGNMENT for size in weight.codes.shape):
+        return scaled_linear(x, weight, bias, dtype)
+    return fp8_linear_reference(x, weight, bias, dtype)
+
+
+def has_tiles(weight: Tensor) -> bool:
+    """Returns whether ``fp8_tile_linear`` can multiply by a weight [out, in]."""
+    out_features, width = weight.shape
+    return out_features % BLOCK_N == 0 and width % BLOCK_K == 0
+
+
+def fp8_tile_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """See ``fp8_linear_reference``. The sizes of the weight are as ``has_tiles`` needs them."""
+    num_rows, (out_features, width) = len(x.codes), weight.codes.shape
+    assert x.codes.dtype is weight.codes.dtype is FP8
+    block_m = next(rows for rows in (16, 32, 64) if rows >= min(num_rows, MAX_TILED_ROWS))
+    parts = num_parts(out_features, width)
+    return multiply_tiles(
+        x.codes, weight.codes, bias, x.scales, weight.scales, parts, block_m, dtype
+    )
+
+
+def num_parts(out_features: int, width: int) -> int:
+    """Returns the number of parts of a split-K: the least that makes NUM_PROGRAMS programs, if each
+    part has MAX_PART_COLUMNS columns or more. It depends on the weight only, not on x."""
+    parts = 1
+    while (
+        parts * out_features < NUM_PROGRAMS * BLOCK_N
+        and width % (2 * parts * BLOCK_K) == 0
+        and width >= 2 * parts * MAX_PART_COLUMNS
+    ):
+        parts *= 2
+    return parts
+
+
+def scaled_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """See ``fp8_linear_reference``, with bf16 results and sizes that are multiples of ALIGNMENT."""
+    return torch._scaled_mm(
+        x.codes,
+        weight.codes.t(),
+        x.scales[:, None],
+        weight.scales[None, :],
+        bias=bias,
+        out_dtype=dtype,
+        use_fast_accum=True,
+    )

@@ -1,0 +1,75 @@
+"""Rows quantised to FP8, alone and after a norm or an activation: bit for bit as in PyTorch."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm.kernels.fp8 import FP8, Fp8Rows, quantize_rows_triton
+from nanovllm.kernels.rms_norm import fp8_rms_norm_triton, rms_norm_triton
+from nanovllm.kernels.silu_and_mul import fp8_silu_and_mul_triton, silu_and_mul_triton
+
+WIDTHS = [16, 72, 576, 1024]
+
+
+def plain_quantizer(x: torch.Tensor) -> Fp8Rows:
+    """Independent of the kernels' reference: each scale is the largest magnitude / 448."""
+    rows = [row.float() for row in x.cpu()]
+    scales = torch.stack([max(row.abs().max(), torch.tensor(1e-30)) / 448 for row in rows])
+    codes = torch.stack(
+        [
+            (row * (1 / scale)).to(FP8).view(torch.uint8)
+            for row, scale in zip(rows, scales, strict=True)
+        ]
+    )
+    return Fp8Rows(codes, scales)
+
+
+def assert_bits(found: Fp8Rows, x: torch.Tensor) -> None:
+    expected = plain_quantizer(x)
+    assert torch.equal(found.scales.cpu(), expected.scales)
+    assert torch.equal(found.codes.view(torch.uint8).cpu(), expected.codes)
+
+
+def make(num_rows: int, width: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Rows of many magnitudes, one of zeros, one with an outlier."""
+    x = torch.randn(num_rows, width) * torch.logspace(-4, 4, num_rows)[:, None]
+    x[0], x[1, 0] = 0, 3e4
+    return x.to(dtype).to(device)
+
+
+@pytest.mark.usefixtures("exact_fp8")
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rows(width, dtype, device):
+    x = make(5, width, dtype, device)
+    assert_bits(quantize_rows_triton(x), x)
+
+
+@pytest.mark.usefixtures("exact_fp8")
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norms(width, has_residual, dtype, device):
+    """Quantised as the norm that is returned unquantised."""
+    x, residual = (make(5, width, dtype, device) for _ in range(2))
+    weight = torch.rand(width, device=device).to(dtype)
+    args: Any = (x, weight, 1e-6, residual if has_residual else None)
+    found, total = fp8_rms_norm_triton(*args)
+    normed, expected_total = rms_norm_triton(*args)
+    assert_bits(found, normed)
+    assert torch.equal(total, expected_total)
+
+
+@pytest.mark.usefixtures("exact_fp8")
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("width", [*WIDTHS, 4100])
+def test_activations(width, gelu, dtype, device):
+    x = (torch.randn(3, 2 * width) * 3).to(dtype).to(device)
+    assert_bits(fp8_silu_and_mul_triton(x, gelu), silu_and_mul_triton(x, gelu))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [4096, 12288, 28672])
+def test_wide_rows_of_many_tokens(width):
+    x = torch.randn(300, 2 * width, device="cuda", dtype=torch.bfloat16)
+    assert_bits(quantize_rows_triton(x), x)
+    assert_bits(fp8_silu_and_mul_triton(x), silu_and_mul_triton(x))
