@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from example import PROMPTS, fetch_smollm2
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.checkpoint import open_checkpoint
+from nanovllm.quantization import fp8
 from tests.once import once
 from tests.test_parity import assert_same_tokens, transformers_greedy
 from tests.test_quantized_cache import QuantizedCache
@@ -107,6 +109,30 @@ def test_tokens_equal_transformers(settings, path, prompts, expected, request):
             assert llm.scheduler.num_preemptions > 0
 
 
+def perplexity(path: Path, **settings: Any) -> tuple[float, list[int]]:
+    """Returns the perplexity of the constitution, and its tokens."""
+    text = (Path(__file__).parent / "data" / "constitution.txt").read_text("utf-8")
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    settings |= {"device": "cpu", "dtype": "float32", "max_num_seqs": 1, "max_model_len": 4096}
+    with LLM(path, **settings) as llm:
+        (output,) = llm.generate(text, params, use_tqdm=False)
+    token_ids = output.prompt_token_ids
+    rows = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    mean = sum(row[token].logprob for token, row in rows) / (len(token_ids) - 1)
+    return math.exp(-mean), token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("weight_class", [fp8.DequantizedFp8Weight, fp8.Fp8Weight])
+def test_fp8_weights_cost_little_perplexity(weight_class, path, monkeypatch):
+    """With inputs that are not quantised, as on a CPU, and with quantised inputs, as on a GPU."""
+    monkeypatch.setattr(fp8, "new_fp8_weight", weight_class)
+    (plain, _), (quantized, _) = perplexity(path), perplexity(path, quantization="fp8")
+    print(f"perplexity {plain:.3f}, {quantized:.3f} with {weight_class.__name__}")
+    assert plain < 10 and quantized / plain < 1.01
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
@@ -114,17 +140,8 @@ def test_a_quantized_cache_costs_as_much_perplexity_as_an_emulation(path):
     """On the first article of the constitution of the United States (1787), 2,978 tokens. Measured:
     8.845, 8.987 with keys and values in FP8, and 8.993 with those of transformers. A model of this
     size is sensitive: with other scales, the increase is between 0% and 2.4%."""
-    text = (Path(__file__).parent / "data" / "constitution.txt").read_text("utf-8")
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    perplexities = []
-    for kv_cache_dtype in ("auto", "fp8"):
-        settings = {"max_model_len": 4096, "kv_cache_dtype": kv_cache_dtype}
-        with LLM(path, device="cpu", dtype="float32", max_num_seqs=1, **settings) as llm:
-            (output,) = llm.generate(text, params, use_tqdm=False)
-        token_ids = output.prompt_token_ids
-        rows = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
-        mean = sum(row[token].logprob for token, row in rows) / (len(token_ids) - 1)
-        perplexities.append(math.exp(-mean))
+    plain, _ = perplexity(path)
+    quantized, token_ids = perplexity(path, kv_cache_dtype="fp8")
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     ).eval()
@@ -132,7 +149,6 @@ def test_a_quantized_cache_costs_as_much_perplexity_as_an_emulation(path):
         ids = torch.tensor([token_ids])
         logits = model(ids, past_key_values=QuantizedCache()).logits[0, :-1]
         expected = F.cross_entropy(logits, ids[0, 1:]).exp().item()
-    plain, quantized = perplexities
     assert plain < 10 and quantized / plain < 1.025
     assert quantized / expected == pytest.approx(1, abs=0.005)
 

@@ -58,16 +58,17 @@ class StoredFp8Weight(LinearWeight):
         check_shape(needed, tensor)
         if is_split and shard.dim == 0:
             tensor = tensor.chunk(shard.num_parts)[shard.part]
-        if param is not self.layer.weight:
-            copy_weight(param.data[shard.rows], tensor)
-            return
-        if not tensor.is_floating_point():
-            raise ValueError(f"dtype {tensor.dtype} is not supported (quantised checkpoint?)")
-        codes, scales = quantize(tensor.to(param.device))
-        if shard.dim == 1:
-            codes = codes.chunk(shard.num_parts, 1)[shard.part]
-        param.data[shard.rows].copy_(codes)
-        self.layer.weight_scale[shard.rows].copy_(scales)
+        with torch.inference_mode(param.is_inference()):  # else it cannot be written
+            if param is not self.layer.weight:
+                copy_weight(param.data[shard.rows], tensor)
+                return
+            if not tensor.is_floating_point():
+                raise ValueError(f"dtype {tensor.dtype} is not supported (quantised checkpoint?)")
+            codes, scales = quantize(tensor.to(param.device))
+            if shard.dim == 1:
+                codes = codes.chunk(shard.num_parts, 1)[shard.part]
+            param.data[shard.rows].copy_(codes)
+            self.layer.weight_scale[shard.rows].copy_(scales)
 
     def _fill_with_dummy_weights(self, param: nn.Parameter, generator: torch.Generator) -> None:
         values = torch.empty(param.shape, device=param.device).normal_(0, 0.02, generator=generator)
