@@ -28,6 +28,7 @@ from nanovllm.kernels.attention.split_kv import (
 from nanovllm.kernels.attention.tiles import (
     CONSTEXPR_LOG2_E,
     LOG2_E,
+    as_half,
     attend,
     load_pair,
     load_scales,
@@ -237,6 +238,8 @@ def _decode_kernel(
                 tl.store(k_scales, new_k_scale, mask=is_first)
                 tl.store(k_scales + KV_HEADS * PAGE_SIZE, new_v_scale, mask=is_first)
     q = _repeat_rows(q, BLOCK_M)
+    if scales_ptr is not None:
+        q = as_half(q)
     row_max = tl.reshape(_repeat_rows(row_max[:, None], BLOCK_M), (BLOCK_M,))
     if sinks_ptr is not None:
         _, alpha, row_max, row_sum = online_softmax_step(sinks[:, None], 1.0, row_max, row_sum)

@@ -67,6 +67,7 @@ def attend(
         begin = tl.maximum(begin, window_begin // TAIL_N * TAIL_N)
         tail = tl.maximum(begin, middle)
     if scales_ptr is not None:
+        q = as_half(q)
         acc = scale_up(acc)
     for PART in tl.static_range(0 if WINDOW else 1, 3):  # the window's start, the middle, the end
         first = tail if PART == 2 else full if PART == 1 else begin
@@ -163,6 +164,15 @@ def load_scales(
     k_scale = tl.load(k_scales, mask=mask, other=0.0)
     v_scale = tl.load(k_scales + KV_HEADS * PAGE_SIZE, mask=mask, other=0.0)
     return k_scale, scale_up(v_scale)
+
+
+@triton.jit
+def as_half(q):
+    """Converts bf16 queries to fp16, the dtype in which they are multiplied by FP8 keys. A GPU
+    converts two FP8 numbers to fp16, exactly, in one instruction. To bf16 it needs four."""
+    if q.dtype == tl.bfloat16:
+        q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+    return q
 
 
 @triton.jit
