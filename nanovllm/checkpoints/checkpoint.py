@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -61,8 +62,15 @@ class Checkpoint(Protocol):
     def load_tokenizer(self) -> "PreTrainedTokenizerBase | None":
         """Loads the tokenizer. Returns None if the checkpoint has none."""
 
-    def tensors(self, device: torch.device = CPU) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields each weight's name in transformers and its tensor, on ``device`` or on the CPU."""
+    def tensors(
+        self, device: torch.device = CPU, packs_fp8: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields each weight's name in transformers and its tensor, on ``device`` or on the CPU.
+
+        Args:
+            packs_fp8: if the config has a ``quantization``, yield the projections' FP8 weights
+                packed into rows (``kernels.fp8.pack_rows``), not dequantised.
+        """
 
 
 def open_checkpoint(model: str) -> Checkpoint:
@@ -111,7 +119,9 @@ class SafetensorsCheckpoint:
                 self.config = family.read(hf_config)
             else:  # the model gets dequantised weights
                 unquantised = {**hf_config, "quantization_config": None}
-                self.config = self._fp8.with_skipped_scales(family.read(unquantised))
+                config = self._fp8.with_skipped_scales(family.read(unquantised))
+                method = self._fp8.kept_method(self._weight_files()) if self._files else None
+                self.config = replace(config, quantization=method)
             if self._files:  # dummy weights need no files
                 check_bytes(self.config, num_bytes)
         generation = _read_json(path / "generation_config.json") or {}
@@ -121,11 +131,13 @@ class SafetensorsCheckpoint:
     def load_tokenizer(self) -> "PreTrainedTokenizerBase | None":
         return _read_tokenizer(self.path, self._hf_config)
 
-    def tensors(self, device: torch.device = CPU) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(
+        self, device: torch.device = CPU, packs_fp8: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         paths = self._weight_files()
         tensors = _map_tensors(paths) if device.type == "cpu" else read_tensors(paths, device)
         if self._fp8 is not None:
-            tensors = self._fp8.dequantise(tensors, paths)
+            tensors = self._fp8.dequantise(tensors, paths, packs_fp8)
         yield from tensors
 
     def _weight_files(self) -> list[Path]:

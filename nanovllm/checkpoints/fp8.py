@@ -1,4 +1,4 @@
-"""FP8 weights of safetensors checkpoints, dequantised as they are read.
+"""FP8 weights of safetensors checkpoints, dequantised as they are read or, on GPUs, kept in FP8.
 
 Each block of a weight has a scale. ``x.weight`` in float8_e4m3fn times ``x.weight_scale_inv``, or
 ``x.weight_scale``, is the weight. Despite its name, weight_scale_inv is multiplied, not divided by.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from nanovllm.kernels.fp8 import GROUP, Fp8Rows, pack_rows
 from nanovllm.models.family import unsupported_quantisation
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.math import cdiv
@@ -68,12 +69,33 @@ class Fp8Weights:
         names = config.weight_names
         return replace(config, weight_names=replace(names, skipped=(*names.skipped, *SKIPPED)))
 
+    def kept_method(self, paths: Iterable[Path]) -> str | None:
+        """Returns the quantisation of linear layers (``quantization.WEIGHT_CLASSES``) that keeps
+        the weights of projections in FP8: "fp8" if each row has one scale, "fp8_groups" if blocks
+        have GROUP columns. Returns None if they have other blocks, or if a projection is not in
+        FP8.
+        """
+        if not self.blocks:
+            return None
+        for path in paths:
+            with as_value_error(f"{path} cannot be read:"), safe_open(path, framework="pt") as file:
+                for name in filter(_is_projection, file.keys()):
+                    if file.get_slice(name).get_dtype() != "F8_E4M3":
+                        return None
+        if all(columns == WHOLE for _, columns in self.blocks):
+            return "fp8"
+        return "fp8_groups" if all(columns == GROUP for _, columns in self.blocks) else None
+
     def dequantise(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], paths: Sequence[Path]
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        paths: Sequence[Path],
+        packs: bool = False,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the names and tensors of a checkpoint, with FP8 weights dequantised to fp32.
 
         Args:
+            packs: pack the weights of projections into rows instead: see ``pack_rows``.
             tensors: all tensors of the files, in any order, on any device.
             paths: the files. The scales, which are small, are read from them in advance: they may
                 be in other files than their weights.
@@ -82,10 +104,11 @@ class Fp8Weights:
             ValueError: a weight or a scale is missing or damaged. The message names it.
         """
         scales = read_scales(paths)
-        logger.info(
-            "FP8 weights are dequantised as they are read, and take as much memory as unquantised "
-            "ones (in bf16, 2 bytes each)"
-        )
+        if not packs:
+            logger.info(
+                "FP8 weights are dequantised as they are read, and take as much memory as "
+                "unquantised ones (in bf16, 2 bytes each)"
+            )
         for name, tensor in tensors:
             if name.endswith(SCALE_SUFFIXES):
                 continue
@@ -101,7 +124,8 @@ class Fp8Weights:
                     f"describe no weights"
                 )
             try:
-                weight = dequantise_fp8(tensor, scales[name], self.blocks)
+                unpack = pack_fp8 if packs and _is_projection(name) else dequantise_fp8
+                weight = unpack(tensor, scales[name], self.blocks)
             except ValueError as error:
                 raise ValueError(f"checkpoint tensor {name}: {error}") from None
             yield name, weight
@@ -157,6 +181,27 @@ def dequantise_fp8(
         ValueError: the weight has another dtype, the scale has another shape, or a scale is 0
             though its weights are not.
     """
+    scale, block = _match(weight, scale, blocks)
+    return _multiply_blocks(weight.float(), scale, block)
+
+
+def pack_fp8(weight: torch.Tensor, scale: torch.Tensor, blocks: Iterable[Block]) -> torch.Tensor:
+    """Packs an FP8 matrix and its scales, with the scales of each row: see ``pack_rows``. The
+    arguments and errors are those of ``dequantise_fp8``."""
+    scale, (rows, _) = _match(weight, scale, blocks)
+    scale = scale.to(weight.device).repeat_interleave(rows, -2)[: len(weight)]
+    return pack_rows(Fp8Rows(weight, scale))
+
+
+def _is_projection(name: str) -> bool:
+    return name.endswith("_proj.weight")
+
+
+def _match(
+    weight: torch.Tensor, scale: torch.Tensor, blocks: Iterable[Block]
+) -> tuple[torch.Tensor, Block]:
+    """Checks a weight and its scales. Returns the scales with all dimensions, and the size of a
+    block, clamped to the weight's."""
     if weight.dtype is not torch.float8_e4m3fn:
         raise ValueError(f"a weight with a scale must be float8_e4m3fn, got {weight.dtype}")
     if weight.dim() < 2 or not weight.numel():
@@ -175,7 +220,7 @@ def dequantise_fp8(
     scale = scale.reshape(shape)
     if not scale.all() and _multiply_blocks(weight.float(), (scale == 0).float(), block).any():
         raise ValueError("one of its scales is 0, but the weights in that block are not")
-    return _multiply_blocks(weight.float(), scale, block)
+    return scale, block
 
 
 def _significant(shape: Sequence[int]) -> list[int]:

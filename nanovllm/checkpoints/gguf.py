@@ -102,7 +102,9 @@ class GGUFCheckpoint:
         tokenizer.name_or_path = str(self.path)
         return tokenizer
 
-    def tensors(self, device: torch.device = CPU) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(
+        self, device: torch.device = CPU, packs_fp8: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         modules = {**TENSOR_NAMES, **self._architecture.names}
         rows = tuple((f"{name}.{{kind}}", f"{hf}.{{kind}}") for name, hf in modules.items())
         names = WeightNames(rows, self.config.weight_names.fields)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 RPC_METHODS = ("reload_weights",)
 # Fields of a ModelConfig in which a checkpoint may differ from the engine's: how it stores the
 # weights, and a limit that the engine has set at start-up.
-STORAGE_FIELDS = ("dtype", "weight_names", "max_position_embeddings")
+STORAGE_FIELDS = ("dtype", "weight_names", "max_position_embeddings", "quantization")
 
 
 class EngineConfig(SimpleNamespace):
@@ -158,6 +158,7 @@ class LLMEngine:
                 it lacks tensors, after the last one.
         """
         from nanovllm.checkpoints.weights import LoadingPass, some_of
+        from nanovllm.engine.startup import keeps_fp8
         from nanovllm.rl.weights import live_model
 
         runner = self.llm.model_runner
@@ -171,7 +172,7 @@ class LLMEngine:
             )
         given = LoadingPass(live_model(runner).table)
         skipped = checkpoint.config.weight_names.skipped
-        for name, tensor in checkpoint.tensors():
+        for name, tensor in checkpoint.tensors(packs_fp8=keeps_fp8(runner, checkpoint)):
             slot = given.table.find(name)
             if slot is not None:
                 given.take(slot)

@@ -21,7 +21,7 @@ from nanovllm.engine.model_runner import CapturedSteps, ModelRunner
 from nanovllm.kernels.attention.backend import AttentionShape, select_attention_backend
 from nanovllm.kernels.attention.block_tables import BlockTables
 from nanovllm.kernels.attention.kv_cache import SCALE_BYTES, KVCache, vector_bytes
-from nanovllm.kernels.fp8 import FP8
+from nanovllm.kernels.fp8 import FP8, GROUP
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
@@ -103,7 +103,7 @@ def start_up(config: Config) -> StartedModel:
         runner.device,
         str(runner.dtype).removeprefix("torch."),
         " (KV cache in FP8)" if config.quantizes_kv else "",
-        " (weights in FP8)" if config.quantization else "",
+        " (weights in FP8)" if weight_quantization(runner) else "",
         num_blocks,
         block_size,
         runner.max_num_seqs,
@@ -286,7 +286,7 @@ def build_model(runner: ModelRunner) -> DecoderForCausalLM:
     """Builds the model on this rank's device, in the runner's dtype. Its weights are not loaded."""
     length = runner.config.max_model_len or runner.model_config.max_position_embeddings
     config = for_length(runner.model_config, length)
-    method = runner.config.quantization
+    method = weight_quantization(runner)
     if method and runner.device.type == "cpu":
         logger.info(
             "on a CPU, weights are rounded to FP8 as they are loaded, and take as much memory and "
@@ -309,6 +309,30 @@ def build_model(runner: ModelRunner) -> DecoderForCausalLM:
     return model
 
 
+def weight_quantization(runner: ModelRunner) -> str | None:
+    """Returns how linear layers store their weights: as the user or the checkpoint says, or None
+    for the model's dtype."""
+    config, model = runner.config, runner.model_config
+    if config.quantization is not None:
+        return config.quantization
+    if runner.device.type == "cpu" or config.batch_invariant:
+        return None
+    if any(layer.mlp.num_experts > 1 for layer in model.layers):
+        return None
+    columns = [model.hidden_size, model.num_attention_heads * model.head_dim]
+    columns += [layer.mlp.intermediate_size for layer in model.layers]
+    has_groups = model.quantization == "fp8_groups"
+    if has_groups and any(size % (GROUP * config.tensor_parallel_size) for size in columns):
+        return None
+    return model.quantization
+
+
+def keeps_fp8(runner: ModelRunner, checkpoint: Checkpoint) -> bool:
+    """Returns whether linear layers store their weights as the checkpoint does, in FP8."""
+    kept = checkpoint.config.quantization
+    return kept is not None and kept == weight_quantization(runner)
+
+
 def make_sampler(head: ParallelLMHead) -> Sampler:
     """Returns the sampler for logits of ``head``, which may be split over several ranks."""
     if head.tp.size == 1:
@@ -323,7 +347,8 @@ def load_weights(runner: ModelRunner, checkpoint: Checkpoint) -> None:
     if runner.config.load_format == "dummy":
         fill_with_dummy_weights(runner.model, runner.config.seed)
     else:
-        load_model(runner.model, checkpoint.tensors(runner.device), runner.tp.rank == 0)
+        tensors = checkpoint.tensors(runner.device, keeps_fp8(runner, checkpoint))
+        load_model(runner.model, tensors, runner.tp.rank == 0)
     for module in runner.model.modules():
         if isinstance(module, (LinearBase, ParallelLMHead)):
             module.linear_weight.pack()

@@ -1,10 +1,11 @@
-"""Quantisation to FP8 (e4m3) with one fp32 scale for each row.
+"""Quantisation to FP8 (e4m3) with one fp32 scale for each row, or for each group of its columns.
 
 A row's scale is its largest magnitude divided by the largest FP8 number, so it depends on nothing
 but the row itself. The KV cache quantises each key and value in this way. Linear layers with FP8
 weights quantise each row of their weight and of their input.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,14 +15,16 @@ from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, t
 
 FP8 = torch.float8_e4m3fn
 MAX_FP8, SMALLEST = 448.0, 1e-30
+GROUP = 128
 
 
 class Fp8Rows(NamedTuple):
-    """A matrix in FP8. A row is its FP8 numbers times its scale.
+    """A matrix in FP8. A row, or each group of GROUP columns of a row, is its FP8 numbers times its
+    scale.
 
     Attributes:
         codes: float8_e4m3fn [N, D].
-        scales: fp32 [N].
+        scales: fp32 [N], or [N, D / GROUP] for groups.
     """
 
     codes: Tensor
@@ -40,9 +43,32 @@ def quantize(x: Tensor) -> Fp8Rows:
     return Fp8Rows((x * (1 / scale).unsqueeze(-1)).to(FP8), scale)
 
 
+def quantize_groups(x: Tensor) -> Fp8Rows:
+    """Quantises groups of GROUP columns of x [N, D], with a scale for each row and group."""
+    codes, scales = quantize(x.unflatten(-1, (-1, GROUP)))
+    return Fp8Rows(codes.flatten(-2), scales)
+
+
 def dequantize(x: Fp8Rows, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns the vectors that ``quantize`` has quantised, rounded."""
-    return (x.codes.float() * x.scales.unsqueeze(-1)).to(dtype)
+    """Returns the vectors that were quantised, rounded."""
+    if x.scales.dim() < x.codes.dim():
+        return (x.codes.float() * x.scales.unsqueeze(-1)).to(dtype)
+    groups = x.codes.float().unflatten(-1, (x.scales.size(-1), -1))
+    return (groups * x.scales.unsqueeze(-1)).to(dtype).flatten(-2)
+
+
+def pack_rows(x: Fp8Rows) -> Tensor:
+    """Packs FP8 rows into one tensor, uint8 [N, D + 4 G]: each row's numbers, then the bytes of its
+    G scales. Rows of checkpoint tensors travel in this form to the layers, which may split or
+    reorder them."""
+    scales = x.scales.view(len(x.codes), -1).contiguous()
+    return torch.cat((x.codes.view(torch.uint8), scales.view(torch.uint8)), 1)
+
+
+def unpack_rows(packed: Tensor, num_groups: int) -> Fp8Rows:
+    """Undoes ``pack_rows``. The scales are [N, num_groups]."""
+    codes, scales = packed.split((packed.size(1) - 4 * num_groups, 4 * num_groups), 1)
+    return Fp8Rows(codes.contiguous().view(FP8), scales.contiguous().view(torch.float32))
 
 
 @triton.jit
@@ -63,38 +89,54 @@ def quantize_tile(x):
 
 
 @triton.jit
-def store_quantized(out_ptr, scale_ptr, row, x, mask, WIDTH: tl.constexpr):
-    """Quantises a row x [D], which is zero where ``mask`` is False, and stores it."""
+def store_quantized(out_ptr, scale_ptr, row, x, WIDTH: tl.constexpr, GROUP: tl.constexpr):
+    """Quantises a row x [D], which is zero from column WIDTH on, and stores it. GROUP is None for
+    one scale."""
+    if GROUP is not None:
+        NUM: tl.constexpr = x.shape[0] // GROUP
+        codes, scale = quantize_tile(tl.reshape(x, (NUM, GROUP)))
+        group = tl.arange(0, NUM)[:, None]
+        column = group * GROUP + tl.arange(0, GROUP)[None, :]
+        tl.store(out_ptr + row * WIDTH + column, codes, mask=column < WIDTH)
+        tl.store(scale_ptr + row * (WIDTH // GROUP) + group, scale, mask=group < WIDTH // GROUP)
+        return
     x = x.to(tl.float32)
     scale, inverse = fp8_scale(tl.max(tl.abs(x), axis=0))
     column = tl.arange(0, x.shape[0])
-    tl.store(out_ptr + row * WIDTH + column, (x * inverse).to(tl.float8e4nv), mask=mask)
+    codes = (x * inverse).to(tl.float8e4nv)
+    tl.store(out_ptr + row * WIDTH + column, codes, mask=column < WIDTH)
     tl.store(scale_ptr + row, scale)
 
 
 @triton.jit
-def _quantize_kernel(x_ptr, out_ptr, scale_ptr, WIDTH: tl.constexpr, PDL: tl.constexpr):
+def _quantize_kernel(
+    x_ptr, out_ptr, scale_ptr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, triton.next_power_of_2(WIDTH))
     mask = column < WIDTH
     pdl_wait(PDL)
     x = tl.load(x_ptr + row * WIDTH + column, mask=mask, other=0.0)
-    store_quantized(out_ptr, scale_ptr, row, x, mask, WIDTH)
+    store_quantized(out_ptr, scale_ptr, row, x, WIDTH, GROUP)
 
 
-def quantize_rows_triton(x: Tensor) -> Fp8Rows:
+def quantize_rows_triton(x: Tensor, group: int | None = None) -> Fp8Rows:
     assert x.is_contiguous() and x.dim() == 2
-    out = empty_rows(x, x.size(1))
     width = x.size(1)
+    out = empty_rows(x, width, group)
     _quantize_kernel[(len(x),)](
-        x, *out, WIDTH=width, num_warps=num_warps_of(width), **pdl_options(x)
+        x, *out, WIDTH=width, GROUP=group, num_warps=num_warps_of(width), **pdl_options(x)
     )
     return out
 
 
-def empty_rows(x: Tensor, width: int) -> Fp8Rows:
-    """Allocates the result of quantising rows of ``width`` columns, as many as x has."""
-    return Fp8Rows(x.new_empty(len(x), width, dtype=FP8), x.new_empty(len(x), dtype=torch.float32))
+def empty_rows(x: Tensor, width: int, group: int | None) -> Fp8Rows:
+    """Allocates the result of quantising rows of ``width`` columns, as many as x has, with a scale
+    for each row or, unless it is None, each ``group`` of columns."""
+    assert group is None or width % group == 0
+    scales_shape = (len(x),) if group is None else (len(x), width // group)
+    codes = x.new_empty(len(x), width, dtype=FP8)
+    return Fp8Rows(codes, x.new_empty(scales_shape, dtype=torch.float32))
 
 
 def num_warps_of(width: int) -> int:
@@ -102,5 +144,6 @@ def num_warps_of(width: int) -> int:
     return min(8, max(1, triton.next_power_of_2(width) // 512))
 
 
-# ``quantize`` for matrices.
+# ``quantize`` and ``quantize_groups`` for matrices.
 quantize_rows = by_device(quantize, quantize_rows_triton)
+quantize_row_groups = by_device(quantize_groups, partial(quantize_rows_triton, group=GROUP))

@@ -1,12 +1,16 @@
 """Root-mean-square normalisation (RMSNorm, arXiv:1910.07467), alone or after a residual add."""
 
+from functools import partial
+
 import torch
 
 from nanovllm.kernels.fp8 import (
+    GROUP,
     Fp8Rows,
     empty_rows,
     num_warps_of,
     quantize,
+    quantize_groups,
     store_quantized,
 )
 from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
@@ -35,6 +39,14 @@ def fp8_rms_norm_reference(
     return quantize(normed), total
 
 
+def fp8_group_rms_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[Fp8Rows, torch.Tensor]:
+    """Computes what ``rms_norm_reference`` does, and quantises groups of the norm's columns."""
+    normed, total = rms_norm_reference(x, weight, eps, residual)
+    return quantize_groups(normed), total
+
+
 @triton.jit
 def _rms_norm_kernel(
     x_ptr,
@@ -45,6 +57,7 @@ def _rms_norm_kernel(
     sum_ptr,
     eps,
     WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Programs process rows from last to first. The previous kernel wrote the last rows most
@@ -66,7 +79,7 @@ def _rms_norm_kernel(
     if scale_ptr is None:
         tl.store(out_ptr + row * WIDTH + column, normed.to(x.dtype), mask=mask)
     else:
-        store_quantized(out_ptr, scale_ptr, row, normed.to(x.dtype), mask, WIDTH)
+        store_quantized(out_ptr, scale_ptr, row, normed.to(x.dtype), WIDTH, GROUP)
 
 
 def rms_norm_triton(
@@ -74,15 +87,20 @@ def rms_norm_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``rms_norm_reference``. All tensors are contiguous."""
     out = torch.empty_like(x)
-    return out, _launch(x, weight, eps, residual, out, None)
+    return out, _launch(x, weight, eps, residual, out, None, None)
 
 
 def fp8_rms_norm_triton(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    group: int | None = None,
 ) -> tuple[Fp8Rows, torch.Tensor]:
-    """See ``fp8_rms_norm_reference``. All tensors are contiguous."""
-    out = empty_rows(x, x.size(-1))
-    return out, _launch(x, weight, eps, residual, *out)
+    """See ``fp8_rms_norm_reference``, or ``fp8_group_rms_norm_reference`` with groups. All tensors
+    are contiguous."""
+    out = empty_rows(x, x.size(-1), group)
+    return out, _launch(x, weight, eps, residual, *out, group)
 
 
 def _launch(
@@ -92,6 +110,7 @@ def _launch(
     residual: torch.Tensor | None,
     out: torch.Tensor,
     scales: torch.Tensor | None,
+    group: int | None,
 ) -> torch.Tensor:
     """Writes the norm to ``out``, quantised if there are ``scales``. Returns x + residual."""
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape == x.shape[-1:]
@@ -107,6 +126,7 @@ def _launch(
         total,
         eps,
         WIDTH=width,
+        GROUP=group,
         num_warps=num_warps_of(width),
         **pdl_options(x),
     )
@@ -115,3 +135,6 @@ def _launch(
 
 rms_norm = by_device(rms_norm_reference, rms_norm_triton)
 fp8_rms_norm = by_device(fp8_rms_norm_reference, fp8_rms_norm_triton)
+fp8_group_rms_norm = by_device(
+    fp8_group_rms_norm_reference, partial(fp8_rms_norm_triton, group=GROUP)
+)

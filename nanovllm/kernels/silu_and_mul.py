@@ -5,7 +5,15 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.fp8 import Fp8Rows, empty_rows, num_warps_of, quantize, store_quantized
+from nanovllm.kernels.fp8 import (
+    GROUP,
+    Fp8Rows,
+    empty_rows,
+    num_warps_of,
+    quantize,
+    quantize_groups,
+    store_quantized,
+)
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
 
@@ -54,6 +62,16 @@ def fp8_gelu_tanh_and_mul_reference(x: torch.Tensor) -> Fp8Rows:
     return quantize(gelu_tanh_and_mul_reference(x))
 
 
+def fp8_group_silu_and_mul_reference(x: torch.Tensor) -> Fp8Rows:
+    """Computes what ``silu_and_mul_reference`` does, and quantises groups of its columns."""
+    return quantize_groups(silu_and_mul_reference(x))
+
+
+def fp8_group_gelu_tanh_and_mul_reference(x: torch.Tensor) -> Fp8Rows:
+    """Computes what ``gelu_tanh_and_mul_reference`` does, and quantises groups of its columns."""
+    return quantize_groups(gelu_tanh_and_mul_reference(x))
+
+
 @triton.jit
 def _silu_and_mul_kernel(
     x_ptr,
@@ -62,6 +80,7 @@ def _silu_and_mul_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     GELU: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pdl_wait(PDL)
@@ -83,7 +102,7 @@ def _silu_and_mul_kernel(
     if scale_ptr is None:
         tl.store(out_ptr + row * WIDTH + column, silu * up, mask=mask)
     else:  # the block is the whole row
-        store_quantized(out_ptr, scale_ptr, row, silu * up, mask, WIDTH)
+        store_quantized(out_ptr, scale_ptr, row, silu * up, WIDTH, GROUP)
 
 
 def silu_and_mul_triton(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
@@ -94,15 +113,25 @@ def silu_and_mul_triton(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
     grid = (num_rows * cdiv(width, block),)
     num_warps = max(1, block // 256)
     _silu_and_mul_kernel[grid](
-        x, out, None, WIDTH=width, BLOCK=block, GELU=gelu, num_warps=num_warps, **pdl_options(x)
+        x,
+        out,
+        None,
+        WIDTH=width,
+        BLOCK=block,
+        GELU=gelu,
+        GROUP=None,
+        num_warps=num_warps,
+        **pdl_options(x),
     )
     return out
 
 
-def fp8_silu_and_mul_triton(x: torch.Tensor, gelu: bool = False) -> Fp8Rows:
+def fp8_silu_and_mul_triton(
+    x: torch.Tensor, gelu: bool = False, group: int | None = None
+) -> Fp8Rows:
     assert x.is_contiguous() and x.dim() == 2
     width = x.size(1) // 2
-    out = empty_rows(x, width)
+    out = empty_rows(x, width, group)
     block = triton.next_power_of_2(width)
     _silu_and_mul_kernel[(len(x),)](
         x,
@@ -110,6 +139,7 @@ def fp8_silu_and_mul_triton(x: torch.Tensor, gelu: bool = False) -> Fp8Rows:
         WIDTH=width,
         BLOCK=block,
         GELU=gelu,
+        GROUP=group,
         num_warps=min(16, num_warps_of(block) * 2),
         **pdl_options(x),
     )
@@ -122,6 +152,12 @@ gelu_tanh_and_mul = by_device(gelu_tanh_and_mul_reference, gelu_tanh_and_mul_tri
 fp8_silu_and_mul = by_device(fp8_silu_and_mul_reference, fp8_silu_and_mul_triton)
 fp8_gelu_tanh_and_mul = by_device(
     fp8_gelu_tanh_and_mul_reference, partial(fp8_silu_and_mul_triton, gelu=True)
+)
+fp8_group_silu_and_mul = by_device(
+    fp8_group_silu_and_mul_reference, partial(fp8_silu_and_mul_triton, group=GROUP)
+)
+fp8_group_gelu_tanh_and_mul = by_device(
+    fp8_group_gelu_tanh_and_mul_reference, partial(fp8_silu_and_mul_triton, gelu=True, group=GROUP)
 )
 # The kernels compute each element in the same way.
 invariant_silu_and_mul = by_device(invariant_silu_and_mul_reference, silu_and_mul_triton)

@@ -118,6 +118,8 @@ class ModelConfig:
         embedding_scale: factor of the embeddings.
         logits_scale, logits_softcap: logits x become softcap * tanh(scale * x / softcap), or
             scale * x without a softcap.
+        quantization: how the checkpoint quantises the weights of all projections, if linear layers
+            can keep them so (``quantization.WEIGHT_CLASSES``).
     """
 
     architecture: str
@@ -134,6 +136,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     logits_softcap: float | None = None
+    quantization: str | None = None
 
     @property
     def num_attention_heads(self) -> int:

@@ -1,6 +1,7 @@
 """How a linear layer's weight is stored and multiplied: one class for each storage format."""
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
@@ -12,14 +13,17 @@ from nanovllm.quantization.base import (
 from nanovllm.quantization.unquantized import UnquantizedWeight
 
 
-def _new_fp8_weight(layer: nn.Module) -> LinearWeight:
+def _new_fp8_weight(layer: nn.Module, has_groups: bool = False) -> LinearWeight:
     from nanovllm.quantization.fp8 import new_fp8_weight
 
-    return new_fp8_weight(layer)
+    return new_fp8_weight(layer, has_groups)
 
 
 # Formats of quantised weights, by ``quant_method`` in a ``quantization_config``.
-WEIGHT_CLASSES: dict[str, Callable[[nn.Module], LinearWeight]] = {"fp8": _new_fp8_weight}
+WEIGHT_CLASSES: dict[str, Callable[[nn.Module], LinearWeight]] = {
+    "fp8": _new_fp8_weight,
+    "fp8_groups": partial(_new_fp8_weight, has_groups=True),
+}
 
 
 def new_linear_weight(layer: nn.Module) -> LinearWeight:

@@ -6,7 +6,7 @@ format that kernel takes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
+from nanovllm.utils.loader import check_shape
 
 _config: ContextVar[Mapping[str, Any] | None] = ContextVar("quantization_config", default=None)
 _batch_invariant: ContextVar[bool] = ContextVar("batch_invariant", default=False)
@@ -88,6 +89,22 @@ class Shard(NamedTuple):
     dim: int = 0
     part: int = 0
     num_parts: int = 1
+
+    def take(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        """Returns this rank's part of a checkpoint tensor.
+
+        Args:
+            shape: of the rank's whole weight.
+
+        Raises:
+            ValueError: the tensor has another shape than the model needs.
+        """
+        needed = [len(range(shape[0])[self.rows]), *shape[1:]]
+        is_split = self.dim < len(needed)  # a bias has no input features
+        if is_split:
+            needed[self.dim] *= self.num_parts
+        check_shape(needed, tensor)
+        return tensor.chunk(self.num_parts, self.dim)[self.part] if is_split else tensor
 
 
 class LinearWeight(ABC):

@@ -1,32 +1,54 @@
-"""Weights in FP8 (e4m3) with one scale for each output feature (``Config.quantization``).
+"""Weights in FP8 (e4m3) with a scale for each output feature, or each group of its columns.
 
-Weights are quantised as they are loaded, tensor by tensor. The scales depend on the whole rows of a
-checkpoint's tensor, so each tensor-parallel rank has its part of the same FP8 weights.
+Weights are quantised as they are loaded, tensor by tensor (``Config.quantization``), unless the
+checkpoint has them in FP8. The scales depend on the whole rows of a checkpoint's tensor, so each
+tensor-parallel rank has its part of the same FP8 weights.
 """
 
 import torch
 from torch import Tensor, nn
 
-from nanovllm.kernels.fp8 import FP8, Fp8Rows, dequantize, quantize, quantize_rows
+from nanovllm.kernels.fp8 import (
+    FP8,
+    GROUP,
+    Fp8Rows,
+    dequantize,
+    quantize,
+    quantize_groups,
+    quantize_row_groups,
+    quantize_rows,
+    unpack_rows,
+)
 from nanovllm.kernels.gemm.fp8 import fp8_linear
-from nanovllm.kernels.rms_norm import fp8_rms_norm
-from nanovllm.kernels.silu_and_mul import fp8_gelu_tanh_and_mul, fp8_silu_and_mul
+from nanovllm.kernels.rms_norm import fp8_group_rms_norm, fp8_rms_norm
+from nanovllm.kernels.silu_and_mul import (
+    fp8_gelu_tanh_and_mul,
+    fp8_group_gelu_tanh_and_mul,
+    fp8_group_silu_and_mul,
+    fp8_silu_and_mul,
+)
 from nanovllm.quantization.base import InputFormat, LinearWeight, Shard
 from nanovllm.quantization.unquantized import UnquantizedWeight
 from nanovllm.utils.loader import check_shape, copy_weight
 
 FP8_ROWS = InputFormat(fp8_rms_norm, fp8_silu_and_mul, fp8_gelu_tanh_and_mul)
+FP8_GROUPS = InputFormat(fp8_group_rms_norm, fp8_group_silu_and_mul, fp8_group_gelu_tanh_and_mul)
 FP8_MATMUL_CAPABILITY = (8, 9)
 
 
-def new_fp8_weight(layer: nn.Module) -> LinearWeight:
-    """Creates the weight of a new linear layer, in the class for the device under construction."""
+def new_fp8_weight(layer: nn.Module, has_groups: bool = False) -> LinearWeight:
+    """Creates the weight of a new linear layer, in the class for the device under construction.
+
+    Args:
+        has_groups: whether each group of GROUP columns has a scale, on a GPU.
+    """
     device = torch.get_default_device()
     if device.type == "cpu":
         return DequantizedFp8Weight(layer)
-    if torch.cuda.get_device_capability(device) < FP8_MATMUL_CAPABILITY:
-        return StoredFp8Weight(layer)
-    return Fp8Weight(layer)
+    multiplies = torch.cuda.get_device_capability(device) >= FP8_MATMUL_CAPABILITY
+    if has_groups:
+        return GroupedFp8Weight(layer) if multiplies else StoredGroupedFp8Weight(layer)
+    return Fp8Weight(layer) if multiplies else StoredFp8Weight(layer)
 
 
 class DequantizedFp8Weight(UnquantizedWeight):
@@ -34,7 +56,9 @@ class DequantizedFp8Weight(UnquantizedWeight):
     values of the FP8 weight, and inputs that are not quantised."""
 
     def load(self, param: nn.Parameter, tensor: Tensor, shard: Shard) -> None:
-        if tensor.dim() == 2 and tensor.is_floating_point():  # else a bias, or refused
+        if tensor.dtype is torch.uint8:
+            tensor = dequantize(unpack_rows(tensor, 1))
+        elif tensor.dim() == 2 and tensor.is_floating_point():  # else a bias, or refused
             tensor = dequantize(quantize(tensor))
         super().load(param, tensor, shard)
 
@@ -43,32 +67,44 @@ class StoredFp8Weight(LinearWeight):
     """The parameter "weight", in FP8 [out, in], and the buffer "weight_scale", fp32 [out]. For GPUs
     without FP8 matmuls: the weight is dequantised in each matmul, and inputs are not quantised."""
 
+    has_groups = False
+
     def create_parameters(self, input_size: int, output_size: int) -> None:
         codes = torch.empty(output_size, input_size, dtype=FP8)
         self.layer.weight = nn.Parameter(codes, requires_grad=False)
         self.layer.weight.fill_with_dummy_weights = self._fill_with_dummy_weights
         # Not a parameter, because checkpoints have no tensor for it.
-        self.layer.register_buffer("weight_scale", torch.empty(output_size, dtype=torch.float32))
+        shape = (output_size, input_size // GROUP) if self.has_groups else (output_size,)
+        assert not self.has_groups or input_size % GROUP == 0
+        self.layer.register_buffer("weight_scale", torch.empty(shape, dtype=torch.float32))
 
     def load(self, param: nn.Parameter, tensor: Tensor, shard: Shard) -> None:
-        needed = [len(range(param.size(0))[shard.rows]), *param.shape[1:]]
-        is_split = shard.dim < len(needed)  # a bias has no input features
-        if is_split:
-            needed[shard.dim] *= shard.num_parts
-        check_shape(needed, tensor)
-        if is_split and shard.dim == 0:
-            tensor = tensor.chunk(shard.num_parts)[shard.part]
         with torch.inference_mode(param.is_inference()):  # else it cannot be written
             if param is not self.layer.weight:
-                copy_weight(param.data[shard.rows], tensor)
+                copy_weight(param.data[shard.rows], shard.take(tensor, param.shape))
                 return
+            targets = self._weight
+            rows = self._quantize(tensor, shard)
+            parts = [
+                shard.take(values, target.shape)
+                for values, target in zip(rows, targets, strict=True)
+            ]
+            for target, part in zip(targets, parts, strict=True):
+                target.data[shard.rows].copy_(part)
+
+    def _quantize(self, tensor: Tensor, shard: Shard) -> Fp8Rows:
+        """Returns a whole checkpoint tensor in FP8. It may be packed (``pack_rows``)."""
+        weight = self.layer.weight
+        if tensor.dtype is not torch.uint8:
+            shard.take(tensor, weight.shape)  # checks the shape
             if not tensor.is_floating_point():
                 raise ValueError(f"dtype {tensor.dtype} is not supported (quantised checkpoint?)")
-            codes, scales = quantize(tensor.to(param.device))
-            if shard.dim == 1:
-                codes = codes.chunk(shard.num_parts, 1)[shard.part]
-            param.data[shard.rows].copy_(codes)
-            self.layer.weight_scale[shard.rows].copy_(scales)
+            return (quantize_groups if self.has_groups else quantize)(tensor.to(weight.device))
+        width = weight.size(1) * (shard.num_parts if shard.dim == 1 else 1)
+        num_groups = width // GROUP if self.has_groups else 1
+        check_shape((len(tensor), width), tensor[:, 4 * num_groups :])  # of the FP8 numbers
+        codes, scales = unpack_rows(tensor, num_groups)
+        return Fp8Rows(codes, scales if self.has_groups else scales.flatten())
 
     def _fill_with_dummy_weights(self, param: nn.Parameter, generator: torch.Generator) -> None:
         values = torch.empty(param.shape, device=param.device).normal_(0, 0.02, generator=generator)
@@ -94,5 +130,19 @@ class Fp8Weight(StoredFp8Weight):
 
     def matmul(self, x: Tensor | Fp8Rows) -> Tensor:
         if isinstance(x, Tensor):
-            x = quantize_rows(x)
+            x = (quantize_row_groups if self.has_groups else quantize_rows)(x)
         return fp8_linear(x, self._weight, self.bias, self.dtype)
+
+
+class StoredGroupedFp8Weight(StoredFp8Weight):
+    """The same, but "weight_scale" is fp32 [out, in / GROUP]: each group of columns has a scale."""
+
+    has_groups = True
+
+
+class GroupedFp8Weight(Fp8Weight):
+    """A StoredGroupedFp8Weight for GPUs with FP8 matmuls. Inputs too have a scale for each row and
+    group of columns."""
+
+    input_format = FP8_GROUPS
+    has_groups = True

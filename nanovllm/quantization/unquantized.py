@@ -13,7 +13,7 @@ from nanovllm.kernels.gemm import swiglu, tiled
 from nanovllm.kernels.gemm.onednn import onednn_linear, pack_weight
 from nanovllm.kernels.gemm.skinny import skinny_linear, skinny_norm_linear
 from nanovllm.quantization.base import PLAIN, LinearWeight, Shard
-from nanovllm.utils.loader import check_shape, copy_weight
+from nanovllm.utils.loader import copy_weight
 from nanovllm.utils.triton_compat import use_triton
 
 
@@ -113,13 +113,7 @@ class UnquantizedWeight(LinearWeight):
         self.layer.weight = nn.Parameter(weight, requires_grad=False)
 
     def load(self, param: nn.Parameter, tensor: Tensor, shard: Shard) -> None:
-        needed = [len(range(param.size(0))[shard.rows]), *param.shape[1:]]
-        is_split = shard.dim < len(needed)  # a bias has no input features
-        if is_split:
-            needed[shard.dim] *= shard.num_parts
-        check_shape(needed, tensor)
-        if is_split:
-            tensor = tensor.chunk(shard.num_parts, shard.dim)[shard.part]
+        tensor = shard.take(tensor, param.shape)
         with torch.inference_mode(param.is_inference()):  # else ``data`` cannot be set
             data = param.data.to_dense() if param.is_mkldnn else param.data
             copy_weight(data[shard.rows], tensor)

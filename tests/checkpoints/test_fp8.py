@@ -14,9 +14,13 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoints import fp8 as checkpoints_fp8
 from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.checkpoints.fp8 import CHANNEL, TENSOR, dequantise_fp8
 from nanovllm.checkpoints.tensor_reader import read_tensors
+from nanovllm.engine import startup
+from nanovllm.kernels import fp8 as kernels_fp8
+from nanovllm.quantization import fp8 as quantization_fp8
 from tests.tiny_models import TinyModels
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -180,6 +184,78 @@ def test_compressed_tensors(weights, static, tiny_models: TinyModels, tmp_path: 
     model = tiny_models.load("qwen3")
     model.load_state_dict(dequantised)
     assert_greedy(tokens(folder), model)
+
+
+def write_by_rows(source: Path, folder: Path, strategy: str) -> None:
+    """Quantises all projections with a scale for each tensor or channel. No number is as large as
+    the largest FP8 number, so the weights do not tell their scales."""
+    tensors: Tensors = {}
+    for name, tensor in load_file(source / WEIGHTS).items():
+        tensors[name] = tensor
+        if name.endswith("_proj.weight"):
+            largest = tensor.abs().max() if strategy == "tensor" else tensor.abs().amax(1, True)
+            scale = tensors[f"{name}_scale"] = (largest.float() / 300).reshape(-1, 1)
+            tensors[name] = (tensor.float() / scale).to(FP8)
+    weights = {"type": "float", "num_bits": 8, "strategy": strategy}
+    groups = {"all": {"weights": weights}}
+    config = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    write(folder, source, config | {"config_groups": groups}, tensors)
+
+
+def test_which_weights_are_kept(tiny_models: TinyModels, tmp_path: Path):
+    def kept(name: str) -> str | None:
+        return open_checkpoint(str(tmp_path / name)).config.quantization
+
+    source = tiny_models.path("qwen3")
+    write_by_rows(source, tmp_path / "rows", "channel")
+    assert kept("rows") == "fp8"
+    bf16 = torch.zeros(32, 32, dtype=torch.bfloat16)
+    drop = lambda t: t.update({DOWN: bf16}) or t.pop(f"{DOWN}_scale")  # noqa: E731
+    edit_tensors(tmp_path / "rows", drop)
+    assert kept("rows") is None, "one projection is not in FP8"
+    write_fine_grained(source, tmp_path / "blocks", weight_block_size=(32, 16))
+    assert kept("blocks") is None, "other widths than groups have"
+
+
+@pytest.mark.parametrize("form", ["tensor", "channel", "blocks", "fused"])
+def test_fp8_weights_are_kept_as_on_a_gpu(form, tiny_models: TinyModels, tmp_path, monkeypatch):
+    """The kept weights are those that would be dequantised, so tokens are the same. Matmuls take
+    inputs that are not quantised."""
+    folder = tmp_path / "fp8"
+    if form in ("tensor", "channel"):
+        write_by_rows(tiny_models.path("qwen3"), folder, form)
+    else:
+        source = tiny_models.path("phi3" if form == "fused" else "qwen3")
+        write_fine_grained(source, folder, weight_block_size=(16, 16))
+    expected = tokens(folder)
+    with LLM(folder, **SMALL) as llm:
+        names = dict(llm.model_runner.model.named_parameters())
+        plain = {name: param.to_dense() for name, param in names.items()}
+    group = 16 if form in ("blocks", "fused") else None
+    for module in (kernels_fp8, checkpoints_fp8, quantization_fp8, startup):
+        if hasattr(module, "GROUP"):
+            monkeypatch.setattr(module, "GROUP", 16)
+    weight_class = {
+        None: quantization_fp8.StoredFp8Weight,
+        16: quantization_fp8.StoredGroupedFp8Weight,
+    }[group]
+    monkeypatch.setattr(
+        quantization_fp8, "new_fp8_weight", lambda layer, has_groups: weight_class(layer)
+    )
+    monkeypatch.setattr(
+        startup, "weight_quantization", lambda runner: runner.model_config.quantization
+    )
+    with LLM(folder, **SMALL) as llm:
+        found = dict(llm.model_runner.model.named_modules())
+    for name, weight in plain.items():
+        layer = found[name.rpartition(".")[0]]
+        param = getattr(layer, name.rpartition(".")[2])
+        is_kept = name.endswith("_proj.weight")
+        assert (param.dtype is FP8) == is_kept, name
+        if is_kept:
+            rows = kernels_fp8.Fp8Rows(param, layer.weight_scale)
+            assert torch.equal(kernels_fp8.dequantize(rows), weight), name
+    assert tokens(folder) == expected
 
 
 def test_the_log_tells(quantised: Path, caplog: pytest.LogCaptureFixture):

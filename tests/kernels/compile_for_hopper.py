@@ -307,14 +307,19 @@ def launch_fp8_linear(all_sizes: bool) -> None:
     """Launches the kernels of a model of 8B parameters with FP8 weights, which GPUs of compute
     capability 8.9 or more have."""
 
-    def rows(num_rows: int, width: int) -> Fp8Rows:
-        return Fp8Rows(torch.zeros(num_rows, width, dtype=FP8), torch.zeros(num_rows))
+    def rows(num_rows: int, width: int, group: int | None = None) -> Fp8Rows:
+        scales = torch.zeros(num_rows if group is None else (num_rows, width // group))
+        return Fp8Rows(torch.zeros(num_rows, width, dtype=FP8), scales)
 
     for dtype in (torch.bfloat16, torch.float16) if all_sizes else (torch.bfloat16,):
         x, gate_up = (torch.zeros(8, width, dtype=dtype) for width in (4096, 24576))
-        fp8.quantize_rows_triton(x)
-        rms_norm.fp8_rms_norm_triton(x, x[0], 1e-6, x)
-        silu_and_mul.fp8_silu_and_mul_triton(gate_up)
+        for group in (None, fp8.GROUP):
+            fp8.quantize_rows_triton(x, group)
+            rms_norm.fp8_rms_norm_triton(x, x[0], 1e-6, x, group)
+            silu_and_mul.fp8_silu_and_mul_triton(gate_up, group=group)
+        for num_rows in (64, 65):
+            weight = rows(4096, 4096, fp8.GROUP)
+            fp8_gemm.fp8_tile_linear(rows(num_rows, 4096, fp8.GROUP), weight, None, dtype)
         for num_rows in (1, 32, 64) if all_sizes else (32,):
             for out, width in ((24576, 4096), (4096, 12288)) if all_sizes else ((4096, 12288),):
                 weight = rows(out, width)

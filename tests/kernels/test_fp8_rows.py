@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.kernels.fp8 import FP8, Fp8Rows, quantize_rows_triton
+from nanovllm.kernels.fp8 import (
+    FP8,
+    Fp8Rows,
+    pack_rows,
+    quantize,
+    quantize_groups,
+    quantize_rows_triton,
+    unpack_rows,
+)
 from nanovllm.kernels.rms_norm import fp8_rms_norm_triton, rms_norm_triton
 from nanovllm.kernels.silu_and_mul import fp8_silu_and_mul_triton, silu_and_mul_triton
 
@@ -25,7 +33,10 @@ def plain_quantizer(x: torch.Tensor) -> Fp8Rows:
     return Fp8Rows(codes, scales)
 
 
-def assert_bits(found: Fp8Rows, x: torch.Tensor) -> None:
+def assert_bits(found: Fp8Rows, x: torch.Tensor, group: int | None = None) -> None:
+    if group is not None:  # each group is a row
+        assert found.scales.shape == (len(x), x.size(1) // group)
+        found, x = Fp8Rows(found.codes.view(-1, group), found.scales.flatten()), x.view(-1, group)
     expected = plain_quantizer(x)
     assert torch.equal(found.scales.cpu(), expected.scales)
     assert torch.equal(found.codes.view(torch.uint8).cpu(), expected.codes)
@@ -65,6 +76,26 @@ def test_norms(width, has_residual, dtype, device):
 def test_activations(width, gelu, dtype, device):
     x = (torch.randn(3, 2 * width) * 3).to(dtype).to(device)
     assert_bits(fp8_silu_and_mul_triton(x, gelu), silu_and_mul_triton(x, gelu))
+
+
+@pytest.mark.usefixtures("exact_fp8")
+@pytest.mark.parametrize("width", [128, 384])
+def test_groups(width, dtype, device):
+    x, residual, both = (make(5, n, dtype, device) for n in (width, width, 2 * width))
+    weight = torch.rand(width, device=device).to(dtype)
+    assert_bits(quantize_rows_triton(x, 128), x, 128)
+    found, _ = fp8_rms_norm_triton(x, weight, 1e-6, residual, 128)
+    assert_bits(found, rms_norm_triton(x, weight, 1e-6, residual)[0], 128)
+    both = both.clamp(-50, 50)
+    assert_bits(fp8_silu_and_mul_triton(both, group=128), silu_and_mul_triton(both), 128)
+
+
+@pytest.mark.parametrize("has_groups", [False, True])
+def test_packed_rows(has_groups):
+    rows = (quantize_groups if has_groups else quantize)(torch.randn(6, 256))
+    found = unpack_rows(pack_rows(rows), 2 if has_groups else 1)
+    assert torch.equal(found.codes.view(torch.uint8), rows.codes.view(torch.uint8))
+    assert torch.equal(found.scales.view_as(rows.scales), rows.scales)
 
 
 @pytest.mark.gpu

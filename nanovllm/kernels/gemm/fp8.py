@@ -1,17 +1,18 @@
-"""GEMMs with FP8 weights and inputs, and one scale for each of their rows.
+"""GEMMs with FP8 weights and inputs, and a scale for each of their rows or groups of columns.
 
-For up to 64 rows, the tiles of tiled.py read the weights at the memory bandwidth. For more rows,
-PyTorch's ``_scaled_mm`` has the higher FP8 rate.
+Up to 64 rows are multiplied in the tiles of tiled.py, which are made for the memory bandwidth. More
+rows are multiplied by PyTorch's ``_scaled_mm`` or, with groups of columns, in larger tiles.
 """
 
 import torch
 from torch import Tensor
 
 from nanovllm.kernels.fp8 import FP8, Fp8Rows, dequantize
-from nanovllm.kernels.gemm.tiled import BLOCK_K, BLOCK_N, MAX_PART_COLUMNS, multiply_tiles
+from nanovllm.kernels.gemm.tiled import BLOCK_K, BLOCK_N, MAX_PART_COLUMNS, Tile, multiply_tiles
 from nanovllm.utils.triton_compat import use_triton
 
 MAX_TILED_ROWS = 64
+LARGE_TILE = Tile(rows=128, features=128, num_warps=8, num_stages=3)
 NUM_PROGRAMS = 264  # two for each multiprocessor of a Hopper GPU, to reach its memory bandwidth
 ALIGNMENT = 16  # ``_scaled_mm`` needs sizes that are multiples of it
 
@@ -33,9 +34,10 @@ def fp8_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dt
     num_rows = len(x.codes)
     is_bf16 = dtype is torch.bfloat16  # with a scale for each row, _scaled_mm returns only bf16
     is_tiled = use_triton(weight.codes) and has_tiles(weight.codes)
-    if is_tiled and (num_rows <= MAX_TILED_ROWS or not is_bf16):
+    has_groups = x.scales.dim() > 1
+    if is_tiled and (num_rows <= MAX_TILED_ROWS or not is_bf16 or has_groups):
         return fp8_tile_linear(x, weight, bias, dtype)
-    if is_bf16 and not any(size % ALIGNMENT for size in weight.codes.shape):
+    if is_bf16 and not has_groups and not any(size % ALIGNMENT for size in weight.codes.shape):
         return scaled_linear(x, weight, bias, dtype)
     return fp8_linear_reference(x, weight, bias, dtype)
 
@@ -50,11 +52,12 @@ def fp8_tile_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: tor
     """See ``fp8_linear_reference``. The sizes of the weight are as ``has_tiles`` needs them."""
     num_rows, (out_features, width) = len(x.codes), weight.codes.shape
     assert x.codes.dtype is weight.codes.dtype is FP8
-    block_m = next(rows for rows in (16, 32, 64) if rows >= min(num_rows, MAX_TILED_ROWS))
-    parts = num_parts(out_features, width)
-    return multiply_tiles(
-        x.codes, weight.codes, bias, x.scales, weight.scales, parts, block_m, dtype
-    )
+    if num_rows > MAX_TILED_ROWS and out_features % LARGE_TILE.features == 0:
+        tile, parts = LARGE_TILE, 1
+    else:
+        tile = Tile(next(rows for rows in (16, 32, 64) if rows >= min(num_rows, MAX_TILED_ROWS)))
+        parts = num_parts(out_features, width)
+    return multiply_tiles(x.codes, weight.codes, bias, x.scales, weight.scales, parts, tile, dtype)
 
 
 def num_parts(out_features: int, width: int) -> int:

@@ -10,6 +10,8 @@ Features are the M dimension of the matmul, which has to be at least 64 in Hoppe
 instructions. Rows of x are the N dimension, which may be smaller.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, shared_memory, tl, triton
@@ -52,13 +54,15 @@ def _tile_kernel(
     width,
     columns,
     BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_GROUPS: tl.constexpr,
     PDL: tl.constexpr,
-    BLOCK_N: tl.constexpr = BLOCK_N,
     BLOCK_K: tl.constexpr = BLOCK_K,
 ):
     """Computes BLOCK_M rows of BLOCK_N features, summed over ``columns`` columns, which are all
     columns or one part of a split-K. With scales, the result for row m and feature n is multiplied
-    by the scales of row m of x and of row n of the weight.
+    by the scales of row m of x and of row n of the weight. If the scales have groups, each group of
+    BLOCK_K columns of a row has a scale.
 
     Sizes are not constexpr, because the compiler would unroll the loop. The kernel would then take
     longer: fetching the unrolled code, which runs once, costs more than the loop.
@@ -76,7 +80,9 @@ def _tile_kernel(
     bias = 0.0
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + feature).to(tl.float32)
-    if weight_scale_ptr is not None:
+    if HAS_GROUPS:
+        weight_scale_ptr += feature * (width // BLOCK_K) + begin // BLOCK_K
+    elif weight_scale_ptr is not None:
         weight_scale = tl.load(weight_scale_ptr + feature)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     column = tl.arange(0, BLOCK_K)
@@ -85,11 +91,20 @@ def _tile_kernel(
     weight_ptrs = weight_ptr + tl.arange(0, BLOCK_N)[:, None] * width + column[None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if x_scale_ptr is not None:
+    if HAS_GROUPS:
+        x_scale_ptr += tl.minimum(row, num_rows - 1) * (width // BLOCK_K) + begin // BLOCK_K
+    elif x_scale_ptr is not None:
         x_scale = tl.load(x_scale_ptr + tl.minimum(row, num_rows - 1))
     for start in tl.range(0, columns, BLOCK_K):
-        acc = tl.dot(tl.load(weight_ptrs + start), tl.load(x_ptrs + start), acc)
-    if x_scale_ptr is not None:
+        weight = tl.load(weight_ptrs + start)
+        x = tl.load(x_ptrs + start)
+        if HAS_GROUPS:
+            scale = tl.load(weight_scale_ptr + start // BLOCK_K)
+            scale = scale * tl.load(x_scale_ptr + start // BLOCK_K)
+            acc += tl.dot(weight, x) * scale
+        else:
+            acc = tl.dot(weight, x, acc)
+    if x_scale_ptr is not None and not HAS_GROUPS:
         acc = acc * weight_scale * x_scale
     acc += bias
     address = out_ptr + (part * num_rows + row) * out_features + feature
@@ -133,8 +148,18 @@ def supports(weight: torch.Tensor) -> bool:
 def tile_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Computes x W^T + b: [N, in], [out, in], [out] -> [N, out], contiguous, in half precision."""
     num_parts = _num_parts(*weight.shape)
-    block_m = 64 if num_parts > 1 and len(x) > 32 else 32
-    return multiply_tiles(x, weight, bias, None, None, num_parts, block_m, x.dtype)
+    tile = Tile(64 if num_parts > 1 and len(x) > 32 else 32)
+    return multiply_tiles(x, weight, bias, None, None, num_parts, tile, x.dtype)
+
+
+class Tile(NamedTuple):
+    """Sizes of a program: rows of x, features, warps, and tiles of the weight that are loaded ahead
+    or in use."""
+
+    rows: int
+    features: int = BLOCK_N
+    num_warps: int = 4
+    num_stages: int = NUM_STAGES
 
 
 def multiply_tiles(
@@ -144,16 +169,16 @@ def multiply_tiles(
     x_scales: torch.Tensor | None,
     weight_scales: torch.Tensor | None,
     num_parts: int,
-    block_m: int,
+    tile: Tile,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Launches the kernel.
 
     Args:
         x, weight, bias: [N, in], [out, in], [out], contiguous.
-        x_scales, weight_scales: fp32 [N] and [out], the factors of rows; None for no scales.
+        x_scales, weight_scales: fp32 [N] and [out], the factors of rows, or [N, in / BLOCK_K] and
+            [out, in / BLOCK_K], those of groups of columns; None for no scales.
         num_parts: number of parts of a split-K.
-        block_m: rows of a tile.
         dtype: of the result.
 
     Returns:
@@ -161,11 +186,11 @@ def multiply_tiles(
     """
     out_features, width = weight.shape
     assert x.is_contiguous() and weight.is_contiguous() and x.size(1) == width
-    assert out_features % BLOCK_N == 0 and width % (num_parts * BLOCK_K) == 0
+    assert out_features % tile.features == 0 and width % (num_parts * BLOCK_K) == 0
     out = x.new_empty(len(x), out_features, dtype=dtype)
     is_split = num_parts > 1
     parts = x.new_empty(num_parts, *out.shape, dtype=torch.float32) if is_split else out
-    _tile_kernel[(triton.cdiv(len(x), block_m), out_features // BLOCK_N, num_parts)](
+    _tile_kernel[(triton.cdiv(len(x), tile.rows), out_features // tile.features, num_parts)](
         x,
         weight,
         None if is_split else bias,
@@ -176,9 +201,11 @@ def multiply_tiles(
         out_features,
         width,
         width // num_parts,
-        BLOCK_M=block_m,
-        num_warps=4,
-        num_stages=NUM_STAGES,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.features,
+        HAS_GROUPS=x_scales is not None and x_scales.dim() > 1,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         **pdl_options(x),
     )
     if is_split:

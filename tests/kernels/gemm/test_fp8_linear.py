@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.kernels.fp8 import Fp8Rows, quantize
+from nanovllm.kernels.fp8 import GROUP, Fp8Rows, quantize, quantize_groups
 from nanovllm.kernels.gemm import fp8
 from nanovllm.kernels.gemm.fp8 import (
     fp8_linear,
@@ -14,21 +14,28 @@ from nanovllm.kernels.gemm.fp8 import (
 )
 from tests.kernels.oracle import assert_as_good_as_eager
 
-SHAPES = [(64, 128), (128, 1024), (192, 384)]  # out, in
+SHAPES = [(64, 128), (128, 1024)]  # out, in
 
 
-def make(num_rows: int, width: int, device: str) -> Fp8Rows:
+def make(num_rows: int, width: int, device: str, has_groups: bool = False) -> Fp8Rows:
     rows = torch.randn(num_rows, width) * torch.logspace(-1, 1, num_rows)[:, None]
-    return Fp8Rows(*(part.to(device) for part in quantize(rows)))
+    if has_groups:
+        rows *= torch.logspace(-1, 0, width // GROUP).repeat_interleave(GROUP)
+    parts = quantize_groups(rows) if has_groups else quantize(rows)
+    return Fp8Rows(*(part.to(device) for part in parts))
 
 
 def exact(x: Fp8Rows, weight: Fp8Rows, bias: torch.Tensor | None) -> torch.Tensor:
-    a, b = (rows.codes.double() * rows.scales.double()[:, None] for rows in (x, weight))
+    scales = [rows.scales.double().view(len(rows.codes), -1) for rows in (x, weight)]
+    a, b = (
+        rows.codes.double() * scale.repeat_interleave(rows.codes.size(1) // scale.size(1), 1)
+        for rows, scale in zip((x, weight), scales, strict=True)
+    )
     return a @ b.t() + (0 if bias is None else bias.double())
 
 
-def check(linear, num_rows, features, width, has_bias, dtype, device) -> None:
-    x, weight = make(num_rows, width, device), make(features, width, device)
+def check(linear, num_rows, features, width, has_bias, dtype, device, has_groups=False) -> None:
+    x, weight = (make(n, width, device, has_groups) for n in (num_rows, features))
     bias = torch.randn(features, device=device).to(dtype) if has_bias else None
     eager = fp8_linear_reference(x, weight, bias, dtype)
     found = linear(x, weight, bias, dtype)
@@ -36,10 +43,20 @@ def check(linear, num_rows, features, width, has_bias, dtype, device) -> None:
 
 
 @pytest.mark.usefixtures("exact_fp8")
-@pytest.mark.parametrize(("num_rows", "has_bias"), [(1, True), (3, False), (17, True), (70, True)])
-def test_tiles(num_rows, has_bias, device):
+@pytest.mark.parametrize("has_groups", [False, True])
+@pytest.mark.parametrize(("num_rows", "has_bias"), [(1, True), (3, False), (17, True), (65, True)])
+def test_tiles(num_rows, has_bias, has_groups, device):
     for features, width in SHAPES:
-        check(fp8_tile_linear, num_rows, features, width, has_bias, torch.float16, device)
+        sizes = num_rows, features, width, has_bias
+        check(fp8_tile_linear, *sizes, torch.float16, device, has_groups)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 64, 65, 1000])
+def test_groups_of_models(num_rows):
+    for features, width in ((6144, 4096), (4096, 12288), (1024, 3072), (192, 384)):
+        for dtype in (torch.float16, torch.bfloat16):
+            check(fp8_tile_linear, num_rows, features, width, True, dtype, "cuda", True)
 
 
 @pytest.mark.gpu
@@ -66,12 +83,15 @@ def test_choice(monkeypatch):
 
     def choice(num_rows: int, features: int, width: int, dtype=torch.bfloat16) -> str:
         x, weight = (torch.empty(n, width, device="meta") for n in (num_rows, features))
-        fp8_linear(Fp8Rows(x, x), Fp8Rows(weight, weight), None, dtype)
+        fp8_linear(Fp8Rows(x, x[:, 0]), Fp8Rows(weight, weight[:, 0]), None, dtype)
         return called.pop()
 
     assert choice(1, 64, 128) == choice(64, 4096, 4096) == "fp8_tile_linear"
     assert choice(65, 64, 128) == choice(1, 64, 576) == choice(1, 80, 128) == "scaled_linear"
     assert choice(65, 64, 128, torch.float16) == "fp8_tile_linear"
+    x, weight = (torch.empty(n, 64, device="meta") for n in (65, 64))
+    fp8_linear(Fp8Rows(x, x[:, :1]), Fp8Rows(weight, weight[:, :1]), None, torch.bfloat16)
+    assert called.pop() == "fp8_linear_reference", "_scaled_mm has no groups"
     assert choice(1, 64, 72) == choice(1, 72, 64) == "fp8_linear_reference"
     assert choice(65, 64, 64, torch.float16) == "fp8_linear_reference"
 
