@@ -105,8 +105,10 @@ def main() -> None:
                     4,
                 ),
             }
-        # The roofline counts the keys and values of each sequence, whether shared or not.
-        if llm.model_runner.device.type == "cuda" and args.workload not in SHARED:
+        # The roofline counts the keys and values of each sequence, whether shared or not, and weights
+        # and matmuls in bf16.
+        has_roofline = args.workload not in SHARED and args.quantization is None
+        if llm.model_runner.device.type == "cuda" and has_roofline:
             bandwidth, rate = measure_peaks(llm.model_runner.device)
             bound = roofline_seconds(
                 llm.model_runner.model_config,
@@ -220,6 +222,7 @@ def describe(args: argparse.Namespace, llm: LLM, workload: Workload) -> dict[str
         "command": args.command,
         "model": args.model_name,
         "dtype": str(runner.dtype).removeprefix("torch."),
+        "quantization": args.quantization,
         "attention_backend": runner.backend.name,
         "enforce_eager": llm.config.enforce_eager,
         "workload": workload.name,
