@@ -48,6 +48,14 @@ def test_what_the_program_froze_stays_frozen():
     gc.unfreeze()
 
 
+def test_python_itself_may_have_frozen_some_objects(monkeypatch):
+    """Python 3.12 does when it starts."""
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)
+    old = [Node()]
+    with collecting_new_objects_only():
+        assert not is_collected(old)
+
+
 def test_a_block_within_another_ends_nothing():
     with collecting_new_objects_only():
         with collecting_new_objects_only():
