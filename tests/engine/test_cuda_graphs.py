@@ -48,7 +48,7 @@ def test_no_batch_size_lacks_a_graph(max_num_seqs):
 @pytest.mark.parametrize("max_num_seqs", [1, 20, 600])
 def test_prefills_within_the_limits_are_captured(max_num_tokens, max_num_seqs):
     captured = prefill_sizes(max_num_tokens, max_num_seqs, 10**6)
-    assert captured == sorted(set(captured)) and bool(captured) == (max_num_tokens >= 16)
+    assert captured == sorted(set(captured)) and bool(captured) == (max_num_tokens >= 64)
     for size in captured:
         assert size.is_prefill and size.num_tokens <= min(max_num_tokens, 4096)
         assert size.num_seqs == min(max_num_seqs, size.num_tokens, 64)
