@@ -136,6 +136,9 @@ def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
     def ones(*shape: int) -> torch.Tensor:
         return torch.ones(shape, dtype=dtype, device=device)
 
+    def fp32(value: float, *shape: int) -> torch.Tensor:  # another thread may change the default
+        return torch.full(shape, value, dtype=torch.float32, device=device)
+
     def ints(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
@@ -144,7 +147,7 @@ def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
     cache = KVCache(block, block)
     if is_quantized:
         block = (block * MAX_FP8).to(FP8)
-        scales = torch.full((1, 2, num_kv_heads, block_size), 1 / MAX_FP8, device=device)
+        scales = fp32(1 / MAX_FP8, 1, 2, num_kv_heads, block_size)
         cache = KVCache(block, block, scales)
     bounds, table = ints(0, 1, 2), ints(0, 0).unsqueeze(1)
     prompt = Context(
@@ -165,7 +168,7 @@ def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
         decodes.append(replace(decode, split_kv_schedule=on_device))
 
     # With these values, the features do not change the result of attention over one token.
-    neutral = {"window": 1, "softcap": 1e3, "sinks": torch.full((num_heads,), -1e9, device=device)}
+    neutral = {"window": 1, "softcap": 1e3, "sinks": fp32(-1e9, num_heads)}
     used: dict[str, Any] = {name: neutral[name] for name in features}
 
     def outputs() -> Iterator[torch.Tensor]:
