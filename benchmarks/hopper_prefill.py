@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -200,6 +201,18 @@ def rate(function: Callable[[], Any], case: Case, head_dim: int) -> float:
     return flops / triton.testing.do_bench_cudagraph(function, rep=TIMING_MS) / 1e9
 
 
+def host_time(function: Callable[[], Any]) -> float:
+    """Returns how many microseconds the host needs for a call."""
+    function()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(50):
+        function()
+    seconds = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return seconds / 50 * 1e6
+
+
 def flash_attention(x: Inputs, num_seqs: int) -> Callable[[], Tensor]:
     q, k, v = (t.unflatten(0, (num_seqs, -1)).transpose(1, 2) for t in (x.args[0], x.k, x.v))
 
@@ -246,6 +259,9 @@ def run_tile(head_dim: int, tile: Tile) -> None:
             print(json.dumps({"wrong": problems}), flush=True)
             return
         print(json.dumps({"right": True}), flush=True)
+        short = make_inputs(Case(((1, 1),), *HEADS[head_dim][0]), head_dim)
+        time_us = host_time(partial(hopper_prefill.hopper_prefill, *short.args))
+        print(json.dumps({"host microseconds": time_us}), flush=True)
         for name, case in cases_to_time(head_dim):
             x = make_inputs(case, head_dim)
             kernel = partial(hopper_prefill.hopper_prefill, *x.args)
@@ -258,6 +274,9 @@ def run_others() -> None:
         compile_for(prefill_attention, head_dim, (case for _, case in cases_to_time(head_dim)))
     with gpu_turn():
         for head_dim in HEADS:
+            short = make_inputs(Case(((1, 1),), *HEADS[head_dim][0]), head_dim)
+            time_us = host_time(partial(prefill_attention, *short.args))
+            print(json.dumps({"host microseconds": {"triton": time_us}}), flush=True)
             for name, case in cases_to_time(head_dim):
                 x = make_inputs(case, head_dim)
                 kernels = {"triton": partial(prefill_attention, *x.args)}
