@@ -26,7 +26,8 @@ logger = logging.getLogger("nanovllm")
 
 class TritonAttention(AttentionBackend):
     """Uses the kernels of this package. They support fp16, bf16 and fp32, all block sizes, and head
-    dimensions up to 256."""
+    dimensions up to 256. Long prompts have a kernel of their own on Hopper GPUs. If that does not
+    compile, the other one takes its place."""
 
     name = "triton"
     fuses_rope = True

@@ -61,7 +61,7 @@ def free_blocks(batch: Paged, window: int) -> None:
 def test_the_kernel_is_attention_in_the_emulator(monkeypatch):
     """With few programs, so that each has several items."""
     cases = (
-        Case(((1, 1),)),
+        Case(((0, 0), (5, 5)), 2, 1),  # one program has no item
         Case(((128, 128), (1, 1), (193, 193), (64, 64))),
         Case(((130, 130), (0, 0), (2, 300), (77, 440)), kv_heads=1, page_size=16),
         Case(((300, 300), (130, 401)), 4, 2, 256, window=128, softcap=2.0, sinks=True),
