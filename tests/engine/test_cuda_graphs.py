@@ -208,7 +208,7 @@ def test_padded_steps_give_the_same_tokens(model_path, capture):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
-def test_steps_with_shared_prefixes_have_graphs_of_their_own(model_path, capture, monkeypatch):
+def test_steps_with_shared_prefixes_have_graphs_of_their_own(tiny_models, capture, monkeypatch):
     """In Triton's interpreter fewer programs are faster."""
     monkeypatch.setattr(startup, "select_attention_backend", lambda *_, **__: TritonAttention())
     monkeypatch.setattr(TritonAttention, "prefill", TorchAttention.prefill)
@@ -221,7 +221,8 @@ def test_steps_with_shared_prefixes_have_graphs_of_their_own(model_path, capture
     settings = {"num_kvcache_blocks": 60, "kvcache_block_size": 4, "max_model_len": 32}
     tokens = []
     for captures in (False, True):
-        with LLM(model_path, device="cpu", max_num_seqs=5, **settings) as llm:
+        path = tiny_models.path("qwen3-one-layer")
+        with LLM(path, device="cpu", max_num_seqs=5, **settings) as llm:
             if captures:
                 graphs = capture(llm.model_runner)
                 decodes = [size for size in graphs.graphs if not size.is_prefill]

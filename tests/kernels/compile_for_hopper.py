@@ -198,7 +198,7 @@ def launch_attention(
         lens = np.ones(num_seqs, np.int32)
         qkv = make(num_seqs, q_heads + 2 * kv_heads, head_dim)
         q, k, v = qkv.split((q_heads, kv_heads, kv_heads), dim=1)
-        cases: list[Any] = [(params, None)]
+        cases: list[Any] = [(params, None)] if all_sizes or not is_quantized else []
         if num_seqs == 64 or dtype is not torch.bfloat16:  # its kernel is the same for all sizes
             cases.append((params._replace(window=None), NO_PREFIXES))
         for case, prefixes in cases:
