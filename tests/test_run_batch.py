@@ -1044,7 +1044,8 @@ def test_a_job_from_the_command_line(model_path: Path, tmp_path: Path, capfd):
     assert (tmp_path / "none").read_bytes() == b""
 
 
-def test_wrong_usage_is_one_line(model_path: Path, tmp_path: Path, capfd):
+def test_wrong_usage_is_one_line(model_path: Path, tmp_path: Path, monkeypatch, capfd):
+    monkeypatch.setattr(writer, "LOCK_SECONDS", 0.0)
     in_, out = write_input(tmp_path / "in", [request("a")]), tmp_path / "out"
     (tmp_path / "notes").write_text("my notes\n")
     (tmp_path / "link").symlink_to(in_)
@@ -1256,6 +1257,8 @@ class Jobs:
 
 def serve() -> None:
     """Starts and awaits jobs for the process that writes lines to stdin."""
+    from transformers import AutoTokenizer  # noqa: F401  # or each job imports it for itself
+
     torch.set_num_threads(1)
     for line in sys.stdin:
         question = json.loads(line)

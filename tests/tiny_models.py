@@ -87,6 +87,7 @@ VISION = {
 }
 CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, {}),
+    "qwen3-one-layer": (Qwen3Config, {"num_hidden_layers": 1}),  # for kernels in the interpreter
     "qwen3-tied": (Qwen3Config, {"tie_word_embeddings": True}),
     "llama": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
     "llama-linear": (

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import repeat
 from math import prod
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,11 @@ from nanovllm.checkpoints.weights import fill_with_dummy_weights, load_model
 from nanovllm.config import MAX_INT32, Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_runner import CapturedSteps, ModelRunner
-from nanovllm.kernels.attention.backend import AttentionShape, select_attention_backend
+from nanovllm.kernels.attention.backend import (
+    AttentionBackend,
+    AttentionShape,
+    select_attention_backend,
+)
 from nanovllm.kernels.attention.block_tables import BlockTables
 from nanovllm.kernels.attention.kv_cache import SCALE_BYTES, KVCache, vector_bytes
 from nanovllm.kernels.fp8 import FP8, GROUP
@@ -38,6 +42,9 @@ from nanovllm.utils.math import cdiv, heads_per_rank
 from nanovllm.utils.memory import allocated_bytes
 from nanovllm.utils.timer import Timer
 from nanovllm.utils.tracebacks import clear_frames
+
+if TYPE_CHECKING:
+    from nanovllm.engine.shared_prefixes import PrefixFinder
 
 logger = logging.getLogger("nanovllm")
 
@@ -207,48 +214,33 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
     runner.dtype = select_dtype(config.dtype, device, model_config.dtype)
     bytes_before = allocated_bytes(device) if on_gpu else 0
     timed("device")
-    size = config.tensor_parallel_size
-    shape = AttentionShape(
-        model_config.num_attention_heads // size,
-        heads_per_rank(model_config.num_key_value_heads, size),
-        model_config.head_dim,
-        config.kvcache_block_size,
-        runner.dtype,
-        device,
-        attention_features(model_config),
-        config.quantizes_kv,
-    )
-    runner.backend = select_attention_backend(
-        config.attention_backend, shape, config.batch_invariant
-    )
-    timed("attention backend")
-    runner.join_ranks()
-    timed("ranks")
-    groups = group_layers([layer.attention.window for layer in model_config.layers])
-    runner.kv_groups, runner.windows = (*groups.keys(),), (*groups.values(),)
+    with ThreadPoolExecutor(1) as executor:
+        backend = executor.submit(choose_backend, runner)  # mostly waits for compilers
+        runner.join_ranks()
+        timed("ranks")
+        groups = group_layers([layer.attention.window for layer in model_config.layers])
+        runner.kv_groups, runner.windows = (*groups.keys(),), (*groups.values(),)
+        num_blocks = config.num_kvcache_blocks
+        if num_blocks == -1:
+            from nanovllm.engine.kv_cache import max_num_blocks
+
+            num_blocks = max_num_blocks(runner)
+        limit_model_len(runner, num_blocks)  # also limits the length of the rotary embedding table
+        runner.model = build_model(runner)
+        if uses_arenas(runner):
+            move_parameters(runner.model, device)
+        timed("model without weights")
+        load_weights(runner, checkpoint)
+        timed("weights")
+        runner.backend = backend.result()
+        runner.barrier()
+        timed("attention backend, after the weights")
+    for layer in _attention_layers(runner.model):
+        layer.backend = runner.backend
     if runner.backend.shares_prefixes and None in runner.windows:
-        from nanovllm.engine.shared_prefixes import PrefixFinder
-
-        vector = vector_bytes(shape.head_dim, shape.dtype.itemsize, shape.is_quantized)
-        token_bytes = 2 * shape.num_kv_heads * vector
-        runner.prefix_finder = PrefixFinder(
-            shape.block_size, runner.windows.index(None), token_bytes
-        )
-    num_blocks = config.num_kvcache_blocks
-    if num_blocks == -1:
-        from nanovllm.engine.kv_cache import max_num_blocks
-
-        num_blocks = max_num_blocks(runner)
-    limit_model_len(runner, num_blocks)  # also limits the length of the rotary embedding table
-    runner.model = build_model(runner)
-    if uses_arenas(runner):
-        move_parameters(runner.model, device)
+        runner.prefix_finder = make_prefix_finder(runner)
     runner.sampler = make_sampler(runner.model.lm_head)
     runner.graphs = CapturedSteps()
-    timed("model without weights")
-    load_weights(runner, checkpoint)
-    runner.barrier()
-    timed("weights")
     if on_gpu and config.max_num_seqs is None:
         from nanovllm.engine.kv_cache import choose_num_seqs
 
@@ -274,6 +266,33 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
         capture_cudagraph(runner)
     runner.barrier()
     timed("CUDA graphs")
+
+
+@on_device
+def choose_backend(runner: ModelRunner) -> AttentionBackend:
+    config, model = runner.config, runner.model_config
+    shape = AttentionShape(
+        model.num_attention_heads // config.tensor_parallel_size,
+        heads_per_rank(model.num_key_value_heads, config.tensor_parallel_size),
+        model.head_dim,
+        config.kvcache_block_size,
+        runner.dtype,
+        runner.device,
+        attention_features(model),
+        config.quantizes_kv,
+    )
+    return select_attention_backend(config.attention_backend, shape, config.batch_invariant)
+
+
+def make_prefix_finder(runner: ModelRunner) -> "PrefixFinder":
+    from nanovllm.engine.shared_prefixes import PrefixFinder
+
+    model, config = runner.model_config, runner.config
+    kv_heads = heads_per_rank(model.num_key_value_heads, config.tensor_parallel_size)
+    vector = vector_bytes(model.head_dim, runner.dtype.itemsize, config.quantizes_kv)
+    return PrefixFinder(
+        config.kvcache_block_size, runner.windows.index(None), 2 * kv_heads * vector
+    )
 
 
 def uses_arenas(runner: ModelRunner) -> bool:
@@ -304,8 +323,6 @@ def build_model(runner: ModelRunner) -> DecoderForCausalLM:
             model = DecoderForCausalLM(config, runner.max_model_len).eval()
     finally:
         torch.set_default_dtype(default_dtype)
-    for layer in _attention_layers(model):
-        layer.backend = runner.backend
     return model
 
 

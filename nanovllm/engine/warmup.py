@@ -40,13 +40,16 @@ def compile_kernels(runner: ModelRunner) -> None:
     """Compiles the kernels of all steps in parallel, instead of one by one at their first launch.
 
     The kernels of small steps depend on the size, so all small sizes are compiled. For large
-    decodes, the multiples of 64 are enough.
+    decodes, the multiples of 64 are enough, and for large prefills the largest one.
     """
     allocate_kv_cache(runner, 1)
     sizes = graph_sizes(runner) if runner.backend.capturable else []
     decodes = [size for size in sizes if not size.is_prefill and size.num_tokens % 64 == 0]
     few = [size for size in sizes if size.num_tokens <= 64]
+    prefills = [size for size in sizes if size.is_prefill]
     with compiling_only(), skip_middle_layers(runner.model.model):
         warmup_model(runner)
-        for _, step in StepGraphs(runner).make_steps([*{*few, *decodes, *sizes[-1:]}]):
+        for _, step in StepGraphs(runner).make_steps(
+            [*{*few, *decodes, *prefills[-1:], *sizes[-1:]}]
+        ):
             step()

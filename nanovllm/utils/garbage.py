@@ -5,7 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Event
 
+# Python 3.12 itself freezes about 400 objects when it starts. A program that calls gc.freeze
+# freezes many thousands.
+FROZEN_BY_PYTHON = 1000
 _has_frozen = Event()  # set while objects are frozen by ``collecting_new_objects_only``
+_program_has_frozen = Event()  # set once the program itself is found to have frozen objects
 
 
 @contextmanager
@@ -14,10 +18,10 @@ def collecting_new_objects_only() -> Iterator[None]:
 
     The collector visits all objects of the process whenever their number has grown by a quarter.
     With PyTorch and transformers imported, this takes 0.1 to 0.5 s, as long as about a hundred
-    decode steps of a small model. Does nothing if the program itself has frozen objects, or if
-    another thread is in such a block.
+    decode steps of a small model. Does nothing if another thread is in such a block, or from the
+    first block on that finds objects that the program itself has frozen.
     """
-    if gc.get_freeze_count():
+    if _objects_are_frozen():
         yield
         return
     try:
@@ -32,6 +36,16 @@ def collect_all() -> None:
     """Collects garbage among all objects, also within a block of another thread."""
     _unfreeze()
     gc.collect()
+
+
+def _objects_are_frozen() -> bool:
+    if _has_frozen.is_set() or _program_has_frozen.is_set():
+        return True
+    if (
+        gc.get_freeze_count() > FROZEN_BY_PYTHON
+    ):  # asked once: it visits all of them, in 40 ms for a million
+        _program_has_frozen.set()
+    return _program_has_frozen.is_set()
 
 
 def _unfreeze() -> None:

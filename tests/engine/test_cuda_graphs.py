@@ -48,7 +48,7 @@ def test_no_batch_size_lacks_a_graph(max_num_seqs):
 @pytest.mark.parametrize("max_num_seqs", [1, 20, 600])
 def test_prefills_within_the_limits_are_captured(max_num_tokens, max_num_seqs):
     captured = prefill_sizes(max_num_tokens, max_num_seqs, 10**6)
-    assert captured == sorted(set(captured)) and bool(captured) == (max_num_tokens >= 16)
+    assert captured == sorted(set(captured)) and bool(captured) == (max_num_tokens >= 64)
     for size in captured:
         assert size.is_prefill and size.num_tokens <= min(max_num_tokens, 4096)
         assert size.num_seqs == min(max_num_seqs, size.num_tokens, 64)
@@ -208,7 +208,7 @@ def test_padded_steps_give_the_same_tokens(model_path, capture):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
-def test_steps_with_shared_prefixes_have_graphs_of_their_own(model_path, capture, monkeypatch):
+def test_steps_with_shared_prefixes_have_graphs_of_their_own(tiny_models, capture, monkeypatch):
     """In Triton's interpreter fewer programs are faster."""
     monkeypatch.setattr(startup, "select_attention_backend", lambda *_, **__: TritonAttention())
     monkeypatch.setattr(TritonAttention, "prefill", TorchAttention.prefill)
@@ -221,7 +221,8 @@ def test_steps_with_shared_prefixes_have_graphs_of_their_own(model_path, capture
     settings = {"num_kvcache_blocks": 60, "kvcache_block_size": 4, "max_model_len": 32}
     tokens = []
     for captures in (False, True):
-        with LLM(model_path, device="cpu", max_num_seqs=5, **settings) as llm:
+        path = tiny_models.path("qwen3-one-layer")
+        with LLM(path, device="cpu", max_num_seqs=5, **settings) as llm:
             if captures:
                 graphs = capture(llm.model_runner)
                 decodes = [size for size in graphs.graphs if not size.is_prefill]

@@ -46,7 +46,9 @@ def generate(path, shares: bool, monkeypatch):
     return [x.token_ids for output in outputs for x in output.outputs], num_steps
 
 
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["qwen3-one-layer", pytest.param("gemma2", marks=pytest.mark.slow)]
+)
 def test_the_same_tokens_with_and_without_shared_prefixes(name, tiny_models, monkeypatch):
     """Of a system prompt and of several completions; also in a model of which some layers have a
     window."""

@@ -24,6 +24,7 @@ from nanovllm.kernels.attention import (
     block_tables,
     decode,
     flash_attn_4_backend,
+    hopper_prefill,
     prefill,
     prefix_decode,
     triton_backend,
@@ -103,6 +104,7 @@ def compile_only(capability: int = 90, memory: int = SHARED_MEMORY) -> list[Any]
         module.pdl_options = lambda x: options  # type: ignore[attr-defined]
     for module in (prefill, grouped, invariant_attention, invariant_gemm):
         module.shared_memory = lambda device: memory  # type: ignore[attr-defined]
+    hopper_prefill._num_multiprocessors = lambda device: 132  # type: ignore[assignment]
     invariant_gemm.has_tma = lambda device: capability >= 90  # type: ignore[assignment]
     return compiled
 
@@ -199,7 +201,7 @@ def launch_attention(
         lens = np.ones(num_seqs, np.int32)
         qkv = make(num_seqs, q_heads + 2 * kv_heads, head_dim)
         q, k, v = qkv.split((q_heads, kv_heads, kv_heads), dim=1)
-        cases: list[Any] = [(params, None)]
+        cases: list[Any] = [(params, None)] if all_sizes or not is_quantized else []
         if num_seqs == 64 or dtype is not torch.bfloat16:  # its kernel is the same for all sizes
             cases.append((params._replace(window=None), NO_PREFIXES))
         for case, prefixes in cases:
@@ -227,6 +229,26 @@ def launch_attention(
             block_tables=tables,
         )
         attention.prefill(q, k, k, cache, prefill, params)
+
+
+def launch_hopper_prefill(all_sizes: bool) -> None:
+    """Launches the prefill kernel for Hopper: with all features, and for all sizes of heads also
+    without."""
+    features = AttentionParams(1.0, 128, 50.0, torch.zeros(64))
+    cases: list[Any] = [(torch.bfloat16, 32, 8, 128, features)]
+    if all_sizes:
+        dtypes, heads = (torch.bfloat16, torch.float16), ((64, 8, 64), (16, 8, 128), (8, 4, 256))
+        cases += [(dtype, *h, AttentionParams(1.0)) for dtype in dtypes for h in heads]
+        cases += [(torch.float16, *h, features) for h in heads]
+    bounds = torch.zeros(2, dtype=torch.int32)
+    for dtype, q_heads, kv_heads, head_dim, params in cases:
+        q, k = (torch.zeros(64, heads, head_dim, dtype=dtype) for heads in (q_heads, kv_heads))
+        cache = KVCache(*torch.zeros(2, 4, 256, kv_heads, head_dim, dtype=dtype))
+        tables = None if params.window is None else torch.zeros(1, 16, dtype=torch.int32)
+        context = Context(
+            is_prefill=True, block_tables=tables, cu_seqlens_q=bounds, cu_seqlens_k=bounds
+        )
+        hopper_prefill.hopper_prefill(q, k, k, cache, context, params)
 
 
 def launch_invariant_attention(
@@ -395,12 +417,14 @@ if __name__ == "__main__":
         launch_windows(ALL_SIZES)
         launch_quantized(ALL_SIZES)
         launch_fp8_linear(ALL_SIZES)
+        launch_hopper_prefill(ALL_SIZES)
         if ALL_SIZES:
             launch_all(torch.float16, 9, 3, 64, ALL_SIZES)
             launch_all(torch.float32, 4, 1, 96, ALL_SIZES)
             launch_invariant_attention(torch.bfloat16, 8, 4, 256, AttentionParams(1.0, 512))
     done = [(n, k.result() if hasattr(k, "result") else k) for n, k in kernels]
     roomy = (  # on GPUs that have as much
+        "hopper_prefill_kernel",
         "_prefill_kernel",
         "_tile_kernel",
         "_grouped_kernel",

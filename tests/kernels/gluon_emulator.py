@@ -155,6 +155,10 @@ class TensorDescriptor:
         self.shape, self.strides = shape, strides
         self.block_shape, self.layout = block_shape, layout
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.memory.dtype
+
     def rows(self, coordinates: list[Any]) -> Iterator[tuple[int, Tensor]]:
         """Yields the rows of the box that are in bounds: their index and elements."""
         *outer, column = (int(c) for c in coordinates)
@@ -233,35 +237,35 @@ def _named_barrier(index: int, num_threads: int, is_sync: bool) -> None:
             program.wait(lambda: state[2] > phase, f"named barrier {index}")
 
 
-def _assembly(text: str, constraints: str, args: list[Any], *_: Any, **options: Any) -> Any:
+def _assembly(
+    text: str, constraints: str, args: list[Any], dtype: torch.dtype, **options: Any
+) -> Any:
     if text.startswith("bar."):
         num_threads = int(text.split(";")[0].split(",")[1])
         return _named_barrier(int(args[0]), num_threads, text.startswith("bar.sync"))
-    if text.startswith("cvt.rn.bf16x2"):
-        return args[0].bfloat16()
-    if text.startswith("tanh"):
-        return args[0].tanh()
+    if text.startswith("cvt.rn."):
+        return args[0].to(dtype)
     assert "nanosleep" in text, text  # only for the order of instructions
     return args[0]
 
 
 class Kernel:
-    """A persistent kernel. At most ``MAX_PROGRAMS`` run, so that each has several items."""
-
-    MAX_PROGRAMS = 3
+    """A persistent kernel."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.function = function
 
-    def warmup(self, *args: Any, grid: tuple[int, ...], **options: Any) -> None:
-        values = [
-            Pointer(a) if isinstance(a, Tensor) else torch.tensor(a) if type(a) is int else a
-            for a in args
-        ]
-        count = min(grid[0], self.MAX_PROGRAMS)
-        for index in range(count):
-            _thread.program = Program(index, count)
-            self.function(*values)
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def launch(*args: Any, num_warps: int) -> None:
+            values = [
+                Pointer(a) if isinstance(a, Tensor) else torch.tensor(a) if type(a) is int else a
+                for a in args
+            ]
+            for index in range(grid[0]):
+                _thread.program = Program(index, grid[0])
+                self.function(*values)
+
+        return launch
 
 
 def _jit(function: Any = None, **options: Any) -> Any:
@@ -280,6 +284,7 @@ LANGUAGE = {
     "int64": torch.int64,
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
     "NVMMADistributedLayout": lambda *args: None,
     "NVMMASharedLayout": lambda *args: None,
     "DotOperandLayout": lambda *args: None,

@@ -27,6 +27,7 @@ from nanovllm.kernels.silu_and_mul import (
     invariant_silu_and_mul_reference,
     silu_and_mul_reference,
 )
+from tests.kernels.conftest import DEVICE
 from tests.kernels.rows import NUM_ROWS, assert_rows_are_independent, same_bits
 
 SLOW = pytest.mark.slow
@@ -140,8 +141,9 @@ def test_a_shard_samples_each_row_by_itself():
 )
 def test_log_probabilities(function: Any, dtype: torch.dtype):
     """Rounded logits have many ties."""
-    logits = (torch.randn(NUM_ROWS, 1003) * 3).to(dtype)
-    tokens = torch.randint(1003, (NUM_ROWS,))
+    device = DEVICE if function is top_logprobs_triton else "cpu"
+    logits = (torch.randn(NUM_ROWS, 1003, device=device) * 3).to(dtype)
+    tokens = torch.randint(1003, (NUM_ROWS,), device=device)
     assert_rows_are_independent(partial(function, k=20), logits, tokens)
 
 
@@ -149,10 +151,11 @@ def test_log_probabilities(function: Any, dtype: torch.dtype):
 def test_fewer_log_probabilities_are_the_first_of_more(function: Any):
     """A step computes as many as the request that asks for the most. With torch.topk, which of
     several equal tokens a request got depended on that."""
-    logits = torch.randint(0, 4, (NUM_ROWS, 1003)).bfloat16()
+    device = DEVICE if function is top_logprobs_triton else "cpu"
+    logits = torch.randint(0, 4, (NUM_ROWS, 1003), device=device).bfloat16()
     logits[0] = 0
     logits[1, ::2] = -torch.inf
-    tokens = torch.randint(1003, (NUM_ROWS,))
+    tokens = torch.randint(1003, (NUM_ROWS,), device=device)
     all_ids, all_logprobs, _ = function(logits, tokens, 1003)
     order = logits.float().sort(dim=-1, descending=True, stable=True).indices
     assert torch.equal(all_ids[:, 1:], order)

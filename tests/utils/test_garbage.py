@@ -1,9 +1,11 @@
 import gc
 import weakref
 from collections.abc import Iterator
+from threading import Event
 
 import pytest
 
+from nanovllm.utils import garbage
 from nanovllm.utils.garbage import collect_all, collecting_new_objects_only
 
 
@@ -15,8 +17,9 @@ class Node:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_frozen() -> Iterator[None]:
+def _nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Undoes what conftest.py freezes, until the test ends."""
+    monkeypatch.setattr(garbage, "_program_has_frozen", Event())
     gc.unfreeze()
     yield
     gc.collect()
@@ -45,6 +48,28 @@ def test_what_the_program_froze_stays_frozen():
     with collecting_new_objects_only():
         assert is_collected([Node()])
     assert gc.get_freeze_count() == pytest.approx(count, abs=100)
+    gc.unfreeze()
+
+
+def test_python_itself_may_have_frozen_some_objects(monkeypatch):
+    """Python 3.12 does when it starts."""
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)
+    old = [Node()]
+    with collecting_new_objects_only():
+        assert not is_collected(old)
+
+
+def test_frozen_objects_are_counted_once(monkeypatch: pytest.MonkeyPatch):
+    """Counting visits all of them, in each call of ``generate``."""
+    counts, count = [], gc.get_freeze_count
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.append(count()) or counts[-1])
+    with collecting_new_objects_only(), collecting_new_objects_only():
+        assert counts == [0]
+    gc.freeze()
+    for _ in range(3):
+        with collecting_new_objects_only():
+            pass
+    assert len(counts) == 2 and counts[1] > 0
     gc.unfreeze()
 
 

@@ -21,6 +21,7 @@ from nanovllm.utils.compile_ahead import compiling_only
 from nanovllm.utils.context import Context
 
 logger = logging.getLogger("nanovllm")
+LONG = 4096  # tokens of a prompt for which a backend uses its kernel for long ones, if any
 
 # Fastest first. On an H200, flash-attn 4 prefills long prompts about 1.3 times as fast as Triton.
 # Triton decodes faster than flash-attn 2 at every batch size measured (benchmarks/results/).
@@ -137,6 +138,9 @@ def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
     def ones(*shape: int) -> torch.Tensor:
         return torch.ones(shape, dtype=dtype, device=device)
 
+    def fp32(value: float, *shape: int) -> torch.Tensor:  # another thread may change the default
+        return torch.full(shape, value, dtype=torch.float32, device=device)
+
     def ints(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
@@ -145,7 +149,7 @@ def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
     cache = KVCache(block, block)
     if is_quantized:
         block = (block * MAX_FP8).to(FP8)
-        scales = torch.full((1, 2, num_kv_heads, block_size), 1 / MAX_FP8, device=device)
+        scales = fp32(1 / MAX_FP8, 1, 2, num_kv_heads, block_size)
         cache = KVCache(block, block, scales)
     bounds, table = ints(0, 1, 2), ints(0, 0).unsqueeze(1)
     prompt = Context(
@@ -166,14 +170,16 @@ def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
         decodes.append(replace(decode, split_kv_schedule=on_device))
 
     # With these values, the features do not change the result of attention over one token.
-    neutral = {"window": 1, "softcap": 1e3, "sinks": torch.full((num_heads,), -1e9, device=device)}
+    neutral = {"window": 1, "softcap": 1e3, "sinks": fp32(-1e9, num_heads)}
     used: dict[str, Any] = {name: neutral[name] for name in features}
 
     def outputs() -> Iterator[torch.Tensor]:
         for options in ({}, used) if used else ({},):
             params = AttentionParams(1.0, **options)
             for context in (cached,) if is_quantized else (prompt, cached):
-                yield backend.prefill(q, kv, kv, cache, context, params)
+                for bound in (1, LONG):
+                    bounded = replace(context, max_seqlen_q=bound)
+                    yield backend.prefill(q, kv, kv, cache, bounded, params)
             for context in decodes:
                 yield backend.decode(q, cache, context, params, new)
 

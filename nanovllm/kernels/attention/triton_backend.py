@@ -1,11 +1,14 @@
 """Attention backend in Triton, for all GPUs that Triton supports."""
 
+import logging
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanovllm.kernels.attention.base import AttentionBackend, AttentionParams
 from nanovllm.kernels.attention.decode import decode_attention, decode_tile, num_partial_slots
+from nanovllm.kernels.attention.hopper_prefill import can_launch, hopper_prefill
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.prefill import prefill_attention
 from nanovllm.kernels.attention.prefix_decode import prefix_tile
@@ -18,10 +21,13 @@ from nanovllm.kernels.attention.split_kv import make_split_kv_schedule
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 
+logger = logging.getLogger("nanovllm")
+
 
 class TritonAttention(AttentionBackend):
     """Uses the kernels of this package. They support fp16, bf16 and fp32, all block sizes, and head
-    dimensions up to 256."""
+    dimensions up to 256. Long prompts have a kernel of their own on Hopper GPUs. If that does not
+    compile, the other one takes its place."""
 
     name = "triton"
     fuses_rope = True
@@ -32,8 +38,32 @@ class TritonAttention(AttentionBackend):
         # Counters of the decode kernel, by their number. Launches of the same or of different sizes
         # can share them, because steps run in order.
         self._arrived: dict[int, Tensor] = {}
+        self._hopper_compiles = True
 
-    prefill = staticmethod(prefill_attention)
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        context: Context,
+        params: AttentionParams,
+    ) -> Tensor:
+        args = q, k, v, cache, context, params
+        if self._hopper_compiles and can_launch(q, cache, context):
+            try:
+                return hopper_prefill(*args)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # compilers may raise any exception
+                self._hopper_compiles = False
+                logger.warning(
+                    "the prefill kernel for Hopper does not compile, so long prompts are slower: "
+                    "%s: %s",
+                    type(error).__name__,
+                    error,
+                )
+        return prefill_attention(*args)
 
     def split_kv(
         self,

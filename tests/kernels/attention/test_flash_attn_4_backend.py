@@ -12,7 +12,7 @@ import triton
 
 from nanovllm.config import ATTENTION_BACKENDS
 from nanovllm.kernels.attention import backend as selection
-from nanovllm.kernels.attention import flash_attn_4_backend
+from nanovllm.kernels.attention import decode, flash_attn_4_backend, prefix_decode
 from nanovllm.kernels.attention.backend import AttentionShape, select_attention_backend
 from nanovllm.kernels.attention.base import ALL_FEATURES, AttentionParams
 from nanovllm.kernels.attention.flash_attn_4_backend import FlashAttention4
@@ -262,7 +262,12 @@ def broken(q, **kwargs):
 class TestChoice:
     @pytest.fixture(autouse=True)
     def _tried_out_here(self, monkeypatch, device):
-        """Backends for a GPU are tried out on the device that there is."""
+        """Backends for a GPU are tried out on the device that there is. In Triton's interpreter
+        fewer programs are faster."""
+        if device == "cpu":
+            monkeypatch.setattr(decode, "NUM_PROGRAMS", 8)
+            monkeypatch.setattr(decode, "NUM_PROGRAMS_SMALL_BATCH", 8)
+            monkeypatch.setattr(prefix_decode, "NUM_MULTIPROCESSORS", 4)
         on, here = selection._try_out, torch.device(device)
         monkeypatch.setattr(
             selection, "_try_out", lambda backend, shape: on(backend, shape._replace(device=here))

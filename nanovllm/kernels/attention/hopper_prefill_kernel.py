@@ -1,4 +1,4 @@
-"""Prefill attention for Hopper in Gluon: the kernel.
+"""The kernel of prefill attention for Hopper, in Gluon. hopper_prefill.py launches it.
 
 It has the structure of FlashAttention-3 (arXiv:2407.08608). Programs are persistent and
 warp-specialised. One warp, the producer, loads queries, keys and values by TMA into shared memory.
@@ -21,11 +21,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-LOG2_E = 1.4426950408889634
-ROWS = 64  # rows of queries per consumer: those of one wgmma instruction
-MANY = 1 << 30  # more rows than any tensor has
-# Named barriers: Triton uses 0 to 4, one per partition and one more.
+from nanovllm.kernels.attention.hopper_prefill import MANY, ROWS
+from nanovllm.kernels.attention.tiles import LOG2_E
+
+# Named barriers: Triton itself uses up to 5, from 0 on, one per partition and one more.
 PING_PONG_BARRIER, KEY_BARRIER, VALUE_BARRIER = map(gl.constexpr, (5, 8, 12))
+# Their names before Triton 3.9 are the longer ones.
+_tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 GL_ROWS, GL_MANY, GL_LOG2_E = gl.constexpr(ROWS), gl.constexpr(MANY), gl.constexpr(LOG2_E)
 
 
@@ -53,9 +56,11 @@ def _of_columns(columns):
 
 
 class Sizes(NamedTuple):
-    """What a kernel is compiled for. WINDOW and SOFTCAP are 0 for none, and PAGE_SIZE is 0 for keys
-    that are not paged. BOX is the number of keys per TMA load. See Tile for the rest."""
+    """What a kernel is compiled for. DTYPE is bf16 or f16. WINDOW and SOFTCAP are 0 for none, and
+    PAGE_SIZE is 0 for keys that are not paged. BOX is the number of keys per TMA load. See Tile for
+    the rest."""
 
+    DTYPE: str
     CONSUMERS: int
     STAGES: int
     BLOCK_N: int
@@ -68,7 +73,6 @@ class Sizes(NamedTuple):
     SOFTCAP: float
     Q_STAGES: int
     PING_PONG: bool
-    NAMED: bool
 
 
 @aggregate
@@ -79,35 +83,36 @@ class KernelSizes:
 
     @gluon.constexpr_function
     def __init__(self, sizes):
-        for name, size in sizes._asdict().items():
+        for name, size in zip(Sizes._fields, sizes, strict=True):  # may be a plain tuple here
             setattr(self, name, gl.constexpr(size))
 
 
 @aggregate
 class Buffers:
     """Tiles in shared memory. ``full`` completes a phase when the producer's loads into a tile have
-    arrived, and ``empty`` when every consumer has read it. NAMED is the index of the first tile's
-    named barrier, which can stand for ``empty``."""
+    arrived. That every consumer has read a tile of queries is a phase of ``empty``. For a tile of
+    keys or values it is a phase of a named barrier. EMPTY is the index of the first tile's one."""
 
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    NAMED: gl.constexpr
+    EMPTY: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, tiles, full, empty, NAMED):
+    def __init__(self, tiles, full, empty, EMPTY):
         self.tiles = tiles
         self.full = full
         self.empty = empty
-        self.NAMED = gl.constexpr(NAMED)
+        self.EMPTY = gl.constexpr(EMPTY)
 
 
 @aggregate
 class Work:
     """The items of work: tiles of queries times query heads. A program computes one per round, and
-    every other round goes through the programs backwards, so that all get about as many keys."""
+    every other round goes through the programs backwards, so that all get about as many keys.
+    ``tiles`` is the schedule, after its first row."""
 
-    tiles: gl.tensor  # [num_tiles, 4], see schedule
+    tiles: gl.tensor
     num_items: gl.tensor
 
     @gluon.constexpr_function
@@ -123,6 +128,7 @@ class Work:
 
     @gluon.jit
     def num_rounds(self):
+        """Returns the number of items of this program, which may be 0."""
         full = self.num_items // gl.num_programs(0)
         return full + (self.index(full) < self.num_items).to(gl.int32)
 
@@ -260,21 +266,15 @@ def _arrive(barrier, NUM_THREADS: gl.constexpr):
 @gluon.jit
 def _wait_empty(buffers, slot, S):
     """Lets the producer wait until the consumers have read what is in ``slot``."""
-    if S.NAMED:
-        if slot.lap > 0:
-            _sync(buffers.NAMED + slot.stage, 32 + S.CONSUMERS * 128)
-    else:
-        mbarrier.wait(buffers.empty.index(slot.stage), slot.lap & 1 ^ 1)
+    if slot.lap > 0:
+        _sync(buffers.EMPTY + slot.stage, 32 + S.CONSUMERS * 128)
 
 
 @gluon.jit
 def _release(buffers, slot, S):
     """Says that this consumer has read what is in ``slot``. Threads arrive at a named barrier each
     for itself. Before one of them arrives at an mbarrier, and afterwards, Triton makes all wait."""
-    if S.NAMED:
-        _arrive(buffers.NAMED + slot.stage, 32 + S.CONSUMERS * 128)
-    else:
-        mbarrier.arrive(buffers.empty.index(slot.stage))
+    _arrive(buffers.EMPTY + slot.stage, 32 + S.CONSUMERS * 128)
 
 
 @gluon.jit
@@ -297,7 +297,7 @@ def _load_keys(desc, buffers, slot, tile, tables_ptr, table_stride, source, S):
             row = row % S.PAGE_SIZE
         coordinates = [GL_MANY, start + size, GL_MANY - size + row, source.column]
         box = smem.slice(i * S.BOX, S.BOX, 2)
-        tma.async_copy_global_to_shared(desc, coordinates, full, box)
+        _tma_load(desc, coordinates, full, box)
 
 
 @gluon.jit
@@ -310,7 +310,7 @@ def _load_queries(desc, q, round, row, num_rows, column, S):
     for i in gl.static_range(S.CONSUMERS):
         coordinates = [GL_MANY, row + num_rows, GL_MANY - num_rows + i * GL_ROWS, column]
         smem = q.tiles.index(buffer * S.CONSUMERS + i)
-        tma.async_copy_global_to_shared(desc, coordinates, full, smem)
+        _tma_load(desc, coordinates, full, smem)
 
 
 @gluon.jit
@@ -338,7 +338,8 @@ def _produce(tables_ptr, parts, S):
             _load_keys(parts.k_desc, parts.k, new_slot, tile - 1, tables_ptr, stride, source, S)
             _load_keys(parts.v_desc, parts.v, slot, tile, tables_ptr, stride, source, S)
             slot, tile = new_slot, tile - 1
-    _load_keys(parts.v_desc, parts.v, slot, tile, tables_ptr, stride, source, S)
+    if slot.lap >= 0:  # there was an item
+        _load_keys(parts.v_desc, parts.v, slot, tile, tables_ptr, stride, source, S)
 
 
 @gluon.jit
@@ -367,15 +368,9 @@ def _end_block(stage):
 def _softmax(scores, rows, scale, tile, position, MASKED: gl.constexpr, S):
     """One step of the online softmax, in base 2. Returns the weights, the new maximum and sum, and
     the factor by which earlier weights shrink."""
-    if S.SOFTCAP > 0:
-        scores = gl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;",
-            "=f,f",
-            [scores * (scale / S.SOFTCAP)],
-            gl.float32,
-            is_pure=True,
-            pack=1,
-        )
+    if S.SOFTCAP > 0:  # scores become tanh(scaled scores / softcap)
+        power = gl.exp2(scores * (scale * (2 * GL_LOG2_E / S.SOFTCAP)))
+        scores = 1.0 - 2.0 / (power + 1.0)
         scale = gl.to_tensor(S.SOFTCAP)
     if MASKED:
         key = gl.arange(0, S.BLOCK_N, _of_columns(S.BLOCK_N))[None, :]
@@ -394,8 +389,13 @@ def _softmax(scores, rows, scale, tile, position, MASKED: gl.constexpr, S):
 
 
 @gluon.jit
-def _queries(q, buffer, CONSUMER: gl.constexpr, S):
-    return q.tiles.index(buffer * S.CONSUMERS + CONSUMER).reshape([GL_ROWS, S.HEAD_DIM])
+def _queries(q, buffer, tile, CONSUMER: gl.constexpr, S):
+    """Returns this consumer's queries in shared memory. Their address depends on ``tile``, but only
+    for the assembler, as ``tile`` is not negative. With an address that several loops share, the
+    assembler of CUDA 12.8 puts a part of it into a register before the first of these loops, and
+    reads that register in the next loop even if the first one was skipped."""
+    index = buffer * S.CONSUMERS + CONSUMER + gl.minimum(tile, 0)
+    return q.tiles.index(index).reshape([GL_ROWS, S.HEAD_DIM])
 
 
 @gluon.jit
@@ -409,9 +409,14 @@ def _start_scores(queries, k, slot, S):
 @gluon.jit
 def _to_operand(weights, S):
     """Converts weights to the left operand of a matmul, in place: not after later matmuls start."""
-    operand = gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [weights], gl.bfloat16, is_pure=False, pack=2
-    )
+    if S.DTYPE == "bf16":
+        operand = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [weights], gl.bfloat16, is_pure=False, pack=2
+        )
+    else:
+        operand = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [weights], gl.float16, is_pure=False, pack=2
+        )
     return gl.convert_layout(operand, _left_operand(S.HEAD_DIM), assert_trivial=True)
 
 
@@ -429,7 +434,7 @@ def _scaled(out, factor, S):
 
 @gluon.jit
 def _step(
-    queries, parts, slot, rows, tile, position, CONSUMER: gl.constexpr, MASKED: gl.constexpr, S
+    buffer, parts, slot, rows, tile, position, CONSUMER: gl.constexpr, MASKED: gl.constexpr, S
 ):
     """Adds the values in ``slot``, whose weights are known, to the output, and meanwhile computes
     the softmax of the next tile of keys, ``tile``. Algorithm 2 of the paper. Returns the rows, with
@@ -439,6 +444,7 @@ def _step(
     mbarrier.wait(parts.k.full.index(k_slot.stage), k_slot.lap & 1)
     if S.PING_PONG:
         _sync(PING_PONG_BARRIER + CONSUMER, 256)
+    queries = _queries(parts.q, buffer, tile, CONSUMER, S)
     scores = _start_scores(queries, parts.k, k_slot, S)
     mbarrier.wait(parts.v.full.index(slot.stage), slot.lap & 1)
     out = _start_output(operand, parts.v, slot, rows.out, S)
@@ -459,7 +465,7 @@ def _step(
 @gluon.jit
 def _attend(
     num_tiles,
-    queries,
+    buffer,
     parts,
     slot,
     rows,
@@ -472,7 +478,7 @@ def _attend(
     """Attends to the ``num_tiles`` tiles of keys before ``tile``, from the last to the first."""
     for _ in range(num_tiles):
         tile -= 1
-        rows, decay = _step(queries, parts, slot, rows, tile, position, CONSUMER, MASKED, S)
+        rows, decay = _step(buffer, parts, slot, rows, tile, position, CONSUMER, MASKED, S)
         rows = Rows(rows.weights, _scaled(rows.out, decay, S), rows.max, rows.sum)
         slot = slot.next(S)
     return slot, rows, tile
@@ -493,8 +499,9 @@ def _empty_rows(sinks_ptr, head, S):
 
 
 @gluon.jit
-def _first_step(queries, parts, slot, rows, tile, position, S):
+def _first_step(buffer, parts, slot, rows, tile, position, CONSUMER: gl.constexpr, S):
     """Computes the softmax of an item's first tile of keys, with nothing else to do meanwhile."""
+    queries = _queries(parts.q, buffer, tile, CONSUMER, S)
     mbarrier.wait(parts.k.full.index(slot.stage), slot.lap & 1)
     scores = warpgroup_mma_wait(0, deps=[_start_scores(queries, parts.k, slot, S)])
     _release(parts.k, slot, S)
@@ -515,36 +522,41 @@ def _last_step(parts, slot, rows, S):
 
 @gluon.jit
 def _consume(CONSUMER: gl.constexpr, sinks_ptr, parts, S):
-    """Computes the rows of one consumer, in all items of the program. If two tiles of queries fit
-    in shared memory, an item's first step is also the last step of the item before. The tensor
-    cores are then busy while the first softmax is computed."""
+    """Computes the rows of one consumer, in all items of the program."""
+    num_rounds = parts.work.num_rounds()
+    if num_rounds > 0:
+        _consume_items(num_rounds, CONSUMER, sinks_ptr, parts, S)
+
+
+@gluon.jit
+def _consume_items(num_rounds, CONSUMER: gl.constexpr, sinks_ptr, parts, S):
+    """With two stages of queries, an item's first step is also the last step of the item before.
+    The tensor cores are then busy while the first softmax is computed."""
     if S.PING_PONG and CONSUMER == S.CONSUMERS - 1:
         _arrive(PING_PONG_BARRIER, 256)
-    num_rounds = parts.work.num_rounds()
     first_position, num_rows, head = parts.work.read(0, 2, S)
     first, first_full, diagonal, tile = _key_tiles(first_position, num_rows, S)
     slot, rows = Slot(gl.to_tensor(0), gl.to_tensor(0)), _empty_rows(sinks_ptr, head, S)
     row = gl.arange(0, GL_ROWS, _of_rows(S.BLOCK_N)) + CONSUMER * GL_ROWS
     position = first_position + row
     mbarrier.wait(parts.q.full.index(0), 0)
-    rows = _first_step(_queries(parts.q, 0, CONSUMER, S), parts, slot, rows, tile, position, S)
+    rows = _first_step(0, parts, slot, rows, tile, position, CONSUMER, S)
     for round in range(num_rounds):
         # Read long before its use, because reading takes long.
         next_position, next_num_rows, next_head = parts.work.read(round + 1, 2, S)
         buffer = round % S.Q_STAGES
-        queries = _queries(parts.q, buffer, CONSUMER, S)
         slot, rows, tile = _attend(
-            tile - diagonal, queries, parts, slot, rows, tile, position, CONSUMER, True, S
+            tile - diagonal, buffer, parts, slot, rows, tile, position, CONSUMER, True, S
         )
         if S.Q_STAGES == 2:  # the output of the item before was stored from the other buffer
             tma.store_wait(0)
             mbarrier.arrive(parts.q.empty.index(1 - buffer), pred=round > 0)
         slot, rows, tile = _attend(
-            tile - first_full, queries, parts, slot, rows, tile, position, CONSUMER, False, S
+            tile - first_full, buffer, parts, slot, rows, tile, position, CONSUMER, False, S
         )
         if S.WINDOW:
             slot, rows, tile = _attend(
-                tile - first, queries, parts, slot, rows, tile, position, CONSUMER, True, S
+                tile - first, buffer, parts, slot, rows, tile, position, CONSUMER, True, S
             )
         first, first_full, diagonal, tile = _key_tiles(next_position, next_num_rows, S)
         position = next_position + row
@@ -555,18 +567,17 @@ def _consume(CONSUMER: gl.constexpr, sinks_ptr, parts, S):
             empty = _empty_rows(sinks_ptr, next_head, S)
             rows = Rows(rows.weights, rows.out, empty.max, empty.sum)
             mbarrier.wait(parts.q.full.index(1 - buffer), (round + 1) // 2 & 1)
-            next_queries = _queries(parts.q, 1 - buffer, CONSUMER, S)
-            args = next_queries, parts, slot, rows, tile, position
-            rows = _step(*args, CONSUMER, True, S)[0]
+            rows = _step(1 - buffer, parts, slot, rows, tile, position, CONSUMER, True, S)[0]
         else:
             rows = _last_step(parts, slot, rows, S)
         slot = slot.next(S)
-        queries.store(_scaled(rows.out, 1.0 / rows_sum, S).to(gl.bfloat16))
+        out_tile = parts.q.tiles.index(buffer * S.CONSUMERS + CONSUMER)
+        out = _scaled(rows.out, 1.0 / rows_sum, S).to(parts.out_desc.dtype)
+        out_tile.reshape([GL_ROWS, S.HEAD_DIM]).store(out)
         fence_async_shared()
         first_row = GL_MANY - num_rows + CONSUMER * GL_ROWS
         coordinates = [GL_MANY, q_row + num_rows, first_row, head * S.HEAD_DIM]
-        out_tile = parts.q.tiles.index(buffer * S.CONSUMERS + CONSUMER)
-        tma.async_copy_shared_to_global(parts.out_desc, coordinates, out_tile)
+        _tma_store(parts.out_desc, coordinates, out_tile)
         num_rows = next_num_rows
         empty = _empty_rows(sinks_ptr, next_head, S)
         rows = Rows(rows.weights, empty.out, rows.max, rows.sum)
@@ -575,7 +586,7 @@ def _consume(CONSUMER: gl.constexpr, sinks_ptr, parts, S):
             mbarrier.arrive(parts.q.empty.index(0))
             if has_next:
                 mbarrier.wait(parts.q.full.index(0), round + 1 & 1)
-                rows = _first_step(queries, parts, slot, empty, tile, position, S)
+                rows = _first_step(0, parts, slot, empty, tile, position, CONSUMER, S)
     tma.store_wait(0)
 
 
@@ -585,40 +596,40 @@ def _buffers(
     COUNT: gl.constexpr,
     NUM_ROWS: gl.constexpr,
     BARRIERS: gl.constexpr,
-    NAMED: gl.constexpr,
+    EMPTY: gl.constexpr,
     S,
 ):
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    tiles = gl.allocate_shared_memory(gl.bfloat16, [COUNT, 1, 1, NUM_ROWS, S.HEAD_DIM], desc.layout)
+    tiles = gl.allocate_shared_memory(desc.dtype, [COUNT, 1, 1, NUM_ROWS, S.HEAD_DIM], desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], barrier)
     for i in gl.static_range(BARRIERS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=S.CONSUMERS)
-    return Buffers(tiles, full, empty, NAMED)
+    return Buffers(tiles, full, empty, EMPTY)
 
 
-@gluon.jit(do_not_specialize=["table_stride", "num_items"])
-def prefill_kernel(
+@gluon.jit(do_not_specialize=["table_stride"])
+def hopper_prefill_kernel(
     q_desc,
     k_desc,
     v_desc,
     out_desc,
-    tiles_ptr,
-    num_items,
+    schedule_ptr,
     tables_ptr,
     table_stride,
     sinks_ptr,
     scale_log2e,
     SIZES: gl.constexpr,
 ):
-    """Computes the attention of all new tokens of a batch, see ``prefill``."""
+    """Computes the attention of all new tokens of a batch. q, k, v and out are described by
+    ``ragged_descriptor``. See make_schedule for the schedule."""
     S = KernelSizes(SIZES)
     q = _buffers(q_desc, S.Q_STAGES * S.CONSUMERS, GL_ROWS, S.Q_STAGES, 0, S)
     k = _buffers(k_desc, S.STAGES, S.BLOCK_N, S.STAGES, KEY_BARRIER, S)
     v = _buffers(v_desc, S.STAGES, S.BLOCK_N, S.STAGES, VALUE_BARRIER, S)
     fence_async_shared()
-    work = Work(tiles_ptr, num_items)
+    work = Work(schedule_ptr + 4, gl.load(schedule_ptr) * S.Q_HEADS)
     parts = Parts(q_desc, k_desc, v_desc, out_desc, q, k, v, work, table_stride, scale_log2e)
     if S.CONSUMERS == 2:
         gl.warp_specialize(
