@@ -39,7 +39,8 @@ def quantize(x: Tensor) -> Fp8Rows:
         with NaN or infinite elements becomes NaN.
     """
     x = x.float()
-    scale = x.abs().amax(-1).clamp(min=SMALLEST) / MAX_FP8
+    # A tensor, because PyTorch divides by a number through its reciprocal on a GPU.
+    scale = x.abs().amax(-1).clamp(min=SMALLEST) / torch.full((), MAX_FP8, device=x.device)
     return Fp8Rows((x * (1 / scale).unsqueeze(-1)).to(FP8), scale)
 
 

@@ -33,7 +33,7 @@ def weight_class(request, monkeypatch):
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
-    scales = weight.abs().amax(1, keepdim=True) / 448
+    scales = weight.abs().amax(1, keepdim=True) / torch.tensor(448.0, device=weight.device)
     return (weight * (1 / scales)).to(FP8).float() * scales
 
 

@@ -47,7 +47,7 @@ def bounds(out: torch.Tensor) -> dict[str, float]:
 
 def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 numbers and scales of vectors [..., D], by division."""
-    scale = x.float().abs().amax(-1) / 448
+    scale = x.float().abs().amax(-1) / torch.full((), 448.0, device=x.device)
     return (x.float() / scale.unsqueeze(-1)).to(torch.float8_e4m3fn), scale
 
 

@@ -123,7 +123,7 @@ def test_no_other_token_is_overwritten(store):
 
 
 def plain_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = x.float().abs().amax(-1).maximum(torch.tensor(1e-30, device=x.device)) / 448
+    scale = x.float().abs().amax(-1).maximum(torch.tensor(1e-30, device=x.device)) / torch.tensor(448.0, device=x.device)
     return (x.float() * (1 / scale)[..., None]).to(torch.float8_e4m3fn), scale
 
 
