@@ -14,11 +14,11 @@ import torch
 import xxhash
 
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.engine.startup import check_vocabulary
 from nanovllm.kernels.attention import torch_invariant
 from nanovllm.kernels.attention.backend import AttentionShape, select_attention_backend
 from nanovllm.kernels.gemm.onednn import row_block_linear
 from nanovllm.layers.linear import ReplicatedLinear
-from nanovllm.layers.moe import MoE
 from nanovllm.quantization import batch_invariant
 from nanovllm.quantization.base import use_batch_invariance, use_quantization
 from tests.test_reliability import Memory
@@ -293,15 +293,14 @@ def test_weights_that_change(dtype: str, tiny_models: TinyModels):
 
 
 def test_what_is_refused(tiny_models: TinyModels):
-    shape = AttentionShape(4, 2, 16, 16, torch.float32, torch.device("cuda", 0))
-    for name in ("auto", "triton", "torch"):
-        with pytest.raises(ValueError, match="batch_invariant=True has no kernels for cuda"):
-            select_attention_backend(name, shape, batch_invariant=True)
+    on_gpu = AttentionShape(4, 2, 16, 16, torch.float32, torch.device("cuda", 0))
+    for name in ("flash_attn", "flash_attn_4", "torch"):
+        with pytest.raises(ValueError, match=f"{name}: ValueError: it is not batch-invariant"):
+            select_attention_backend(name, on_gpu, batch_invariant=True)
+    with pytest.raises(ValueError, match="multiple of 16, and this model has 50257 tokens"):
+        check_vocabulary(50_257)
     with pytest.raises(ValueError, match="flash_attn: ValueError: it is not batch-invariant"):
         LLM(tiny_models.path("qwen3"), **ROOMY, attention_backend="flash_attn")
-    gpu = torch.device("meta")  # stands for one: it is not a CPU either
-    with gpu, use_batch_invariance(True), pytest.raises(ValueError, match="mixtures of experts"):
-        MoE(8, 4, 2, 16, True)
     quantisation = use_quantization({"quant_method": "awq"})
     with use_batch_invariance(True), quantisation, pytest.raises(ValueError, match="'awq'"):
         ReplicatedLinear(8, 8)

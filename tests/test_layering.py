@@ -82,8 +82,7 @@ CAPABILITIES = {
     "layers/moe.py": "The decoder builds a MoE for a LayerSpec whose mlp is a MoESpec.",
     "kernels/moe/*.py": "Only experts' weights and layers/moe.py know it.",
     "quantization/experts.py": "Only layers/moe.py knows it.",
-    "quantization/batch_invariant.py": "With batch_invariant, new_unquantized_weight makes its "
-    "class.",
+    "quantization/batch_invariant.py": "With batch_invariant, new_linear_weight makes its class.",
     "kernels/attention/torch_invariant.py": "With batch_invariant, select_attention_backend makes "
     "its class.",
     "kernels/comm/*.py": "RankRunner puts its all-reduces into TPGroup.one_shots.",

@@ -31,21 +31,12 @@ KERNELS = ((range(1, MAX_UNSORTED_TOKENS + 1), mix_few), (range(sys.maxsize), mi
 def new_expert_weights(
     layer: nn.Module, limit: float | None, alpha: float, interleaved: bool, mxfp4: bool
 ) -> "UnquantizedExperts":
-    """Creates the weights of the experts of a new layer. The arguments are those of a MoESpec.
-
-    Raises:
-        ValueError: the engine is batch-invariant, and runs on a GPU.
-    """
+    """Creates the weights of the experts of a new layer. The arguments are those of a MoESpec."""
     weights_class, on_cpu = UnquantizedExperts, torch.get_default_device().type == "cpu"
-    if is_batch_invariant():
-        if not on_cpu:
-            raise ValueError(
-                "batch_invariant=True does not support mixtures of experts on a GPU: use "
-                "device='cpu', or leave batch_invariant out"
-            )
-        weights_class = BatchInvariantExperts
-    elif mxfp4 and not on_cpu:  # on a CPU, MXFP4 weights are dequantised when they are loaded
+    if mxfp4 and not on_cpu:  # on a CPU, MXFP4 weights are dequantised when they are loaded
         weights_class = Mxfp4Experts
+    elif is_batch_invariant():
+        weights_class = BatchInvariantExperts
     return weights_class(layer, get_tp_group(), limit, alpha, interleaved)
 
 
@@ -213,9 +204,14 @@ def _check_uint8(tensor: Tensor) -> None:
 
 
 class BatchInvariantExperts(UnquantizedExperts):
-    """Computes each token's result with the same bits whatever the other tokens are."""
+    """Computes each token's result with the same bits whatever the other tokens are. All tiles of
+    ``mix_grouped`` add in the same order, if assignments are sorted."""
+
+    kernels = KERNELS[1:]
 
     def mix(self, x: Tensor, routing: Routing, residual: Tensor | None) -> Tensor:
+        if use_triton(x):
+            return super().mix(x, routing, residual)
         return mix_reference(x, self._experts, routing, residual, INVARIANT_OPS)
 
 

@@ -287,25 +287,32 @@ def _add_parts_kernel(
 
 
 def invariant_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Computes x W^T + bias + residual in fp32, rounded once.
 
     Args:
-        x: [N, in], contiguous, N at least 1. fp16, bf16 or fp32.
+        x: [N, in], contiguous. fp16, bf16 or fp32.
         weight: [out, in], contiguous.
         bias: [out], or None.
         residual: [N, out], contiguous, or None.
+        dtype: the result's dtype, by default that of x.
 
     Returns:
         [N, out]. For each dtype, GPU and shape of the weight, the bits of a row depend on this row
         of x and of the residual only.
     """
     out_features, width = weight.shape
+    if not len(x):
+        return x.new_empty(0, out_features, dtype=dtype)
     tiles = choose_tiles(x)
     multiprocessors = num_multiprocessors(x.device)
     launch = choose_launch(len(x), out_features, width, tiles, multiprocessors)
-    return launch_linear(x, weight, bias, residual, launch)
+    return launch_linear(x, weight, bias, residual, launch, dtype)
 
 
 def choose_tiles(x: Tensor) -> tuple[Tile, ...]:
@@ -316,7 +323,12 @@ def choose_tiles(x: Tensor) -> tuple[Tile, ...]:
 
 
 def launch_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, launch: Launch
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    launch: Launch,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Computes ``invariant_linear`` with the given tile."""
     (num_rows, width), out_features = x.shape, len(weight)
@@ -327,7 +339,7 @@ def launch_linear(
     parts = cdiv(width, columns)
     tile, is_parallel = launch
     assert not is_parallel or parts > 1
-    out = x.new_empty(num_rows, out_features)
+    out = x.new_empty(num_rows, out_features, dtype=dtype)
     sums, given = out, (bias, residual)
     if is_parallel:
         sums = x.new_empty(parts, num_rows, out_features, dtype=torch.float32)
