@@ -3,11 +3,11 @@
     python -m benchmarks.batch_invariance_proof qwen3-0.6b --output results.jsonl
     python -m benchmarks.batch_invariance_proof qwen3-0.6b --plant --num-requests 300
 
-Runs the same requests in several compositions of batches: all at once, as they arrive, in a full KV
-cache, in small chunks and, for some of them, one at a time. Compares a hash of each request's tokens
-and of the bits of its log-probabilities. Prints a table, and exits with status 1 if a request
-differs. ``--plant`` replaces a matmul by one that sums rows of small batches in another order, which
-must be noticed: then the status is 1 if no request differs.
+Runs the same requests in several compositions of batches: all at once, as they arrive, in a full
+KV cache, in small chunks and, for some of them, one at a time. Compares a hash of each request's
+tokens and of the bits of its log-probabilities. Prints a table, and exits with status 1 if a
+request differs. ``--plant`` replaces a matmul by one that sums rows of small batches in another
+order, which must be noticed: then the status is 1 if no request differs.
 """
 
 import argparse

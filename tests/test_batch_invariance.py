@@ -13,6 +13,7 @@ import pytest
 import torch
 import xxhash
 
+from benchmarks.batch_invariance_proof import split_by_rows
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.engine.startup import check_vocabulary
 from nanovllm.kernels.attention import torch_invariant
@@ -157,6 +158,32 @@ SLOW = pytest.mark.slow
 )
 def test_a_request_has_the_same_bits_in_any_batch(name: str, dtype: str, tiny_models: TinyModels):
     prove(tiny_models.path(name), BLOCKS.get(name, 44), dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("qwen3-tied", "bfloat16"),
+        ("qwen3-tied", "float32"),
+        ("qwen3-moe", "bfloat16"),
+        ("gpt-oss", "bfloat16"),
+        ("gemma2", "bfloat16"),
+        ("olmo2", "float16"),
+    ],
+)
+def test_a_request_has_the_same_bits_in_any_batch_on_a_gpu(
+    name: str, dtype: str, tiny_models: TinyModels
+):
+    prove(tiny_models.path(name), BLOCKS.get(name, 44), dtype=dtype, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen3-moe", "olmo2"])
+def test_two_gpus(name: str, tiny_models: TinyModels):
+    settings = {"dtype": "bfloat16", "device": "cuda", "tensor_parallel_size": 2}
+    prove(tiny_models.path(name), BLOCKS.get(name, 44), **settings)
 
 
 @pytest.mark.slow
@@ -326,6 +353,17 @@ def test_a_gemm_that_splits_by_the_number_of_rows_is_noticed(
     monkeypatch.setattr(batch_invariant, "batch_invariant_linear", linear_that_splits_k_by_rows)
     with pytest.raises(AssertionError, match="all at once"):
         prove_at_once(tiny_models.path("qwen3-tied"), REQUESTS[:4])
+
+
+@pytest.mark.gpu
+def test_a_gemm_that_splits_by_the_number_of_rows_is_noticed_on_a_gpu(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+):
+    planted = split_by_rows(batch_invariant.batch_invariant_linear)
+    monkeypatch.setattr(batch_invariant, "batch_invariant_linear", planted)
+    settings = {"dtype": "bfloat16", "device": "cuda"}
+    with pytest.raises(AssertionError, match="all at once"):
+        prove_at_once(tiny_models.path("qwen3-tied"), REQUESTS, **settings)
 
 
 def test_attention_that_splits_by_the_number_of_queries_is_noticed(
