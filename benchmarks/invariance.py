@@ -186,7 +186,7 @@ class Batch:
 
     def store(self, k: Tensor, v: Tensor) -> None:
         """Stores the keys and values of the first sequence."""
-        for new, cache in zip((k, v), self.cache, strict=True):
+        for new, cache in ((k, self.cache.k), (v, self.cache.v)):
             for i, rows in enumerate(new.split(BLOCK_SIZE)):
                 cache[self.tables[0, i], : len(rows)] = rows
 
@@ -345,9 +345,9 @@ def gemm_times_of(report: Report, rows: int, weights: list[Tensor]) -> None:
     times = {
         name_of(launch): timed(launch_linear, None, launch)
         for launch in launches(out, width, x)
-        if rows * out * launch.is_parallel <= gemm.MAX_PARTS_NUMEL
+        if rows * out * launch.is_parallel * gemm.num_parts(out, width) <= gemm.MAX_PARTS_NUMEL
         and launch.tile.rows <= 4 * max(rows, 16)
-        and rows <= 64 * launch.tile.rows
+        and rows <= 128 * launch.tile.rows
     }
     chosen = name_of(
         gemm.choose_launch(

@@ -13,12 +13,13 @@ import pytest
 import torch
 import xxhash
 
+from benchmarks.batch_invariance_proof import split_by_rows
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.engine.startup import check_vocabulary
 from nanovllm.kernels.attention import torch_invariant
 from nanovllm.kernels.attention.backend import AttentionShape, select_attention_backend
 from nanovllm.kernels.gemm.onednn import row_block_linear
 from nanovllm.layers.linear import ReplicatedLinear
-from nanovllm.layers.moe import MoE
 from nanovllm.quantization import batch_invariant
 from nanovllm.quantization.base import use_batch_invariance, use_quantization
 from tests.test_reliability import Memory
@@ -159,6 +160,32 @@ def test_a_request_has_the_same_bits_in_any_batch(name: str, dtype: str, tiny_mo
     prove(tiny_models.path(name), BLOCKS.get(name, 44), dtype=dtype)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("qwen3-tied", "bfloat16"),
+        ("qwen3-tied", "float32"),
+        ("qwen3-moe", "bfloat16"),
+        ("gpt-oss", "bfloat16"),
+        ("gemma2", "bfloat16"),
+        ("olmo2", "float16"),
+    ],
+)
+def test_a_request_has_the_same_bits_in_any_batch_on_a_gpu(
+    name: str, dtype: str, tiny_models: TinyModels
+):
+    prove(tiny_models.path(name), BLOCKS.get(name, 44), dtype=dtype, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen3-moe", "olmo2"])
+def test_two_gpus(name: str, tiny_models: TinyModels):
+    settings = {"dtype": "bfloat16", "device": "cuda", "tensor_parallel_size": 2}
+    prove(tiny_models.path(name), BLOCKS.get(name, 44), **settings)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-tied", "qwen3-moe"])
 def test_a_thousand_other_requests(name: str, tiny_models: TinyModels):
@@ -293,15 +320,14 @@ def test_weights_that_change(dtype: str, tiny_models: TinyModels):
 
 
 def test_what_is_refused(tiny_models: TinyModels):
-    shape = AttentionShape(4, 2, 16, 16, torch.float32, torch.device("cuda", 0))
-    for name in ("auto", "triton", "torch"):
-        with pytest.raises(ValueError, match="batch_invariant=True has no kernels for cuda"):
-            select_attention_backend(name, shape, batch_invariant=True)
+    on_gpu = AttentionShape(4, 2, 16, 16, torch.float32, torch.device("cuda", 0))
+    for name in ("flash_attn", "flash_attn_4", "torch"):
+        with pytest.raises(ValueError, match=f"{name}: ValueError: it is not batch-invariant"):
+            select_attention_backend(name, on_gpu, batch_invariant=True)
+    with pytest.raises(ValueError, match="multiple of 16, and this model has 50257 tokens"):
+        check_vocabulary(50_257)
     with pytest.raises(ValueError, match="flash_attn: ValueError: it is not batch-invariant"):
         LLM(tiny_models.path("qwen3"), **ROOMY, attention_backend="flash_attn")
-    gpu = torch.device("meta")  # stands for one: it is not a CPU either
-    with gpu, use_batch_invariance(True), pytest.raises(ValueError, match="mixtures of experts"):
-        MoE(8, 4, 2, 16, True)
     quantisation = use_quantization({"quant_method": "awq"})
     with use_batch_invariance(True), quantisation, pytest.raises(ValueError, match="'awq'"):
         ReplicatedLinear(8, 8)
@@ -327,6 +353,17 @@ def test_a_gemm_that_splits_by_the_number_of_rows_is_noticed(
     monkeypatch.setattr(batch_invariant, "batch_invariant_linear", linear_that_splits_k_by_rows)
     with pytest.raises(AssertionError, match="all at once"):
         prove_at_once(tiny_models.path("qwen3-tied"), REQUESTS[:4])
+
+
+@pytest.mark.gpu
+def test_a_gemm_that_splits_by_the_number_of_rows_is_noticed_on_a_gpu(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+):
+    planted = split_by_rows(batch_invariant.batch_invariant_linear)
+    monkeypatch.setattr(batch_invariant, "batch_invariant_linear", planted)
+    settings = {"dtype": "bfloat16", "device": "cuda"}
+    with pytest.raises(AssertionError, match="all at once"):
+        prove_at_once(tiny_models.path("qwen3-tied"), REQUESTS, **settings)
 
 
 def test_attention_that_splits_by_the_number_of_queries_is_noticed(

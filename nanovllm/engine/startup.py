@@ -161,6 +161,18 @@ def check_split(model: ModelConfig, num_ranks: int) -> None:
             )
 
 
+def check_vocabulary(size: int) -> None:
+    """Raises ValueError if sampling on several GPUs cannot be batch-invariant. Some steps sample
+    from each rank's logits, others from the gathered logits. Kernels sum over both in the same
+    order if all rows begin at multiples of 16 elements."""
+    if size % 16:
+        raise ValueError(
+            f"batch_invariant=True with several GPUs needs a vocabulary whose size is a multiple "
+            f"of 16, and this model has {size} tokens: set tensor_parallel_size=1, or leave "
+            f"batch_invariant out"
+        )
+
+
 def attention_features(model: ModelConfig) -> frozenset[str]:
     """Returns the features (window, softcap, sinks) that at least one layer has."""
     names = ("window", "softcap", "sinks")
@@ -214,6 +226,8 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
     runner.dtype = select_dtype(config.dtype, device, model_config.dtype)
     bytes_before = allocated_bytes(device) if on_gpu else 0
     timed("device")
+    if config.batch_invariant and config.tensor_parallel_size > 1 and on_gpu:
+        check_vocabulary(model_config.vocab_size)
     with ThreadPoolExecutor(1) as executor:
         backend = executor.submit(choose_backend, runner)  # mostly waits for compilers
         runner.join_ranks()

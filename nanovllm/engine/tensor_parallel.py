@@ -33,11 +33,10 @@ class RankRunner(ModelRunner):
         self.barrier()  # workers may still be importing modules or selecting their backend
         rank, size, device = self.link.rank, self.config.tensor_parallel_size, self.device
         with self.link.open_store() as store:
-            invariant = self.config.batch_invariant
-            group_class = RankOrderTPGroup if invariant else TPGroup
+            group_class = RankOrderTPGroup if self.config.batch_invariant else TPGroup
             self.tp = make_tp_group(rank, size, store, device, group_class)
             self.tp.min(0, device)  # the first collective, in which NCCL uses the store
-            if device.type == "cuda" and not invariant:
+            if device.type == "cuda":
                 devices = [select_device(self.config.device, rank, size) for rank in range(size)]
                 one_shots = make_one_shot_all_reduces(self.tp, store, self.dtype, devices)
                 self.tp = replace(self.tp, one_shots=one_shots)

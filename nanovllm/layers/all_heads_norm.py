@@ -1,12 +1,25 @@
 """RMSNorm over all heads of a token, as in OLMo 2 (arXiv:2501.00656)."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.quantization.base import is_batch_invariant
 from nanovllm.utils.distributed import get_tp_group
 from nanovllm.utils.loader import check_shape, copy_weight
 from nanovllm.utils.math import divide
+
+
+def mean_of_halves(x: torch.Tensor) -> torch.Tensor:
+    """Computes the mean over the last dimension: [N, width] -> [N, 1]. Adds one half to the other
+    until one column is left, because the order in which torch.mean adds depends on N."""
+    width = x.size(-1)
+    x = F.pad(x, (0, (1 << (width - 1).bit_length()) - width))
+    while x.size(-1) > 1:
+        first, second = x.chunk(2, -1)
+        x = first + second
+    return x / width
 
 
 class AllHeadsRMSNorm(nn.Module):
@@ -23,6 +36,7 @@ class AllHeadsRMSNorm(nn.Module):
     def __init__(self, num_heads: int, head_dim: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps, self.tp = eps, get_tp_group()
+        self.is_batch_invariant = is_batch_invariant()
         self.num_parts = min(num_heads, self.tp.size)
         size = divide(num_heads, self.num_parts) * head_dim
         self.weight = nn.Parameter(torch.ones(size, dtype=torch.float32))
@@ -38,5 +52,7 @@ class AllHeadsRMSNorm(nn.Module):
         if self.tp.size == 1:
             return rms_norm(heads.contiguous(), self.weight, self.eps, None)[0].view(x.shape)
         x32 = heads.float()
-        mean_square = self.tp.all_reduce(x32.square().mean(-1, keepdim=True)) / self.tp.size
+        square = x32.square()
+        mean = mean_of_halves(square) if self.is_batch_invariant else square.mean(-1, keepdim=True)
+        mean_square = self.tp.all_reduce(mean) / self.tp.size
         return (x32 * torch.rsqrt(mean_square + self.eps) * self.weight).to(x.dtype).view(x.shape)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels.sampling.philox import GROUP
-from nanovllm.quantization import new_unquantized_weight
+from nanovllm.quantization import new_vocabulary_weight
 from nanovllm.quantization.base import Shard
 from nanovllm.utils.context import get_context
 from nanovllm.utils.distributed import get_tp_group
@@ -27,7 +27,7 @@ class VocabParallelEmbedding(nn.Module):
         if self.tp.size > 1:
             self.num_embeddings_per_rank = cdiv(num_embeddings, self.tp.size * GROUP) * GROUP
         self.vocab_start = self.tp.rank * self.num_embeddings_per_rank
-        self.linear_weight = new_unquantized_weight(self)  # embeddings are never quantised
+        self.linear_weight = new_vocabulary_weight(self)
         self.linear_weight.create_parameters(embedding_dim, self.num_embeddings_per_rank)
         self.weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
 

@@ -12,6 +12,7 @@ from torch import nn
 from nanovllm.kernels.moe.route import route
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.quantization.base import is_batch_invariant
 from nanovllm.quantization.experts import new_expert_weights
 from nanovllm.utils.distributed import get_tp_group
 
@@ -82,6 +83,7 @@ class MoE(nn.Module):
         super().__init__()
         self.tp = get_tp_group()
         self.top_k, self.norm_topk_prob = top_k, norm_topk_prob
+        self.always_sorts = is_batch_invariant()
         self.gate = ReplicatedLinear(hidden_size, num_experts, bias)
         sizes = hidden_size, num_experts, top_k, intermediate_size
         self.experts = Experts(*sizes, bias, limit, alpha, interleaved, mxfp4)
@@ -102,7 +104,7 @@ class MoE(nn.Module):
         x, residual = self.gate.linear_weight.input_format.rms_norm(
             x, norm.weight, norm.eps, residual
         )
-        routing = route(self.gate(x), self.top_k, self.norm_topk_prob)
+        routing = route(self.gate(x), self.top_k, self.norm_topk_prob, self.always_sorts)
         if self.tp.size == 1 and output_norm is None:
             return self.experts.weights.mix(x, routing, residual), None
         x = self.tp.all_reduce(self.experts.weights.mix(x, routing, None))

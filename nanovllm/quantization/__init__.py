@@ -33,21 +33,25 @@ def new_linear_weight(layer: nn.Module) -> LinearWeight:
         ValueError: the quantisation is not supported.
     """
     method = get_quantization_config().get("quant_method")
-    if method is None:
-        return new_unquantized_weight(layer)
-    if method in WEIGHT_CLASSES and is_batch_invariant():
-        raise ValueError(
-            f"quantization={method!r} does not support batch_invariant=True: leave one of them out"
-        )
-    if method not in WEIGHT_CLASSES:
-        raise ValueError(f"{method!r} quantisation is not supported: use an unquantised checkpoint")
-    return WEIGHT_CLASSES[method](layer)
-
-
-def new_unquantized_weight(layer: nn.Module) -> UnquantizedWeight:
-    """Creates the weight of a layer that is never quantised, such as an embedding."""
-    if is_batch_invariant():
+    if method is None and is_batch_invariant():
         from nanovllm.quantization.batch_invariant import BatchInvariantWeight
 
         return BatchInvariantWeight(layer)
+    if method is None:
+        return UnquantizedWeight(layer)
+    if method not in WEIGHT_CLASSES:
+        raise ValueError(f"{method!r} quantisation is not supported: use an unquantised checkpoint")
+    if is_batch_invariant():
+        raise ValueError(
+            f"quantization={method!r} does not support batch_invariant=True: leave one of them out"
+        )
+    return WEIGHT_CLASSES[method](layer)
+
+
+def new_vocabulary_weight(layer: nn.Module) -> UnquantizedWeight:
+    """Creates the weight of an embedding or an LM head, which is never quantised."""
+    if is_batch_invariant():
+        from nanovllm.quantization.batch_invariant import BatchInvariantVocabulary
+
+        return BatchInvariantVocabulary(layer)
     return UnquantizedWeight(layer)

@@ -6,21 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.gemm.invariant import invariant_linear
 from nanovllm.kernels.gemm.onednn import check_row_blocks, pack_for_row_blocks, row_block_linear
 from nanovllm.kernels.silu_and_mul import invariant_gelu_tanh_and_mul, invariant_silu_and_mul
 from nanovllm.quantization.base import PLAIN, InputFormat, LinearWeight
 from nanovllm.quantization.unquantized import UnquantizedWeight
+from nanovllm.utils.triton_compat import by_device, use_triton
 
 BATCH_INVARIANT = InputFormat(PLAIN.rms_norm, invariant_silu_and_mul, invariant_gelu_tanh_and_mul)
-
-
-# (x, weight, bias) -> x W^T + b, for any number of rows. GPUs have no such kernel yet; start-up
-# raises ValueError.
-batch_invariant_linear = row_block_linear
+# (x, weight, bias) -> x W^T + b, for any number of rows.
+batch_invariant_linear = by_device(row_block_linear, invariant_linear)
 
 
 class BatchInvariantWeight(UnquantizedWeight):
-    """An UnquantizedWeight with one kernel for any number of rows, and without fused operations.
+    """An UnquantizedWeight whose matmul sums in one order for any number of rows. The only fused
+    operation is the sum with the residual on a GPU, which is fused for any number of rows.
 
     On a CPU all matmuls are computed in fp32. With bf16 or fp16, a copy of the weight in fp32 is
     kept for them.
@@ -48,9 +48,24 @@ class BatchInvariantWeight(UnquantizedWeight):
         return LinearWeight.matmul_swiglu(self, x, act_fn)
 
     def matmul_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        if use_triton(x):
+            return invariant_linear(x, self._weight, self.bias, residual), None
         return LinearWeight.matmul_add(self, x, residual)
 
     def norm_matmul(
         self, x: Tensor, residual: Tensor | None, norm: Any, act_fn: Any = None
     ) -> tuple[Any, Tensor]:
         return LinearWeight.norm_matmul(self, x, residual, norm, act_fn)
+
+
+class BatchInvariantVocabulary(BatchInvariantWeight):
+    """The weight of an embedding or an LM head. On a GPU logits are fp32.
+
+    Penalties, for example, need fp32 logits, and a step computes them for all of its rows. Kernels
+    that sum over logits add in another order if they read another dtype.
+    """
+
+    def matmul(self, x: Tensor) -> Tensor:
+        if use_triton(x):
+            return invariant_linear(x, self._weight, self.bias, dtype=torch.float32)
+        return super().matmul(x)

@@ -34,23 +34,17 @@ def new_expert_weights(
     """Creates the weights of the experts of a new layer. The arguments are those of a MoESpec.
 
     Raises:
-        ValueError: the engine is batch-invariant and runs on a GPU, or its weights are to be
-            quantised.
+        ValueError: the weights are to be quantised.
     """
     if method := get_quantization_config().get("quant_method"):
         raise ValueError(
             f"quantization={method!r} does not support mixtures of experts: leave it out"
         )
     weights_class, on_cpu = UnquantizedExperts, torch.get_default_device().type == "cpu"
-    if is_batch_invariant():
-        if not on_cpu:
-            raise ValueError(
-                "batch_invariant=True does not support mixtures of experts on a GPU: use "
-                "device='cpu', or leave batch_invariant out"
-            )
-        weights_class = BatchInvariantExperts
-    elif mxfp4 and not on_cpu:  # on a CPU, MXFP4 weights are dequantised when they are loaded
+    if mxfp4 and not on_cpu:  # on a CPU, MXFP4 weights are dequantised when they are loaded
         weights_class = Mxfp4Experts
+    elif is_batch_invariant():
+        weights_class = BatchInvariantExperts
     return weights_class(layer, get_tp_group(), limit, alpha, interleaved)
 
 
@@ -218,9 +212,14 @@ def _check_uint8(tensor: Tensor) -> None:
 
 
 class BatchInvariantExperts(UnquantizedExperts):
-    """Computes each token's result with the same bits whatever the other tokens are."""
+    """Computes each token's result with the same bits whatever the other tokens are. All tiles of
+    ``mix_grouped`` add in the same order, if assignments are sorted."""
+
+    kernels = KERNELS[1:]
 
     def mix(self, x: Tensor, routing: Routing, residual: Tensor | None) -> Tensor:
+        if use_triton(x):
+            return super().mix(x, routing, residual)
         return mix_reference(x, self._experts, routing, residual, INVARIANT_OPS)
 
 

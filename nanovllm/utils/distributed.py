@@ -90,13 +90,14 @@ class TPGroup:
 
 
 class RankOrderTPGroup(TPGroup):
-    """A group whose all-reduces add the ranks' tensors in the order of the ranks, in fp32. The
-    result for an element does not depend on its position or on the shape of the tensor."""
+    """A group whose all-reduces add the ranks' tensors to zero in the order of the ranks, in fp32.
+    One-shot all-reduces do the same. The result for an element does not depend on its position or
+    on the shape of the tensor."""
 
     __slots__ = ()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype == torch.int64:
+        if x.dtype == torch.int64 or any(one_shot.supports(x) for one_shot in self.one_shots):
             return super().all_reduce(x)
         parts = [
             torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
@@ -104,8 +105,8 @@ class RankOrderTPGroup(TPGroup):
         options = dist.distributed_c10d.AllgatherOptions()
         options.asyncOp = False
         _wait(self.backend.allgather([parts], [x.contiguous()], options))
-        total = parts[0].float()
-        for part in parts[1:]:
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for part in parts:
             total += part
         return total.to(x.dtype)
 

@@ -7,8 +7,9 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.layers.all_heads_norm import AllHeadsRMSNorm
+from nanovllm.layers.all_heads_norm import AllHeadsRMSNorm, mean_of_halves
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.quantization.base import use_batch_invariance
 from nanovllm.utils.distributed import TPGroup, use_tp_group
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -135,7 +136,8 @@ class OtherRank:
 
 
 @pytest.mark.parametrize("num_heads", [4, 1])
-def test_a_norm_over_all_heads_is_that_over_all_ranks(num_heads):
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_norm_over_all_heads_is_that_over_all_ranks(num_heads, invariant):
     """Also where both ranks have a copy of the only head."""
     x, weight = torch.randn(5, num_heads, 8), torch.rand(num_heads * 8) + 0.5
     whole = AllHeadsRMSNorm(num_heads, 8, 1e-3).requires_grad_(False)
@@ -146,9 +148,15 @@ def test_a_norm_over_all_heads_is_that_over_all_ranks(num_heads):
     halves = x.chunk(2, 1) if num_heads > 1 else (x, x)
     squares = [half.flatten(1).square().mean(-1, keepdim=True) for half in halves]
     for rank in range(2):
-        with use_tp_group(TPGroup(rank, 2)):
+        with use_tp_group(TPGroup(rank, 2)), use_batch_invariance(invariant):
             norm = AllHeadsRMSNorm(num_heads, 8, 1e-3).requires_grad_(False)
         norm.weight.weight_loader(norm.weight, weight)
         norm.tp = OtherRank(rank, squares[1 - rank])
         part = whole(x).chunk(2, 1)[rank] if num_heads > 1 else whole(x)
         torch.testing.assert_close(norm(halves[rank]), part)
+
+
+def test_a_mean_of_halves_adds_the_second_half_to_the_first():
+    """2^24 + 1 rounds to 2^24 in fp32, so each other order has another sum."""
+    x = torch.tensor([[2.0**24, 1, -(2.0**24), 0, 0], [1, 2, 3, 4, 5]])
+    assert mean_of_halves(x).tolist() == [[pytest.approx(0.2)], [3]]

@@ -50,16 +50,11 @@ class AttentionShape(NamedTuple):
 
 
 def batch_invariant_backends(device: torch.device) -> dict[str, type[AttentionBackend]]:
-    """Returns the backends that give a token the same bits whatever else a step computes.
+    """Returns the backends that give a token the same bits whatever else a step computes."""
+    if device.type == "cuda":
+        from nanovllm.kernels.attention.invariant import InvariantTritonAttention
 
-    Raises:
-        ValueError: there is none for this device.
-    """
-    if device.type != "cpu":
-        raise ValueError(
-            f"batch_invariant=True has no kernels for {device.type} devices: use device='cpu', or "
-            f"leave batch_invariant out"
-        )
+        return {InvariantTritonAttention.name: InvariantTritonAttention}
     from nanovllm.kernels.attention.torch_invariant import BatchInvariantTorchAttention
 
     return {BatchInvariantTorchAttention.name: BatchInvariantTorchAttention}
