@@ -2,6 +2,7 @@
 capabilities only through their seams."""
 
 import ast
+import gc
 import io
 import json
 import os
@@ -253,6 +254,7 @@ def run_without_each(model: str) -> None:
         with suppress(ModuleNotFoundError):
             import_module(name)
     torch.set_num_threads(1)  # threads would not survive a fork
+    gc.freeze()  # closing an engine collects garbage, and would copy what the forks share
     cases = {"none": [], "all": [glob for glob in CAPABILITIES if glob != STARTS_ENGINES]}
     for name, globs in (cases | {glob: [glob] for glob in (*CAPABILITIES, NO_CAPABILITY)}).items():
         if os.fork() == 0:
