@@ -583,6 +583,7 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
 def serve() -> None:
     """Forks a process for each line; returns in it, when its scenario is over."""
     torch.set_num_threads(1)
+    gc.freeze()  # closing an engine collects garbage, and would copy what the forks share
     for line in sys.stdin:
         name, folder = line.split()
         pid = os.fork()
