@@ -37,14 +37,14 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "n": 4, "logprobs": 1},
     {"temperature": 1.0},
 )
-BLOCK_SIZE = 32
+BLOCK_SIZE = 16
 MAX_MODEL_LEN = 4096
-LONG_PROMPTS = (700, 3000)  # every 50th request has so many tokens; the others have up to 200
-PREFIX = 100  # tokens that every third prompt shares with a quarter of those
+LONG_PROMPTS = 700, 3000  # the lengths of one prompt in 50
+PREFIX = 100  # tokens that prompts share
 
 
 def make_requests(num: int, vocab_size: int) -> list[Request]:
-    """Makes requests of all kinds, with up to 48 tokens to generate."""
+    """Makes requests of all kinds, with up to 64 tokens to generate."""
     rng = random.Random(0)
 
     def tokens(length: int) -> list[int]:
@@ -52,13 +52,14 @@ def make_requests(num: int, vocab_size: int) -> list[Request]:
 
     prefixes = [tokens(PREFIX) for _ in range(4)]
     requests = []
-    for i in range(num):
-        length = rng.randint(*LONG_PROMPTS) if i % 50 == 49 else rng.randint(1, 200)
-        prompt = (rng.choice(prefixes) if i % 3 == 2 else []) + tokens(length)
-        options = {"seed": i, "max_tokens": rng.randint(1, 48) if i % 4 else 1, "ignore_eos": True}
-        if i % 100 == 7:
+    for seed in range(num):
+        lengths = LONG_PROMPTS if rng.random() < 0.02 else rng.choice([(1, 30), (1, 200)])
+        prompt = rng.choice([[], [], [], [], *prefixes]) + tokens(rng.randint(*lengths))
+        options = {"seed": seed, "max_tokens": rng.choice([1, rng.randint(2, 64)])}
+        if rng.random() < 0.01:
             options["prompt_logprobs"] = 1
-        requests.append((prompt, SamplingParams(**options, **KINDS[i % len(KINDS)])))
+        kind = rng.choice(KINDS)
+        requests.append((prompt, SamplingParams(**options, **kind, ignore_eos=True)))
     return requests
 
 
@@ -94,7 +95,7 @@ def as_they_arrive(llm: LLM, requests: list[Request]) -> list[bytes]:
     index_of: dict[str, int] = {}
     digests = [b""] * len(requests)
     while order or not llm.is_finished():
-        if order and rng.random() < 0.5:
+        if order and (rng.random() < 0.5 or len(index_of) < 300):
             for _ in range(rng.randint(1, 24)):
                 if order:
                     index = order.pop()
@@ -212,7 +213,7 @@ def main() -> int:
     parser.add_argument("model", help="a checkpoint, or a name in benchmarks/shapes")
     parser.add_argument("--num-requests", type=int, default=10_000)
     parser.add_argument("--num-alone", type=int, default=50, help="about this many run one by one")
-    parser.add_argument("--num-blocks", type=int, default=1000, help="of the full KV cache")
+    parser.add_argument("--num-blocks", type=int, default=300, help="of the full KV cache")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--plant", action="store_true", help="plant a matmul that must be noticed")

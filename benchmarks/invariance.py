@@ -107,8 +107,7 @@ def launches(out_features: int, width: int, x: Tensor) -> Iterator[Launch]:
     """Yields all launches that a GEMM may use."""
     is_split = gemm.part_columns(out_features, width) < width
     for tile in gemm.choose_tiles(x):
-        if not is_split or tile.accumulators <= gemm.TWO_SUMS:
-            yield Launch(tile, False)
+        yield Launch(tile, False)
         if is_split:
             yield Launch(tile, True)
 

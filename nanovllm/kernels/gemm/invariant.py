@@ -59,18 +59,13 @@ class Tile(NamedTuple):
     stages: int
     persistent: bool = False
 
-    @property
-    def accumulators(self) -> int:
-        """fp32 registers per thread that hold the result."""
-        return self.rows * self.features // (32 * self.warps)
-
 
 # The tiles that ``choose_launch`` chooses from, in half precision. All have the same bits.
 # - Up to 64 rows, weights are streamed from memory. At 4.8 TB/s and a latency of 0.8 us, 3.8 MB
 #   must be in flight, 29 KB per multiprocessor. 3 of 4 stages of 16 KB of weights are 48 KB, and a
 #   second program per multiprocessor loads while the first one starts or ends.
 # - With 256 rows and 128 features, a program has 128 accumulators per thread, and 4 stages take
-#   192 KB.
+#   192 KB. With split-K it has twice as many. Some of them are spilled, outside of the inner loop.
 TILES = (
     Tile(16, 64, 128, 4, 4),
     Tile(32, 64, 128, 4, 4),
@@ -81,11 +76,10 @@ TILES = (
 )
 SMALL_MEMORY_TILES = (Tile(16, 64, 64, 4, 4), Tile(64, 64, 64, 4, 4), Tile(128, 64, 32, 4, 4))
 FP32_TILES = (Tile(32, 32, 32, 4, 2),)  # fp32 matmuls run on the CUDA cores
-SHARED_MEMORY = 200 << 10  # bytes that TILES need; data-centre GPUs from Hopper on have them
-TWO_SUMS = 64  # accumulators per thread up to which a program can hold two results
+SHARED_MEMORY = 225 << 10  # bytes that TILES need; data-centre GPUs from Hopper on have them
 NUM_MULTIPROCESSORS = 132  # of a Hopper GPU
 MIN_SPLIT_COLUMNS, MIN_PART_COLUMNS = 2048, 512
-MAX_PARTS_NUMEL = 8 << 20  # elements of all parts, so that they stay in the L2 cache
+MAX_PARTS_NUMEL = 2 << 20  # elements of all parts: with more, one program adds them faster
 MIN_VOCABULARY = 1 << 16  # output features that count as a vocabulary
 MAX_BLOCK_K = 128  # parts begin at multiples of it
 
@@ -126,26 +120,23 @@ def choose_launch(
 ) -> Launch:
     """Returns the launch for a number of rows, by a rule that was fitted to times on an H200.
 
-    - Up to 256 rows, the smallest tile that holds half of them, if all programs run at once, two
-      per multiprocessor. It keeps the most bytes in flight. Otherwise the smallest tile that holds
-      all rows, so that weights are read once.
+    - The smallest tile that holds half of the rows, or 128, if all programs run at once, two per
+      multiprocessor. It keeps the most bytes in flight. Otherwise the smallest tile that holds all
+      rows, so that weights are read once.
     - Tiles of 128 rows instead of 256, except for a vocabulary or over 4,096 rows. Tiles of 256
       rows take twice as long, and leave more multiprocessors idle at the end.
     """
     parts = cdiv(width, part_columns(out_features, width))
     is_parallel = parts > 1 and parts * num_rows * out_features <= MAX_PARTS_NUMEL
-    possible = [
-        tile for tile in tiles if is_parallel or parts == 1 or tile.accumulators <= TWO_SUMS
-    ]
-    half = next((tile for tile in possible if num_rows <= min(2 * tile.rows, 256)), None)
-    if half is not None:
-        programs = cdiv(num_rows, half.rows) * cdiv(out_features, half.features)
-        if programs * (parts if is_parallel else 1) <= 2 * multiprocessors:
-            return Launch(half, is_parallel)
+    most = max(tile.rows for tile in tiles)
+    half = next(tile for tile in tiles if min(num_rows, most) <= 2 * tile.rows)
+    programs = cdiv(num_rows, half.rows) * cdiv(out_features, half.features)
+    if programs * (parts if is_parallel else 1) <= 2 * multiprocessors:
+        return Launch(half, is_parallel)
     is_large = num_rows > 4096 or (num_rows <= 256 and out_features >= MIN_VOCABULARY)
-    enough = min(num_rows, 256 if is_large else 128, max(tile.rows for tile in possible))
-    rows = min(tile.rows for tile in possible if tile.rows >= enough)
-    return Launch(max(tile for tile in possible if tile.rows == rows), is_parallel)
+    enough = min(num_rows, 256 if is_large else 128, most)
+    rows = min(tile.rows for tile in tiles if tile.rows >= enough)
+    return Launch(max(tile for tile in tiles if tile.rows == rows), is_parallel)
 
 
 @triton.jit
@@ -170,6 +161,32 @@ def _load_block(
         address = source + rows.to(tl.int64)[:, None] * width + columns[None, :]
         block = tl.load(address, mask=(columns < width)[None, :], other=0.0)
     return block
+
+
+@triton.jit
+def _multiply(
+    x,
+    weight,
+    row,
+    feature,
+    begin,
+    end,
+    num_rows,
+    out_features,
+    width,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Multiplies columns [begin, end) of BLOCK_N rows of the weight and BLOCK_M rows of x, in one
+    chain of instructions: fp32 [BLOCK_N, BLOCK_M]."""
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(begin, end, BLOCK_K):
+        w = _load_block(weight, feature, start, out_features, width, BLOCK_N, BLOCK_K, TMA)
+        rows = _load_block(x, row, start, num_rows, width, BLOCK_M, BLOCK_K, TMA)
+        acc = tl.dot(w, tl.trans(rows), acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
@@ -239,21 +256,41 @@ def _linear_kernel(
         size = tl.minimum(tiles_m - group * GROUP, GROUP)
         first_row = (group * GROUP + index % size) * BLOCK_M
         first = index // size * BLOCK_N
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        total = acc
-        for start in tl.range(begin, end, BLOCK_K):
-            w = _load_block(weight, first, start, out_features, width, BLOCK_N, BLOCK_K, TMA)
-            rows = _load_block(x, first_row, start, num_rows, width, BLOCK_M, BLOCK_K, TMA)
-            acc = tl.dot(w, tl.trans(rows), acc, input_precision="ieee")
-            if IS_SPLIT:  # noqa: SIM102, because it is a constexpr
-                if (start + BLOCK_K) % columns == 0:
-                    total += acc
-                    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         if IS_SPLIT:
-            if (end - begin) % columns != 0:
-                total += acc
+            for first_column in tl.range(begin, end, columns):
+                last = tl.minimum(first_column + columns, end)
+                total += _multiply(
+                    x,
+                    weight,
+                    first_row,
+                    first,
+                    first_column,
+                    last,
+                    num_rows,
+                    out_features,
+                    width,
+                    TMA,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                )
         else:
-            total = acc
+            total = _multiply(
+                x,
+                weight,
+                first_row,
+                first,
+                begin,
+                end,
+                num_rows,
+                out_features,
+                width,
+                TMA,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+            )
         row = first_row + tl.arange(0, BLOCK_M)
         feature = first + tl.arange(0, BLOCK_N)
         mask = (row < num_rows)[:, None] & (feature < out_features)[None, :]
@@ -347,7 +384,8 @@ def launch_linear(
         given = None, None
     is_split = parts > 1 and not is_parallel
     num_tiles = cdiv(num_rows, tile.rows) * cdiv(out_features, tile.features)
-    if tile.persistent:
+    is_persistent = tile.persistent and not is_split
+    if is_persistent:
         num_tiles = min(num_tiles, num_multiprocessors(x.device))
     # Descriptors need rows that begin at multiples of 16 bytes.
     is_aligned = (width * x.itemsize | x.data_ptr() | weight.data_ptr()) % 16 == 0
@@ -364,8 +402,7 @@ def launch_linear(
         columns,
         IS_SPLIT=is_split,
         TMA=tma,
-        # For Blackwell, Triton 3.6 cannot compile the sum of parts in nested loops.
-        FLATTEN=tile.persistent or is_split,
+        FLATTEN=is_persistent,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.features,
         BLOCK_K=tile.columns,
