@@ -66,7 +66,12 @@ def test_norms(width, has_residual, dtype, device):
     args: Any = (x, weight, 1e-6, residual if has_residual else None)
     found, total = fp8_rms_norm_triton(*args)
     normed, expected_total = rms_norm_triton(*args)
-    assert_bits(found, normed)
+    if device == "cuda" and dtype is torch.float32:  # threads may add squares in another order
+        codes, scales = quantize(normed)
+        torch.testing.assert_close(found.scales, scales, rtol=1e-6, atol=0)
+        torch.testing.assert_close(found.codes.float(), codes.float(), rtol=0.13, atol=2**-8)
+    else:
+        assert_bits(found, normed)
     assert torch.equal(total, expected_total)
 
 

@@ -21,7 +21,6 @@ from nanovllm.utils.compile_ahead import compiling_only
 from nanovllm.utils.context import Context
 
 logger = logging.getLogger("nanovllm")
-LONG = 4096  # tokens of a prompt for which a backend uses its kernel for long ones, if any
 
 # Fastest first. On an H200, flash-attn 4 prefills long prompts about 1.3 times as fast as Triton.
 # Triton decodes faster than flash-attn 2 at every batch size measured (benchmarks/results/).
@@ -172,9 +171,7 @@ def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
         for options in ({}, used) if used else ({},):
             params = AttentionParams(1.0, **options)
             for context in (cached,) if is_quantized else (prompt, cached):
-                for bound in (1, LONG):
-                    bounded = replace(context, max_seqlen_q=bound)
-                    yield backend.prefill(q, kv, kv, cache, bounded, params)
+                yield backend.prefill(q, kv, kv, cache, context, params)
             for context in decodes:
                 yield backend.decode(q, cache, context, params, new)
 

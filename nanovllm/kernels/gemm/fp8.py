@@ -75,6 +75,10 @@ def num_parts(out_features: int, width: int) -> int:
 
 def scaled_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """See ``fp8_linear_reference``, with bf16 results and sizes that are multiples of ALIGNMENT."""
+    if len(x.codes) == 1:  # PyTorch 2.11 would take the scale of a single row for that of a tensor
+        codes = x.codes.view(torch.uint8).expand(2, -1).contiguous().view(FP8)
+        twice = Fp8Rows(codes, x.scales.expand(2).contiguous())
+        return scaled_linear(twice, weight, bias, dtype)[:1]
     return torch._scaled_mm(
         x.codes,
         weight.codes.t(),

@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -122,15 +123,20 @@ def test_what_the_kernel_does_not_support_goes_to_the_other_one(monkeypatch):
     batch = Paged([600, 5], [600, 5], 4, 2, 64, 16, torch.float16, "cpu")
     context = batch.context()
 
-    def takes(cache: Any = batch.cache, context: Any = context, **q: Any) -> bool:
-        q = {"is_cuda": True, "device": "cuda", "dtype": torch.bfloat16, "size": lambda i: 64} | q
-        return can_launch(SimpleNamespace(**q), cache, context)  # type: ignore[arg-type]
+    def takes(
+        cache: Any = batch.cache, context: Any = context, tokens: int = 5000, **changes: Any
+    ) -> bool:
+        q = MagicMock(is_cuda=True, device="cuda", dtype=torch.bfloat16)
+        q.size.return_value, q.__len__.return_value = 128, tokens
+        q.configure_mock(**changes)
+        return can_launch(q, cache, context)
 
     assert takes()
     assert takes(dtype=torch.float16)
     assert not takes(is_cuda=False)
     assert not takes(dtype=torch.float32)
-    assert not takes(size=lambda i: 96)
+    assert not takes(**{"size.return_value": 96})
+    assert not takes(tokens=4096), "captured steps"
     assert not takes(context=replace(context, max_seqlen_q=100))
     assert not takes(cache=batch.cache._replace(scales=torch.ones(1)))
     odd = Paged([600], [600], 4, 2, 64, 24, torch.float16, "cpu")
@@ -191,7 +197,7 @@ IN_HALF = ("many-items", "all-features")
 
 @pytest.mark.gpu
 @NEEDS_HOPPER
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", hopper_prefill.TILES)
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_the_kernel_is_attention(name, head_dim, monkeypatch):
     check(GPU_CASES[name], head_dim, torch.bfloat16, "cuda", monkeypatch)
@@ -210,6 +216,7 @@ def test_the_backend_uses_the_kernel_for_long_prompts_also_in_a_graph(monkeypatc
         return hopper_prefill.hopper_prefill(*args)
 
     monkeypatch.setattr(triton_backend, "hopper_prefill", counted)
+    monkeypatch.setattr(hopper_prefill, "MIN_TOKENS", 1)
     backend, params = TritonAttention(), AttentionParams(0.1)
     batch = Paged([900, 700], [600, 700], 4, 2, 128, 256, torch.bfloat16, "cuda")
     context = batch.context()
