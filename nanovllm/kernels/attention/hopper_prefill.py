@@ -14,7 +14,7 @@ from nanovllm.utils.triton_compat import HAS_TRITON, tl, triton
 
 ROWS = 64  # rows of queries per consumer: those of one wgmma instruction
 MANY = 1 << 30  # more rows than any tensor has
-# Prefills of more tokens than CUDA graphs have: their host has time for the longer launch, and their
+# Prefills of more tokens than CUDA graphs have: the host has time for the longer launch, and the
 # longest prompt is known. With shorter prompts, tiles of queries would be partly empty.
 MIN_TOKENS, MIN_QUERIES = 4097, 512
 MIN_BOX = 16  # keys per TMA load: a multiple of the 8 rows after which the swizzle repeats
