@@ -243,7 +243,7 @@ def attention_bits_of(report: Report, model: str, dtype: torch.dtype) -> None:
         )  # fmt: skip
 
     compare("paged", batch.prefill(backend, q, k, v, [CONTEXT], paged=True), slice(None))
-    for size in (s for s in (1, 7, 64, 511, 512, 513, 2048) if s <= CONTEXT):
+    for size in (s for s in (1, 7, 64, 255, 256, 513, 2048) if s <= CONTEXT):
         ends = range(size, CONTEXT + 1, max(size, CONTEXT // 20))
         chunks, rows = [], []
         for end in ends:
@@ -252,7 +252,7 @@ def attention_bits_of(report: Report, model: str, dtype: torch.dtype) -> None:
             chunks.append(batch.prefill(backend, q[own], k, v, [size], paged=True))
             rows += range(end - size, end)
         compare(f"chunks of {size}", torch.cat(chunks), rows)
-    edges = [n for s in (16, 64, 128, 512, 1024, 4096) for n in (s - 1, s, s + 1) if n < CONTEXT]
+    edges = [n for s in (16, 64, 256, 512, 1024, 4096) for n in (s - 1, s, s + 1) if n < CONTEXT]
     for lens in ([*edges, CONTEXT], list(range(1, CONTEXT, 9)), [CONTEXT], [CONTEXT // 7], [1]):
         batch.lens = lens
         context = batch.decode_context(backend)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.gemm.invariant import invariant_linear
+from nanovllm.kernels.gemm.invariant import check_launches, invariant_linear
 from nanovllm.kernels.gemm.onednn import check_row_blocks, pack_for_row_blocks, row_block_linear
 from nanovllm.kernels.silu_and_mul import invariant_gelu_tanh_and_mul, invariant_silu_and_mul
 from nanovllm.quantization.base import PLAIN, InputFormat, LinearWeight
@@ -29,7 +29,7 @@ class BatchInvariantWeight(UnquantizedWeight):
     input_format = BATCH_INVARIANT
 
     def pack(self) -> None:
-        """Also checks that the matmul is batch-invariant on this CPU.
+        """Also checks that the matmul is batch-invariant on this CPU or GPU.
 
         Raises:
             ValueError: it is not.
@@ -40,6 +40,8 @@ class BatchInvariantWeight(UnquantizedWeight):
             if weight.dtype is not torch.float32:
                 self._packed_copy = pack_for_row_blocks(weight.data)
             check_row_blocks(self._weight)
+        elif use_triton(weight):
+            check_launches(weight.data)
 
     def matmul(self, x: Tensor) -> Tensor:
         return batch_invariant_linear(x, self._weight, self.bias)

@@ -32,28 +32,34 @@ from nanovllm.utils.context import Context
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, shared_memory, tl, triton
 
-SPLIT = 512  # keys
+SPLIT = 256  # keys
 SPLIT_WORDS = tl.constexpr(KV_SPLIT_WORDS)
 # Rows of a schedule beyond one per sequence. They also bound the memory for partial results.
 EXTRA_ROWS = 512
 NUM_PROGRAMS = 4 * 132  # decode programs beyond one per sequence and KV head, 4 per multiprocessor
+SLOTS = 2 * 132  # programs that a Hopper GPU runs at a time
 MERGED_AT_ONCE = tl.constexpr(8)  # partial results that are loaded together
 
 
 class Tile(NamedTuple):
-    """Tile and launch sizes of both kernels. All but ``num_stages`` may change the result's bits.
+    """Tile and launch sizes of both kernels. All but the stages may change the result's bits.
 
     Attributes:
         num_rows: BLOCK_M, rows of queries: tokens times query heads that share a KV head.
         num_keys: BLOCK_N, keys per iteration. It divides SPLIT.
         num_warps: warps per program.
-        num_stages: pipeline stages.
+        num_stages: pipeline stages for keys that are not paged.
     """
 
     num_rows: int
     num_keys: int
     num_warps: int
     num_stages: int
+
+    def stages(self, is_paged: bool) -> int:
+        """Returns the number of pipeline stages. Before paged keys, their page's number is loaded,
+        which takes as many stages."""
+        return 2 * self.num_stages - 1 if is_paged else self.num_stages
 
 
 def choose_tile(group: int, head_dim: int, dtype: torch.dtype, shared_memory: int) -> Tile:
@@ -448,14 +454,19 @@ def _merge_partials(
     tl.store(out_ptrs, out.to(out_ptrs.dtype.element_ty), mask=mask)
 
 
-def make_fixed_schedule(context_lens: np.ndarray, window: int | None = None) -> np.ndarray:
+def make_fixed_schedule(
+    context_lens: np.ndarray, kv_heads: int, window: int | None = None
+) -> np.ndarray:
     """Cuts contexts at multiples of SPLIT.
 
-    Each split is a row of its own, as far as the rows suffice. Otherwise the first row of a long
-    context has several splits, whose results its program merges one after the other.
+    The first row of a context may have several splits, whose results its program merges one after
+    the other. Each other split is a row of its own. With few splits, all are. With many, the first
+    rows take about half as long as the step: then the GPU is busy until its end, and programs have
+    more keys to load ahead, and fewer partial results to store.
 
     Args:
         context_lens: int32 [num_seqs].
+        kv_heads: the number of KV heads, which have a program each for a row.
         window: the number of tokens that are read, at the end of each context; None for all.
 
     Returns:
@@ -466,11 +477,11 @@ def make_fixed_schedule(context_lens: np.ndarray, window: int | None = None) -> 
     if window is not None:
         first_split = np.maximum(context_lens - window, 0) // SPLIT
     num_splits = np.maximum(-(-context_lens // SPLIT) - first_split, 1)
-    # The largest number of rows per sequence such that all rows suffice.
-    limit = int(num_splits.max(initial=1))
-    while np.minimum(num_splits, limit).sum() > num_seqs + EXTRA_ROWS:
-        limit -= max(1, limit // 16)
-    num_rows = np.minimum(num_splits, limit)
+    first_row = max(1, int(num_splits.sum()) * kv_heads // (2 * SLOTS))
+    num_rows = np.maximum(num_splits - first_row + 1, 1)
+    while num_rows.sum() > num_seqs + EXTRA_ROWS:
+        first_row += 1 + first_row // 16
+        num_rows = np.maximum(num_splits - first_row + 1, 1)
     seq = np.repeat(np.arange(num_seqs), num_rows)
     part = np.arange(len(seq)) - np.repeat(num_rows.cumsum() - num_rows, num_rows)
     # Splits from this one on have a row each.
@@ -547,7 +558,7 @@ class InvariantTritonAttention(AttentionBackend):
             WINDOW=params.window or 0,
             SOFTCAP=None if params.softcap is None else params.softcap * LOG2_E,
             num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            num_stages=tile.stages(tables is not None),
             **pdl_options(q),
         )
         return out
@@ -562,7 +573,7 @@ class InvariantTritonAttention(AttentionBackend):
         window: int | None = None,
         prefixes: SharedPrefixes | None = None,
     ) -> np.ndarray:
-        return make_fixed_schedule(context_lens, window)
+        return make_fixed_schedule(context_lens, kv_heads, window)
 
     def decode(
         self,
@@ -613,7 +624,7 @@ class InvariantTritonAttention(AttentionBackend):
             WINDOW=params.window or 0,
             SOFTCAP=None if params.softcap is None else params.softcap * LOG2_E,
             num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            num_stages=tile.stages(True),
             **pdl_options(q),
         )
         return out

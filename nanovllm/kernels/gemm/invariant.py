@@ -15,8 +15,9 @@ the order must not depend on the number of rows, although the fastest kernel doe
   instruction computes each element of its result independently. Only the size of its N dimension
   differs between tiles.
 
-``benchmarks/invariance.py`` checks on a GPU that all TILES have the same bits. A tile that differs
-has to be removed from the table. The order of summation needs no other change.
+``benchmarks/invariance.py`` checks on a GPU that all TILES have the same bits, and start-up does so
+with each shape of a model's weights. A tile that differs has to be removed from the table. The
+order of summation needs no other change.
 """
 
 from functools import cache
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.gemm.tiled import prefetch
+from nanovllm.utils.compile_ahead import compiling_only
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import (
     HAS_TRITON,
@@ -82,6 +84,8 @@ MIN_SPLIT_COLUMNS, MIN_PART_COLUMNS = 2048, 512
 MAX_PARTS_NUMEL = 2 << 20  # elements of all parts: with more, one program adds them faster
 MIN_VOCABULARY = 1 << 16  # output features that count as a vocabulary
 MAX_BLOCK_K = 128  # parts begin at multiples of it
+CHECKED_ROWS = 64
+_checked: set[tuple[torch.Size, torch.dtype, torch.device]] = set()  # by ``check_launches``
 
 
 def num_parts(out_features: int, width: int) -> int:
@@ -426,6 +430,40 @@ def launch_linear(
             **pdl_options(x),
         )
     return out
+
+
+def check_launches(weight: Tensor) -> None:
+    """Checks with the weight that all launches give the same bits on this GPU. The launches of each
+    shape and dtype are checked once.
+
+    Args:
+        weight: [out, in], contiguous.
+
+    Raises:
+        ValueError: they do not.
+    """
+    key = weight.shape, weight.dtype, weight.device
+    if key in _checked:
+        return
+    out_features, width = weight.shape
+    x = torch.arange(CHECKED_ROWS * width, device=weight.device, dtype=torch.float32)
+    x = x.sin().to(weight.dtype).view(CHECKED_ROWS, width)
+    is_split = part_columns(out_features, width) < width
+    launches = [Launch(tile, False) for tile in choose_tiles(x)]
+    launches += [Launch(tile, True) for tile in choose_tiles(x) if is_split]
+    with compiling_only():
+        for launch in launches:
+            launch_linear(x, weight, None, None, launch)
+    expected = launch_linear(x, weight, None, None, launches[0])
+    for launch in launches:
+        found = launch_linear(x, weight, None, None, launch)
+        if not ((found == expected) | (found.isnan() & expected.isnan())).all():
+            raise ValueError(
+                f"batch_invariant=True does not work on this GPU: its matmul with a weight of "
+                f"{out_features} x {width} sums in an order that depends on the number of rows: "
+                f"leave batch_invariant out"
+            )
+    _checked.add(key)
 
 
 def _source(matrix: Tensor, rows: int, columns: int, tma: bool) -> Any:

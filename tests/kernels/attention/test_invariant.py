@@ -110,7 +110,7 @@ def test_a_token_has_the_same_bits_in_prefill_chunk_and_decode(
     dtype, length, cuts, lens = torch.float32, 70, (0, 3, 40, 70), [1, 16, 17, 32, 33, 64, 65, 70]
     if device == "cuda":
         dtype, length, cuts = torch.bfloat16, 1500, (0, 3, 64, 700, 1500)
-        lens = [1, 63, 64, 65, 511, 512, 513, 1024, 1025, 1500]
+        lens = [1, 63, 64, 65, 255, 256, 257, 512, 513, 1024, 1025, 1500]
     params = make_params(name, shape, device)
     backend = InvariantTritonAttention()
     paged = Paged([length], [length], *shape, dtype, device)
@@ -142,9 +142,9 @@ def rows_of(schedule):
 @pytest.mark.parametrize("window", [None, 1, 600])
 def test_schedules_cut_contexts_at_fixed_positions(window):
     lens = np.array([0, 1, SPLIT, SPLIT + 1, 40_000, 700], np.int32)
-    for num_copies in (1, 20):
+    for num_copies, kv_heads in ((1, 1), (20, 1), (1, 20)):
         contexts = np.tile(lens, num_copies)
-        schedule = make_fixed_schedule(contexts, window)
+        schedule = make_fixed_schedule(contexts, kv_heads, window)
         assert len(schedule) == len(contexts) + EXTRA_ROWS
         used = rows_of(schedule)
         assert (np.diff(used["end"] - used["begin"]) <= 0).all()
@@ -161,8 +161,16 @@ def test_schedules_cut_contexts_at_fixed_positions(window):
             if len(rows) > 1:
                 slots.extend(rows["first_slot"] + rows["split"])
         assert sorted(slots) == list(range(len(slots)))
-        if window is None:  # with 20 copies the rows do not suffice for all 79 splits of each
-            assert ((used["end"] - used["begin"]).max() > SPLIT) == (num_copies == 20)
+        longest = (used["end"] - used["begin"]).max()
+        if window is None:  # with 20 copies the rows do not suffice for all splits of each
+            assert (longest > SPLIT) == (num_copies * kv_heads > 1)
+
+
+def test_with_many_splits_few_contexts_have_several_rows():
+    """A row of 3 splits takes half as long as a step of 1,806 splits in 264 slots."""
+    lens = np.array([600] * 198 + [2000], np.int32)
+    used = rows_of(make_fixed_schedule(lens, 3))
+    assert len(used) == 199 + 5 and (used["end"] - used["begin"]).max() == 768
 
 
 def test_rows_that_pad_a_graph_give_zeros(device, small):

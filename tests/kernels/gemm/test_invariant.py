@@ -14,6 +14,7 @@ from nanovllm.kernels.gemm.invariant import (
     TILES,
     Launch,
     Tile,
+    check_launches,
     choose_launch,
     invariant_linear,
     launch_linear,
@@ -132,6 +133,31 @@ def test_launches_depend_on_rows_and_parts_do_not():
     assert choose_launch(256, 4096, 4096, TILES, 132) == Launch(TILES[3], True)
     assert choose_launch(1024, 4096, 4096, TILES, 132) == Launch(TILES[-2], False)
     assert choose_launch(16_384, 24_576, 4096, TILES, 132) == Launch(TILES[-1], False)
+
+
+@pytest.mark.parametrize("width", [64, 96])
+def test_start_up_notices_a_launch_with_other_bits(width, device, in_parts, monkeypatch):
+    """With width 96 one that adds its parts in parallel, with width 64 another tile."""
+    monkeypatch.setattr(invariant, "_checked", set())
+    monkeypatch.setattr(invariant, "choose_tiles", lambda x: (FP32_TILES[0], SMALL[0]))
+    weight = torch.randint(-4, 5, (16, width), device=device).float()
+    launches = []
+
+    def launch_with_error(x, weight, bias, residual, launch):
+        launches.append(launch)
+        out = torch.zeros(len(x), len(weight), device=device)
+        out[0, 0] = error if launch == Launch(SMALL[0], width == 96) else 0.0
+        return out
+
+    monkeypatch.setattr(invariant, "launch_linear", launch_with_error)
+    error = float("nan")
+    with pytest.raises(ValueError, match=f"weight of 16 x {width} sums in an order that depends"):
+        check_launches(weight)
+    error = 0.0
+    check_launches(weight)
+    num_launches = len(launches)
+    check_launches(weight.clone())
+    assert len(launches) == num_launches, "a shape is checked once"
 
 
 def test_rows_do_not_mix(dtype, device):
