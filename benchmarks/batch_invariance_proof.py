@@ -37,7 +37,6 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "n": 4, "logprobs": 1},
     {"temperature": 1.0},
 )
-BLOCK_SIZE = 16
 MAX_MODEL_LEN = 4096
 LONG_PROMPTS = 700, 3000  # the lengths of one prompt in 50
 PREFIX = 100  # tokens that prompts share
@@ -130,7 +129,6 @@ def started(arguments: argparse.Namespace, **settings: Any) -> Iterator[LLM]:
         skip_tokenizer_init=True,
         batch_invariant=True,
         max_model_len=MAX_MODEL_LEN,
-        kvcache_block_size=BLOCK_SIZE,
         dtype=arguments.dtype,
         tensor_parallel_size=arguments.tensor_parallel_size,
         **settings,
@@ -170,6 +168,7 @@ class Proof:
         row = {
             "model": Path(self.arguments.model).name,
             "dtype": self.arguments.dtype,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "planted": self.arguments.plant,
             "composition": name,
             "requests": len(found),
@@ -178,7 +177,7 @@ class Proof:
             "cached": scheduler.num_cached_prompt_tokens - before[1],
             "seconds": round(seconds, 1),
         }
-        print(f"{name:32} {[*row.values()][4:]}".replace("[", "").replace("]", ""), flush=True)
+        print(f"{name:32} {str([*row.values()][-5:])[1:-1]}", flush=True)
         if self.arguments.output:
             with open(self.arguments.output, "a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -188,7 +187,7 @@ def prove(arguments: argparse.Namespace) -> int:
     """Returns the number of requests that differ, over all compositions."""
     proof, start = Proof(arguments), time.perf_counter()
     print(f"{'composition':32} requests, different, preemptions, cached tokens, seconds")
-    roomy = {"max_num_seqs": 256, "max_num_batched_tokens": 16_384, "enable_prefix_caching": False}
+    roomy = {"max_num_seqs": 256, "enable_prefix_caching": False}
     with started(arguments, **roomy) as llm:
         vocab_size = llm.model_runner.model_config.vocab_size
         requests = make_requests(arguments.num_requests, vocab_size)
@@ -197,12 +196,11 @@ def prove(arguments: argparse.Namespace) -> int:
         proof.compare("arrivals", llm, requests, 2, as_they_arrive)
         if arguments.num_alone:
             proof.compare("one by one", llm, requests, stride, one_by_one)
-    tight = {"max_num_seqs": 192, "max_num_batched_tokens": 1024}
-    with started(arguments, **tight, num_kvcache_blocks=arguments.num_blocks) as llm:
+    full = {"kvcache_block_size": 16, "num_kvcache_blocks": arguments.num_blocks}
+    with started(arguments, **full, max_num_seqs=192, max_num_batched_tokens=1024) as llm:
         proof.compare("full KV cache, cached prefixes", llm, requests)
         proof.compare("full KV cache, arrivals", llm, requests, 4, as_they_arrive)
-    small = {"max_num_seqs": 24, "max_num_batched_tokens": 128}
-    with started(arguments, **small, num_kvcache_blocks=arguments.num_blocks) as llm:
+    with started(arguments, **full, max_num_seqs=24, max_num_batched_tokens=128) as llm:
         proof.compare("chunks of 128 tokens", llm, requests, 5)
     print(f"{proof.num_different} results differ ({time.perf_counter() - start:.0f} s)")
     return proof.num_different
@@ -213,7 +211,7 @@ def main() -> int:
     parser.add_argument("model", help="a checkpoint, or a name in benchmarks/shapes")
     parser.add_argument("--num-requests", type=int, default=10_000)
     parser.add_argument("--num-alone", type=int, default=50, help="about this many run one by one")
-    parser.add_argument("--num-blocks", type=int, default=300, help="of the full KV cache")
+    parser.add_argument("--num-blocks", type=int, default=300, help="in the full KV cache")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--plant", action="store_true", help="plant a matmul that must be noticed")

@@ -61,6 +61,7 @@ HEADS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "gemma": (8, 4, 256, {"window": 1024, "softcap": 50.0}),
 }
 CONTEXT = 5000
+MOST_SPILLED = 128  # bytes per thread; so few are spilled outside of the inner loops
 BLOCK_SIZE = 256
 
 
@@ -465,7 +466,7 @@ def compile_kernels(report: Report) -> None:
                 "compile", kernel=kernel_name.strip("_"), form=name, registers=registers,
                 spilled=spilled, shared=kernel.metadata.shared,
             )  # fmt: skip
-            report.failed += spilled > 0
+            report.failed += spilled > MOST_SPILLED
         seen = len(compiled)
 
     for dtype in (torch.bfloat16, torch.float32):

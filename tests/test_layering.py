@@ -85,8 +85,7 @@ CAPABILITIES = {
     "quantization/experts.py": "Only layers/moe.py knows it.",
     "quantization/fp8.py": "For quantization='fp8', new_linear_weight makes its class.",
     "kernels/gemm/fp8.py": "Only quantization/fp8.py knows it.",
-    "quantization/batch_invariant.py": "With batch_invariant, new_unquantized_weight makes its "
-    "class.",
+    "quantization/batch_invariant.py": "With batch_invariant, new_linear_weight makes its class.",
     "kernels/attention/torch_invariant.py": "With batch_invariant, select_attention_backend makes "
     "its class.",
     "kernels/comm/*.py": "RankRunner puts its all-reduces into TPGroup.one_shots.",
