@@ -108,9 +108,9 @@ def split_by_rows(linear: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a matmul that sums batches of few rows in another order, as libraries do."""
 
     def split(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if len(x) > 4 or weight.is_mkldnn:
+        if len(x) > 4:
             return linear(x, weight, bias)
-        middle = x.size(1) // 2
+        middle, weight = x.size(1) // 2, weight.to_dense() if weight.is_mkldnn else weight
         parts = [
             linear(x[:, k].contiguous(), weight[:, k].contiguous(), None).float()
             for k in (slice(middle), slice(middle, None))
