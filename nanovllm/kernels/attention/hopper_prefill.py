@@ -48,8 +48,9 @@ class Tile(NamedTuple):
 TILES = {128: Tile(2, 128, 2)}
 
 
-def can_launch(q: Tensor, cache: KVCache, context: Context) -> bool:
-    """Returns whether the kernel supports these inputs, and is the fastest for them."""
+def can_launch(q: Tensor, cache: KVCache, context: Context, params: AttentionParams) -> bool:
+    """Returns whether the kernel is known to be right, and the fastest, for these inputs. With
+    windows, softcaps and sinks it has been tested in the emulator only."""
     return (
         HAS_TRITON
         and q.is_cuda
@@ -57,6 +58,7 @@ def can_launch(q: Tensor, cache: KVCache, context: Context) -> bool:
         and q.dtype in DTYPES
         and q.size(2) in TILES
         and cache.scales is None
+        and not (params.window or params.softcap or params.sinks is not None)
         and (context.block_tables is None or cache.k.size(1) % MIN_BOX == 0)
         and len(q) >= MIN_TOKENS
         and context.max_seqlen_q >= MIN_QUERIES

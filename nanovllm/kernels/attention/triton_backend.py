@@ -50,7 +50,7 @@ class TritonAttention(AttentionBackend):
         params: AttentionParams,
     ) -> Tensor:
         args = q, k, v, cache, context, params
-        if self._hopper_compiles and can_launch(q, cache, context):
+        if self._hopper_compiles and can_launch(q, cache, context, params):
             try:
                 return hopper_prefill(*args)
             except torch.OutOfMemoryError:

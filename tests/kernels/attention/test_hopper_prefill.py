@@ -18,6 +18,7 @@ from nanovllm.kernels.attention.triton_backend import TritonAttention
 from tests.kernels.attention.test_attention import Paged
 from tests.kernels.gluon_emulator import emulated
 
+PLAIN = AttentionParams(1.0)
 LAUNCHER = SimpleNamespace(prefill=hopper_prefill.hopper_prefill)
 
 
@@ -124,12 +125,16 @@ def test_what_the_kernel_does_not_support_goes_to_the_other_one(monkeypatch):
     context = batch.context()
 
     def takes(
-        cache: Any = batch.cache, context: Any = context, tokens: int = 5000, **changes: Any
+        cache: Any = batch.cache,
+        context: Any = context,
+        params: Any = PLAIN,
+        tokens: int = 5000,
+        **changes: Any,
     ) -> bool:
         q = MagicMock(is_cuda=True, device="cuda", dtype=torch.bfloat16)
         q.size.return_value, q.__len__.return_value = 128, tokens
         q.configure_mock(**changes)
-        return can_launch(q, cache, context)
+        return can_launch(q, cache, context, params)
 
     assert takes()
     assert takes(dtype=torch.float16)
@@ -137,6 +142,8 @@ def test_what_the_kernel_does_not_support_goes_to_the_other_one(monkeypatch):
     assert not takes(dtype=torch.float32)
     assert not takes(**{"size.return_value": 96})
     assert not takes(tokens=4096), "captured steps"
+    for feature in ({"window": 4}, {"softcap": 2.0}, {"sinks": torch.ones(4)}):
+        assert not takes(params=AttentionParams(1.0, **feature))
     assert not takes(context=replace(context, max_seqlen_q=100))
     assert not takes(cache=batch.cache._replace(scales=torch.ones(1)))
     odd = Paged([600], [600], 4, 2, 64, 24, torch.float16, "cpu")

@@ -68,7 +68,7 @@ def test_tiles_of_models(num_rows, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 65, 1000])
+@pytest.mark.parametrize("num_rows", [65, 1000])
 def test_scaled_linear(num_rows):
     for features, width in ((6144, 4096), (4096, 12288), (576, 576)):
         for has_bias in (False, True):
@@ -87,7 +87,8 @@ def test_choice(monkeypatch):
         return called.pop()
 
     assert choice(1, 64, 128) == choice(64, 4096, 4096) == "fp8_tile_linear"
-    assert choice(65, 64, 128) == choice(1, 64, 576) == choice(1, 80, 128) == "scaled_linear"
+    assert choice(65, 64, 128) == choice(65, 64, 576) == choice(65, 80, 128) == "scaled_linear"
+    assert choice(1, 64, 576) == choice(64, 80, 128) == "fp8_linear_reference"
     assert choice(65, 64, 128, torch.float16) == "fp8_tile_linear"
     x, weight = (torch.empty(n, 64, device="meta") for n in (65, 64))
     fp8_linear(Fp8Rows(x, x[:, :1]), Fp8Rows(weight, weight[:, :1]), None, torch.bfloat16)
