@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -119,11 +120,13 @@ class SafetensorsCheckpoint:
                 self.config = family.read(hf_config)
             else:  # the model gets dequantised weights
                 unquantised = {**hf_config, "quantization_config": None}
-                config = self._fp8.with_skipped_scales(family.read(unquantised))
-                method = self._fp8.kept_method(self._weight_files()) if self._files else None
-                self.config = replace(config, quantization=method)
+                self.config = self._fp8.with_skipped_scales(family.read(unquantised))
             if self._files:  # dummy weights need no files
                 check_bytes(self.config, num_bytes)
+        if self._fp8 is not None and self._files:
+            with suppress(ValueError):  # ``tensors`` reports files that are missing or damaged
+                method = self._fp8.kept_method(self._weight_files(), self.config)
+                self.config = replace(self.config, quantization=method)
         generation = _read_json(path / "generation_config.json") or {}
         self.eos_token_ids = _ids(eos_token_id) | _ids(generation.get("eos_token_id"))
         self.recommended_sampling = sampling_fields(generation)

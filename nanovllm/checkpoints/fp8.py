@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -69,17 +70,22 @@ class Fp8Weights:
         names = config.weight_names
         return replace(config, weight_names=replace(names, skipped=(*names.skipped, *SKIPPED)))
 
-    def kept_method(self, paths: Iterable[Path]) -> str | None:
+    def kept_method(self, paths: Iterable[Path], config: ModelConfig) -> str | None:
         """Returns the quantisation of linear layers (``quantization.WEIGHT_CLASSES``) that keeps
         the weights of projections in FP8: "fp8" if each row has one scale, "fp8_groups" if blocks
-        have GROUP columns. Returns None if they have other blocks, or if a projection is not in
-        FP8.
+        have GROUP columns. Returns None if they have other blocks, or if a projection that the
+        model has is not in FP8.
+
+        Raises:
+            ValueError: a file cannot be read.
         """
         if not self.blocks:
             return None
         for path in paths:
             with as_value_error(f"{path} cannot be read:"), safe_open(path, framework="pt") as file:
                 for name in filter(_is_projection, file.keys()):
+                    if any(fnmatchcase(name, skip) for skip in config.weight_names.skipped):
+                        continue
                     if file.get_slice(name).get_dtype() != "F8_E4M3":
                         return None
         if all(columns == WHOLE for _, columns in self.blocks):

@@ -62,7 +62,6 @@ class LLMEngine:
         ValueError: a setting or a checkpoint that cannot work.
     """
 
-    @collecting_new_objects_only()
     def __init__(self, model: str | os.PathLike[str], **kwargs: Any) -> None:
         leave_to_parent(self)
         config = self.config = Config.create(model, **kwargs)

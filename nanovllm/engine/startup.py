@@ -244,6 +244,8 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
         if uses_arenas(runner):
             move_parameters(runner.model, device)
         timed("model without weights")
+        if backend.done():  # an error that needs no compiler: before the weights are read
+            backend.result()
         load_weights(runner, checkpoint)
         timed("weights")
         runner.backend = backend.result()
@@ -344,7 +346,7 @@ def weight_quantization(runner: ModelRunner) -> str | None:
     """Returns how linear layers store their weights: as the user or the checkpoint says, or None
     for the model's dtype."""
     config, model = runner.config, runner.model_config
-    if config.quantization is not None:
+    if model.quantization is None:
         return config.quantization
     if runner.device.type == "cpu" or config.batch_invariant:
         return None

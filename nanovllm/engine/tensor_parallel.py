@@ -30,7 +30,7 @@ class RankRunner(ModelRunner):
         self.link.barrier()
 
     def join_ranks(self) -> None:
-        self.barrier()  # workers may still be importing modules or selecting their backend
+        self.barrier()  # workers may still be importing modules
         rank, size, device = self.link.rank, self.config.tensor_parallel_size, self.device
         with self.link.open_store() as store:
             group_class = RankOrderTPGroup if self.config.batch_invariant else TPGroup

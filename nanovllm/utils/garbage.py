@@ -50,5 +50,5 @@ def _objects_are_frozen() -> bool:
 def _unfreeze() -> None:
     """Unfreezes the objects that a block has frozen, if any."""
     if _has_frozen.is_set():
+        gc.unfreeze()  # first: else another thread would count what this block has frozen
         _has_frozen.clear()
-        gc.unfreeze()

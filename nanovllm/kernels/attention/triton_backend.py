@@ -26,8 +26,8 @@ logger = logging.getLogger("nanovllm")
 
 class TritonAttention(AttentionBackend):
     """Uses the kernels of this package. They support fp16, bf16 and fp32, all block sizes, and head
-    dimensions up to 256. Long prompts have a kernel of their own on Hopper GPUs. If that does not
-    compile, the other one takes its place."""
+    dimensions up to 256. Long prompts have a kernel of their own on Hopper GPUs. If that
+    fails, the other one takes its place."""
 
     name = "triton"
     fuses_rope = True
@@ -58,8 +58,7 @@ class TritonAttention(AttentionBackend):
             except Exception as error:  # compilers may raise any exception
                 self._hopper_compiles = False
                 logger.warning(
-                    "the prefill kernel for Hopper does not compile, so long prompts are slower: "
-                    "%s: %s",
+                    "the prefill kernel for Hopper failed, so long prompts are slower: %s: %s",
                     type(error).__name__,
                     error,
                 )

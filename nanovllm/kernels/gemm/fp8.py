@@ -14,6 +14,7 @@ from nanovllm.utils.triton_compat import use_triton
 MAX_TILED_ROWS = 64
 LARGE_TILE = Tile(rows=128, features=128, num_warps=8, num_stages=3)
 NUM_PROGRAMS = 264  # two for each multiprocessor of a Hopper GPU, to reach its memory bandwidth
+MAX_INT32 = 2**31 - 1
 ALIGNMENT = 16  # ``_scaled_mm`` needs sizes that are multiples of it
 
 
@@ -58,6 +59,10 @@ def fp8_tile_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: tor
     else:
         tile = Tile(next(rows for rows in (16, 32, 64) if rows >= min(num_rows, MAX_TILED_ROWS)))
         parts = num_parts(out_features, width)
+    most_rows = MAX_INT32 // (parts * max(out_features, width))  # the kernel has 32-bit offsets
+    if num_rows > most_rows:
+        pieces = [Fp8Rows(*rows) for rows in zip(*(t.split(most_rows) for t in x), strict=True)]
+        return torch.cat([fp8_tile_linear(piece, weight, bias, dtype) for piece in pieces])
     return multiply_tiles(x.codes, weight.codes, bias, x.scales, weight.scales, parts, tile, dtype)
 
 

@@ -169,7 +169,7 @@ def test_a_kernel_that_does_not_compile_is_replaced_with_one_warning(monkeypatch
             assert backend.prefill(*[None] * 6) == "other kernel"  # type: ignore[arg-type]
     assert len(calls) == 1
     assert [r.getMessage() for r in caplog.records] == [
-        "the prefill kernel for Hopper does not compile, so long prompts are slower: "
+        "the prefill kernel for Hopper failed, so long prompts are slower: "
         "RuntimeError: PassManager::run failed"
     ]
 

@@ -97,6 +97,16 @@ def test_choice(monkeypatch):
     assert choice(65, 64, 64, torch.float16) == "fp8_linear_reference"
 
 
+@pytest.mark.usefixtures("exact_fp8")
+def test_offsets_fit_into_32_bits(device, monkeypatch):
+    """A step with more rows than that is multiplied in pieces."""
+    x, weight = torch.randn(40, 128, device=device), torch.randn(64, 128, device=device)
+    args = quantize(x), quantize(weight), None, torch.float16
+    expected = fp8_tile_linear(*args)
+    monkeypatch.setattr(fp8, "MAX_INT32", 18 * 128)
+    assert torch.equal(fp8_tile_linear(*args), expected)
+
+
 @pytest.mark.parametrize(
     ("features", "width", "parts"),
     [(24576, 4096, 1), (6144, 4096, 4), (4096, 12288, 8), (4096, 4096, 8), (1024, 384, 1)],
