@@ -428,6 +428,7 @@ if __name__ == "__main__":
         "_grouped_kernel",
         "_linear_kernel",
         "_invariant_prefill_kernel",
+        "_invariant_decode_kernel",
     )
     too_large = [
         name
