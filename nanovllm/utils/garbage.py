@@ -18,8 +18,8 @@ def collecting_new_objects_only() -> Iterator[None]:
 
     The collector visits all objects of the process whenever their number has grown by a quarter.
     With PyTorch and transformers imported, this takes 0.1 to 0.5 s, as long as about a hundred
-    decode steps of a small model. Does nothing if another thread is in such a block, or from the
-    first block on that finds objects that the program itself has frozen.
+    decode steps of a small model. Does nothing while another thread is in such a block. Once a
+    block has found objects that the program has frozen, later blocks do nothing either.
     """
     if _objects_are_frozen():
         yield
