@@ -70,9 +70,9 @@ class Config:
         batch_invariant: give a request the same tokens and log-probabilities, bit for bit, whatever
             else the engine computes with it (docs/batch-invariance.md). Takes more time.
         quantization: "fp8" quantises the weights of attention and MLP projections to 8 bits as they
-            are loaded, with a scale for each output feature; None stores them as the checkpoint does.
-            A GPU of compute capability 8.9 or higher also quantises their inputs, with a scale for
-            each token.
+            are loaded, with a scale for each output feature; None stores them as the checkpoint
+            does. A GPU of compute capability 8.9 or higher also quantises their inputs, with a
+            scale for each token.
         load_format: "auto" loads the checkpoint's weights; "dummy" uses random weights and needs
             only the checkpoint's config.
         seed: seed of the sampler and of dummy weights.
