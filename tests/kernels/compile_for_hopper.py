@@ -232,14 +232,14 @@ def launch_attention(
 
 
 def launch_hopper_prefill(all_sizes: bool) -> None:
-    """Launches the prefill kernel for Hopper: with all features, and for all sizes of heads also
-    without."""
+    """Launches the prefill kernel for Hopper: with all features, and for all sizes also without and
+    in fp16."""
     features = AttentionParams(1.0, 128, 50.0, torch.zeros(64))
     cases: list[Any] = [(torch.bfloat16, 32, 8, 128, features)]
     if all_sizes:
-        dtypes, heads = (torch.bfloat16, torch.float16), ((16, 8, 128),)
-        cases += [(dtype, *h, AttentionParams(1.0)) for dtype in dtypes for h in heads]
-        cases += [(torch.float16, *h, features) for h in heads]
+        dtypes = torch.bfloat16, torch.float16
+        cases += [(dtype, 16, 8, 128, AttentionParams(1.0)) for dtype in dtypes]
+        cases.append((torch.float16, 16, 8, 128, features))
     bounds = torch.zeros(2, dtype=torch.int32)
     for dtype, q_heads, kv_heads, head_dim, params in cases:
         q, k = (torch.zeros(64, heads, head_dim, dtype=dtype) for heads in (q_heads, kv_heads))
@@ -313,6 +313,7 @@ def launch_windows(all_sizes: bool) -> None:
     launch_invariant_attention(torch.bfloat16, 64, 8, 64, features)
     if all_sizes:
         launch_invariant_attention(torch.bfloat16, 16, 8, 128, AttentionParams(1.0))
+        launch_invariant_attention(torch.bfloat16, 8, 4, 256, AttentionParams(1.0, 512))
         launch_attention(torch.bfloat16, 8, 4, 256, AttentionParams(1.0, 4096, 50.0), True)
         launch_attention(torch.bfloat16, 4, 1, 256, AttentionParams(1.0, 512), True)
         launch_attention(torch.float32, 4, 1, 256, features._replace(sinks=None), True)
@@ -419,7 +420,6 @@ if __name__ == "__main__":
         if ALL_SIZES:
             launch_all(torch.float16, 9, 3, 64, ALL_SIZES)
             launch_all(torch.float32, 4, 1, 96, ALL_SIZES)
-            launch_invariant_attention(torch.bfloat16, 8, 4, 256, AttentionParams(1.0, 512))
     done = [(n, k.result() if hasattr(k, "result") else k) for n, k in kernels]
     roomy = (  # on GPUs that have as much
         "hopper_prefill_kernel",
