@@ -223,6 +223,8 @@ def describe(args: argparse.Namespace, llm: LLM, workload: Workload) -> dict[str
         "model": args.model_name,
         "dtype": str(runner.dtype).removeprefix("torch."),
         "quantization": args.quantization,
+        "kv_cache_dtype": args.kv_cache_dtype,
+        "batch_invariant": args.batch_invariant,
         "attention_backend": runner.backend.name,
         "enforce_eager": llm.config.enforce_eager,
         "workload": workload.name,
@@ -279,6 +281,7 @@ def parse_args() -> argparse.Namespace:
     engine.add_argument("--dtype", default="auto")
     engine.add_argument("--kv-cache-dtype", default="auto")
     engine.add_argument("--quantization", choices=["fp8"])
+    engine.add_argument("--batch-invariant", action="store_true")
     engine.add_argument("--max-model-len", type=int, help="default: the model's own")
     engine.add_argument("--max-num-seqs", type=int, help="default: chosen by the engine")
     args = parser.parse_args()
@@ -301,6 +304,7 @@ def parse_args() -> argparse.Namespace:
         "dtype": args.dtype,
         "kv_cache_dtype": args.kv_cache_dtype,
         "quantization": args.quantization,
+        "batch_invariant": args.batch_invariant,
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
     }

@@ -32,22 +32,32 @@ Record = dict[str, Any]
 
 
 def load_records() -> list[Record]:
-    """Returns the last ``bench.py`` record of each configuration: device, model, workload, backend,
-    sampling parameters, with or without text."""
+    """Returns the last ``bench.py`` record of each configuration: device, model, engine options,
+    workload, backend, sampling parameters, with or without text."""
     latest = {}
     for path in sorted(set(RESULTS.glob("*.jsonl")) - {PEERS}):
         for record in read_lines(path):
             keys = ("device", "num_devices", "model", "workload", "attention_backend")
             sampling = json.dumps(record.get("sampling") or {}, sort_keys=True)
             detokenize = record.setdefault("detokenize", False)  # earlier runs had no tokenizer
-            latest[(*(record[key] for key in keys), detokenize, sampling)] = record
+            record["options"] = engine_options(record)
+            options = (record["options"], detokenize, sampling)
+            latest[(*(record[key] for key in keys), *options)] = record
     records = [record for record in latest.values() if "copy_tb_per_s" in record]
     for record in split_by_sampling(records)[0]:  # the report has no roofline for the others
         record["roofline_fraction"] = roofline_fraction(record)
     return sorted(
         records,
-        key=lambda r: (r["device"], r["num_devices"], r["model"], r["workload"]),
+        key=lambda r: (*(r[k] for k in ("device", "num_devices", "model", "options", "workload")),),
     )
+
+
+def engine_options(record: Record) -> str:
+    """Returns the engine options of a run that change its kernels, such as ``quantization=fp8``."""
+    options = [] if record.get("quantization") is None else ["quantization=fp8"]
+    options += ["kv_cache_dtype=fp8"] * (record.get("kv_cache_dtype", "auto") != "auto")
+    options += ["batch_invariant"] * record.get("batch_invariant", False)
+    return "".join(f", {option}" for option in options)
 
 
 def load_peers() -> list[Record]:
@@ -119,7 +129,7 @@ def results_table(records: list[Record]) -> str:
         count = "" if r["num_devices"] == 1 else f"{r['num_devices']} x "
         text = "yes" if r["detokenize"] else "no"
         rows.append(
-            f"| {count}{r['device']} | {r['model']} | {r['workload']} | "
+            f"| {count}{r['device']} | {r['model']}{r['options']} | {r['workload']} | "
             f"{r['attention_backend']} | {text} | {rate:,.0f} {kind} | "
             f"{r['roofline_fraction']:.0%} | {r['time'][:10]} |"
         )
@@ -203,7 +213,7 @@ def draw_rooflines(records: list[Record]) -> None:
     plt = _pyplot()
     counts = ["" if r["num_devices"] == 1 else f"{r['num_devices']} GPUs, " for r in records]
     labels = [
-        f"{count}{r['model']}, {r['workload']}, {r['attention_backend']}"
+        f"{count}{r['model']}{r['options']}, {r['workload']}, {r['attention_backend']}"
         for count, r in zip(counts, records, strict=True)
     ]
     fractions = [100 * r["roofline_fraction"] for r in records]

@@ -25,6 +25,10 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--repeat", type=int, default=5, help="number of runs")
     args = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.zeros(1, device="cuda")
+        context = used_bytes(torch.device("cuda", 0))  # with nothing else on the GPU
     llm = LLM(args.model, enable_sleep_mode=True, max_num_seqs=args.max_num_seqs)
     device = llm.model_runner.device
 
@@ -52,7 +56,8 @@ def main() -> None:
     llm.sleep(level=1)
     result["GiB used awake, by the whole GPU"] = round(awake / 2**30, 2)
     result["GiB used asleep, by the whole GPU"] = round(used_bytes(device) / 2**30, 2)
-    if device.type == "cuda":
+    if on_gpu:
+        result["GiB used by a CUDA context alone"] = round(context / 2**30, 2)
         result["GiB of PyTorch asleep"] = round(torch.cuda.memory_reserved(device) / 2**30, 2)
     llm.wake_up()
     for level in (1, 2):
