@@ -228,7 +228,7 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
     timed("device")
     if config.batch_invariant and config.tensor_parallel_size > 1 and on_gpu:
         check_vocabulary(model_config.vocab_size)
-    with ThreadPoolExecutor(1) as executor:
+    with ThreadPoolExecutor(2) as executor:
         backend = executor.submit(choose_backend, runner)  # mostly waits for compilers
         runner.join_ranks()
         timed("ranks")
@@ -244,6 +244,10 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
         if uses_arenas(runner):
             move_parameters(runner.model, device)
         timed("model without weights")
+        if on_gpu and not config.enforce_eager:
+            from nanovllm.engine.warmup import load_cublas_kernels
+
+            executor.submit(load_cublas_kernels, runner)
         if backend.done():  # an error that needs no compiler: before the weights are read
             backend.result()
         load_weights(runner, checkpoint)

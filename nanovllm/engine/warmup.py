@@ -4,13 +4,23 @@ import torch
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.completion import Completion
-from nanovllm.engine.cuda_graphs import StepGraphs, graph_sizes, skip_middle_layers
+from nanovllm.engine.cuda_graphs import (
+    MAX_DECODE_SEQS,
+    PREFILL_TOKENS,
+    StepGraphs,
+    decode_sizes,
+    graph_sizes,
+    skip_middle_layers,
+)
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.startup import allocate_kv_cache
+from nanovllm.kernels.gemm.cublas import load_kernels
+from nanovllm.quantization.unquantized import UnquantizedWeight
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.compile_ahead import compiling_only
+from nanovllm.utils.device import on_device
 from nanovllm.utils.math import cdiv
 
 
@@ -33,6 +43,17 @@ def warmup_model(runner: ModelRunner) -> None:
             items.append(ScheduledSequence(seq, 0, len(seq), samples=True))
         batch = Batch(tuple(items), is_prefill=True, num_groups=len(runner.windows))
         runner.run_step(None, runner.prepare(batch, None))
+
+
+@on_device
+def load_cublas_kernels(runner: ModelRunner) -> None:
+    """Loads the kernels of the matmuls in CUDA graphs, so that their capture need not wait."""
+    methods = [getattr(module, "linear_weight", None) for module in runner.model.modules()]
+    weights = [m.layer.weight for m in methods if type(m) is UnquantizedWeight]
+    sizes = decode_sizes(runner.config.max_num_seqs or MAX_DECODE_SEQS)
+    # Other kernels serve most matmuls with fewer rows.
+    row_counts = {n for n in [*PREFILL_TOKENS, *(s.num_tokens for s in sizes)] if n > 64}
+    load_kernels(weights, sorted(row_counts))
 
 
 @torch.inference_mode()

@@ -1,10 +1,11 @@
 """cuBLAS settings."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
+import torch.nn.functional as F
 
 
 @contextmanager
@@ -27,3 +28,14 @@ def small_cublas_workspace() -> Iterator[None]:
     finally:
         del os.environ["CUBLAS_WORKSPACE_CONFIG"]
         torch._C._cuda_clearCublasWorkspaces()
+
+
+@torch.inference_mode()
+def load_kernels(weights: Iterable[torch.Tensor], row_counts: list[int]) -> None:
+    """Makes cuBLAS load the kernels that it chooses for each weight [out, in] with each number of
+    rows, as in a CUDA graph. Loading a kernel takes about a millisecond. The values of the weights
+    do not matter, so this may run while they are loaded."""
+    with small_cublas_workspace(), suppress(torch.OutOfMemoryError):  # steps may be smaller
+        for weight in {weight.shape: weight for weight in weights}.values():
+            for num_rows in row_counts:
+                F.linear(weight.new_empty(num_rows, weight.size(1)), weight)
