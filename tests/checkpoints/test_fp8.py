@@ -244,8 +244,10 @@ def test_what_a_gpu_keeps(tiny_models: TinyModels, tmp_path: Path):
     assert kept("fp8") == kept("fp8", 2) == "fp8"
     assert kept("fp8", batch_invariant=True) is None
     assert kept("fp8_groups") is None
-    layers = [replace(y, mlp=replace(y.mlp, intermediate_size=256)) for y in model.layers]
-    model = replace(model, hidden_size=512, num_attention_heads=4, head_dim=128, layers=layers)
+    mlps = [replace(layer.mlp, intermediate_size=256) for layer in model.layers]
+    attention = replace(model.layers[0].attention, num_heads=4, head_dim=128)
+    layers = [replace(model.layers[0], mlp=mlp, attention=attention) for mlp in mlps]
+    model = replace(model, hidden_size=512, layers=layers)
     assert kept("fp8_groups") == kept("fp8_groups", 2) == "fp8_groups"
     assert kept("fp8_groups", 4) is None
 

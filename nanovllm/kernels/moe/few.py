@@ -26,6 +26,7 @@ DOWN_CONFIG = 2, 1024, 2
 # one.
 FP8_GATE_UP_CONFIG = 4, 128, 1
 FP8_DOWN_CONFIG = 2, 128, 1
+MAX_UNROLLED = 16  # iterations, because compiling the 112 of Mixtral took 2 minutes
 
 
 @triton.jit
@@ -44,6 +45,7 @@ def _gate_up_kernel(
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    UNROLLED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Row a of the result [N k, I] is activation(x[a // TOP_K] W^T + bias), with the W and bias of
@@ -60,11 +62,10 @@ def _gate_up_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     if GROUP is not None:  # all features of the program are in one row of blocks
-        tl.static_assert(GROUP % BLOCK_N == 0 and GROUP % BLOCK_K == 0)
         first = expert * 2 * out_features + tl.program_id(0) * BLOCK_N
         gate_scale_ptr = weight_scales_ptr + first // GROUP * (WIDTH // GROUP)
         up_scale_ptr = gate_scale_ptr + out_features // GROUP * (WIDTH // GROUP)
-    for start in tl.static_range(0, WIDTH, BLOCK_K):
+    for start in tl.range(0, WIDTH, BLOCK_K, loop_unroll_factor=UNROLLED):
         column = start + tl.arange(0, BLOCK_K)
         mask = in_weight[:, None] & (column < WIDTH)[None, :]
         gate = tl.load(gate_ptr + column[None, :], mask=mask, other=0.0)
@@ -107,6 +108,7 @@ def _down_kernel(
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    UNROLLED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Row t of the result [N, hidden] is the residual plus the sum of scale[a] * (x[a] W^T + bias)
@@ -125,22 +127,23 @@ def _down_kernel(
         if bias_ptr is not None:
             address = bias_ptr + expert * out_features + feature
             bias += tl.load(address, mask=in_weight, other=0.0).to(tl.float32) * scale
+        x_row_ptr = x_ptr + assignment.to(tl.int64) * WIDTH
         row_ptr = weight_ptr + (expert * out_features + feature)[:, None] * WIDTH
-        weight_scale = 1.0
         if weight_scales_ptr is not None and GROUP is None:
-            address = weight_scales_ptr + expert * out_features + feature
-            weight_scale = tl.load(address, mask=in_weight, other=0.0)[:, None]
-        for start in tl.static_range(0, WIDTH, BLOCK_K):
-            if GROUP is not None:
-                first = expert * out_features + tl.program_id(0) * BLOCK_N
-                address = weight_scales_ptr + first // GROUP * (WIDTH // GROUP) + start // GROUP
-                weight_scale = tl.load(address)
+            scale_ptr = weight_scales_ptr + expert * out_features + feature
+            scale *= tl.load(scale_ptr, mask=in_weight, other=0.0)[:, None]
+        if GROUP is not None:
+            first = expert * out_features + tl.program_id(0) * BLOCK_N
+            scale_ptr = weight_scales_ptr + first // GROUP * (WIDTH // GROUP)
+        for start in tl.range(0, WIDTH, BLOCK_K, loop_unroll_factor=UNROLLED):
             column = start + tl.arange(0, BLOCK_K)
             mask = in_weight[:, None] & (column < WIDTH)[None, :]
             weight = tl.load(row_ptr + column[None, :], mask=mask, other=0.0)
-            address = x_ptr + assignment.to(tl.int64) * WIDTH + column
-            x = tl.load(address, mask=column < WIDTH, other=0.0).to(tl.float32) * scale
-            acc += fp8_values(weight, tl.float32) * (x[None, :] * weight_scale)
+            x = tl.load(x_row_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+            factor = scale
+            if GROUP is not None:
+                factor *= tl.load(scale_ptr + start // GROUP)
+            acc += fp8_values(weight, tl.float32) * (x[None, :] * factor)
     out = tl.sum(acc, axis=1) + bias
     address = token.to(tl.int64) * out_features + feature
     if residual_ptr is not None:
@@ -158,8 +161,10 @@ def mix_few(
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
     assert residual is None or residual.is_contiguous()
     inner = x.new_empty(num_tokens * top_k, width)
-    is_fp8 = down.itemsize == 1
+    is_fp8, group = down.itemsize == 1, experts.group
     block_n, block_k, num_warps = FP8_GATE_UP_CONFIG if is_fp8 else GATE_UP_CONFIG
+    assert group is None or group % block_n == group % block_k == 0
+    block_k = min(block_k, triton.next_power_of_2(hidden))
     _gate_up_kernel[(triton.cdiv(width, block_n), len(inner))](
         x,
         gate_up,
@@ -172,14 +177,17 @@ def mix_few(
         TOP_K=top_k,
         LIMIT=experts.limit,
         ALPHA=experts.alpha,
-        GROUP=experts.group,
+        GROUP=group,
         BLOCK_N=block_n,
-        BLOCK_K=min(block_k, triton.next_power_of_2(hidden)),
+        BLOCK_K=block_k,
+        UNROLLED=min(MAX_UNROLLED, triton.cdiv(hidden, block_k)),
         num_warps=num_warps,
         **pdl_options(x),
     )
     out = torch.empty_like(x)
     block_n, block_k, num_warps = FP8_DOWN_CONFIG if is_fp8 else DOWN_CONFIG
+    assert group is None or group % block_n == group % block_k == 0
+    block_k = min(block_k, triton.next_power_of_2(width))
     _down_kernel[(triton.cdiv(hidden, block_n), num_tokens)](
         inner,
         down,
@@ -192,9 +200,10 @@ def mix_few(
         hidden,
         WIDTH=width,
         TOP_K=top_k,
-        GROUP=experts.group,
+        GROUP=group,
         BLOCK_N=block_n,
-        BLOCK_K=min(block_k, triton.next_power_of_2(width)),
+        BLOCK_K=block_k,
+        UNROLLED=min(MAX_UNROLLED, triton.cdiv(width, block_k)),
         num_warps=num_warps,
         **pdl_options(x),
     )
