@@ -131,9 +131,11 @@ def _accumulate(acc, weight, x, x_scale, weight_scales_ptr, group, GROUP: tl.con
     The sum over the columns of one group does not depend on these scales."""
     weight = fp8_values(weight, x.dtype)
     if GROUP is None:
-        return tl.dot(weight, x, acc, input_precision="ieee")
-    scale = x_scale * tl.load(weight_scales_ptr + group)
-    return acc + tl.dot(weight, x, input_precision="ieee") * scale
+        acc = tl.dot(weight, x, acc, input_precision="ieee")
+    else:
+        scale = x_scale * tl.load(weight_scales_ptr + group)
+        acc += tl.dot(weight, x, input_precision="ieee") * scale
+    return acc
 
 
 @triton.jit
