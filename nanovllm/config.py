@@ -69,10 +69,10 @@ class Config:
             ``generate`` are always in the order of the prompts.
         batch_invariant: give a request the same tokens and log-probabilities, bit for bit, whatever
             else the engine computes with it (docs/batch-invariance.md). Takes more time.
-        quantization: "fp8" quantises the weights of attention and MLP projections to 8 bits as they
-            are loaded, with a scale for each output feature; None stores them as the checkpoint
-            does. A GPU of compute capability 8.9 or higher also quantises their inputs, with a
-            scale for each token.
+        quantization: "fp8" quantises the weights of projections of attention, MLPs and experts to 8
+            bits as they are loaded, with a scale for each output feature; None stores them as the
+            checkpoint does. A GPU of compute capability 8.9 or higher also quantises their inputs,
+            with a scale for each token.
         load_format: "auto" loads the checkpoint's weights; "dummy" uses random weights and needs
             only the checkpoint's config.
         seed: seed of the sampler and of dummy weights.

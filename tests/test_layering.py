@@ -84,6 +84,7 @@ CAPABILITIES = {
     "kernels/moe/*.py": "Only experts' weights and layers/moe.py know it.",
     "quantization/experts.py": "Only layers/moe.py knows it.",
     "quantization/fp8.py": "For quantization='fp8', new_linear_weight makes its class.",
+    "quantization/fp8_experts.py": "For FP8 weights, new_expert_weights makes its classes.",
     "kernels/gemm/fp8.py": "Only quantization/fp8.py knows it.",
     "quantization/batch_invariant.py": "With batch_invariant, new_linear_weight makes its class.",
     "kernels/attention/torch_invariant.py": "With batch_invariant, select_attention_backend makes "

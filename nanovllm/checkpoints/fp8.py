@@ -26,6 +26,8 @@ logger = logging.getLogger("nanovllm")
 Block = tuple[int, int]
 
 SCALE_SUFFIXES = (".weight_scale_inv", ".weight_scale")
+# Of attention and MLPs, of all experts at once, and of experts of Mixtral and Granite.
+PROJECTIONS = ("_proj.weight", "_proj", "w1.weight", "w2.weight", "w3.weight", "_linear.weight")
 # Scales of FP8 activations and of an FP8 KV cache, which both stay unquantised here.
 SKIPPED = tuple(
     f"*.{name}"
@@ -73,8 +75,8 @@ class Fp8Weights:
     def kept_method(self, paths: Iterable[Path], config: ModelConfig) -> str | None:
         """Returns the quantisation of linear layers (``quantization.WEIGHT_CLASSES``) that keeps
         the weights of projections in FP8: "fp8" if each row has one scale, "fp8_groups" if blocks
-        have GROUP columns. Returns None if they have other blocks, or if a projection that the
-        model has is not in FP8.
+        have GROUP rows and columns. Returns None if they have other blocks, or if a projection that
+        the model has is not in FP8.
 
         Raises:
             ValueError: a file cannot be read.
@@ -90,7 +92,7 @@ class Fp8Weights:
                         return None
         if all(columns == WHOLE for _, columns in self.blocks):
             return "fp8"
-        return "fp8_groups" if all(columns == GROUP for _, columns in self.blocks) else None
+        return "fp8_groups" if {*self.blocks} == {(GROUP, GROUP)} else None
 
     def dequantise(
         self,
@@ -192,15 +194,15 @@ def dequantise_fp8(
 
 
 def pack_fp8(weight: torch.Tensor, scale: torch.Tensor, blocks: Iterable[Block]) -> torch.Tensor:
-    """Packs an FP8 matrix and its scales, with the scales of each row: see ``pack_rows``. The
+    """Packs FP8 matrices and their scales, with the scales of each row: see ``pack_rows``. The
     arguments and errors are those of ``dequantise_fp8``."""
     scale, (rows, _) = _match(weight, scale, blocks)
-    scale = scale.to(weight.device).repeat_interleave(rows, -2)[: len(weight)]
+    scale = scale.to(weight.device).repeat_interleave(rows, -2)[..., : weight.size(-2), :]
     return pack_rows(Fp8Rows(weight, scale))
 
 
 def _is_projection(name: str) -> bool:
-    return name.endswith("_proj.weight")
+    return name.endswith(PROJECTIONS)
 
 
 def _match(

@@ -347,14 +347,12 @@ def build_model(runner: ModelRunner) -> DecoderForCausalLM:
 
 
 def weight_quantization(runner: ModelRunner) -> str | None:
-    """Returns how linear layers store their weights: as the user or the checkpoint says, or None
-    for the model's dtype."""
+    """Returns how linear layers and experts store their weights: as the user or the checkpoint
+    says, or None for the model's dtype."""
     config, model = runner.config, runner.model_config
     if model.quantization is None:
         return config.quantization
     if runner.device.type == "cpu" or config.batch_invariant:
-        return None
-    if any(layer.mlp.num_experts > 1 for layer in model.layers):
         return None
     columns = [model.hidden_size, model.num_attention_heads * model.head_dim]
     columns += [layer.mlp.intermediate_size for layer in model.layers]
@@ -365,7 +363,7 @@ def weight_quantization(runner: ModelRunner) -> str | None:
 
 
 def keeps_fp8(runner: ModelRunner, checkpoint: Checkpoint) -> bool:
-    """Returns whether linear layers store their weights as the checkpoint does, in FP8."""
+    """Returns whether weights are stored as in the checkpoint, in FP8."""
     kept = checkpoint.config.quantization
     return kept is not None and kept == weight_quantization(runner)
 

@@ -50,6 +50,17 @@ def quantize_groups(x: Tensor) -> Fp8Rows:
     return Fp8Rows(codes.flatten(-2), scales)
 
 
+def quantize_blocks(x: Tensor) -> Fp8Rows:
+    """Quantises blocks of GROUP x GROUP elements of a matrix x [N, D].
+
+    Returns:
+        The FP8 numbers [N, D], and the scales, fp32 [N / GROUP, D / GROUP].
+    """
+    blocks = x.unflatten(1, (-1, GROUP)).unflatten(0, (-1, GROUP)).transpose(1, 2)
+    codes, scales = quantize(blocks.flatten(2))
+    return Fp8Rows(codes.view(blocks.shape).transpose(1, 2).reshape(x.shape), scales)
+
+
 def dequantize(x: Fp8Rows, dtype: torch.dtype = torch.float32) -> Tensor:
     """Returns the vectors that were quantised, rounded."""
     if x.scales.dim() < x.codes.dim():
@@ -59,16 +70,16 @@ def dequantize(x: Fp8Rows, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def pack_rows(x: Fp8Rows) -> Tensor:
-    """Packs FP8 rows into one tensor, uint8 [N, D + 4 G]: each row's numbers, then the bytes of its
-    G scales. Rows of checkpoint tensors travel in this form to the layers, which may split or
-    reorder them."""
-    scales = x.scales.view(len(x.codes), -1).contiguous()
-    return torch.cat((x.codes.view(torch.uint8), scales.view(torch.uint8)), 1)
+    """Packs FP8 rows into one tensor, uint8 [..., N, D + 4 G]: each row's numbers, then the bytes
+    of its G scales. Rows of checkpoint tensors travel in this form to the layers, which may split
+    or reorder them."""
+    scales = x.scales.reshape(*x.codes.shape[:-1], -1).contiguous()
+    return torch.cat((x.codes.view(torch.uint8), scales.view(torch.uint8)), -1)
 
 
 def unpack_rows(packed: Tensor, num_groups: int) -> Fp8Rows:
-    """Undoes ``pack_rows``. The scales are [N, num_groups]."""
-    codes, scales = packed.split((packed.size(1) - 4 * num_groups, 4 * num_groups), 1)
+    """Undoes ``pack_rows``. The scales are [..., N, num_groups]."""
+    codes, scales = packed.split((packed.size(-1) - 4 * num_groups, 4 * num_groups), -1)
     return Fp8Rows(codes.contiguous().view(FP8), scales.contiguous().view(torch.float32))
 
 
@@ -87,6 +98,17 @@ def quantize_tile(x):
     x = x.to(tl.float32)
     scale, inverse = fp8_scale(tl.max(tl.abs(x), axis=1)[:, None])
     return (x * inverse).to(tl.float8e4nv), scale
+
+
+@triton.jit
+def fp8_values(codes, dtype: tl.constexpr):
+    """Converts FP8 numbers to ``dtype``; or uint8, their bits, on GPUs without FP8. Other numbers
+    have this dtype already, or are converted too."""
+    if codes.dtype == tl.uint8:
+        bits = codes.to(tl.int32)  # then the value times 2 ** -120, as fp32
+        bits = ((bits & 128) << 24) | ((bits & 127) << 20)
+        codes = bits.to(tl.float32, bitcast=True) * 2.0**120
+    return codes.to(dtype)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch import nn
 from nanovllm.kernels.moe.route import route
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
-from nanovllm.quantization.base import is_batch_invariant
+from nanovllm.quantization.base import is_batch_invariant, use_quantization
 from nanovllm.quantization.experts import new_expert_weights
 from nanovllm.utils.distributed import get_tp_group
 
@@ -84,7 +84,8 @@ class MoE(nn.Module):
         self.tp = get_tp_group()
         self.top_k, self.norm_topk_prob = top_k, norm_topk_prob
         self.always_sorts = is_batch_invariant()
-        self.gate = ReplicatedLinear(hidden_size, num_experts, bias)
+        with use_quantization(None):  # routing depends on small differences
+            self.gate = ReplicatedLinear(hidden_size, num_experts, bias)
         sizes = hidden_size, num_experts, top_k, intermediate_size
         self.experts = Experts(*sizes, bias, limit, alpha, interleaved, mxfp4)
 

@@ -31,21 +31,25 @@ KERNELS = ((range(1, MAX_UNSORTED_TOKENS + 1), mix_few), (range(sys.maxsize), mi
 def new_expert_weights(
     layer: nn.Module, limit: float | None, alpha: float, interleaved: bool, mxfp4: bool
 ) -> "UnquantizedExperts":
-    """Creates the weights of the experts of a new layer. The arguments are those of a MoESpec.
-
-    Raises:
-        ValueError: the weights are to be quantised.
-    """
-    if method := get_quantization_config().get("quant_method"):
-        raise ValueError(
-            f"quantization={method!r} does not support mixtures of experts: leave it out"
-        )
+    """Creates the weights of the experts of a new layer, for the quantisation in use. The arguments
+    are those of a MoESpec. MXFP4 weights are not quantised again."""
     weights_class, on_cpu = UnquantizedExperts, torch.get_default_device().type == "cpu"
+    method = get_quantization_config().get("quant_method")
     if mxfp4 and not on_cpu:  # on a CPU, MXFP4 weights are dequantised when they are loaded
         weights_class = Mxfp4Experts
+    elif method is not None and not mxfp4:
+        weights_class = _fp8_class(method, on_cpu)
     elif is_batch_invariant():
         weights_class = BatchInvariantExperts
     return weights_class(layer, get_tp_group(), limit, alpha, interleaved)
+
+
+def _fp8_class(method: str, on_cpu: bool) -> "type[UnquantizedExperts]":
+    from nanovllm.quantization import fp8_experts
+
+    if on_cpu:
+        return fp8_experts.DequantizedFp8Experts
+    return fp8_experts.BlockFp8Experts if method == "fp8_groups" else fp8_experts.Fp8Experts
 
 
 class UnquantizedExperts:
@@ -69,6 +73,7 @@ class UnquantizedExperts:
         self.layer: Any = layer
         self.tp = tp
         self.limit, self.alpha, self.interleaved = limit, alpha, interleaved
+        self.dtype = torch.get_default_dtype()
         # MXFP4 blocks and scales are separate tensors, but are dequantised together. This has, for
         # each parameter, a copy of the one that was loaded first, until the other is loaded:
         # {"blocks": ...} or {"scales": ...}.
@@ -115,10 +120,10 @@ class UnquantizedExperts:
                 parts[shard_id] = tensor.clone()  # because the caller may reuse it
                 return
             parts[shard_id] = tensor
-            shard_id, tensor = None, dequantise_mxfp4(**self._parts.pop(name), dtype=param.dtype)
+            shard_id, tensor = None, dequantise_mxfp4(**self._parts.pop(name), dtype=self.dtype)
         elif self.interleaved and tensor.dim() == 3 and tensor.is_floating_point():
             tensor = tensor.transpose(1, 2)  # from [E, in, out]: see MoESpec
-        self._copy(name, param.data, tensor, shard_id, expert)
+        self._store(name, param, tensor, shard_id, expert)
         self._parts.pop(name, None)  # replaced by a tensor in another format
 
     def incomplete(self) -> dict[str, str]:
@@ -146,15 +151,31 @@ class UnquantizedExperts:
     def _name(self, param: nn.Parameter) -> str:
         return next(name for name, own in self.layer.named_parameters() if own is param)
 
+    def _store(self, name: str, param: Any, tensor: Tensor, *part: int | None) -> None:
+        """Copies this rank's slice of a checkpoint tensor, as it is stored. ``part`` is the
+        ``shard_id`` and the ``expert``."""
+        self._copy(name, param.data, tensor, *part)
+
     def _copy(
         self, name: str, target: Tensor, tensor: Tensor, shard_id: int | None, expert: int | None
     ) -> None:
-        """Copies this rank's slice of a checkpoint tensor.
+        """Copies this rank's slice of a checkpoint tensor: see ``_slice``."""
+        target, tensor = self._slice(name, target, tensor, shard_id, expert)
+        if target.dtype is torch.uint8:
+            target.copy_(tensor)
+        else:
+            copy_weight(target, tensor)
+
+    def _slice(
+        self, name: str, target: Tensor, tensor: Tensor, shard_id: int | None, expert: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the part of a parameter that a checkpoint tensor fills, and this rank's slice of
+        the tensor.
 
         Args:
             name: of the parameter.
-            target: of the parameter's shape; the last dimension may be that of MXFP4 blocks or
-                scales instead.
+            target: of the parameter's shape; the last dimensions may be those of blocks or scales
+                instead.
             tensor: has the shape of ``target`` with the intermediate dimension of all ranks, or
                 the part of it for ``expert`` and ``shard_id``.
         """
@@ -180,10 +201,7 @@ class UnquantizedExperts:
         if name != "down_proj_bias":
             size = target.size(axis)
             tensor = tensor.narrow(axis, self.tp.rank * size, size)
-        if target.dtype is torch.uint8:
-            target.copy_(tensor)
-        else:
-            copy_weight(target, tensor)
+        return target, tensor
 
     def mix(self, x: Tensor, routing: Routing, residual: Tensor | None) -> Tensor:
         """Computes the weighted sum of the experts' outputs [N, hidden], plus the residual unless

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from nanovllm.checkpoints.fp8 import CHANNEL, TENSOR, dequantise_fp8
 from nanovllm.checkpoints.tensor_reader import read_tensors
 from nanovllm.engine import startup
 from nanovllm.kernels import fp8 as kernels_fp8
+from nanovllm.quantization import experts, fp8_experts
 from nanovllm.quantization import fp8 as quantization_fp8
 from tests.tiny_models import TinyModels
 
@@ -192,9 +194,11 @@ def write_by_rows(source: Path, folder: Path, strategy: str) -> None:
     tensors: Tensors = {}
     for name, tensor in load_file(source / WEIGHTS).items():
         tensors[name] = tensor
-        if name.endswith("_proj.weight"):
-            largest = tensor.abs().max() if strategy == "tensor" else tensor.abs().amax(1, True)
-            scale = tensors[f"{name}_scale"] = (largest.float() / 300).reshape(-1, 1)
+        if name.endswith(checkpoints_fp8.PROJECTIONS):
+            largest = tensor.abs().amax(-1, True)
+            if strategy == "tensor":
+                largest = tensor.abs().max().reshape(1, 1)
+            scale = tensors[f"{name}_scale"] = largest.float() / 300
             tensors[name] = (tensor.float() / scale).to(FP8)
     weights = {"type": "float", "num_bits": 8, "strategy": strategy}
     groups = {"all": {"weights": weights}}
@@ -215,24 +219,66 @@ def test_which_weights_are_kept(tiny_models: TinyModels, tmp_path: Path):
     assert kept("rows") is None, "one projection is not in FP8"
     write_fine_grained(source, tmp_path / "blocks", weight_block_size=(32, 16))
     assert kept("blocks") is None, "other widths than groups have"
+    write_by_rows(tiny_models.path("mixtral"), tmp_path / "mixtral", "channel")
+    assert kept("mixtral") == "fp8"
+    name = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    edit_tensors(tmp_path / "mixtral", lambda t: t.update({name: t[name].to(torch.bfloat16)}))
+    assert kept("mixtral") is None, "one expert is not in FP8"
 
 
-@pytest.mark.parametrize("form", ["tensor", "channel", "blocks", "fused"])
+def test_what_a_gpu_keeps(tiny_models: TinyModels, tmp_path: Path):
+    """Experts too, unless blocks do not divide their sizes on each rank."""
+    source = tiny_models.path("qwen3-moe")
+    write_by_rows(source, tmp_path / "rows", "channel")
+    model = open_checkpoint(str(tmp_path / "rows")).config
+
+    def kept(quantization: str, num_ranks: int = 1, **settings: Any) -> str | None:
+        values = {"quantization": None, "batch_invariant": False, **settings}
+        config = SimpleNamespace(tensor_parallel_size=num_ranks, **values)
+        changed = replace(model, quantization=quantization)
+        device = torch.device("cuda")
+        return startup.weight_quantization(
+            SimpleNamespace(config=config, device=device, model_config=changed)
+        )
+
+    assert kept("fp8") == kept("fp8", 2) == "fp8"
+    assert kept("fp8", batch_invariant=True) is None
+    assert kept("fp8_groups") is None
+    mlps = [replace(layer.mlp, intermediate_size=256) for layer in model.layers]
+    attention = replace(model.layers[0].attention, num_heads=4, head_dim=128)
+    layers = [replace(model.layers[0], mlp=mlp, attention=attention) for mlp in mlps]
+    model = replace(model, hidden_size=512, layers=layers)
+    assert kept("fp8_groups") == kept("fp8_groups", 2) == "fp8_groups"
+    assert kept("fp8_groups", 4) is None
+
+
+FORMS = {  # model, and strategy or size of a block
+    "tensor": ("qwen3", "tensor"),
+    "channel": ("qwen3", "channel"),
+    "blocks": ("qwen3", 16),
+    "fused": ("phi3", 16),
+    "experts by channel": ("qwen3-moe", "channel"),
+    "experts in blocks": ("qwen3-moe", 16),
+    "experts of Mixtral": ("mixtral", "channel"),
+    "experts of Granite": ("granitemoe", "channel"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_fp8_weights_are_kept_as_on_a_gpu(form, tiny_models: TinyModels, tmp_path, monkeypatch):
     """The kept weights are those that would be dequantised, so tokens are the same. Matmuls take
     inputs that are not quantised."""
-    folder = tmp_path / "fp8"
-    if form in ("tensor", "channel"):
-        write_by_rows(tiny_models.path("qwen3"), folder, form)
+    folder, (name, scheme) = tmp_path / "fp8", FORMS[form]
+    if isinstance(scheme, str):
+        write_by_rows(tiny_models.path(name), folder, scheme)
     else:
-        source = tiny_models.path("phi3" if form == "fused" else "qwen3")
-        write_fine_grained(source, folder, weight_block_size=(16, 16))
+        write_fine_grained(tiny_models.path(name), folder, weight_block_size=(scheme, scheme))
     expected = tokens(folder)
     with LLM(folder, **SMALL) as llm:
         names = dict(llm.model_runner.model.named_parameters())
         plain = {name: param.to_dense() for name, param in names.items()}
-    group = 16 if form in ("blocks", "fused") else None
-    for module in (kernels_fp8, checkpoints_fp8, quantization_fp8, startup):
+    group = 16 if scheme == 16 else None
+    for module in (kernels_fp8, checkpoints_fp8, quantization_fp8, fp8_experts, startup):
         if hasattr(module, "GROUP"):
             monkeypatch.setattr(module, "GROUP", 16)
     weight_class = {
@@ -242,6 +288,8 @@ def test_fp8_weights_are_kept_as_on_a_gpu(form, tiny_models: TinyModels, tmp_pat
     monkeypatch.setattr(
         quantization_fp8, "new_fp8_weight", lambda layer, has_groups: weight_class(layer)
     )
+    choose = experts._fp8_class
+    monkeypatch.setattr(experts, "_fp8_class", lambda method, on_cpu: choose(method, False))
     monkeypatch.setattr(
         startup, "weight_quantization", lambda runner: runner.model_config.quantization
     )
@@ -250,9 +298,13 @@ def test_fp8_weights_are_kept_as_on_a_gpu(form, tiny_models: TinyModels, tmp_pat
     for name, weight in plain.items():
         layer = found[name.rpartition(".")[0]]
         param = getattr(layer, name.rpartition(".")[2])
-        is_kept = name.endswith("_proj.weight")
+        has_experts = name.endswith("experts.gate_up_proj") or name.endswith("experts.down_proj")
+        is_kept = name.endswith("_proj.weight") or has_experts
         assert (param.dtype is FP8) == is_kept, name
-        if is_kept:
+        if has_experts:
+            kept = layer.weights._experts.dequantised(torch.float32)
+            assert torch.equal(kept.down if "down" in name else kept.gate_up, weight), name
+        elif is_kept:
             rows = kernels_fp8.Fp8Rows(param, layer.weight_scale)
             assert torch.equal(kernels_fp8.dequantize(rows), weight), name
     assert tokens(folder) == expected

@@ -408,6 +408,29 @@ def launch_mixtures(dtype: torch.dtype, all_sizes: bool) -> None:
             break
 
 
+def launch_fp8_mixtures(all_sizes: bool, has_fp8: bool = True) -> None:
+    """Launches the kernels of Qwen3-30B-A3B and Mixtral with FP8 weights, with scales of rows and
+    of blocks. ``has_fp8`` is whether the GPU has FP8 matmuls."""
+    codes = torch.zeros(1, dtype=FP8 if has_fp8 else torch.uint8)
+    models = (128, 8, 2048, 768), (8, 2, 4096, 14336)
+    for num_experts, top_k, hidden, columns in models if all_sizes else models[:1]:
+        shapes = (2 * columns, hidden), (hidden, columns)
+        weights = [codes.expand(num_experts, *shape) for shape in shapes]
+        for tensor in weights:
+            tensor.is_contiguous = lambda: True  # type: ignore[method-assign]
+        for group in (1, fp8.GROUP):
+            scales = [torch.zeros(num_experts, n // group, k // group or 1) for n, k in shapes]
+            if group == 1:
+                scales = [scale[..., 0].contiguous() for scale in scales]
+            fields = dict(zip(("gate_up_scales", "down_scales"), scales, strict=True))
+            experts = Experts(*weights, **fields)
+            for num_tokens in (1, 100, 256, 800, 2048, 16384) if all_sizes else (1, 256, 16384):
+                x = torch.zeros(num_tokens, hidden, dtype=torch.bfloat16)
+                logits = torch.zeros(num_tokens, num_experts, dtype=torch.bfloat16)
+                routing = route.route_triton(logits, top_k, True)
+                (few.mix_few if num_tokens == 1 else grouped.mix_grouped)(x, experts, routing, x)
+
+
 if __name__ == "__main__":
     assert triton_compat.HAS_TRITON
     kernels = compile_only()
@@ -416,6 +439,7 @@ if __name__ == "__main__":
         launch_windows(ALL_SIZES)
         launch_quantized(ALL_SIZES)
         launch_fp8_linear(ALL_SIZES)
+        launch_fp8_mixtures(ALL_SIZES)
         launch_hopper_prefill(ALL_SIZES)
         if ALL_SIZES:
             launch_all(torch.float16, 9, 3, 64, ALL_SIZES)

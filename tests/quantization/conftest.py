@@ -1,1 +1,1 @@
-from tests.kernels.conftest import device, dtype  # noqa: F401
+from tests.kernels.conftest import device, dtype, exact_fp8  # noqa: F401

@@ -4,11 +4,13 @@ With few tokens, nearly every assignment has an expert of its own, so little is 
 them. Dot products are computed on the CUDA cores, as in ``gemm/skinny.py``. If two assignments have
 the same expert, their programs run at about the same time, and one of them reads the weights from
 the L2 cache. The first kernel computes gate, up and the activation. The second one computes down,
-and sums the outputs of a token's k experts and the residual in registers.
+and sums the outputs of a token's k experts and the residual in registers. FP8 weights are converted
+to fp32 in registers, and inputs are not quantised.
 """
 
 import torch
 
+from nanovllm.kernels.fp8 import fp8_values
 from nanovllm.kernels.moe.activation import gated_activation
 from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.moe.route import Routing
@@ -20,12 +22,18 @@ from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
 # rows of 1.5 KB from each of 8 experts.
 GATE_UP_CONFIG = 1, 1024, 2
 DOWN_CONFIG = 2, 1024, 2
+# The same for FP8 weights, not tuned. A program has one scale for BLOCK_K columns, if blocks share
+# one.
+FP8_GATE_UP_CONFIG = 4, 128, 1
+FP8_DOWN_CONFIG = 2, 128, 1
+MAX_UNROLLED = 16  # iterations, because compiling the 112 of Mixtral took 2 minutes
 
 
 @triton.jit
 def _gate_up_kernel(
     x_ptr,
     weight_ptr,
+    weight_scales_ptr,
     out_ptr,
     experts_ptr,
     bias_ptr,
@@ -34,12 +42,15 @@ def _gate_up_kernel(
     TOP_K: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    UNROLLED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Row a of the result [N k, I] is activation(x[a // TOP_K] W^T + bias), with the W and bias of
-    the expert of assignment a. ``out_features`` is I, and WIDTH is the hidden size."""
+    the expert of assignment a. ``out_features`` is I, and WIDTH is the hidden size. The scales of
+    FP8 weights are those of rows or, unless GROUP is None, of blocks."""
     pdl_wait(PDL)
     assignment = tl.program_id(1)
     expert = tl.load(experts_ptr + assignment).to(tl.int64)
@@ -50,16 +61,28 @@ def _gate_up_kernel(
     x_ptr += (assignment // TOP_K).to(tl.int64) * WIDTH
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in tl.static_range(0, WIDTH, BLOCK_K):
+    if GROUP is not None:  # all features of the program are in one row of blocks
+        first = expert * 2 * out_features + tl.program_id(0) * BLOCK_N
+        gate_scale_ptr = weight_scales_ptr + first // GROUP * (WIDTH // GROUP)
+        up_scale_ptr = gate_scale_ptr + out_features // GROUP * (WIDTH // GROUP)
+    for start in tl.range(0, WIDTH, BLOCK_K, loop_unroll_factor=UNROLLED):
         column = start + tl.arange(0, BLOCK_K)
         mask = in_weight[:, None] & (column < WIDTH)[None, :]
         gate = tl.load(gate_ptr + column[None, :], mask=mask, other=0.0)
         up = tl.load(up_ptr + column[None, :], mask=mask, other=0.0)
         x = tl.load(x_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-        acc += gate.to(tl.float32) * x[None, :]
-        up_acc += up.to(tl.float32) * x[None, :]
+        up_x = x
+        if GROUP is not None:
+            up_x = x * tl.load(up_scale_ptr + start // GROUP)
+            x *= tl.load(gate_scale_ptr + start // GROUP)
+        acc += fp8_values(gate, tl.float32) * x[None, :]
+        up_acc += fp8_values(up, tl.float32) * up_x[None, :]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     gate_sum, up_sum = tl.sum(acc, axis=1), tl.sum(up_acc, axis=1)
+    if weight_scales_ptr is not None and GROUP is None:
+        weight_scales_ptr += expert * 2 * out_features + feature
+        gate_sum *= tl.load(weight_scales_ptr, mask=in_weight, other=0.0)
+        up_sum *= tl.load(weight_scales_ptr + out_features, mask=in_weight, other=0.0)
     if bias_ptr is not None:
         bias_ptr += expert * 2 * out_features + feature
         gate_sum += tl.load(bias_ptr, mask=in_weight, other=0.0).to(tl.float32)
@@ -73,6 +96,7 @@ def _gate_up_kernel(
 def _down_kernel(
     x_ptr,
     weight_ptr,
+    weight_scales_ptr,
     out_ptr,
     experts_ptr,
     scales_ptr,
@@ -81,13 +105,15 @@ def _down_kernel(
     out_features,
     WIDTH: tl.constexpr,
     TOP_K: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    UNROLLED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Row t of the result [N, hidden] is the residual plus the sum of scale[a] * (x[a] W^T + bias)
     over the assignments a of token t, with the W and bias of the expert of assignment a.
-    ``out_features`` is the hidden size, and WIDTH is I."""
+    ``out_features`` is the hidden size, and WIDTH is I. GROUP is as in ``_gate_up_kernel``."""
     pdl_wait(PDL)
     token = tl.program_id(1)
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -101,14 +127,23 @@ def _down_kernel(
         if bias_ptr is not None:
             address = bias_ptr + expert * out_features + feature
             bias += tl.load(address, mask=in_weight, other=0.0).to(tl.float32) * scale
+        x_row_ptr = x_ptr + assignment.to(tl.int64) * WIDTH
         row_ptr = weight_ptr + (expert * out_features + feature)[:, None] * WIDTH
-        for start in tl.static_range(0, WIDTH, BLOCK_K):
+        if weight_scales_ptr is not None and GROUP is None:
+            scale_ptr = weight_scales_ptr + expert * out_features + feature
+            scale *= tl.load(scale_ptr, mask=in_weight, other=0.0)[:, None]
+        if GROUP is not None:
+            first = expert * out_features + tl.program_id(0) * BLOCK_N
+            scale_ptr = weight_scales_ptr + first // GROUP * (WIDTH // GROUP)
+        for start in tl.range(0, WIDTH, BLOCK_K, loop_unroll_factor=UNROLLED):
             column = start + tl.arange(0, BLOCK_K)
             mask = in_weight[:, None] & (column < WIDTH)[None, :]
             weight = tl.load(row_ptr + column[None, :], mask=mask, other=0.0)
-            address = x_ptr + assignment.to(tl.int64) * WIDTH + column
-            x = tl.load(address, mask=column < WIDTH, other=0.0).to(tl.float32) * scale
-            acc += weight.to(tl.float32) * x[None, :]
+            x = tl.load(x_row_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+            factor = scale
+            if GROUP is not None:
+                factor *= tl.load(scale_ptr + start // GROUP)
+            acc += fp8_values(weight, tl.float32) * (x[None, :] * factor)
     out = tl.sum(acc, axis=1) + bias
     address = token.to(tl.int64) * out_features + feature
     if residual_ptr is not None:
@@ -126,10 +161,14 @@ def mix_few(
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
     assert residual is None or residual.is_contiguous()
     inner = x.new_empty(num_tokens * top_k, width)
-    block_n, block_k, num_warps = GATE_UP_CONFIG
+    is_fp8, group = down.itemsize == 1, experts.group
+    block_n, block_k, num_warps = FP8_GATE_UP_CONFIG if is_fp8 else GATE_UP_CONFIG
+    assert group is None or group % block_n == group % block_k == 0
+    block_k = min(block_k, triton.next_power_of_2(hidden))
     _gate_up_kernel[(triton.cdiv(width, block_n), len(inner))](
         x,
         gate_up,
+        experts.gate_up_scales,
         inner,
         routing.experts,
         experts.gate_up_bias,
@@ -138,16 +177,21 @@ def mix_few(
         TOP_K=top_k,
         LIMIT=experts.limit,
         ALPHA=experts.alpha,
+        GROUP=group,
         BLOCK_N=block_n,
-        BLOCK_K=min(block_k, triton.next_power_of_2(hidden)),
+        BLOCK_K=block_k,
+        UNROLLED=min(MAX_UNROLLED, triton.cdiv(hidden, block_k)),
         num_warps=num_warps,
         **pdl_options(x),
     )
     out = torch.empty_like(x)
-    block_n, block_k, num_warps = DOWN_CONFIG
+    block_n, block_k, num_warps = FP8_DOWN_CONFIG if is_fp8 else DOWN_CONFIG
+    assert group is None or group % block_n == group % block_k == 0
+    block_k = min(block_k, triton.next_power_of_2(width))
     _down_kernel[(triton.cdiv(hidden, block_n), num_tokens)](
         inner,
         down,
+        experts.down_scales,
         out,
         routing.experts,
         routing.weights,
@@ -156,8 +200,10 @@ def mix_few(
         hidden,
         WIDTH=width,
         TOP_K=top_k,
+        GROUP=group,
         BLOCK_N=block_n,
-        BLOCK_K=min(block_k, triton.next_power_of_2(width)),
+        BLOCK_K=block_k,
+        UNROLLED=min(MAX_UNROLLED, triton.cdiv(width, block_k)),
         num_warps=num_warps,
         **pdl_options(x),
     )

@@ -5,6 +5,9 @@ computes down, multiplies each row by its routing weight, and scatters it to the
 assignment. A third kernel sums the k rows of each token in a fixed order. Atomic additions would
 save memory traffic, but their order varies, so the last bits of the result would vary too.
 
+With FP8 weights, a kernel of its own quantises the input of each GEMM. On GPUs without FP8 matmuls,
+weights are converted to the dtype of the inputs instead.
+
 As in ``gemm/tiled.py``, ``tl.dot`` computes W x^T: features are its M dimension, and rows of x its
 N dimension, which may be as small as 8. The names BLOCK_M (rows) and BLOCK_N (features) are those
 for x W^T.
@@ -14,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.kernels.fp8 import FP8, fp8_values, quantize_row_groups, quantize_rows
 from nanovllm.kernels.moe.activation import gated_activation
 from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.moe.mxfp4 import dequantise_part, rescale
@@ -77,6 +81,15 @@ MXFP4_TILES: dict[int, Tile] = {
     96: Tile(64, 32, 64, 64, 128, 3, 4),
     1 << 31: Tile(128, 64, 64, 128, 128, 3, 4),
 }
+# The same for FP8 weights and inputs, not tuned: small tiles load as many bytes per iteration as in
+# bf16. In large ones, the sums of a group, its scales and the accumulators must fit into registers.
+FP8_TILES: dict[int, Tile] = {
+    8: Tile(16, 16, 64, 64, 128, 4, 4),
+    16: Tile(32, 32, 64, 64, 128, 4, 4),
+    96: Tile(64, 32, 64, 64, 128, 4, 4),
+    256: Tile(128, 32, 64, 64, 128, 4, 8),
+    1 << 31: Tile(128, 128, 64, 64, 128, 4, 8),
+}
 FP32_TILE = Tile(16, 16, 32, 32, 32, 2, 4)  # fp32 matmuls run on the CUDA cores
 # For assignments that are not sorted (MXFP4 only, see quantization/experts.py). A matmul with 16
 # features takes one warp and has a low latency. Hopper's asynchronous tensor core instructions need
@@ -92,14 +105,14 @@ def choose_tile(
     consumer GPUs.
 
     Args:
-        x: the input, whose dtype and device decide.
+        x: the input, whose dtype, which may be FP8, and device decide.
         mxfp4: whether the weights are in MXFP4.
         is_sorted: whether assignments are sorted. Then all tiles have the same instructions, and a
             row's sums have the same order.
     """
     if x.dtype is torch.float32:
         return FP32_TILE
-    tiles = MXFP4_TILES if mxfp4 else TILES
+    tiles = MXFP4_TILES if mxfp4 else FP8_TILES if x.dtype is FP8 else TILES
     mean_rows = num_tokens * top_k / num_experts
     tile = next(tile for rows, tile in tiles.items() if mean_rows <= rows)
     if not is_sorted:
@@ -113,9 +126,24 @@ def choose_tile(
 
 
 @triton.jit
+def _accumulate(acc, weight, x, x_scale, weight_scales_ptr, group, GROUP: tl.constexpr):
+    """Adds the result of a matmul, times the scales of its inputs if they have groups of columns.
+    The sum over the columns of one group does not depend on these scales."""
+    weight = fp8_values(weight, x.dtype)
+    if GROUP is None:
+        acc = tl.dot(weight, x, acc, input_precision="ieee")
+    else:
+        scale = x_scale * tl.load(weight_scales_ptr + group)
+        acc += tl.dot(weight, x, input_precision="ieee") * scale
+    return acc
+
+
+@triton.jit
 def _multiply(
     x_ptr,
+    x_scales_ptr,
     weight_ptr,
+    weight_scales_ptr,
     source,
     in_group,
     expert,
@@ -123,11 +151,13 @@ def _multiply(
     out_features,
     WIDTH: tl.constexpr,
     GATED: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Multiplies rows of x with rows of an expert's weight.
 
     Args:
+        x_scales_ptr, weight_scales_ptr: see ``_grouped_kernel``.
         source: [BLOCK_M], indices of the rows of x.
         in_group: [BLOCK_M], whether to load the row. Zeros take the place of other rows.
         expert: the index of the expert.
@@ -148,14 +178,33 @@ def _multiply(
     up_ptrs = gate_ptrs + out_features * WIDTH
     acc = tl.zeros([feature.shape[0], source.shape[0]], tl.float32)
     up_acc = acc
+    x_scale = tl.full([1, source.shape[0]], 1.0, tl.float32)
+    gate_scales_ptr, up_scales_ptr = weight_scales_ptr, weight_scales_ptr
+    if GROUP is not None:  # all features of the tile are in one row of blocks
+        NUM_GROUPS: tl.constexpr = WIDTH // GROUP
+        first = expert * PARTS * out_features + tl.program_id(0) * feature.shape[0]
+        gate_scales_ptr += first // GROUP * NUM_GROUPS
+        up_scales_ptr = gate_scales_ptr + out_features // GROUP * NUM_GROUPS
     for start in tl.range(0, WIDTH, BLOCK_K):
         mask = (column < WIDTH - start) | (WIDTH % BLOCK_K == 0)
         x = tl.load(x_ptrs + start, mask=mask[:, None] & in_group[None, :], other=0.0)
+        group = 0
+        if GROUP is not None:
+            group = start // GROUP
+            if x_scales_ptr is not None:
+                x_scale_ptrs = x_scales_ptr + source * NUM_GROUPS + group
+                x_scale = tl.load(x_scale_ptrs, mask=in_group, other=0.0)[None, :]
         weight = tl.load(gate_ptrs + start, mask=mask[None, :], other=0.0)
-        acc = tl.dot(weight, x, acc, input_precision="ieee")
+        acc = _accumulate(acc, weight, x, x_scale, gate_scales_ptr, group, GROUP)
         if GATED:
             weight = tl.load(up_ptrs + start, mask=mask[None, :], other=0.0)
-            up_acc = tl.dot(weight, x, up_acc, input_precision="ieee")
+            up_acc = _accumulate(up_acc, weight, x, x_scale, up_scales_ptr, group, GROUP)
+    if weight_scales_ptr is not None and GROUP is None:
+        if x_scales_ptr is not None:
+            x_scale = tl.load(x_scales_ptr + source, mask=in_group, other=0.0)[None, :]
+        acc *= tl.load(weight_scales_ptr + row)[:, None] * x_scale
+        if GATED:
+            up_acc *= tl.load(weight_scales_ptr + row + out_features)[:, None] * x_scale
     return acc, up_acc
 
 
@@ -213,8 +262,9 @@ def _multiply_mxfp4(
 @triton.jit
 def _compute_tile(
     x_ptr,
+    x_scales_ptr,
     weight_ptr,
-    block_scales_ptr,
+    weight_scales_ptr,
     out_ptr,
     order_ptr,
     scales_ptr,
@@ -229,6 +279,7 @@ def _compute_tile(
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     GATED: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -245,10 +296,12 @@ def _compute_tile(
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Features past the end repeat the last one, so that weights are loaded without a mask for rows.
     clamped = tl.minimum(feature, out_features - 1)
-    if block_scales_ptr is None:
+    if weight_ptr.dtype.element_ty != tl.int16:
         acc, up_acc = _multiply(
             x_ptr,
+            x_scales_ptr,
             weight_ptr,
+            weight_scales_ptr,
             source,
             in_group,
             expert,
@@ -256,13 +309,14 @@ def _compute_tile(
             out_features,
             WIDTH,
             GATED,
+            GROUP,
             BLOCK_K,
         )
     else:
         acc, up_acc = _multiply_mxfp4(
             x_ptr,
             weight_ptr,
-            block_scales_ptr,
+            weight_scales_ptr,
             source,
             in_group,
             expert,
@@ -290,8 +344,9 @@ def _compute_tile(
 @triton.jit
 def _grouped_kernel(
     x_ptr,
+    x_scales_ptr,
     weight_ptr,
-    block_scales_ptr,
+    weight_scales_ptr,
     out_ptr,
     order_ptr,
     tiles_ptr,
@@ -304,6 +359,7 @@ def _grouped_kernel(
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     GATED: tl.constexpr,
+    GROUP: tl.constexpr,
     SMALL_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -319,8 +375,10 @@ def _grouped_kernel(
     - Otherwise it is the second GEMM: the weight is [E, out, WIDTH], and row order[r] of the result
       is scale * (x[r] W^T + bias), where the scale is the routing weight of assignment order[r].
 
-    The weight is in MXFP4 if ``block_scales_ptr`` is not None. If ``tiles_ptr`` is None, each
-    assignment is a tile, in the order of assignments, and ``order_ptr`` has its expert.
+    The weight is in MXFP4 if it has words of 16 bits. If it is in FP8, so is x unless
+    ``x_scales_ptr`` is None. The scales of x are those of rows or, unless GROUP is None, of GROUP
+    columns of a row. Those of the weight are described in ``mix.Experts``. If ``tiles_ptr`` is
+    None, each assignment is a tile, in the order of assignments, and ``order_ptr`` has its expert.
     """
     pdl_wait(PDL)
     tile = tl.program_id(1)
@@ -337,8 +395,9 @@ def _grouped_kernel(
         if num_rows <= SMALL_M:
             _compute_tile(
                 x_ptr,
+                x_scales_ptr,
                 weight_ptr,
-                block_scales_ptr,
+                weight_scales_ptr,
                 out_ptr,
                 order_ptr,
                 scales_ptr,
@@ -353,6 +412,7 @@ def _grouped_kernel(
                 LIMIT,
                 ALPHA,
                 GATED,
+                GROUP,
                 SMALL_M,
                 BLOCK_N,
                 BLOCK_K,
@@ -360,8 +420,9 @@ def _grouped_kernel(
             return
     _compute_tile(
         x_ptr,
+        x_scales_ptr,
         weight_ptr,
-        block_scales_ptr,
+        weight_scales_ptr,
         out_ptr,
         order_ptr,
         scales_ptr,
@@ -376,6 +437,7 @@ def _grouped_kernel(
         LIMIT,
         ALPHA,
         GATED,
+        GROUP,
         BLOCK_M,
         BLOCK_N,
         BLOCK_K,
@@ -416,16 +478,18 @@ def mix_grouped(
     gate_up, down = experts.gate_up, experts.down
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
     assert residual is None or residual.is_contiguous()
-    is_sorted = routing.ranks is not None
-    tile = choose_tile(num_tokens, top_k, len(down), x, experts.down_scales is not None, is_sorted)
+    is_sorted, is_mxfp4 = routing.ranks is not None, down.dtype is torch.int16
+    inputs = _quantise(x, experts)
+    tile = choose_tile(num_tokens, top_k, len(down), inputs[0], is_mxfp4, is_sorted)
     groups = sort_triton(routing, tile.rows) if is_sorted else Groups(routing.experts)
     inner = x.new_empty(num_tokens * top_k, width)
-    activation = experts.limit, experts.alpha
+    settings = experts.group, experts.limit, experts.alpha
     weight = gate_up, experts.gate_up_scales, experts.gate_up_bias
-    _launch(x, weight, inner, groups, tile, top_k, None, activation)
+    _launch(inputs, weight, inner, groups, tile, top_k, None, settings)
     parts = x.new_empty(num_tokens * top_k, hidden)
     weight = down, experts.down_scales, experts.down_bias
-    _launch(inner, weight, parts, groups, tile, top_k, routing.weights, activation)
+    inputs = _quantise(inner, experts)
+    _launch(inputs, weight, parts, groups, tile, top_k, routing.weights, settings)
     out = x.new_empty(num_tokens, hidden)
     block = min(1024, triton.next_power_of_2(hidden))
     _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
@@ -441,26 +505,36 @@ def mix_grouped(
     return out
 
 
+def _quantise(x: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Quantises the input of a GEMM if its weight is in FP8. Returns it and its scales."""
+    if experts.down.dtype is not FP8:
+        return x, None
+    return (quantize_rows if experts.group is None else quantize_row_groups)(x)
+
+
 def _launch(
-    x: torch.Tensor,
+    x: tuple[torch.Tensor, torch.Tensor | None],
     weight: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
     out: torch.Tensor,
     groups: Groups,
     tile: Tile,
     top_k: int,
     scales: torch.Tensor | None,
-    activation: tuple[float | None, float],
+    settings: tuple[int | None, float | None, float],
 ) -> None:
     """Launches a grouped GEMM: the first one if ``scales`` is None, otherwise the second.
 
     Args:
-        weight: the values, the scales of MXFP4 blocks, and the bias.
+        x: the values, and their scales if they are in FP8.
+        weight: the values, their scales if they are in FP8 or MXFP4, and the bias.
         scales: the routing weight of each assignment.
-        activation: limit and alpha, for the first GEMM.
+        settings: group, limit and alpha of the experts.
     """
-    (values, block_scales, bias), features = weight, out.size(1)
+    (values, weight_scales, bias), features = weight, out.size(1)
+    group, limit, alpha = settings
     is_first = scales is None
     block_n = tile.features if is_first else tile.down_features
+    assert group is None or group % block_n == group % tile.columns == 0
     num_tiles = groups.order.numel() if groups.tiles is None else len(groups.tiles)
     for first in range(0, num_tiles, MAX_LAUNCHED_TILES):  # almost always one launch
         if first:
@@ -469,24 +543,25 @@ def _launch(
             groups = Groups(groups.order, tiles, groups.num_tiles - MAX_LAUNCHED_TILES)
         launched = min(num_tiles - first, MAX_LAUNCHED_TILES)
         _grouped_kernel[(triton.cdiv(features, block_n), launched)](
-            x,
+            *x,
             values,
-            block_scales,
+            weight_scales,
             out,
             *groups,
             scales,
             bias,
             features,
-            WIDTH=x.size(1),
+            WIDTH=x[0].size(1),
             TOP_K=top_k,
-            LIMIT=activation[0],
-            ALPHA=activation[1],
+            LIMIT=limit,
+            ALPHA=alpha,
             GATED=is_first,
+            GROUP=group,
             SMALL_M=tile.small_rows,
             BLOCK_M=tile.rows,
             BLOCK_N=block_n,
             BLOCK_K=tile.columns,
             num_warps=tile.warps,
             num_stages=tile.stages,
-            **pdl_options(x),
+            **pdl_options(out),
         )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.fp8 import FP8, Fp8Rows, dequantize
 from nanovllm.kernels.gemm.onednn import row_block_linear
 from nanovllm.kernels.moe.mxfp4 import unpack_mxfp4
 from nanovllm.kernels.moe.route import Routing
@@ -28,7 +29,9 @@ class Experts(NamedTuple):
             gate clamped to at most ``limit``, and up to [-limit, limit]. Without one it is SwiGLU.
         gate_up_scales, down_scales: for MXFP4 weights, the scales of their blocks, from
             ``mxfp4.pack_mxfp4_scales``. gate_up and down are then words from ``mxfp4.pack_mxfp4``:
-            [E, num_groups, 2 I or hidden, 32]. None for other weights.
+            [E, num_groups, 2 I or hidden, 32]. For FP8 weights, fp32 scales of rows, [E, 2 I] and
+            [E, hidden], or of blocks of GROUP x GROUP elements. gate_up and down are then in FP8;
+            or uint8, the bits of FP8 numbers, if inputs are not quantised. None for other weights.
     """
 
     gate_up: torch.Tensor
@@ -40,15 +43,32 @@ class Experts(NamedTuple):
     gate_up_scales: torch.Tensor | None = None
     down_scales: torch.Tensor | None = None
 
+    @property
+    def group(self) -> int | None:
+        """The size of the blocks of FP8 weights that share a scale; None for other weights."""
+        if self.down.itemsize > 1 or self.down_scales is None or self.down_scales.dim() < 3:
+            return None
+        return self.down.size(2) // self.down_scales.size(2)
+
     def dequantised(self, dtype: torch.dtype) -> "Experts":
-        """Returns the experts with MXFP4 weights dequantised to ``dtype``. Other weights stay as
-        they are."""
+        """Returns the experts with quantised weights dequantised to ``dtype``. Other weights stay
+        as they are."""
         if self.gate_up_scales is None or self.down_scales is None:
             return self
-        hidden, columns = self.down.size(-2), self.gate_up.size(-2) // 2
-        gate_up = unpack_mxfp4(self.gate_up, self.gate_up_scales, hidden, dtype)
-        down = unpack_mxfp4(self.down, self.down_scales, columns, dtype)
+        if self.down.itemsize == 1:
+            gate_up = _dequantise_fp8(self.gate_up, self.gate_up_scales, dtype)
+            down = _dequantise_fp8(self.down, self.down_scales, dtype)
+        else:
+            hidden, columns = self.down.size(-2), self.gate_up.size(-2) // 2
+            gate_up = unpack_mxfp4(self.gate_up, self.gate_up_scales, hidden, dtype)
+            down = unpack_mxfp4(self.down, self.down_scales, columns, dtype)
         return self._replace(gate_up=gate_up, down=down, gate_up_scales=None, down_scales=None)
+
+
+def _dequantise_fp8(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if scales.dim() == 3:
+        scales = scales.repeat_interleave(codes.size(1) // scales.size(1), 1)
+    return dequantize(Fp8Rows(codes.view(FP8), scales), dtype)
 
 
 def clamped_swiglu(x: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:

@@ -24,6 +24,7 @@ if __name__ == "__main__":
     with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor):
         for dtype in (torch.bfloat16, torch.float32):
             compile_for_hopper.launch_mixtures(dtype, all_sizes=True)
+        compile_for_hopper.launch_fp8_mixtures(True, capability >= 89)
     done = [(n, k.result() if hasattr(k, "result") else k) for n, k in kernels]
     assert {kernel.metadata.target.arch for _, kernel in done} == {capability}
     most = max(kernel.metadata.shared for _, kernel in done)
