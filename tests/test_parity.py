@@ -84,9 +84,8 @@ VARIANTS = (  # of a family that another name stands for; they run with the slow
 EVERY_MODEL = pytest.mark.parametrize(
     "name", [name if name == THOROUGH else pytest.param(name, marks=slow) for name in MODELS]
 )
-CONFIGURATIONS = {
+CONFIGURATIONS = {  # and blocks of 16, which test_tokens_survive_prefix_cache_hits has
     "default": {},
-    "block16": {"kvcache_block_size": 16},
     "block1": {"kvcache_block_size": 1},
     "no-prefix-cache": {"enable_prefix_caching": False},
     "chunked": {"max_num_batched_tokens": 64},
