@@ -149,7 +149,7 @@ def engine_logprobs(path: Path, window: list[int], case: str) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
 @pytest.mark.parametrize(
     ("case", "most_change", "most_difference"),
-    [("weights", 0.02, 0.05), ("weights-inputs", 0.035, 0.5), ("kv", 0.01, 0.5)],
+    [("weights", 0.02, 0.05), ("weights-inputs", 0.035, 0.9), ("kv", 0.015, 0.9)],
 )
 def test_fp8_changes_log_probabilities_as_an_emulation(
     case, most_change, most_difference, path, window, plain
@@ -158,7 +158,8 @@ def test_fp8_changes_log_probabilities_as_an_emulation(
     the whole text."""
     found, expected = engine_logprobs(path, window, case), emulated_logprobs(path, window, case)
     change = math.expm1((plain - found).mean().item())
-    # Sums in another order change a few FP8 numbers, and with them later layers.
+    # Sums in another order change a few FP8 numbers, and with them later layers. The difference is
+    # 1 if the engine quantises nothing, and about 1.4 if its rounding errors are independent.
     difference = ((found - expected).norm() / (expected - plain).norm()).item()
     print(f"{case}: perplexity {change:+.2%}, difference {difference:.3f} of the change")
     assert change < most_change and difference < most_difference
