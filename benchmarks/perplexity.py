@@ -8,8 +8,8 @@ The text is cut into windows of the same number of tokens, each a prompt of its 
 perplexity of each case, its change relative to the first case, and the standard error of the
 change, estimated from how much the change of the mean log-probability differs between windows.
 
-The text is the first thirteen chapters of Jane Austen's Persuasion (1817), without line breaks
-within paragraphs: 50,139 tokens of SmolLM2.
+The text is public domain: Jane Austen's Persuasion (1817) up to the start of chapter 13, without
+the line breaks within paragraphs. It has 50,139 tokens of SmolLM2.
 """
 
 import argparse
