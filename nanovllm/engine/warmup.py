@@ -53,6 +53,7 @@ def load_cublas_kernels(runner: ModelRunner) -> None:
     sizes = decode_sizes(runner.config.max_num_seqs or MAX_DECODE_SEQS)
     # Other kernels serve most matmuls with fewer rows.
     row_counts = {n for n in [*PREFILL_TOKENS, *(s.num_tokens for s in sizes)] if n > 64}
+    torch.cuda.synchronize()  # gives this thread the GPU's context, without which cuBLAS warns
     load_kernels(weights, sorted(row_counts))
 
 
