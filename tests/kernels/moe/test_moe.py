@@ -353,8 +353,7 @@ def test_compiles_for_every_other_generation(target, tmp_path):
         check=False,
     )
     assert result.returncode == 0, result.stderr[-4000:]
-    num_kernels = 6 if target == "80 163" else 7  # with FP8 matmuls, inputs are quantised
-    assert f"launches of {num_kernels} kernels" in result.stdout
+    assert "launches of 6 kernels" in result.stdout
 
 
 @pytest.mark.gpu
