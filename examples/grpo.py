@@ -113,7 +113,7 @@ def grpo_loss(
     mask = torch.arange(old.size(1)) < lengths[:, None]
 
     # Padding is on the right, where causal attention hides it from all other tokens.
-    logits = model(tokens).logits[:, len(prompt) - 1 : -1]
+    logits = model(tokens, logits_to_keep=old.size(1) + 1).logits[:, :-1]
     generated = tokens[:, len(prompt) :, None]
     new = logits.log_softmax(-1).gather(-1, generated).squeeze(-1)
 

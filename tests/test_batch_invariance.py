@@ -217,7 +217,7 @@ def test_four_ranks(tmp_path: Path):
     config_class, changes = CONFIGS["qwen3"]
     config = config_class(**{**BASE, **changes, "vocab_size": 509})
     TinyModels.build(config, seed=5).save_pretrained(tmp_path)
-    prove(tmp_path, tensor_parallel_size=4)
+    prove_at_once(tmp_path, make_requests(num_tokens=12), tensor_parallel_size=4)
 
 
 @pytest.mark.slow
