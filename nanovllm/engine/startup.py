@@ -244,15 +244,18 @@ def start(runner: ModelRunner, checkpoint: Checkpoint) -> None:
         if uses_arenas(runner):
             move_parameters(runner.model, device)
         timed("model without weights")
+        cublas = None
         if on_gpu and not config.enforce_eager:
             from nanovllm.engine.warmup import load_cublas_kernels
 
-            executor.submit(load_cublas_kernels, runner)
+            cublas = executor.submit(load_cublas_kernels, runner)
         if backend.done():  # an error that needs no compiler: before the weights are read
             backend.result()
         load_weights(runner, checkpoint)
         timed("weights")
         runner.backend = backend.result()
+        if cublas is not None:
+            cublas.result()
         runner.barrier()
         timed("attention backend, after the weights")
     for layer in _attention_layers(runner.model):

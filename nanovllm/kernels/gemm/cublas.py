@@ -1,4 +1,4 @@
-"""cuBLAS settings."""
+"""cuBLAS' workspace, and loading of its kernels."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -33,7 +33,7 @@ def small_cublas_workspace() -> Iterator[None]:
 @torch.inference_mode()
 def load_kernels(weights: Iterable[torch.Tensor], row_counts: list[int]) -> None:
     """Makes cuBLAS load the kernels that it chooses for each weight [out, in] with each number of
-    rows, as in a CUDA graph. Loading a kernel takes about a millisecond. The values of the weights
+    rows, as in a CUDA graph. Loading a kernel takes up to 5 ms. The values of the weights
     do not matter, so this may run while they are loaded."""
     with small_cublas_workspace(), suppress(torch.OutOfMemoryError):  # steps may be smaller
         for weight in {weight.shape: weight for weight in weights}.values():
