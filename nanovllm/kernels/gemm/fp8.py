@@ -1,10 +1,14 @@
-"""GEMMs with FP8 weights and inputs, and a scale for each of their rows or groups of columns.
+"""GEMMs with FP8 weights and inputs, and scales of rows, or of groups of x and blocks of W.
 
 Up to 64 rows are multiplied in the tiles of tiled.py, which are made for the memory bandwidth. More
-rows are multiplied by PyTorch's ``_scaled_mm`` or, with groups of columns, in larger tiles.
+rows are multiplied by cuBLAS through PyTorch's ``_scaled_mm``. It multiplies groups and blocks on
+Hopper only. Other GPUs use larger tiles for them.
 """
 
+from functools import cache
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels.fp8 import FP8, Fp8Rows, dequantize
@@ -13,7 +17,8 @@ from nanovllm.utils.triton_compat import use_triton
 
 MAX_TILED_ROWS = 64
 LARGE_TILE = Tile(rows=128, features=128, num_warps=8, num_stages=3)
-NUM_PROGRAMS = 264  # two for each multiprocessor of a Hopper GPU, to reach its memory bandwidth
+NUM_PROGRAMS = 128  # about one for each multiprocessor of a Hopper GPU
+NUM_STAGES = 6  # 48 KB of a weight, in flight or in use
 MAX_INT32 = 2**31 - 1
 ALIGNMENT = 16  # ``_scaled_mm`` needs sizes that are multiples of it
 
@@ -24,6 +29,7 @@ def fp8_linear_reference(
     """Computes x W^T + b: [N, in], [out, in], [out] -> [N, out].
 
     Args:
+        x: a scale for each row or, if the weight's are those of blocks, each group of columns.
         dtype: of the result, and of the bias.
     """
     y = dequantize(x) @ dequantize(weight).t()
@@ -36,12 +42,22 @@ def fp8_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dt
     is_bf16 = dtype is torch.bfloat16  # with a scale for each row, _scaled_mm returns only bf16
     is_tiled = use_triton(weight.codes) and has_tiles(weight.codes)
     has_groups = x.scales.dim() > 1
-    if is_tiled and (num_rows <= MAX_TILED_ROWS or not is_bf16 or has_groups):
+    is_scaled = is_bf16 and (not has_groups or has_block_matmul(x.codes.device))
+    if is_tiled and (num_rows <= MAX_TILED_ROWS or not is_scaled):
         return fp8_tile_linear(x, weight, bias, dtype)
     is_aligned = not any(size % ALIGNMENT for size in weight.codes.shape)
-    if is_bf16 and not has_groups and is_aligned and num_rows > MAX_TILED_ROWS:
-        return scaled_linear(x, weight, bias, dtype)
+    if is_scaled and is_aligned and num_rows > MAX_TILED_ROWS:
+        return (scaled_block_linear if has_groups else scaled_linear)(x, weight, bias, dtype)
     return fp8_linear_reference(x, weight, bias, dtype)
+
+
+@cache
+def has_block_matmul(device: torch.device) -> bool:
+    """Returns whether ``scaled_block_linear`` runs on a device: on Hopper, from CUDA 12.9 on."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    version = tuple(map(int, torch.version.cuda.split(".")))
+    return torch.cuda.get_device_capability(device) == (9, 0) and version >= (12, 9)
 
 
 def has_tiles(weight: Tensor) -> bool:
@@ -57,7 +73,8 @@ def fp8_tile_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: tor
     if num_rows > MAX_TILED_ROWS and out_features % LARGE_TILE.features == 0:
         tile, parts = LARGE_TILE, 1
     else:
-        tile = Tile(next(rows for rows in (16, 32, 64) if rows >= min(num_rows, MAX_TILED_ROWS)))
+        rows = next(rows for rows in (16, 32, 64) if rows >= min(num_rows, MAX_TILED_ROWS))
+        tile = Tile(rows, num_stages=NUM_STAGES)
         parts = num_parts(out_features, width)
     most_rows = MAX_INT32 // (parts * max(out_features, width))  # the kernel has 32-bit offsets
     if num_rows > most_rows:
@@ -91,3 +108,21 @@ def scaled_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch
         out_dtype=dtype,
         use_fast_accum=True,
     )
+
+
+def scaled_block_linear(
+    x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """See ``fp8_linear_reference``, with groups of x as from ``empty_rows``, blocks of the weight,
+    and bf16 results. cuBLAS needs four rows or a multiple of them."""
+    num_rows, width = x.codes.shape
+    num_groups, stride = x.scales.size(1), x.scales.stride(1)
+    assert x.scales.stride(0) == 1 and stride % 4 == 0 and stride >= num_rows
+    out = torch._scaled_mm(
+        x.codes.as_strided((stride, width), (width, 1)),
+        weight.codes.t(),
+        x.scales.as_strided((stride, num_groups), (1, stride)),
+        F.pad(weight.scales, (0, -num_groups % 4))[:, :num_groups].t(),
+        out_dtype=dtype,
+    )[:num_rows]
+    return out if bias is None else out.add_(bias)

@@ -9,15 +9,20 @@ the matmul before the division, sums the row's squares in the same pass, and div
 
 With programmatic dependent launch, a program requests its first weights before it waits for the
 kernel that produces its input.
+
+A single row may also be multiplied by FP8 weights, which are converted to fp32 in registers. x is
+not quantised.
 """
 
 import torch
 
+from nanovllm.kernels.fp8 import GROUP, fp8_values
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
 
 MAX_ROWS = 16
 # With a limit, the compiler uses as many registers as the limit allows, and issues all loads early.
 # Without a limit it saves registers, and issues some loads of x only after a matmul.
+FP8_CONFIG, FP8_BLOCK_CONFIG = (4, 1024, 4), (4, 128, 1)  # BLOCK_N, BLOCK_K, num_warps
 REGISTER_LIMIT = {} if torch.version.hip else {"maxnreg": 128}
 
 
@@ -51,6 +56,7 @@ def _epilogue(y, up, bias_ptr, bias, up_bias, SILU: tl.constexpr, DTYPE: tl.cons
 def _vector_kernel(
     x_ptr,
     weight_ptr,
+    scale_ptr,
     bias_ptr,
     out_ptr,
     residual_ptr,
@@ -62,9 +68,11 @@ def _vector_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SILU: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiplies one row on the CUDA cores. Each thread multiplies the weights that it loaded."""
+    """Multiplies one row on the CUDA cores. Each thread multiplies the weights that it loaded. The
+    scales of FP8 weights are those of rows or, unless GROUP is None, of blocks."""
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_weight = feature < out_features
     row_ptr = weight_ptr + feature[:, None].to(tl.int64) * K
@@ -75,6 +83,11 @@ def _vector_kernel(
     up_weight = weight
     if SILU:
         up_weight = tl.load(up_ptr + column[None, :], mask=mask, other=0.0)
+    up_scale_ptr = scale_ptr
+    if GROUP is not None:  # all features of the program are in one row of blocks
+        NUM_GROUPS: tl.constexpr = K // GROUP
+        scale_ptr += tl.program_id(0) * BLOCK_N // GROUP * NUM_GROUPS
+        up_scale_ptr = scale_ptr + out_features // GROUP * NUM_GROUPS
     bias, up_bias = _load_bias(bias_ptr, feature, in_weight, out_features, SILU)
     pdl_wait(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -98,12 +111,20 @@ def _vector_kernel(
         if norm_ptr is not None:
             squares += x * x
             x *= tl.load(norm_ptr + column, mask=in_row, other=0.0).to(tl.float32)
-        acc += weight.to(tl.float32) * x[None, :]
+        up_x = x
+        if GROUP is not None:
+            up_x = x * tl.load(up_scale_ptr + start // GROUP)
+            x *= tl.load(scale_ptr + start // GROUP)
+        acc += fp8_values(weight, tl.float32) * x[None, :]
         if SILU:
-            up_acc += up_weight.to(tl.float32) * x[None, :]
+            up_acc += fp8_values(up_weight, tl.float32) * up_x[None, :]
     scale = tl.rsqrt(tl.sum(squares) / K + eps) if norm_ptr is not None else 1.0
     y = tl.sum(acc, axis=1) * scale
     up = tl.sum(up_acc, axis=1) * scale if SILU else y
+    if scale_ptr is not None and GROUP is None:
+        y *= tl.load(scale_ptr + feature, mask=in_weight, other=0.0)
+        if SILU:
+            up *= tl.load(scale_ptr + out_features + feature, mask=in_weight, other=0.0)
     out = _epilogue(y, up, bias_ptr, bias, up_bias, SILU, out_ptr.dtype.element_ty)
     tl.store(out_ptr + feature, out, mask=in_weight)
 
@@ -236,13 +257,17 @@ def skinny_norm_linear(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Applies ``skinny_linear`` to RMSNorm(x + residual), for a single row x [1, in].
 
     Args:
+        weight: as in ``skinny_linear``; or in FP8, or uint8, the bits of FP8 numbers.
         norm: [in], the weight of the RMSNorm; None to multiply x itself, without a norm.
         eps: eps of the RMSNorm.
         residual: [1, in]; None for no residual add. It needs ``norm``.
+        scales: those of an FP8 weight: fp32 [out] or [2 out], of rows, or the same divided by GROUP
+            and [in / GROUP], of blocks.
 
     Returns:
         The result [1, out], and x + residual [1, in].
@@ -252,9 +277,15 @@ def skinny_norm_linear(
     out = x.new_empty(1, out_features)
     total = x if residual is None else torch.empty_like(x)
     block_n, block_k, num_warps = vector_config(out_features, width, silu)
+    has_blocks = scales is not None and scales.dim() > 1
+    if scales is not None:
+        block_n, block_k, num_warps = FP8_BLOCK_CONFIG if has_blocks else FP8_CONFIG
+        block_k = min(block_k, triton.next_power_of_2(width))
+        assert not has_blocks or (GROUP % block_n == GROUP % block_k == 0)
     _vector_kernel[(triton.cdiv(out_features, block_n),)](
         x,
         weight,
+        scales,
         bias,
         out,
         residual,
@@ -266,6 +297,7 @@ def skinny_norm_linear(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         SILU=silu,
+        GROUP=GROUP if has_blocks else None,
         num_warps=num_warps,
         **pdl_options(x),
     )

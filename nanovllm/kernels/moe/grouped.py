@@ -142,6 +142,8 @@ def _accumulate(acc, weight, x, x_scale, weight_scales_ptr, group, GROUP: tl.con
 def _multiply(
     x_ptr,
     x_scales_ptr,
+    row_stride,
+    group_stride,
     weight_ptr,
     weight_scales_ptr,
     source,
@@ -157,7 +159,7 @@ def _multiply(
     """Multiplies rows of x with rows of an expert's weight.
 
     Args:
-        x_scales_ptr, weight_scales_ptr: see ``_grouped_kernel``.
+        x_scales_ptr, row_stride, group_stride, weight_scales_ptr: see ``_grouped_kernel``.
         source: [BLOCK_M], indices of the rows of x.
         in_group: [BLOCK_M], whether to load the row. Zeros take the place of other rows.
         expert: the index of the expert.
@@ -192,7 +194,7 @@ def _multiply(
         if GROUP is not None:
             group = start // GROUP
             if x_scales_ptr is not None:
-                x_scale_ptrs = x_scales_ptr + source * NUM_GROUPS + group
+                x_scale_ptrs = x_scales_ptr + source * row_stride + group * group_stride
                 x_scale = tl.load(x_scale_ptrs, mask=in_group, other=0.0)[None, :]
         weight = tl.load(gate_ptrs + start, mask=mask[None, :], other=0.0)
         acc = _accumulate(acc, weight, x, x_scale, gate_scales_ptr, group, GROUP)
@@ -263,6 +265,8 @@ def _multiply_mxfp4(
 def _compute_tile(
     x_ptr,
     x_scales_ptr,
+    row_stride,
+    group_stride,
     weight_ptr,
     weight_scales_ptr,
     out_ptr,
@@ -300,6 +304,8 @@ def _compute_tile(
         acc, up_acc = _multiply(
             x_ptr,
             x_scales_ptr,
+            row_stride,
+            group_stride,
             weight_ptr,
             weight_scales_ptr,
             source,
@@ -341,10 +347,12 @@ def _compute_tile(
     tl.store(address, acc.to(dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["group_stride"])
 def _grouped_kernel(
     x_ptr,
     x_scales_ptr,
+    row_stride,
+    group_stride,
     weight_ptr,
     weight_scales_ptr,
     out_ptr,
@@ -377,8 +385,9 @@ def _grouped_kernel(
 
     The weight is in MXFP4 if it has words of 16 bits. If it is in FP8, so is x unless
     ``x_scales_ptr`` is None. The scales of x are those of rows or, unless GROUP is None, of GROUP
-    columns of a row. Those of the weight are described in ``mix.Experts``. If ``tiles_ptr`` is
-    None, each assignment is a tile, in the order of assignments, and ``order_ptr`` has its expert.
+    columns of a row, at the given strides. Those of the weight are described in ``mix.Experts``.
+    If ``tiles_ptr`` is None, each assignment is a tile, in the order of assignments, and
+    ``order_ptr`` has its expert.
     """
     pdl_wait(PDL)
     tile = tl.program_id(1)
@@ -396,6 +405,8 @@ def _grouped_kernel(
             _compute_tile(
                 x_ptr,
                 x_scales_ptr,
+                row_stride,
+                group_stride,
                 weight_ptr,
                 weight_scales_ptr,
                 out_ptr,
@@ -421,6 +432,8 @@ def _grouped_kernel(
     _compute_tile(
         x_ptr,
         x_scales_ptr,
+        row_stride,
+        group_stride,
         weight_ptr,
         weight_scales_ptr,
         out_ptr,
@@ -535,6 +548,7 @@ def _launch(
     is_first = scales is None
     block_n = tile.features if is_first else tile.down_features
     assert group is None or group % block_n == group % tile.columns == 0
+    strides = (0, 0) if group is None or x[1] is None else x[1].stride()
     num_tiles = groups.order.numel() if groups.tiles is None else len(groups.tiles)
     for first in range(0, num_tiles, MAX_LAUNCHED_TILES):  # almost always one launch
         if first:
@@ -544,6 +558,7 @@ def _launch(
         launched = min(num_tiles - first, MAX_LAUNCHED_TILES)
         _grouped_kernel[(triton.cdiv(features, block_n), launched)](
             *x,
+            *strides,
             values,
             weight_scales,
             out,
