@@ -4,8 +4,9 @@ Weights are quantised as they are loaded, tensor by tensor (``Config.quantizatio
 checkpoint has them in FP8. The scales depend on the whole rows of a checkpoint's tensor, so each
 tensor-parallel rank has its part of the same FP8 weights.
 
-A single row of inputs is not quantised, because its matmuls are fastest on the CUDA cores, where
-the norm and SwiGLU are fused with them. More rows are quantised by the norm or the activation.
+With scales of features, a single row of inputs is not quantised, because its matmuls are fastest on
+the CUDA cores, where the norm and SwiGLU are fused with them. Other inputs are quantised by the
+norm or the activation.
 """
 
 from typing import Any
@@ -122,8 +123,9 @@ class StoredFp8Weight(LinearWeight):
         return Fp8Rows(self.layer.weight, self.layer.weight_scale)
 
     def _is_vector(self, x: Any) -> bool:
+        """Returns whether the weight's product with x is that of ``skinny_norm_linear``."""
         is_row = isinstance(x, Tensor) and x.dim() == 2 and len(x) == 1 and x.is_contiguous()
-        return is_row and use_triton(self.layer.weight)
+        return is_row and not self.has_groups and use_triton(self.layer.weight)
 
     def matmul(self, x: Any) -> Tensor:
         if self._is_vector(x):

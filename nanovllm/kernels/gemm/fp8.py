@@ -8,10 +8,9 @@ Hopper only. Other GPUs use larger tiles for them.
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.fp8 import FP8, Fp8Rows, dequantize
+from nanovllm.kernels.fp8 import FP8, GROUP, Fp8Rows, dequantize
 from nanovllm.kernels.gemm.tiled import BLOCK_K, BLOCK_N, MAX_PART_COLUMNS, Tile, multiply_tiles
 from nanovllm.utils.triton_compat import use_triton
 
@@ -42,7 +41,7 @@ def fp8_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dt
     is_bf16 = dtype is torch.bfloat16  # with a scale for each row, _scaled_mm returns only bf16
     is_tiled = use_triton(weight.codes) and has_tiles(weight.codes)
     has_groups = x.scales.dim() > 1
-    is_scaled = is_bf16 and (not has_groups or has_block_matmul(x.codes.device))
+    is_scaled = is_bf16 and (not has_groups or has_block_matmul(weight.codes))
     if is_tiled and (num_rows <= MAX_TILED_ROWS or not is_scaled):
         return fp8_tile_linear(x, weight, bias, dtype)
     is_aligned = not any(size % ALIGNMENT for size in weight.codes.shape)
@@ -51,9 +50,14 @@ def fp8_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dt
     return fp8_linear_reference(x, weight, bias, dtype)
 
 
+def has_block_matmul(weight: Tensor) -> bool:
+    """Returns whether ``scaled_block_linear`` can multiply by a weight [out, in]."""
+    return weight.size(1) % (4 * GROUP) == 0 and _is_hopper_with_blocks(weight.device)
+
+
 @cache
-def has_block_matmul(device: torch.device) -> bool:
-    """Returns whether ``scaled_block_linear`` runs on a device: on Hopper, from CUDA 12.9 on."""
+def _is_hopper_with_blocks(device: torch.device) -> bool:
+    """Returns whether cuBLAS multiplies blocks on a device: on Hopper, from CUDA 12.9 on."""
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     version = tuple(map(int, torch.version.cuda.split(".")))
@@ -114,7 +118,8 @@ def scaled_block_linear(
     x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """See ``fp8_linear_reference``, with groups of x as from ``empty_rows``, blocks of the weight,
-    and bf16 results. cuBLAS needs four rows or a multiple of them."""
+    bf16 results, and a width that is a multiple of 4 GROUP. cuBLAS needs a multiple of four
+    rows."""
     num_rows, width = x.codes.shape
     num_groups, stride = x.scales.size(1), x.scales.stride(1)
     assert x.scales.stride(0) == 1 and stride % 4 == 0 and stride >= num_rows
@@ -122,7 +127,7 @@ def scaled_block_linear(
         x.codes.as_strided((stride, width), (width, 1)),
         weight.codes.t(),
         x.scales.as_strided((stride, num_groups), (1, stride)),
-        F.pad(weight.scales, (0, -num_groups % 4))[:, :num_groups].t(),
+        weight.scales.t(),
         out_dtype=dtype,
     )[:num_rows]
     return out if bias is None else out.add_(bias)

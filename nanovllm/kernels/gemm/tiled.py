@@ -96,15 +96,19 @@ def _tile_kernel(
         tl.extra.cuda.gdc_wait()
     if HAS_GROUPS:
         x_scale_ptr += tl.minimum(row, num_rows - 1) * row_stride + begin // BLOCK_K * group_stride
+        scale = tl.load(weight_scale_ptr) * tl.load(x_scale_ptr)
     elif x_scale_ptr is not None:
         x_scale = tl.load(x_scale_ptr + tl.minimum(row, num_rows - 1))
     for start in tl.range(0, columns, BLOCK_K):
         weight = tl.load(weight_ptrs + start)
         x = tl.load(x_ptrs + start)
         if HAS_GROUPS:
-            scale = tl.load(weight_scale_ptr + start // BLOCK_K)
-            scale = scale * tl.load(x_scale_ptr + start // BLOCK_K * group_stride)
+            # The next scales are loaded before the matmul, so that the loop does not wait for them.
+            group = tl.minimum(start + BLOCK_K, columns - BLOCK_K) // BLOCK_K
+            next_scale = tl.load(weight_scale_ptr + group)
+            next_x_scale = tl.load(x_scale_ptr + group * group_stride)
             acc += tl.dot(weight, x) * scale
+            scale = next_scale * next_x_scale
         else:
             acc = tl.dot(weight, x, acc)
     if x_scale_ptr is not None and not HAS_GROUPS:

@@ -22,10 +22,11 @@ from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
 # rows of 1.5 KB from each of 8 experts.
 GATE_UP_CONFIG = 1, 1024, 2
 DOWN_CONFIG = 2, 1024, 2
-# The same for FP8 weights, not tuned. A program has one scale for BLOCK_K columns, if blocks share
-# one.
-FP8_GATE_UP_CONFIG = 4, 128, 1
-FP8_DOWN_CONFIG = 2, 128, 1
+# The same for FP8 weights with scales of rows.
+FP8_GATE_UP_CONFIG = 1, 1024, 2
+FP8_DOWN_CONFIG = 4, 1024, 2
+# The same with scales of blocks, for both kernels. A program has one scale for its BLOCK_K columns.
+FP8_BLOCK_CONFIG = 1, 128, 1
 MAX_UNROLLED = 16  # iterations, because compiling the 112 of Mixtral took 2 minutes
 
 
@@ -162,7 +163,8 @@ def mix_few(
     assert residual is None or residual.is_contiguous()
     inner = x.new_empty(num_tokens * top_k, width)
     is_fp8, group = down.itemsize == 1, experts.group
-    block_n, block_k, num_warps = FP8_GATE_UP_CONFIG if is_fp8 else GATE_UP_CONFIG
+    config = FP8_GATE_UP_CONFIG if is_fp8 else GATE_UP_CONFIG
+    block_n, block_k, num_warps = config if group is None else FP8_BLOCK_CONFIG
     assert group is None or group % block_n == group % block_k == 0
     block_k = min(block_k, triton.next_power_of_2(hidden))
     _gate_up_kernel[(triton.cdiv(width, block_n), len(inner))](
@@ -185,7 +187,8 @@ def mix_few(
         **pdl_options(x),
     )
     out = torch.empty_like(x)
-    block_n, block_k, num_warps = FP8_DOWN_CONFIG if is_fp8 else DOWN_CONFIG
+    config = FP8_DOWN_CONFIG if is_fp8 else DOWN_CONFIG
+    block_n, block_k, num_warps = config if group is None else FP8_BLOCK_CONFIG
     assert group is None or group % block_n == group % block_k == 0
     block_k = min(block_k, triton.next_power_of_2(width))
     _down_kernel[(triton.cdiv(hidden, block_n), num_tokens)](
