@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.utils.math import cdiv
+from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
 
 FP8 = torch.float8_e4m3fn
@@ -174,7 +174,7 @@ def empty_rows(x: Tensor, width: int, group: int | None) -> Fp8Rows:
 
 def num_warps_of(width: int) -> int:
     """Returns the number of warps of a program that processes a whole row."""
-    return min(8, max(1, triton.next_power_of_2(width) // 512))
+    return min(8, max(1, next_power_of_2(width) // 512))
 
 
 # ``quantize`` and ``quantize_groups`` for matrices.

@@ -17,6 +17,7 @@ not quantised.
 import torch
 
 from nanovllm.kernels.fp8 import fp8_values
+from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
 
 MAX_ROWS = 16
@@ -214,7 +215,7 @@ def skinny_linear(
     out = x.new_empty(len(x), out_features)
     block_n, block_k, num_warps = matrix_config(x, out_features, silu)
     is_half = x.dtype is not torch.float32
-    _matrix_kernel[(triton.cdiv(out_features, block_n),)](
+    _matrix_kernel[(cdiv(out_features, block_n),)](
         x,
         weight,
         bias,
@@ -228,7 +229,7 @@ def skinny_linear(
         WARPS=num_warps,
         # In an unrolled loop the compiler issues loads ahead of the matmuls, as far as registers
         # allow. An fp32 matmul has too many instructions to unroll the loop.
-        UNROLL=max(1, triton.cdiv(width, block_k) - 1) if is_half else 1,
+        UNROLL=max(1, cdiv(width, block_k) - 1) if is_half else 1,
         SILU=silu,
         num_warps=num_warps,
         num_stages=1,
@@ -266,7 +267,7 @@ def skinny_norm_linear(
     total = x if residual is None else torch.empty_like(x)
     config = vector_config if scales is None else fp8_vector_config
     block_n, block_k, num_warps = config(out_features, width, silu)
-    _vector_kernel[(triton.cdiv(out_features, block_n),)](
+    _vector_kernel[(cdiv(out_features, block_n),)](
         x,
         weight,
         scales,
@@ -309,7 +310,7 @@ def vector_config(out_features: int, width: int, silu: bool) -> tuple[int, int, 
     else:
         config = 4, 2048 if 4096 < width < 8192 else 1024, 4
     block_n, block_k, num_warps = config
-    return block_n, min(block_k, triton.next_power_of_2(width)), num_warps
+    return block_n, min(block_k, next_power_of_2(width)), num_warps
 
 
 def fp8_vector_config(out_features: int, width: int, silu: bool) -> tuple[int, int, int]:
@@ -322,7 +323,7 @@ def fp8_vector_config(out_features: int, width: int, silu: bool) -> tuple[int, i
         block_n, block_k, num_warps = (8, 1024, 2) if out_features <= 4096 else (4, 2048, 4)
     else:
         block_n, block_k, num_warps = 8, 512, 2
-    return block_n, min(block_k, triton.next_power_of_2(width)), num_warps
+    return block_n, min(block_k, next_power_of_2(width)), num_warps
 
 
 def matrix_config(x: torch.Tensor, out_features: int, silu: bool) -> tuple[int, int, int]:
@@ -331,7 +332,7 @@ def matrix_config(x: torch.Tensor, out_features: int, silu: bool) -> tuple[int, 
     if x.dtype is torch.float32:
         return 8 if silu else 16, 256, 8
     width = x.size(1)
-    padded_width = triton.next_power_of_2(width)
+    padded_width = next_power_of_2(width)
     if silu and width > 1024:
         return 8, 512, 4
     if out_features <= 1024 < width < 4096:  # a program has one tile, 64 registers per thread

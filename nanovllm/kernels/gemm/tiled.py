@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, shared_memory, tl, triton
 
 BLOCK_N, BLOCK_K, NUM_STAGES = 64, 128, 4
@@ -200,7 +201,7 @@ def multiply_tiles(
     strides = x_scales.stride() if x_scales is not None and has_groups else (0, 0)
     assert not has_groups or BLOCK_K % tile.features == 0
     parts = x.new_empty(num_parts, *out.shape, dtype=torch.float32) if is_split else out
-    _tile_kernel[(triton.cdiv(len(x), tile.rows), out_features // tile.features, num_parts)](
+    _tile_kernel[(cdiv(len(x), tile.rows), out_features // tile.features, num_parts)](
         x,
         weight,
         None if is_split else bias,
@@ -221,7 +222,7 @@ def multiply_tiles(
     )
     if is_split:
         block = 1024
-        _sum_kernel[(triton.cdiv(out.numel(), block),)](
+        _sum_kernel[(cdiv(out.numel(), block),)](
             parts,
             bias,
             out,
@@ -239,4 +240,4 @@ def _num_parts(out_features: int, width: int) -> int:
     """Returns the number of parts of a split-K. It depends on the weight only, not on x."""
     if out_features >= 64 * BLOCK_N:
         return 1
-    return triton.next_power_of_2(triton.cdiv(width, MAX_PART_COLUMNS))
+    return next_power_of_2(cdiv(width, MAX_PART_COLUMNS))

@@ -14,6 +14,7 @@ from nanovllm.kernels.fp8 import fp8_values
 from nanovllm.kernels.moe.activation import gated_activation
 from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.moe.route import Routing
+from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
 
 # BLOCK_N, BLOCK_K and num_warps of each kernel, tuned for one token of Qwen3-30B-A3B (hidden size
@@ -166,8 +167,8 @@ def mix_few(
     config = FP8_GATE_UP_CONFIG if is_fp8 else GATE_UP_CONFIG
     block_n, block_k, num_warps = config if group is None else FP8_BLOCK_CONFIG
     assert group is None or group % block_n == group % block_k == 0
-    block_k = min(block_k, triton.next_power_of_2(hidden))
-    _gate_up_kernel[(triton.cdiv(width, block_n), len(inner))](
+    block_k = min(block_k, next_power_of_2(hidden))
+    _gate_up_kernel[(cdiv(width, block_n), len(inner))](
         x,
         gate_up,
         experts.gate_up_scales,
@@ -182,7 +183,7 @@ def mix_few(
         GROUP=group,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        UNROLLED=min(MAX_UNROLLED, triton.cdiv(hidden, block_k)),
+        UNROLLED=min(MAX_UNROLLED, cdiv(hidden, block_k)),
         num_warps=num_warps,
         **pdl_options(x),
     )
@@ -190,8 +191,8 @@ def mix_few(
     config = FP8_DOWN_CONFIG if is_fp8 else DOWN_CONFIG
     block_n, block_k, num_warps = config if group is None else FP8_BLOCK_CONFIG
     assert group is None or group % block_n == group % block_k == 0
-    block_k = min(block_k, triton.next_power_of_2(width))
-    _down_kernel[(triton.cdiv(hidden, block_n), num_tokens)](
+    block_k = min(block_k, next_power_of_2(width))
+    _down_kernel[(cdiv(hidden, block_n), num_tokens)](
         inner,
         down,
         experts.down_scales,
@@ -206,7 +207,7 @@ def mix_few(
         GROUP=group,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        UNROLLED=min(MAX_UNROLLED, triton.cdiv(width, block_k)),
+        UNROLLED=min(MAX_UNROLLED, cdiv(width, block_k)),
         num_warps=num_warps,
         **pdl_options(x),
     )

@@ -23,6 +23,7 @@ from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.moe.mxfp4 import dequantise_part, rescale
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.moe.sort import Groups, sort_triton
+from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, shared_memory, tl, triton
 
 
@@ -528,8 +529,8 @@ def mix_grouped(
     inputs = _quantise(inner, experts)
     _launch(inputs, weight, parts, groups, tile, top_k, routing.weights, settings)
     out = x.new_empty(num_tokens, hidden)
-    block = min(1024, triton.next_power_of_2(hidden))
-    _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
+    block = min(1024, next_power_of_2(hidden))
+    _sum_kernel[(num_tokens, cdiv(hidden, block))](
         parts,
         residual,
         out,
@@ -580,7 +581,7 @@ def _launch(
             tiles = groups.tiles[MAX_LAUNCHED_TILES:]
             groups = Groups(groups.order, tiles, groups.num_tiles - MAX_LAUNCHED_TILES)
         launched = min(num_tiles - first, MAX_LAUNCHED_TILES)
-        _grouped_kernel[(triton.cdiv(features, block_n), launched)](
+        _grouped_kernel[(cdiv(features, block_n), launched)](
             *x,
             *strides,
             values,
