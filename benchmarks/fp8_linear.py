@@ -18,6 +18,7 @@ from nanovllm.kernels.fp8 import Fp8Rows, quantize, quantize_blocks, quantize_ro
 from nanovllm.kernels.gemm import fp8
 from nanovllm.kernels.gemm.skinny import skinny_norm_linear
 from nanovllm.quantization.unquantized import choose_kernel
+from nanovllm.utils.triton_compat import shared_memory
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24_576, 4096), "down": (4096, 12_288)}
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 8192)
@@ -76,12 +77,11 @@ def measure(name: str, num_rows: int) -> None:
     results["blocks in tiles"] = block_time(fp8.fp8_tile_linear)
     if num_rows > 1:
         results["blocks by _scaled_mm"] = block_time(fp8.scaled_block_linear)
+    default, _ = fp8.choose_tile(num_rows, features, width, shared_memory(x.device))
     for parts in PARTS if num_rows <= 256 else ():
         for stages in STAGES:
-            with (
-                patch.object(fp8, "num_parts", return_value=parts),
-                patch.object(fp8, "NUM_STAGES", stages),
-            ):
+            tile = default._replace(num_stages=stages)
+            with patch.object(fp8, "choose_tile", return_value=(tile, parts)):
                 results[f"{parts} parts {stages} stages"] = fp8_time(fp8.fp8_tile_linear)
     gbytes = features * width / 1e3 / results["fp8"]
     tflops = 2 * num_rows * features * width / 1e6 / results["fp8"]

@@ -1,8 +1,9 @@
 """GEMMs with FP8 weights and inputs, and scales of rows, or of groups of x and blocks of W.
 
-Up to 64 rows are multiplied in the tiles of tiled.py, which are made for the memory bandwidth. More
-rows are multiplied by cuBLAS through PyTorch's ``_scaled_mm``. It multiplies groups and blocks on
-Hopper only. Other GPUs use larger tiles for them.
+Up to 256 rows are multiplied in the tiles of tiled.py, which are made for the memory bandwidth, or
+up to 64 if the weight is large or has blocks. More rows are multiplied by cuBLAS through PyTorch's
+``_scaled_mm``. It multiplies groups and blocks on Hopper only. Other GPUs use larger tiles for
+them.
 """
 
 from functools import cache
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from nanovllm.kernels.fp8 import FP8, GROUP, Fp8Rows, dequantize
 from nanovllm.kernels.gemm.tiled import BLOCK_K, BLOCK_N, MAX_PART_COLUMNS, Tile, multiply_tiles
-from nanovllm.utils.triton_compat import use_triton
+from nanovllm.utils.math import cdiv
+from nanovllm.utils.triton_compat import shared_memory, use_triton
 
-MAX_TILED_ROWS = 64
+MAX_TILED_ROWS, MAX_TILED_WEIGHT = 256, 1 << 26
 LARGE_TILE = Tile(rows=128, features=128, num_warps=8, num_stages=3)
-NUM_PROGRAMS = 128  # about one for each multiprocessor of a Hopper GPU
+NUM_PROGRAMS = 96  # of the 132 that fill a Hopper GPU
 NUM_STAGES = 6  # 48 KB of a weight, in flight or in use
 MAX_INT32 = 2**31 - 1
 ALIGNMENT = 16  # ``_scaled_mm`` needs sizes that are multiples of it
@@ -39,13 +41,16 @@ def fp8_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dt
     """See ``fp8_linear_reference``. Chooses the kernel by the numbers of rows and features."""
     num_rows = len(x.codes)
     is_bf16 = dtype is torch.bfloat16  # with a scale for each row, _scaled_mm returns only bf16
-    is_tiled = use_triton(weight.codes) and has_tiles(weight.codes)
     has_groups = x.scales.dim() > 1
     is_scaled = is_bf16 and (not has_groups or has_block_matmul(weight.codes))
-    if is_tiled and (num_rows <= MAX_TILED_ROWS or not is_scaled):
+    is_fast_in_tiles = num_rows <= (
+        64 if has_groups or weight.codes.numel() > MAX_TILED_WEIGHT else MAX_TILED_ROWS
+    )
+    is_tiled = use_triton(weight.codes) and has_tiles(weight.codes)
+    if is_tiled and (is_fast_in_tiles or not is_scaled):
         return fp8_tile_linear(x, weight, bias, dtype)
     is_aligned = not any(size % ALIGNMENT for size in weight.codes.shape)
-    if is_scaled and is_aligned and num_rows > MAX_TILED_ROWS:
+    if is_scaled and is_aligned and num_rows > 64:
         return (scaled_block_linear if has_groups else scaled_linear)(x, weight, bias, dtype)
     return fp8_linear_reference(x, weight, bias, dtype)
 
@@ -74,12 +79,11 @@ def fp8_tile_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: tor
     """See ``fp8_linear_reference``. The sizes of the weight are as ``has_tiles`` needs them."""
     num_rows, (out_features, width) = len(x.codes), weight.codes.shape
     assert x.codes.dtype is weight.codes.dtype is FP8
-    if num_rows > MAX_TILED_ROWS and out_features % LARGE_TILE.features == 0:
+    is_large = num_rows > (64 if x.scales.dim() > 1 else MAX_TILED_ROWS)
+    if is_large and out_features % LARGE_TILE.features == 0:
         tile, parts = LARGE_TILE, 1
     else:
-        rows = next(rows for rows in (16, 32, 64) if rows >= min(num_rows, MAX_TILED_ROWS))
-        tile = Tile(rows, num_stages=NUM_STAGES)
-        parts = num_parts(out_features, width)
+        tile, parts = choose_tile(num_rows, out_features, width, shared_memory(weight.codes.device))
     most_rows = MAX_INT32 // (parts * max(out_features, width))  # the kernel has 32-bit offsets
     if num_rows > most_rows:
         pieces = [Fp8Rows(*rows) for rows in zip(*(t.split(most_rows) for t in x), strict=True)]
@@ -87,22 +91,29 @@ def fp8_tile_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: tor
     return multiply_tiles(x.codes, weight.codes, bias, x.scales, weight.scales, parts, tile, dtype)
 
 
-def num_parts(out_features: int, width: int) -> int:
-    """Returns the number of parts of a split-K: the least that makes NUM_PROGRAMS programs, if each
-    part has MAX_PART_COLUMNS columns or more. It depends on the weight only, not on x."""
+def choose_tile(
+    num_rows: int, out_features: int, width: int, shared_memory: int
+) -> tuple[Tile, int]:
+    """Returns a tile, and the number of parts of a split-K: the least that makes NUM_PROGRAMS
+    programs, if each part has MAX_PART_COLUMNS columns or more."""
+    rows = next(rows for rows in (16, 32, 64, 128) if rows >= min(num_rows, 128))
+    if cdiv(num_rows, rows) * out_features < NUM_PROGRAMS * BLOCK_N // 2:
+        rows = min(rows, 64)
+    num_tiles = cdiv(num_rows, rows) * out_features // BLOCK_N
     parts = 1
     while (
-        parts * out_features < NUM_PROGRAMS * BLOCK_N
+        parts * num_tiles < NUM_PROGRAMS
         and width % (2 * parts * BLOCK_K) == 0
         and width >= 2 * parts * MAX_PART_COLUMNS
     ):
         parts *= 2
-    return parts
+    num_stages = min(NUM_STAGES, shared_memory // ((rows + BLOCK_N) * BLOCK_K))
+    return Tile(rows, num_stages=num_stages), parts
 
 
 def scaled_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """See ``fp8_linear_reference``, with bf16 results, sizes that are multiples of ALIGNMENT,
-    and more than MAX_TILED_ROWS rows. With one row its test failed (PyTorch 2.11, H200)."""
+    and more than 64 rows. With one row its test failed (PyTorch 2.11, H200)."""
     return torch._scaled_mm(
         x.codes,
         weight.codes.t(),

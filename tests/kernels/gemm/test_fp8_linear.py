@@ -14,14 +14,15 @@ from nanovllm.kernels.fp8 import (
 )
 from nanovllm.kernels.gemm import fp8
 from nanovllm.kernels.gemm.fp8 import (
+    choose_tile,
     fp8_linear,
     fp8_linear_reference,
     fp8_tile_linear,
     has_block_matmul,
-    num_parts,
     scaled_block_linear,
     scaled_linear,
 )
+from nanovllm.kernels.gemm.tiled import Tile
 from tests.kernels.oracle import assert_as_good_as_eager
 
 SHAPES = [(64, 128), (128, 1024), (256, 384)]  # out, in
@@ -71,7 +72,7 @@ def test_groups_of_models(num_rows):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 32, 64])
+@pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 32, 64, 65, 200, 256])
 def test_tiles_of_models(num_rows, dtype):
     for features, width in ((6144, 4096), (4096, 4096), (4096, 12288), (1024, 3072)):
         check(fp8_tile_linear, num_rows, features, width, num_rows % 2 == 1, dtype, "cuda")
@@ -117,7 +118,9 @@ def test_choice(monkeypatch):
         return called.pop()
 
     assert choice(1, 64, 128) == choice(64, 4096, 4096) == "fp8_tile_linear"
-    assert choice(65, 64, 128) == choice(65, 64, 576) == choice(65, 80, 128) == "scaled_linear"
+    assert choice(257, 64, 128) == choice(65, 64, 576) == choice(65, 80, 128) == "scaled_linear"
+    assert choice(65, 1 << 15, 4096) == "scaled_linear"
+    assert choice(256, 1 << 14, 4096) == "fp8_tile_linear"
     assert choice(1, 64, 576) == choice(64, 80, 128) == "fp8_linear_reference"
     assert choice(65, 64, 128, torch.float16) == "fp8_tile_linear"
     for has_matmul, name in ((False, "fp8_tile_linear"), (True, "scaled_block_linear")):
@@ -143,7 +146,15 @@ def test_offsets_fit_into_32_bits(device, monkeypatch):
 
 @pytest.mark.parametrize(
     ("features", "width", "parts"),
-    [(24576, 4096, 1), (6144, 4096, 2), (4096, 12288, 2), (1024, 3072, 4), (1024, 384, 1)],
+    [(24576, 4096, 1), (6144, 4096, 1), (4096, 12288, 2), (1024, 3072, 4), (1024, 384, 1)],
 )
 def test_parts_of_a_split(features, width, parts):
-    assert num_parts(features, width) == parts
+    assert choose_tile(16, features, width, 227 << 10) == (Tile(16, num_stages=6), parts)
+
+
+def test_tiles_of_many_rows():
+    large = 227 << 10
+    assert choose_tile(256, 4096, 12288, large) == (Tile(128, num_stages=6), 1)
+    assert choose_tile(128, 4096, 12288, large) == (Tile(128, num_stages=6), 2)
+    assert choose_tile(256, 1024, 3072, large) == (Tile(64, num_stages=6), 2)
+    assert choose_tile(256, 4096, 12288, 99 << 10) == (Tile(128, num_stages=4), 1)
