@@ -39,7 +39,8 @@ def test_no_batch_size_lacks_a_graph(max_num_seqs):
     assert captured == sorted(set(captured))
     assert captured[-1] == GraphSize(False, min(max_num_seqs, 2048), min(max_num_seqs, 2048))
     sizes = [size.num_seqs for size in captured]
-    assert all(b - a <= max(16, a // 4) for a, b in pairwise(sizes)), "a quarter is padding"
+    for a, b in pairwise(sizes):
+        assert b - a <= (16 if a < 64 else max(32, a // 4)), "at most a third is padding"
     assert len(captured) <= 32
 
 

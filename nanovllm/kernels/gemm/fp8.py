@@ -1,6 +1,6 @@
 """GEMMs with FP8 weights and inputs, and scales of rows, or of groups of x and blocks of W.
 
-Up to 256 rows are multiplied in the tiles of tiled.py, which are made for the memory bandwidth, or
+Up to 128 rows are multiplied in the tiles of tiled.py, which are made for the memory bandwidth, or
 up to 64 if the weight is large or has blocks. More rows are multiplied by cuBLAS through PyTorch's
 ``_scaled_mm``. It multiplies groups and blocks on Hopper only. Other GPUs use larger tiles for
 them.
@@ -16,7 +16,7 @@ from nanovllm.kernels.gemm.tiled import BLOCK_K, BLOCK_N, MAX_PART_COLUMNS, Tile
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import shared_memory, use_triton
 
-MAX_TILED_ROWS, MAX_TILED_WEIGHT = 256, 1 << 26
+MAX_TILED_ROWS, MAX_TILED_WEIGHT = 128, 1 << 26
 LARGE_TILE = Tile(rows=128, features=128, num_warps=8, num_stages=3)
 NUM_PROGRAMS = 96  # of the 132 that fill a Hopper GPU
 NUM_STAGES = 6  # 48 KB of a weight, in flight or in use

@@ -49,7 +49,7 @@ def check(linear, num_rows, features, width, has_bias, dtype, device, has_groups
     eager = fp8_linear_reference(x, weight, bias, dtype)
     found = linear(x, weight, bias, dtype)
     # Tensor cores add products of FP8 numbers with 14 bits.
-    ulps = 8.0 if dtype is torch.float16 else 2.0
+    ulps = 10.0 if dtype is torch.float16 else 2.0
     assert_as_good_as_eager(found, eager, exact(x, weight, bias), ulps)
 
 
@@ -72,7 +72,7 @@ def test_groups_of_models(num_rows):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 32, 64, 65, 200, 256])
+@pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 32, 64, 65, 128, 256])
 def test_tiles_of_models(num_rows, dtype):
     for features, width in ((6144, 4096), (4096, 4096), (4096, 12288), (1024, 3072)):
         check(fp8_tile_linear, num_rows, features, width, num_rows % 2 == 1, dtype, "cuda")
@@ -118,9 +118,9 @@ def test_choice(monkeypatch):
         return called.pop()
 
     assert choice(1, 64, 128) == choice(64, 4096, 4096) == "fp8_tile_linear"
-    assert choice(257, 64, 128) == choice(65, 64, 576) == choice(65, 80, 128) == "scaled_linear"
+    assert choice(129, 64, 128) == choice(65, 64, 576) == choice(65, 80, 128) == "scaled_linear"
     assert choice(65, 1 << 15, 4096) == "scaled_linear"
-    assert choice(256, 1 << 14, 4096) == "fp8_tile_linear"
+    assert choice(128, 1 << 14, 4096) == "fp8_tile_linear"
     assert choice(1, 64, 576) == choice(64, 80, 128) == "fp8_linear_reference"
     assert choice(65, 64, 128, torch.float16) == "fp8_tile_linear"
     for has_matmul, name in ((False, "fp8_tile_linear"), (True, "scaled_block_linear")):
@@ -154,7 +154,7 @@ def test_parts_of_a_split(features, width, parts):
 
 def test_tiles_of_many_rows():
     large = 227 << 10
-    assert choose_tile(256, 4096, 12288, large) == (Tile(128, num_stages=6), 1)
+    assert choose_tile(128, 24576, 4096, large) == (Tile(128, num_stages=6), 1)
     assert choose_tile(128, 4096, 12288, large) == (Tile(128, num_stages=6), 2)
-    assert choose_tile(256, 1024, 3072, large) == (Tile(64, num_stages=6), 2)
-    assert choose_tile(256, 4096, 12288, 99 << 10) == (Tile(128, num_stages=4), 1)
+    assert choose_tile(128, 1024, 3072, large) == (Tile(64, num_stages=6), 4)
+    assert choose_tile(128, 4096, 12288, 99 << 10) == (Tile(128, num_stages=4), 2)
