@@ -234,7 +234,7 @@ def draw_rooflines(records: list[Record]) -> None:
     axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
-    axes.set_xlabel(f"% of the roofline, {records[0]['device']}, bf16")
+    axes.set_xlabel(f"% of the roofline, {records[0]['device']}")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(ROOFLINES, dpi=120, bbox_inches="tight")

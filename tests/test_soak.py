@@ -121,7 +121,7 @@ def break_steps(llm: LLM, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("num_requests", "windowed"),
     [
-        (3_000, False),
+        (1_000, False),
         pytest.param(20_000, False, marks=pytest.mark.slow),
         pytest.param(5_000, True, marks=pytest.mark.slow),
     ],
