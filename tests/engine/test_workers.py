@@ -240,6 +240,11 @@ SLOW = {
     "all_killed_while_starting",
     "never_closed",
     "a_worker_that_reads_no_calls",
+    "all_killed",
+    "an_exception_on_rank_0",
+    "forked_children",
+    "names_that_others_have_taken",
+    "two_engines_at_once",
 }
 
 
