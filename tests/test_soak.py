@@ -122,8 +122,8 @@ def break_steps(llm: LLM, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -
     ("num_requests", "windowed"),
     [
         (1_000, False),
-        pytest.param(20_000, False, marks=pytest.mark.slow),
-        pytest.param(5_000, True, marks=pytest.mark.slow),
+        pytest.param(6_000, False, marks=pytest.mark.slow),
+        pytest.param(2_000, True, marks=pytest.mark.slow),
     ],
 )
 def test_every_request_finishes_once_with_what_it_has_without_pressure(

@@ -221,7 +221,7 @@ def server() -> Iterator[subprocess.Popen]:
         yield server
 
 
-NUM_ENGINES = {"few_one_after_the_other": 3, "many_one_after_the_other": 20}
+NUM_ENGINES = {"few_one_after_the_other": 3, "many_one_after_the_other": 8}
 ENDS_BY_SIGNAL = {
     "killed": signal.SIGKILL,
     "terminated": signal.SIGTERM,
