@@ -105,17 +105,17 @@ def main() -> None:
                     4,
                 ),
             }
-        # The roofline counts the keys and values of each sequence, whether shared or not, and
-        # assumes that weights are not quantised.
-        has_roofline = args.workload not in SHARED and args.quantization is None
-        if llm.model_runner.device.type == "cuda" and has_roofline:
+        # The roofline counts the keys and values of each sequence, whether shared or not.
+        if llm.model_runner.device.type == "cuda" and args.workload not in SHARED:
             bandwidth, rate = measure_peaks(llm.model_runner.device)
+            model = llm.model_runner.model_config
             bound = roofline_seconds(
-                llm.model_runner.model_config,
+                model,
                 done,
                 bandwidth * args.tp,
                 rate * args.tp,
                 quantizes_kv=llm.config.quantizes_kv,
+                has_fp8=bool(args.quantization or model.quantization),
             )
             record |= {
                 "copy_tb_per_s": round(bandwidth / 1e12, 2),

@@ -23,7 +23,7 @@ from nanovllm.utils.context import Context
 from nanovllm.utils.math import cdiv
 
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_LAYERS = 32, 8, 128, 256, 3
-TILES = [(32, 1), (64, 1), (64, 2), (128, 2), (128, 4)]  # keys, warps
+TILES = [(32, 1), (64, 1), (32, 2), (64, 2), (128, 2), (32, 4), (64, 4), (128, 4)]  # keys, warps
 
 
 def layer_time(lens: np.ndarray, is_quantized: bool, tile: DecodeTile) -> float:
@@ -75,10 +75,11 @@ def layer_time(lens: np.ndarray, is_quantized: bool, tile: DecodeTile) -> float:
 
 
 def main() -> None:
-    for num_seqs in (256, 64, 16, 1):
+    for num_seqs in (256, 128, 64, 16, 1):
         lens = np.random.default_rng(0).integers(100, 2000, num_seqs).astype(np.int32)
-        default = decode_tile(num_seqs, KV_HEADS, HEAD_DIM, torch.bfloat16)
-        cases = [(False, default), (True, default)]
+        shape = num_seqs, KV_HEADS, HEAD_DIM, torch.bfloat16
+        default = decode_tile(*shape, True)
+        cases = [(False, decode_tile(*shape)), (True, default)]
         for keys, warps in TILES:
             cases += [(True, default._replace(num_keys=keys, num_warps=warps))]
         for is_quantized, tile in cases:

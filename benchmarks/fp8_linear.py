@@ -3,22 +3,22 @@
     python -m benchmarks.fp8_linear
 
 For the projections of Qwen3-8B and several numbers of rows, prints microseconds: the default kernel
-with bf16 weights, the FP8 kernel that is chosen, without and with groups of columns, ``_scaled_mm``
-and the FP8 tiles in all their forms. The inputs are quantised already. Weights are read from
-memory, not from the L2 cache.
+with bf16 weights; the kernels for FP8 weights with scales of rows: the one that is chosen,
+``_scaled_mm``, that for one row of bf16 and the tiles in all their forms; and those for scales of
+blocks. The inputs are quantised already. Weights are read from memory, not from the L2 cache.
 """
 
 from collections.abc import Callable
-from functools import partial
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.fp8 import Fp8Rows, quantize, quantize_groups
+from nanovllm.kernels.fp8 import Fp8Rows, quantize, quantize_blocks, quantize_row_groups
 from nanovllm.kernels.gemm import fp8
-from nanovllm.kernels.gemm.tiled import Tile
+from nanovllm.kernels.gemm.skinny import skinny_norm_linear
 from nanovllm.quantization.unquantized import choose_kernel
+from nanovllm.utils.triton_compat import shared_memory
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24_576, 4096), "down": (4096, 12_288)}
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 8192)
@@ -61,16 +61,27 @@ def measure(name: str, num_rows: int) -> None:
 
     results["fp8"] = fp8_time(fp8.fp8_linear)
     results["_scaled_mm"] = fp8_time(fp8.scaled_linear)
-    groups, weights_with_groups = quantize_groups(x), [quantize_groups(w) for w in plain]
-    results["groups"] = microseconds(
-        lambda i: fp8.fp8_linear(groups, weights_with_groups[i], None, BF16), count
-    )
+    if num_rows == 1:
+        results["one row"] = microseconds(
+            lambda i: skinny_norm_linear(
+                x, weights[i].codes, None, name == "gate_up", scales=weights[i].scales
+            )[0],
+            count,
+        )
+    groups, blocks = quantize_row_groups(x), [quantize_blocks(weight) for weight in plain]
+
+    def block_time(linear: Callable[[Fp8Rows, Fp8Rows, None, torch.dtype], Tensor]) -> float:
+        return microseconds(lambda i: linear(groups, blocks[i], None, BF16), count)
+
+    results["blocks"] = block_time(fp8.fp8_linear)
+    results["blocks in tiles"] = block_time(fp8.fp8_tile_linear)
+    if num_rows > 1:
+        results["blocks by _scaled_mm"] = block_time(fp8.scaled_block_linear)
+    default, _ = fp8.choose_tile(num_rows, features, width, shared_memory(x.device))
     for parts in PARTS if num_rows <= 256 else ():
         for stages in STAGES:
-            with (
-                patch.object(fp8, "num_parts", return_value=parts),
-                patch.object(fp8, "Tile", partial(Tile, num_stages=stages)),
-            ):
+            tile = default._replace(num_stages=stages)
+            with patch.object(fp8, "choose_tile", return_value=(tile, parts)):
                 results[f"{parts} parts {stages} stages"] = fp8_time(fp8.fp8_tile_linear)
     gbytes = features * width / 1e3 / results["fp8"]
     tflops = 2 * num_rows * features * width / 1e6 / results["fp8"]

@@ -41,6 +41,7 @@ def roofline_seconds(
     rate: float,
     itemsize: int = 2,
     quantizes_kv: bool = False,
+    has_fp8: bool = False,
 ) -> float:
     """Returns the least time of a workload, as if all of its sequences ran from the start.
 
@@ -49,7 +50,10 @@ def roofline_seconds(
         rate: FLOP/s.
         itemsize: bytes per element of weights, other than MXFP4's, and of the KV cache.
         quantizes_kv: whether the KV cache is quantised to FP8 instead.
+        has_fp8: whether the weights of the layers' matmuls are, with one byte per element. FP8
+            matmuls count as twice as fast as ``rate``.
     """
+    layer_itemsize, layer_rate = (1, 2 * rate) if has_fp8 else (itemsize, rate)
     # Numbers of parameters.
     kv_proj = 2 * model.hidden_size * model.head_dim * model.num_key_value_heads
     attention_proj = kv_proj + 2 * model.hidden_size * model.head_dim * model.num_attention_heads
@@ -69,25 +73,28 @@ def roofline_seconds(
     attention = 4 * model.num_attention_heads * model.head_dim  # FLOP per query and key
 
     lens = [len(prompt) for prompt in workload.prompts]
+    layer_flops = sum(
+        2 * (layers - last) * n + 2 * kv_proj * n + 2 * (last - kv_proj) for n in lens
+    )
     flops = sum(
-        2 * (layers - last) * n
-        + attention * sum(count * _num_pairs(n, w) for w, count in before_last.items())
-        + (2 * kv_proj * n + 2 * (last - kv_proj) + attention * min(n, last_window or n))
+        attention * sum(count * _num_pairs(n, w) for w, count in before_last.items())
+        + attention * min(n, last_window or n)
         + 2 * head
         for n in lens
     )
-    seconds = flops / rate
+    seconds = layer_flops / layer_rate + flops / rate
     for step in range(1, max(workload.output_lens)):
         contexts = [
             n + step for n, out in zip(lens, workload.output_lens, strict=True) if out > step
         ]
         size = len(contexts)
-        weight_bytes = (len(sizes) * attention_proj + head) * itemsize
+        weight_bytes = len(sizes) * attention_proj * layer_itemsize + head * itemsize
         for mlp in mlps:
             experts = num_experts_read(mlp, size) * 3 * model.hidden_size * mlp.intermediate_size
-            weight_bytes += experts * (MXFP4_BYTES if is_mxfp4(mlp) else itemsize)
+            weight_bytes += experts * (MXFP4_BYTES if is_mxfp4(mlp) else layer_itemsize)
             weight_bytes += _router_size(model, mlp) * itemsize
-        weights_seconds = max(weight_bytes / bandwidth, 2 * (layers + head) * size / rate)
+        matmul_seconds = 2 * size * (layers / layer_rate + head / rate)
+        weights_seconds = max(weight_bytes / bandwidth, matmul_seconds)
         read = sum(count * sum(min(n, w or n) for n in contexts) for w, count in windows.items())
         seconds += weights_seconds + read * kv_bytes / bandwidth
     return seconds

@@ -12,7 +12,7 @@ from benchmarks.report import ROOT
     [
         pytest.param("examples.md", marks=pytest.mark.slow),
         pytest.param("rollouts.md", marks=pytest.mark.slow),
-        "sampling.md",
+        pytest.param("sampling.md", marks=pytest.mark.slow),
         "adding-a-model.md",
     ],
 )

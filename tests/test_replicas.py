@@ -103,6 +103,7 @@ def one_engine(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
     return run_one
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_killed_loses_and_repeats_nothing(
     cluster, model_path: Path, one_engine, tmp_path: Path, caplog
 ):

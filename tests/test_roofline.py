@@ -42,3 +42,16 @@ def test_a_quantized_cache_is_read_in_fewer_bytes(tiny_models: TinyModels):
         seconds.append(plain / quantized)
     assert seconds[0] == pytest.approx(1, rel=0.01)
     assert seconds[1] == pytest.approx(2 * 16 / (16 + 4), rel=0.01)
+
+
+def test_fp8_weights_have_half_of_the_bytes_and_of_the_matmul_time(tiny_models: TinyModels):
+    """All but the LM head."""
+    model = open_checkpoint(str(tiny_models.path("qwen3"))).config
+    head = model.vocab_size * model.hidden_size
+    for prompt, out, bandwidth, rate in ((1, 2, 1.0, 1e30), (8, 1, 1e30, 1.0)):
+        workload = Workload("one", [range(prompt)], [out])  # type: ignore[list-item]
+        plain, fp8 = (
+            roofline_seconds(model, workload, bandwidth, rate, has_fp8=has) for has in (False, True)
+        )
+        # The head has two bytes, or two FLOP, for each number.
+        assert fp8 - 2 * head == pytest.approx((plain - 2 * head) / 2, rel=0.05)

@@ -1299,7 +1299,7 @@ def wait_until(condition: Callable[[], Any], seconds: float = 30, pause: float =
         time.sleep(pause)
 
 
-@pytest.mark.parametrize("most_kills", [8, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most_kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_jobs_that_are_killed_again_and_again_lose_and_repeat_nothing(
     jobs: Jobs, model_path: Path, tmp_path: Path, most_kills: int
 ):

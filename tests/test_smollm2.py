@@ -94,7 +94,11 @@ def test_it_knows_the_capital_of_france(path):
         ),
         pytest.param({"max_num_batched_tokens": 64}, id="chunked", marks=pytest.mark.slow),
         pytest.param({"max_num_seqs": 1}, id="one-at-a-time", marks=pytest.mark.slow),
-        pytest.param({"kvcache_block_size": 16, "num_kvcache_blocks": 17}, id="preempted"),
+        pytest.param(
+            {"kvcache_block_size": 16, "num_kvcache_blocks": 17},
+            id="preempted",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_tokens_equal_transformers(settings, path, prompts, expected, request):

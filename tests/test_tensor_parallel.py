@@ -143,7 +143,7 @@ def path_of(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize(
     "name",
     [
-        "qwen3",
+        pytest.param("qwen3", marks=pytest.mark.slow),
         pytest.param("smollm3", marks=pytest.mark.slow),
         pytest.param("qwen3-moe", marks=pytest.mark.slow),
         pytest.param("olmoe", marks=pytest.mark.slow),

@@ -123,9 +123,10 @@ class SafetensorsCheckpoint:
                 self.config = self._fp8.with_skipped_scales(family.read(unquantised))
             if self._files:  # dummy weights need no files
                 check_bytes(self.config, num_bytes)
-        if self._fp8 is not None and self._files:
+        if self._fp8 is not None:
             with suppress(ValueError):  # ``tensors`` reports files that are missing or damaged
-                method = self._fp8.kept_method(self._weight_files(), self.config)
+                paths = self._weight_files() if self._files else []  # none for dummy weights
+                method = self._fp8.kept_method(paths, self.config)
                 self.config = replace(self.config, quantization=method)
         generation = _read_json(path / "generation_config.json") or {}
         self.eos_token_ids = _ids(eos_token_id) | _ids(generation.get("eos_token_id"))

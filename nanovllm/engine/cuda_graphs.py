@@ -31,11 +31,11 @@ GRAPH_BYTES = 8 << 20
 
 def decode_sizes(max_num_seqs: int) -> list[GraphSize]:
     """Returns the sizes of the decodes to capture, ascending: up to 16 sequences apart for up to
-    256 sequences, up to an eighth of the size for up to 512, and up to a quarter beyond. Padding
-    costs less there, because a padded row reads no keys and values. The last size is the largest
-    batch, up to 2,048 sequences."""
+    64 sequences, up to 32 for up to 256, and up to a quarter of the size beyond. Padding costs less
+    there, because a padded row reads no keys and values, and a tile of a GEMM has 64 rows or more.
+    The last size is the largest batch, up to 2,048 sequences."""
     largest = min(max_num_seqs, MAX_DECODE_SEQS)
-    sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32)]
+    sizes = [1, 2, 4, 8, *range(16, 65, 16), *range(96, 257, 32), *range(320, 513, 64)]
     sizes += [*range(640, 1025, 128), *range(1280, MAX_DECODE_SEQS, 256)]
     sizes = [size for size in sizes if size < largest] + [largest]
     return [GraphSize(False, size, size) for size in sizes]

@@ -359,8 +359,10 @@ def weight_quantization(runner: ModelRunner) -> str | None:
         return None
     columns = [model.hidden_size, model.num_attention_heads * model.head_dim]
     columns += [layer.mlp.intermediate_size for layer in model.layers]
-    has_groups = model.quantization == "fp8_groups"
-    if has_groups and any(size % (GROUP * config.tensor_parallel_size) for size in columns):
+    num_ranks, has_groups = config.tensor_parallel_size, model.quantization == "fp8_groups"
+    key_columns = heads_per_rank(model.num_key_value_heads, num_ranks) * model.head_dim
+    sizes = [*columns, key_columns * num_ranks]
+    if has_groups and any(size % (GROUP * num_ranks) for size in sizes):
         return None
     return model.quantization
 

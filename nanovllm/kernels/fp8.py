@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
 
 FP8 = torch.float8_e4m3fn
@@ -19,12 +20,13 @@ GROUP = 128
 
 
 class Fp8Rows(NamedTuple):
-    """A matrix in FP8. A row, or each group of GROUP columns of a row, is its FP8 numbers times its
-    scale.
+    """A matrix in FP8. A row, each group of GROUP columns of a row, or each block of GROUP x GROUP
+    elements is its FP8 numbers times its scale.
 
     Attributes:
         codes: float8_e4m3fn [N, D].
-        scales: fp32 [N], or [N, D / GROUP] for groups.
+        scales: fp32 [N], [N, D / GROUP] for groups, or [N / GROUP, D / GROUP] for blocks. Kernels
+            write the scales of groups column by column, and space for up to three more rows.
     """
 
     codes: Tensor
@@ -65,8 +67,9 @@ def dequantize(x: Fp8Rows, dtype: torch.dtype = torch.float32) -> Tensor:
     """Returns the vectors that were quantised, rounded."""
     if x.scales.dim() < x.codes.dim():
         return (x.codes.float() * x.scales.unsqueeze(-1)).to(dtype)
-    groups = x.codes.float().unflatten(-1, (x.scales.size(-1), -1))
-    return (groups * x.scales.unsqueeze(-1)).to(dtype).flatten(-2)
+    scales = x.scales.repeat_interleave(x.codes.size(-2) // x.scales.size(-2), -2)
+    groups = x.codes.float().unflatten(-1, (scales.size(-1), -1))
+    return (groups * scales.unsqueeze(-1)).to(dtype).flatten(-2)
 
 
 def pack_rows(x: Fp8Rows) -> Tensor:
@@ -114,14 +117,15 @@ def fp8_values(codes, dtype: tl.constexpr):
 @triton.jit
 def store_quantized(out_ptr, scale_ptr, row, x, WIDTH: tl.constexpr, GROUP: tl.constexpr):
     """Quantises a row x [D], which is zero from column WIDTH on, and stores it. GROUP is None for
-    one scale."""
+    one scale. Otherwise each program stores one row, and memory is as from ``empty_rows``."""
     if GROUP is not None:
         NUM: tl.constexpr = x.shape[0] // GROUP
         codes, scale = quantize_tile(tl.reshape(x, (NUM, GROUP)))
         group = tl.arange(0, NUM)[:, None]
         column = group * GROUP + tl.arange(0, GROUP)[None, :]
         tl.store(out_ptr + row * WIDTH + column, codes, mask=column < WIDTH)
-        tl.store(scale_ptr + row * (WIDTH // GROUP) + group, scale, mask=group < WIDTH // GROUP)
+        stride = tl.cdiv(tl.num_programs(0), 4) * 4
+        tl.store(scale_ptr + group * stride + row, scale, mask=group < WIDTH // GROUP)
         return
     x = x.to(tl.float32)
     scale, inverse = fp8_scale(tl.max(tl.abs(x), axis=0))
@@ -156,15 +160,21 @@ def quantize_rows_triton(x: Tensor, group: int | None = None) -> Fp8Rows:
 def empty_rows(x: Tensor, width: int, group: int | None) -> Fp8Rows:
     """Allocates the result of quantising rows of ``width`` columns, as many as x has, with a scale
     for each row or, unless it is None, each ``group`` of columns."""
-    assert group is None or width % group == 0
-    scales_shape = (len(x),) if group is None else (len(x), width // group)
-    codes = x.new_empty(len(x), width, dtype=FP8)
-    return Fp8Rows(codes, x.new_empty(scales_shape, dtype=torch.float32))
+    num_rows = len(x)
+    if group is None:
+        codes = x.new_empty(num_rows, width, dtype=FP8)
+        return Fp8Rows(codes, x.new_empty(num_rows, dtype=torch.float32))
+    assert width % group == 0
+    # The layout and the multiple of four rows are what cuBLAS needs (``gemm/fp8.py``).
+    padded = cdiv(num_rows, 4) * 4
+    codes = x.new_empty(padded, width, dtype=FP8)
+    scales = x.new_empty(width // group, padded, dtype=torch.float32)
+    return Fp8Rows(codes[:num_rows], scales.t()[:num_rows])
 
 
 def num_warps_of(width: int) -> int:
     """Returns the number of warps of a program that processes a whole row."""
-    return min(8, max(1, triton.next_power_of_2(width) // 512))
+    return min(8, max(1, next_power_of_2(width) // 512))
 
 
 # ``quantize`` and ``quantize_groups`` for matrices.

@@ -9,6 +9,7 @@ from torch import Tensor
 from nanovllm.kernels.attention.kv_cache import KVCache, scale_offset, store_kvcache
 from nanovllm.kernels.fp8 import fp8_scale
 from nanovllm.kernels.rms_norm import rms_norm_reference
+from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
 
 BLOCK_HEADS = 8  # heads per program
@@ -229,7 +230,7 @@ def apply_rope_and_store_triton(
     q_out = q.new_empty(num_tokens, q_heads, head_dim)
     k_out = k.new_empty(num_tokens, k_heads, head_dim)
     has_norm = rope.q_weight is not None
-    num_blocks = triton.cdiv(q_heads, BLOCK_HEADS) + triton.cdiv(k_heads, BLOCK_HEADS)
+    num_blocks = cdiv(q_heads, BLOCK_HEADS) + cdiv(k_heads, BLOCK_HEADS)
     _apply_rope_and_store_kernel[(num_tokens * num_blocks,)](
         rope.positions,
         q,

@@ -14,7 +14,7 @@ from nanovllm.kernels.fp8 import (
     quantize_groups,
     store_quantized,
 )
-from nanovllm.utils.math import cdiv
+from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
 
 
@@ -109,7 +109,7 @@ def silu_and_mul_triton(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
     assert x.is_contiguous() and x.dim() == 2
     num_rows, width = x.size(0), x.size(1) // 2
     out = x.new_empty(num_rows, width)
-    block = min(4096, triton.next_power_of_2(width))
+    block = min(4096, next_power_of_2(width))
     grid = (num_rows * cdiv(width, block),)
     num_warps = max(1, block // 256)
     _silu_and_mul_kernel[grid](
@@ -132,7 +132,7 @@ def fp8_silu_and_mul_triton(
     assert x.is_contiguous() and x.dim() == 2
     width = x.size(1) // 2
     out = empty_rows(x, width, group)
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     _silu_and_mul_kernel[(len(x),)](
         x,
         *out,

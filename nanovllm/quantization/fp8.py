@@ -1,9 +1,15 @@
-"""Weights in FP8 (e4m3) with a scale for each output feature, or each group of its columns.
+"""Weights in FP8 (e4m3) with a scale for each output feature, or each block of GROUP x GROUP.
 
 Weights are quantised as they are loaded, tensor by tensor (``Config.quantization``), unless the
 checkpoint has them in FP8. The scales depend on the whole rows of a checkpoint's tensor, so each
 tensor-parallel rank has its part of the same FP8 weights.
+
+With scales of features, a single row of inputs is not quantised, because its matmuls are fastest on
+the CUDA cores, where the norm and SwiGLU are fused with them. Other inputs are quantised by the
+norm or the activation.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +20,13 @@ from nanovllm.kernels.fp8 import (
     Fp8Rows,
     dequantize,
     quantize,
-    quantize_groups,
+    quantize_blocks,
     quantize_row_groups,
     quantize_rows,
     unpack_rows,
 )
 from nanovllm.kernels.gemm.fp8 import fp8_linear
+from nanovllm.kernels.gemm.skinny import skinny_norm_linear
 from nanovllm.kernels.rms_norm import fp8_group_rms_norm, fp8_rms_norm
 from nanovllm.kernels.silu_and_mul import (
     fp8_gelu_tanh_and_mul,
@@ -27,12 +34,14 @@ from nanovllm.kernels.silu_and_mul import (
     fp8_group_silu_and_mul,
     fp8_silu_and_mul,
 )
-from nanovllm.quantization.base import InputFormat, LinearWeight, Shard
+from nanovllm.quantization.base import PLAIN, InputFormat, LinearWeight, Shard
 from nanovllm.quantization.unquantized import UnquantizedWeight
 from nanovllm.utils.loader import check_shape, copy_weight
+from nanovllm.utils.triton_compat import use_triton
 
 FP8_ROWS = InputFormat(fp8_rms_norm, fp8_silu_and_mul, fp8_gelu_tanh_and_mul)
 FP8_GROUPS = InputFormat(fp8_group_rms_norm, fp8_group_silu_and_mul, fp8_group_gelu_tanh_and_mul)
+SWIGLU = {fmt.silu_and_mul for fmt in (PLAIN, FP8_ROWS, FP8_GROUPS)}
 FP8_MATMUL_CAPABILITY = (8, 9)
 
 
@@ -40,7 +49,7 @@ def new_fp8_weight(layer: nn.Module, has_groups: bool = False) -> LinearWeight:
     """Creates the weight of a new linear layer, in the class for the device under construction.
 
     Args:
-        has_groups: whether each group of GROUP columns has a scale, on a GPU.
+        has_groups: whether blocks of the weight and groups of inputs have scales, on a GPU.
     """
     device = torch.get_default_device()
     if device.type == "cpu":
@@ -74,8 +83,10 @@ class StoredFp8Weight(LinearWeight):
         self.layer.weight = nn.Parameter(codes, requires_grad=False)
         self.layer.weight.fill_with_dummy_weights = self._fill_with_dummy_weights
         # Not a parameter, because checkpoints have no tensor for it.
-        shape = (output_size, input_size // GROUP) if self.has_groups else (output_size,)
-        assert not self.has_groups or input_size % GROUP == 0
+        shape: tuple[int, ...] = (output_size,)
+        if self.has_groups:
+            assert output_size % GROUP == input_size % GROUP == 0
+            shape = (output_size // GROUP, input_size // GROUP)
         self.layer.register_buffer("weight_scale", torch.empty(shape, dtype=torch.float32))
 
     def load(self, param: nn.Parameter, tensor: Tensor, shard: Shard) -> None:
@@ -83,14 +94,11 @@ class StoredFp8Weight(LinearWeight):
             if param is not self.layer.weight:
                 copy_weight(param.data[shard.rows], shard.take(tensor, param.shape))
                 return
-            targets = self._weight
-            rows = self._quantize(tensor, shard)
-            parts = [
-                shard.take(values, target.shape)
-                for values, target in zip(rows, targets, strict=True)
-            ]
-            for target, part in zip(targets, parts, strict=True):
-                target.data[shard.rows].copy_(part)
+            targets, rows = self._weight, self._quantize(tensor, shard)
+            shards = shard, _of_blocks(shard) if self.has_groups else shard
+            parts = [s.take(v, t.shape) for s, v, t in zip(shards, rows, targets, strict=True)]
+            for s, part, target in zip(shards, parts, targets, strict=True):
+                target.data[s.rows].copy_(part)
 
     def _quantize(self, tensor: Tensor, shard: Shard) -> Fp8Rows:
         """Returns a whole checkpoint tensor in FP8. It may be packed (``pack_rows``)."""
@@ -99,12 +107,12 @@ class StoredFp8Weight(LinearWeight):
             shard.take(tensor, weight.shape)  # checks the shape
             if not tensor.is_floating_point():
                 raise ValueError(f"dtype {tensor.dtype} is not supported (quantised checkpoint?)")
-            return (quantize_groups if self.has_groups else quantize)(tensor.to(weight.device))
+            return (quantize_blocks if self.has_groups else quantize)(tensor.to(weight.device))
         width = weight.size(1) * (shard.num_parts if shard.dim == 1 else 1)
         num_groups = width // GROUP if self.has_groups else 1
         check_shape((len(tensor), width), tensor[:, 4 * num_groups :])  # of the FP8 numbers
         codes, scales = unpack_rows(tensor, num_groups)
-        return Fp8Rows(codes, scales if self.has_groups else scales.flatten())
+        return Fp8Rows(codes, scales[::GROUP] if self.has_groups else scales.flatten())
 
     def _fill_with_dummy_weights(self, param: nn.Parameter, generator: torch.Generator) -> None:
         values = torch.empty(param.shape, device=param.device).normal_(0, 0.02, generator=generator)
@@ -114,8 +122,37 @@ class StoredFp8Weight(LinearWeight):
     def _weight(self) -> Fp8Rows:
         return Fp8Rows(self.layer.weight, self.layer.weight_scale)
 
-    def matmul(self, x: Tensor) -> Tensor:
+    def _is_vector(self, x: Any) -> bool:
+        """Returns whether the weight's product with x is that of ``skinny_norm_linear``."""
+        is_row = isinstance(x, Tensor) and x.dim() == 2 and len(x) == 1 and x.is_contiguous()
+        return is_row and not self.has_groups and use_triton(self.layer.weight)
+
+    def matmul(self, x: Any) -> Tensor:
+        if self._is_vector(x):
+            return self._multiply_vector(x)[0]
         return torch.nn.functional.linear(x, dequantize(self._weight, x.dtype), self.bias)
+
+    def norm_matmul(
+        self, x: Tensor, residual: Tensor | None, norm: Any, act_fn: Any = None
+    ) -> tuple[Any, Tensor]:
+        gated = act_fn is not None
+        is_fused = norm is not None and (not gated or act_fn.function in SWIGLU)
+        if not is_fused or not self._is_vector(x):
+            return super().norm_matmul(x, residual, norm, act_fn)
+        return self._multiply_vector(x, gated, norm.weight, norm.eps, residual)
+
+    def _multiply_vector(
+        self,
+        x: Tensor,
+        silu: bool = False,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        weight, scales = self._weight
+        if x.is_cuda and torch.cuda.get_device_capability(x.device) < FP8_MATMUL_CAPABILITY:
+            weight = weight.view(torch.uint8)
+        return skinny_norm_linear(x, weight, self.bias, silu, norm, eps, residual, scales)
 
 
 class Fp8Weight(StoredFp8Weight):
@@ -129,20 +166,29 @@ class Fp8Weight(StoredFp8Weight):
         self.dtype = torch.get_default_dtype()
 
     def matmul(self, x: Tensor | Fp8Rows) -> Tensor:
+        if self._is_vector(x):
+            return super().matmul(x)
         if isinstance(x, Tensor):
             x = (quantize_row_groups if self.has_groups else quantize_rows)(x)
         return fp8_linear(x, self._weight, self.bias, self.dtype)
 
 
 class StoredGroupedFp8Weight(StoredFp8Weight):
-    """The same, but "weight_scale" is fp32 [out, in / GROUP]: each group of columns has a scale."""
+    """The same, but "weight_scale" is fp32 [out / GROUP, in / GROUP], the scales of blocks."""
 
     has_groups = True
 
 
 class GroupedFp8Weight(Fp8Weight):
-    """A StoredGroupedFp8Weight for GPUs with FP8 matmuls. Inputs too have a scale for each row and
-    group of columns."""
+    """A StoredGroupedFp8Weight for GPUs with FP8 matmuls. Inputs have a scale for each row and
+    group of GROUP columns."""
 
     input_format = FP8_GROUPS
     has_groups = True
+
+
+def _of_blocks(shard: Shard) -> Shard:
+    """Returns the shard of the scales of blocks, for a shard of whole blocks."""
+    bounds = shard.rows.start, shard.rows.stop
+    assert not any(bound and bound % GROUP for bound in bounds)
+    return shard._replace(rows=slice(*(bound and bound // GROUP for bound in bounds)))

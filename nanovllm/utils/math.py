@@ -6,6 +6,11 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def next_power_of_2(n: int) -> int:
+    """Returns the smallest power of two that is at least n, for n > 0."""
+    return 1 << (n - 1).bit_length()
+
+
 def heads_per_rank(num_heads: int, num_ranks: int) -> int:
     """Returns the number of heads per rank: an equal share, or 1 if there are more ranks than
     heads, which are then replicated."""

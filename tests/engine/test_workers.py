@@ -221,7 +221,7 @@ def server() -> Iterator[subprocess.Popen]:
         yield server
 
 
-NUM_ENGINES = {"few_one_after_the_other": 3, "many_one_after_the_other": 20}
+NUM_ENGINES = {"few_one_after_the_other": 3, "many_one_after_the_other": 8}
 ENDS_BY_SIGNAL = {
     "killed": signal.SIGKILL,
     "terminated": signal.SIGTERM,
@@ -240,6 +240,11 @@ SLOW = {
     "all_killed_while_starting",
     "never_closed",
     "a_worker_that_reads_no_calls",
+    "all_killed",
+    "an_exception_on_rank_0",
+    "forked_children",
+    "names_that_others_have_taken",
+    "two_engines_at_once",
 }
 
 

@@ -531,7 +531,7 @@ def few_one_after_the_other(folder: Path) -> None:
 
 
 def many_one_after_the_other(folder: Path) -> None:
-    one_after_the_other(folder, 20)
+    one_after_the_other(folder, 8)
 
 
 def one_after_the_other(folder: Path, num_engines: int) -> None:

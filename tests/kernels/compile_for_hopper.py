@@ -209,7 +209,7 @@ def launch_attention(
             cases.append((params._replace(window=None), NO_PREFIXES))
         for case, prefixes in cases:
             shape = q_heads, kv_heads, head_dim, dtype
-            work = attention.split_kv(lens, *shape, case.window, prefixes)
+            work = attention.split_kv(lens, *shape, case.window, prefixes, is_quantized)
             context = Context(
                 slot_mapping=ints(num_seqs),
                 block_tables=ints(num_seqs, 16),
@@ -347,8 +347,12 @@ def launch_fp8_linear(all_sizes: bool) -> None:
             rms_norm.fp8_rms_norm_triton(x, x[0], 1e-6, x, group)
             silu_and_mul.fp8_silu_and_mul_triton(gate_up, group=group)
         for num_rows in (64, 65):
-            weight = rows(4096, 4096, fp8.GROUP)
+            codes = torch.zeros(4096, 4096, dtype=FP8)
+            weight = Fp8Rows(codes, torch.zeros(32, 32))
             fp8_gemm.fp8_tile_linear(rows(num_rows, 4096, fp8.GROUP), weight, None, dtype)
+        scales = torch.zeros(4096)
+        skinny.skinny_norm_linear(x[:1], codes, None, True, x[0], 1e-6, x[:1], scales)
+        skinny.skinny_norm_linear(x[:1], codes, None, scales=scales)
         for num_rows in (1, 32, 64) if all_sizes else (32,):
             for out, width in ((24576, 4096), (4096, 12288)) if all_sizes else ((4096, 12288),):
                 weight = rows(out, width)
@@ -454,8 +458,10 @@ if __name__ == "__main__":
         launch_fp8_mixtures(ALL_SIZES)
         launch_hopper_prefill(ALL_SIZES)
         if ALL_SIZES:
-            launch_all(torch.float16, 9, 3, 64, ALL_SIZES)
-            launch_all(torch.float32, 4, 1, 96, ALL_SIZES)
+            # Of the other dtypes a few sizes: their kernels have the same Python.
+            for dtype, *shape in ((torch.float16, 9, 3, 64), (torch.float32, 4, 1, 96)):
+                launch_all(dtype, *shape, False)
+                launch_attention(dtype, *shape, AttentionParams(1.0), False)
     done = [(n, k.result() if hasattr(k, "result") else k) for n, k in kernels]
     roomy = (  # on GPUs that have as much
         "hopper_prefill_kernel",

@@ -123,20 +123,17 @@ class PagedBatch:
             return (layer or self.layer())(torch.cat(self.q), *self.new_keys_and_values())
 
     def expected(self) -> torch.Tensor:
-        """Query by query and head by head, in fp64."""
+        """Query by query, in fp64."""
         shape, out = self.shape, []
-        for (cached, new), q, keys, values in zip(
-            self.lens, self.q, self.keys, self.values, strict=True
-        ):
+        group = shape.heads // shape.kv_heads
+        for (cached, new), q, *kv in zip(self.lens, self.q, self.keys, self.values, strict=True):
+            keys, values = (x.double().repeat_interleave(group, 1) for x in kv)
             for t in range(new):
-                for h in range(shape.heads):
-                    kv_head = h // (shape.heads // shape.kv_heads)
-                    k = keys[: cached + t + 1, kv_head].double()
-                    scores = k @ q[t, h].double() * shape.head_dim**-0.5
-                    weights = torch.exp(scores - scores.max())
-                    v = values[: cached + t + 1, kv_head].double()
-                    out.append(weights / weights.sum() @ v)
-        return torch.stack(out).view(-1, shape.heads, shape.head_dim)
+                end = cached + t + 1
+                scores = torch.einsum("hd,nhd->hn", q[t].double(), keys[:end])
+                weights = (scores * shape.head_dim**-0.5).softmax(-1)
+                out.append(torch.einsum("hn,nhd->hd", weights, values[:end]))
+        return torch.stack(out)
 
     def check(self, output: torch.Tensor, rtol: float = 1e-4, atol: float = 1e-5) -> None:
         """The output is right, and the cache holds the new tokens and nothing else new."""

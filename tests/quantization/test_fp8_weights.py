@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.fp8 import FP8, Fp8Rows, dequantize, pack_rows, quantize, quantize_groups
+from nanovllm.kernels.fp8 import FP8, Fp8Rows, dequantize, pack_rows, quantize, quantize_blocks
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
@@ -95,20 +95,28 @@ def test_dummy_weights(weight_class):
         assert stored(layer).std() == pytest.approx(0.02, rel=0.05)
 
 
+def packed_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """Returns a weight as checkpoints are read: each row has the scales of its blocks."""
+    rows = quantize_blocks(weight)
+    return pack_rows(Fp8Rows(rows.codes, rows.scales.repeat_interleave(fp8.GROUP, 0)))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("grouped_class", [fp8.StoredGroupedFp8Weight, fp8.GroupedFp8Weight])
 def test_groups_of_columns(grouped_class, rank, packed, monkeypatch):
     """Each rank has its part of the weights, also if the checkpoint has them in FP8."""
     monkeypatch.setattr(fp8, "new_fp8_weight", lambda layer, has_groups: grouped_class(layer))
-    weights = gate, up, down = [torch.randn(shape) for shape in ((128, 384), (128, 384), (8, 256))]
+    weights = gate, up, down = [
+        torch.randn(shape) for shape in ((256, 384), (256, 384), (128, 256))
+    ]
     with use_quantization({"quant_method": "fp8_groups"}), use_tp_group(TPGroup(rank, 2)):
-        merged, row = MergedColumnParallelLinear(384, [128, 128]), RowParallelLinear(256, 8)
+        merged, row = MergedColumnParallelLinear(384, [256, 256]), RowParallelLinear(256, 128)
     if packed:
-        gate, up, down = (pack_rows(quantize_groups(weight)) for weight in weights)
+        gate, up, down = (packed_blocks(weight) for weight in weights)
     merged.weight_loader(merged.weight, torch.cat((gate, up)))
     row.weight_loader(row.weight, down)
-    gate, up, down = (dequantize(quantize_groups(weight)) for weight in weights)
+    gate, up, down = (dequantize(quantize_blocks(weight)) for weight in weights)
     expected = torch.cat((gate.chunk(2)[rank], up.chunk(2)[rank]))
     assert torch.equal(stored(merged), expected)
     assert torch.equal(stored(row), down.chunk(2, 1)[rank])
@@ -117,7 +125,7 @@ def test_groups_of_columns(grouped_class, rank, packed, monkeypatch):
     error = (y - x @ expected.t()).norm() / y.norm()
     assert error < (0.05 if grouped_class is fp8.GroupedFp8Weight else 1e-5)
     with pytest.raises(ValueError, match="shape"):
-        row.weight_loader(row.weight, pack_rows(quantize_groups(weights[0])))
+        row.weight_loader(row.weight, packed_blocks(weights[0]))
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def _update_kernel(
 
 def update_triton(resident: torch.Tensor, update: BlockTableUpdate, step: torch.Tensor) -> None:
     num_groups, num_seqs, width = step.shape
-    grid = num_seqs, triton.cdiv(width, BLOCK), num_groups
+    grid = num_seqs, cdiv(width, BLOCK), num_groups
     _update_kernel[grid](resident, *update, step, num_seqs, step.stride(0), step.stride(1))
 
 

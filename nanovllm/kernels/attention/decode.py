@@ -28,8 +28,11 @@ from nanovllm.kernels.attention.split_kv import (
 from nanovllm.kernels.attention.tiles import (
     CONSTEXPR_LOG2_E,
     LOG2_E,
+    add_weighted_pairs,
     as_half,
+    as_pairs,
     attend,
+    join_pairs,
     load_pair,
     load_scales,
     load_tile,
@@ -38,6 +41,7 @@ from nanovllm.kernels.attention.tiles import (
     scale_down,
     scale_up,
     softcap,
+    split_pairs,
 )
 from nanovllm.kernels.fp8 import quantize_tile
 from nanovllm.kernels.rope import NewKV
@@ -132,6 +136,7 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     BLOCK_G: tl.constexpr = triton.next_power_of_2(GROUP)
     BLOCK_M: tl.constexpr = BLOCK_G if BLOCK_G > 16 else 16
+    PAIRS: tl.constexpr = scales_ptr is not None and BLOCK_M < 64  # see ``as_pairs``
     kv_head = tl.program_id(0)
     schedule_ptr += tl.program_id(1) * SPLIT_WORDS
     if PDL:
@@ -164,9 +169,17 @@ def _decode_kernel(
         k = load_tile(
             k_ptr, KV_STRIDE, offset, mask, begin, cached_end, pages_ptr, 0, PAGE_SIZE, BLOCK_N
         )
-        v = load_tile(
-            v_ptr, KV_STRIDE, offset, mask, begin, cached_end, pages_ptr, 0, PAGE_SIZE, BLOCK_N
-        )
+        if PAIRS:
+            pair = tl.arange(0, BLOCK_D // 2)
+            mask = is_cached[:, None] & (pair < HEAD_DIM // 2)[None, :]
+            v = load_tile(
+                as_pairs(v_ptr), KV_STRIDE // 2, kv_head * (HEAD_DIM // 2) + pair, mask,
+                begin, cached_end, pages_ptr, 0, PAGE_SIZE, BLOCK_N,
+            )  # fmt: skip
+        else:
+            v = load_tile(
+                v_ptr, KV_STRIDE, offset, mask, begin, cached_end, pages_ptr, 0, PAGE_SIZE, BLOCK_N
+            )
         if scales_ptr is not None:
             k_scale, v_scale = load_scales(
                 scales_ptr, kv_head, is_cached, begin, cached_end, pages_ptr,
@@ -256,11 +269,18 @@ def _decode_kernel(
         p, alpha, row_max, row_sum = online_softmax_step(
             scores, 1.0 if SOFTCAP is not None else scale_log2e, row_max, row_sum
         )
+        acc *= alpha[:, None]
         if scales_ptr is not None:
             p *= v_scale[None, :]
-            v = v.to(q.dtype)
             acc = scale_up(acc)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        if PAIRS:
+            even, odd = split_pairs(acc)
+            even, odd = add_weighted_pairs(p.to(q.dtype), v, even, odd)
+            acc = join_pairs(even, odd)
+        else:
+            if scales_ptr is not None:
+                v = v.to(q.dtype)
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
         if scales_ptr is not None:
             acc = scale_down(acc)
         begin += BLOCK_N
@@ -355,7 +375,7 @@ def decode_attention(
     assert new.rope.cos_sin_cache.is_contiguous()
     assert new.k.stride()[1:] == new.v.stride()[1:] == (head_dim, 1)
     assert context.split_kv_schedule is not None and context.block_tables is not None
-    tile = decode_tile(num_seqs, kv_heads, head_dim, q.dtype)
+    tile = decode_tile(num_seqs, kv_heads, head_dim, q.dtype, cache.scales is not None)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_slots = num_partial_slots(q, kv_heads, context, params.window)
     assert arrived.numel() >= num_slots * kv_heads
@@ -431,7 +451,9 @@ def shares_prefixes(context: Context, window: int | None, num_splits: int) -> bo
     return window is None and len(context.split_kv_schedule) > num_splits
 
 
-def decode_tile(num_seqs: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> DecodeTile:
+def decode_tile(
+    num_seqs: int, kv_heads: int, head_dim: int, dtype: torch.dtype, is_quantized: bool = False
+) -> DecodeTile:
     """Chooses tile and launch sizes.
 
     They depend on the batch size but not on context lengths, so that a CUDA graph stays valid as
@@ -447,8 +469,11 @@ def decode_tile(num_seqs: int, kv_heads: int, head_dim: int, dtype: torch.dtype)
     if head_dim > 128:
         return DecodeTile(64 if is_small else 32, 4 if is_small else 2, NUM_PROGRAMS, is_small)
     if is_small:
-        return DecodeTile(64, 2, NUM_PROGRAMS_SMALL_BATCH, True)
+        num_keys, num_warps = (128, 4) if is_quantized else (64, 2)
+        return DecodeTile(num_keys, num_warps, NUM_PROGRAMS_SMALL_BATCH, True)
     if num_unsplit < LARGE_BATCH:
         return DecodeTile(128, 4, NUM_PROGRAMS, False)
+    if is_quantized:
+        return DecodeTile(128, 2, NUM_PROGRAMS, False)
     num_keys = 32 if num_seqs >= MANY_SEQS and head_dim > 64 else 64
     return DecodeTile(num_keys, 1, NUM_PROGRAMS, False)

@@ -13,6 +13,7 @@ from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.tiles import CONSTEXPR_LOG2_E, LOG2_E, attend
 from nanovllm.utils.context import Context
+from nanovllm.utils.math import next_power_of_2
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, shared_memory, tl, triton
 
 SCAN = 128  # sequences that a program looks at in one iteration, to find that of its tile
@@ -187,7 +188,7 @@ def prefill_attention(
     group = q_heads // kv_heads
     has_window = params.window is not None
     tile = prefill_tile(head_dim, has_window, q.dtype, shared_memory(q.device))
-    block_m = max(tile.num_rows, triton.next_power_of_2(group))
+    block_m = max(tile.num_rows, next_power_of_2(group))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_seqs = len(context.cu_seqlens_q) - 1
     _prefill_kernel[(len(q) // (block_m // group) + num_seqs, kv_heads)](

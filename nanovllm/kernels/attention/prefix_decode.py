@@ -27,7 +27,7 @@ from nanovllm.kernels.attention.tiles import (
 )
 from nanovllm.kernels.rope import RopeInputs
 from nanovllm.utils.context import Context
-from nanovllm.utils.math import cdiv
+from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
 
 NUM_MULTIPROCESSORS = 132  # of a Hopper GPU
@@ -220,6 +220,6 @@ def prefix_tile(q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) 
         num_rows, num_keys = 16, 16
     elif head_dim > 128:
         num_keys = 32
-    heads = triton.next_power_of_2(q_heads // kv_heads)
+    heads = next_power_of_2(q_heads // kv_heads)
     num_rows = max(num_rows, heads)
     return PrefixTile(num_rows, num_rows // heads, num_keys, 4, 2, num_programs)

@@ -66,9 +66,13 @@ def attend(
         full = tl.maximum(begin, tl.minimum(tl.cdiv(window_full, BLOCK_N) * BLOCK_N, middle))
         begin = tl.maximum(begin, window_begin // TAIL_N * TAIL_N)
         tail = tl.maximum(begin, middle)
+    PAIRS: tl.constexpr = scales_ptr is not None and q.shape[0] < 64  # see ``as_pairs``
     if scales_ptr is not None:
         q = as_half(q)
         acc = scale_up(acc)
+    if PAIRS:
+        even, odd = split_pairs(acc)
+        pair = tl.arange(0, q.shape[1] // 2)
     for PART in tl.static_range(0 if WINDOW else 1, 3):  # the window's start, the middle, the end
         first = tail if PART == 2 else full if PART == 1 else begin
         last = end if PART == 2 else middle if PART == 1 else full
@@ -109,14 +113,29 @@ def attend(
             p, alpha, row_max, row_sum = online_softmax_step(
                 scores, 1.0 if SOFTCAP is not None else scale_log2e, row_max, row_sum
             )
-            v = load_tile(
-                v_ptr, v_stride, offset, kv_mask, n, end, pages_ptr, k_start, PAGE_SIZE,
-                BLOCK_N if PART == 1 else TAIL_N,
-            )  # fmt: skip
             if scales_ptr is not None:
                 p *= v_scale[None, :]
-                v = v.to(q.dtype)
-            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+            if PAIRS:
+                pair_mask = (pair < HEAD_DIM // 2)[None, :]
+                if PART != 1:
+                    pair_mask = exists[:, None] & pair_mask
+                v = load_tile(
+                    as_pairs(v_ptr), v_stride // 2, kv_head * (HEAD_DIM // 2) + pair, pair_mask,
+                    n, end, pages_ptr, k_start, PAGE_SIZE, BLOCK_N if PART == 1 else TAIL_N,
+                )  # fmt: skip
+                even, odd = add_weighted_pairs(
+                    p.to(q.dtype), v, even * alpha[:, None], odd * alpha[:, None]
+                )
+            else:
+                v = load_tile(
+                    v_ptr, v_stride, offset, kv_mask, n, end, pages_ptr, k_start, PAGE_SIZE,
+                    BLOCK_N if PART == 1 else TAIL_N,
+                )  # fmt: skip
+                if scales_ptr is not None:
+                    v = v.to(q.dtype)
+                acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    if PAIRS:
+        acc = join_pairs(even, odd)
     if scales_ptr is not None:
         acc = scale_down(acc)
     return row_max, row_sum, acc
@@ -173,6 +192,43 @@ def as_half(q):
     if q.dtype == tl.bfloat16:
         q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
     return q
+
+
+@triton.jit
+def as_pairs(ptr):
+    """Converts a pointer to FP8 values to one to pairs of them.
+
+    A tensor core needs two keys of a column side by side, and FP8 values that lie side by side have
+    the same key. Only elements of 16 bits are transposed as they are read from shared memory. So
+    values are read in pairs, and those of even columns are multiplied apart from those of odd ones.
+    This is not for tiles of 64 rows or more: Hopper multiplies values in shared memory.
+    """
+    return ptr.to(tl.pointer_type(tl.int16))
+
+
+@triton.jit
+def split_pairs(x):
+    """Returns the even and the odd columns of x [N, D]."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+
+
+@triton.jit
+def join_pairs(even, odd):
+    """Undoes ``split_pairs``."""
+    return tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))
+
+
+@triton.jit
+def add_weighted_pairs(p, v, even, odd):
+    """Adds the values v weighted by p [M, N] to the even and the odd columns of a sum, [M, D / 2].
+
+    Args:
+        v: the pairs, int16 [N, D / 2].
+    """
+    v_even = v.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(p.dtype)
+    v_odd = (v >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(p.dtype)
+    even = tl.dot(p, v_even, even, input_precision="ieee")
+    return even, tl.dot(p, v_odd, odd, input_precision="ieee")
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from nanovllm.utils.cuda_ipc import (
     open_memory,
 )
 from nanovllm.utils.distributed import TPGroup
+from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import HAS_TRITON, pdl_options, pdl_wait, tl, triton
 
 logger = logging.getLogger("nanovllm")
@@ -128,7 +129,7 @@ def all_reduce(
     """
     assert x.is_contiguous() and x.numel() <= len(epochs) * BLOCK
     out = torch.empty_like(x)
-    _all_reduce_kernel[(min(triton.cdiv(x.numel(), BLOCK), max_programs(x.device)),)](
+    _all_reduce_kernel[(min(cdiv(x.numel(), BLOCK), max_programs(x.device)),)](
         x,
         out,
         inboxes,

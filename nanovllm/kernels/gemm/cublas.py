@@ -1,6 +1,7 @@
 """cuBLAS' workspace, and loading of its kernels."""
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -24,7 +25,9 @@ def small_cublas_workspace() -> Iterator[None]:
     torch._C._cuda_clearCublasWorkspaces()  # existing ones have the default size
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":256:1"
     try:
-        yield
+        with warnings.catch_warnings():  # cuBLASLt asks for 1 MiB, and works without
+            warnings.filterwarnings("ignore", "Requested unified CUBLASLT workspace")
+            yield
     finally:
         del os.environ["CUBLAS_WORKSPACE_CONFIG"]
         torch._C._cuda_clearCublasWorkspaces()

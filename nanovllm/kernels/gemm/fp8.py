@@ -1,19 +1,25 @@
-"""GEMMs with FP8 weights and inputs, and a scale for each of their rows or groups of columns.
+"""GEMMs with FP8 weights and inputs, and scales of rows, or of groups of x and blocks of W.
 
-Up to 64 rows are multiplied in the tiles of tiled.py, which are made for the memory bandwidth. More
-rows are multiplied by PyTorch's ``_scaled_mm`` or, with groups of columns, in larger tiles.
+Up to 128 rows are multiplied in the tiles of tiled.py, which are made for the memory bandwidth, or
+up to 64 if the weight is large or has blocks. More rows are multiplied by cuBLAS through PyTorch's
+``_scaled_mm``. It multiplies groups and blocks on Hopper only. Other GPUs use larger tiles for
+them.
 """
+
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.fp8 import FP8, Fp8Rows, dequantize
+from nanovllm.kernels.fp8 import FP8, GROUP, Fp8Rows, dequantize
 from nanovllm.kernels.gemm.tiled import BLOCK_K, BLOCK_N, MAX_PART_COLUMNS, Tile, multiply_tiles
-from nanovllm.utils.triton_compat import use_triton
+from nanovllm.utils.math import cdiv
+from nanovllm.utils.triton_compat import shared_memory, use_triton
 
-MAX_TILED_ROWS = 64
+MAX_TILED_ROWS, MAX_TILED_WEIGHT = 128, 1 << 26
 LARGE_TILE = Tile(rows=128, features=128, num_warps=8, num_stages=3)
-NUM_PROGRAMS = 264  # two for each multiprocessor of a Hopper GPU, to reach its memory bandwidth
+NUM_PROGRAMS = 96  # of the 132 that fill a Hopper GPU
+NUM_STAGES = 6  # 48 KB of a weight, in flight or in use
 MAX_INT32 = 2**31 - 1
 ALIGNMENT = 16  # ``_scaled_mm`` needs sizes that are multiples of it
 
@@ -24,6 +30,7 @@ def fp8_linear_reference(
     """Computes x W^T + b: [N, in], [out, in], [out] -> [N, out].
 
     Args:
+        x: a scale for each row or, if the weight's are those of blocks, each group of columns.
         dtype: of the result, and of the bias.
     """
     y = dequantize(x) @ dequantize(weight).t()
@@ -34,14 +41,32 @@ def fp8_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dt
     """See ``fp8_linear_reference``. Chooses the kernel by the numbers of rows and features."""
     num_rows = len(x.codes)
     is_bf16 = dtype is torch.bfloat16  # with a scale for each row, _scaled_mm returns only bf16
-    is_tiled = use_triton(weight.codes) and has_tiles(weight.codes)
     has_groups = x.scales.dim() > 1
-    if is_tiled and (num_rows <= MAX_TILED_ROWS or not is_bf16 or has_groups):
+    is_scaled = is_bf16 and (not has_groups or has_block_matmul(weight.codes))
+    is_fast_in_tiles = num_rows <= (
+        64 if has_groups or weight.codes.numel() > MAX_TILED_WEIGHT else MAX_TILED_ROWS
+    )
+    is_tiled = use_triton(weight.codes) and has_tiles(weight.codes)
+    if is_tiled and (is_fast_in_tiles or not is_scaled):
         return fp8_tile_linear(x, weight, bias, dtype)
     is_aligned = not any(size % ALIGNMENT for size in weight.codes.shape)
-    if is_bf16 and not has_groups and is_aligned and num_rows > MAX_TILED_ROWS:
-        return scaled_linear(x, weight, bias, dtype)
+    if is_scaled and is_aligned and num_rows > 64:
+        return (scaled_block_linear if has_groups else scaled_linear)(x, weight, bias, dtype)
     return fp8_linear_reference(x, weight, bias, dtype)
+
+
+def has_block_matmul(weight: Tensor) -> bool:
+    """Returns whether ``scaled_block_linear`` can multiply by a weight [out, in]."""
+    return weight.size(1) % (4 * GROUP) == 0 and _is_hopper_with_blocks(weight.device)
+
+
+@cache
+def _is_hopper_with_blocks(device: torch.device) -> bool:
+    """Returns whether cuBLAS multiplies blocks on a device: on Hopper, from CUDA 12.9 on."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    version = tuple(map(int, torch.version.cuda.split(".")))
+    return torch.cuda.get_device_capability(device) == (9, 0) and version >= (12, 9)
 
 
 def has_tiles(weight: Tensor) -> bool:
@@ -54,11 +79,11 @@ def fp8_tile_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: tor
     """See ``fp8_linear_reference``. The sizes of the weight are as ``has_tiles`` needs them."""
     num_rows, (out_features, width) = len(x.codes), weight.codes.shape
     assert x.codes.dtype is weight.codes.dtype is FP8
-    if num_rows > MAX_TILED_ROWS and out_features % LARGE_TILE.features == 0:
+    is_large = num_rows > (64 if x.scales.dim() > 1 else MAX_TILED_ROWS)
+    if is_large and out_features % LARGE_TILE.features == 0:
         tile, parts = LARGE_TILE, 1
     else:
-        tile = Tile(next(rows for rows in (16, 32, 64) if rows >= min(num_rows, MAX_TILED_ROWS)))
-        parts = num_parts(out_features, width)
+        tile, parts = choose_tile(num_rows, out_features, width, shared_memory(weight.codes.device))
     most_rows = MAX_INT32 // (parts * max(out_features, width))  # the kernel has 32-bit offsets
     if num_rows > most_rows:
         pieces = [Fp8Rows(*rows) for rows in zip(*(t.split(most_rows) for t in x), strict=True)]
@@ -66,22 +91,29 @@ def fp8_tile_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: tor
     return multiply_tiles(x.codes, weight.codes, bias, x.scales, weight.scales, parts, tile, dtype)
 
 
-def num_parts(out_features: int, width: int) -> int:
-    """Returns the number of parts of a split-K: the least that makes NUM_PROGRAMS programs, if each
-    part has MAX_PART_COLUMNS columns or more. It depends on the weight only, not on x."""
+def choose_tile(
+    num_rows: int, out_features: int, width: int, shared_memory: int
+) -> tuple[Tile, int]:
+    """Returns a tile, and the number of parts of a split-K: the least that makes NUM_PROGRAMS
+    programs, if each part has MAX_PART_COLUMNS columns or more."""
+    rows = next(rows for rows in (16, 32, 64, 128) if rows >= min(num_rows, 128))
+    if cdiv(num_rows, rows) * out_features < NUM_PROGRAMS * BLOCK_N // 2:
+        rows = min(rows, 64)
+    num_tiles = cdiv(num_rows, rows) * out_features // BLOCK_N
     parts = 1
     while (
-        parts * out_features < NUM_PROGRAMS * BLOCK_N
+        parts * num_tiles < NUM_PROGRAMS
         and width % (2 * parts * BLOCK_K) == 0
         and width >= 2 * parts * MAX_PART_COLUMNS
     ):
         parts *= 2
-    return parts
+    num_stages = min(NUM_STAGES, shared_memory // ((rows + BLOCK_N) * BLOCK_K))
+    return Tile(rows, num_stages=num_stages), parts
 
 
 def scaled_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """See ``fp8_linear_reference``, with bf16 results, sizes that are multiples of ALIGNMENT,
-    and more than MAX_TILED_ROWS rows. With one row its test failed (PyTorch 2.11, H200)."""
+    and more than 64 rows. With one row its test failed (PyTorch 2.11, H200)."""
     return torch._scaled_mm(
         x.codes,
         weight.codes.t(),
@@ -91,3 +123,22 @@ def scaled_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch
         out_dtype=dtype,
         use_fast_accum=True,
     )
+
+
+def scaled_block_linear(
+    x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """See ``fp8_linear_reference``, with groups of x as from ``empty_rows``, blocks of the weight,
+    bf16 results, and a width that is a multiple of 4 GROUP. cuBLAS needs a multiple of four
+    rows."""
+    num_rows, width = x.codes.shape
+    num_groups, stride = x.scales.size(1), x.scales.stride(1)
+    assert x.scales.stride(0) == 1 and stride % 4 == 0 and stride >= num_rows
+    out = torch._scaled_mm(
+        x.codes.as_strided((stride, width), (width, 1)),
+        weight.codes.t(),
+        x.scales.as_strided((stride, num_groups), (1, stride)),
+        weight.scales.t(),
+        out_dtype=dtype,
+    )[:num_rows]
+    return out if bias is None else out.add_(bias)

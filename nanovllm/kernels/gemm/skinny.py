@@ -9,10 +9,15 @@ the matmul before the division, sums the row's squares in the same pass, and div
 
 With programmatic dependent launch, a program requests its first weights before it waits for the
 kernel that produces its input.
+
+A single row may also be multiplied by FP8 weights, which are converted to fp32 in registers. x is
+not quantised.
 """
 
 import torch
 
+from nanovllm.kernels.fp8 import fp8_values
+from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
 
 MAX_ROWS = 16
@@ -51,6 +56,7 @@ def _epilogue(y, up, bias_ptr, bias, up_bias, SILU: tl.constexpr, DTYPE: tl.cons
 def _vector_kernel(
     x_ptr,
     weight_ptr,
+    scale_ptr,
     bias_ptr,
     out_ptr,
     residual_ptr,
@@ -64,7 +70,8 @@ def _vector_kernel(
     SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiplies one row on the CUDA cores. Each thread multiplies the weights that it loaded."""
+    """Multiplies one row on the CUDA cores. Each thread multiplies the weights that it loaded. Each
+    row of an FP8 weight has a scale."""
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_weight = feature < out_features
     row_ptr = weight_ptr + feature[:, None].to(tl.int64) * K
@@ -98,12 +105,16 @@ def _vector_kernel(
         if norm_ptr is not None:
             squares += x * x
             x *= tl.load(norm_ptr + column, mask=in_row, other=0.0).to(tl.float32)
-        acc += weight.to(tl.float32) * x[None, :]
+        acc += fp8_values(weight, tl.float32) * x[None, :]
         if SILU:
-            up_acc += up_weight.to(tl.float32) * x[None, :]
+            up_acc += fp8_values(up_weight, tl.float32) * x[None, :]
     scale = tl.rsqrt(tl.sum(squares) / K + eps) if norm_ptr is not None else 1.0
     y = tl.sum(acc, axis=1) * scale
     up = tl.sum(up_acc, axis=1) * scale if SILU else y
+    if scale_ptr is not None:
+        y *= tl.load(scale_ptr + feature, mask=in_weight, other=0.0)
+        if SILU:
+            up *= tl.load(scale_ptr + out_features + feature, mask=in_weight, other=0.0)
     out = _epilogue(y, up, bias_ptr, bias, up_bias, SILU, out_ptr.dtype.element_ty)
     tl.store(out_ptr + feature, out, mask=in_weight)
 
@@ -204,7 +215,7 @@ def skinny_linear(
     out = x.new_empty(len(x), out_features)
     block_n, block_k, num_warps = matrix_config(x, out_features, silu)
     is_half = x.dtype is not torch.float32
-    _matrix_kernel[(triton.cdiv(out_features, block_n),)](
+    _matrix_kernel[(cdiv(out_features, block_n),)](
         x,
         weight,
         bias,
@@ -218,7 +229,7 @@ def skinny_linear(
         WARPS=num_warps,
         # In an unrolled loop the compiler issues loads ahead of the matmuls, as far as registers
         # allow. An fp32 matmul has too many instructions to unroll the loop.
-        UNROLL=max(1, triton.cdiv(width, block_k) - 1) if is_half else 1,
+        UNROLL=max(1, cdiv(width, block_k) - 1) if is_half else 1,
         SILU=silu,
         num_warps=num_warps,
         num_stages=1,
@@ -236,13 +247,16 @@ def skinny_norm_linear(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Applies ``skinny_linear`` to RMSNorm(x + residual), for a single row x [1, in].
 
     Args:
+        weight: as in ``skinny_linear``; or in FP8, or uint8, the bits of FP8 numbers.
         norm: [in], the weight of the RMSNorm; None to multiply x itself, without a norm.
         eps: eps of the RMSNorm.
         residual: [1, in]; None for no residual add. It needs ``norm``.
+        scales: fp32, those of the rows of an FP8 weight.
 
     Returns:
         The result [1, out], and x + residual [1, in].
@@ -251,10 +265,12 @@ def skinny_norm_linear(
     assert len(x) == 1 and (residual is None or norm is not None)
     out = x.new_empty(1, out_features)
     total = x if residual is None else torch.empty_like(x)
-    block_n, block_k, num_warps = vector_config(out_features, width, silu)
-    _vector_kernel[(triton.cdiv(out_features, block_n),)](
+    config = vector_config if scales is None else fp8_vector_config
+    block_n, block_k, num_warps = config(out_features, width, silu)
+    _vector_kernel[(cdiv(out_features, block_n),)](
         x,
         weight,
+        scales,
         bias,
         out,
         residual,
@@ -294,7 +310,20 @@ def vector_config(out_features: int, width: int, silu: bool) -> tuple[int, int, 
     else:
         config = 4, 2048 if 4096 < width < 8192 else 1024, 4
     block_n, block_k, num_warps = config
-    return block_n, min(block_k, triton.next_power_of_2(width)), num_warps
+    return block_n, min(block_k, next_power_of_2(width)), num_warps
+
+
+def fp8_vector_config(out_features: int, width: int, silu: bool) -> tuple[int, int, int]:
+    """The same for FP8 weights, tuned for the matrices of Qwen3-0.6B and 8B."""
+    if silu:
+        block_n, block_k, num_warps = 4, 1024, 2
+    elif width > 1024 and out_features <= 1024:
+        block_n, block_k, num_warps = 2, 2048, 8
+    elif width <= 4096:
+        block_n, block_k, num_warps = (8, 1024, 2) if out_features <= 4096 else (4, 2048, 4)
+    else:
+        block_n, block_k, num_warps = 8, 512, 2
+    return block_n, min(block_k, next_power_of_2(width)), num_warps
 
 
 def matrix_config(x: torch.Tensor, out_features: int, silu: bool) -> tuple[int, int, int]:
@@ -303,7 +332,7 @@ def matrix_config(x: torch.Tensor, out_features: int, silu: bool) -> tuple[int, 
     if x.dtype is torch.float32:
         return 8 if silu else 16, 256, 8
     width = x.size(1)
-    padded_width = triton.next_power_of_2(width)
+    padded_width = next_power_of_2(width)
     if silu and width > 1024:
         return 8, 512, 4
     if out_features <= 1024 < width < 4096:  # a program has one tile, 64 registers per thread

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, shared_memory, tl, triton
 
 BLOCK_N, BLOCK_K, NUM_STAGES = 64, 128, 4
@@ -41,7 +42,7 @@ def prefetch(first_ptr, stride, columns, BLOCK_N: tl.constexpr):
     )
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "group_stride"])
 def _tile_kernel(
     x_ptr,
     weight_ptr,
@@ -50,6 +51,8 @@ def _tile_kernel(
     weight_scale_ptr,
     out_ptr,
     num_rows,
+    row_stride,
+    group_stride,
     out_features,
     width,
     columns,
@@ -61,8 +64,9 @@ def _tile_kernel(
 ):
     """Computes BLOCK_M rows of BLOCK_N features, summed over ``columns`` columns, which are all
     columns or one part of a split-K. With scales, the result for row m and feature n is multiplied
-    by the scales of row m of x and of row n of the weight. If the scales have groups, each group of
-    BLOCK_K columns of a row has a scale.
+    by the scales of row m of x and of row n of the weight. With HAS_GROUPS, each group of BLOCK_K
+    columns of a row of x has a scale, at the given strides, and so has each block of BLOCK_K x
+    BLOCK_K elements of the weight.
 
     Sizes are not constexpr, because the compiler would unroll the loop. The kernel would then take
     longer: fetching the unrolled code, which runs once, costs more than the loop.
@@ -81,7 +85,7 @@ def _tile_kernel(
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + feature).to(tl.float32)
     if HAS_GROUPS:
-        weight_scale_ptr += feature * (width // BLOCK_K) + begin // BLOCK_K
+        weight_scale_ptr += first // BLOCK_K * (width // BLOCK_K) + begin // BLOCK_K
     elif weight_scale_ptr is not None:
         weight_scale = tl.load(weight_scale_ptr + feature)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
@@ -92,16 +96,20 @@ def _tile_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if HAS_GROUPS:
-        x_scale_ptr += tl.minimum(row, num_rows - 1) * (width // BLOCK_K) + begin // BLOCK_K
+        x_scale_ptr += tl.minimum(row, num_rows - 1) * row_stride + begin // BLOCK_K * group_stride
+        scale = tl.load(weight_scale_ptr) * tl.load(x_scale_ptr)
     elif x_scale_ptr is not None:
         x_scale = tl.load(x_scale_ptr + tl.minimum(row, num_rows - 1))
     for start in tl.range(0, columns, BLOCK_K):
         weight = tl.load(weight_ptrs + start)
         x = tl.load(x_ptrs + start)
         if HAS_GROUPS:
-            scale = tl.load(weight_scale_ptr + start // BLOCK_K)
-            scale = scale * tl.load(x_scale_ptr + start // BLOCK_K)
+            # The next scales are loaded before the matmul, so that the loop does not wait for them.
+            group = tl.minimum(start + BLOCK_K, columns - BLOCK_K) // BLOCK_K
+            next_scale = tl.load(weight_scale_ptr + group)
+            next_x_scale = tl.load(x_scale_ptr + group * group_stride)
             acc += tl.dot(weight, x) * scale
+            scale = next_scale * next_x_scale
         else:
             acc = tl.dot(weight, x, acc)
     if x_scale_ptr is not None and not HAS_GROUPS:
@@ -176,8 +184,8 @@ def multiply_tiles(
 
     Args:
         x, weight, bias: [N, in], [out, in], [out], contiguous.
-        x_scales, weight_scales: fp32 [N] and [out], the factors of rows, or [N, in / BLOCK_K] and
-            [out, in / BLOCK_K], those of groups of columns; None for no scales.
+        x_scales, weight_scales: fp32 [N] and [out], the factors of rows; or [N, in / BLOCK_K] with
+            any strides and [out / BLOCK_K, in / BLOCK_K], those of groups and blocks; or None.
         num_parts: number of parts of a split-K.
         dtype: of the result.
 
@@ -189,8 +197,11 @@ def multiply_tiles(
     assert out_features % tile.features == 0 and width % (num_parts * BLOCK_K) == 0
     out = x.new_empty(len(x), out_features, dtype=dtype)
     is_split = num_parts > 1
+    has_groups = x_scales is not None and x_scales.dim() > 1
+    strides = x_scales.stride() if x_scales is not None and has_groups else (0, 0)
+    assert not has_groups or BLOCK_K % tile.features == 0
     parts = x.new_empty(num_parts, *out.shape, dtype=torch.float32) if is_split else out
-    _tile_kernel[(triton.cdiv(len(x), tile.rows), out_features // tile.features, num_parts)](
+    _tile_kernel[(cdiv(len(x), tile.rows), out_features // tile.features, num_parts)](
         x,
         weight,
         None if is_split else bias,
@@ -198,19 +209,20 @@ def multiply_tiles(
         weight_scales,
         parts,
         len(x),
+        *strides,
         out_features,
         width,
         width // num_parts,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.features,
-        HAS_GROUPS=x_scales is not None and x_scales.dim() > 1,
+        HAS_GROUPS=has_groups,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **pdl_options(x),
     )
     if is_split:
         block = 1024
-        _sum_kernel[(triton.cdiv(out.numel(), block),)](
+        _sum_kernel[(cdiv(out.numel(), block),)](
             parts,
             bias,
             out,
@@ -228,4 +240,4 @@ def _num_parts(out_features: int, width: int) -> int:
     """Returns the number of parts of a split-K. It depends on the weight only, not on x."""
     if out_features >= 64 * BLOCK_N:
         return 1
-    return triton.next_power_of_2(triton.cdiv(width, MAX_PART_COLUMNS))
+    return next_power_of_2(cdiv(width, MAX_PART_COLUMNS))

@@ -14,6 +14,7 @@ from nanovllm.kernels.fp8 import fp8_values
 from nanovllm.kernels.moe.activation import gated_activation
 from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.moe.route import Routing
+from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
 
 # BLOCK_N, BLOCK_K and num_warps of each kernel, tuned for one token of Qwen3-30B-A3B (hidden size
@@ -22,10 +23,11 @@ from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
 # rows of 1.5 KB from each of 8 experts.
 GATE_UP_CONFIG = 1, 1024, 2
 DOWN_CONFIG = 2, 1024, 2
-# The same for FP8 weights, not tuned. A program has one scale for BLOCK_K columns, if blocks share
-# one.
-FP8_GATE_UP_CONFIG = 4, 128, 1
-FP8_DOWN_CONFIG = 2, 128, 1
+# The same for FP8 weights with scales of rows.
+FP8_GATE_UP_CONFIG = 1, 1024, 2
+FP8_DOWN_CONFIG = 4, 1024, 2
+# The same with scales of blocks, for both kernels. A program has one scale for its BLOCK_K columns.
+FP8_BLOCK_CONFIG = 1, 128, 1
 MAX_UNROLLED = 16  # iterations, because compiling the 112 of Mixtral took 2 minutes
 
 
@@ -162,10 +164,11 @@ def mix_few(
     assert residual is None or residual.is_contiguous()
     inner = x.new_empty(num_tokens * top_k, width)
     is_fp8, group = down.itemsize == 1, experts.group
-    block_n, block_k, num_warps = FP8_GATE_UP_CONFIG if is_fp8 else GATE_UP_CONFIG
+    config = FP8_GATE_UP_CONFIG if is_fp8 else GATE_UP_CONFIG
+    block_n, block_k, num_warps = config if group is None else FP8_BLOCK_CONFIG
     assert group is None or group % block_n == group % block_k == 0
-    block_k = min(block_k, triton.next_power_of_2(hidden))
-    _gate_up_kernel[(triton.cdiv(width, block_n), len(inner))](
+    block_k = min(block_k, next_power_of_2(hidden))
+    _gate_up_kernel[(cdiv(width, block_n), len(inner))](
         x,
         gate_up,
         experts.gate_up_scales,
@@ -180,15 +183,16 @@ def mix_few(
         GROUP=group,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        UNROLLED=min(MAX_UNROLLED, triton.cdiv(hidden, block_k)),
+        UNROLLED=min(MAX_UNROLLED, cdiv(hidden, block_k)),
         num_warps=num_warps,
         **pdl_options(x),
     )
     out = torch.empty_like(x)
-    block_n, block_k, num_warps = FP8_DOWN_CONFIG if is_fp8 else DOWN_CONFIG
+    config = FP8_DOWN_CONFIG if is_fp8 else DOWN_CONFIG
+    block_n, block_k, num_warps = config if group is None else FP8_BLOCK_CONFIG
     assert group is None or group % block_n == group % block_k == 0
-    block_k = min(block_k, triton.next_power_of_2(width))
-    _down_kernel[(triton.cdiv(hidden, block_n), num_tokens)](
+    block_k = min(block_k, next_power_of_2(width))
+    _down_kernel[(cdiv(hidden, block_n), num_tokens)](
         inner,
         down,
         experts.down_scales,
@@ -203,7 +207,7 @@ def mix_few(
         GROUP=group,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        UNROLLED=min(MAX_UNROLLED, triton.cdiv(width, block_k)),
+        UNROLLED=min(MAX_UNROLLED, cdiv(width, block_k)),
         num_warps=num_warps,
         **pdl_options(x),
     )

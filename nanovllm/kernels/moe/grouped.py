@@ -23,6 +23,7 @@ from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.moe.mxfp4 import dequantise_part, rescale
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.moe.sort import Groups, sort_triton
+from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, shared_memory, tl, triton
 
 
@@ -81,14 +82,20 @@ MXFP4_TILES: dict[int, Tile] = {
     96: Tile(64, 32, 64, 64, 128, 3, 4),
     1 << 31: Tile(128, 64, 64, 128, 128, 3, 4),
 }
-# The same for FP8 weights and inputs, not tuned: small tiles load as many bytes per iteration as in
-# bf16. In large ones, the sums of a group, its scales and the accumulators must fit into registers.
+# The same for FP8 weights and inputs, with scales of rows or of blocks.
 FP8_TILES: dict[int, Tile] = {
     8: Tile(16, 16, 64, 64, 128, 4, 4),
-    16: Tile(32, 32, 64, 64, 128, 4, 4),
+    16: Tile(32, 16, 64, 64, 128, 4, 4),
     96: Tile(64, 32, 64, 64, 128, 4, 4),
-    256: Tile(128, 32, 64, 64, 128, 4, 8),
-    1 << 31: Tile(128, 128, 64, 64, 128, 4, 8),
+    256: Tile(128, 32, 128, 128, 128, 4, 8),
+    1 << 31: Tile(128, 128, 128, 128, 128, 4, 8),
+}
+# With larger tiles, the sums of a group and the accumulators do not fit into the registers.
+FP8_BLOCK_TILES: dict[int, Tile] = {
+    8: Tile(16, 16, 64, 64, 128, 4, 4),
+    16: Tile(32, 16, 64, 64, 128, 4, 4),
+    256: Tile(64, 32, 64, 64, 128, 4, 4),
+    1 << 31: Tile(64, 64, 64, 64, 128, 4, 4),
 }
 FP32_TILE = Tile(16, 16, 32, 32, 32, 2, 4)  # fp32 matmuls run on the CUDA cores
 # For assignments that are not sorted (MXFP4 only, see quantization/experts.py). A matmul with 16
@@ -99,21 +106,23 @@ MAX_LAUNCHED_TILES = 65535  # CUDA's limit of a grid's second dimension
 
 
 def choose_tile(
-    num_tokens: int, top_k: int, num_experts: int, x: torch.Tensor, mxfp4: bool, is_sorted: bool
+    num_tokens: int, top_k: int, experts: Experts, x: torch.Tensor, is_sorted: bool
 ) -> Tile:
     """Returns the tile of both GEMMs. It has fewer stages where shared memory is small, as on
     consumer GPUs.
 
     Args:
         x: the input, whose dtype, which may be FP8, and device decide.
-        mxfp4: whether the weights are in MXFP4.
         is_sorted: whether assignments are sorted. Then all tiles have the same instructions, and a
             row's sums have the same order.
     """
     if x.dtype is torch.float32:
         return FP32_TILE
-    tiles = MXFP4_TILES if mxfp4 else FP8_TILES if x.dtype is FP8 else TILES
-    mean_rows = num_tokens * top_k / num_experts
+    mxfp4 = experts.down.dtype is torch.int16
+    tiles = MXFP4_TILES if mxfp4 else TILES
+    if x.dtype is FP8:
+        tiles = FP8_TILES if experts.group is None else FP8_BLOCK_TILES
+    mean_rows = num_tokens * top_k / len(experts.down)
     tile = next(tile for rows, tile in tiles.items() if mean_rows <= rows)
     if not is_sorted:
         tile = UNSORTED_TILE
@@ -126,14 +135,13 @@ def choose_tile(
 
 
 @triton.jit
-def _accumulate(acc, weight, x, x_scale, weight_scales_ptr, group, GROUP: tl.constexpr):
+def _accumulate(acc, weight, x, scale, GROUP: tl.constexpr):
     """Adds the result of a matmul, times the scales of its inputs if they have groups of columns.
     The sum over the columns of one group does not depend on these scales."""
     weight = fp8_values(weight, x.dtype)
     if GROUP is None:
         acc = tl.dot(weight, x, acc, input_precision="ieee")
     else:
-        scale = x_scale * tl.load(weight_scales_ptr + group)
         acc += tl.dot(weight, x, input_precision="ieee") * scale
     return acc
 
@@ -142,6 +150,8 @@ def _accumulate(acc, weight, x, x_scale, weight_scales_ptr, group, GROUP: tl.con
 def _multiply(
     x_ptr,
     x_scales_ptr,
+    row_stride,
+    group_stride,
     weight_ptr,
     weight_scales_ptr,
     source,
@@ -157,7 +167,7 @@ def _multiply(
     """Multiplies rows of x with rows of an expert's weight.
 
     Args:
-        x_scales_ptr, weight_scales_ptr: see ``_grouped_kernel``.
+        x_scales_ptr, row_stride, group_stride, weight_scales_ptr: see ``_grouped_kernel``.
         source: [BLOCK_M], indices of the rows of x.
         in_group: [BLOCK_M], whether to load the row. Zeros take the place of other rows.
         expert: the index of the expert.
@@ -179,26 +189,43 @@ def _multiply(
     acc = tl.zeros([feature.shape[0], source.shape[0]], tl.float32)
     up_acc = acc
     x_scale = tl.full([1, source.shape[0]], 1.0, tl.float32)
-    gate_scales_ptr, up_scales_ptr = weight_scales_ptr, weight_scales_ptr
+    gate_scale = x_scale
+    up_scale = x_scale
     if GROUP is not None:  # all features of the tile are in one row of blocks
         NUM_GROUPS: tl.constexpr = WIDTH // GROUP
         first = expert * PARTS * out_features + tl.program_id(0) * feature.shape[0]
-        gate_scales_ptr += first // GROUP * NUM_GROUPS
+        gate_scales_ptr = weight_scales_ptr + first // GROUP * NUM_GROUPS
         up_scales_ptr = gate_scales_ptr + out_features // GROUP * NUM_GROUPS
+        x_scale_ptrs = x_scales_ptr
+        if x_scales_ptr is not None:
+            x_scale_ptrs += source * row_stride
+            x_scale = tl.load(x_scale_ptrs, mask=in_group, other=0.0)[None, :]
+        gate_scale = x_scale * tl.load(gate_scales_ptr)
+        if GATED:
+            up_scale = x_scale * tl.load(up_scales_ptr)
     for start in tl.range(0, WIDTH, BLOCK_K):
         mask = (column < WIDTH - start) | (WIDTH % BLOCK_K == 0)
         x = tl.load(x_ptrs + start, mask=mask[:, None] & in_group[None, :], other=0.0)
-        group = 0
+        next_gate_scale = 0.0
+        next_up_scale = 0.0
         if GROUP is not None:
-            group = start // GROUP
+            # The next scales are loaded before the matmul, so that the loop does not wait for them.
+            group = tl.minimum((start + BLOCK_K) // GROUP, NUM_GROUPS - 1)
             if x_scales_ptr is not None:
-                x_scale_ptrs = x_scales_ptr + source * NUM_GROUPS + group
-                x_scale = tl.load(x_scale_ptrs, mask=in_group, other=0.0)[None, :]
+                ptrs = x_scale_ptrs + group * group_stride
+                x_scale = tl.load(ptrs, mask=in_group, other=0.0)[None, :]
+            next_gate_scale = tl.load(gate_scales_ptr + group)
+            if GATED:
+                next_up_scale = tl.load(up_scales_ptr + group)
         weight = tl.load(gate_ptrs + start, mask=mask[None, :], other=0.0)
-        acc = _accumulate(acc, weight, x, x_scale, gate_scales_ptr, group, GROUP)
+        acc = _accumulate(acc, weight, x, gate_scale, GROUP)
         if GATED:
             weight = tl.load(up_ptrs + start, mask=mask[None, :], other=0.0)
-            up_acc = _accumulate(up_acc, weight, x, x_scale, up_scales_ptr, group, GROUP)
+            up_acc = _accumulate(up_acc, weight, x, up_scale, GROUP)
+        if GROUP is not None:
+            gate_scale = x_scale * next_gate_scale
+            if GATED:
+                up_scale = x_scale * next_up_scale
     if weight_scales_ptr is not None and GROUP is None:
         if x_scales_ptr is not None:
             x_scale = tl.load(x_scales_ptr + source, mask=in_group, other=0.0)[None, :]
@@ -263,6 +290,8 @@ def _multiply_mxfp4(
 def _compute_tile(
     x_ptr,
     x_scales_ptr,
+    row_stride,
+    group_stride,
     weight_ptr,
     weight_scales_ptr,
     out_ptr,
@@ -300,6 +329,8 @@ def _compute_tile(
         acc, up_acc = _multiply(
             x_ptr,
             x_scales_ptr,
+            row_stride,
+            group_stride,
             weight_ptr,
             weight_scales_ptr,
             source,
@@ -341,10 +372,12 @@ def _compute_tile(
     tl.store(address, acc.to(dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["group_stride"])
 def _grouped_kernel(
     x_ptr,
     x_scales_ptr,
+    row_stride,
+    group_stride,
     weight_ptr,
     weight_scales_ptr,
     out_ptr,
@@ -377,8 +410,9 @@ def _grouped_kernel(
 
     The weight is in MXFP4 if it has words of 16 bits. If it is in FP8, so is x unless
     ``x_scales_ptr`` is None. The scales of x are those of rows or, unless GROUP is None, of GROUP
-    columns of a row. Those of the weight are described in ``mix.Experts``. If ``tiles_ptr`` is
-    None, each assignment is a tile, in the order of assignments, and ``order_ptr`` has its expert.
+    columns of a row, at the given strides. Those of the weight are described in ``mix.Experts``.
+    If ``tiles_ptr`` is None, each assignment is a tile, in the order of assignments, and
+    ``order_ptr`` has its expert.
     """
     pdl_wait(PDL)
     tile = tl.program_id(1)
@@ -396,6 +430,8 @@ def _grouped_kernel(
             _compute_tile(
                 x_ptr,
                 x_scales_ptr,
+                row_stride,
+                group_stride,
                 weight_ptr,
                 weight_scales_ptr,
                 out_ptr,
@@ -421,6 +457,8 @@ def _grouped_kernel(
     _compute_tile(
         x_ptr,
         x_scales_ptr,
+        row_stride,
+        group_stride,
         weight_ptr,
         weight_scales_ptr,
         out_ptr,
@@ -478,9 +516,9 @@ def mix_grouped(
     gate_up, down = experts.gate_up, experts.down
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
     assert residual is None or residual.is_contiguous()
-    is_sorted, is_mxfp4 = routing.ranks is not None, down.dtype is torch.int16
+    is_sorted = routing.ranks is not None
     inputs = _quantise(x, experts)
-    tile = choose_tile(num_tokens, top_k, len(down), inputs[0], is_mxfp4, is_sorted)
+    tile = choose_tile(num_tokens, top_k, experts, inputs[0], is_sorted)
     groups = sort_triton(routing, tile.rows) if is_sorted else Groups(routing.experts)
     inner = x.new_empty(num_tokens * top_k, width)
     settings = experts.group, experts.limit, experts.alpha
@@ -491,8 +529,8 @@ def mix_grouped(
     inputs = _quantise(inner, experts)
     _launch(inputs, weight, parts, groups, tile, top_k, routing.weights, settings)
     out = x.new_empty(num_tokens, hidden)
-    block = min(1024, triton.next_power_of_2(hidden))
-    _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
+    block = min(1024, next_power_of_2(hidden))
+    _sum_kernel[(num_tokens, cdiv(hidden, block))](
         parts,
         residual,
         out,
@@ -535,6 +573,7 @@ def _launch(
     is_first = scales is None
     block_n = tile.features if is_first else tile.down_features
     assert group is None or group % block_n == group % tile.columns == 0
+    strides = (0, 0) if group is None or x[1] is None else x[1].stride()
     num_tiles = groups.order.numel() if groups.tiles is None else len(groups.tiles)
     for first in range(0, num_tiles, MAX_LAUNCHED_TILES):  # almost always one launch
         if first:
@@ -542,8 +581,9 @@ def _launch(
             tiles = groups.tiles[MAX_LAUNCHED_TILES:]
             groups = Groups(groups.order, tiles, groups.num_tiles - MAX_LAUNCHED_TILES)
         launched = min(num_tiles - first, MAX_LAUNCHED_TILES)
-        _grouped_kernel[(triton.cdiv(features, block_n), launched)](
+        _grouped_kernel[(cdiv(features, block_n), launched)](
             *x,
+            *strides,
             values,
             weight_scales,
             out,

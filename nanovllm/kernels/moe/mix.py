@@ -56,19 +56,13 @@ class Experts(NamedTuple):
         if self.gate_up_scales is None or self.down_scales is None:
             return self
         if self.down.itemsize == 1:
-            gate_up = _dequantise_fp8(self.gate_up, self.gate_up_scales, dtype)
-            down = _dequantise_fp8(self.down, self.down_scales, dtype)
+            gate_up = dequantize(Fp8Rows(self.gate_up.view(FP8), self.gate_up_scales), dtype)
+            down = dequantize(Fp8Rows(self.down.view(FP8), self.down_scales), dtype)
         else:
             hidden, columns = self.down.size(-2), self.gate_up.size(-2) // 2
             gate_up = unpack_mxfp4(self.gate_up, self.gate_up_scales, hidden, dtype)
             down = unpack_mxfp4(self.down, self.down_scales, columns, dtype)
         return self._replace(gate_up=gate_up, down=down, gate_up_scales=None, down_scales=None)
-
-
-def _dequantise_fp8(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if scales.dim() == 3:
-        scales = scales.repeat_interleave(codes.size(1) // scales.size(1), 1)
-    return dequantize(Fp8Rows(codes.view(FP8), scales), dtype)
 
 
 def clamped_swiglu(x: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:

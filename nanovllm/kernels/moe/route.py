@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
 
 # Up to this number of tokens, assignments are not sorted, because nearly every one has an expert of
@@ -149,7 +150,7 @@ def route_triton(
     assert logits.is_contiguous() and 0 < top_k <= num_experts
     sorts = always_sorts or num_tokens > MAX_UNSORTED_TOKENS
     chunk = chunk_size(num_tokens, num_experts) if sorts else 1
-    num_chunks = triton.cdiv(num_tokens, chunk)
+    num_chunks = cdiv(num_tokens, chunk)
     ints = logits.new_empty(2, num_tokens, top_k, dtype=torch.int32)
     routing = Routing(
         logits.new_empty(num_tokens, top_k, dtype=torch.float32),

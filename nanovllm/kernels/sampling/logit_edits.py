@@ -89,10 +89,10 @@ def apply_mask_reference(logits: torch.Tensor, rows: torch.Tensor, mask: torch.T
 
 def apply_mask_triton(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> None:
     assert logits.is_contiguous() and mask.is_contiguous() and mask.shape[0] == rows.numel()
-    num_words = triton.cdiv(logits.size(1), 32)
+    num_words = cdiv(logits.size(1), 32)
     assert mask.shape[1] == num_words
     block = 128
-    _mask_kernel[(rows.numel(), triton.cdiv(num_words, block))](
+    _mask_kernel[(rows.numel(), cdiv(num_words, block))](
         logits, rows, mask, logits.size(1), num_words, BLOCK=block, num_warps=4
     )
 

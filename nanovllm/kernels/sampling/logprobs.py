@@ -9,6 +9,7 @@ log-sum-exp, and counts the logits above the given token's logit, for the token'
 import torch
 
 from nanovllm.kernels.sampling.fixed_point import from_fixed_point, to_fixed_point
+from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import by_device, tl, triton
 
 GROUP = 128
@@ -86,8 +87,8 @@ def top_logprobs_triton(
     """See ``top_logprobs_reference``."""
     assert logits.is_contiguous() and token_ids.shape == logits.shape[:1]
     num_rows, vocab_size = logits.shape
-    num_groups = triton.cdiv(vocab_size, GROUP)
-    num_tiles = triton.cdiv(num_groups, TILE)
+    num_groups = cdiv(vocab_size, GROUP)
+    num_tiles = cdiv(num_groups, TILE)
     group_max = logits.new_empty(num_rows, num_groups, dtype=torch.float32)
     group_sum = torch.empty_like(group_max)
     num_above = logits.new_empty(num_rows, num_tiles, dtype=torch.int32)

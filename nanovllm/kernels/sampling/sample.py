@@ -41,7 +41,8 @@ from nanovllm.kernels.sampling.sample_kernels import (
 )
 from nanovllm.kernels.sampling.sample_reference import sample_reference, sample_shard_reference
 from nanovllm.kernels.sampling.sampling_row import ROW_WORDS
-from nanovllm.utils.triton_compat import by_device, triton, use_triton
+from nanovllm.utils.math import cdiv, next_power_of_2
+from nanovllm.utils.triton_compat import by_device, use_triton
 
 
 def sample(logits: torch.Tensor, rows: torch.Tensor, truncates: bool) -> torch.Tensor:
@@ -91,7 +92,7 @@ def sample_triton(logits: torch.Tensor, rows: torch.Tensor, truncates: bool) -> 
         vocab_size,
         num_groups,
         TRUNCATES=truncates,
-        MAX_GROUPS=triton.next_power_of_2(num_groups),
+        MAX_GROUPS=next_power_of_2(num_groups),
         num_warps=16,
     )
     return tokens
@@ -115,7 +116,7 @@ def sample_shard_triton(
         num_groups,
         first_token,
         # One more block, because the first group may lie in the middle of one.
-        MAX_BLOCKS=triton.next_power_of_2(triton.cdiv(num_groups, GROUP) + 1),
+        MAX_BLOCKS=next_power_of_2(cdiv(num_groups, GROUP) + 1),
         num_warps=8,
     )
     return out
@@ -131,10 +132,10 @@ def _group_stats(
     [N, groups] each."""
     assert rows.shape == (len(logits), ROW_WORDS)
     assert rows.dtype == torch.int32 and rows.is_contiguous()
-    num_groups = triton.cdiv(num_tokens, GROUP)
+    num_groups = cdiv(num_tokens, GROUP)
     group_max = logits.new_empty(len(logits), num_groups, dtype=torch.float32)
     group_lse = torch.empty_like(group_max)
-    group_stats_kernel[(len(logits), max(triton.cdiv(num_groups, STATS_TILE), 1))](
+    group_stats_kernel[(len(logits), max(cdiv(num_groups, STATS_TILE), 1))](
         logits,
         rows,
         group_max,

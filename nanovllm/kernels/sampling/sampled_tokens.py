@@ -2,6 +2,7 @@
 
 import torch
 
+from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import by_device, tl, triton
 
 
@@ -30,7 +31,7 @@ def _fill_in_sampled_kernel(input_ids_ptr, sampled_tokens_ptr, num_tokens, BLOCK
 
 def fill_in_sampled_triton(input_ids: torch.Tensor, sampled_tokens: torch.Tensor) -> None:
     block = 256
-    grid = (triton.cdiv(len(input_ids), block),)
+    grid = (cdiv(len(input_ids), block),)
     _fill_in_sampled_kernel[grid](input_ids, sampled_tokens, len(input_ids), BLOCK=block)
 
 

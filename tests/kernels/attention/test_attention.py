@@ -126,6 +126,7 @@ class Paged:
                 self.dtype,
                 window,
                 self.prefixes,
+                self.cache.scales is not None,
             )
             return Context(
                 block_tables=self.tables,
@@ -265,6 +266,8 @@ def test_tiles_follow_from_sequences_times_heads():
     assert decode_tile(256, 8, 64, torch.bfloat16) == DecodeTile(64, 1, 264, False)
     assert decode_tile(16, 8, 256, torch.bfloat16) == DecodeTile(64, 4, 264, True)
     assert decode_tile(512, 8, 256, torch.bfloat16) == DecodeTile(32, 2, 264, False)
+    assert decode_tile(16, 8, 128, torch.bfloat16, True) == DecodeTile(128, 4, 528, True)
+    assert decode_tile(128, 8, 128, torch.bfloat16, True) == DecodeTile(128, 2, 264, False)
     for num_seqs, few in ((16, True), (512, False)):
         assert decode_tile(num_seqs, 8, 128, torch.float32) == DecodeTile(16, 4, 264, few)
 

@@ -3,50 +3,61 @@
 import pytest
 import torch
 
-from nanovllm.kernels.fp8 import GROUP, Fp8Rows, quantize, quantize_groups
+from nanovllm.kernels.fp8 import (
+    GROUP,
+    Fp8Rows,
+    dequantize,
+    empty_rows,
+    quantize,
+    quantize_blocks,
+    quantize_groups,
+)
 from nanovllm.kernels.gemm import fp8
 from nanovllm.kernels.gemm.fp8 import (
+    choose_tile,
     fp8_linear,
     fp8_linear_reference,
     fp8_tile_linear,
-    num_parts,
+    has_block_matmul,
+    scaled_block_linear,
     scaled_linear,
 )
+from nanovllm.kernels.gemm.tiled import Tile
 from tests.kernels.oracle import assert_as_good_as_eager
 
-SHAPES = [(64, 128), (128, 1024)]  # out, in
+SHAPES = [(64, 128), (128, 1024), (256, 384)]  # out, in
 
 
-def make(num_rows: int, width: int, device: str, has_groups: bool = False) -> Fp8Rows:
+def make(num_rows: int, width: int, device: str, quantise=quantize) -> Fp8Rows:
     rows = torch.randn(num_rows, width) * torch.logspace(-1, 1, num_rows)[:, None]
-    if has_groups:
+    if quantise is not quantize:
         rows *= torch.logspace(-1, 0, width // GROUP).repeat_interleave(GROUP)
-    parts = quantize_groups(rows) if has_groups else quantize(rows)
-    return Fp8Rows(*(part.to(device) for part in parts))
+    return Fp8Rows(*(part.to(device) for part in quantise(rows)))
 
 
 def exact(x: Fp8Rows, weight: Fp8Rows, bias: torch.Tensor | None) -> torch.Tensor:
-    scales = [rows.scales.double().view(len(rows.codes), -1) for rows in (x, weight)]
-    a, b = (
-        rows.codes.double() * scale.repeat_interleave(rows.codes.size(1) // scale.size(1), 1)
-        for rows, scale in zip((x, weight), scales, strict=True)
-    )
+    a, b = (dequantize(rows, torch.float64) for rows in (x, weight))
     return a @ b.t() + (0 if bias is None else bias.double())
 
 
 def check(linear, num_rows, features, width, has_bias, dtype, device, has_groups=False) -> None:
-    x, weight = (make(n, width, device, has_groups) for n in (num_rows, features))
+    x = make(num_rows, width, device, quantize_groups if has_groups else quantize)
+    weight = make(features, width, device, quantize_blocks if has_groups else quantize)
+    if linear is scaled_block_linear:
+        x = padded(x)
     bias = torch.randn(features, device=device).to(dtype) if has_bias else None
     eager = fp8_linear_reference(x, weight, bias, dtype)
     found = linear(x, weight, bias, dtype)
-    assert_as_good_as_eager(found, eager, exact(x, weight, bias))
+    # Tensor cores add products of FP8 numbers with 14 bits.
+    ulps = 10.0 if dtype is torch.float16 else 2.0
+    assert_as_good_as_eager(found, eager, exact(x, weight, bias), ulps)
 
 
 @pytest.mark.usefixtures("exact_fp8")
 @pytest.mark.parametrize("has_groups", [False, True])
 @pytest.mark.parametrize(("num_rows", "has_bias"), [(1, True), (3, False), (17, True), (65, True)])
 def test_tiles(num_rows, has_bias, has_groups, device):
-    for features, width in SHAPES:
+    for features, width in SHAPES[has_groups:]:
         sizes = num_rows, features, width, has_bias
         check(fp8_tile_linear, *sizes, torch.float16, device, has_groups)
 
@@ -54,14 +65,14 @@ def test_tiles(num_rows, has_bias, has_groups, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 64, 65, 1000])
 def test_groups_of_models(num_rows):
-    for features, width in ((6144, 4096), (4096, 12288), (1024, 3072), (192, 384)):
+    for features, width in ((6144, 4096), (4096, 12288), (1024, 3072), (256, 384)):
         for dtype in (torch.float16, torch.bfloat16):
             check(fp8_tile_linear, num_rows, features, width, True, dtype, "cuda", True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 32, 64])
+@pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 32, 64, 65, 128, 256])
 def test_tiles_of_models(num_rows, dtype):
     for features, width in ((6144, 4096), (4096, 4096), (4096, 12288), (1024, 3072)):
         check(fp8_tile_linear, num_rows, features, width, num_rows % 2 == 1, dtype, "cuda")
@@ -75,9 +86,29 @@ def test_scaled_linear(num_rows):
             check(scaled_linear, num_rows, features, width, has_bias, torch.bfloat16, "cuda")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [65, 68, 1000])
+def test_scaled_block_linear(num_rows):
+    if not has_block_matmul(torch.empty(128, 512, device="cuda")):
+        pytest.skip("needs Hopper and CUDA 12.9")
+    for features, width in ((6144, 4096), (4096, 12288), (256, 512), (128, 1024)):
+        for has_bias in (False, True):
+            sizes = num_rows, features, width, has_bias
+            check(scaled_block_linear, *sizes, torch.bfloat16, "cuda", True)
+
+
+def padded(x: Fp8Rows) -> Fp8Rows:
+    """Copies quantised rows into the layout in which kernels write them."""
+    rows = empty_rows(x.codes, x.codes.size(1), GROUP)
+    for target, values in zip(rows, x, strict=True):
+        target.copy_(values)
+    return rows
+
+
 def test_choice(monkeypatch):
     called = []
-    for name in ("fp8_tile_linear", "scaled_linear", "fp8_linear_reference"):
+    names = "fp8_tile_linear", "scaled_linear", "scaled_block_linear", "fp8_linear_reference"
+    for name in names:
         monkeypatch.setattr(fp8, name, lambda *args, name=name: called.append(name))
     monkeypatch.setattr(fp8, "use_triton", lambda x: True)
 
@@ -87,12 +118,18 @@ def test_choice(monkeypatch):
         return called.pop()
 
     assert choice(1, 64, 128) == choice(64, 4096, 4096) == "fp8_tile_linear"
-    assert choice(65, 64, 128) == choice(65, 64, 576) == choice(65, 80, 128) == "scaled_linear"
+    assert choice(129, 64, 128) == choice(65, 64, 576) == choice(65, 80, 128) == "scaled_linear"
+    assert choice(65, 1 << 15, 4096) == "scaled_linear"
+    assert choice(128, 1 << 14, 4096) == "fp8_tile_linear"
     assert choice(1, 64, 576) == choice(64, 80, 128) == "fp8_linear_reference"
     assert choice(65, 64, 128, torch.float16) == "fp8_tile_linear"
-    x, weight = (torch.empty(n, 64, device="meta") for n in (65, 64))
-    fp8_linear(Fp8Rows(x, x[:, :1]), Fp8Rows(weight, weight[:, :1]), None, torch.bfloat16)
-    assert called.pop() == "fp8_linear_reference", "_scaled_mm has no groups"
+    for has_matmul, name in ((False, "fp8_tile_linear"), (True, "scaled_block_linear")):
+        monkeypatch.setattr(fp8, "has_block_matmul", lambda weight, result=has_matmul: result)
+        for num_rows, expected in ((64, "fp8_tile_linear"), (65, name)):
+            x, weight = (torch.empty(n, 128, device="meta") for n in (num_rows, 128))
+            rows = Fp8Rows(x, x[:, :1]), Fp8Rows(weight, weight[:1, :1])
+            fp8_linear(*rows, None, torch.bfloat16)
+            assert called.pop() == expected
     assert choice(1, 64, 72) == choice(1, 72, 64) == "fp8_linear_reference"
     assert choice(65, 64, 64, torch.float16) == "fp8_linear_reference"
 
@@ -109,7 +146,15 @@ def test_offsets_fit_into_32_bits(device, monkeypatch):
 
 @pytest.mark.parametrize(
     ("features", "width", "parts"),
-    [(24576, 4096, 1), (6144, 4096, 4), (4096, 12288, 8), (4096, 4096, 8), (1024, 384, 1)],
+    [(24576, 4096, 1), (6144, 4096, 1), (4096, 12288, 2), (1024, 3072, 4), (1024, 384, 1)],
 )
 def test_parts_of_a_split(features, width, parts):
-    assert num_parts(features, width) == parts
+    assert choose_tile(16, features, width, 227 << 10) == (Tile(16, num_stages=6), parts)
+
+
+def test_tiles_of_many_rows():
+    large = 227 << 10
+    assert choose_tile(128, 24576, 4096, large) == (Tile(128, num_stages=6), 1)
+    assert choose_tile(128, 4096, 12288, large) == (Tile(128, num_stages=6), 2)
+    assert choose_tile(128, 1024, 3072, large) == (Tile(64, num_stages=6), 4)
+    assert choose_tile(128, 4096, 12288, 99 << 10) == (Tile(128, num_stages=4), 2)

@@ -59,8 +59,15 @@ def in_parts(monkeypatch):
 SIZES = [(1, 16, 32), (9, 40, 72), (20, 17, 128), (3, 33, 90)]  # rows, out, in
 
 
-@pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "pointers"])
-@pytest.mark.parametrize(("rows", "out", "width"), SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "out", "width", "tma"),
+    [
+        pytest.param(*size, tma, marks=pytest.mark.slow if tma == (i % 2 == 1) else ())
+        for i, size in enumerate(SIZES)
+        for tma in (True, False)
+    ],
+    ids=str,
+)
 def test_as_good_as_eager(rows, out, width, tma, dtype, device, in_parts, monkeypatch):
     """In all tiles, with parts one after the other and in parallel, with and without a bias."""
     x, weight, bias, residual = make(rows, out, width, dtype, device)
