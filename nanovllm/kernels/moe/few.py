@@ -23,11 +23,9 @@ from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
 # rows of 1.5 KB from each of 8 experts.
 GATE_UP_CONFIG = 1, 1024, 2
 DOWN_CONFIG = 2, 1024, 2
-# The same for FP8 weights with scales of rows.
+# The same for FP8 weights.
 FP8_GATE_UP_CONFIG = 1, 1024, 2
 FP8_DOWN_CONFIG = 4, 1024, 2
-# The same with scales of blocks, for both kernels. A program has one scale for its BLOCK_K columns.
-FP8_BLOCK_CONFIG = 1, 128, 1
 MAX_UNROLLED = 16  # iterations, because compiling the 112 of Mixtral took 2 minutes
 
 
@@ -52,35 +50,43 @@ def _gate_up_kernel(
 ):
     """Row a of the result [N k, I] is activation(x[a // TOP_K] W^T + bias), with the W and bias of
     the expert of assignment a. ``out_features`` is I, and WIDTH is the hidden size. The scales of
-    FP8 weights are those of rows or, unless GROUP is None, of blocks."""
+    FP8 weights are those of rows or, unless GROUP is None, of blocks. Columns have two dimensions,
+    so that a thread loads one scale for its columns of a block."""
+    NUM_GROUPS: tl.constexpr = 1 if GROUP is None else BLOCK_K // GROUP
+    LENGTH: tl.constexpr = BLOCK_K // NUM_GROUPS
     pdl_wait(PDL)
     assignment = tl.program_id(1)
     expert = tl.load(experts_ptr + assignment).to(tl.int64)
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_weight = feature < out_features
-    gate_ptr = weight_ptr + (expert * 2 * out_features + feature)[:, None] * WIDTH
+    gate_ptr = weight_ptr + (expert * 2 * out_features + feature)[:, None, None] * WIDTH
     up_ptr = gate_ptr + out_features.to(tl.int64) * WIDTH
     x_ptr += (assignment // TOP_K).to(tl.int64) * WIDTH
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    group = tl.arange(0, NUM_GROUPS)
+    first_column = group[:, None] * LENGTH + tl.arange(0, LENGTH)[None, :]
+    acc = tl.zeros([BLOCK_N, NUM_GROUPS, LENGTH], tl.float32)
+    up_acc = tl.zeros([BLOCK_N, NUM_GROUPS, LENGTH], tl.float32)
     if GROUP is not None:  # all features of the program are in one row of blocks
         first = expert * 2 * out_features + tl.program_id(0) * BLOCK_N
         gate_scale_ptr = weight_scales_ptr + first // GROUP * (WIDTH // GROUP)
         up_scale_ptr = gate_scale_ptr + out_features // GROUP * (WIDTH // GROUP)
     for start in tl.range(0, WIDTH, BLOCK_K, loop_unroll_factor=UNROLLED):
-        column = start + tl.arange(0, BLOCK_K)
-        mask = in_weight[:, None] & (column < WIDTH)[None, :]
-        gate = tl.load(gate_ptr + column[None, :], mask=mask, other=0.0)
-        up = tl.load(up_ptr + column[None, :], mask=mask, other=0.0)
+        column = start + first_column
+        mask = in_weight[:, None, None] & (column < WIDTH)[None, :, :]
+        gate = tl.load(gate_ptr + column[None, :, :], mask=mask, other=0.0)
+        up = tl.load(up_ptr + column[None, :, :], mask=mask, other=0.0)
         x = tl.load(x_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
         up_x = x
         if GROUP is not None:
-            up_x = x * tl.load(up_scale_ptr + start // GROUP)
-            x *= tl.load(gate_scale_ptr + start // GROUP)
-        acc += fp8_values(gate, tl.float32) * x[None, :]
-        up_acc += fp8_values(up, tl.float32) * up_x[None, :]
+            block = start // GROUP + group
+            in_row = block < WIDTH // GROUP
+            up_x = x * tl.load(up_scale_ptr + block, mask=in_row, other=0.0)[:, None]
+            x *= tl.load(gate_scale_ptr + block, mask=in_row, other=0.0)[:, None]
+        acc += fp8_values(gate, tl.float32) * x[None, :, :]
+        up_acc += fp8_values(up, tl.float32) * up_x[None, :, :]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    gate_sum, up_sum = tl.sum(acc, axis=1), tl.sum(up_acc, axis=1)
+    gate_sum = tl.sum(tl.sum(acc, axis=2), axis=1)
+    up_sum = tl.sum(tl.sum(up_acc, axis=2), axis=1)
     if weight_scales_ptr is not None and GROUP is None:
         weight_scales_ptr += expert * 2 * out_features + feature
         gate_sum *= tl.load(weight_scales_ptr, mask=in_weight, other=0.0)
@@ -120,7 +126,11 @@ def _down_kernel(
     token = tl.program_id(1)
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_weight = feature < out_features
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    NUM_GROUPS: tl.constexpr = 1 if GROUP is None else BLOCK_K // GROUP
+    LENGTH: tl.constexpr = BLOCK_K // NUM_GROUPS
+    group = tl.arange(0, NUM_GROUPS)
+    first_column = group[:, None] * LENGTH + tl.arange(0, LENGTH)[None, :]
+    acc = tl.zeros([BLOCK_N, NUM_GROUPS, LENGTH], tl.float32)
     bias = tl.zeros([BLOCK_N], tl.float32)
     for i in tl.static_range(TOP_K):
         assignment = token * TOP_K + i
@@ -130,23 +140,24 @@ def _down_kernel(
             address = bias_ptr + expert * out_features + feature
             bias += tl.load(address, mask=in_weight, other=0.0).to(tl.float32) * scale
         x_row_ptr = x_ptr + assignment.to(tl.int64) * WIDTH
-        row_ptr = weight_ptr + (expert * out_features + feature)[:, None] * WIDTH
+        row_ptr = weight_ptr + (expert * out_features + feature)[:, None, None] * WIDTH
         if weight_scales_ptr is not None and GROUP is None:
             scale_ptr = weight_scales_ptr + expert * out_features + feature
-            scale *= tl.load(scale_ptr, mask=in_weight, other=0.0)[:, None]
+            scale *= tl.load(scale_ptr, mask=in_weight, other=0.0)[:, None, None]
         if GROUP is not None:
             first = expert * out_features + tl.program_id(0) * BLOCK_N
             scale_ptr = weight_scales_ptr + first // GROUP * (WIDTH // GROUP)
         for start in tl.range(0, WIDTH, BLOCK_K, loop_unroll_factor=UNROLLED):
-            column = start + tl.arange(0, BLOCK_K)
-            mask = in_weight[:, None] & (column < WIDTH)[None, :]
-            weight = tl.load(row_ptr + column[None, :], mask=mask, other=0.0)
+            column = start + first_column
+            mask = in_weight[:, None, None] & (column < WIDTH)[None, :, :]
+            weight = tl.load(row_ptr + column[None, :, :], mask=mask, other=0.0)
             x = tl.load(x_row_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-            factor = scale
             if GROUP is not None:
-                factor *= tl.load(scale_ptr + start // GROUP)
-            acc += fp8_values(weight, tl.float32) * (x[None, :] * factor)
-    out = tl.sum(acc, axis=1) + bias
+                block = start // GROUP + group
+                block_scale = tl.load(scale_ptr + block, mask=block < WIDTH // GROUP, other=0.0)
+                x *= block_scale[:, None]
+            acc += fp8_values(weight, tl.float32) * (x[None, :, :] * scale)
+    out = tl.sum(tl.sum(acc, axis=2), axis=1) + bias
     address = token.to(tl.int64) * out_features + feature
     if residual_ptr is not None:
         out += tl.load(residual_ptr + address, mask=in_weight, other=0.0).to(tl.float32)
@@ -164,9 +175,8 @@ def mix_few(
     assert residual is None or residual.is_contiguous()
     inner = x.new_empty(num_tokens * top_k, width)
     is_fp8, group = down.itemsize == 1, experts.group
-    config = FP8_GATE_UP_CONFIG if is_fp8 else GATE_UP_CONFIG
-    block_n, block_k, num_warps = config if group is None else FP8_BLOCK_CONFIG
-    assert group is None or group % block_n == group % block_k == 0
+    block_n, block_k, num_warps = FP8_GATE_UP_CONFIG if is_fp8 else GATE_UP_CONFIG
+    assert group is None or group % block_n == block_k % group == 0
     block_k = min(block_k, next_power_of_2(hidden))
     _gate_up_kernel[(cdiv(width, block_n), len(inner))](
         x,
@@ -188,9 +198,8 @@ def mix_few(
         **pdl_options(x),
     )
     out = torch.empty_like(x)
-    config = FP8_DOWN_CONFIG if is_fp8 else DOWN_CONFIG
-    block_n, block_k, num_warps = config if group is None else FP8_BLOCK_CONFIG
-    assert group is None or group % block_n == group % block_k == 0
+    block_n, block_k, num_warps = FP8_DOWN_CONFIG if is_fp8 else DOWN_CONFIG
+    assert group is None or group % block_n == block_k % group == 0
     block_k = min(block_k, next_power_of_2(width))
     _down_kernel[(cdiv(hidden, block_n), num_tokens)](
         inner,

@@ -155,10 +155,9 @@ def in_bits(experts: Experts) -> Experts:
 def test_few_tokens(num_tokens, has_bits, has_blocks, dtype, monkeypatch):
     """Three tokens of which two have the same experts."""
     monkeypatch.setattr(few, "FP8_GATE_UP_CONFIG", (64, 128, 1))
-    monkeypatch.setattr(few, "FP8_DOWN_CONFIG", (128, 64, 1))
-    monkeypatch.setattr(few, "FP8_BLOCK_CONFIG", (64, 128, 1))
+    monkeypatch.setattr(few, "FP8_DOWN_CONFIG", (64, 256 if has_blocks else 64, 1))
     routing = make_routing(torch.tensor([[3, 1], [0, 5], [3, 1]])[:num_tokens], 6)
-    sizes = (256, 256) if has_blocks else (200, 72)
+    sizes = (256, 384) if has_blocks else (200, 72)
     x, residual, experts = make(routing, *sizes, dtype, has_blocks, has_biases=num_tokens == 3)
     if has_bits:
         experts = in_bits(experts)
