@@ -222,7 +222,7 @@ def test_tokens_survive_prefix_cache_hits(name, engine, tiny_models, expected):
 @pytest.mark.parametrize(
     ("name", "lens"),
     [
-        ("qwen3", [2, 17]),
+        pytest.param("qwen3", [2, 17], marks=slow),
         ("gemma2", [58]),
         pytest.param("smollm3", [2, 17], marks=slow),
         pytest.param("qwen3", [2, 17, 357], marks=slow),

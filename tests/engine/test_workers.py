@@ -221,7 +221,6 @@ def server() -> Iterator[subprocess.Popen]:
         yield server
 
 
-NUM_ENGINES = {"few_one_after_the_other": 3, "many_one_after_the_other": 8}
 ENDS_BY_SIGNAL = {
     "killed": signal.SIGKILL,
     "terminated": signal.SIGTERM,
@@ -253,7 +252,7 @@ SLOW = {
     [
         pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
         for name in SCENARIOS
-        if name not in NUM_ENGINES
+        if name != "engines_one_after_the_other"
     ],
 )
 def test_a_fault_is_an_error_within_seconds_and_leaves_nothing(
@@ -268,17 +267,12 @@ def test_a_fault_is_an_error_within_seconds_and_leaves_nothing(
         assert "Traceback" not in log, "the terminal shows one error, if any"
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "name",
-    ["few_one_after_the_other", pytest.param("many_one_after_the_other", marks=pytest.mark.slow)],
-)
-def test_engines_one_after_the_other_leave_nothing(
-    name: str, server: subprocess.Popen, models: Path
-):
+@pytest.mark.slow
+def test_engines_one_after_the_other_leave_nothing(server: subprocess.Popen, models: Path):
+    name = "engines_one_after_the_other"
     code, log = Run(server, name, models / name).finish(500)
     assert code == 0, log
-    assert log.count("left: 0 processes, 0 files, 0 ports") == NUM_ENGINES[name]
+    assert log.count("left: 0 processes, 0 files, 0 ports") == 8
 
 
 def test_a_script_without_a_main_guard(models: Path, tmp_path: Path):

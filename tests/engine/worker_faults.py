@@ -526,18 +526,10 @@ def never_closed(folder: Path) -> None:
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
 
 
-def few_one_after_the_other(folder: Path) -> None:
-    one_after_the_other(folder, 3)
-
-
-def many_one_after_the_other(folder: Path) -> None:
-    one_after_the_other(folder, 8)
-
-
-def one_after_the_other(folder: Path, num_engines: int) -> None:
+def engines_one_after_the_other(folder: Path) -> None:
     """Guards what outlives an engine: files, threads, state that the next one trips over."""
     expected, open_after = None, []
-    for _ in range(num_engines):
+    for _ in range(8):
         start = time.monotonic()
         with make(folder) as llm:
             ready = time.monotonic()
@@ -574,8 +566,7 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
         two_engines_at_once,
         deleted,
         never_closed,
-        few_one_after_the_other,
-        many_one_after_the_other,
+        engines_one_after_the_other,
     )
 }
 

@@ -137,6 +137,7 @@ def test_truncated_draws_follow_what_is_left(truncation, kept):
     assert follows(tokens, probs / probs.sum()) > 1e-6
 
 
+@pytest.mark.slow
 def test_the_check_itself_can_fail():
     """Draws at temperature 1 are not taken for draws at 1.25."""
     assert follows(sample(LOGITS.expand(NUM_DRAWS, -1)), softmax(1.25)) < 1e-6

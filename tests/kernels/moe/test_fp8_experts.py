@@ -122,7 +122,7 @@ def cases() -> dict[str, Routing]:
 def test_grouped_gemms(name, has_blocks, dtype, monkeypatch):
     """In small tiles. Without blocks, no tile divides the sizes."""
     monkeypatch.setattr(grouped, "choose_tile", lambda *_: Tile(16, 8, 64, 32, 64, 2, 4))
-    routing, sizes = cases()[name], (256, 128) if has_blocks else (80, 48)
+    routing, sizes = cases()[name], (128, 128) if has_blocks else (80, 48)
     for has_biases in (False, True) if name == "ties" else (False,):
         x, residual, experts = make(routing, *sizes, dtype, has_blocks, has_biases=has_biases)
         check_quantised(routing, x, experts, residual if has_biases else None, monkeypatch)

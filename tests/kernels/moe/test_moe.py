@@ -290,7 +290,7 @@ def test_the_ptx_moves_the_bits_of_a_part_to_those_of_bf16(part):
 def test_mxfp4_weights(name, dtype, monkeypatch):
     """With widths that no tile divides, and groups that are padded, also the only one."""
     monkeypatch.setattr(grouped, "choose_tile", lambda *_: Tile(16, 8, 32, 16, 64, 2, 4))
-    routing, hidden, columns = as_routed(routings()[name]), 288, 96
+    routing, hidden, columns = as_routed(routings()[name]), 160, 96
     x, residual, experts = make(routing, hidden, columns, dtype, True)
     num_experts = len(experts.down)
     gate_up, gate_up_scales, dense = make_mxfp4(num_experts, 2 * columns, hidden, dtype=dtype)

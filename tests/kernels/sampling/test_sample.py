@@ -147,7 +147,7 @@ def test_one_token_is_left(truncation, others, sampler, device):
     assert drawn == [0, 0, 0]
 
 
-@settings(deadline=None, max_examples=200 if ON_GPU else 25)
+@settings(deadline=None, max_examples=200 if ON_GPU else 12)
 @given(st.data())
 def test_kernels_agree_with_the_reference(data):
     device = "cuda" if ON_GPU else "cpu"
