@@ -238,7 +238,7 @@ def num_threads(num: int) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3-tied", "qwen3-moe", "gemma2"])
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen3-moe"])
 def test_any_number_of_threads(name: str, tmp_path: Path):
     """Of a model whose tensors are large enough for several threads."""
     config_class, changes = CONFIGS[name]

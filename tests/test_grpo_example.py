@@ -1,4 +1,4 @@
-"""``examples/grpo.py`` improves the model, with several seeds."""
+"""``examples/grpo.py`` improves the model."""
 
 import runpy
 import statistics
@@ -17,11 +17,10 @@ def grpo():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("seed", "fraction"), [(0, 1), (1, 0.5)])
-def test_the_reward_rises(seed, fraction, grpo):
-    """One seed with all steps, and two with half of them, by when the reward has risen."""
-    num_steps = int(grpo["NUM_STEPS"] * fraction)
-    rewards, before, after = grpo["train"](grpo["fetch_smollm2"](), seed, num_steps)
+def test_the_reward_rises(grpo):
+    """With half of the steps it has risen."""
+    num_steps = grpo["NUM_STEPS"] // 2
+    rewards, before, after = grpo["train"](grpo["fetch_smollm2"](), 0, num_steps)
     assert len(rewards) == num_steps
     assert statistics.mean(rewards[-4:]) > 0.2 + rewards[0]
     assert before < 0.35 and after > 0.25 + before

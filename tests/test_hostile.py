@@ -357,7 +357,7 @@ def of_part(part: str) -> list[Case]:
 
 
 def test_hostile_lines_change_no_other_and_have_one_record(tiny, tmp_path):
-    """One in 24 of the cases, in a job that is killed on its way; the slow tests run all, and on
+    """One in 24 of the cases, in a job that is killed on its way; the slow tests run all, and some on
     a real model without a kill."""
     cases = LIGHT[SEED % 24 :: 24]
     run_among_good_lines(tiny, cases, tmp_path, "killed", [at_random("some", cases)])
@@ -375,10 +375,10 @@ def test_every_hostile_line_on_a_tiny_model(part, tiny, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", PARTS)
-def test_every_hostile_line_on_a_real_model(part, real, tmp_path):
-    """In a job that nothing interrupts."""
+def test_hostile_lines_on_a_real_model(part, real, tmp_path):
+    """One in three, in a job that nothing interrupts."""
     cases = [case for case in of_part(part) if case.name not in MUCH_WORK]
-    run_among_good_lines(real, cases, tmp_path, "out")
+    run_among_good_lines(real, cases[SEED % 3 :: 3], tmp_path, "out")
 
 
 # The same requests through the library.

@@ -10,12 +10,15 @@ from tests.kernels import compile_for_hopper  # first: it turns the interpreter 
 import torch  # isort: skip
 import triton  # isort: skip
 
+from nanovllm.kernels.attention.base import AttentionParams  # isort: skip
+
 if __name__ == "__main__":
     capability, kib = map(int, sys.argv[1:])
     kernels = compile_for_hopper.compile_only(capability, kib << 10)
     with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor):
-        # All sizes for the GPU with the least memory only: on others, the same Python is compiled.
-        compile_for_hopper.launch_windows(all_sizes=capability == 89)
+        compile_for_hopper.launch_windows(all_sizes=False)
+        features = AttentionParams(1.0, 4096, 50.0)
+        compile_for_hopper.launch_attention(torch.bfloat16, 8, 4, 256, features, False)
         compile_for_hopper.launch_invariant_gemms(torch.bfloat16, all_sizes=False)
         if capability >= 89:
             compile_for_hopper.launch_quantized(all_sizes=False)
