@@ -357,8 +357,8 @@ def of_part(part: str) -> list[Case]:
 
 
 def test_hostile_lines_change_no_other_and_have_one_record(tiny, tmp_path):
-    """One in 24 of the cases, in a job that is killed on its way; the slow tests run all, and some on
-    a real model without a kill."""
+    """One in 24 of the cases, in a job that is killed on its way; the slow tests run all, and
+    some on a real model without a kill."""
     cases = LIGHT[SEED % 24 :: 24]
     run_among_good_lines(tiny, cases, tmp_path, "killed", [at_random("some", cases)])
 
