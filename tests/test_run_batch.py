@@ -392,6 +392,7 @@ def test_absurd_numbers_are_refused_or_served(llm: LLM, tmp_path: Path):
     assert len(texts(found["12"])) == 50
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.data())
 def test_mutated_requests_never_harm_the_engine(
@@ -481,6 +482,7 @@ def test_a_job_reads_no_further_than_its_window(llm: LLM, tmp_path: Path, monkey
     assert most["read"] <= WINDOW + 1
 
 
+@pytest.mark.slow
 def test_long_prompts_make_the_window_smaller(llm: LLM, tmp_path: Path, monkeypatch):
     """So that memory is bounded: a job then has twice max_num_seqs requests."""
     monkeypatch.setattr(runner, "MAX_QUEUED_TOKENS", 300)
@@ -588,6 +590,7 @@ def test_a_job_goes_on_from_any_cut_of_its_output(llm: LLM, tmp_path: Path):
     assert len(cuts) > 40
 
 
+@pytest.mark.slow
 def test_records_that_are_removed_are_made_again(llm: LLM, tmp_path: Path):
     """In any order, as where somebody drops the errors and mends their lines."""
     items = mixed_lines(20, longest=4)
@@ -804,6 +807,7 @@ def test_a_request_that_always_brings_down_the_engine_fails_alone(
     assert len(make.made) <= 1 + len(poisoned)
 
 
+@pytest.mark.slow
 def test_requests_that_waited_while_the_engine_failed_are_not_retried(make, tmp_path: Path):
     """Guards a queue of thousands of requests that runs in small groups after one failure."""
     in_ = write_input(tmp_path / "in", simple_lines(40))
@@ -854,6 +858,7 @@ def test_an_engine_that_always_fails_gives_errors(make, tmp_path: Path, caplog):
     assert "the engine failed with 8 prompts: RuntimeError: no luck" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_dead_worker_is_followed_by_a_new_engine(make, llm: LLM, tmp_path: Path):
     in_ = write_input(tmp_path / "in", simple_lines(20))
     run(llm, in_, tmp_path / "good")
@@ -873,6 +878,7 @@ def test_a_dead_worker_is_followed_by_a_new_engine(make, llm: LLM, tmp_path: Pat
         make.made[0].is_finished()
 
 
+@pytest.mark.slow
 def test_a_job_whose_engine_cannot_be_replaced_can_go_on_later(make, llm: LLM, tmp_path: Path):
     in_, out = write_input(tmp_path / "in", simple_lines(20)), tmp_path / "out"
     run(llm, in_, tmp_path / "good")
@@ -921,6 +927,7 @@ def test_an_engine_that_fails_to_take_a_request_fails_for_that_alone(
     assert len(found) == 19
 
 
+@pytest.mark.slow
 def test_an_engine_that_loses_requests_is_noticed(make, llm: LLM, tmp_path: Path, monkeypatch):
     """Guards a job that waits for them forever."""
     in_ = write_input(tmp_path / "in", simple_lines(20))
@@ -1158,6 +1165,7 @@ def test_a_last_line_of_somebody_elses_is_kept(tail, model_path, tmp_path, capfd
     assert out.read_bytes() == tail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stderr", ["/dev/full", pytest.param(None, marks=pytest.mark.slow)])
 def test_messages_that_cannot_be_written_harm_no_job(stderr, model_path, tmp_path):
     in_, out = write_input(tmp_path / "in", simple_lines(3)), tmp_path / "out"

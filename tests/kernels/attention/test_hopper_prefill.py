@@ -103,6 +103,7 @@ def schedule_of_lists(
     return torch.tensor([[len(tiles)] * 4, *tiles, *[(9,) * 4] * (most - len(tiles))]).int()
 
 
+@pytest.mark.slow
 def test_the_schedule_has_each_tile_once_and_long_contexts_first(device, monkeypatch):
     monkeypatch.setattr(hopper_prefill, "SCAN", 16)
     for seed in range(6 if device == "cpu" else 100):

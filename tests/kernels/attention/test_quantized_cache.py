@@ -115,6 +115,7 @@ def test_rows_that_pad_a_graph_store_nothing(device):
         assert torch.equal(x.view(torch.uint8), old)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="tests/test_gpu.py runs engines")
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("gpt-oss", marks=SLOW)])
 def test_the_kernels_in_an_engine(name, tiny_models, monkeypatch):

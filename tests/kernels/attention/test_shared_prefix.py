@@ -222,6 +222,7 @@ def batches(draw):
     return block_size, tables, lens
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(batches(), st.integers(1, 64), st.sampled_from([1, 4, 32]), st.sampled_from([16, 264]))
 def test_each_token_is_in_one_split(batch, kv_heads, tile_seqs, num_programs):
