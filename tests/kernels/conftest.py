@@ -15,7 +15,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 
 
-@pytest.fixture(params=DTYPES, ids=str)
+# In the interpreter, fp16 differs from fp32 in its rounding only.
+SLOW = [] if DEVICE == "cuda" else [pytest.mark.slow]
+
+
+@pytest.fixture(
+    params=[pytest.param(t, marks=SLOW if t is torch.float16 else []) for t in DTYPES], ids=str
+)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 

@@ -147,6 +147,7 @@ def test_the_device_decides(capability, dtype, monkeypatch):
     assert weights._experts.dequantised(torch.float32).down.shape == (EXPERTS, HIDDEN, COLUMNS)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are interpreted")
 @pytest.mark.usefixtures("exact_fp8")
 @pytest.mark.parametrize("method", ["fp8", "fp8_groups"])
