@@ -283,13 +283,13 @@ def test_settings_of_the_engine_and_processes_do_not_matter(tiny_models: TinyMod
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_cpus_with_other_instructions():
-    """PyTorch and oneDNN choose their kernels by the CPU's instructions. Runs the fast tests, with
-    the fewest instructions that both know."""
+@pytest.mark.parametrize(("aten", "onednn"), [("avx2", "AVX2"), ("default", "SSE41")])
+def test_cpus_with_other_instructions(aten: str, onednn: str):
+    """PyTorch and oneDNN choose their kernels by the CPU's instructions. Runs the fast tests."""
     files = ["test_batch_invariance.py", "kernels/test_batch_invariant_rows.py"]
     files += ["kernels/gemm/test_onednn.py", "kernels/attention/test_torch_invariant.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-n0", *(f"tests/{name}" for name in files)]
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn}
     subprocess.run(command, env=environment, check=True, timeout=1400)
 
 

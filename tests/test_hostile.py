@@ -356,7 +356,6 @@ def of_part(part: str) -> list[Case]:
     return [case for case in [*CASES, *TRUSTED] if case.group in PARTS[part]]
 
 
-@pytest.mark.slow
 def test_hostile_lines_change_no_other_and_have_one_record(tiny, tmp_path):
     """One in 24 of the cases, in a job that is killed on its way; the slow tests run all, and
     some on a real model without a kill."""

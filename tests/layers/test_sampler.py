@@ -108,7 +108,7 @@ def test_draws_follow_the_softmax_each_row_at_its_own_temperature(temperatures):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("varied", [pytest.param("position", marks=pytest.mark.slow), "seed"])
+@pytest.mark.parametrize("varied", ["position", "seed"])
 def test_draws_are_independent_of_their_neighbours(varied):
     """What a row draws tells nothing of the next row's, one position or one seed further: pairs
     of draws follow the product of two softmaxes."""

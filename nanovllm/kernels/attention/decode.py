@@ -52,8 +52,8 @@ NUM_MULTIPROCESSORS = 132  # of a Hopper GPU
 # Target numbers of programs, for sequences whose contexts are split. In a small batch the programs
 # have fewer warps, so a multiprocessor holds more of them.
 NUM_PROGRAMS, NUM_PROGRAMS_SMALL_BATCH = 2 * NUM_MULTIPROCESSORS, 4 * NUM_MULTIPROCESSORS
-# From LARGE_BATCH sequences times KV heads on, programs have one warp. From MANY_SEQS sequences on,
-# they also use the smallest tiles.
+# From LARGE_BATCH sequences times KV heads on, programs have fewer warps. From MANY_SEQS sequences
+# on, those of a cache that is not quantised also use the smallest tiles.
 LARGE_BATCH, MANY_SEQS = 1024, 192
 SPLIT_WORDS = tl.constexpr(KV_SPLIT_WORDS)
 
@@ -458,9 +458,10 @@ def decode_tile(
 
     They depend on the batch size but not on context lengths, so that a CUDA graph stays valid as
     contexts grow. A program mostly waits for its keys, and other programs on its multiprocessor
-    hide this latency. Large batches use programs of one warp, because a multiprocessor holds more
-    of them. With up to 32 query heads per KV head, a program needs at most 72 KiB of shared memory,
-    and every GPU with bf16 has 99 KiB. The sizes were tuned on an H200.
+    hide this latency. Large batches use programs of one warp, or two if the cache is quantised,
+    because a multiprocessor holds more of them. With up to 32 query heads per KV head, a program
+    needs at most 72 KiB of shared memory, and every GPU with bf16 has 99 KiB. The sizes were tuned
+    on an H200.
     """
     num_unsplit = num_seqs * kv_heads  # number of programs if no context is split
     is_small = num_unsplit < NUM_MULTIPROCESSORS

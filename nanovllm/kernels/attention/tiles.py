@@ -201,7 +201,8 @@ def as_pairs(ptr):
     A tensor core needs two keys of a column side by side, and FP8 values that lie side by side have
     the same key. Only elements of 16 bits are transposed as they are read from shared memory. So
     values are read in pairs, and those of even columns are multiplied apart from those of odd ones.
-    This is not for tiles of 64 rows or more: Hopper multiplies values in shared memory.
+    Tiles of 64 rows or more read plain values: Hopper multiplies those by other instructions, with
+    which sums of pairs were wrong (Triton 3.6, H200).
     """
     return ptr.to(tl.pointer_type(tl.int16))
 

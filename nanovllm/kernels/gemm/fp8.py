@@ -16,7 +16,8 @@ from nanovllm.kernels.gemm.tiled import BLOCK_K, BLOCK_N, MAX_PART_COLUMNS, Tile
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import shared_memory, use_triton
 
-MAX_TILED_ROWS, MAX_TILED_WEIGHT = 128, 1 << 26
+# The most rows for tiles, and those of a weight that has blocks or over MAX_TILED_WEIGHT elements.
+MAX_TILED_ROWS, FEW_ROWS, MAX_TILED_WEIGHT = 128, 64, 1 << 26
 LARGE_TILE = Tile(rows=128, features=128, num_warps=8, num_stages=3)
 NUM_PROGRAMS = 96  # of the 132 that fill a Hopper GPU
 NUM_STAGES = 6  # 48 KB of a weight, in flight or in use
@@ -44,13 +45,13 @@ def fp8_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dt
     has_groups = x.scales.dim() > 1
     is_scaled = is_bf16 and (not has_groups or has_block_matmul(weight.codes))
     is_fast_in_tiles = num_rows <= (
-        64 if has_groups or weight.codes.numel() > MAX_TILED_WEIGHT else MAX_TILED_ROWS
+        FEW_ROWS if has_groups or weight.codes.numel() > MAX_TILED_WEIGHT else MAX_TILED_ROWS
     )
     is_tiled = use_triton(weight.codes) and has_tiles(weight.codes)
     if is_tiled and (is_fast_in_tiles or not is_scaled):
         return fp8_tile_linear(x, weight, bias, dtype)
     is_aligned = not any(size % ALIGNMENT for size in weight.codes.shape)
-    if is_scaled and is_aligned and num_rows > 64:
+    if is_scaled and is_aligned and num_rows > FEW_ROWS:
         return (scaled_block_linear if has_groups else scaled_linear)(x, weight, bias, dtype)
     return fp8_linear_reference(x, weight, bias, dtype)
 
@@ -79,7 +80,7 @@ def fp8_tile_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: tor
     """See ``fp8_linear_reference``. The sizes of the weight are as ``has_tiles`` needs them."""
     num_rows, (out_features, width) = len(x.codes), weight.codes.shape
     assert x.codes.dtype is weight.codes.dtype is FP8
-    is_large = num_rows > (64 if x.scales.dim() > 1 else MAX_TILED_ROWS)
+    is_large = num_rows > (FEW_ROWS if x.scales.dim() > 1 else MAX_TILED_ROWS)
     if is_large and out_features % LARGE_TILE.features == 0:
         tile, parts = LARGE_TILE, 1
     else:
@@ -96,7 +97,7 @@ def choose_tile(
 ) -> tuple[Tile, int]:
     """Returns a tile, and the number of parts of a split-K: the least that makes NUM_PROGRAMS
     programs, if each part has MAX_PART_COLUMNS columns or more."""
-    rows = next(rows for rows in (16, 32, 64, 128) if rows >= min(num_rows, 128))
+    rows = next(rows for rows in (16, 32, 64, 128) if rows >= min(num_rows, MAX_TILED_ROWS))
     if cdiv(num_rows, rows) * out_features < NUM_PROGRAMS * BLOCK_N // 2:
         rows = min(rows, 64)
     num_tiles = cdiv(num_rows, rows) * out_features // BLOCK_N
@@ -113,7 +114,7 @@ def choose_tile(
 
 def scaled_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """See ``fp8_linear_reference``, with bf16 results, sizes that are multiples of ALIGNMENT,
-    and more than 64 rows. With one row its test failed (PyTorch 2.11, H200)."""
+    and more than FEW_ROWS rows. With one row its test failed (PyTorch 2.11, H200)."""
     return torch._scaled_mm(
         x.codes,
         weight.codes.t(),

@@ -117,7 +117,7 @@ def test_rows_that_pad_a_graph_store_nothing(device):
 
 @pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="tests/test_gpu.py runs engines")
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("gpt-oss", marks=SLOW)])
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
 def test_the_kernels_in_an_engine(name, tiny_models, monkeypatch):
     """In Triton's interpreter, against the backend in PyTorch. A decode reads what a prefill and
     earlier decodes have stored."""
