@@ -20,6 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
+from tests import triton_interpreter
+
 # Not at run time: the process that hands out tests to xdist's workers would import transformers.
 if TYPE_CHECKING:
     from nanovllm import LLM
@@ -66,6 +68,7 @@ def pytest_collection_finish() -> None:
     collects, which takes 0.2 s with transformers' modules, and there are a thousand engines."""
     gc.collect()
     gc.freeze()
+    triton_interpreter.speed_up()
 
 
 def pytest_unconfigure() -> None:

@@ -422,8 +422,8 @@ class TestStepLoop:
 
 
 # At which lines of a call an interrupt is tried: one in so many.
-FEW_LINES = {"add_request": 11, "abort_request": 3, "step": 29, "generate": 307, "stream": 311}
-FEW_LINES["close"] = 3
+FEW_LINES = {"add_request": 17, "abort_request": 5, "step": 47, "generate": 503, "stream": 509}
+FEW_LINES["close"] = 7
 MANY_LINES = {"add_request": 2, "step": 4, "generate": 41, "stream": 43}
 MANY_LINES |= {"abort_request": 1, "close": 1}
 
