@@ -877,7 +877,7 @@ class TestLogprobs:
         ],
         ids=str,
     )
-    @pytest.mark.parametrize("n", [1, 3])
+    @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 3])
     def test_they_depend_on_their_request_alone(self, n, settings, model_path, expected):
         """Neither chunks nor cached prefixes, preemptions or siblings leave gaps in them."""
         params = [replace(self.params(prompt), n=n) for prompt in PROMPTS]

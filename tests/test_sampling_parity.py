@@ -225,13 +225,13 @@ def alone(tiny_models) -> list[list[int]]:
     "changes",
     [
         {},
-        {"kvcache_block_size": 256},
+        pytest.param({"kvcache_block_size": 256}, marks=[] if ON_GPU else pytest.mark.slow),
         {"kvcache_block_size": 7} if not ON_GPU else {"kvcache_block_size": 32},
         {"num_kvcache_blocks": 20},
         {"max_num_seqs": 3},
         {"max_num_batched_tokens": 20},
         {"enable_prefix_caching": False},
-        {"enforce_eager": True},
+        *([{"enforce_eager": True}] if ON_GPU else []),
     ],
     ids=str,
 )

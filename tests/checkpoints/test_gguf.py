@@ -315,7 +315,11 @@ def refuse(path: Path, match: str, **settings: Any) -> None:
         LLM(path, **SMALL, **settings)
 
 
-@pytest.mark.parametrize("quant", [Quant.F32, Quant.Q8_0], ids=lambda quant: quant.name)
+@pytest.mark.parametrize(
+    "quant",
+    [pytest.param(Quant.F32, marks=pytest.mark.slow), Quant.Q8_0],
+    ids=lambda quant: quant.name,
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_equal_transformers(name, quant, tiny_models: TinyModels, tmp_path):
     """Guards q and k rows left in llama.cpp's order, rope divisors and linear scaling that are
