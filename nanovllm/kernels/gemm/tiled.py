@@ -59,6 +59,7 @@ def _tile_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_GROUPS: tl.constexpr,
+    IN_FP16: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK_K: tl.constexpr = BLOCK_K,
 ):
@@ -66,7 +67,7 @@ def _tile_kernel(
     columns or one part of a split-K. With scales, the result for row m and feature n is multiplied
     by the scales of row m of x and of row n of the weight. With HAS_GROUPS, each group of BLOCK_K
     columns of a row of x has a scale, at the given strides, and so has each block of BLOCK_K x
-    BLOCK_K elements of the weight.
+    BLOCK_K elements of the weight. With IN_FP16, FP8 numbers are converted to fp16 and multiplied.
 
     Sizes are not constexpr, because the compiler would unroll the loop. The kernel would then take
     longer: fetching the unrolled code, which runs once, costs more than the loop.
@@ -103,6 +104,8 @@ def _tile_kernel(
     for start in tl.range(0, columns, BLOCK_K):
         weight = tl.load(weight_ptrs + start)
         x = tl.load(x_ptrs + start)
+        if IN_FP16:
+            weight, x = weight.to(tl.float16), x.to(tl.float16)
         if HAS_GROUPS:
             # The next scales are loaded before the matmul, so that the loop does not wait for them.
             group = tl.minimum(start + BLOCK_K, columns - BLOCK_K) // BLOCK_K
@@ -216,6 +219,8 @@ def multiply_tiles(
         BLOCK_M=tile.rows,
         BLOCK_N=tile.features,
         HAS_GROUPS=has_groups,
+        # FP8 tensor cores add products with 14 bits, which is enough for bf16 only.
+        IN_FP16=x.itemsize == 1 and dtype is not torch.bfloat16,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **pdl_options(x),

@@ -159,6 +159,7 @@ def _multiply(
     expert,
     feature,
     out_features,
+    DTYPE: tl.constexpr,
     WIDTH: tl.constexpr,
     GATED: tl.constexpr,
     GROUP: tl.constexpr,
@@ -174,6 +175,7 @@ def _multiply(
         feature: [BLOCK_N], indices of output features: rows of the expert's weight. With GATED,
             rows of gate, and the same rows of up, which is the second half of the weight.
         out_features: the number of rows of the weight; with GATED, of gate.
+        DTYPE: what the result will be rounded to.
         WIDTH: the number of columns of x and of the weight.
 
     Returns:
@@ -206,6 +208,9 @@ def _multiply(
     for start in tl.range(0, WIDTH, BLOCK_K):
         mask = (column < WIDTH - start) | (WIDTH % BLOCK_K == 0)
         x = tl.load(x_ptrs + start, mask=mask[:, None] & in_group[None, :], other=0.0)
+        if x.dtype == tl.float8e4nv and DTYPE != tl.bfloat16:
+            # FP8 tensor cores add products with 14 bits, which is enough for bf16 only.
+            x = x.to(tl.float16)
         next_gate_scale = 0.0
         next_up_scale = 0.0
         if GROUP is not None:
@@ -325,6 +330,7 @@ def _compute_tile(
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Features past the end repeat the last one, so that weights are loaded without a mask for rows.
     clamped = tl.minimum(feature, out_features - 1)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
     if weight_ptr.dtype.element_ty != tl.int16:
         acc, up_acc = _multiply(
             x_ptr,
@@ -338,6 +344,7 @@ def _compute_tile(
             expert,
             clamped,
             out_features,
+            dtype,
             WIDTH,
             GATED,
             GROUP,
@@ -356,7 +363,6 @@ def _compute_tile(
             WIDTH,
             GATED,
         )
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
     if bias_ptr is not None:
         bias_ptr += expert * (2 if GATED else 1) * out_features + clamped
         acc += tl.load(bias_ptr).to(tl.float32)[:, None]
