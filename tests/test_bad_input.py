@@ -225,6 +225,7 @@ class TestMistakes:
         gc.collect()
 
 
+@pytest.mark.slow
 def test_mistakes_are_refused_under_python_O(tiny_models):
     """Guards checks of user input that are asserts, which vanish under ``python -O``."""
     code = "import sys; from tests.mistakes import check_mistakes; check_mistakes(sys.argv[1])"

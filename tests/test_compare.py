@@ -5,12 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.tiny_models import BASE, CONFIGS, TinyModels
 from tests.tiny_tokenizer import save_tokenizer
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "compare.py"
 
 
+@pytest.mark.slow
 def test_each_workload_has_a_line(tmp_path):
     sizes = {"vocab_size": 10_001, "max_position_embeddings": 4096, "num_hidden_layers": 1}
     TinyModels.build(CONFIGS["qwen3"][0](**{**BASE, **sizes})).save_pretrained(tmp_path)

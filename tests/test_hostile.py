@@ -548,7 +548,6 @@ def try_files(folder: Path, prompt: Any, answer: Any) -> None:
 FEW = (
     "a letter becomes 10**15",
     "a start of a million tokens",
-    "a token far beyond",
     "a split that backtracks",
     "a template of 4 GB",
     "weights without end",

@@ -291,7 +291,14 @@ def make_echo(answer: Callable[[str], None], start: Callable[[], str | None]) ->
     return Replica
 
 
-@pytest.mark.parametrize("lost", ["process", "process, and at first its GPU", "machine"])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        pytest.param("process", marks=pytest.mark.slow),
+        "process, and at first its GPU",
+        pytest.param("machine", marks=pytest.mark.slow),
+    ],
+)
 def test_requests_of_a_replica_that_dies_run_again(cluster, monkeypatch, tmp_path: Path, lost: str):
     """In its place; or in the other replica, where its machine is lost."""
     death, failure = tmp_path / "death", tmp_path / "failure"

@@ -156,7 +156,7 @@ def check_blamed(out: Path, expected: dict[str, Any]) -> None:
         (crash_in_step, "Segmentation fault"),
         pytest.param(be_killed_in_step, "Killed", marks=pytest.mark.slow),
         pytest.param(exit_in_step, "exit status 0", marks=pytest.mark.slow),
-        (crash_when_prepared, "Aborted"),
+        pytest.param(crash_when_prepared, "Aborted", marks=pytest.mark.slow),
     ],
 )
 def test_a_request_that_ends_the_process_fails_alone(

@@ -419,6 +419,7 @@ def test_a_gpu_dequantises_to_the_same_weights(quantised: Path):
         assert tensor.is_cuda and torch.equal(tensor.cpu(), expected[name])
 
 
+@pytest.mark.slow
 def test_two_ranks_generate_the_tokens_of_one(tiny_models: TinyModels, tmp_path: Path):
     """With experts and an ordinary MLP."""
     source = tiny_models.path("qwen3-moe")

@@ -231,6 +231,7 @@ ENDS_BY_SIGNAL = {
 
 # Each starts processes, for seconds: those like another one run with the slow tests.
 SLOW = {
+    "interrupts",
     "worker_killed_while_idle",
     "one_of_three_workers_killed_during_a_decode",
     "a_worker_that_never_meets_the_others",

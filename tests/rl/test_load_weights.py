@@ -428,9 +428,8 @@ def test_an_engine_that_is_closed_meanwhile_says_so(pairs: Any):
         llm.load_weights(closing())
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3-tied", *(pytest.param(x, marks=pytest.mark.slow) for x in ("olmo2", "gpt-oss"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-tied", "olmo2", "gpt-oss"])
 def test_two_ranks(name: str, pairs: Any):
     """Wrong tensors are refused before anything is sent, so that all ranks stay in step."""
     pair: Pair = pairs(name)

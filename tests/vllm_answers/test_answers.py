@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,13 +11,6 @@ from tests.once import once
 from tests.vllm_answers import weights
 from tests.vllm_answers.compare import RECORDED, Answers, differences, read
 from tests.vllm_answers.record import GROUPS
-
-SLOW = (
-    *("outputs", "logprobs", "processed", "prompts", "greedy", "chat"),
-    *("structured", "llm_calls"),
-)
-MARKS = pytest.mark.slow, pytest.mark.timeout(1200)
-FAST = tuple(group for group in GROUPS if group not in SLOW)
 
 DIFFERENT_ON_PURPOSE = {
     "chat.content_format_openai": "templates see message contents as text",
@@ -55,8 +46,8 @@ def recorded() -> Answers:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], Answers]:
-    """Runs groups of snippets once, in a process of its own, in which ``import vllm`` is ours."""
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """Runs all snippets once, in a process of its own, in which ``import vllm`` is ours."""
     folder = tmp_path_factory.mktemp("weights")
 
     def root(name: str) -> Path:
@@ -65,11 +56,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]],
     folders = ["--smollm2", str(weights.smollm2(root("smollm2-fp32")))]
     folders += ["--tiny", str(weights.tiny_llama(root("tiny-llama")))]
 
-    def compute(groups: tuple[str, ...]) -> Answers:
+    def compute() -> Answers:
         out = tmp_path_factory.mktemp("answers") / "ours.json"
         command = [sys.executable, "-m", "tests.vllm_answers.record", "--engine", "nanovllm"]
         result = subprocess.run(
-            [*command, *folders, "--out", str(out), "--groups", *groups],
+            [*command, *folders, "--out", str(out), "--groups", *GROUPS],
             cwd=Path(__file__).parents[2],
             # Recorded on a CPU, in float32.
             env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
@@ -80,29 +71,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]],
         assert result.returncode == 0, result.stderr[-4000:]
         return read(out)
 
-    return cache(
-        lambda groups: once(
-            tmp_path_factory, f"answers-{'-'.join(groups)}", lambda: compute(groups)
-        )
-    )
+    return once(tmp_path_factory, "answers", compute)
 
 
-@pytest.mark.parametrize(
-    ("group", "groups"),
-    [pytest.param(group, FAST, id=group) for group in FAST]
-    + [pytest.param(group, SLOW, id=group, marks=MARKS) for group in SLOW],
-)
-def test_answers_as_vllm(
-    group: str,
-    groups: tuple[str, ...],
-    recorded: Answers,
-    run: Callable[[tuple[str, ...]], Answers],
-) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("group", GROUPS)
+def test_answers_as_vllm(group: str, recorded: Answers, ours: Answers) -> None:
     """Each snippet gives vLLM's answer, and each difference on purpose is one."""
     expected = {name: a for name, a in recorded.items() if name.startswith(f"{group}.")}
-    ours = {name: a for name, a in run(groups).items() if name.startswith(f"{group}.")}
-    assert expected.keys() == ours.keys(), "record vLLM's answers to new snippets"
-    found = differences(expected, ours)
+    given = {name: a for name, a in ours.items() if name.startswith(f"{group}.")}
+    assert expected.keys() == given.keys(), "record vLLM's answers to new snippets"
+    found = differences(expected, given)
     wrong = [f"{n}: {line}" for n, line in found.items() if n not in DIFFERENT_ON_PURPOSE]
     equal = [f"{n}: equal now" for n in expected if n in DIFFERENT_ON_PURPOSE and n not in found]
     assert not wrong + equal, "\n".join([f"of {len(expected)} answers:", *wrong, *equal])
