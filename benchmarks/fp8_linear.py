@@ -75,6 +75,13 @@ def measure(name: str, num_rows: int) -> None:
 
     results["blocks"] = block_time(fp8.fp8_linear)
     results["blocks in tiles"] = block_time(fp8.fp8_tile_linear)
+    if num_rows == 1:
+        results["one row of blocks"] = microseconds(
+            lambda i: skinny_norm_linear(
+                x, blocks[i].codes, None, name == "gate_up", scales=blocks[i].scales
+            )[0],
+            count,
+        )
     if num_rows > 1:
         results["blocks by _scaled_mm"] = block_time(fp8.scaled_block_linear)
     default, _ = fp8.choose_tile(num_rows, features, width, shared_memory(x.device))

@@ -4,9 +4,8 @@ Weights are quantised as they are loaded, tensor by tensor (``Config.quantizatio
 checkpoint has them in FP8. The scales depend on the whole rows of a checkpoint's tensor, so each
 tensor-parallel rank has its part of the same FP8 weights.
 
-With scales of features, a single row of inputs is not quantised, because its matmuls are fastest on
-the CUDA cores, where the norm and SwiGLU are fused with them. Other inputs are quantised by the
-norm or the activation.
+A single row of inputs is not quantised, because its matmuls are fastest on the CUDA cores, where
+the norm and SwiGLU are fused with them. Other inputs are quantised by the norm or the activation.
 """
 
 from typing import Any
@@ -125,7 +124,7 @@ class StoredFp8Weight(LinearWeight):
     def _is_vector(self, x: Any) -> bool:
         """Returns whether the weight's product with x is that of ``skinny_norm_linear``."""
         is_row = isinstance(x, Tensor) and x.dim() == 2 and len(x) == 1 and x.is_contiguous()
-        return is_row and not self.has_groups and use_triton(self.layer.weight)
+        return is_row and use_triton(self.layer.weight)
 
     def matmul(self, x: Any) -> Tensor:
         if self._is_vector(x):

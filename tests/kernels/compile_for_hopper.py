@@ -350,9 +350,9 @@ def launch_fp8_linear(all_sizes: bool) -> None:
             codes = torch.zeros(4096, 4096, dtype=FP8)
             weight = Fp8Rows(codes, torch.zeros(32, 32))
             fp8_gemm.fp8_tile_linear(rows(num_rows, 4096, fp8.GROUP), weight, None, dtype)
-        scales = torch.zeros(4096)
-        skinny.skinny_norm_linear(x[:1], codes, None, True, x[0], 1e-6, x[:1], scales)
-        skinny.skinny_norm_linear(x[:1], codes, None, scales=scales)
+        for scales in (torch.zeros(4096), weight.scales):
+            skinny.skinny_norm_linear(x[:1], codes, None, True, x[0], 1e-6, x[:1], scales)
+            skinny.skinny_norm_linear(x[:1], codes, None, scales=scales)
         for num_rows in (1, 32, 64) if all_sizes else (32,):
             for out, width in ((24576, 4096), (4096, 12288)) if all_sizes else ((4096, 12288),):
                 weight = rows(out, width)

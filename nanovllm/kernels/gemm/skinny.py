@@ -16,7 +16,7 @@ not quantised.
 
 import torch
 
-from nanovllm.kernels.fp8 import fp8_values
+from nanovllm.kernels.fp8 import GROUP, fp8_values
 from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
 
@@ -53,6 +53,21 @@ def _epilogue(y, up, bias_ptr, bias, up_bias, SILU: tl.constexpr, DTYPE: tl.cons
 
 
 @triton.jit
+def _dot_in_threads(weight, x, LENGTH: tl.constexpr):
+    """Multiplies a tile of a weight [N, K] by x [K], and sums over LENGTH columns, which one thread
+    has loaded: [N, K / LENGTH]."""
+    products = fp8_values(weight, tl.float32) * x[None, :]
+    shape: tl.constexpr = (weight.shape[0], weight.shape[1] // LENGTH, LENGTH)
+    return tl.sum(tl.reshape(products, shape), axis=2)
+
+
+@triton.jit
+def _load_scales(scale_ptr, group, NUM_GROUPS: tl.constexpr):
+    """Loads the scales of columns in the given groups, which may be past the last one."""
+    return tl.load(scale_ptr + group, mask=group < NUM_GROUPS, other=0.0)[None, :]
+
+
+@triton.jit
 def _vector_kernel(
     x_ptr,
     weight_ptr,
@@ -67,11 +82,14 @@ def _vector_kernel(
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LENGTH: tl.constexpr,
+    GROUP: tl.constexpr,
     SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiplies one row on the CUDA cores. Each thread multiplies the weights that it loaded. Each
-    row of an FP8 weight has a scale."""
+    """Multiplies one row on the CUDA cores. Each thread multiplies the weights that it loaded. The
+    scales of an FP8 weight are those of rows or, unless GROUP is None, of blocks."""
+    NUM_SUMS: tl.constexpr = BLOCK_K // LENGTH
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_weight = feature < out_features
     row_ptr = weight_ptr + feature[:, None].to(tl.int64) * K
@@ -83,9 +101,18 @@ def _vector_kernel(
     if SILU:
         up_weight = tl.load(up_ptr + column[None, :], mask=mask, other=0.0)
     bias, up_bias = _load_bias(bias_ptr, feature, in_weight, out_features, SILU)
+    if GROUP is not None:  # all features of the program are in one row of blocks
+        NUM_GROUPS: tl.constexpr = K // GROUP
+        scale_ptr += tl.program_id(0) * BLOCK_N // GROUP * NUM_GROUPS
+        up_scale_ptr = scale_ptr + out_features // GROUP * NUM_GROUPS
+        first_group = tl.arange(0, NUM_SUMS) * LENGTH // GROUP
+    elif scale_ptr is not None:
+        row_scale = tl.load(scale_ptr + feature, mask=in_weight, other=0.0)
+        if SILU:
+            up_row_scale = tl.load(scale_ptr + out_features + feature, mask=in_weight, other=0.0)
     pdl_wait(PDL)
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    acc = tl.zeros([BLOCK_N, NUM_SUMS], tl.float32)
+    up_acc = tl.zeros([BLOCK_N, NUM_SUMS], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
         if start:
@@ -105,16 +132,22 @@ def _vector_kernel(
         if norm_ptr is not None:
             squares += x * x
             x *= tl.load(norm_ptr + column, mask=in_row, other=0.0).to(tl.float32)
-        acc += fp8_values(weight, tl.float32) * x[None, :]
+        part = _dot_in_threads(weight, x, LENGTH)
+        if GROUP is not None:
+            part *= _load_scales(scale_ptr, start // GROUP + first_group, NUM_GROUPS)
+        acc += part
         if SILU:
-            up_acc += fp8_values(up_weight, tl.float32) * x[None, :]
+            part = _dot_in_threads(up_weight, x, LENGTH)
+            if GROUP is not None:
+                part *= _load_scales(up_scale_ptr, start // GROUP + first_group, NUM_GROUPS)
+            up_acc += part
     scale = tl.rsqrt(tl.sum(squares) / K + eps) if norm_ptr is not None else 1.0
     y = tl.sum(acc, axis=1) * scale
     up = tl.sum(up_acc, axis=1) * scale if SILU else y
-    if scale_ptr is not None:
-        y *= tl.load(scale_ptr + feature, mask=in_weight, other=0.0)
+    if scale_ptr is not None and GROUP is None:
+        y *= row_scale
         if SILU:
-            up *= tl.load(scale_ptr + out_features + feature, mask=in_weight, other=0.0)
+            up *= up_row_scale
     out = _epilogue(y, up, bias_ptr, bias, up_bias, SILU, out_ptr.dtype.element_ty)
     tl.store(out_ptr + feature, out, mask=in_weight)
 
@@ -256,7 +289,8 @@ def skinny_norm_linear(
         norm: [in], the weight of the RMSNorm; None to multiply x itself, without a norm.
         eps: eps of the RMSNorm.
         residual: [1, in]; None for no residual add. It needs ``norm``.
-        scales: fp32, those of the rows of an FP8 weight.
+        scales: fp32, those of an FP8 weight: of its rows, or of blocks of GROUP x GROUP elements,
+            [rows / GROUP, in / GROUP].
 
     Returns:
         The result [1, out], and x + residual [1, in].
@@ -267,6 +301,8 @@ def skinny_norm_linear(
     total = x if residual is None else torch.empty_like(x)
     config = vector_config if scales is None else fp8_vector_config
     block_n, block_k, num_warps = config(out_features, width, silu)
+    has_groups = scales is not None and scales.dim() > 1
+    assert not has_groups or not (out_features % GROUP or width % GROUP)
     _vector_kernel[(cdiv(out_features, block_n),)](
         x,
         weight,
@@ -281,6 +317,10 @@ def skinny_norm_linear(
         K=width,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
+        # The 16 numbers of FP8 that a thread loads at once. With their sum in one register, there
+        # is room for more loads in flight.
+        LENGTH=1 if scales is None else min(16, block_k),
+        GROUP=GROUP if has_groups else None,
         SILU=silu,
         num_warps=num_warps,
         **pdl_options(x),
@@ -315,14 +355,14 @@ def vector_config(out_features: int, width: int, silu: bool) -> tuple[int, int, 
 
 def fp8_vector_config(out_features: int, width: int, silu: bool) -> tuple[int, int, int]:
     """The same for FP8 weights, tuned for the matrices of Qwen3-0.6B and 8B."""
-    if silu:
-        block_n, block_k, num_warps = 4, 1024, 2
-    elif width > 1024 and out_features <= 1024:
+    if width <= 1024:
+        block_n, block_k, num_warps = (4 if silu else 8), 1024, 2
+    elif out_features <= 1024:
         block_n, block_k, num_warps = 2, 2048, 8
     elif width <= 4096:
-        block_n, block_k, num_warps = (8, 1024, 2) if out_features <= 4096 else (4, 2048, 4)
+        block_n, block_k, num_warps = 4 if silu or out_features <= 4096 else 8, 2048, 4
     else:
-        block_n, block_k, num_warps = 8, 512, 2
+        block_n, block_k, num_warps = 2, 2048, 2
     return block_n, min(block_k, next_power_of_2(width)), num_warps
 
 

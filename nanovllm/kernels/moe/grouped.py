@@ -208,7 +208,7 @@ def _multiply(
     for start in tl.range(0, WIDTH, BLOCK_K):
         mask = (column < WIDTH - start) | (WIDTH % BLOCK_K == 0)
         x = tl.load(x_ptrs + start, mask=mask[:, None] & in_group[None, :], other=0.0)
-        if x.dtype == tl.float8e4nv and DTYPE != tl.bfloat16:
+        if x.dtype == tl.float8e4nv and tl.bfloat16 != DTYPE:
             # FP8 tensor cores add products with 14 bits, which is enough for bf16 only.
             x = x.to(tl.float16)
         next_gate_scale = 0.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.fp8 import dequantize, quantize
+from nanovllm.kernels.fp8 import dequantize, quantize, quantize_blocks
 from nanovllm.kernels.gemm.skinny import MAX_ROWS, skinny_linear, skinny_norm_linear
 from nanovllm.kernels.rms_norm import rms_norm_reference
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
@@ -90,11 +90,15 @@ def test_norm_and_residual_before_it(dtype, all_flags, device):
         assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
 
 
+@pytest.mark.parametrize("has_blocks", [False, True])
 @pytest.mark.parametrize("as_bits", [False, True])
-def test_fp8_weights(as_bits, device):
-    """With and without the fused operations, against the dequantised weight."""
-    for (features, width), silu in itertools.product(SHAPES[:4], (False, True)):
-        rows = [quantize(torch.randn(features, width) * 10**i) for i in range(1 + silu)]
+def test_fp8_weights(as_bits, has_blocks, device):
+    """With and without the fused operations, against the dequantised weight. All scales differ."""
+    shapes = [(128, 2304), (256, 128)] if has_blocks else SHAPES[:4]
+    quantise = quantize_blocks if has_blocks else quantize
+    for (features, width), silu in itertools.product(shapes, (False, True)):
+        sizes = torch.logspace(-1, 1, features)[:, None] * torch.logspace(-1, 1, width)
+        rows = [quantise(torch.randn(features, width) * sizes * 10**i) for i in range(1 + silu)]
         codes, scales = (torch.cat(parts).to(device) for parts in zip(*rows, strict=True))
         weight = torch.cat([dequantize(part) for part in rows]).to(device)
         x, residual = (make(1, width, dtype=torch.float32, device=device) for _ in range(2))
