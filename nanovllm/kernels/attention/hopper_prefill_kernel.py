@@ -538,13 +538,17 @@ def _consume_items(num_rounds, CONSUMER: gl.constexpr, sinks_ptr, parts, S):
     if S.PING_PONG and CONSUMER == S.CONSUMERS - 1:
         _arrive(PING_PONG_BARRIER, 256)
     first_position, num_rows, head = parts.work.read(0, 2, S)
-    first, first_full, diagonal, tile = _key_tiles(first_position, num_rows, S)
+    _, _, _, tile = _key_tiles(first_position, num_rows, S)
     slot, rows = Slot(gl.to_tensor(0), gl.to_tensor(0)), _empty_rows(sinks_ptr, head, S)
     row = gl.arange(0, GL_ROWS, _of_rows(S.BLOCK_N)) + CONSUMER * GL_ROWS
-    position = first_position + row
     mbarrier.wait(parts.q.full.index(0), 0)
-    rows = _first_step(0, parts, slot, rows, tile, position, CONSUMER, S)
+    rows = _first_step(0, parts, slot, rows, tile, first_position + row, CONSUMER, S)
     for round in range(num_rounds):
+        # Read and computed again: when tiles were carried over from the round before, the loop over
+        # tiles with the causal mask was left out on the GPU.
+        first_position, num_rows, head = parts.work.read(round, 2, S)
+        first, first_full, diagonal, tile = _key_tiles(first_position, num_rows, S)
+        position = first_position + row
         # Read long before its use, because reading takes long.
         next_position, next_num_rows, next_head = parts.work.read(round + 1, 2, S)
         buffer = round % S.Q_STAGES
@@ -561,13 +565,13 @@ def _consume_items(num_rounds, CONSUMER: gl.constexpr, sinks_ptr, parts, S):
             slot, rows, tile = _attend(
                 tile - first, buffer, parts, slot, rows, tile, position, CONSUMER, True, S
             )
-        first, first_full, diagonal, tile = _key_tiles(next_position, next_num_rows, S)
+        _, _, _, tile = _key_tiles(next_position, next_num_rows, S)
         position = next_position + row
-        q_row, _, head = parts.work.read(round, 0, S)
+        q_row, _, _ = parts.work.read(round, 0, S)
         rows_sum = rows.sum
         has_next = round + 1 < num_rounds
+        empty = _empty_rows(sinks_ptr, next_head, S)
         if has_next & (S.Q_STAGES == 2):
-            empty = _empty_rows(sinks_ptr, next_head, S)
             rows = Rows(rows.weights, rows.out, empty.max, empty.sum)
             mbarrier.wait(parts.q.full.index(1 - buffer), (round + 1) // 2 & 1)
             rows = _step(1 - buffer, parts, slot, rows, tile, position, CONSUMER, True, S)[0]
@@ -581,8 +585,6 @@ def _consume_items(num_rounds, CONSUMER: gl.constexpr, sinks_ptr, parts, S):
         first_row = GL_MANY - num_rows + CONSUMER * GL_ROWS
         coordinates = [GL_MANY, q_row + num_rows, first_row, head * S.HEAD_DIM]
         _tma_store(parts.out_desc, coordinates, out_tile)
-        num_rows = next_num_rows
-        empty = _empty_rows(sinks_ptr, next_head, S)
         rows = Rows(rows.weights, empty.out, rows.max, rows.sum)
         if S.Q_STAGES == 1:
             tma.store_wait(0)
