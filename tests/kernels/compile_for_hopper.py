@@ -236,14 +236,14 @@ def launch_attention(
 
 
 def launch_hopper_prefill(all_sizes: bool) -> None:
-    """Launches the prefill kernel for Hopper: with all features, and for all sizes also without and
-    in fp16."""
+    """Launches the prefill kernel for Hopper: with all features, and for all sizes also without, in
+    fp16 and for other heads."""
     features = AttentionParams(1.0, 128, 50.0, torch.zeros(64))
     cases: list[Any] = [(torch.bfloat16, 32, 8, 128, features)]
     if all_sizes:
         dtypes = torch.bfloat16, torch.float16
         cases += [(dtype, 16, 8, 128, AttentionParams(1.0)) for dtype in dtypes]
-        cases.append((torch.float16, 16, 8, 128, features))
+        cases += [(torch.bfloat16, 64, 8, 64, features), (torch.bfloat16, 8, 4, 256, features)]
     bounds = torch.zeros(2, dtype=torch.int32)
     for dtype, q_heads, kv_heads, head_dim, params in cases:
         q, k = (torch.zeros(64, heads, head_dim, dtype=dtype) for heads in (q_heads, kv_heads))

@@ -6,9 +6,6 @@ Two or three warpgroups, the consumers, compute 64 rows of queries each. A consu
 matmul for the scores of the next tile of keys before it computes the softmax of the current one
 (the paper's section 3.2), and named barriers let one consumer compute its softmax while another
 one uses the tensor cores (section 3.1, ping-pong scheduling).
-
-So far ``can_launch`` and ``TILES`` use it without windows, softcaps and sinks, with two consumers
-and one tile of queries only. The rest has been tested in tests/kernels/gluon_emulator.py.
 """
 
 from typing import NamedTuple
