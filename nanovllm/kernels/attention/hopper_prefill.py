@@ -15,8 +15,8 @@ from nanovllm.utils.triton_compat import HAS_TRITON, tl, triton
 ROWS = 64  # rows of queries per consumer: those of one wgmma instruction
 MANY = 1 << 30  # more rows than any tensor has
 # Prefills of more tokens than CUDA graphs have: the host has time for the longer launch, and the
-# longest prompt is known. With shorter prompts, tiles of queries would be partly empty.
-MIN_TOKENS, MIN_QUERIES = 4097, 512
+# longest prompt is known. With shorter prompts or windows, tiles would be partly empty.
+MIN_TOKENS, MIN_QUERIES, MIN_WINDOW = 4097, 512, 512
 MIN_BOX = 16  # keys per TMA load: a multiple of the 8 rows after which the swizzle repeats
 SCAN = 128  # sequences that a program of the schedule looks at in one iteration
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -57,6 +57,7 @@ def can_launch(q: Tensor, cache: KVCache, context: Context, params: AttentionPar
         and q.dtype in DTYPES
         and q.size(2) in TILES
         and cache.scales is None
+        and (params.window is None or params.window >= MIN_WINDOW)
         and (context.block_tables is None or cache.k.size(1) % MIN_BOX == 0)
         and len(q) >= MIN_TOKENS
         and context.max_seqlen_q >= MIN_QUERIES
