@@ -513,8 +513,9 @@ def test_hostile_conversations_change_no_other(tiny):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", PARTS)
-def test_every_hostile_call(part, tiny):
-    cases = of_part(part)
+def test_hostile_calls_of_each_kind(part, tiny):
+    """One in two. As lines of a job, all of them run."""
+    cases = of_part(part)[SEED % 2 :: 2]
     light = [case for case in cases if not case.is_heavy]
     heavy = [[case] for case in cases if case.is_heavy]
     for some in filter(None, [light, *heavy]):
