@@ -26,8 +26,9 @@ class Journal:
 
     The supervisor counts deaths with ``note_death``. If the supervisor was killed together with the
     process, nobody knows whether a request caused the death or somebody ended the job. The next run
-    counts such a death only if a request is the likely cause: the process had written no record, or
-    it had exactly one request in flight.
+    counts such a death only if the process had written no record. A request that always causes it
+    is found nonetheless: while the process writes records, the job makes progress, and in the end
+    that request is the first of a run.
 
     Args:
         path: the journal file. The file of an earlier run is read and continued.
@@ -43,8 +44,7 @@ class Journal:
         self._file, text = _open(path, os.O_CREAT)
         self._header = _header(os.getpid(), num_records)
         has_new_records = text[16:LINE_BYTES] != self._header[16:]
-        adds_death = _num_in_flight(text) == 1 or not has_new_records
-        self._num_deaths = _count_deaths(text, adds_death)
+        self._num_deaths = _count_deaths(text, adds_death=not has_new_records)
         _rewrite(self._file, self._header, self._num_deaths)
         self._slots = {digest: i for i, digest in enumerate(self._num_deaths, start=1)}
         self._free: list[int] = []
