@@ -104,5 +104,11 @@ def shared_memory(device: torch.device) -> int:
 
 
 @cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Returns the number of streaming multiprocessors of a CUDA GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
 def _has_pdl(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -37,7 +37,7 @@ from nanovllm.kernels.comm import all_reduce
 from nanovllm.kernels.fp8 import FP8, Fp8Rows
 from nanovllm.kernels.gemm import fp8 as fp8_gemm
 from nanovllm.kernels.gemm import invariant as invariant_gemm
-from nanovllm.kernels.gemm import skinny, tiled
+from nanovllm.kernels.gemm import skinny, swiglu, tiled
 from nanovllm.kernels.moe import few, grouped, mxfp4, route, sort
 from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.sampling import logprobs, sample, sampled_tokens
@@ -104,7 +104,8 @@ def compile_only(capability: int = 90, memory: int = SHARED_MEMORY) -> list[Any]
         module.pdl_options = lambda x: options  # type: ignore[attr-defined]
     for module in (prefill, grouped, invariant_attention, invariant_gemm):
         module.shared_memory = lambda device: memory  # type: ignore[attr-defined]
-    hopper_prefill._num_multiprocessors = lambda device: 132  # type: ignore[assignment]
+    for module in (hopper_prefill, swiglu):
+        module.num_multiprocessors = lambda device: 132  # type: ignore[assignment]
     invariant_gemm.has_tma = lambda device: capability >= 90  # type: ignore[assignment]
     return compiled
 
@@ -162,6 +163,8 @@ def launch_all(
             for num_rows in (32, 64) if all_sizes else (32,):
                 for bias in (None, make(out)) if all_sizes else (make(out),):
                     tiled.tile_linear(make(num_rows, width), make(out, width), bias)
+    if dtype in swiglu.DTYPES:
+        swiglu.gated_linear(make(64, 1024), make(6144, 1024))
     launch_invariant_gemms(dtype, all_sizes)
     launch_mixtures(dtype, all_sizes)
     logits, rows = make(8, 151_936), ints(8, sample.ROW_WORDS)
@@ -465,6 +468,7 @@ if __name__ == "__main__":
     done = [(n, k.result() if hasattr(k, "result") else k) for n, k in kernels]
     roomy = (  # on GPUs that have as much
         "hopper_prefill_kernel",
+        "swiglu_kernel",
         "_prefill_kernel",
         "_tile_kernel",
         "_grouped_kernel",

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -112,7 +111,7 @@ class Shared:
         element = self.data[int(i)]
         return element if isinstance(element, Barrier) else Shared(element)
 
-    def slice(self, start: int, length: int, dim: int) -> "Shared":
+    def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
         return Shared(self.data.narrow(dim, start, length))
 
     def reshape(self, shape: list[int]) -> "Shared":
@@ -146,35 +145,43 @@ def _load(pointer: Pointer, mask: Any = True, other: int = 0) -> Tensor:
 
 
 class TensorDescriptor:
-    """Describes a tensor of rank 4, of 2-byte elements, to the TMA."""
+    """Describes a tensor of 2-byte elements to the TMA, which copies boxes of it: ``rows`` rows of
+    the last dimension but one."""
 
     def __init__(self, base: Tensor, shape: Any, strides: Any, block_shape: Any, layout: Any):
         assert all(stride % 8 == 0 and stride < 1 << 39 for stride in strides[:-1])
+        assert strides[-1] == 1 and base.storage_offset() % 8 == 0
         size = base.untyped_storage().nbytes() // 2 - base.storage_offset()
         self.memory = base.as_strided((size,), (1,))
         self.shape, self.strides = shape, strides
-        self.block_shape, self.layout = block_shape, layout
+        self.block_shape, self.layout = block_shape[-2:], layout
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor, block_shape: Any, layout: Any) -> "TensorDescriptor":
+        return cls(tensor, tensor.shape, tensor.stride(), block_shape, layout)
 
     @property
     def dtype(self) -> torch.dtype:
         return self.memory.dtype
 
     def rows(self, coordinates: list[Any]) -> Iterator[tuple[int, Tensor]]:
-        """Yields the rows of the box that are in bounds: their index and elements."""
-        *outer, column = (int(c) for c in coordinates)
-        for i in range(self.block_shape[2]):
-            at = [*outer[:2], outer[2] + i]
-            if all(0 <= c < n for c, n in zip(at, self.shape, strict=False)):
-                address = sum(c * s for c, s in zip(at, self.strides, strict=False)) + column
-                row = self.memory[address % WRAP :][: self.block_shape[3]]
-                assert len(row) == self.block_shape[3], "outside of the tensor"
+        """Yields the rows of the box that are in bounds, as far as they are: their index and
+        elements."""
+        *outer, first, column = (int(c) for c in coordinates)
+        size = min(self.block_shape[1], self.shape[-1] - column)
+        for i in range(self.block_shape[0]):
+            at = [*outer, first + i, column]
+            if all(0 <= c < n for c, n in zip(at, self.shape, strict=True)):
+                address = sum(c * s for c, s in zip(at, self.strides, strict=True))
+                row = self.memory[address % WRAP :][:size]
+                assert len(row) == size, "outside of the tensor"
                 yield i, row
 
 
 def _tma_load(desc: TensorDescriptor, coordinates: Any, barrier: Barrier, to: Shared) -> None:
-    box = torch.zeros(desc.block_shape[2:], dtype=desc.memory.dtype)
+    box = torch.zeros(desc.block_shape, dtype=desc.memory.dtype)
     for i, row in desc.rows(coordinates):
-        box[i] = row
+        box[i, : len(row)] = row
 
     def arrive() -> None:
         time.sleep(_random.random() * 0.002)
@@ -194,20 +201,23 @@ def _tma_store(desc: TensorDescriptor, coordinates: Any, source: Shared) -> None
 def _tma_store_wait(pending: int) -> None:
     for desc, coordinates, source in _thread.stores:
         for i, row in desc.rows(coordinates):
-            row.copy_(source.data.view(desc.block_shape[2:])[i])
+            row.copy_(source.data.view(desc.block_shape)[i, : len(row)])
     _thread.stores = []
 
 
 class Matmul:
-    """A matmul in flight, and its result once it is waited for."""
+    """A matmul in flight, and its result once it is waited for. It may add to the result of another
+    one in flight."""
 
-    def __init__(self, a: Any, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = True):
-        assert not isinstance(acc, Matmul), "accumulator in flight"
+    result: Tensor | None = None
+
+    def __init__(self, a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = True):
         self.args = a, b, acc if use_acc else 0
         _thread.matmuls.append(self)
 
     def finish(self) -> None:
         a, b, acc = self.args
+        acc = acc.result if isinstance(acc, Matmul) else acc
         self.result = acc + (a.data if isinstance(a, Shared) else a).float() @ b.data.float()
 
 
@@ -216,7 +226,8 @@ def _matmul_wait(pending: int, deps: list[Any]) -> Any:
         time.sleep(0.002)  # for others to overwrite what they may not
     while len(_thread.matmuls) > pending:
         _thread.matmuls.pop(0).finish()
-    results = tuple(x.result if isinstance(x, Matmul) else x for x in deps)
+    is_done = [isinstance(x, Matmul) and x.result is not None for x in deps]
+    results = tuple(x.result if done else x for x, done in zip(deps, is_done, strict=True))
     return results[0] if len(results) == 1 else results
 
 
@@ -245,6 +256,8 @@ def _assembly(
         return _named_barrier(int(args[0]), num_threads, text.startswith("bar.sync"))
     if text.startswith("cvt.rn."):
         return args[0].to(dtype)
+    if text.startswith("rcp."):
+        return args[0].reciprocal()
     assert "nanosleep" in text, text  # only for the order of instructions
     return args[0]
 
@@ -308,6 +321,7 @@ LANGUAGE = {
     "maximum": _binary(torch.maximum),
     "max": torch.amax,
     "sum": torch.sum,
+    "split": lambda x: x.unbind(-1),
     "exp2": torch.exp2,
 }
 HOPPER = {
@@ -347,7 +361,14 @@ def emulated(*names: str) -> Iterator[list[ModuleType]]:
     for name, contents in stand_ins.items():
         modules[name] = ModuleType(name)
         modules[name].__dict__.update(contents)
-    with mock.patch.dict(sys.modules, modules):
+    before = {name: sys.modules.get(name) for name in (*modules, *names)}
+    sys.modules.update(modules)
+    try:
         for name in names:
             sys.modules.pop(name, None)
         yield [importlib.import_module(name) for name in names]
+    finally:
+        for name, module in before.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module

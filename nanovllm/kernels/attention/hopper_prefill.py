@@ -10,7 +10,7 @@ from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.tiles import LOG2_E
 from nanovllm.utils.context import Context
-from nanovllm.utils.triton_compat import HAS_TRITON, tl, triton
+from nanovllm.utils.triton_compat import HAS_TRITON, num_multiprocessors, tl, triton
 
 ROWS = 64  # rows of queries per consumer: those of one wgmma instruction
 MANY = 1 << 30  # more rows than any tensor has
@@ -69,11 +69,6 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-@cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def hopper_prefill(
     q: Tensor, k: Tensor, v: Tensor, cache: KVCache, context: Context, params: AttentionParams
 ) -> Tensor:
@@ -115,7 +110,7 @@ def hopper_prefill(
         tile.num_q_stages,
         tile.ping_pong,
     )
-    programs = min((len(schedule) - 1) * q_heads, _num_multiprocessors(q.device))
+    programs = min((len(schedule) - 1) * q_heads, num_multiprocessors(q.device))
     hopper_prefill_kernel[(programs,)](
         ragged_descriptor(q, ROWS),
         ragged_descriptor(k, box),

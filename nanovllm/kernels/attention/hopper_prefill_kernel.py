@@ -23,12 +23,16 @@ from triton.language.core import _aggregate as aggregate
 
 from nanovllm.kernels.attention.hopper_prefill import MANY, ROWS
 from nanovllm.kernels.attention.tiles import LOG2_E
+from nanovllm.kernels.hopper import (
+    FIRST_BARRIER,
+    barrier_arrive,
+    barrier_sync,
+    tma_load,
+    tma_store,
+)
 
-# Named barriers: Triton itself uses up to 5, from 0 on, one per partition and one more.
-PING_PONG_BARRIER, KEY_BARRIER, VALUE_BARRIER = map(gl.constexpr, (5, 8, 12))
-# Their names before Triton 3.9 are the longer ones.
-_tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+# Named barriers: those for turns with the tensor cores, and one per stage of keys and of values.
+PING_PONG_BARRIER, KEY_BARRIER, VALUE_BARRIER = map(gl.constexpr, (FIRST_BARRIER, 8, 12))
 GL_ROWS, GL_MANY, GL_LOG2_E = gl.constexpr(ROWS), gl.constexpr(MANY), gl.constexpr(LOG2_E)
 
 
@@ -239,42 +243,17 @@ def _key_tiles(first_position, num_rows, S):
 
 
 @gluon.jit
-def _sync(barrier, NUM_THREADS: gl.constexpr):
-    """Waits at a named barrier, until ``NUM_THREADS`` threads wait or have arrived."""
-    gl.inline_asm_elementwise(
-        f"bar.sync $1, {NUM_THREADS}; mov.u32 $0, $1;",
-        "=r,r",
-        [barrier],
-        gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _arrive(barrier, NUM_THREADS: gl.constexpr):
-    gl.inline_asm_elementwise(
-        f"bar.arrive $1, {NUM_THREADS}; mov.u32 $0, $1;",
-        "=r,r",
-        [barrier],
-        gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def _wait_empty(buffers, slot, S):
     """Lets the producer wait until the consumers have read what is in ``slot``."""
     if slot.lap > 0:
-        _sync(buffers.EMPTY + slot.stage, 32 + S.CONSUMERS * 128)
+        barrier_sync(buffers.EMPTY + slot.stage, 32 + S.CONSUMERS * 128)
 
 
 @gluon.jit
 def _release(buffers, slot, S):
     """Says that this consumer has read what is in ``slot``. Threads arrive at a named barrier each
-    for itself. Before one of them arrives at an mbarrier, and afterwards, Triton makes all wait."""
-    _arrive(buffers.EMPTY + slot.stage, 32 + S.CONSUMERS * 128)
+    for itself."""
+    barrier_arrive(buffers.EMPTY + slot.stage, 32 + S.CONSUMERS * 128)
 
 
 @gluon.jit
@@ -297,7 +276,7 @@ def _load_keys(desc, buffers, slot, tile, tables_ptr, table_stride, source, S):
             row = row % S.PAGE_SIZE
         coordinates = [GL_MANY, start + size, GL_MANY - size + row, source.column]
         box = smem.slice(i * S.BOX, S.BOX, 2)
-        _tma_load(desc, coordinates, full, box)
+        tma_load(desc, coordinates, full, box)
 
 
 @gluon.jit
@@ -310,7 +289,7 @@ def _load_queries(desc, q, round, row, num_rows, column, S):
     for i in gl.static_range(S.CONSUMERS):
         coordinates = [GL_MANY, row + num_rows, GL_MANY - num_rows + i * GL_ROWS, column]
         smem = q.tiles.index(buffer * S.CONSUMERS + i)
-        _tma_load(desc, coordinates, full, smem)
+        tma_load(desc, coordinates, full, smem)
 
 
 @gluon.jit
@@ -443,13 +422,13 @@ def _step(
     k_slot = slot.next(S)
     mbarrier.wait(parts.k.full.index(k_slot.stage), k_slot.lap & 1)
     if S.PING_PONG:
-        _sync(PING_PONG_BARRIER + CONSUMER, 256)
+        barrier_sync(PING_PONG_BARRIER + CONSUMER, 256)
     queries = _queries(parts.q, buffer, tile, CONSUMER, S)
     scores = _start_scores(queries, parts.k, k_slot, S)
     mbarrier.wait(parts.v.full.index(slot.stage), slot.lap & 1)
     out = _start_output(operand, parts.v, slot, rows.out, S)
     if S.PING_PONG:
-        _arrive(PING_PONG_BARRIER + (CONSUMER + 1) % S.CONSUMERS, 256)
+        barrier_arrive(PING_PONG_BARRIER + (CONSUMER + 1) % S.CONSUMERS, 256)
     scores = warpgroup_mma_wait(1, deps=[scores])
     _release(parts.k, k_slot, S)
     _end_block(k_slot.stage)
@@ -533,7 +512,7 @@ def _consume_items(num_rounds, CONSUMER: gl.constexpr, sinks_ptr, parts, S):
     """With two stages of queries, an item's first step is also the last step of the item before.
     The tensor cores are then busy while the first softmax is computed."""
     if S.PING_PONG and CONSUMER == S.CONSUMERS - 1:
-        _arrive(PING_PONG_BARRIER, 256)
+        barrier_arrive(PING_PONG_BARRIER, 256)
     first_position, num_rows, head = parts.work.read(0, 2, S)
     _, _, _, tile = _key_tiles(first_position, num_rows, S)
     slot, rows = Slot(gl.to_tensor(0), gl.to_tensor(0)), _empty_rows(sinks_ptr, head, S)
@@ -581,7 +560,7 @@ def _consume_items(num_rounds, CONSUMER: gl.constexpr, sinks_ptr, parts, S):
         fence_async_shared()
         first_row = GL_MANY - num_rows + CONSUMER * GL_ROWS
         coordinates = [GL_MANY, q_row + num_rows, first_row, head * S.HEAD_DIM]
-        _tma_store(parts.out_desc, coordinates, out_tile)
+        tma_store(parts.out_desc, coordinates, out_tile)
         rows = Rows(rows.weights, empty.out, rows.max, rows.sum)
         if S.Q_STAGES == 1:
             tma.store_wait(0)

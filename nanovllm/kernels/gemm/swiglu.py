@@ -1,26 +1,25 @@
-"""A GEMM with SwiGLU in its epilogue, for prefills on Hopper. It comes from the quack-kernels
-package, which compiles at run time."""
+"""A GEMM with SwiGLU in its epilogue, for prefills on Hopper: the launcher of swiglu_kernel.py."""
 
 import logging
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
-from nanovllm.utils.triton_compat import keep_compiled_kernels
+from nanovllm.utils.math import cdiv
+from nanovllm.utils.triton_compat import HAS_TRITON, num_multiprocessors
 
 logger = logging.getLogger("nanovllm")
 
-# The fastest of 18 configurations on an H200 at a steady clock. TILES is for 15,600 rows of 1,024
-# columns (0.6B model), TILES_OF_LONG_ROWS for as many rows of 4,096 columns (8B model). With
-# pingpong, one warpgroup runs its main loop while another runs its epilogue.
-TILES = {"tile_M": 128, "tile_N": 192, "cluster_M": 1, "cluster_N": 2, "pingpong": True}
-TILES_OF_LONG_ROWS = TILES | {"tile_M": 256, "pingpong": False}
+# A tile of the result has 2 * ROWS rows, one wgmma instruction's for each consumer, and BLOCK_N
+# columns. They take BLOCK_N rows of G, and as many of U. Tuned on an H200.
+ROWS, BLOCK_N, BLOCK_K = 64, 128, 64
+DTYPES = torch.bfloat16, torch.float16
 
 
-def supports(weight: torch.Tensor) -> bool:
+def supports(weight: Tensor) -> bool:
     """Returns whether ``gated_linear`` can multiply by this weight [2 I, in] on its device.
 
     The first call for each number of columns runs a small test.
@@ -31,51 +30,56 @@ def supports(weight: torch.Tensor) -> bool:
     return _works(weight.device, weight.dtype, width)
 
 
-def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Computes silu(x G^T) * (x U^T), rounded once and without a bias.
 
     Args:
-        x: [N, in], fp16 or bf16.
-        weight: [2 I, in], G above U.
+        x: [N, in], fp16 or bf16, contiguous.
+        weight: [2 I, in], G above U, contiguous.
 
     Returns:
         [N, I].
     """
-    out = x.new_empty(len(x), len(weight) // 2)
-    tiles = TILES if x.size(1) < 4096 else TILES_OF_LONG_ROWS
-    _gemm_module().gemm(x, weight, None, epi_args={"mAuxOut": out}, concat_layout=("B",), **tiles)
+    # Deferred, because Gluon is experimental: the caller can do without it.
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from nanovllm.kernels.gemm.swiglu_kernel import swiglu_kernel
+
+    layout = NVMMASharedLayout(128, 16, 2)
+    inner = len(weight) // 2
+    out = x.new_empty(len(x), inner)
+    num_m, num_n = cdiv(len(x), 2 * ROWS), cdiv(inner, BLOCK_N)
+    swiglu_kernel[(min(num_m * num_n, num_multiprocessors(x.device)),)](
+        TensorDescriptor.from_tensor(x, [2 * ROWS, BLOCK_K], layout),
+        TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K], layout),
+        TensorDescriptor.from_tensor(out, [ROWS, BLOCK_N], layout),
+        num_m,
+        num_n,
+        cdiv(x.size(1), BLOCK_K),
+        inner,
+        num_warps=4,
+    )
     return out
 
 
 @cache
-def _gemm_module() -> Any:
-    """Returns the package's GEMM with SwiGLU, without its other epilogue features. It caches a
-    launch plan for each number of rows, and does not compile for a new number of rows."""
-    keep_compiled_kernels()
-    from quack.epilogue.library import linear_act_mod
-
-    unused_features = dict.fromkeys(("has_c", "has_rowvec", "has_colvec"), False)
-    return linear_act_mod("swiglu", gated=True, **unused_features)
-
-
-@cache
 def _works(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Returns whether the package is installed, and its GEMM is correct for small matrices with
-    ``width`` columns."""
-    if torch.cuda.get_device_capability(device) != (9, 0) or dtype.itemsize != 2:
+    """Returns whether the kernel supports this GPU and dtype, compiles, and is correct for small
+    matrices with ``width`` columns."""
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    if dtype not in DTYPES or not HAS_TRITON:
         return False
     try:
         check_gated_linear(device, dtype, width)
-    except Exception as error:  # packages and compilers may raise any exception
-        if not (isinstance(error, ImportError) and error.name == "quack"):
-            logger.warning(
-                "prefill takes about 5%% longer: quack-kernels' matmul with SwiGLU does not work "
-                "(try other versions of quack-kernels and nvidia-cutlass-dsl): %s: %s",
-                type(error).__name__,
-                error,
-            )
+    except Exception as error:  # compilers may raise any exception
+        logger.warning(
+            "the GEMM with SwiGLU for Hopper failed, so prefill takes about 5%% longer: %s: %s",
+            type(error).__name__,
+            error,
+        )
         return False
-    logger.info("large matmuls with SwiGLU use quack-kernels")
     return True
 
 

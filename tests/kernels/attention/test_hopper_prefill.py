@@ -76,9 +76,9 @@ def test_the_kernel_is_attention_in_the_emulator(monkeypatch):
         (64, Tile(3, 64, 4, num_q_stages=2)),
         (64, Tile(2, 64, 2, ping_pong=False)),
     )
-    monkeypatch.setattr(hopper_prefill, "_num_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(hopper_prefill, "num_multiprocessors", lambda device: 3)
     monkeypatch.setattr(hopper_prefill, "make_schedule", schedule_of_lists)
-    with emulated("nanovllm.kernels.attention.hopper_prefill_kernel"):
+    with emulated("nanovllm.kernels.hopper", "nanovllm.kernels.attention.hopper_prefill_kernel"):
         for i, (head_dim, tile) in enumerate(tiles):
             monkeypatch.setitem(hopper_prefill.TILES, head_dim, tile)
             for j, case in enumerate(cases):

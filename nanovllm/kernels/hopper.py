@@ -1,0 +1,39 @@
+"""Parts of the Gluon kernels for Hopper: named barriers, and loads and stores by TMA."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# Their names before Triton 3.9 are the longer ones.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+# Triton itself uses up to 5 named barriers, from 0 on: one per partition and one more.
+FIRST_BARRIER = 5
+
+
+@gluon.jit
+def barrier_sync(barrier, NUM_THREADS: gl.constexpr):
+    """Waits at a named barrier, until ``NUM_THREADS`` threads wait or have arrived."""
+    gl.inline_asm_elementwise(
+        f"bar.sync $1, {NUM_THREADS}; mov.u32 $0, $1;",
+        "=r,r",
+        [barrier],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def barrier_arrive(barrier, NUM_THREADS: gl.constexpr):
+    """Arrives at a named barrier without waiting. Each thread arrives for itself. Before a thread
+    arrives at an mbarrier, and afterwards, Triton makes all threads of its partition wait."""
+    gl.inline_asm_elementwise(
+        f"bar.arrive $1, {NUM_THREADS}; mov.u32 $0, $1;",
+        "=r,r",
+        [barrier],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
