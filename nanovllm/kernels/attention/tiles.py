@@ -220,14 +220,26 @@ def join_pairs(even, odd):
 
 
 @triton.jit
+def _half_of_pairs(v, SELECTOR: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; .reg .b16 l, h; prmt.b32 t, $1, 0, " + SELECTOR + "; mov.b32 {l, h}, t; cvt.rn.f16x2.e4m3x2 $0, l; }",
+        "=r,r",
+        [v],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
 def add_weighted_pairs(p, v, even, odd):
     """Adds the values v weighted by p [M, N] to the even and the odd columns of a sum, [M, D / 2].
 
     Args:
         v: the pairs, int16 [N, D / 2].
     """
-    v_even = v.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(p.dtype)
-    v_odd = (v >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(p.dtype)
+    v_even = _half_of_pairs(v, "0x0020")
+    v_odd = _half_of_pairs(v, "0x0031")
     even = tl.dot(p, v_even, even, input_precision="ieee")
     return even, tl.dot(p, v_odd, odd, input_precision="ieee")
 
