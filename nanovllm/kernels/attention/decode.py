@@ -28,7 +28,6 @@ from nanovllm.kernels.attention.split_kv import (
 from nanovllm.kernels.attention.tiles import (
     CONSTEXPR_LOG2_E,
     LOG2_E,
-    add_weighted,
     add_weighted_pairs,
     as_half,
     as_pairs,
@@ -39,11 +38,8 @@ from nanovllm.kernels.attention.tiles import (
     load_tile,
     norm_and_rope,
     online_softmax_step,
-    per_key,
-    per_row,
     scale_down,
     scale_up,
-    score_keys,
     softcap,
     split_pairs,
 )
@@ -121,14 +117,14 @@ def _decode_kernel(
     TAIL_N: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Computes one KV head and one KV_SPLIT, a row of the schedule.
 
-    The rows of the tile are the query heads of the group, repeated up to BLOCK_M rows because
-    ``tl.dot`` needs 16, or 8 with KEYS_FIRST (see ``attend``). Repetitions are not stored. BLOCK_G is the size of the group, rounded up to
-    a power of two, and ``member`` is the index of a query head in the group.
+    The query heads of the group are columns, as with KEYS_FIRST in ``attend``. They are repeated up
+    to 8 columns, BLOCK_M, the fewest that a tensor core multiplies. Repetitions are not stored.
+    BLOCK_G is the size of the group, rounded up to a power of two, and ``member`` is the index of a
+    query head in the group.
 
     partial is fp32 [slots, Q_HEADS, HEAD_DIM]. lse is fp32 [slots, Q_HEADS], in base 2. arrived is
     int32 [slots, KV_HEADS]. It counts the finished programs of a sequence at the sequence's first
@@ -140,8 +136,7 @@ def _decode_kernel(
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     BLOCK_G: tl.constexpr = triton.next_power_of_2(GROUP)
-    LEAST_M: tl.constexpr = 8 if KEYS_FIRST else 16
-    BLOCK_M: tl.constexpr = BLOCK_G if BLOCK_G > LEAST_M else LEAST_M
+    BLOCK_M: tl.constexpr = BLOCK_G if BLOCK_G > 8 else 8
     PAIRS: tl.constexpr = scales_ptr is not None and BLOCK_M < 64  # see ``as_pairs``
     kv_head = tl.program_id(0)
     schedule_ptr += tl.program_id(1) * SPLIT_WORDS
@@ -177,16 +172,17 @@ def _decode_kernel(
         )
         if PAIRS:
             pair = tl.arange(0, BLOCK_D // 2)
-            mask = per_row(is_cached, KEYS_FIRST) & per_key(pair < HEAD_DIM // 2, KEYS_FIRST)
+            mask = is_cached[None, :] & (pair < HEAD_DIM // 2)[:, None]
             v = load_tile(
                 as_pairs(v_ptr), KV_STRIDE // 2, kv_head * (HEAD_DIM // 2) + pair, mask,
-                begin, cached_end, pages_ptr, 0, PAGE_SIZE, BLOCK_N, KEYS_FIRST,
+                begin, cached_end, pages_ptr, 0, PAGE_SIZE, BLOCK_N,
+                TRANSPOSED=True,
             )  # fmt: skip
         else:
-            mask = per_row(is_cached, KEYS_FIRST) & per_key(in_head, KEYS_FIRST)
+            mask = is_cached[None, :] & in_head[:, None]
             v = load_tile(
                 v_ptr, KV_STRIDE, offset, mask, begin, cached_end, pages_ptr, 0, PAGE_SIZE,
-                BLOCK_N, KEYS_FIRST,
+                BLOCK_N, TRANSPOSED=True,
             )  # fmt: skip
         if scales_ptr is not None:
             k_scale, v_scale = load_scales(
@@ -259,38 +255,37 @@ def _decode_kernel(
                 tl.store(k_scales, new_k_scale, mask=is_first)
                 tl.store(k_scales + KV_HEADS * PAGE_SIZE, new_v_scale, mask=is_first)
     q = _repeat_rows(q, BLOCK_M)
-    if KEYS_FIRST:
-        q, acc = tl.trans(q), tl.trans(acc)
+    q, acc = tl.trans(q), tl.trans(acc)
     if scales_ptr is not None:
         q = as_half(q)
     row_max = tl.reshape(_repeat_rows(row_max[:, None], BLOCK_M), (BLOCK_M,))
     if sinks_ptr is not None:
         _, alpha, row_max, row_sum = online_softmax_step(sinks[:, None], 1.0, row_max, row_sum)
-        acc *= per_row(alpha, KEYS_FIRST)
+        acc *= alpha[None, :]
     if PREFETCHES:
         if scales_ptr is not None:
             k = k.to(q.dtype)
-        scores = score_keys(q, k, KEYS_FIRST)
+        scores = tl.dot(k, q, input_precision="ieee")
         if scales_ptr is not None:
-            scores *= per_key(k_scale, KEYS_FIRST)
+            scores *= k_scale[:, None]
         if SOFTCAP is not None:
             scores = softcap(scores * scale_log2e, SOFTCAP)
-        scores = tl.where(per_key(is_cached, KEYS_FIRST), scores, -float("inf"))
+        scores = tl.where(is_cached[:, None], scores, -float("inf"))
         p, alpha, row_max, row_sum = online_softmax_step(
-            scores, 1.0 if SOFTCAP is not None else scale_log2e, row_max, row_sum, KEYS_FIRST
+            scores, 1.0 if SOFTCAP is not None else scale_log2e, row_max, row_sum, KEYS_FIRST=True
         )
-        acc *= per_row(alpha, KEYS_FIRST)
+        acc *= alpha[None, :]
         if scales_ptr is not None:
-            p *= per_key(v_scale, KEYS_FIRST)
+            p *= v_scale[:, None]
             acc = scale_up(acc)
         if PAIRS:
-            even, odd = split_pairs(acc, KEYS_FIRST)
-            even, odd = add_weighted_pairs(p.to(q.dtype), v, even, odd, KEYS_FIRST)
-            acc = join_pairs(even, odd, KEYS_FIRST)
+            even, odd = split_pairs(acc, KEYS_FIRST=True)
+            even, odd = add_weighted_pairs(p.to(q.dtype), v, even, odd, KEYS_FIRST=True)
+            acc = join_pairs(even, odd, KEYS_FIRST=True)
         else:
             if scales_ptr is not None:
                 v = v.to(q.dtype)
-            acc = add_weighted(p.to(v.dtype), v, acc, KEYS_FIRST)
+            acc = tl.dot(v, p.to(v.dtype), acc, input_precision="ieee")
         if scales_ptr is not None:
             acc = scale_down(acc)
         begin += BLOCK_N
@@ -322,12 +317,10 @@ def _decode_kernel(
             SOFTCAP,
             scales_ptr,
             KV_HEADS,
-            KEYS_FIRST,
+            KEYS_FIRST=True,
         )
     safe_sum = tl.where(row_sum > 0, row_sum, 1.0)
-    out = acc / per_row(safe_sum, KEYS_FIRST)
-    if KEYS_FIRST:
-        out = tl.trans(out)
+    out = tl.trans(acc / safe_sum[None, :])
     out_row = seq.to(tl.int64) * Q_HEADS
     if num_splits == 1:
         out_offset = (out_row + head)[:, None] * HEAD_DIM + dim[None, :]
@@ -435,7 +428,6 @@ def decode_attention(
         TAIL_N=min(tile.num_keys, 64 if tile.num_warps == 4 else 32),  # tuned on an H200
         WINDOW=params.window or 0,
         SOFTCAP=None if params.softcap is None else params.softcap * LOG2_E,
-        KEYS_FIRST=tile.num_warps < 4,  # tiles of four warps have enough columns of keys
         num_warps=tile.num_warps,
         num_stages=2,
         **pdl_options(q),
