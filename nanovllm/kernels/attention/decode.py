@@ -121,9 +121,10 @@ def _decode_kernel(
 ):
     """Computes one KV head and one KV_SPLIT, a row of the schedule.
 
-    The rows of the tile are the query heads of the group, repeated up to BLOCK_M rows because
-    ``tl.dot`` needs 16. Repetitions are not stored. BLOCK_G is the size of the group, rounded up to
-    a power of two, and ``member`` is the index of a query head in the group.
+    The query heads of the group are columns, as with KEYS_FIRST in ``attend``. They are repeated up
+    to 8 columns, BLOCK_M, the fewest that a tensor core multiplies. Repetitions are not stored.
+    BLOCK_G is the size of the group, rounded up to a power of two, and ``member`` is the index of a
+    query head in the group.
 
     partial is fp32 [slots, Q_HEADS, HEAD_DIM]. lse is fp32 [slots, Q_HEADS], in base 2. arrived is
     int32 [slots, KV_HEADS]. It counts the finished programs of a sequence at the sequence's first
@@ -135,7 +136,7 @@ def _decode_kernel(
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     BLOCK_G: tl.constexpr = triton.next_power_of_2(GROUP)
-    BLOCK_M: tl.constexpr = BLOCK_G if BLOCK_G > 16 else 16
+    BLOCK_M: tl.constexpr = BLOCK_G if BLOCK_G > 8 else 8
     PAIRS: tl.constexpr = scales_ptr is not None and BLOCK_M < 64  # see ``as_pairs``
     kv_head = tl.program_id(0)
     schedule_ptr += tl.program_id(1) * SPLIT_WORDS
@@ -171,15 +172,18 @@ def _decode_kernel(
         )
         if PAIRS:
             pair = tl.arange(0, BLOCK_D // 2)
-            mask = is_cached[:, None] & (pair < HEAD_DIM // 2)[None, :]
+            mask = is_cached[None, :] & (pair < HEAD_DIM // 2)[:, None]
             v = load_tile(
                 as_pairs(v_ptr), KV_STRIDE // 2, kv_head * (HEAD_DIM // 2) + pair, mask,
                 begin, cached_end, pages_ptr, 0, PAGE_SIZE, BLOCK_N,
+                TRANSPOSED=True,
             )  # fmt: skip
         else:
+            mask = is_cached[None, :] & in_head[:, None]
             v = load_tile(
-                v_ptr, KV_STRIDE, offset, mask, begin, cached_end, pages_ptr, 0, PAGE_SIZE, BLOCK_N
-            )
+                v_ptr, KV_STRIDE, offset, mask, begin, cached_end, pages_ptr, 0, PAGE_SIZE,
+                BLOCK_N, TRANSPOSED=True,
+            )  # fmt: skip
         if scales_ptr is not None:
             k_scale, v_scale = load_scales(
                 scales_ptr, kv_head, is_cached, begin, cached_end, pages_ptr,
@@ -228,7 +232,7 @@ def _decode_kernel(
     if scales_ptr is not None:
         stored_v, new_v_scale = quantize_tile(new_v)
         new_v = stored_v.to(tl.float32) * new_v_scale
-    acc = _repeat_rows(new_v, BLOCK_M).to(tl.float32)
+    acc = _repeat_rows(new_v.to(tl.float32), BLOCK_M)
     if has_new:
         new_k = norm_and_rope(new_k_pair, k_weights, cos, sin, eps, HEAD_DIM)
         stored_k = new_k
@@ -251,36 +255,37 @@ def _decode_kernel(
                 tl.store(k_scales, new_k_scale, mask=is_first)
                 tl.store(k_scales + KV_HEADS * PAGE_SIZE, new_v_scale, mask=is_first)
     q = _repeat_rows(q, BLOCK_M)
+    q, acc = tl.trans(q), tl.trans(acc)
     if scales_ptr is not None:
         q = as_half(q)
     row_max = tl.reshape(_repeat_rows(row_max[:, None], BLOCK_M), (BLOCK_M,))
     if sinks_ptr is not None:
         _, alpha, row_max, row_sum = online_softmax_step(sinks[:, None], 1.0, row_max, row_sum)
-        acc *= alpha[:, None]
+        acc *= alpha[None, :]
     if PREFETCHES:
         if scales_ptr is not None:
             k = k.to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.dot(k, q, input_precision="ieee")
         if scales_ptr is not None:
-            scores *= k_scale[None, :]
+            scores *= k_scale[:, None]
         if SOFTCAP is not None:
             scores = softcap(scores * scale_log2e, SOFTCAP)
-        scores = tl.where(is_cached[None, :], scores, -float("inf"))
+        scores = tl.where(is_cached[:, None], scores, -float("inf"))
         p, alpha, row_max, row_sum = online_softmax_step(
-            scores, 1.0 if SOFTCAP is not None else scale_log2e, row_max, row_sum
+            scores, 1.0 if SOFTCAP is not None else scale_log2e, row_max, row_sum, KEYS_FIRST=True
         )
-        acc *= alpha[:, None]
+        acc *= alpha[None, :]
         if scales_ptr is not None:
-            p *= v_scale[None, :]
+            p *= v_scale[:, None]
             acc = scale_up(acc)
         if PAIRS:
-            even, odd = split_pairs(acc)
-            even, odd = add_weighted_pairs(p.to(q.dtype), v, even, odd)
-            acc = join_pairs(even, odd)
+            even, odd = split_pairs(acc, KEYS_FIRST=True)
+            even, odd = add_weighted_pairs(p.to(q.dtype), v, even, odd, KEYS_FIRST=True)
+            acc = join_pairs(even, odd, KEYS_FIRST=True)
         else:
             if scales_ptr is not None:
                 v = v.to(q.dtype)
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+            acc = tl.dot(v, p.to(v.dtype), acc, input_precision="ieee")
         if scales_ptr is not None:
             acc = scale_down(acc)
         begin += BLOCK_N
@@ -312,9 +317,10 @@ def _decode_kernel(
             SOFTCAP,
             scales_ptr,
             KV_HEADS,
+            KEYS_FIRST=True,
         )
     safe_sum = tl.where(row_sum > 0, row_sum, 1.0)
-    out = acc / safe_sum[:, None]
+    out = tl.trans(acc / safe_sum[None, :])
     out_row = seq.to(tl.int64) * Q_HEADS
     if num_splits == 1:
         out_offset = (out_row + head)[:, None] * HEAD_DIM + dim[None, :]

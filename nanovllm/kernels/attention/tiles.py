@@ -43,8 +43,12 @@ def attend(
     SOFTCAP: tl.constexpr,
     scales_ptr=None,
     KV_HEADS: tl.constexpr = 0,
+    KEYS_FIRST: tl.constexpr = False,
 ):
     """Lets the rows of q attend to keys [begin, end).
+
+    With KEYS_FIRST, q, ``acc`` and the scores are transposed: queries are columns. A tensor core
+    multiplies at least 16 rows, but 8 columns, so for few queries this is less work.
 
     Keys before ``middle`` are visible to all rows and need no mask. They are read in tiles of
     BLOCK_N. Keys from ``middle`` on, in tiles of TAIL_N, are masked by ``end`` and by the
@@ -59,20 +63,22 @@ def attend(
 
     Returns the updated ``row_max``, ``row_sum`` and ``acc``, the sum of weighted values.
     """
-    dim = tl.arange(0, q.shape[1])
+    BLOCK_D: tl.constexpr = q.shape[0 if KEYS_FIRST else 1]
+    NUM_ROWS: tl.constexpr = q.shape[1 if KEYS_FIRST else 0]
+    dim = tl.arange(0, BLOCK_D)
     full = begin
     tail = middle
     if WINDOW:
         full = tl.maximum(begin, tl.minimum(tl.cdiv(window_full, BLOCK_N) * BLOCK_N, middle))
         begin = tl.maximum(begin, window_begin // TAIL_N * TAIL_N)
         tail = tl.maximum(begin, middle)
-    PAIRS: tl.constexpr = scales_ptr is not None and q.shape[0] < 64  # see ``as_pairs``
+    PAIRS: tl.constexpr = scales_ptr is not None and NUM_ROWS < 64  # see ``as_pairs``
     if scales_ptr is not None:
         q = as_half(q)
         acc = scale_up(acc)
     if PAIRS:
-        even, odd = split_pairs(acc)
-        pair = tl.arange(0, q.shape[1] // 2)
+        even, odd = split_pairs(acc, KEYS_FIRST)
+        pair = tl.arange(0, BLOCK_D // 2)
     for PART in tl.static_range(0 if WINDOW else 1, 3):  # the window's start, the middle, the end
         first = tail if PART == 2 else full if PART == 1 else begin
         last = end if PART == 2 else middle if PART == 1 else full
@@ -98,70 +104,108 @@ def attend(
                     BLOCK_N if PART == 1 else TAIL_N,
                 )  # fmt: skip
                 k = k.to(q.dtype)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            scores = score_keys(q, k, KEYS_FIRST)
             if scales_ptr is not None:
-                scores *= k_scale[None, :]
+                scores *= per_key(k_scale, KEYS_FIRST)
             if SOFTCAP is not None:
                 scores = softcap(scores * scale_log2e, SOFTCAP)
             if PART != 1:
-                visible = exists[None, :]
+                visible = per_key(exists, KEYS_FIRST)
                 if position is not None:
                     visible = visible & (key[None, :] <= position[:, None])
                     if WINDOW:
                         visible = visible & (key[None, :] > position[:, None] - WINDOW)
                 scores = tl.where(visible, scores, -float("inf"))
             p, alpha, row_max, row_sum = online_softmax_step(
-                scores, 1.0 if SOFTCAP is not None else scale_log2e, row_max, row_sum
+                scores, 1.0 if SOFTCAP is not None else scale_log2e, row_max, row_sum, KEYS_FIRST
             )
+            decay = per_row(alpha, KEYS_FIRST)
             if scales_ptr is not None:
-                p *= v_scale[None, :]
+                p *= per_key(v_scale, KEYS_FIRST)
             if PAIRS:
-                pair_mask = (pair < HEAD_DIM // 2)[None, :]
+                v_mask = per_key(pair < HEAD_DIM // 2, KEYS_FIRST)
                 if PART != 1:
-                    pair_mask = exists[:, None] & pair_mask
+                    v_mask = per_row(exists, KEYS_FIRST) & v_mask
                 v = load_tile(
-                    as_pairs(v_ptr), v_stride // 2, kv_head * (HEAD_DIM // 2) + pair, pair_mask,
+                    as_pairs(v_ptr), v_stride // 2, kv_head * (HEAD_DIM // 2) + pair, v_mask,
                     n, end, pages_ptr, k_start, PAGE_SIZE, BLOCK_N if PART == 1 else TAIL_N,
+                    KEYS_FIRST,
                 )  # fmt: skip
                 even, odd = add_weighted_pairs(
-                    p.to(q.dtype), v, even * alpha[:, None], odd * alpha[:, None]
+                    p.to(q.dtype), v, even * decay, odd * decay, KEYS_FIRST
                 )
             else:
+                v_mask = per_key(dim < HEAD_DIM, KEYS_FIRST)
+                if PART != 1:
+                    v_mask = per_row(exists, KEYS_FIRST) & v_mask
                 v = load_tile(
-                    v_ptr, v_stride, offset, kv_mask, n, end, pages_ptr, k_start, PAGE_SIZE,
-                    BLOCK_N if PART == 1 else TAIL_N,
+                    v_ptr, v_stride, offset, v_mask, n, end, pages_ptr, k_start, PAGE_SIZE,
+                    BLOCK_N if PART == 1 else TAIL_N, KEYS_FIRST,
                 )  # fmt: skip
                 if scales_ptr is not None:
                     v = v.to(q.dtype)
-                acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+                acc = add_weighted(p.to(v.dtype), v, acc * decay, KEYS_FIRST)
     if PAIRS:
-        acc = join_pairs(even, odd)
+        acc = join_pairs(even, odd, KEYS_FIRST)
     if scales_ptr is not None:
         acc = scale_down(acc)
     return row_max, row_sum, acc
 
 
 @triton.jit
+def per_key(x, KEYS_FIRST: tl.constexpr):
+    """Broadcasts a number per key to the shape of scores."""
+    return x[:, None] if KEYS_FIRST else x[None, :]
+
+
+@triton.jit
+def per_row(x, KEYS_FIRST: tl.constexpr):
+    """Broadcasts a number per query to the shape of scores."""
+    return x[None, :] if KEYS_FIRST else x[:, None]
+
+
+@triton.jit
+def score_keys(q, k, KEYS_FIRST: tl.constexpr):
+    """Multiplies queries by keys [N, D]."""
+    if KEYS_FIRST:
+        scores = tl.dot(k, q, input_precision="ieee")
+    else:
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    return scores
+
+
+@triton.jit
+def add_weighted(p, v, acc, KEYS_FIRST: tl.constexpr):
+    """Adds values, weighted by p, to a sum. The values are [N, D], with KEYS_FIRST [D, N]."""
+    if KEYS_FIRST:
+        acc = tl.dot(v, p, acc, input_precision="ieee")
+    else:
+        acc = tl.dot(p, v, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
 def load_tile(
     ptr, stride, offset, mask, n, end, pages_ptr, k_start,
-    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr = False,
 ):  # fmt: skip
-    """Loads the keys or values of tokens [n, n + BLOCK_N). The mask must exclude tokens that are
-    not below ``end``."""
+    """Loads the keys or values of tokens [n, n + BLOCK_N), as rows or, TRANSPOSED, as columns. The
+    mask must exclude tokens that are not below ``end``."""
     column = tl.arange(0, BLOCK_N)
     if PAGE_SIZE == 0:
-        first = (k_start + n).to(tl.int64)
-        tile = ptr + first * stride + (column[:, None] * stride + offset[None, :])
+        ptr += (k_start + n).to(tl.int64) * stride
+        row = column * stride
     elif PAGE_SIZE % BLOCK_N == 0:  # all in one page, because n is a multiple of BLOCK_N
         page = tl.load(pages_ptr + n // PAGE_SIZE)
-        first = page.to(tl.int64) * PAGE_SIZE + n % PAGE_SIZE
-        tile = ptr + first * stride + (column[:, None] * stride + offset[None, :])
+        ptr += (page.to(tl.int64) * PAGE_SIZE + n % PAGE_SIZE) * stride
+        row = column * stride
     else:
         key = n + column
         page = tl.load(pages_ptr + key // PAGE_SIZE, mask=key < end, other=0)
-        slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
-        tile = ptr + slot[:, None] * stride + offset[None, :]
-    return tl.load(tile, mask=mask, other=0.0)
+        row = (page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE) * stride
+    return tl.load(
+        ptr + (per_row(row, TRANSPOSED) + per_key(offset, TRANSPOSED)), mask=mask, other=0.0
+    )
 
 
 @triton.jit
@@ -208,28 +252,56 @@ def as_pairs(ptr):
 
 
 @triton.jit
-def split_pairs(x):
-    """Returns the even and the odd columns of x [N, D]."""
-    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+def split_pairs(x, KEYS_FIRST: tl.constexpr):
+    """Returns the even and the odd columns of x [N, D], or rows of x [D, N]."""
+    if KEYS_FIRST:
+        pairs = tl.permute(tl.reshape(x, (x.shape[0] // 2, 2, x.shape[1])), (0, 2, 1))
+    else:
+        pairs = tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2))
+    return tl.split(pairs)
 
 
 @triton.jit
-def join_pairs(even, odd):
+def join_pairs(even, odd, KEYS_FIRST: tl.constexpr):
     """Undoes ``split_pairs``."""
-    return tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))
+    x = tl.join(even, odd)
+    if KEYS_FIRST:
+        x = tl.reshape(tl.permute(x, (0, 2, 1)), (2 * even.shape[0], even.shape[1]))
+    else:
+        x = tl.reshape(x, (even.shape[0], 2 * even.shape[1]))
+    return x
 
 
 @triton.jit
-def add_weighted_pairs(p, v, even, odd):
-    """Adds the values v weighted by p [M, N] to the even and the odd columns of a sum, [M, D / 2].
+def _one_of_pairs(pairs, BYTE: tl.constexpr, dtype: tl.constexpr):
+    """Converts the lower (BYTE 0) or the upper (1) value of each pair."""
+    if dtype == tl.float16:
+        # Triton would take each byte apart. Here two instructions convert two values.
+        values = tl.inline_asm_elementwise(
+            "{ .reg .b32 bytes; .reg .b16 two, none;"
+            f" prmt.b32 bytes, $1, 0, 0x00{2 + BYTE}{BYTE}; mov.b32 {{two, none}}, bytes;"
+            " cvt.rn.f16x2.e4m3x2 $0, two; }",
+            "=r,r",
+            [pairs],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        values = (pairs >> 8 * BYTE).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(dtype)
+    return values
+
+
+@triton.jit
+def add_weighted_pairs(p, v, even, odd, KEYS_FIRST: tl.constexpr):
+    """Adds the values v weighted by p to the two parts of a sum that ``split_pairs`` returns.
 
     Args:
         v: the pairs, int16 [N, D / 2].
     """
-    v_even = v.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(p.dtype)
-    v_odd = (v >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(p.dtype)
-    even = tl.dot(p, v_even, even, input_precision="ieee")
-    return even, tl.dot(p, v_odd, odd, input_precision="ieee")
+    v_even, v_odd = _one_of_pairs(v, 0, p.dtype), _one_of_pairs(v, 1, p.dtype)
+    even = add_weighted(p, v_even, even, KEYS_FIRST)
+    return even, add_weighted(p, v_odd, odd, KEYS_FIRST)
 
 
 @triton.jit
@@ -259,18 +331,19 @@ def softcap(logits, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def online_softmax_step(scores, scale, row_max, row_sum):
+def online_softmax_step(scores, scale, row_max, row_sum, KEYS_FIRST: tl.constexpr = False):
     """Adds a tile of scores to the online softmax.
 
     Returns the weights of the tile, the factor that rescales earlier sums, and the new ``row_max``
     and ``row_sum``.
     """
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
+    KEYS: tl.constexpr = 0 if KEYS_FIRST else 1
+    new_max = tl.maximum(row_max, tl.max(scores, axis=KEYS) * scale)
     # A row whose scores are all masked so far has maximum -inf. Shifting by 0 avoids inf - inf.
     shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-    p = tl.exp2(scores * scale - shift[:, None])
+    p = tl.exp2(scores * scale - per_row(shift, KEYS_FIRST))
     alpha = tl.exp2(row_max - shift)
-    return p, alpha, new_max, row_sum * alpha + tl.sum(p, axis=1)
+    return p, alpha, new_max, row_sum * alpha + tl.sum(p, axis=KEYS)
 
 
 @triton.jit
