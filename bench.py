@@ -43,7 +43,7 @@ from benchmarks.workloads import (
 )
 from nanovllm import LLM, SamplingParams, __version__
 
-OPTIONAL_PACKAGES = ["flash-attn", "flash-attn-4", "quack-kernels"]
+OPTIONAL_PACKAGES = ["flash-attn"]
 SHAPE_FOLDER = Path(__file__).parent / "benchmarks" / "shapes"
 
 

@@ -18,7 +18,7 @@ from nanovllm.utils.validation import (
 
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
-ATTENTION_BACKENDS = ("auto", "flash_attn_4", "flash_attn", "triton", "torch")
+ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "torch")
 MAX_RANKS = 8
 MAX_INT32 = 2**31 - 1  # the kernels use int32 for slots, tokens and positions
 DEFAULT_NUM_SEQS = 512  # of max_num_seqs; start-up may choose more on a GPU
@@ -58,8 +58,8 @@ class Config:
             following GPUs.
         dtype: "float32" (or "float"), "bfloat16", "float16" (or "half"), a torch dtype, or "auto"
             for the checkpoint's dtype on a GPU and float32 on a CPU.
-        attention_backend: "flash_attn_4" or "flash_attn" (the packages), "triton" (nanovllm's own
-            kernels), "torch", or "auto" for the fastest available backend.
+        attention_backend: "triton" (nanovllm's own kernels), "flash_attn" (the package), "torch",
+            or "auto" for the fastest available backend.
         enable_prefix_caching: share the KV blocks of equal prompt prefixes.
         enable_sleep_mode: on a GPU, put weights and KV cache into memory that ``LLM.sleep`` can
             free. On a CPU, ``LLM.sleep`` works without it.

@@ -38,9 +38,8 @@ from tests.tiny_tokenizer import save_tokenizer
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[1]
-# By the module that it needs: packages other than flash-attn 2 are below flash_attn too.
+# By the module that it needs.
 BACKENDS = {
-    "flash_attn_4": "flash_attn.cute",
     "flash_attn": "flash_attn.flash_attn_interface",
     "triton": "triton",
 }
@@ -54,7 +53,7 @@ def backend(request) -> str:
 
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory):
-    """A Qwen3 with head_dim 64 in bf16, which both flash-attn serve too."""
+    """A Qwen3 with head_dim 64 in bf16, which flash-attn serves too."""
     path = tmp_path_factory.mktemp("small") / "qwen3"
     changes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "vocab_size": 4096}
     config = CONFIGS["qwen3"][0](**{**BASE, **changes})
@@ -248,11 +247,10 @@ def test_batches_over_the_largest_graph_run_eagerly(small_model):
         assert all(len(output["token_ids"]) == 8 for output in outputs)
 
 
-@pytest.mark.parametrize("name", ["flash_attn_4", "flash_attn"])
-def test_flash_attn_is_refused_at_start_for_a_block_size_it_lacks(small_model, name):
-    pytest.importorskip(BACKENDS[name])
+def test_flash_attn_is_refused_at_start_for_a_block_size_it_lacks(small_model):
+    pytest.importorskip(BACKENDS["flash_attn"])
     with pytest.raises(ValueError, match="block size 48"):
-        LLM(small_model, attention_backend=name, kvcache_block_size=48)
+        LLM(small_model, attention_backend="flash_attn", kvcache_block_size=48)
     with LLM(small_model, kvcache_block_size=48, max_num_seqs=2) as llm:
         assert llm.model_runner.backend.name == "triton"
 

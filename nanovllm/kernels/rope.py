@@ -64,7 +64,7 @@ class CacheSlots(NamedTuple):
 
 
 def apply_rope_and_store_reference(
-    rope: RopeInputs, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots | None, clamp_end: int = 0
+    rope: RopeInputs, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots | None
 ) -> tuple[Tensor, Tensor]:
     """Applies RoPE to queries and keys, and stores keys and values in the KV cache.
 
@@ -73,9 +73,6 @@ def apply_rope_and_store_reference(
         q: [N, heads, D].
         k, v: [N, kv_heads, D].
         slots: where to store; None stores nothing.
-        clamp_end: ``v`` is clamped to finite numbers, in place, at positions below this one. NaN
-            and +inf become the largest finite number, -inf the smallest. The KV cache gets the
-            original values.
 
     Returns:
         q and k after RoPE, contiguous.
@@ -87,9 +84,6 @@ def apply_rope_and_store_reference(
     q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
     if slots is not None:
         store_kvcache(k, v, *slots)
-    if clamp_end:
-        clamped, largest = rope.positions < clamp_end, torch.finfo(v.dtype).max
-        v[clamped] = v[clamped].nan_to_num(nan=largest, posinf=largest, neginf=-largest)
     return q, k
 
 
@@ -128,8 +122,6 @@ def _apply_rope_and_store_kernel(
     HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    CLAMP_END: tl.constexpr,
-    LARGEST: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK_HEADS: tl.constexpr = BLOCK_HEADS,
 ):
@@ -199,17 +191,10 @@ def _apply_rope_and_store_kernel(
             tl.store(k_cache_ptr + start + offset + HALF, k2, mask=mask)
             tl.store(v_cache_ptr + start + offset, v1, mask=mask)
             tl.store(v_cache_ptr + start + offset + HALF, v2, mask=mask)
-    if is_key & (position < CLAMP_END):
-        for i in tl.static_range(2):
-            v_half_ptr = v_ptr + token * v_stride + offset + i * HALF
-            v = tl.load(v_half_ptr, mask=mask, other=0.0).to(tl.float32)
-            is_not_finite = ~(tl.abs(v) <= LARGEST)  # inf or NaN
-            largest = tl.where(v < 0, -LARGEST, LARGEST).to(v_ptr.dtype.element_ty)
-            tl.store(v_half_ptr, largest, mask=mask & is_not_finite)
 
 
 def apply_rope_and_store_triton(
-    rope: RopeInputs, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots | None, clamp_end: int = 0
+    rope: RopeInputs, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots | None
 ) -> tuple[Tensor, Tensor]:
     """See ``apply_rope_and_store_reference``. The heads of a token must be contiguous, and tokens
     may be strided."""
@@ -254,8 +239,6 @@ def apply_rope_and_store_triton(
         HALF=head_dim // 2,
         BLOCK_SIZE=block_size,
         HAS_NORM=has_norm,
-        CLAMP_END=clamp_end,
-        LARGEST=torch.finfo(v.dtype).max,
         num_warps=2,
         **pdl_options(q),
     )

@@ -71,7 +71,7 @@ class Attention(nn.Module):
             assert context.slot_mapping is not None
             slots = CacheSlots(self.kv_cache, context.slot_mapping)
         if rope is not None:
-            q, k = apply_rope_and_store(rope, q, k, v, slots, self.backend.clamp_end(context))
+            q, k = apply_rope_and_store(rope, q, k, v, slots)
         elif slots is not None:
             store_kvcache(k, v, *slots)
         if only_outputs:

@@ -1,13 +1,11 @@
-"""Makes Triton an optional dependency, and sets the caches of other kernel compilers.
+"""Makes Triton an optional dependency.
 
 Without Triton, kernel files can still be imported: the decorator ``triton.jit`` does nothing, and
 the PyTorch references run instead of kernels.
 """
 
-import os
 from collections.abc import Callable
 from functools import cache, wraps
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -79,19 +77,6 @@ def pdl_wait(PDL: tl.constexpr) -> None:
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-
-
-def keep_compiled_kernels() -> None:
-    """Lets flash-attn 4 and quack cache compiled kernels in the user's cache folder.
-
-    By default they compile at each start, or cache under /tmp, where other users could plant
-    kernels. Must be called before their first import. Existing environment variables take
-    precedence.
-    """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm"
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache / "flash_attn_4"))
-    os.environ.setdefault("QUACK_CACHE_DIR", str(cache / "quack"))
 
 
 @cache

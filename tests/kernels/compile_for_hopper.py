@@ -23,7 +23,6 @@ from nanovllm.kernels import fp8, rms_norm, rope, silu_and_mul
 from nanovllm.kernels.attention import (
     block_tables,
     decode,
-    flash_attn_4_backend,
     hopper_prefill,
     prefill,
     prefix_decode,
@@ -131,9 +130,7 @@ def launch_all(
     slots = rope.CacheSlots(cache, ints(64))
     for norms in ((None, None), (weight, weight)) if all_sizes else ((weight, weight),):
         inputs = rope.RopeInputs(ints(64), angles, *norms, 1e-6)
-        most = flash_attn_4_backend.MAX_TILE - 1
-        for clamp_end in (0, most) if all_sizes else (most,):
-            rope.apply_rope_and_store_triton(inputs, q, k, k, slots, clamp_end)
+        rope.apply_rope_and_store_triton(inputs, q, k, k, slots)
     for residual in (None, make(8, 1024)):
         rms_norm.rms_norm_triton(make(8, 1024), make(1024), 1e-6, residual)
     silu_and_mul.silu_and_mul_triton(make(8, 6144))

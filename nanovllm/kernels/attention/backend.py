@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from nanovllm.kernels.attention.base import AttentionBackend, AttentionParams
-from nanovllm.kernels.attention.flash_attn_4_backend import FlashAttention4
 from nanovllm.kernels.attention.flash_attn_backend import FlashAttention
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.prefix_schedule import NO_PREFIXES
@@ -22,11 +21,10 @@ from nanovllm.utils.context import Context
 
 logger = logging.getLogger("nanovllm")
 
-# Fastest first. On an H200, flash-attn 4 prefills long prompts about 1.3 times as fast as Triton.
-# Triton decodes faster than flash-attn 2 at every batch size measured (benchmarks/results/).
+# Fastest first. Triton decodes faster than flash-attn 2 at every batch size measured
+# (benchmarks/results/).
 BACKENDS: dict[str, type[AttentionBackend]] = {
-    backend.name: backend
-    for backend in (FlashAttention4, TritonAttention, FlashAttention, TorchAttention)
+    backend.name: backend for backend in (TritonAttention, FlashAttention, TorchAttention)
 }
 
 

@@ -78,14 +78,6 @@ class AttentionBackend(ABC):
         that a token attends to the same keys and values as later tokens do. Result rows after the
         last sequence are undefined."""
 
-    def clamp_end(self, context: Context) -> int:
-        """Returns how many leading tokens of each prompt must have finite values in the tensor v.
-
-        ``apply_rope_and_store`` clamps their v before ``prefill``, so that NaN and inf cannot reach
-        other sequences.
-        """
-        return 0
-
     def split_kv(
         self,
         context_lens: np.ndarray,
