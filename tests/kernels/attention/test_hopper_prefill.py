@@ -107,9 +107,10 @@ def schedule_of_lists(
     return torch.tensor([[len(tiles)] * 4, *tiles, *[(9,) * 4] * (most - len(tiles))]).int()
 
 
-def test_the_schedule_has_each_tile_once_and_long_contexts_first(device, monkeypatch):
+@pytest.mark.parametrize("num_seeds", [2, pytest.param(6, marks=pytest.mark.slow)])
+def test_the_schedule_has_each_tile_once_and_long_contexts_first(num_seeds, device, monkeypatch):
     monkeypatch.setattr(hopper_prefill, "SCAN", 16)
-    for seed in range(2 if device == "cpu" else 100):
+    for seed in range(num_seeds if device == "cpu" else 100):
         rng = random.Random(seed)
         new = [rng.choice([0, 1, 64, 128, 129, 200, 700]) for _ in range(rng.randint(1, 40))]
         lens = [n + rng.choice([0, 0, 5, 128, 300]) for n in new]
