@@ -27,8 +27,8 @@ class Journal:
     The supervisor counts deaths with ``note_death``. If the supervisor was killed together with the
     process, nobody knows whether a request caused the death or somebody ended the job. The next run
     counts such a death only if the process had written no record. A request that always causes it
-    is found nonetheless: while the process writes records, the job makes progress, and in the end
-    that request is the first of a run.
+    is found nonetheless: while runs write records, the job makes progress, and in the end they die
+    before their first record.
 
     Args:
         path: the journal file. The file of an earlier run is read and continued.

@@ -370,7 +370,7 @@ def launch_quantized(all_sizes: bool) -> None:
             (torch.float32, 4, 1, 96, AttentionParams(1.0)),
         ]
     for dtype, q_heads, kv_heads, head_dim, params in shapes:
-        has_all_sizes = all_sizes and head_dim == 128
+        has_all_sizes = all_sizes and dtype is torch.bfloat16 and head_dim < 256
         launch_attention(dtype, q_heads, kv_heads, head_dim, params, has_all_sizes, True)
         q, k = (torch.zeros(64, heads, head_dim, dtype=dtype) for heads in (q_heads, kv_heads))
         slot_mapping = torch.zeros(64, dtype=torch.int32)

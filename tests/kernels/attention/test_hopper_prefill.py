@@ -59,29 +59,33 @@ def free_blocks(batch: Paged, window: int) -> None:
         batch.tables[i, :freed:2] = -1
 
 
-@pytest.mark.slow
-def test_the_kernel_is_attention_in_the_emulator(monkeypatch):
+EMULATED_CASES = (
+    Case(((130, 130), (0, 0), (2, 300), (77, 440)), kv_heads=1, page_size=16),
+    Case(((300, 300), (130, 401)), 4, 2, 256, window=128, softcap=2.0, sinks=True),
+    Case(((0, 0), (5, 5)), 2, 1),  # one program has no item
+    Case(((128, 128), (1, 1), (193, 193), (64, 64))),
+    Case(((260, 260), (40, 700)), 4, 2, 16, window=100),
+    Case(((150, 150), (3, 256), (200, 450)), page_size=256),
+    Case(((150, 150), (3, 96), (70, 450)), page_size=48),
+)
+EMULATED_TILES = (
+    (128, Tile(2, 128, 2, num_q_stages=2)),
+    (64, Tile(3, 64, 4, num_q_stages=2)),
+    (64, Tile(2, 64, 2, ping_pong=False)),
+)
+
+
+@pytest.mark.parametrize(
+    ("num_tiles", "num_cases"), [(1, 2), pytest.param(3, 7, marks=pytest.mark.slow)]
+)
+def test_the_kernel_is_attention_in_the_emulator(num_tiles, num_cases, monkeypatch):
     """With few programs, so that each has several items."""
-    cases = (
-        Case(((0, 0), (5, 5)), 2, 1),  # one program has no item
-        Case(((128, 128), (1, 1), (193, 193), (64, 64))),
-        Case(((130, 130), (0, 0), (2, 300), (77, 440)), kv_heads=1, page_size=16),
-        Case(((300, 300), (130, 401)), 4, 2, 256, window=128, softcap=2.0, sinks=True),
-        Case(((260, 260), (40, 700)), 4, 2, 16, window=100),
-        Case(((150, 150), (3, 256), (200, 450)), page_size=256),
-        Case(((150, 150), (3, 96), (70, 450)), page_size=48),
-    )
-    tiles = (
-        (128, Tile(2, 128, 2, num_q_stages=2)),
-        (64, Tile(3, 64, 4, num_q_stages=2)),
-        (64, Tile(2, 64, 2, ping_pong=False)),
-    )
     monkeypatch.setattr(hopper_prefill, "num_multiprocessors", lambda device: 3)
     monkeypatch.setattr(hopper_prefill, "make_schedule", schedule_of_lists)
     with emulated("nanovllm.kernels.hopper", "nanovllm.kernels.attention.hopper_prefill_kernel"):
-        for i, (head_dim, tile) in enumerate(tiles):
+        for i, (head_dim, tile) in enumerate(EMULATED_TILES[:num_tiles]):
             monkeypatch.setitem(hopper_prefill.TILES, head_dim, tile)
-            for j, case in enumerate(cases):
+            for j, case in enumerate(EMULATED_CASES[:num_cases]):
                 dtype = (torch.float16, torch.bfloat16)[(i + j) % 2]
                 check(case, head_dim, dtype, "cpu", monkeypatch)
 
@@ -103,10 +107,10 @@ def schedule_of_lists(
     return torch.tensor([[len(tiles)] * 4, *tiles, *[(9,) * 4] * (most - len(tiles))]).int()
 
 
-@pytest.mark.slow
-def test_the_schedule_has_each_tile_once_and_long_contexts_first(device, monkeypatch):
+@pytest.mark.parametrize("num_seeds", [2, pytest.param(6, marks=pytest.mark.slow)])
+def test_the_schedule_has_each_tile_once_and_long_contexts_first(num_seeds, device, monkeypatch):
     monkeypatch.setattr(hopper_prefill, "SCAN", 16)
-    for seed in range(6 if device == "cpu" else 100):
+    for seed in range(num_seeds if device == "cpu" else 100):
         rng = random.Random(seed)
         new = [rng.choice([0, 1, 64, 128, 129, 200, 700]) for _ in range(rng.randint(1, 40))]
         lens = [n + rng.choice([0, 0, 5, 128, 300]) for n in new]
