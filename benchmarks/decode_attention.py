@@ -1,4 +1,4 @@
-"""Decode attention of Qwen3-8B on a GPU: bf16 and FP8 KV caches, and tiles for the latter.
+"""Decode attention of Qwen3-8B on a GPU: bf16 and FP8 KV caches in several tiles.
 
     python -m benchmarks.decode_attention
 
@@ -77,11 +77,9 @@ def layer_time(lens: np.ndarray, is_quantized: bool, tile: DecodeTile) -> float:
 def main() -> None:
     for num_seqs in (256, 128, 64, 16, 1):
         lens = np.random.default_rng(0).integers(100, 2000, num_seqs).astype(np.int32)
-        shape = num_seqs, KV_HEADS, HEAD_DIM, torch.bfloat16
-        default = decode_tile(*shape, True)
-        cases = [(False, decode_tile(*shape)), (True, default)]
-        for keys, warps in TILES:
-            cases += [(True, default._replace(num_keys=keys, num_warps=warps))]
+        default = decode_tile(num_seqs, KV_HEADS, HEAD_DIM, torch.bfloat16)
+        tiles = [default, *(default._replace(num_keys=k, num_warps=w) for k, w in TILES)]
+        cases = [(is_quantized, tile) for is_quantized in (False, True) for tile in tiles]
         for is_quantized, tile in cases:
             try:
                 time = layer_time(lens, is_quantized, tile)

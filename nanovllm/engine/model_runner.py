@@ -272,8 +272,7 @@ class ModelRunner(LeftToParent):
         kv_heads = heads_per_rank(model.num_key_value_heads, self.tp.size)
         arguments = context_lens, q_heads, kv_heads, model.head_dim, self.dtype
         windows = dict.fromkeys(self.windows)
-        rest = prefixes, self.config.quantizes_kv
-        each = (self.backend.split_kv(*arguments, window, *rest) for window in windows)
+        each = (self.backend.split_kv(*arguments, window, prefixes) for window in windows)
         schedules = [schedule for schedule in each if schedule is not None]
         return np.stack(schedules) if schedules else None
 

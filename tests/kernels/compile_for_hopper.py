@@ -208,7 +208,7 @@ def launch_attention(
             cases.append((params._replace(window=None), NO_PREFIXES))
         for case, prefixes in cases:
             shape = q_heads, kv_heads, head_dim, dtype
-            work = attention.split_kv(lens, *shape, case.window, prefixes, is_quantized)
+            work = attention.split_kv(lens, *shape, case.window, prefixes)
             context = Context(
                 slot_mapping=ints(num_seqs),
                 block_tables=ints(num_seqs, 16),

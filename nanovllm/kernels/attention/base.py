@@ -87,7 +87,6 @@ class AttentionBackend(ABC):
         dtype: torch.dtype,
         window: int | None = None,
         prefixes: SharedPrefixes | None = None,
-        is_quantized: bool = False,
     ) -> np.ndarray | None:
         """Computes the split-KV schedule of a decode step, on the host. Layers with the same
         ``window`` share it.
@@ -95,7 +94,6 @@ class AttentionBackend(ABC):
         Args:
             context_lens: int32 [num_seqs].
             prefixes: prefixes to read once; None for a step that shares none.
-            is_quantized: whether the cache is.
 
         Returns:
             ``context.split_kv_schedule``. Its shape depends only on num_seqs and on whether

@@ -49,12 +49,8 @@ from nanovllm.utils.context import Context
 from nanovllm.utils.triton_compat import pdl_options, tl, triton
 
 NUM_MULTIPROCESSORS = 132  # of a Hopper GPU
-# Target numbers of programs, for sequences whose contexts are split. In a small batch the programs
-# have fewer warps, so a multiprocessor holds more of them.
-NUM_PROGRAMS, NUM_PROGRAMS_SMALL_BATCH = 2 * NUM_MULTIPROCESSORS, 4 * NUM_MULTIPROCESSORS
-# From LARGE_BATCH sequences times KV heads on, programs have fewer warps. From MANY_SEQS sequences
-# on, those of a cache that is not quantised also use the smallest tiles.
-LARGE_BATCH, MANY_SEQS = 1024, 192
+NUM_PROGRAMS = 3 * NUM_MULTIPROCESSORS  # the aim, where contexts are split
+LARGE_BATCH = 2048  # sequences times KV heads; from here on, programs have fewer warps
 SPLIT_WORDS = tl.constexpr(KV_SPLIT_WORDS)
 
 
@@ -381,7 +377,7 @@ def decode_attention(
     assert new.rope.cos_sin_cache.is_contiguous()
     assert new.k.stride()[1:] == new.v.stride()[1:] == (head_dim, 1)
     assert context.split_kv_schedule is not None and context.block_tables is not None
-    tile = decode_tile(num_seqs, kv_heads, head_dim, q.dtype, cache.scales is not None)
+    tile = decode_tile(num_seqs, kv_heads, head_dim, q.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_slots = num_partial_slots(q, kv_heads, context, params.window)
     assert arrived.numel() >= num_slots * kv_heads
@@ -457,30 +453,20 @@ def shares_prefixes(context: Context, window: int | None, num_splits: int) -> bo
     return window is None and len(context.split_kv_schedule) > num_splits
 
 
-def decode_tile(
-    num_seqs: int, kv_heads: int, head_dim: int, dtype: torch.dtype, is_quantized: bool = False
-) -> DecodeTile:
+def decode_tile(num_seqs: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> DecodeTile:
     """Chooses tile and launch sizes.
 
     They depend on the batch size but not on context lengths, so that a CUDA graph stays valid as
     contexts grow. A program mostly waits for its keys, and other programs on its multiprocessor
-    hide this latency. Large batches use programs of one warp, or two if the cache is quantised,
-    because a multiprocessor holds more of them. With up to 32 query heads per KV head, a program
-    needs at most 72 KiB of shared memory, and every GPU with bf16 has 99 KiB. The sizes were tuned
-    on an H200.
+    hide this latency. Large batches use programs of two warps, because a multiprocessor holds more
+    of them. With up to 32 query heads per KV head, a program needs at most 72 KiB of shared memory,
+    and every GPU with bf16 has 99 KiB. The sizes were tuned on an H200.
     """
     num_unsplit = num_seqs * kv_heads  # number of programs if no context is split
-    is_small = num_unsplit < NUM_MULTIPROCESSORS
     if dtype is torch.float32:
-        return DecodeTile(16, 4, NUM_PROGRAMS, is_small)
-    if head_dim > 128:
-        return DecodeTile(64 if is_small else 32, 4 if is_small else 2, NUM_PROGRAMS, is_small)
-    if is_small:
-        num_keys, num_warps = (128, 4) if is_quantized else (64, 2)
-        return DecodeTile(num_keys, num_warps, NUM_PROGRAMS_SMALL_BATCH, True)
-    if num_unsplit < LARGE_BATCH:
-        return DecodeTile(128, 4, NUM_PROGRAMS, False)
-    if is_quantized:
-        return DecodeTile(128, 2, NUM_PROGRAMS, False)
-    num_keys = 32 if num_seqs >= MANY_SEQS and head_dim > 64 else 64
-    return DecodeTile(num_keys, 1, NUM_PROGRAMS, False)
+        num_keys, num_warps = 16, 4
+    elif head_dim > 128:
+        num_keys, num_warps = 64, 4
+    else:
+        num_keys, num_warps = (64, 2) if num_unsplit >= LARGE_BATCH else (128, 4)
+    return DecodeTile(num_keys, num_warps, NUM_PROGRAMS, num_unsplit < NUM_MULTIPROCESSORS)

@@ -572,7 +572,6 @@ class InvariantTritonAttention(AttentionBackend):
         dtype: torch.dtype,
         window: int | None = None,
         prefixes: SharedPrefixes | None = None,
-        is_quantized: bool = False,
     ) -> np.ndarray:
         return make_fixed_schedule(context_lens, kv_heads, window)
 

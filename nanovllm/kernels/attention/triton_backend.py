@@ -73,9 +73,8 @@ class TritonAttention(AttentionBackend):
         dtype: torch.dtype,
         window: int | None = None,
         prefixes: SharedPrefixes | None = None,
-        is_quantized: bool = False,
     ) -> np.ndarray:
-        tile = decode_tile(len(context_lens), kv_heads, head_dim, dtype, is_quantized)
+        tile = decode_tile(len(context_lens), kv_heads, head_dim, dtype)
         arguments = context_lens, kv_heads, tile.num_keys, tile.num_programs
         if prefixes is None:
             return make_split_kv_schedule(*arguments, window)

@@ -17,7 +17,6 @@ def _tried_out_here(monkeypatch, device):
     programs are faster."""
     if device == "cpu":
         monkeypatch.setattr(decode, "NUM_PROGRAMS", 8)
-        monkeypatch.setattr(decode, "NUM_PROGRAMS_SMALL_BATCH", 8)
         monkeypatch.setattr(prefix_decode, "NUM_MULTIPROCESSORS", 4)
     on, here = selection._try_out, torch.device(device)
     monkeypatch.setattr(

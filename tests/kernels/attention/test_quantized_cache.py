@@ -102,7 +102,7 @@ def test_rows_that_pad_a_graph_store_nothing(device):
     paged.quantize()
     q, new, _, _ = paged.draw_new(False)
     backend = TritonAttention()
-    work = backend.split_kv(np.zeros(2, np.int32), 4, 2, 64, q.dtype, is_quantized=True)
+    work = backend.split_kv(np.zeros(2, np.int32), 4, 2, 64, q.dtype)
     context = Context(
         slot_mapping=torch.full((2,), -1, dtype=torch.int32, device=device),
         block_tables=torch.zeros(2, 4, dtype=torch.int32, device=device),
