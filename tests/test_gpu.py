@@ -10,6 +10,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,8 @@ from nanovllm.engine.cuda_graphs import (
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs
 from nanovllm.engine.model_runner import CapturedSteps
 from nanovllm.engine.sequence import Sequence
+from nanovllm.kernels.attention import triton_backend
+from nanovllm.kernels.gemm import swiglu
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
 from tests.checkpoints.test_gguf import write_gguf
 from tests.invariants import check_scheduler
@@ -111,6 +114,27 @@ def test_every_token_is_nearly_the_most_likely_in_fp32(small_model, backend):
             logits = exact(ids).logits[0, len(prompt) - 1 : -1].float()
         chosen = logits.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
         assert (logits.amax(-1) - chosen).max() < 0.1 * logits.std()
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
+)
+def test_large_prefills_use_the_kernels_for_hopper(small_model, monkeypatch):
+    """A start that tries them out may also find that they do not work here."""
+    used = []
+
+    def spy(module: Any, name: str) -> None:
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: used.append(name) or function(*args))
+
+    spy(swiglu, "_launch")
+    spy(triton_backend, "hopper_prefill")
+    prompts = [[i, *PROMPTS[3] * 8] for i in range(3)]  # 929 tokens each
+    with LLM(small_model, attention_backend="triton", enforce_eager=True, max_num_seqs=64) as llm:
+        used.clear()
+        llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
+    assert {"_launch", "hopper_prefill"} == set(used) and not swiglu._failed
 
 
 def decode_batch(llm: LLM, num_seqs: int) -> Batch:

@@ -154,7 +154,7 @@ def test_decode(name, device, monkeypatch):
 
 
 def test_decode_with_a_window_launches_only_programs_that_may_have_keys(device, monkeypatch):
-    """A window of 16 overlaps two tiles of 16 keys. Without one, 264 programs may share it."""
+    """A window of 16 overlaps two tiles of 16 keys. Without one, 396 programs may share it."""
     kernel, grids = decode._decode_kernel, []
 
     class Launcher:
@@ -168,7 +168,7 @@ def test_decode_with_a_window_launches_only_programs_that_may_have_keys(device, 
         paged = Paged([60], [1], *SHAPE, torch.float32, device)
         with monkeypatch.context() as patch:
             paged.check_decode(TritonAttention(), False, patch, params)
-    assert grids == [(1, 2), (1, 265)]
+    assert grids == [(1, 2), (1, 397)]
 
 
 @pytest.mark.parametrize("window", [16, 33, pytest.param(64, marks=SLOW)])
