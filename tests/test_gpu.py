@@ -130,7 +130,7 @@ def test_large_prefills_use_the_kernels_for_hopper(small_model, monkeypatch):
 
     spy(swiglu, "_launch")
     spy(triton_backend, "hopper_prefill")
-    prompts = [[i, *PROMPTS[3] * 8] for i in range(3)]  # 929 tokens each
+    prompts = [[i, *PROMPTS[3] * 8] for i in range(6)]  # 929 tokens each
     with LLM(small_model, attention_backend="triton", enforce_eager=True, max_num_seqs=64) as llm:
         used.clear()
         llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)

@@ -50,7 +50,7 @@ from nanovllm.utils.triton_compat import pdl_options, tl, triton
 
 NUM_MULTIPROCESSORS = 132  # of a Hopper GPU
 NUM_PROGRAMS = 3 * NUM_MULTIPROCESSORS  # the aim, where contexts are split
-LARGE_BATCH = 2048  # sequences times KV heads; from here on, programs have fewer warps
+LARGE_BATCH = 2048  # sequences times KV heads; from here on, programs have one warp
 SPLIT_WORDS = tl.constexpr(KV_SPLIT_WORDS)
 
 
@@ -458,7 +458,7 @@ def decode_tile(num_seqs: int, kv_heads: int, head_dim: int, dtype: torch.dtype)
 
     They depend on the batch size but not on context lengths, so that a CUDA graph stays valid as
     contexts grow. A program mostly waits for its keys, and other programs on its multiprocessor
-    hide this latency. Large batches use programs of two warps, because a multiprocessor holds more
+    hide this latency. Large batches use programs of one warp, because a multiprocessor holds more
     of them. With up to 32 query heads per KV head, a program needs at most 72 KiB of shared memory,
     and every GPU with bf16 has 99 KiB. The sizes were tuned on an H200.
     """
@@ -468,5 +468,5 @@ def decode_tile(num_seqs: int, kv_heads: int, head_dim: int, dtype: torch.dtype)
     elif head_dim > 128:
         num_keys, num_warps = 64, 4
     else:
-        num_keys, num_warps = (64, 2) if num_unsplit >= LARGE_BATCH else (128, 4)
+        num_keys, num_warps = (64, 1) if num_unsplit >= LARGE_BATCH else (128, 4)
     return DecodeTile(num_keys, num_warps, NUM_PROGRAMS, num_unsplit < NUM_MULTIPROCESSORS)

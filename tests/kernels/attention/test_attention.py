@@ -253,7 +253,7 @@ TILES = {  # by sequences of 8 KV heads of 128
     16: DecodeTile(128, 4, 396, True),
     17: DecodeTile(128, 4, 396, False),
     255: DecodeTile(128, 4, 396, False),
-    256: DecodeTile(64, 2, 396, False),
+    256: DecodeTile(64, 1, 396, False),
 }
 
 
