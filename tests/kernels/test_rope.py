@@ -73,32 +73,3 @@ def test_keys_and_values_land_in_their_slots(
         if slot >= 0:
             expected[0, slot], expected[1, slot] = found[1][token], v[token]
     assert torch.equal(caches.flatten(1, 2), expected)
-
-
-@pytest.mark.parametrize("kernel", [apply_rope_and_store_reference, apply_rope_and_store_triton])
-def test_the_first_values_of_prompts_are_made_finite(kernel, dtype, device):
-    """And no others, nor what is not a value, nor the cache's copy."""
-    qkv = torch.randn(20, 5, 48, device=device).to(dtype)
-    qkv[1, 3, 5], qkv[3, 4, 0], qkv[4, 4, 47], qkv[5, 4, 24] = torch.nan, torch.inf, -torch.inf, -9
-    qkv[6, 3, 0] = qkv[16, 3, 0] = qkv[19, 4, 1] = torch.nan  # past the first ones
-    qkv[2, 2, 3] = qkv[4, 1, 3] = torch.nan  # no values
-    positions = torch.tensor([*range(7), *range(13)], dtype=torch.int32, device=device)
-    q, k, v = qkv.split((2, 1, 2), dim=1)
-    expected, largest = qkv.clone(), torch.finfo(dtype).max
-    for first in (slice(0, 6), slice(7, 13)):
-        values = expected[first, 3:]
-        expected[first, 3:] = values.nan_to_num(nan=largest, posinf=largest, neginf=-largest)
-    cos_sin = torch.rand(13, 48, device=device)
-    given = v.clone()
-    slots = torch.arange(20, dtype=torch.int32, device=device)
-    caches = torch.zeros(2, 1, 20, 2, 48, device=device, dtype=dtype)
-    kernel(
-        RopeInputs(positions, cos_sin),
-        q,
-        k.repeat(1, 2, 1),
-        v,
-        CacheSlots(KVCache(*caches), slots),
-        6,
-    )
-    torch.testing.assert_close(qkv, expected, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(caches[1, 0], given, rtol=0, atol=0, equal_nan=True)

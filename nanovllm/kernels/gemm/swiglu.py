@@ -50,7 +50,7 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     except Exception as error:  # compilers may raise any exception
         _failed.add(x.device)
         logger.warning(
-            "the GEMM with SwiGLU for Hopper failed, so prefill takes about 5%% longer: %s: %s",
+            "the GEMM with SwiGLU for Hopper failed, so prefill is slower: %s: %s",
             type(error).__name__,
             error,
         )

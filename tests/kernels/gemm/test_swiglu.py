@@ -57,7 +57,7 @@ def test_a_kernel_that_does_not_compile_is_replaced_with_one_warning(monkeypatch
     assert torch.equal(y, silu_and_mul_reference(F.linear(x, weight)))
     assert module._failed == {CPU}
     assert [r.getMessage() for r in caplog.records] == [
-        "the GEMM with SwiGLU for Hopper failed, so prefill takes about 5% longer: "
+        "the GEMM with SwiGLU for Hopper failed, so prefill is slower: "
         "RuntimeError: PassManager::run failed"
     ]
 
