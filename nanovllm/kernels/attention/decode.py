@@ -2,7 +2,7 @@
 
 Contexts are split among programs (Flash-Decoding, split_kv.py). The last program of a sequence to
 finish combines the partial results, weighted by their log-sum-exps. The query heads that share a KV
-head are rows of one tile, so their keys and values are read once.
+head are the columns of one tile, so their keys and values are read once.
 
 The kernel takes queries and keys before RoPE. Each program applies the norm and RoPE to the queries
 of its heads. The program with a sequence's last split also applies them to the new key, and stores
@@ -459,14 +459,15 @@ def decode_tile(num_seqs: int, kv_heads: int, head_dim: int, dtype: torch.dtype)
     They depend on the batch size but not on context lengths, so that a CUDA graph stays valid as
     contexts grow. A program mostly waits for its keys, and other programs on its multiprocessor
     hide this latency. Large batches use programs of one warp, because a multiprocessor holds more
-    of them. With up to 32 query heads per KV head, a program needs at most 72 KiB of shared memory,
-    and every GPU with bf16 has 99 KiB. The sizes were tuned on an H200.
+    of them. None has four, with which Triton would use wgmma and twice the shared memory. With up
+    to 32 query heads per KV head, a program needs at most 72 KiB of shared memory, and every GPU
+    with bf16 has 99 KiB. The sizes were tuned on an H200.
     """
     num_unsplit = num_seqs * kv_heads  # number of programs if no context is split
     if dtype is torch.float32:
         num_keys, num_warps = 16, 4
     elif head_dim > 128:
-        num_keys, num_warps = 64, 4
+        num_keys, num_warps = 64, 2
     else:
-        num_keys, num_warps = (64, 1) if num_unsplit >= LARGE_BATCH else (128, 4)
+        num_keys, num_warps = (64, 1) if num_unsplit >= LARGE_BATCH else (128, 2)
     return DecodeTile(num_keys, num_warps, NUM_PROGRAMS, num_unsplit < NUM_MULTIPROCESSORS)

@@ -47,8 +47,9 @@ def attend(
 ):
     """Lets the rows of q attend to keys [begin, end).
 
-    With KEYS_FIRST, q, ``acc`` and the scores are transposed: queries are columns. A tensor core
-    multiplies at least 16 rows, but 8 columns, so for few queries this is less work.
+    With KEYS_FIRST, q, ``acc`` and the scores are transposed: queries are columns, and
+    ``position`` is None. An instruction of a tensor core needs at least 16 rows but only 8 columns,
+    so for few queries this is less work.
 
     Keys before ``middle`` are visible to all rows and need no mask. They are read in tiles of
     BLOCK_N. Keys from ``middle`` on, in tiles of TAIL_N, are masked by ``end`` and by the
@@ -297,7 +298,7 @@ def add_weighted_pairs(p, v, even, odd, KEYS_FIRST: tl.constexpr):
     """Adds the values v weighted by p to the two parts of a sum that ``split_pairs`` returns.
 
     Args:
-        v: the pairs, int16 [N, D / 2].
+        v: the pairs, int16 [N, D / 2] or, with KEYS_FIRST, [D / 2, N].
     """
     v_even, v_odd = _one_of_pairs(v, 0, p.dtype), _one_of_pairs(v, 1, p.dtype)
     even = add_weighted(p, v_even, even, KEYS_FIRST)

@@ -16,8 +16,8 @@ logger = logging.getLogger("nanovllm")
 # columns. They take BLOCK_N rows of G, and as many of U. Tuned on an H200.
 ROWS, BLOCK_N, BLOCK_K = 64, 128, 64
 DTYPES = torch.bfloat16, torch.float16
-
-
+# With fewer steps in a tile, the first consumer could start two tiles before the second starts one.
+MIN_STEPS = 3
 _failed: set[torch.device] = set()  # where the kernel does not compile
 
 
@@ -29,7 +29,8 @@ def supports(weight: Tensor) -> bool:
     if width % 8 or num_features % 16 or weight.dtype not in DTYPES:  # rows of 16 bytes
         return False
     is_hopper = torch.cuda.get_device_capability(weight.device) == (9, 0)
-    return is_hopper and weight.device not in _failed
+    is_wide = cdiv(width, BLOCK_K) >= MIN_STEPS
+    return is_hopper and is_wide and weight.device not in _failed
 
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -64,6 +65,7 @@ def _launch(x: Tensor, weight: Tensor) -> Tensor:
 
     from nanovllm.kernels.gemm.swiglu_kernel import swiglu_kernel
 
+    assert cdiv(x.size(1), BLOCK_K) >= MIN_STEPS
     layout = NVMMASharedLayout(128, 16, 2)
     inner = len(weight) // 2
     out = x.new_empty(len(x), inner)

@@ -250,18 +250,18 @@ def test_decode(shape, norms, dtype, device, monkeypatch):
 
 
 TILES = {  # by sequences of 8 KV heads of 128
-    16: DecodeTile(128, 4, 396, True),
-    17: DecodeTile(128, 4, 396, False),
-    255: DecodeTile(128, 4, 396, False),
+    16: DecodeTile(128, 2, 396, True),
+    17: DecodeTile(128, 2, 396, False),
+    255: DecodeTile(128, 2, 396, False),
     256: DecodeTile(64, 1, 396, False),
 }
 
 
 def test_tiles_follow_from_sequences_times_heads():
     assert {n: decode_tile(n, 8, 128, torch.bfloat16) for n in TILES} == TILES
-    assert decode_tile(256, 4, 128, torch.bfloat16) == DecodeTile(128, 4, 396, False)
-    assert decode_tile(16, 8, 256, torch.bfloat16) == DecodeTile(64, 4, 396, True)
-    assert decode_tile(512, 8, 256, torch.bfloat16) == DecodeTile(64, 4, 396, False)
+    assert decode_tile(256, 4, 128, torch.bfloat16) == DecodeTile(128, 2, 396, False)
+    assert decode_tile(16, 8, 256, torch.bfloat16) == DecodeTile(64, 2, 396, True)
+    assert decode_tile(512, 8, 256, torch.bfloat16) == DecodeTile(64, 2, 396, False)
     for num_seqs, few in ((16, True), (512, False)):
         assert decode_tile(num_seqs, 8, 128, torch.float32) == DecodeTile(16, 4, 396, few)
 

@@ -32,7 +32,7 @@ def emulator(monkeypatch):
 
 @pytest.mark.parametrize(
     ("num_rows", "inner", "width"),
-    [(1, 64, 64), (127, 104, 72), (300, 400, 256), (2500, 128, 136)],
+    [(1, 64, 136), (127, 104, 200), (300, 400, 256), (2500, 128, 136)],
 )
 def test_the_kernel_is_a_gemm_with_swiglu_in_the_emulator(emulator, num_rows, inner, width, dtype):
     check_shape(num_rows, inner, width, dtype, "cpu")
@@ -92,7 +92,14 @@ NEEDS_HOPPER = pytest.mark.skipif(
 @NEEDS_HOPPER
 @pytest.mark.parametrize(
     ("num_rows", "inner", "width"),
-    [(1, 64, 64), (127, 104, 72), (300, 1000, 576), (16384, 3072, 1024), (9000, 1536, 4096)],
+    [
+        (1, 64, 136),
+        (127, 104, 200),
+        (300, 1000, 576),
+        (9000, 1536, 136),
+        (16384, 3072, 1024),
+        (9000, 1536, 4096),
+    ],
 )
 def test_as_good_as_two_kernels(num_rows, inner, width, dtype):
     check_shape(num_rows, inner, width, dtype, "cuda")
@@ -114,7 +121,7 @@ def test_rows_do_not_mix(dtype):
 @NEEDS_HOPPER
 def test_large_matmuls_take_it(dtype, monkeypatch):
     x, weight = make(1024, 1536, 256, dtype)
-    assert supports(weight)
+    assert supports(weight) and not supports(weight[:, :128].contiguous())
     taken = []
     monkeypatch.setattr(
         module, "gated_linear", lambda x, weight: taken.append(len(x)) or gated_linear(x, weight)
