@@ -90,7 +90,10 @@ def shared_memory(device: torch.device) -> int:
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Returns the number of streaming multiprocessors of a CUDA GPU."""
+    """Returns the number of streaming multiprocessors of a CUDA GPU; that of a Hopper GPU for a
+    CPU, in Triton's interpreter."""
+    if device.type != "cuda":
+        return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -465,7 +465,7 @@ def decode_tile(num_seqs: int, kv_heads: int, head_dim: int, dtype: torch.dtype)
     """
     num_unsplit = num_seqs * kv_heads  # number of programs if no context is split
     if dtype is torch.float32:
-        num_keys, num_warps = 16, 4
+        num_keys, num_warps = 16, 2
     elif head_dim > 128:
         num_keys, num_warps = 64, 2
     else:

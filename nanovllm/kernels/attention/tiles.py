@@ -246,8 +246,8 @@ def as_pairs(ptr):
     A tensor core needs two keys of a column side by side, and FP8 values that lie side by side have
     the same key. Only elements of 16 bits are transposed as they are read from shared memory. So
     values are read in pairs, and those of even columns are multiplied apart from those of odd ones.
-    Tiles of 64 rows or more read plain values: Hopper multiplies those by other instructions, with
-    which sums of pairs were wrong (Triton 3.6, H200).
+    For wgmma, which multiplies 64 rows or more in programs of four warps, values are read plainly:
+    sums of pairs were wrong with it (Triton 3.6, H200). Decode programs have fewer warps.
     """
     return ptr.to(tl.pointer_type(tl.int16))
 
@@ -307,8 +307,8 @@ def add_weighted_pairs(p, v, even, odd, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def scale_up(x):
-    """Multiplies by a power of two. Weights are multiplied by the scales of values, which are at
-    most 1/448 of the largest value. In fp16, small products would be subnormal."""
+    """Multiplies by a power of two. Softmax probabilities are multiplied by the scales of values. A
+    scale is 1/448 of a value's largest magnitude, so in fp16 the products could be subnormal."""
     return x * 256.0
 
 

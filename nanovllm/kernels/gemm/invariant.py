@@ -31,6 +31,7 @@ from nanovllm.utils.compile_ahead import compiling_only
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import (
     HAS_TRITON,
+    num_multiprocessors,
     pdl_options,
     pdl_wait,
     shared_memory,
@@ -468,14 +469,6 @@ def check_launches(weight: Tensor) -> None:
 
 def _source(matrix: Tensor, rows: int, columns: int, tma: bool) -> Any:
     return TensorDescriptor.from_tensor(matrix, [rows, columns]) if tma else matrix
-
-
-@cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Returns the number of multiprocessors of a CUDA GPU; that of a Hopper GPU for a CPU."""
-    if device.type != "cuda":
-        return NUM_MULTIPROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache

@@ -171,5 +171,5 @@ def swiglu_kernel(x_desc, weight_desc, out_desc, num_m, num_n, num_steps, inner)
             (_produce, (x_desc, weight_desc, inputs, num_m, num_n, num_steps, inner)),
         ],
         [4, 1],
-        [240, 24],  # and 240 for the first consumer: what three warpgroups have, 65536 in all
+        [240, 24],  # registers per thread; the first consumer has 240, too
     )

@@ -263,7 +263,7 @@ def test_tiles_follow_from_sequences_times_heads():
     assert decode_tile(16, 8, 256, torch.bfloat16) == DecodeTile(64, 2, 396, True)
     assert decode_tile(512, 8, 256, torch.bfloat16) == DecodeTile(64, 2, 396, False)
     for num_seqs, few in ((16, True), (512, False)):
-        assert decode_tile(num_seqs, 8, 128, torch.float32) == DecodeTile(16, 4, 396, few)
+        assert decode_tile(num_seqs, 8, 128, torch.float32) == DecodeTile(16, 2, 396, few)
 
 
 @pytest.mark.parametrize(
