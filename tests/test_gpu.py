@@ -31,7 +31,7 @@ from nanovllm.engine.model_inputs import GraphSize, ModelInputs
 from nanovllm.engine.model_runner import CapturedSteps
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.attention import triton_backend
-from nanovllm.kernels.gemm import swiglu
+from nanovllm.kernels.gemm import hopper_gemm, qkv, swiglu
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
 from tests.checkpoints.test_gguf import write_gguf
 from tests.invariants import check_scheduler
@@ -57,9 +57,12 @@ def backend(request) -> str:
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory):
     """A Qwen3 with head_dim 64 in bf16, which flash-attn serves too."""
-    path = tmp_path_factory.mktemp("small") / "qwen3"
-    changes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "vocab_size": 4096}
-    config = CONFIGS["qwen3"][0](**{**BASE, **changes})
+    return save_small_model(tmp_path_factory.mktemp("small") / "qwen3", head_dim=64)
+
+
+def save_small_model(path: Path, head_dim: int) -> Path:
+    changes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 4096}
+    config = CONFIGS["qwen3"][0](**{**BASE, **changes, "head_dim": head_dim})
     model = TinyModels.build(config)
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -108,7 +111,11 @@ def test_every_token_is_nearly_the_most_likely_in_fp32(small_model, backend):
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     with LLM(small_model, attention_backend=backend, max_num_seqs=32) as llm:
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
+    assert_nearly_the_most_likely(exact, PROMPTS, outputs)
+
+
+def assert_nearly_the_most_likely(exact: Any, prompts: list[list[int]], outputs: Any) -> None:
+    for prompt, output in zip(prompts, outputs, strict=True):
         ids = torch.tensor([prompt + output["token_ids"]], device="cuda")
         with torch.inference_mode():
             logits = exact(ids).logits[0, len(prompt) - 1 : -1].float()
@@ -120,21 +127,25 @@ def test_every_token_is_nearly_the_most_likely_in_fp32(small_model, backend):
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs a Hopper GPU",
 )
-def test_large_prefills_use_the_kernels_for_hopper(small_model, monkeypatch):
+def test_large_prefills_use_the_kernels_for_hopper(tmp_path, monkeypatch):
     """A start that tries them out may also find that they do not work here."""
-    used = []
+    path, used = save_small_model(tmp_path / "qwen3", head_dim=128), []
+    exact = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).cuda().eval()
 
     def spy(module: Any, name: str) -> None:
         function = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args: used.append(name) or function(*args))
+        monkeypatch.setattr(module, name, lambda *args: used.append(module) or function(*args))
 
     spy(swiglu, "_launch")
+    spy(qkv, "_launch")
     spy(triton_backend, "hopper_prefill")
     prompts = [[i, *PROMPTS[3] * 8] for i in range(6)]  # 929 tokens each
-    with LLM(small_model, attention_backend="triton", enforce_eager=True, max_num_seqs=64) as llm:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(path, attention_backend="triton", enforce_eager=True, max_num_seqs=64) as llm:
         used.clear()
-        llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
-    assert {"_launch", "hopper_prefill"} == set(used) and not swiglu._failed
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert {swiglu, qkv, triton_backend} == set(used) and not hopper_gemm._failed
+    assert_nearly_the_most_likely(exact, prompts, outputs)
 
 
 def decode_batch(llm: LLM, num_seqs: int) -> Batch:

@@ -10,8 +10,6 @@ from nanovllm.kernels.rope import CacheSlots, NewKV, RopeInputs, apply_rope_and_
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import head_parameter
 
-__all__ = ["Attention", "store_kvcache"]
-
 
 class Attention(nn.Module):
     """Grouped-query attention of one layer over the paged KV cache.
@@ -43,6 +41,14 @@ class Attention(nn.Module):
         self.kv_group = 0
         self.backend: AttentionBackend | None = None
 
+    def cache_slots(self) -> CacheSlots | None:
+        """Returns where the step's new keys and values are stored; None without a KV cache."""
+        if not self.kv_cache.k.numel():
+            return None
+        slot_mapping = get_context(self.kv_group).slot_mapping
+        assert slot_mapping is not None
+        return CacheSlots(self.kv_cache, slot_mapping)
+
     def forward(
         self,
         q: Tensor,
@@ -62,18 +68,22 @@ class Attention(nn.Module):
         Returns:
             [N, num_heads, head_dim], or only the rows in ``output_indices``.
         """
-        context, slots = get_context(self.kv_group), None
+        context = get_context(self.kv_group)
         assert self.backend is not None, "the model runner has set no attention backend"
         if rope is not None and self.backend.fuses_rope and not context.is_prefill:
-            new = NewKV(rope, k, v)
-            return self.backend.decode(q, self.kv_cache, context, self.params, new)
-        if self.kv_cache.k.numel():
-            assert context.slot_mapping is not None
-            slots = CacheSlots(self.kv_cache, context.slot_mapping)
+            return self.backend.decode(q, self.kv_cache, context, self.params, NewKV(rope, k, v))
+        slots = self.cache_slots()
         if rope is not None:
             q, k = apply_rope_and_store(rope, q, k, v, slots)
         elif slots is not None:
             store_kvcache(k, v, *slots)
+        return self.attend(q, k, v, only_outputs)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, only_outputs: bool = False) -> Tensor:
+        """Computes what ``forward`` does, with queries and keys after RoPE. Keys and values are in
+        the KV cache already."""
+        context = get_context(self.kv_group)
+        assert self.backend is not None
         if only_outputs:
             q, context = q[context.output_indices], context.for_output_rows()
         if context.is_prefill:

@@ -76,18 +76,27 @@ class DecoderAttention(nn.Module):
         output_norm: Transform | None,
         output_indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        qkv, residual = self.qkv_proj.linear_weight.norm_matmul(hidden_states, residual, norm)
-        qkv = qkv.unflatten(-1, (-1, self.head_dim))
+        norms = () if self.norms_all_heads else (self.q_norm, self.k_norm)
+        rope = self.rotary_emb(positions, *norms)
+        weight, only_outputs = self.qkv_proj.linear_weight, output_indices is not None
+        # In a decode step, RoPE is part of the attention kernel.
+        changes_heads = self.norms_all_heads or self.rotary_emb.query_scale is not None
+        may_fuse = get_context().is_prefill and not changes_heads
+        slots = self.attn.cache_slots() if may_fuse else None
+        fused = weight.norm_matmul_rope(hidden_states, residual, norm, rope, slots)
+        qkv, residual = fused or weight.norm_matmul(hidden_states, residual, norm)
+        qkv = qkv.view(len(qkv), -1, self.head_dim)
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        if self.norms_all_heads:
-            q, k, rope = self.q_norm(q), self.k_norm(k), self.rotary_emb(positions)
+        if fused is not None:
+            x = self.attn.attend(q, k, v, only_outputs)
         else:
-            rope = self.rotary_emb(positions, self.q_norm, self.k_norm)
-        if self.rotary_emb.query_scale is not None:
-            q = q * self.rotary_emb.query_scale[positions]
-        x = self.attn(q, k, v, rope, only_outputs=output_indices is not None).flatten(1)
+            if self.norms_all_heads:
+                q, k = self.q_norm(q), self.k_norm(k)
+            if self.rotary_emb.query_scale is not None:
+                q = q * self.rotary_emb.query_scale[positions]
+            x = self.attn(q, k, v, rope, only_outputs)
         kept = residual if output_indices is None else residual[output_indices]
-        return self.o_proj.forward_add(kept, x, output_norm)
+        return self.o_proj.forward_add(kept, x.flatten(1), output_norm)
 
 
 class DecoderMLP(nn.Module):

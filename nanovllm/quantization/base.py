@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.kernels.rope import CacheSlots, RopeInputs
 from nanovllm.kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from nanovllm.utils.loader import check_shape
 
@@ -188,8 +189,30 @@ class LinearWeight(ABC):
         Returns:
             The result [N, out] or its SwiGLU [N, out / 2], and x + residual.
         """
-        if norm is None:
-            normed = total = x if residual is None else x + residual
-        else:
-            normed, total = self.input_format.rms_norm(x, norm.weight, norm.eps, residual)
+        normed, total = self.normalise(x, residual, norm)
         return self.matmul(normed) if act_fn is None else self.matmul_swiglu(normed, act_fn), total
+
+    def normalise(self, x: Tensor, residual: Tensor | None, norm: Any) -> tuple[Any, Tensor]:
+        """Returns norm(x + residual), in the input format, and x + residual. The arguments are
+        those of ``norm_matmul``."""
+        if norm is None:
+            total = x if residual is None else x + residual
+            return total, total
+        return self.input_format.rms_norm(x, norm.weight, norm.eps, residual)
+
+    def norm_matmul_rope(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: Any,
+        rope: RopeInputs,
+        slots: CacheSlots | None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Does what ``norm_matmul`` does and then what ``apply_rope_and_store`` does, in one
+        kernel. The rows of the weight are those of all query heads, key heads and value heads.
+
+        Returns:
+            Queries and keys after RoPE and values, [N, heads, D], and x + residual; None if no
+            fused kernel supports these inputs.
+        """
+        return None

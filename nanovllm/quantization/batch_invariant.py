@@ -59,6 +59,9 @@ class BatchInvariantWeight(UnquantizedWeight):
     ) -> tuple[Any, Tensor]:
         return LinearWeight.norm_matmul(self, x, residual, norm, act_fn)
 
+    def norm_matmul_rope(self, *args: Any) -> None:
+        return None
+
 
 class BatchInvariantVocabulary(BatchInvariantWeight):
     """The weight of an embedding or an LM head. On a GPU logits are fp32.

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.kernels.gemm import swiglu, tiled
+from nanovllm.kernels.gemm import hopper_gemm, qkv, swiglu, tiled
 from nanovllm.kernels.gemm.onednn import onednn_linear, pack_weight
 from nanovllm.kernels.gemm.skinny import skinny_linear, skinny_norm_linear
+from nanovllm.kernels.rope import CacheSlots, RopeInputs
 from nanovllm.quantization.base import PLAIN, LinearWeight, Shard
 from nanovllm.utils.loader import copy_weight
 from nanovllm.utils.triton_compat import use_triton
@@ -42,7 +43,7 @@ def _is_tiled(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_gated(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
-    return bias is None and swiglu.supports(weight)
+    return bias is None and hopper_gemm.supports(swiglu.EPILOGUE, weight)
 
 
 def _is_large_sum(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
@@ -68,6 +69,8 @@ class Choice(NamedTuple):
 
 ANY = range(sys.maxsize)
 
+MIN_LARGE_ROWS = 1024  # for the GEMMs for Hopper
+
 # The kernels of each operation on x [N, in] and a weight [out, in]. The first Choice is used whose
 # ``rows`` contain N and that ``applies`` to the weight. If there is none, the operation runs as
 # several kernels. The limits were measured on an H200 (docs/lab-log.md).
@@ -82,7 +85,7 @@ KERNELS: dict[str, tuple[Choice, ...]] = {
     "matmul_swiglu": (
         Choice(range(1, 9), _is_not_lm_head, partial(skinny_linear, silu=True)),
         Choice(range(9, 17), _is_small, partial(skinny_linear, silu=True)),
-        Choice(range(1024, sys.maxsize), _is_gated, _gated_linear),
+        Choice(range(MIN_LARGE_ROWS, sys.maxsize), _is_gated, _gated_linear),
     ),
     "norm_matmul": (Choice(range(1, 2), _is_not_lm_head, skinny_norm_linear),),
     "matmul_add": (Choice(ANY, _is_large_sum, _addmm),),
@@ -182,3 +185,19 @@ class UnquantizedWeight(LinearWeight):
         if kernel is None or norm is None or not is_fused:
             return super().norm_matmul(x, residual, norm, act_fn)
         return kernel(x, weight, self.bias, gated, norm.weight, norm.eps, residual)
+
+    def norm_matmul_rope(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: Any,
+        rope: RopeInputs,
+        slots: CacheSlots | None,
+    ) -> tuple[Tensor, Tensor] | None:
+        weight = self._weight
+        if len(x) < MIN_LARGE_ROWS or self.bias is not None or slots is None:
+            return None
+        if not qkv.supports(weight, rope, slots):
+            return None
+        normed, total = self.normalise(x, residual, norm)
+        return qkv.qkv_linear(normed, weight, rope, slots), total

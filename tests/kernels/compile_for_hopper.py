@@ -35,8 +35,8 @@ from nanovllm.kernels.attention.prefix_schedule import NO_PREFIXES
 from nanovllm.kernels.comm import all_reduce
 from nanovllm.kernels.fp8 import FP8, Fp8Rows
 from nanovllm.kernels.gemm import fp8 as fp8_gemm
+from nanovllm.kernels.gemm import hopper_gemm, qkv, skinny, swiglu, tiled
 from nanovllm.kernels.gemm import invariant as invariant_gemm
-from nanovllm.kernels.gemm import skinny, swiglu, tiled
 from nanovllm.kernels.moe import few, grouped, mxfp4, route, sort
 from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.sampling import logprobs, sample, sampled_tokens
@@ -103,7 +103,7 @@ def compile_only(capability: int = 90, memory: int = SHARED_MEMORY) -> list[Any]
         module.pdl_options = lambda x: options  # type: ignore[attr-defined]
     for module in (prefill, grouped, invariant_attention, invariant_gemm):
         module.shared_memory = lambda device: memory  # type: ignore[attr-defined]
-    for module in (hopper_prefill, swiglu):
+    for module in (hopper_prefill, swiglu, qkv):
         module.num_multiprocessors = lambda device: 132  # type: ignore[assignment]
     invariant_gemm.has_tma = lambda device: capability >= 90  # type: ignore[assignment]
     return compiled
@@ -160,8 +160,13 @@ def launch_all(
             for num_rows in (32, 64) if all_sizes else (32,):
                 for bias in (None, make(out)) if all_sizes else (make(out),):
                     tiled.tile_linear(make(num_rows, width), make(out, width), bias)
-    if dtype in swiglu.DTYPES:
-        swiglu.gated_linear(make(64, 1024), make(6144, 1024))
+    if dtype in hopper_gemm.DTYPES:
+        swiglu._launch(make(64, 1024), make(6144, 1024))
+        if head_dim == qkv.HEAD_DIM:
+            x, weights = make(64, 1024), make((q_heads + 2 * kv_heads) * head_dim, 1024)
+            for norms in ((None, None), (weight, weight)) if all_sizes else ((weight, weight),):
+                inputs = rope.RopeInputs(ints(64), angles, *norms, 1e-6)
+                qkv._launch(x, weights, inputs, slots)
     launch_invariant_gemms(dtype, all_sizes)
     launch_mixtures(dtype, all_sizes)
     logits, rows = make(8, 151_936), ints(8, sample.ROW_WORDS)
@@ -467,6 +472,7 @@ if __name__ == "__main__":
     roomy = (  # on GPUs that have as much
         "hopper_prefill_kernel",
         "swiglu_kernel",
+        "qkv_kernel",
         "_prefill_kernel",
         "_tile_kernel",
         "_grouped_kernel",

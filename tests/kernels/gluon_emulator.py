@@ -120,8 +120,15 @@ class Shared:
     def permute(self, order: list[int]) -> "Shared":
         return Shared(self.data.permute(order))
 
+    def load(self, layout: Any) -> Tensor:
+        return self.data.clone()
+
     def store(self, value: Tensor) -> None:
         self.data.copy_(value)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
 
 
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
@@ -138,10 +145,21 @@ class Pointer:
         return Pointer(self.data, self.offset + offset)
 
 
-def _load(pointer: Pointer, mask: Any = True, other: int = 0) -> Tensor:
-    if not mask:
-        return torch.tensor(other, dtype=pointer.data.dtype)
-    return pointer.data.flatten()[range(pointer.data.numel())[int(pointer.offset)]]
+def _load(pointer: Pointer, mask: Any = True, other: float = 0) -> Tensor:
+    offset, mask = torch.broadcast_tensors(
+        torch.as_tensor(pointer.offset).long(), torch.as_tensor(mask)
+    )
+    memory = pointer.data.flatten()
+    assert ((offset >= 0) & (offset < len(memory)))[mask].all(), "outside of the tensor"
+    values = memory[torch.where(mask, offset, 0)]
+    return torch.where(mask, values, torch.tensor(other, dtype=memory.dtype))
+
+
+def _store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
+    offset, mask = torch.broadcast_tensors(pointer.offset.long(), mask)
+    memory = pointer.data.view(-1)
+    assert ((offset >= 0) & (offset < len(memory)))[mask].all(), "outside of the tensor"
+    memory[offset[mask]] = value[mask]
 
 
 class TensorDescriptor:
@@ -301,6 +319,7 @@ LANGUAGE = {
     "NVMMADistributedLayout": lambda *args: None,
     "NVMMASharedLayout": lambda *args: None,
     "DotOperandLayout": lambda *args: None,
+    "BlockedLayout": lambda *args: None,
     "SliceLayout": lambda *args: None,
     "convert_layout": lambda x, layout, assert_trivial=False: x,
     "allocate_shared_memory": _allocate,
@@ -310,6 +329,7 @@ LANGUAGE = {
     "num_programs": lambda axis: _thread.program.count,
     "static_range": range,
     "load": _load,
+    "store": _store,
     "to_tensor": torch.tensor,
     "arange": lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
     "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
@@ -323,6 +343,7 @@ LANGUAGE = {
     "sum": torch.sum,
     "split": lambda x: x.unbind(-1),
     "exp2": torch.exp2,
+    "rsqrt": torch.rsqrt,
 }
 HOPPER = {
     "mbarrier": SimpleNamespace(

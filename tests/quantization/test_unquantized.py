@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.checkpoints.weights import load_model
-from nanovllm.kernels.gemm import swiglu, tiled
+from nanovllm.kernels.gemm import hopper_gemm, qkv, tiled
 from nanovllm.kernels.gemm.skinny import skinny_linear, skinny_norm_linear
 from nanovllm.kernels.gemm.tiled import tile_linear
 from nanovllm.kernels.rms_norm import rms_norm_reference
@@ -51,7 +51,7 @@ def make_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Unqua
 def choose(monkeypatch):
     """(operation, rows, out, in) -> the kernel that a Hopper GPU would run."""
     monkeypatch.setattr(unquantized, "use_triton", lambda x: True)
-    monkeypatch.setattr(swiglu, "supports", lambda weight: True)
+    monkeypatch.setattr(hopper_gemm, "supports", lambda kernel, weight: True)
 
     def call(operation, rows, out, width, *, dtype=BF16, bias=None, memory=228):
         monkeypatch.setattr(tiled, "shared_memory", lambda device: memory << 10)
@@ -96,6 +96,31 @@ def test_which_matmuls_have_a_norm_or_a_swiglu_fused(choose):
     assert choose("matmul_swiglu", 1024, 64, 4096) is unquantized._gated_linear
     assert choose("matmul_swiglu", 1023, 64, 4096) is None
     assert choose("matmul_swiglu", 1024, 64, 64, bias=torch.empty(64, device="meta")) is None
+
+
+def test_which_projections_have_rope_fused(monkeypatch):
+    weight, bias, residual = torch.randn(384, 64), torch.zeros(384), torch.randn(1024, 64)
+    rope, slots, launched = object(), object(), []
+
+    def qkv_linear(x: torch.Tensor, *args: object) -> str:
+        launched.append((x, *args))
+        return "qkv"
+
+    monkeypatch.setattr(qkv, "qkv_linear", qkv_linear)
+    monkeypatch.setattr(qkv, "supports", lambda *args: True)
+    x, norm = torch.randn(1024, 64), Norm(torch.ones(64), 1e-6)
+    fused = make_weight(weight).norm_matmul_rope(x, residual, norm, rope, slots)
+    normed, total = rms_norm_reference(x, norm.weight, norm.eps, residual)
+    assert fused[0] == "qkv" and torch.equal(fused[1], total)
+    ((found, *others),) = launched
+    assert torch.equal(found, normed) and torch.equal(others[0], weight)
+    assert others[1:] == [rope, slots]
+    none = make_weight(weight)
+    assert none.norm_matmul_rope(x[1:], residual[1:], norm, rope, slots) is None
+    assert none.norm_matmul_rope(x, residual, norm, rope, None) is None
+    assert make_weight(weight, bias).norm_matmul_rope(x, residual, norm, rope, slots) is None
+    monkeypatch.setattr(qkv, "supports", lambda *args: False)
+    assert none.norm_matmul_rope(x, residual, norm, rope, slots) is None
 
 
 def test_a_cpu_uses_pytorch():

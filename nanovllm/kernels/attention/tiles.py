@@ -1,9 +1,10 @@
 """Triton functions that the attention kernels share: the loop over tiles of keys, and the norm and
 RoPE of heads.
 
-It computes the online softmax of FlashAttention-2 (arXiv:2307.08691) in base 2. Each row of queries
-has a running maximum of the scaled scores and a running sum of exp2(score - maximum). Matmuls of
-fp32 inputs are exact ("ieee"), because the default, tf32, has a mantissa of 10 bits only.
+The loop computes the online softmax of FlashAttention-2 (arXiv:2307.08691) in base 2. Each row of
+queries has a running maximum of the scaled scores and a running sum of exp2(score - maximum).
+Matmuls of fp32 inputs are exact ("ieee"), because the default, tf32, has a mantissa of 10 bits
+only.
 
 Here the blocks of the KV cache are called pages, because BLOCK_M and BLOCK_N are sizes of tiles.
 """
@@ -51,10 +52,10 @@ def attend(
     ``position`` is None. An instruction of a tensor core needs at least 16 rows but only 8 columns,
     so for few queries this is less work.
 
-    Keys before ``middle`` are visible to all rows and need no mask. They are read in tiles of
-    BLOCK_N. Keys from ``middle`` on, in tiles of TAIL_N, are masked by ``end`` and by the
-    ``position`` of each row, unless it is None. PAGE_SIZE is 0 for keys and values that are not
-    paged.
+    Without a window, keys before ``middle`` are visible to all rows and need no mask. They are read
+    in tiles of BLOCK_N. Keys from ``middle`` on, in tiles of TAIL_N, are masked by ``end`` and by
+    the ``position`` of each row, unless it is None. PAGE_SIZE is 0 for keys and values that are
+    not paged.
 
     WINDOW is the number of keys that a row attends to, or 0 for all. With a window, keys before
     ``window_begin`` are not read, keys from ``window_full`` up to ``middle`` need no mask, and

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.gemm import hopper_gemm
 from nanovllm.kernels.gemm import swiglu as module
-from nanovllm.kernels.gemm.swiglu import gated_linear, supports
+from nanovllm.kernels.gemm.swiglu import gated_linear
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
 from nanovllm.layers.activation import SiluAndMul
 from tests.kernels.gluon_emulator import emulated
@@ -15,6 +16,10 @@ from tests.kernels.oracle import assert_as_good_as_eager
 from tests.quantization.test_unquantized import Norm, make_weight
 
 CPU = torch.device("cpu")
+
+
+def supports(weight: torch.Tensor) -> bool:
+    return hopper_gemm.supports(module.EPILOGUE, weight)
 
 
 @pytest.fixture(params=[torch.float16, torch.bfloat16], ids=str)
@@ -26,7 +31,8 @@ def dtype(request):
 def emulator(monkeypatch):
     """Runs the kernel on a CPU, with few programs, so that each has several tiles."""
     monkeypatch.setattr(module, "num_multiprocessors", lambda device: 3)
-    with emulated("nanovllm.kernels.hopper", "nanovllm.kernels.gemm.swiglu_kernel"):
+    names = "hopper", "gemm.hopper_loop", "gemm.swiglu_kernel"
+    with emulated(*(f"nanovllm.kernels.{name}" for name in names)):
         yield
 
 
@@ -50,12 +56,12 @@ def test_a_kernel_that_does_not_compile_is_replaced_with_one_warning(monkeypatch
         raise RuntimeError("PassManager::run failed")
 
     monkeypatch.setattr(module, "_launch", broken)
-    monkeypatch.setattr(module, "_failed", set())
+    monkeypatch.setattr(hopper_gemm, "_failed", set())
     x, weight = make(3, 64, 64, torch.bfloat16, "cpu")
     with caplog.at_level(logging.WARNING, "nanovllm"):
         y = gated_linear(x, weight)
     assert torch.equal(y, silu_and_mul_reference(F.linear(x, weight)))
-    assert module._failed == {CPU}
+    assert hopper_gemm._failed == {(module.EPILOGUE, CPU)}
     assert [r.getMessage() for r in caplog.records] == [
         "the GEMM with SwiGLU for Hopper failed, so prefill is slower: "
         "RuntimeError: PassManager::run failed"
@@ -67,10 +73,10 @@ def test_running_out_of_memory_is_no_failure_of_the_kernel(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(module, "_launch", full)
-    monkeypatch.setattr(module, "_failed", set())
+    monkeypatch.setattr(hopper_gemm, "_failed", set())
     with pytest.raises(torch.OutOfMemoryError):
         gated_linear(*make(3, 64, 64, torch.bfloat16, "cpu"))
-    assert not module._failed
+    assert not hopper_gemm._failed
 
 
 def test_a_cpu_has_no_such_gemm():
@@ -134,5 +140,5 @@ def test_large_matmuls_take_it(dtype, monkeypatch):
         other, _ = make_weight(weight, fewer[1]).norm_matmul(fewer[0], None, norm, SiluAndMul())
         torch.testing.assert_close(other, y[-len(other) :], rtol=2e-2, atol=2e-2)
     assert len(taken) == 1
-    monkeypatch.setattr(module, "_failed", {x.device})
+    monkeypatch.setattr(hopper_gemm, "_failed", {(module.EPILOGUE, x.device)})
     assert not supports(weight)

@@ -1,0 +1,72 @@
+"""What the launchers of the GEMMs for Hopper share, swiglu.py and qkv.py. hopper_loop.py has the
+main loop of their kernels."""
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from nanovllm.utils.math import cdiv
+from nanovllm.utils.triton_compat import HAS_TRITON
+
+logger = logging.getLogger("nanovllm")
+T = TypeVar("T")
+
+# A tile of the result has 2 * ROWS rows, one wgmma instruction's for each consumer, and 2 * BLOCK_N
+# columns, which are those of two boxes of the weight. Tuned on an H200.
+ROWS, BLOCK_N, BLOCK_K = 64, 128, 64
+DTYPES = torch.bfloat16, torch.float16
+# With fewer steps in a tile, the first consumer could start two tiles before the second starts one.
+MIN_STEPS = 3
+_failed: set[tuple[str, torch.device]] = set()  # epilogues, and where they do not compile
+
+
+def supports(epilogue: str, weight: Tensor) -> bool:
+    """Returns whether the kernel with this epilogue can multiply by a weight [out, in] on its
+    device."""
+    num_features, width = weight.shape
+    if not weight.is_cuda or torch.version.hip is not None or not HAS_TRITON:
+        return False
+    if width % 8 or num_features % 16 or weight.dtype not in DTYPES:  # rows of 16 bytes
+        return False
+    is_hopper = torch.cuda.get_device_capability(weight.device) == (9, 0)
+    is_wide = cdiv(width, BLOCK_K) >= MIN_STEPS
+    return is_hopper and is_wide and (epilogue, weight.device) not in _failed
+
+
+def run_or_replace(
+    epilogue: str, device: torch.device, run: Callable[[], T], replace: Callable[[], T]
+) -> T:
+    """Returns ``run()`` or, if the kernel does not compile, ``replace()``. Logs that once.
+    Afterwards ``supports`` refuses the kernel.
+
+    Args:
+        epilogue: what the kernel has in its epilogue, for the log.
+    """
+    try:
+        return run()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # compilers may raise any exception
+        _failed.add((epilogue, device))
+        logger.warning(
+            "the GEMM with %s for Hopper failed, so prefill is slower: %s: %s",
+            epilogue,
+            type(error).__name__,
+            error,
+        )
+        return replace()
+
+
+def describe_inputs(x: Tensor, weight: Tensor) -> tuple[Any, Any]:
+    """Describes the inputs of a GEMM to the TMA."""
+    # Deferred, because Gluon is experimental: the caller can do without it.
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    assert cdiv(x.size(1), BLOCK_K) >= MIN_STEPS
+    layout = NVMMASharedLayout(128, 16, 2)
+    x_desc = TensorDescriptor.from_tensor(x, [2 * ROWS, BLOCK_K], layout)
+    return x_desc, TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K], layout)
