@@ -169,6 +169,7 @@ class Proof:
             "model": Path(self.arguments.model).name,
             "dtype": self.arguments.dtype,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "num_devices": self.arguments.tensor_parallel_size,
             "planted": self.arguments.plant,
             "composition": name,
             "requests": len(found),
