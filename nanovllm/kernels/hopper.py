@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-# Their names before Triton 3.9 are the longer ones.
+# Before Triton 3.9 they have the longer names.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
@@ -27,8 +27,8 @@ def barrier_sync(barrier, NUM_THREADS: gl.constexpr):
 
 @gluon.jit
 def barrier_arrive(barrier, NUM_THREADS: gl.constexpr):
-    """Arrives at a named barrier without waiting. Each thread arrives for itself. Before a thread
-    arrives at an mbarrier, and afterwards, Triton makes all threads of its partition wait."""
+    """Arrives at a named barrier without waiting. This is cheaper than to arrive at an mbarrier:
+    before and after that, Triton makes all threads of the partition wait for each other."""
     gl.inline_asm_elementwise(
         f"bar.arrive $1, {NUM_THREADS}; mov.u32 $0, $1;",
         "=r,r",

@@ -80,8 +80,8 @@ class Attention(nn.Module):
         return self.attend(q, k, v, only_outputs)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, only_outputs: bool = False) -> Tensor:
-        """Computes what ``forward`` does, with queries and keys after RoPE. Keys and values are in
-        the KV cache already."""
+        """Computes attention as ``forward`` does, for queries and keys after RoPE. If there is a KV
+        cache, it must already hold the new keys and values."""
         context = get_context(self.kv_group)
         assert self.backend is not None
         if only_outputs:

@@ -79,13 +79,13 @@ class DecoderAttention(nn.Module):
         norms = () if self.norms_all_heads else (self.q_norm, self.k_norm)
         rope = self.rotary_emb(positions, *norms)
         weight, only_outputs = self.qkv_proj.linear_weight, output_indices is not None
-        # In a decode step, RoPE is part of the attention kernel.
+        # Decode steps are not fused here: the Triton backend applies RoPE in its decode kernel.
         changes_heads = self.norms_all_heads or self.rotary_emb.query_scale is not None
         may_fuse = get_context().is_prefill and not changes_heads
         slots = self.attn.cache_slots() if may_fuse else None
         fused = weight.norm_matmul_rope(hidden_states, residual, norm, rope, slots)
         qkv, residual = fused or weight.norm_matmul(hidden_states, residual, norm)
-        qkv = qkv.view(len(qkv), -1, self.head_dim)
+        qkv = qkv.unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if fused is not None:
             x = self.attn.attend(q, k, v, only_outputs)

@@ -208,11 +208,12 @@ class LinearWeight(ABC):
         rope: RopeInputs,
         slots: CacheSlots | None,
     ) -> tuple[Tensor, Tensor] | None:
-        """Does what ``norm_matmul`` does and then what ``apply_rope_and_store`` does, in one
-        kernel. The rows of the weight are those of all query heads, key heads and value heads.
+        """Computes ``norm_matmul`` and then ``apply_rope_and_store``. The matmul, RoPE and the
+        store are one kernel. The rows of the weight are those of all query heads, key heads and
+        value heads.
 
         Returns:
-            Queries and keys after RoPE and values, [N, heads, D], and x + residual; None if no
-            fused kernel supports these inputs.
+            Queries and keys after RoPE and values, [N, out], and x + residual; None if no fused
+            kernel supports these inputs.
         """
         return None

@@ -18,7 +18,8 @@ T = TypeVar("T")
 # columns, which are those of two boxes of the weight. Tuned on an H200.
 ROWS, BLOCK_N, BLOCK_K = 64, 128, 64
 DTYPES = torch.bfloat16, torch.float16
-# With fewer steps in a tile, the first consumer could start two tiles before the second starts one.
+# At least a kernel's STAGES - 1. With fewer steps in a tile, the first consumer could arrive twice
+# at the LAG barrier before the second one waits there.
 MIN_STEPS = 3
 _failed: set[tuple[str, torch.device]] = set()  # epilogues, and where they do not compile
 

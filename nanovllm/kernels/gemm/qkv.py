@@ -43,7 +43,7 @@ def qkv_linear(x: Tensor, weight: Tensor, rope: RopeInputs, slots: CacheSlots) -
             contiguous.
 
     Returns:
-        [N, heads, HEAD_DIM].
+        [N, heads * HEAD_DIM].
     """
     return run_or_replace(
         EPILOGUE,
@@ -57,7 +57,7 @@ def qkv_linear_reference(x: Tensor, weight: Tensor, rope: RopeInputs, slots: Cac
     """Computes what ``qkv_linear`` does, in several kernels."""
     qkv, k_heads = F.linear(x, weight).unflatten(1, (-1, HEAD_DIM)), slots.cache.k.size(2)
     q, k, v = qkv.split((qkv.size(1) - 2 * k_heads, k_heads, k_heads), dim=1)
-    return torch.cat((*apply_rope_and_store(rope, q, k, v, slots), v), dim=1)
+    return torch.cat((*apply_rope_and_store(rope, q, k, v, slots), v), dim=1).flatten(1)
 
 
 def _launch(x: Tensor, weight: Tensor, rope: RopeInputs, slots: CacheSlots) -> Tensor:
@@ -69,7 +69,7 @@ def _launch(x: Tensor, weight: Tensor, rope: RopeInputs, slots: CacheSlots) -> T
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.size(3) == HEAD_DIM
     assert rope.cos_sin_cache.is_contiguous()
     assert len(rope.positions) == len(slots.slot_mapping) == len(x)
-    out = x.new_empty(len(x), len(weight) // HEAD_DIM, HEAD_DIM)
+    out, num_heads = x.new_empty(len(x), len(weight)), len(weight) // HEAD_DIM
     num_m, num_n = cdiv(len(x), 2 * ROWS), cdiv(len(weight), 2 * BLOCK_N)
     qkv_kernel[(min(num_m * num_n, num_multiprocessors(x.device)),)](
         x_desc,
@@ -87,7 +87,7 @@ def _launch(x: Tensor, weight: Tensor, rope: RopeInputs, slots: CacheSlots) -> T
         num_n,
         cdiv(x.size(1), BLOCK_K),
         rope.eps,
-        out.size(1) - 2 * k_heads,
+        num_heads - 2 * k_heads,
         k_heads,
         num_warps=4,
     )

@@ -20,15 +20,15 @@ from nanovllm.kernels.hopper import barrier_arrive, barrier_sync
 FINISHER_WARPS = 2  # with more, consumers would have too few registers
 # Half of a head's columns, steps in shared memory, and rows that are finished at a time.
 HALF, STAGES, PART_ROWS = map(gl.constexpr, (HEAD_DIM // 2, 3, 16))
-# That a consumer has written heads to shared memory, and that they have been read.
+# Named barriers, one of each per consumer: that it has written its heads to shared memory, and that
+# they have been read.
 WRITTEN_BARRIER, READ_BARRIER = map(gl.constexpr, (NEXT_BARRIER, NEXT_BARRIER + 2))
 HANDOVER_THREADS = gl.constexpr(128 + FINISHER_WARPS * 32)  # of a consumer and the finisher
 
 
 @aggregate
 class Rope:
-    """What the epilogue reads and writes besides the result. Either both weights are pointers, or
-    both are None."""
+    """The tensors and sizes that the epilogue uses, except for the weights of the norms."""
 
     out_ptr: gl.tensor
     positions_ptr: gl.tensor
@@ -149,7 +149,8 @@ def _load_weight(head, rope, q_weight_ptr, k_weight_ptr):
 
 @gluon.jit
 def _finish_head(x1, x2, head, rows, cos, sin, w1, w2, rope, HAS_NORM: gl.constexpr):
-    """Normalises and rotates a head, given in halves [PART_ROWS, HALF], and stores it."""
+    """Multiplies a head, given in halves [PART_ROWS, HALF], by the norm's weight, applies RoPE, and
+    stores it in the result and in the KV cache."""
     dtype: gl.constexpr = x1.dtype
     NUM_HEADS: gl.constexpr = rope.Q_HEADS + 2 * rope.K_HEADS
     if head < rope.Q_HEADS + rope.K_HEADS:
@@ -237,7 +238,7 @@ def qkv_kernel(
     K_HEADS: gl.constexpr,
 ):
     """Computes num_m x num_n tiles of the result. ``num_steps`` is the number of tiles of x's
-    columns."""
+    columns. Without norms, both of their weights are None."""
     inputs = make_inputs(x_desc, weight_desc, STAGES)
     tiles = Tiles(num_m, num_n, num_steps)
     heads = gl.allocate_shared_memory(x_desc.dtype, [8, GL_ROWS, HALF], x_desc.layout)

@@ -36,7 +36,9 @@ def make(num_rows, q_heads, k_heads, width, has_norm, dtype, device):
     features = (q_heads + 2 * k_heads) * HEAD_DIM
     weight = (torch.randn(features, width, device=device) / width**0.5).to(dtype)
     angles = 6 * torch.rand(num_rows + 5, HEAD_DIM // 2, device=device)
-    norms = torch.rand(2, HEAD_DIM, device=device).to(dtype) + 0.5 if has_norm else (None, None)
+    norms = torch.rand(2, HEAD_DIM, device=device) + 0.5 if has_norm else (None, None)
+    if has_norm and q_heads % 2:  # weights of norms may also be fp32 in other models
+        norms = norms.to(dtype)
     rope = RopeInputs(
         torch.randperm(num_rows, device=device).int() + 5,
         torch.cat((angles.cos(), angles.sin()), 1),
@@ -66,7 +68,7 @@ def exact_qkv(x, weight, rope, slots):
             for heads, weight in ((q, rope.q_weight), (k, rope.k_weight))
         )
         rope = rope._replace(q_weight=None, k_weight=None)
-    return torch.cat((*apply_rope_and_store_reference(rope, q, k, v, slots), v), dim=1)
+    return torch.cat((*apply_rope_and_store_reference(rope, q, k, v, slots), v), dim=1).flatten(1)
 
 
 def check(num_rows, q_heads, k_heads, width, has_norm, dtype, device) -> None:
