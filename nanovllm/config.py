@@ -72,7 +72,7 @@ class Config:
         quantization: "fp8" quantises the weights of projections of attention, MLPs and experts to 8
             bits as they are loaded, with a scale for each output feature; None stores them as the
             checkpoint does. A GPU of compute capability 8.9 or higher also quantises their inputs,
-            with a scale for each token, unless there is only one token.
+            with a scale for each token, unless there is one token, or up to 4 for experts.
         load_format: "auto" loads the checkpoint's weights; "dummy" uses random weights and needs
             only the checkpoint's config.
         seed: seed of the sampler and of dummy weights.

@@ -212,6 +212,10 @@ class LinearWeight(ABC):
         store are one kernel. The rows of the weight are those of all query heads, key heads and
         value heads.
 
+        Args:
+            slots: where to store keys and values; None if they cannot be stored yet, because
+                something else comes before RoPE. Then nothing is fused.
+
         Returns:
             Queries and keys after RoPE and values, [N, out], and x + residual; None if no fused
             kernel supports these inputs.

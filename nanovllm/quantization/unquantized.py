@@ -22,6 +22,12 @@ def _gated_linear(x: Tensor, weight: Tensor, bias: None) -> Tensor:
     return swiglu.gated_linear(x, weight)
 
 
+def _qkv_linear(
+    x: Tensor, weight: Tensor, bias: None, rope: RopeInputs, slots: CacheSlots
+) -> Tensor:
+    return qkv.qkv_linear(x, weight, rope, slots)
+
+
 def _addmm(x: Tensor, weight: Tensor, bias: None, residual: Tensor) -> tuple[Tensor, None]:
     return torch.addmm(residual, x, weight.t(), out=residual), None
 
@@ -44,6 +50,10 @@ def _is_tiled(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
 
 def _is_gated(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
     return bias is None and hopper_gemm.supports(swiglu.EPILOGUE, weight)
+
+
+def _has_rope(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+    return bias is None and hopper_gemm.supports(qkv.EPILOGUE, weight)
 
 
 def _is_large_sum(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
@@ -69,8 +79,6 @@ class Choice(NamedTuple):
 
 ANY = range(sys.maxsize)
 
-MIN_LARGE_ROWS = 1024  # for the GEMMs for Hopper
-
 # The kernels of each operation on x [N, in] and a weight [out, in]. The first Choice is used whose
 # ``rows`` contain N and that ``applies`` to the weight. If there is none, the operation runs as
 # several kernels. The limits were measured on an H200 (docs/lab-log.md).
@@ -85,8 +93,9 @@ KERNELS: dict[str, tuple[Choice, ...]] = {
     "matmul_swiglu": (
         Choice(range(1, 9), _is_not_lm_head, partial(skinny_linear, silu=True)),
         Choice(range(9, 17), _is_small, partial(skinny_linear, silu=True)),
-        Choice(range(MIN_LARGE_ROWS, sys.maxsize), _is_gated, _gated_linear),
+        Choice(range(1024, sys.maxsize), _is_gated, _gated_linear),
     ),
+    "matmul_rope": (Choice(range(1024, sys.maxsize), _has_rope, _qkv_linear),),
     "norm_matmul": (Choice(range(1, 2), _is_not_lm_head, skinny_norm_linear),),
     "matmul_add": (Choice(ANY, _is_large_sum, _addmm),),
 }
@@ -195,9 +204,8 @@ class UnquantizedWeight(LinearWeight):
         slots: CacheSlots | None,
     ) -> tuple[Tensor, Tensor] | None:
         weight = self._weight
-        if len(x) < MIN_LARGE_ROWS or self.bias is not None or slots is None:
-            return None
-        if not qkv.supports(weight, rope, slots):
+        kernel = choose_kernel("matmul_rope", x, weight, self.bias)
+        if kernel is None or slots is None or not qkv.supports(rope, slots, x.dtype):
             return None
         normed, total = self.normalise(x, residual, norm)
-        return qkv.qkv_linear(normed, weight, rope, slots), total
+        return kernel(normed, weight, self.bias, rope, slots), total

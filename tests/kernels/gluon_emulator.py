@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -363,6 +364,22 @@ HOPPER = {
     "warpgroup_mma": Matmul,
     "warpgroup_mma_wait": _matmul_wait,
 }
+
+
+@contextmanager
+def emulated_gemm(kernel: str, launcher: ModuleType) -> Iterator[None]:
+    """Runs a GEMM for Hopper on the CPU, with few programs, so that each has several tiles.
+
+    Args:
+        kernel: the name of its kernel's module.
+        launcher: the module that launches it.
+    """
+    names = "hopper", "gemm.hopper_loop", f"gemm.{kernel}"
+    with (
+        patch.object(launcher, "num_multiprocessors", lambda device: 3),
+        emulated(*(f"nanovllm.kernels.{name}" for name in names)),
+    ):
+        yield
 
 
 @contextmanager

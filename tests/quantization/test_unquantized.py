@@ -51,7 +51,7 @@ def make_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Unqua
 def choose(monkeypatch):
     """(operation, rows, out, in) -> the kernel that a Hopper GPU would run."""
     monkeypatch.setattr(unquantized, "use_triton", lambda x: True)
-    monkeypatch.setattr(hopper_gemm, "supports", lambda kernel, weight: True)
+    monkeypatch.setattr(hopper_gemm, "supports", lambda epilogue, weight: True)
 
     def call(operation, rows, out, width, *, dtype=BF16, bias=None, memory=228):
         monkeypatch.setattr(tiled, "shared_memory", lambda device: memory << 10)
@@ -108,6 +108,7 @@ def test_which_projections_have_rope_fused(monkeypatch):
 
     monkeypatch.setattr(qkv, "qkv_linear", qkv_linear)
     monkeypatch.setattr(qkv, "supports", lambda *args: True)
+    monkeypatch.setattr(hopper_gemm, "supports", lambda epilogue, weight: True)
     x, norm = torch.randn(1024, 64), Norm(torch.ones(64), 1e-6)
     fused = make_weight(weight).norm_matmul_rope(x, residual, norm, rope, slots)
     normed, total = rms_norm_reference(x, norm.weight, norm.eps, residual)
@@ -115,18 +116,23 @@ def test_which_projections_have_rope_fused(monkeypatch):
     ((found, *others),) = launched
     assert torch.equal(found, normed) and torch.equal(others[0], weight)
     assert others[1:] == [rope, slots]
-    none = make_weight(weight)
-    assert none.norm_matmul_rope(x[1:], residual[1:], norm, rope, slots) is None
-    assert none.norm_matmul_rope(x, residual, norm, rope, None) is None
-    assert make_weight(weight, bias).norm_matmul_rope(x, residual, norm, rope, slots) is None
-    monkeypatch.setattr(qkv, "supports", lambda *args: False)
-    assert none.norm_matmul_rope(x, residual, norm, rope, slots) is None
+
+    def is_fused(rows: slice = slice(None), bias=None, slots=slots) -> bool:
+        args = x[rows], residual[rows], norm, rope, slots
+        return make_weight(weight, bias).norm_matmul_rope(*args) is not None
+
+    assert is_fused()
+    assert not is_fused(slice(1, None)) and not is_fused(bias=bias) and not is_fused(slots=None)
+    for module in (qkv, hopper_gemm):
+        with monkeypatch.context() as context:
+            context.setattr(module, "supports", lambda *args: False)
+            assert not is_fused()
 
 
 def test_a_cpu_uses_pytorch():
     x, weight = torch.randn(4, 64), torch.empty(128, 64)
     assert choose_kernel("matmul", x, weight, None) is F.linear
-    for operation in ("matmul_swiglu", "norm_matmul", "matmul_add"):
+    for operation in ("matmul_swiglu", "matmul_rope", "norm_matmul", "matmul_add"):
         for num_rows in (1, 4, 32, 1024):
             assert choose_kernel(operation, x.new_empty(num_rows, 64), weight, None) is None
 

@@ -32,8 +32,8 @@ ALL_THREADS = gl.constexpr(32 + 2 * 128)  # of the producer and the consumers
 class Inputs:
     """The inputs of STAGES steps, at most 4, in shared memory: tiles of x [2 ROWS, BLOCK_K], and of
     the weight [2 BLOCK_N, BLOCK_K], as two boxes of BLOCK_N rows. ``full`` completes a phase when
-    the loads into a stage have arrived. A phase of a named barrier completes when
-    both consumers have read the stage."""
+    the loads into a stage have arrived. A phase of a named barrier completes when both consumers
+    have read the stage."""
 
     x: gl.shared_memory_descriptor
     weight: gl.shared_memory_descriptor

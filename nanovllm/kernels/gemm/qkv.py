@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.gemm import hopper_gemm
 from nanovllm.kernels.gemm.hopper_gemm import (
     BLOCK_K,
     BLOCK_N,
@@ -21,15 +20,11 @@ EPILOGUE = "RoPE"
 HEAD_DIM = BLOCK_N
 
 
-def supports(weight: Tensor, rope: RopeInputs, slots: CacheSlots) -> bool:
-    """Returns whether ``qkv_linear`` can multiply by this weight, with these inputs."""
+def supports(rope: RopeInputs, slots: CacheSlots, dtype: torch.dtype) -> bool:
+    """Returns whether ``qkv_linear`` can apply this RoPE to keys of a dtype, and store them.
+    ``hopper_gemm.supports`` returns whether it can multiply by a weight."""
     k_cache, _, scales = slots.cache
-    return (
-        rope.cos_sin_cache.size(1) == HEAD_DIM
-        and scales is None
-        and k_cache.dtype is weight.dtype
-        and hopper_gemm.supports(EPILOGUE, weight)
-    )
+    return rope.cos_sin_cache.size(1) == HEAD_DIM and scales is None and k_cache.dtype is dtype
 
 
 def qkv_linear(x: Tensor, weight: Tensor, rope: RopeInputs, slots: CacheSlots) -> Tensor:

@@ -10,7 +10,7 @@ from nanovllm.kernels.gemm import hopper_gemm
 from nanovllm.kernels.gemm import qkv as module
 from nanovllm.kernels.gemm.qkv import HEAD_DIM, qkv_linear, qkv_linear_reference, supports
 from nanovllm.kernels.rope import CacheSlots, RopeInputs, apply_rope_and_store_reference
-from tests.kernels.gluon_emulator import emulated
+from tests.kernels.gluon_emulator import emulated_gemm
 from tests.kernels.oracle import assert_as_good_as_eager
 
 BLOCK_SIZE = 16
@@ -22,11 +22,8 @@ def dtype(request):
 
 
 @pytest.fixture
-def emulator(monkeypatch):
-    """Runs the kernel on a CPU, with few programs, so that each has several tiles."""
-    monkeypatch.setattr(module, "num_multiprocessors", lambda device: 3)
-    names = "hopper", "gemm.hopper_loop", "gemm.qkv_kernel"
-    with emulated(*(f"nanovllm.kernels.{name}" for name in names)):
+def emulator():
+    with emulated_gemm("qkv_kernel", module):
         yield
 
 
@@ -105,17 +102,16 @@ def test_a_kernel_that_does_not_compile_is_replaced(monkeypatch, caplog):
     ]
 
 
-def test_what_it_supports(monkeypatch):
+def test_what_it_supports():
     _, weight, rope, slot_mapping, shape = make(9, 2, 1, 64, True, torch.bfloat16, "cpu")
     cache = KVCache(*weight.new_zeros(2, *shape))
     slots = CacheSlots(cache, slot_mapping)
-    assert not supports(weight, rope, slots)  # on a CPU
-    monkeypatch.setattr(hopper_gemm, "supports", lambda epilogue, weight: True)
-    assert supports(weight, rope, slots)
-    assert not supports(weight, rope._replace(cos_sin_cache=torch.empty(99, 64)), slots)
+    assert not hopper_gemm.supports(module.EPILOGUE, weight)  # on a CPU
+    assert supports(rope, slots, weight.dtype)
+    assert not supports(rope._replace(cos_sin_cache=torch.empty(99, 64)), slots, weight.dtype)
     quantised = cache._replace(scales=torch.empty(0))
     for other in (quantised, KVCache(*weight.new_zeros(2, *shape, dtype=torch.float16))):
-        assert not supports(weight, rope, CacheSlots(other, slot_mapping))
+        assert not supports(rope, CacheSlots(other, slot_mapping), weight.dtype)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from nanovllm.kernels.gemm import swiglu as module
 from nanovllm.kernels.gemm.swiglu import gated_linear
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
 from nanovllm.layers.activation import SiluAndMul
-from tests.kernels.gluon_emulator import emulated
+from tests.kernels.gluon_emulator import emulated_gemm
 from tests.kernels.oracle import assert_as_good_as_eager
 from tests.quantization.test_unquantized import Norm, make_weight
 
@@ -28,11 +28,8 @@ def dtype(request):
 
 
 @pytest.fixture
-def emulator(monkeypatch):
-    """Runs the kernel on a CPU, with few programs, so that each has several tiles."""
-    monkeypatch.setattr(module, "num_multiprocessors", lambda device: 3)
-    names = "hopper", "gemm.hopper_loop", "gemm.swiglu_kernel"
-    with emulated(*(f"nanovllm.kernels.{name}" for name in names)):
+def emulator():
+    with emulated_gemm("swiglu_kernel", module):
         yield
 
 
