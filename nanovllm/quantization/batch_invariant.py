@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nanovllm.kernels.gemm.invariant import check_launches, invariant_linear
 from nanovllm.kernels.gemm.onednn import check_row_blocks, pack_for_row_blocks, row_block_linear
+from nanovllm.kernels.gemm.same_bits import fastest_linear, fastest_swiglu
 from nanovllm.kernels.silu_and_mul import invariant_gelu_tanh_and_mul, invariant_silu_and_mul
 from nanovllm.quantization.base import PLAIN, InputFormat, LinearWeight
 from nanovllm.quantization.unquantized import UnquantizedWeight
@@ -15,12 +16,12 @@ from nanovllm.utils.triton_compat import by_device, use_triton
 
 BATCH_INVARIANT = InputFormat(PLAIN.rms_norm, invariant_silu_and_mul, invariant_gelu_tanh_and_mul)
 # (x, weight, bias) -> x W^T + b, for any number of rows.
-batch_invariant_linear = by_device(row_block_linear, invariant_linear)
+batch_invariant_linear = by_device(row_block_linear, fastest_linear)
 
 
 class BatchInvariantWeight(UnquantizedWeight):
-    """An UnquantizedWeight whose matmul sums in one order for any number of rows. The only fused
-    operation is the sum with the residual on a GPU, which is fused for any number of rows.
+    """An UnquantizedWeight whose matmul sums in one order for any number of rows. The fused
+    operations are, on a GPU, the sum with the residual and, for some numbers of rows, SwiGLU.
 
     On a CPU all matmuls are computed in fp32. With bf16 or fp16, a copy of the weight in fp32 is
     kept for them.
@@ -47,11 +48,14 @@ class BatchInvariantWeight(UnquantizedWeight):
         return batch_invariant_linear(x, self._weight, self.bias)
 
     def matmul_swiglu(self, x: Tensor, act_fn: Any) -> Any:
-        return LinearWeight.matmul_swiglu(self, x, act_fn)
+        out = None
+        if self.bias is None and act_fn.function is invariant_silu_and_mul:
+            out = fastest_swiglu(x, self._weight)
+        return LinearWeight.matmul_swiglu(self, x, act_fn) if out is None else out
 
     def matmul_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
         if use_triton(x):
-            return invariant_linear(x, self._weight, self.bias, residual), None
+            return fastest_linear(x, self._weight, self.bias, residual), None
         return LinearWeight.matmul_add(self, x, residual)
 
     def norm_matmul(

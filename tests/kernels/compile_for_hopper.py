@@ -161,7 +161,8 @@ def launch_all(
                 for bias in (None, make(out)) if all_sizes else (make(out),):
                     tiled.tile_linear(make(num_rows, width), make(out, width), bias)
     if dtype in hopper_gemm.DTYPES:
-        swiglu._launch(make(64, 1024), make(6144, 1024))
+        for is_rounded in (False, True) if all_sizes else (True,):
+            swiglu._launch(make(64, 1024), make(6144, 1024), is_rounded)
         if head_dim == qkv.HEAD_DIM:
             x, weights = make(64, 1024), make((q_heads + 2 * kv_heads) * head_dim, 1024)
             for norms in ((None, None), (weight, weight)) if all_sizes else ((weight, weight),):
@@ -306,9 +307,9 @@ def launch_invariant_gemms(dtype: torch.dtype, all_sizes: bool) -> None:
     if all_sizes and dtype is torch.float16:  # bf16 has the same tiles: the extremes are enough
         chosen = tiles[0], tiles[-1]
     for tile in chosen:
-        for width, is_parallel in ((1024, False), (4096, False), (4096, True)):
-            x, weight, launch = make(8, width), make(4096, width), (tile, is_parallel)
-            for given in ((None, None), (make(4096), make(8, 4096))):
+        for out, width, is_parallel in ((4096, 1024, 0), (1024, 4096, 0), (1024, 4096, 1)):
+            x, weight, launch = make(8, width), make(out, width), (tile, bool(is_parallel))
+            for given in ((None, None), (make(out), make(8, out))):
                 if given[0] is None or (all_sizes and tile == chosen[0]):
                     invariant_gemm.launch_linear(x, weight, *given, invariant_gemm.Launch(*launch))
     invariant_gemm.launch_linear(  # whose rows are no multiples of 16 bytes

@@ -343,6 +343,7 @@ LANGUAGE = {
     "max": torch.amax,
     "sum": torch.sum,
     "split": lambda x: x.unbind(-1),
+    "exp": torch.exp,
     "exp2": torch.exp2,
     "rsqrt": torch.rsqrt,
 }

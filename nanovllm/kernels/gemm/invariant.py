@@ -4,20 +4,23 @@ number.
 A row's result is a sum over the input features, and floating-point sums depend on their order. So
 the order must not depend on the number of rows, although the fastest kernel does:
 
-- The input features are cut into parts of fixed length (split-K). The number of parts depends on
-  the weight's shape only. Each part is summed by one chain of tensor core instructions, in
-  ascending order of columns. The sums of the parts are added in order, in fp32.
+- A row is summed by one chain of tensor core instructions, in ascending order of columns. If a
+  weight has few output features, its input features are cut into parts of fixed length (split-K),
+  and each part is summed by a chain. The number of parts depends on the weight's shape only. The
+  sums of the parts are added in order, in fp32.
 - With few rows, each part has a program of its own, which keeps more multiprocessors busy. A second
   kernel adds the parts. With many rows, one program computes all parts of a tile one after the
   other, and adds them in the same order.
 - Features are the M dimension of the matmul and rows of x the N dimension, as in ``tiled.py``. So
-  tiles of 16 and of 256 rows use the same kind of instruction: wgmma with M = 64 on Hopper. An
-  instruction computes each element of its result independently. Only the size of its N dimension
-  differs between tiles.
+  tiles of 16 and of 256 rows can use the same kind of instruction: wgmma with M = 64 on Hopper. An
+  instruction computes each element of its result independently, whatever its N dimension is. The
+  instructions for tiles of 32 features add the same products in the same order.
 
 ``benchmarks/invariance.py`` checks on a GPU that all TILES have the same bits, and start-up does so
 with each shape of a model's weights. A tile that differs has to be removed from the table. The
 order of summation needs no other change.
+
+``same_bits.py`` has faster kernels for some numbers of rows, which sum in one chain too.
 """
 
 from functools import cache
@@ -69,7 +72,10 @@ class Tile(NamedTuple):
 #   second program per multiprocessor loads while the first one starts or ends.
 # - With 256 rows and 128 features, a program has 128 accumulators per thread, and 4 stages take
 #   192 KB. With split-K it has twice as many. Some of them are spilled, outside of the inner loop.
+# - The first one is for few rows and at most 66 tiles of 64 features: twice as many programs keep
+#   more bytes in flight.
 TILES = (
+    Tile(16, 32, 128, 2, 8),
     Tile(16, 64, 128, 4, 4),
     Tile(32, 64, 128, 4, 4),
     Tile(64, 64, 128, 4, 3),
@@ -82,6 +88,7 @@ FP32_TILES = (Tile(32, 32, 32, 4, 2),)  # fp32 matmuls run on the CUDA cores
 SHARED_MEMORY = 225 << 10  # bytes that TILES need; data-centre GPUs from Hopper on have them
 NUM_MULTIPROCESSORS = 132  # of a Hopper GPU
 MIN_SPLIT_COLUMNS, MIN_PART_COLUMNS = 2048, 512
+MAX_SPLIT_FEATURES = 1536  # with more, tiles of 32 features make enough programs
 MAX_PARTS_NUMEL = 2 << 20  # elements of all parts: with more, one program adds them faster
 MIN_VOCABULARY = 1 << 16  # output features that count as a vocabulary
 MAX_BLOCK_K = 128  # parts begin at multiples of it
@@ -90,11 +97,11 @@ _checked: set[tuple[torch.Size, torch.dtype, torch.device]] = set()  # by ``chec
 
 
 def num_parts(out_features: int, width: int) -> int:
-    """Returns the number of parts of the split-K: enough to give most of Hopper's multiprocessors a
-    part of 64 features. Narrow weights are not split, because adding the parts would take longer.
-    """
+    """Returns the number of parts of the split-K: with few output features, enough to give most of
+    Hopper's multiprocessors a part of 64 features. With few input features it is 1, because adding
+    the parts would take longer."""
     parts = 1
-    if width >= MIN_SPLIT_COLUMNS:
+    if width >= MIN_SPLIT_COLUMNS and out_features <= MAX_SPLIT_FEATURES:
         while (
             2 * parts * cdiv(out_features, 64) <= NUM_MULTIPROCESSORS
             and 2 * parts * MIN_PART_COLUMNS <= width
@@ -125,6 +132,7 @@ def choose_launch(
 ) -> Launch:
     """Returns the launch for a number of rows, by a rule that was fitted to times on an H200.
 
+    - The tile of 32 features for up to 16 rows and few features, if a program has enough columns.
     - The smallest tile that holds half of the rows, or 128, if all programs run at once, two per
       multiprocessor. It keeps the most bytes in flight. Otherwise the smallest tile that holds all
       rows, so that weights are read once.
@@ -132,6 +140,12 @@ def choose_launch(
       rows take twice as long, and leave more multiprocessors idle at the end.
     """
     parts = cdiv(width, part_columns(out_features, width))
+    if tiles is TILES:
+        few, *rest = tiles
+        is_long = parts == 1 and width >= MIN_SPLIT_COLUMNS
+        if num_rows <= few.rows and is_long and 2 * cdiv(out_features, 64) <= NUM_MULTIPROCESSORS:
+            return Launch(few, False)
+        tiles = (*rest,)
     is_parallel = parts > 1 and parts * num_rows * out_features <= MAX_PARTS_NUMEL
     most = max(tile.rows for tile in tiles)
     half = next(tile for tile in tiles if min(num_rows, most) <= 2 * tile.rows)
@@ -198,14 +212,17 @@ def _multiply(
 def _finish(
     total, row, feature, mask, bias_ptr, residual_ptr, out_ptr, out_features
 ):  # fmt: skip
-    """Adds bias and residual to a tile of sums [rows, features], rounds it once and stores it."""
+    """Adds a bias to a tile of sums [rows, features] and rounds it, adds the residual and rounds it
+    again, as if the next norm added the residual. Stores it."""
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + feature, mask=feature < out_features, other=0.0)
         total += bias.to(tl.float32)[None, :]
     address = row.to(tl.int64)[:, None] * out_features + feature[None, :]
+    out = total.to(out_ptr.dtype.element_ty)
     if residual_ptr is not None:
-        total += tl.load(residual_ptr + address, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + address, total.to(out_ptr.dtype.element_ty), mask=mask)
+        residual = tl.load(residual_ptr + address, mask=mask, other=0.0)
+        out = (out.to(tl.float32) + residual.to(tl.float32)).to(out.dtype)
+    tl.store(out_ptr + address, out, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -336,7 +353,7 @@ def invariant_linear(
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Computes x W^T + bias + residual in fp32, rounded once.
+    """Computes x W^T + bias in fp32 and rounds it. Then adds the residual and rounds again.
 
     Args:
         x: [N, in], contiguous. fp16, bf16 or fp32.

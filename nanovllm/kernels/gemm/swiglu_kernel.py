@@ -33,14 +33,26 @@ def _silu(x):
 
 
 @gluon.jit
-def _consume(CONSUMER: gl.constexpr, out_desc, out_tiles, inputs, tiles):
+def _rounded_silu(x, dtype: gl.constexpr):
+    """Computes what ``silu_and_mul.py`` does, in the same operations."""
+    x = x.to(dtype).to(gl.float32)
+    return (x / (1 + gl.exp(-x))).to(dtype)
+
+
+@gluon.jit
+def _consume(
+    CONSUMER: gl.constexpr, IS_ROUNDED: gl.constexpr, out_desc, out_tiles, inputs, tiles
+):  # fmt: skip
     """Computes the rows of one consumer in all tiles of the program."""
     out_tile = out_tiles.index(CONSUMER)
     step = gl.to_tensor(0)
     for index in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
         m, n = tiles.place(index)
         gate, up, step = multiply_tile(step, inputs, tiles.num_steps, CONSUMER)
-        out = (_silu(gate) * up).to(out_desc.dtype)
+        if IS_ROUNDED:
+            out = _rounded_silu(gate, out_desc.dtype) * up.to(out_desc.dtype)
+        else:
+            out = (_silu(gate) * up).to(out_desc.dtype)
         tma.store_wait(0)
         out_tile.store(out)
         fence_async_shared()
@@ -50,17 +62,26 @@ def _consume(CONSUMER: gl.constexpr, out_desc, out_tiles, inputs, tiles):
 
 
 @gluon.jit(do_not_specialize=["num_m", "num_n", "num_steps", "inner"])
-def swiglu_kernel(x_desc, weight_desc, out_desc, num_m, num_n, num_steps, inner):
+def swiglu_kernel(
+    x_desc,
+    weight_desc,
+    out_desc,
+    num_m,
+    num_n,
+    num_steps,
+    inner,
+    IS_ROUNDED: gl.constexpr,
+):
     """Computes num_m x num_n tiles of the result, each from as many rows of G as of U.
     ``num_steps`` is the number of tiles of x's columns, and ``inner`` the number of columns of the
-    result."""
+    result. With IS_ROUNDED, both products and silu are rounded."""
     inputs = make_inputs(x_desc, weight_desc, STAGES)
     tiles = Tiles(num_m, num_n, num_steps)
     out_tiles = gl.allocate_shared_memory(out_desc.dtype, [2, GL_ROWS, GL_BLOCK_N], out_desc.layout)
     gl.warp_specialize(
         [
-            (_consume, (0, out_desc, out_tiles, inputs, tiles)),
-            (_consume, (1, out_desc, out_tiles, inputs, tiles)),
+            (_consume, (0, IS_ROUNDED, out_desc, out_tiles, inputs, tiles)),
+            (_consume, (1, IS_ROUNDED, out_desc, out_tiles, inputs, tiles)),
             (produce, (x_desc, weight_desc, inputs, tiles, GL_BLOCK_N, inner)),
         ],
         [4, 1],

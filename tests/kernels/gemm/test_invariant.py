@@ -122,7 +122,7 @@ def test_launches_depend_on_rows_and_parts_do_not():
     """Parts as the docstring of ``num_parts`` says; shapes of Qwen3 0.6B, 8B and others."""
     shapes = {
         (4096, 1024): 1, (1024, 2048): 4, (6144, 1024): 1, (1024, 3072): 4, (151_936, 1024): 1,
-        (6144, 4096): 1, (4096, 4096): 2, (24_576, 4096): 1, (4096, 12_288): 2, (1536, 8960): 4,
+        (6144, 4096): 1, (4096, 4096): 1, (24_576, 4096): 1, (4096, 12_288): 1, (1536, 8960): 4,
         (64, 64): 1, (32, 20_000): 32,
     }  # fmt: skip
     assert {shape: num_parts(*shape) for shape in shapes} == shapes
@@ -136,8 +136,10 @@ def test_launches_depend_on_rows_and_parts_do_not():
                 is_split = columns < width
                 assert is_split or not is_parallel
                 assert tile.rows <= 16 or rows > 16 or tiles is not TILES
-    assert choose_launch(1, 4096, 4096, TILES, 132) == Launch(TILES[0], True)
-    assert choose_launch(256, 4096, 4096, TILES, 132) == Launch(TILES[3], True)
+    assert choose_launch(1, 4096, 4096, TILES, 132) == Launch(TILES[0], False)
+    assert choose_launch(1, 4096, 1024, TILES, 132) == Launch(TILES[1], False)
+    assert choose_launch(1, 1024, 2048, TILES, 132) == Launch(TILES[1], True)
+    assert choose_launch(256, 1024, 2048, TILES, 132) == Launch(TILES[4], True)
     assert choose_launch(1024, 4096, 4096, TILES, 132) == Launch(TILES[-2], False)
     assert choose_launch(16_384, 24_576, 4096, TILES, 132) == Launch(TILES[-1], False)
 

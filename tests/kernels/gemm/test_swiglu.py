@@ -45,11 +45,12 @@ def check_shape(num_rows, inner, width, dtype, device) -> None:
     x, weight = make(num_rows, inner, width, dtype, device)
     exact = silu_and_mul_reference(x.double() @ weight.double().t())
     eager = silu_and_mul_reference(F.linear(x, weight))
-    assert_as_good_as_eager(module._launch(x, weight), eager, exact)
+    for is_rounded in (False, True):
+        assert_as_good_as_eager(module._launch(x, weight, is_rounded), eager, exact)
 
 
 def test_a_kernel_that_does_not_compile_is_replaced_with_one_warning(monkeypatch, caplog):
-    def broken(*args: torch.Tensor) -> None:
+    def broken(*args: object) -> None:
         raise RuntimeError("PassManager::run failed")
 
     monkeypatch.setattr(module, "_launch", broken)
@@ -57,16 +58,18 @@ def test_a_kernel_that_does_not_compile_is_replaced_with_one_warning(monkeypatch
     x, weight = make(3, 64, 64, torch.bfloat16, "cpu")
     with caplog.at_level(logging.WARNING, "nanovllm"):
         y = gated_linear(x, weight)
+        other = gated_linear(x, weight, lambda x, weight: F.linear(x, weight) + 1)
     assert torch.equal(y, silu_and_mul_reference(F.linear(x, weight)))
+    assert torch.equal(other, silu_and_mul_reference(F.linear(x, weight) + 1))
     assert hopper_gemm._failed == {(module.EPILOGUE, CPU)}
     assert [r.getMessage() for r in caplog.records] == [
         "the GEMM with SwiGLU for Hopper failed, so prefill is slower: "
         "RuntimeError: PassManager::run failed"
-    ]
+    ] * 2
 
 
 def test_running_out_of_memory_is_no_failure_of_the_kernel(monkeypatch):
-    def full(*args: torch.Tensor) -> None:
+    def full(*args: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(module, "_launch", full)
@@ -112,9 +115,9 @@ def test_as_good_as_two_kernels(num_rows, inner, width, dtype):
 @NEEDS_HOPPER
 def test_rows_do_not_mix(dtype):
     x, weight = make(700, 512, 256, dtype)
-    alone = module._launch(x, weight)
+    alone = module._launch(x, weight, False)
     x[300] = float("nan")
-    y = module._launch(x, weight)
+    y = module._launch(x, weight, False)
     assert y[300].isnan().all()
     y[300] = alone[300]
     assert torch.equal(y, alone)
