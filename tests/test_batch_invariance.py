@@ -47,7 +47,7 @@ TIGHT = ROOMY | {
 MIN_PREEMPTIONS = 10
 
 
-def make_requests(num: int = 12, num_tokens: int = 32) -> list[tuple[list[int], SamplingParams]]:
+def make_requests(num: int = 12, num_tokens: int = 16) -> list[tuple[list[int], SamplingParams]]:
     """Requests with prompts of 1 to 130 tokens. Every third prompt starts with the same tokens."""
     generator = torch.Generator().manual_seed(3)
 
@@ -225,6 +225,22 @@ def test_mixtures_of_experts_in_bf16_at_once(tiny_models: TinyModels):
     requests = make_requests(6, num_tokens=8)
     settings = {"dtype": "bfloat16", "logprobs_mode": "processed_logprobs"}
     prove_at_once(tiny_models.path("qwen3-moe"), requests, **settings)
+
+
+def test_weights_rounded_to_fp8(tiny_models: TinyModels):
+    """They are those of an engine without batch invariance."""
+    path, requests = tiny_models.path("qwen3-moe"), make_requests(6, num_tokens=8)
+    rounded = prove_at_once(path, requests, quantization="fp8", dtype="float32")
+    found = {}
+    for quantization in ("fp8", None):
+        settings = ROOMY | {"batch_invariant": False, "quantization": quantization}
+        with LLM(path, **settings, dtype="float32") as llm:
+            found[quantization] = generate(llm, requests)
+
+    def tokens(answers: list[Any]) -> list[Any]:
+        return [[token_ids for token_ids, _ in completions] for completions, _ in answers]
+
+    assert tokens(found["fp8"]) == tokens(rounded) != tokens(found[None])
 
 
 @contextmanager

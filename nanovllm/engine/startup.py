@@ -329,10 +329,11 @@ def build_model(runner: ModelRunner) -> DecoderForCausalLM:
     length = runner.config.max_model_len or runner.model_config.max_position_embeddings
     config = for_length(runner.model_config, length)
     method = weight_quantization(runner)
-    if method and runner.device.type == "cpu":
+    if method and (runner.device.type == "cpu" or runner.config.batch_invariant):
         logger.info(
-            "on a CPU, weights are rounded to FP8 as they are loaded, and take as much memory and "
-            "time as unquantised ones"
+            "%s weights are rounded to FP8 as they are loaded, and take as much memory and time as "
+            "unquantised ones",
+            "with batch_invariant=True," if runner.config.batch_invariant else "on a CPU,",
         )
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(runner.dtype)

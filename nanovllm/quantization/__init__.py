@@ -33,19 +33,15 @@ def new_linear_weight(layer: nn.Module) -> LinearWeight:
         ValueError: the quantisation is not supported.
     """
     method = get_quantization_config().get("quant_method")
-    if method is None and is_batch_invariant():
-        from nanovllm.quantization.batch_invariant import BatchInvariantWeight
-
-        return BatchInvariantWeight(layer)
-    if method is None:
-        return UnquantizedWeight(layer)
-    if method not in WEIGHT_CLASSES:
+    if method is not None and method not in WEIGHT_CLASSES:
         raise ValueError(f"{method!r} quantisation is not supported: use an unquantised checkpoint")
     if is_batch_invariant():
-        raise ValueError(
-            f"quantization={method!r} does not support batch_invariant=True: leave one of them out"
-        )
-    return WEIGHT_CLASSES[method](layer)
+        from nanovllm.quantization import batch_invariant
+
+        # An FP8 checkpoint is dequantised as it is read (``startup.weight_quantization``).
+        plain, rounded = batch_invariant.BatchInvariantWeight, batch_invariant.RoundedToFp8Weight
+        return (plain if method is None else rounded)(layer)
+    return UnquantizedWeight(layer) if method is None else WEIGHT_CLASSES[method](layer)
 
 
 def new_vocabulary_weight(layer: nn.Module) -> UnquantizedWeight:

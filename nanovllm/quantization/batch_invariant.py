@@ -11,6 +11,7 @@ from nanovllm.kernels.gemm.onednn import check_row_blocks, pack_for_row_blocks, 
 from nanovllm.kernels.gemm.same_bits import fastest_linear, fastest_swiglu
 from nanovllm.kernels.silu_and_mul import invariant_gelu_tanh_and_mul, invariant_silu_and_mul
 from nanovllm.quantization.base import PLAIN, InputFormat, LinearWeight
+from nanovllm.quantization.fp8 import DequantizedFp8Weight
 from nanovllm.quantization.unquantized import UnquantizedWeight
 from nanovllm.utils.triton_compat import by_device, use_triton
 
@@ -65,6 +66,10 @@ class BatchInvariantWeight(UnquantizedWeight):
 
     def norm_matmul_rope(self, *args: Any) -> None:
         return None
+
+
+class RoundedToFp8Weight(DequantizedFp8Weight, BatchInvariantWeight):
+    """A BatchInvariantWeight in the model's dtype, whose values are rounded to FP8 at load."""
 
 
 class BatchInvariantVocabulary(BatchInvariantWeight):

@@ -47,6 +47,8 @@ def new_expert_weights(
 def _fp8_class(method: str, on_cpu: bool) -> "type[UnquantizedExperts]":
     from nanovllm.quantization import fp8_experts
 
+    if is_batch_invariant():
+        return fp8_experts.RoundedToFp8Experts
     if on_cpu:
         return fp8_experts.DequantizedFp8Experts
     return fp8_experts.BlockFp8Experts if method == "fp8_groups" else fp8_experts.Fp8Experts

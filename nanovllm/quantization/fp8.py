@@ -60,8 +60,8 @@ def new_fp8_weight(layer: nn.Module, has_groups: bool = False) -> LinearWeight:
 
 
 class DequantizedFp8Weight(UnquantizedWeight):
-    """A weight that is quantised and dequantised when it is loaded, for CPUs. Matmuls use the
-    values of the FP8 weight, and inputs that are not quantised."""
+    """A weight that is quantised and dequantised when it is loaded, for CPUs and for batch
+    invariance. Matmuls use the values of the FP8 weight, and inputs that are not quantised."""
 
     def load(self, param: nn.Parameter, tensor: Tensor, shard: Shard) -> None:
         if tensor.dtype is torch.uint8:

@@ -19,17 +19,22 @@ from nanovllm.kernels.fp8 import (
     unpack_rows,
 )
 from nanovllm.kernels.moe.mix import Experts
-from nanovllm.quantization.experts import UnquantizedExperts
+from nanovllm.quantization.experts import BatchInvariantExperts, UnquantizedExperts
 from nanovllm.quantization.fp8 import FP8_MATMUL_CAPABILITY
 
 
 class DequantizedFp8Experts(UnquantizedExperts):
-    """Weights that are quantised and dequantised when they are loaded, for CPUs."""
+    """Weights that are quantised and dequantised when they are loaded, for CPUs and for batch
+    invariance."""
 
     def _store(self, name: str, param: Any, tensor: Tensor, *part: int | None) -> None:
         if not name.endswith("_bias") and tensor.is_floating_point():  # else refused
             tensor = dequantize(quantize(tensor))
         super()._store(name, param, tensor, *part)
+
+
+class RoundedToFp8Experts(DequantizedFp8Experts, BatchInvariantExperts):
+    """BatchInvariantExperts in the model's dtype, whose values are rounded to FP8 at load."""
 
 
 class Fp8Experts(UnquantizedExperts):
