@@ -107,7 +107,7 @@ def make(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -
 def launches(out_features: int, width: int, x: Tensor) -> Iterator[Launch]:
     """Yields all launches that a GEMM may use."""
     is_split = gemm.part_columns(out_features, width) < width
-    for tile in gemm.choose_tiles(x):
+    for tile in gemm.choose_tiles(x, out_features):
         yield Launch(tile, False)
         if is_split:
             yield Launch(tile, True)
@@ -351,7 +351,7 @@ def gemm_times_of(report: Report, rows: int, weights: list[Tensor]) -> None:
     }
     chosen = name_of(
         gemm.choose_launch(
-            rows, out, width, gemm.choose_tiles(x), gemm.num_multiprocessors(x.device)
+            rows, out, width, gemm.choose_tiles(x, out), gemm.num_multiprocessors(x.device)
         )
     )
     cublas, ours = timed(F.linear), timed(gemm.invariant_linear)

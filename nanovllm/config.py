@@ -72,7 +72,8 @@ class Config:
         quantization: "fp8" quantises the weights of projections of attention, MLPs and experts to 8
             bits as they are loaded, with a scale for each output feature; None stores them as the
             checkpoint does. A GPU of compute capability 8.9 or higher also quantises their inputs,
-            with a scale for each token, unless there is one token, or up to 4 for experts.
+            with a scale for each token, unless there is one token, or up to 4 for experts. On a
+            CPU and with ``batch_invariant``, weights are only rounded to FP8 numbers.
         load_format: "auto" loads the checkpoint's weights; "dummy" uses random weights and needs
             only the checkpoint's config.
         seed: seed of the sampler and of dummy weights.

@@ -110,7 +110,11 @@ def start_up(config: Config) -> StartedModel:
         runner.device,
         str(runner.dtype).removeprefix("torch."),
         " (KV cache in FP8)" if config.quantizes_kv else "",
-        " (weights in FP8)" if weight_quantization(runner) else "",
+        ""
+        if not weight_quantization(runner)
+        else " (weights rounded to FP8)"
+        if rounds_to_fp8(runner)
+        else " (weights in FP8)",
         num_blocks,
         block_size,
         runner.max_num_seqs,
@@ -329,7 +333,7 @@ def build_model(runner: ModelRunner) -> DecoderForCausalLM:
     length = runner.config.max_model_len or runner.model_config.max_position_embeddings
     config = for_length(runner.model_config, length)
     method = weight_quantization(runner)
-    if method and (runner.device.type == "cpu" or runner.config.batch_invariant):
+    if method and rounds_to_fp8(runner):
         logger.info(
             "%s weights are rounded to FP8 as they are loaded, and take as much memory and time as "
             "unquantised ones",
@@ -350,13 +354,18 @@ def build_model(runner: ModelRunner) -> DecoderForCausalLM:
     return model
 
 
+def rounds_to_fp8(runner: ModelRunner) -> bool:
+    """Whether FP8 weights are only rounded to FP8, and stored in the model's dtype."""
+    return runner.device.type == "cpu" or runner.config.batch_invariant
+
+
 def weight_quantization(runner: ModelRunner) -> str | None:
     """Returns how linear layers and experts store their weights: as the user or the checkpoint
     says, or None for the model's dtype."""
     config, model = runner.config, runner.model_config
     if model.quantization is None:
         return config.quantization
-    if runner.device.type == "cpu" or config.batch_invariant:
+    if rounds_to_fp8(runner):
         return None
     columns = [model.hidden_size, model.num_attention_heads * model.head_dim]
     columns += [layer.mlp.intermediate_size for layer in model.layers]

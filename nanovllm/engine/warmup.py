@@ -1,7 +1,5 @@
 """Runs the largest steps, and compiles kernels, before the first request on a GPU."""
 
-from typing import Any
-
 import torch
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
@@ -18,7 +16,8 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.startup import allocate_kv_cache
-from nanovllm.kernels.gemm.cublas import load_kernels, small_cublas_workspace
+from nanovllm.kernels.gemm.cublas import load_kernels
+from nanovllm.quantization.batch_invariant import choose_identical_kernels
 from nanovllm.quantization.unquantized import UnquantizedWeight
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.compile_ahead import compiling_only
@@ -50,28 +49,13 @@ def warmup_model(runner: ModelRunner) -> None:
 @on_device
 def load_cublas_kernels(runner: ModelRunner) -> None:
     """Loads the kernels of the matmuls in CUDA graphs, so that their capture need not wait."""
+    methods = [getattr(module, "linear_weight", None) for module in runner.model.modules()]
+    weights = [m.layer.weight for m in methods if type(m) is UnquantizedWeight]
     sizes = decode_sizes(runner.config.max_num_seqs or MAX_DECODE_SEQS)
     # Other kernels serve most matmuls with fewer rows.
     row_counts = {n for n in [*PREFILL_TOKENS, *(s.num_tokens for s in sizes)] if n > 64}
     torch.cuda.synchronize()  # gives this thread the GPU's context, without which cuBLAS warns
-    load_kernels(_weights(runner, UnquantizedWeight), sorted(row_counts))
-
-
-def compare_batch_invariant_kernels(runner: ModelRunner) -> None:
-    """Finds out which kernels have the bits of the batch-invariant matmul."""
-    from nanovllm.kernels.gemm.same_bits import compare
-    from nanovllm.quantization.batch_invariant import BatchInvariantWeight
-
-    row_counts = sorted({size.num_tokens for size in graph_sizes(runner)})
-    with small_cublas_workspace():
-        for weight in _weights(runner, BatchInvariantWeight):
-            compare(weight, row_counts)
-
-
-def _weights(runner: ModelRunner, kind: type) -> list[torch.Tensor]:
-    methods = [getattr(module, "linear_weight", None) for module in runner.model.modules()]
-    of_kind: list[Any] = [method for method in methods if type(method) is kind]
-    return [method.layer.weight for method in of_kind]
+    load_kernels(weights, sorted(row_counts))
 
 
 @torch.inference_mode()
@@ -82,9 +66,9 @@ def compile_kernels(runner: ModelRunner) -> None:
     decodes, the multiples of 64 are enough, and for large prefills the largest one.
     """
     allocate_kv_cache(runner, 1)
-    if runner.config.batch_invariant:
-        compare_batch_invariant_kernels(runner)
     sizes = graph_sizes(runner) if runner.backend.capturable else []
+    if runner.config.batch_invariant:
+        choose_identical_kernels(runner.model, {size.num_tokens for size in sizes})
     decodes = [size for size in sizes if not size.is_prefill and size.num_tokens % 64 == 0]
     few = [size for size in sizes if size.num_tokens <= 64]
     prefills = [size for size in sizes if size.is_prefill]

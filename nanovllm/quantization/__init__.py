@@ -36,11 +36,10 @@ def new_linear_weight(layer: nn.Module) -> LinearWeight:
     if method is not None and method not in WEIGHT_CLASSES:
         raise ValueError(f"{method!r} quantisation is not supported: use an unquantised checkpoint")
     if is_batch_invariant():
-        from nanovllm.quantization import batch_invariant
+        from nanovllm.quantization.batch_invariant import BatchInvariantWeight, RoundedToFp8Weight
 
         # An FP8 checkpoint is dequantised as it is read (``startup.weight_quantization``).
-        plain, rounded = batch_invariant.BatchInvariantWeight, batch_invariant.RoundedToFp8Weight
-        return (plain if method is None else rounded)(layer)
+        return BatchInvariantWeight(layer) if method is None else RoundedToFp8Weight(layer)
     return UnquantizedWeight(layer) if method is None else WEIGHT_CLASSES[method](layer)
 
 

@@ -4,11 +4,18 @@ are (``Config.batch_invariant``)."""
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from nanovllm.kernels.gemm.cublas import small_cublas_workspace
 from nanovllm.kernels.gemm.invariant import check_launches, invariant_linear
 from nanovllm.kernels.gemm.onednn import check_row_blocks, pack_for_row_blocks, row_block_linear
-from nanovllm.kernels.gemm.same_bits import fastest_linear, fastest_swiglu
+from nanovllm.kernels.gemm.same_bits import (
+    MIN_SWIGLU_ROWS,
+    SameBits,
+    compare,
+    cublas_linear,
+    swiglu_linear,
+)
 from nanovllm.kernels.silu_and_mul import invariant_gelu_tanh_and_mul, invariant_silu_and_mul
 from nanovllm.quantization.base import PLAIN, InputFormat, LinearWeight
 from nanovllm.quantization.fp8 import DequantizedFp8Weight
@@ -17,7 +24,7 @@ from nanovllm.utils.triton_compat import by_device, use_triton
 
 BATCH_INVARIANT = InputFormat(PLAIN.rms_norm, invariant_silu_and_mul, invariant_gelu_tanh_and_mul)
 # (x, weight, bias) -> x W^T + b, for any number of rows.
-batch_invariant_linear = by_device(row_block_linear, fastest_linear)
+batch_invariant_linear = by_device(row_block_linear, invariant_linear)
 
 
 class BatchInvariantWeight(UnquantizedWeight):
@@ -29,6 +36,7 @@ class BatchInvariantWeight(UnquantizedWeight):
     """
 
     input_format = BATCH_INVARIANT
+    same_bits = SameBits()  # found by start-up on a GPU
 
     def pack(self) -> None:
         """Also checks that the matmul is batch-invariant on this CPU or GPU.
@@ -46,18 +54,28 @@ class BatchInvariantWeight(UnquantizedWeight):
             check_launches(weight.data)
 
     def matmul(self, x: Tensor) -> Tensor:
+        if self._uses_cublas(x):
+            return cublas_linear(x, self._weight)
         return batch_invariant_linear(x, self._weight, self.bias)
 
     def matmul_swiglu(self, x: Tensor, act_fn: Any) -> Any:
-        out = None
-        if self.bias is None and act_fn.function is invariant_silu_and_mul:
-            out = fastest_swiglu(x, self._weight)
-        return LinearWeight.matmul_swiglu(self, x, act_fn) if out is None else out
+        is_fused = self.same_bits.has_swiglu and len(x) >= MIN_SWIGLU_ROWS and self.bias is None
+        if is_fused and act_fn.function is invariant_silu_and_mul:
+            return swiglu_linear(x, self._weight)
+        return LinearWeight.matmul_swiglu(self, x, act_fn)
 
     def matmul_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self._uses_cublas(x):
+            return cublas_linear(x, self._weight, residual), None
         if use_triton(x):
-            return fastest_linear(x, self._weight, self.bias, residual), None
+            return invariant_linear(x, self._weight, self.bias, residual), None
         return LinearWeight.matmul_add(self, x, residual)
+
+    def _uses_cublas(self, x: Tensor) -> bool:
+        if self.bias is not None or len(x) not in self.same_bits.cublas_rows:
+            return False
+        # Outside of graphs cuBLAS has another workspace than the one that was compared.
+        return torch.cuda.is_current_stream_capturing()
 
     def norm_matmul(
         self, x: Tensor, residual: Tensor | None, norm: Any, act_fn: Any = None
@@ -83,3 +101,23 @@ class BatchInvariantVocabulary(BatchInvariantWeight):
         if use_triton(x):
             return invariant_linear(x, self._weight, self.bias, dtype=torch.float32)
         return super().matmul(x)
+
+
+def choose_identical_kernels(model: nn.Module, row_counts: set[int]) -> None:
+    """Lets the model's linear layers use faster kernels that are bitwise identical to the
+    batch-invariant GEMM on this GPU. Call it at start-up.
+
+    Args:
+        row_counts: the numbers of rows in CUDA graphs.
+    """
+    found: dict[torch.Size, SameBits] = {}
+    with small_cublas_workspace():
+        for module in model.modules():
+            method = getattr(module, "linear_weight", None)
+            if isinstance(method, BatchInvariantVocabulary):
+                continue  # its results are fp32
+            if isinstance(method, BatchInvariantWeight):
+                weight = method.layer.weight
+                if weight.shape not in found:
+                    found[weight.shape] = compare(weight, row_counts)
+                method.same_bits = found[weight.shape]

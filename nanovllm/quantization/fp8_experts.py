@@ -29,7 +29,10 @@ class DequantizedFp8Experts(UnquantizedExperts):
 
     def _store(self, name: str, param: Any, tensor: Tensor, *part: int | None) -> None:
         if not name.endswith("_bias") and tensor.is_floating_point():  # else refused
-            tensor = dequantize(quantize(tensor))
+            # One expert after the other, because FP8 numbers are computed in fp32.
+            experts = (tensor if tensor.dim() == 3 else tensor[None]).unbind()
+            rounded = [dequantize(quantize(x.to(param.device)), self.dtype) for x in experts]
+            tensor = torch.stack(rounded).view(tensor.shape)
         super()._store(name, param, tensor, *part)
 
 

@@ -18,6 +18,7 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.quantization import fp8
 from nanovllm.quantization.base import use_batch_invariance, use_quantization
+from nanovllm.quantization.batch_invariant import RoundedToFp8Weight
 from nanovllm.utils.distributed import TPGroup, use_tp_group
 
 CONFIG = {"quant_method": "fp8"}
@@ -156,17 +157,21 @@ def test_a_cpu_generates_with_rounded_weights(tiny_models, caplog):
         llm.load_weights([(name, new)])
         assert torch.equal(weights(llm)[name], dequantize(quantize(new)))
     assert caplog.text.count("weights are rounded to FP8") == 1 and len(output["token_ids"]) == 4
-    assert "(weights in FP8)" in caplog.text
+    assert "(weights rounded to FP8)" in caplog.text
     for name, weight in plain.items():
         is_rounded = "proj" in name and weight.dim() == 2
         assert torch.equal(found[name], rounded(weight) if is_rounded else weight), name
 
 
-def test_what_is_refused(tiny_models):
-    with pytest.raises(ValueError, match=r"quantization='fp8' .* batch_invariant=True"):
-        LLM(tiny_models.path("qwen3"), quantization="fp8", batch_invariant=True, **CPU)
-    with use_quantization(CONFIG), use_batch_invariance(True), pytest.raises(ValueError):
-        RowParallelLinear(4, 4)
+def test_batch_invariant_weights_are_rounded():
+    with use_quantization(CONFIG), use_batch_invariance(True):
+        layer = RowParallelLinear(8, 4)
+    assert isinstance(layer.linear_weight, RoundedToFp8Weight)
+    weight = torch.randn(4, 8)
+    layer.weight_loader(layer.weight, weight)
+    layer.linear_weight.pack()
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(layer(x), x @ rounded(weight).t())
 
 
 @pytest.mark.gpu

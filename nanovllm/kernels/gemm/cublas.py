@@ -15,7 +15,7 @@ def small_cublas_workspace() -> Iterator[None]:
     rows cuBLAS then chooses kernels that are up to 6% faster. A CUBLAS_WORKSPACE_CONFIG that the
     user has set is kept.
 
-    Use it only around CUDA graph captures: while the variable is set, PyTorch parses it in every
+    Use it only at start-up, for CUDA graphs: while the variable is set, PyTorch parses it in every
     matmul, which costs 50 us of host time. Only one thread of a process may use it at a time,
     because it frees the workspaces of all threads.
     """

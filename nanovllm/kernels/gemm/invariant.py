@@ -13,14 +13,14 @@ the order must not depend on the number of rows, although the fastest kernel doe
   other, and adds them in the same order.
 - Features are the M dimension of the matmul and rows of x the N dimension, as in ``tiled.py``. So
   tiles of 16 and of 256 rows can use the same kind of instruction: wgmma with M = 64 on Hopper. An
-  instruction computes each element of its result independently, whatever its N dimension is. The
-  instructions for tiles of 32 features add the same products in the same order.
+  instruction computes each element of its result independently, whatever its N dimension is. Tiles
+  of 32 features cannot use wgmma, but on Hopper mma.sync has the same bits.
 
 ``benchmarks/invariance.py`` checks on a GPU that all TILES have the same bits, and start-up does so
 with each shape of a model's weights. A tile that differs has to be removed from the table. The
 order of summation needs no other change.
 
-``same_bits.py`` has faster kernels for some numbers of rows, which sum in one chain too.
+``same_bits.py`` has faster GEMMs for some numbers of rows, which sum in one chain too.
 """
 
 from functools import cache
@@ -72,10 +72,7 @@ class Tile(NamedTuple):
 #   second program per multiprocessor loads while the first one starts or ends.
 # - With 256 rows and 128 features, a program has 128 accumulators per thread, and 4 stages take
 #   192 KB. With split-K it has twice as many. Some of them are spilled, outside of the inner loop.
-# - The first one is for few rows and at most 66 tiles of 64 features: twice as many programs keep
-#   more bytes in flight.
 TILES = (
-    Tile(16, 32, 128, 2, 8),
     Tile(16, 64, 128, 4, 4),
     Tile(32, 64, 128, 4, 4),
     Tile(64, 64, 128, 4, 3),
@@ -83,6 +80,9 @@ TILES = (
     Tile(128, 128, 64, 8, 4, persistent=True),
     Tile(256, 128, 64, 8, 4, persistent=True),
 )
+# For up to 16 rows and 66 tiles of 64 features, on Hopper. Twice as many programs keep more bytes
+# in flight.
+NARROW_TILE = Tile(16, 32, 128, 2, 8)
 SMALL_MEMORY_TILES = (Tile(16, 64, 64, 4, 4), Tile(64, 64, 64, 4, 4), Tile(128, 64, 32, 4, 4))
 FP32_TILES = (Tile(32, 32, 32, 4, 2),)  # fp32 matmuls run on the CUDA cores
 SHARED_MEMORY = 225 << 10  # bytes that TILES need; data-centre GPUs from Hopper on have them
@@ -97,9 +97,9 @@ _checked: set[tuple[torch.Size, torch.dtype, torch.device]] = set()  # by ``chec
 
 
 def num_parts(out_features: int, width: int) -> int:
-    """Returns the number of parts of the split-K: with few output features, enough to give most of
-    Hopper's multiprocessors a part of 64 features. With few input features it is 1, because adding
-    the parts would take longer."""
+    """Returns the number of parts of the split-K. It is 1 with many output features, and with few
+    input features, because adding the parts would take longer. Otherwise it is large enough to give
+    most of Hopper's multiprocessors a part of 64 features."""
     parts = 1
     if width >= MIN_SPLIT_COLUMNS and out_features <= MAX_SPLIT_FEATURES:
         while (
@@ -132,7 +132,7 @@ def choose_launch(
 ) -> Launch:
     """Returns the launch for a number of rows, by a rule that was fitted to times on an H200.
 
-    - The tile of 32 features for up to 16 rows and few features, if a program has enough columns.
+    - NARROW_TILE for few rows, if the weight has it.
     - The smallest tile that holds half of the rows, or 128, if all programs run at once, two per
       multiprocessor. It keeps the most bytes in flight. Otherwise the smallest tile that holds all
       rows, so that weights are read once.
@@ -140,12 +140,10 @@ def choose_launch(
       rows take twice as long, and leave more multiprocessors idle at the end.
     """
     parts = cdiv(width, part_columns(out_features, width))
-    if tiles is TILES:
-        few, *rest = tiles
-        is_long = parts == 1 and width >= MIN_SPLIT_COLUMNS
-        if num_rows <= few.rows and is_long and 2 * cdiv(out_features, 64) <= NUM_MULTIPROCESSORS:
-            return Launch(few, False)
-        tiles = (*rest,)
+    if tiles[0] == NARROW_TILE:
+        if num_rows <= NARROW_TILE.rows:
+            return Launch(NARROW_TILE, False)
+        tiles = tiles[1:]
     is_parallel = parts > 1 and parts * num_rows * out_features <= MAX_PARTS_NUMEL
     most = max(tile.rows for tile in tiles)
     half = next(tile for tile in tiles if min(num_rows, most) <= 2 * tile.rows)
@@ -212,8 +210,8 @@ def _multiply(
 def _finish(
     total, row, feature, mask, bias_ptr, residual_ptr, out_ptr, out_features
 ):  # fmt: skip
-    """Adds a bias to a tile of sums [rows, features] and rounds it, adds the residual and rounds it
-    again, as if the next norm added the residual. Stores it."""
+    """Adds the bias to the fp32 sums [rows, features] and rounds. Then adds the residual and rounds
+    again, as the next norm would. Stores the result."""
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + feature, mask=feature < out_features, other=0.0)
         total += bias.to(tl.float32)[None, :]
@@ -369,17 +367,22 @@ def invariant_linear(
     out_features, width = weight.shape
     if not len(x):
         return x.new_empty(0, out_features, dtype=dtype)
-    tiles = choose_tiles(x)
+    tiles = choose_tiles(x, out_features)
     multiprocessors = num_multiprocessors(x.device)
     launch = choose_launch(len(x), out_features, width, tiles, multiprocessors)
     return launch_linear(x, weight, bias, residual, launch, dtype)
 
 
-def choose_tiles(x: Tensor) -> tuple[Tile, ...]:
-    """Returns the tiles for the dtype and the device of x."""
+def choose_tiles(x: Tensor, out_features: int) -> tuple[Tile, ...]:
+    """Returns the tiles for x [N, in] and its device, and a weight [out_features, in]."""
     if x.dtype is torch.float32:
         return FP32_TILES
-    return TILES if shared_memory(x.device) >= SHARED_MEMORY else SMALL_MEMORY_TILES
+    if shared_memory(x.device) < SHARED_MEMORY:
+        return SMALL_MEMORY_TILES
+    width = x.size(1)
+    is_long = width >= MIN_SPLIT_COLUMNS and num_parts(out_features, width) == 1
+    is_narrow = is_long and 2 * cdiv(out_features, 64) <= NUM_MULTIPROCESSORS
+    return (NARROW_TILE, *TILES) if is_narrow and is_hopper(x.device) else TILES
 
 
 def launch_linear(
@@ -467,8 +470,9 @@ def check_launches(weight: Tensor) -> None:
     x = torch.arange(CHECKED_ROWS * width, device=weight.device, dtype=torch.float32)
     x = x.sin().to(weight.dtype).view(CHECKED_ROWS, width)
     is_split = part_columns(out_features, width) < width
-    launches = [Launch(tile, False) for tile in choose_tiles(x)]
-    launches += [Launch(tile, True) for tile in choose_tiles(x) if is_split]
+    tiles = choose_tiles(x, out_features)
+    launches = [Launch(tile, False) for tile in tiles]
+    launches += [Launch(tile, True) for tile in tiles if is_split]
     with compiling_only():
         for launch in launches:
             launch_linear(x, weight, None, None, launch)
@@ -493,3 +497,9 @@ def has_tma(device: torch.device) -> bool:
     """Returns whether kernels can load tensor descriptors in hardware (TMA, from Hopper on)."""
     is_cuda = device.type == "cuda" and torch.version.hip is None
     return is_cuda and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    is_cuda = device.type == "cuda" and torch.version.hip is None
+    return is_cuda and torch.cuda.get_device_capability(device) == (9, 0)

@@ -1,7 +1,5 @@
 """A GEMM with SwiGLU in its epilogue, for prefills on Hopper: the launcher of swiglu_kernel.py."""
 
-from collections.abc import Callable
-
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,21 +17,13 @@ from nanovllm.utils.triton_compat import num_multiprocessors
 EPILOGUE = "SwiGLU"
 
 
-def gated_linear(
-    x: Tensor,
-    weight: Tensor,
-    linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
-    is_rounded: bool = False,
-) -> Tensor:
-    """Computes silu(x G^T) * (x U^T), without a bias. If the kernel does not compile, which is
-    logged once, other kernels do it.
+def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Computes silu(x G^T) * (x U^T), rounded once and without a bias. If the kernel does not
+    compile, which is logged once, other kernels do it.
 
     Args:
         x: [N, in], fp16 or bf16, contiguous.
         weight: [2 I, in], G above U, contiguous. ``hopper_gemm.supports`` accepts it.
-        linear: the matmul that is used if the kernel does not compile.
-        is_rounded: whether both products and silu are rounded, as ``silu_and_mul`` does. Otherwise
-            only the result is.
 
     Returns:
         [N, I].
@@ -41,12 +31,18 @@ def gated_linear(
     return run_or_replace(
         EPILOGUE,
         x.device,
-        lambda: _launch(x, weight, is_rounded),
-        lambda: silu_and_mul(linear(x, weight)),
+        lambda: launch(x, weight),
+        lambda: silu_and_mul(F.linear(x, weight)),
     )
 
 
-def _launch(x: Tensor, weight: Tensor, is_rounded: bool) -> Tensor:
+def launch(x: Tensor, weight: Tensor, is_rounded: bool = False) -> Tensor:
+    """Launches the kernel of ``gated_linear``.
+
+    Args:
+        is_rounded: whether to round the results of both matmuls and of silu, as ``silu_and_mul``
+            does. Otherwise only the result is rounded.
+    """
     x_desc, weight_desc = describe_inputs(x, weight)
     # Deferred, because Gluon is experimental: the caller can do without it.
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

@@ -34,7 +34,7 @@ def _silu(x):
 
 @gluon.jit
 def _rounded_silu(x, dtype: gl.constexpr):
-    """Computes what ``silu_and_mul.py`` does, in the same operations."""
+    """Computes silu with the same operations as ``_silu_and_mul_kernel``."""
     x = x.to(dtype).to(gl.float32)
     return (x / (1 + gl.exp(-x))).to(dtype)
 
@@ -74,7 +74,7 @@ def swiglu_kernel(
 ):
     """Computes num_m x num_n tiles of the result, each from as many rows of G as of U.
     ``num_steps`` is the number of tiles of x's columns, and ``inner`` the number of columns of the
-    result. With IS_ROUNDED, both products and silu are rounded."""
+    result. With IS_ROUNDED, the results of both matmuls and of silu are rounded too."""
     inputs = make_inputs(x_desc, weight_desc, STAGES)
     tiles = Tiles(num_m, num_n, num_steps)
     out_tiles = gl.allocate_shared_memory(out_desc.dtype, [2, GL_ROWS, GL_BLOCK_N], out_desc.layout)

@@ -10,12 +10,14 @@ from nanovllm.kernels.gemm import invariant
 from nanovllm.kernels.gemm.invariant import (
     FP32_TILES,
     MAX_BLOCK_K,
+    NARROW_TILE,
     SMALL_MEMORY_TILES,
     TILES,
     Launch,
     Tile,
     check_launches,
     choose_launch,
+    choose_tiles,
     invariant_linear,
     launch_linear,
     num_parts,
@@ -130,25 +132,35 @@ def test_launches_depend_on_rows_and_parts_do_not():
         columns = part_columns(out, width)
         assert columns % MAX_BLOCK_K == 0 and columns * num_parts(out, width) >= width
         for rows in (1, 16, 17, 64, 65, 256, 1000, 16_384):
-            for tiles in (TILES, SMALL_MEMORY_TILES, FP32_TILES):
+            for tiles in (TILES, (NARROW_TILE, *TILES), SMALL_MEMORY_TILES, FP32_TILES):
                 tile, is_parallel = choose_launch(rows, out, width, tiles, 132)
                 assert columns % tile.columns == 0
                 is_split = columns < width
                 assert is_split or not is_parallel
                 assert tile.rows <= 16 or rows > 16 or tiles is not TILES
-    assert choose_launch(1, 4096, 4096, TILES, 132) == Launch(TILES[0], False)
-    assert choose_launch(1, 4096, 1024, TILES, 132) == Launch(TILES[1], False)
-    assert choose_launch(1, 1024, 2048, TILES, 132) == Launch(TILES[1], True)
-    assert choose_launch(256, 1024, 2048, TILES, 132) == Launch(TILES[4], True)
+                assert (tile == NARROW_TILE) == (rows <= 16 and NARROW_TILE in tiles)
+    assert choose_launch(1, 1024, 2048, TILES, 132) == Launch(TILES[0], True)
+    assert choose_launch(256, 1024, 2048, TILES, 132) == Launch(TILES[3], True)
     assert choose_launch(1024, 4096, 4096, TILES, 132) == Launch(TILES[-2], False)
     assert choose_launch(16_384, 24_576, 4096, TILES, 132) == Launch(TILES[-1], False)
+
+
+def test_narrow_tiles_are_for_few_features_on_hopper(monkeypatch):
+    monkeypatch.setattr(invariant, "shared_memory", lambda device: 227 << 10)
+    monkeypatch.setattr(invariant, "is_hopper", lambda device: is_hopper)
+    found = set()
+    for is_hopper in (True, False):
+        for out, width in ((4096, 4096), (4096, 1024), (6144, 4096), (1024, 2048), (2048, 2048)):
+            if NARROW_TILE in choose_tiles(torch.empty(1, width, dtype=torch.half), out):
+                found.add((is_hopper, out, width))
+    assert found == {(True, 4096, 4096), (True, 2048, 2048)}
 
 
 @pytest.mark.parametrize("width", [64, 96])
 def test_start_up_notices_a_launch_with_other_bits(width, device, in_parts, monkeypatch):
     """With width 96 one that adds its parts in parallel, with width 64 another tile."""
     monkeypatch.setattr(invariant, "_checked", set())
-    monkeypatch.setattr(invariant, "choose_tiles", lambda x: (FP32_TILES[0], SMALL[0]))
+    monkeypatch.setattr(invariant, "choose_tiles", lambda *_: (FP32_TILES[0], SMALL[0]))
     weight = torch.randint(-4, 5, (16, width), device=device).float()
     launches = []
 

@@ -1,4 +1,6 @@
-"""Which kernels take the place of the batch-invariant GEMM."""
+"""Tests which kernels replace the batch-invariant GEMM."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -7,116 +9,192 @@ import torch.nn.functional as F
 from nanovllm.kernels.gemm import same_bits
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
 from nanovllm.kernels.gemm.invariant import invariant_linear
-from nanovllm.kernels.gemm.same_bits import compare, fastest_linear, fastest_swiglu
+from nanovllm.kernels.gemm.same_bits import SameBits, compare, cublas_linear, swiglu_linear
 from nanovllm.kernels.silu_and_mul import silu_and_mul
+from nanovllm.layers.activation import GeluTanhAndMul, SiluAndMul
+from nanovllm.layers.embed_head import ParallelLMHead
+from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
+from nanovllm.quantization import batch_invariant
+from nanovllm.quantization.base import use_batch_invariance, use_quantization
+from nanovllm.quantization.batch_invariant import BATCH_INVARIANT, choose_identical_kernels
 
 ROWS = [8, 32, 48, 64]
 
 
-@pytest.fixture
-def nothing_compared(monkeypatch):
-    monkeypatch.setattr(same_bits, "_cublas_rows", {})
-    monkeypatch.setattr(same_bits, "_swiglu", set())
+def linear(x, weight, bias=None, residual=None):
+    y = F.linear(x, weight, bias)
+    return y if residual is None else y + residual
 
 
 @pytest.fixture
-def fakes(nothing_compared, monkeypatch):
-    """The invariant GEMM is F.linear. cuBLAS and the GEMM with SwiGLU are too, but with the numbers
-    of rows in ``wrong`` some bit differs."""
+def fakes(monkeypatch):
+    """All GEMMs are F.linear. For the numbers of rows in ``wrong``, and the operations in it, the
+    last element of cuBLAS' or the SwiGLU GEMM's result is wrong."""
     wrong = set()
 
-    def linear(x, weight, bias=None, residual=None):
-        y = F.linear(x, weight, bias)
-        return y if residual is None else y + residual
-
-    def with_errors(y):
-        if len(y) in wrong:
+    def with_errors(y, name):
+        if len(y) in wrong or name in wrong:
             y[-1, -1] += 0.5
         return y
 
+    def cublas(x, weight, residual=None):
+        name = "plain" if residual is None else "add"
+        return with_errors(linear(x, weight, None, residual), name)
+
+    def with_swiglu(x, weight):
+        return with_errors(silu_and_mul(F.linear(x, weight)), "swiglu")
+
     monkeypatch.setattr(same_bits, "invariant_linear", linear)
-    monkeypatch.setattr(
-        same_bits,
-        "_cublas_linear",
-        lambda x, weight, residual: with_errors(linear(x, weight, None, residual)),
-    )
-    monkeypatch.setattr(
-        same_bits,
-        "_swiglu_linear",
-        lambda x, weight: with_errors(silu_and_mul(F.linear(x, weight))),
-    )
-    monkeypatch.setattr(same_bits.hopper_gemm, "supports", lambda epilogue, weight: True)
+    monkeypatch.setattr(same_bits, "cublas_linear", cublas)
+    monkeypatch.setattr(same_bits, "swiglu_linear", with_swiglu)
+    monkeypatch.setattr(same_bits.hopper_gemm, "supports", lambda *_: "unsupported" not in wrong)
     return wrong
 
 
-def test_kernels_with_other_bits_are_not_used(fakes, monkeypatch):
-    weight = torch.randn(16, 8)
-    fakes.add(48)
-    compare(weight, ROWS)
-    fakes.update(range(2000))  # now a result shows which kernel computed it
-    capturing = False
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    for capturing in (False, True):
-        for rows in (*ROWS, 33):
-            x = torch.randn(rows, 8)
-            is_cublas = not torch.equal(fastest_linear(x, weight, None), F.linear(x, weight))
-            assert is_cublas == (capturing and rows in (32, 64)), rows
-    bias = torch.randn(16)
-    assert torch.equal(fastest_linear(x, weight, bias), F.linear(x, weight, bias))
-    assert fastest_swiglu(torch.randn(1023, 8), weight) is None
-    assert fastest_swiglu(torch.randn(1024, 8), weight).shape == (1024, 8)
-    compare(weight, [48])  # has been compared
-    assert same_bits._cublas_rows == {same_bits._key(weight): {32, 64}}
+@pytest.mark.parametrize(
+    ("wrong", "rows", "has_swiglu"),
+    [
+        (set(), {32, 48, 64}, True),
+        ({48}, {32, 64}, True),
+        ({"plain"}, set(), True),
+        ({"add"}, set(), True),
+        ({"swiglu"}, {32, 48, 64}, False),
+        ({"unsupported"}, {32, 48, 64}, False),
+    ],
+    ids=str,
+)
+def test_kernels_with_other_bits_are_not_used(wrong, rows, has_swiglu, fakes):
+    fakes |= wrong
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.empty(16, 8, dtype=dtype)
+        assert compare(weight, ROWS) == SameBits(frozenset(rows), has_swiglu)
+    assert compare(weight, []) == SameBits(frozenset(), has_swiglu)
 
 
-def test_swiglu_with_other_bits_is_not_used(fakes):
-    fakes.add(same_bits.MIN_SWIGLU_ROWS)
-    compare(torch.randn(16, 8), [])
-    assert not same_bits._swiglu
+def test_zeros_have_signs(fakes, monkeypatch):
+    monkeypatch.setattr(same_bits, "invariant_linear", lambda *args: 0.0 * linear(*args).abs())
+    monkeypatch.setattr(same_bits, "cublas_linear", lambda *args: -0.0 * linear(*args[:2]).abs())
+    assert not compare(torch.empty(16, 8), ROWS).cublas_rows
+
+
+def test_a_kernel_that_falls_back_to_others_is_not_used(fakes, monkeypatch):
+    """Because each call would try to compile it."""
+
+    def broken(x, weight):
+        fakes.add("unsupported")
+        return silu_and_mul(F.linear(x, weight))
+
+    monkeypatch.setattr(same_bits, "swiglu_linear", broken)
+    assert not compare(torch.empty(16, 8), ROWS).has_swiglu
 
 
 def test_a_weight_with_parts_has_no_other_kernel(fakes):
     """cuBLAS would have to cut its columns at the same places."""
-    compare(torch.empty(64, 4096), ROWS)
-    assert not same_bits._cublas_rows
+    assert compare(torch.empty(64, 4096), ROWS) == SameBits()
 
 
 def test_running_out_of_memory_ends_the_comparison(fakes, monkeypatch):
-    def full(x, weight, residual):
+    def full(x, weight, residual=None):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(same_bits, "_cublas_linear", full)
-    weight = torch.randn(16, 8)
-    compare(weight, ROWS)
-    assert same_bits._cublas_rows == {same_bits._key(weight): set()} and not same_bits._swiglu
+    monkeypatch.setattr(same_bits, "cublas_linear", full)
+    assert compare(torch.randn(16, 8), ROWS) == SameBits()
+
+
+def test_cublas_adds_the_residual_in_place():
+    x, weight, residual = torch.randn(3, 8), torch.randn(16, 8), torch.randn(3, 16)
+    expected = x @ weight.t() + residual
+    found = cublas_linear(x, weight, residual)
+    torch.testing.assert_close(found, expected)
+    assert found is residual
+    torch.testing.assert_close(cublas_linear(x, weight), x @ weight.t())
+
+
+class Model(torch.nn.Module):
+    """Layers with and without biases, and an LM head; in FP8 too, which is rounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with use_batch_invariance(True):
+            self.plain = MergedColumnParallelLinear(8, [8, 8])
+            self.biased = ReplicatedLinear(8, 16, bias=True)
+            self.lm_head = ParallelLMHead(16, 8)
+            with use_quantization({"quant_method": "fp8"}):
+                self.rounded = ReplicatedLinear(8, 16)
+        for param in self.parameters():
+            param.data.normal_()
+
+
+def test_a_weight_uses_them_where_they_were_compared(fakes, monkeypatch):
+    """cuBLAS in graphs only, and all without a bias."""
+
+    monkeypatch.setattr(batch_invariant, "small_cublas_workspace", nullcontext)
+    model, capturing = Model(), False
+    used = []
+    for name in ("cublas_linear", "swiglu_linear"):
+        kernel = getattr(same_bits, name)
+        monkeypatch.setattr(
+            batch_invariant, name, lambda *args, f=kernel: used.append(len(args[0])) or f(*args)
+        )
+    monkeypatch.setattr(batch_invariant, "batch_invariant_linear", linear)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+
+    def rows_used(layer, operation="matmul", rows=(8, 32, 33, 64, 1023, 1024)):
+        used.clear()
+        for num_rows in rows:
+            x, weight = torch.randn(num_rows, 8), layer.linear_weight
+            y = F.linear(x, layer.weight, layer.bias)
+            if operation == "matmul":
+                torch.testing.assert_close(weight.matmul(x), y)
+            elif operation == "add":
+                residual = torch.randn(num_rows, 16)
+                expected = y + residual
+                found, rest = weight.matmul_add(x, residual)
+                torch.testing.assert_close(found if rest is None else found + rest, expected)
+            else:
+                expected = operation(BATCH_INVARIANT)(y)
+                found = weight.matmul_swiglu(x, operation(BATCH_INVARIANT))
+                torch.testing.assert_close(found, expected)
+        return [*used]
+
+    assert rows_used(model.plain) == []
+    choose_identical_kernels(model, {8, 32, 64})
+    assert model.plain.linear_weight.same_bits == SameBits(frozenset({32, 64}), True)
+    assert model.lm_head.linear_weight.same_bits == SameBits(), "its results are fp32"
+    assert rows_used(model.plain) == rows_used(model.plain, "add") == []
+    assert rows_used(model.plain, SiluAndMul) == [1024]
+    assert rows_used(model.plain, GeluTanhAndMul) == rows_used(model.biased, SiluAndMul) == []
+    capturing = True
+    for layer, expected in ((model.plain, [32, 64]), (model.rounded, [32, 64]), (model.biased, [])):
+        assert rows_used(layer) == rows_used(layer, "add") == expected
+    choose_identical_kernels(model, set())
+    assert rows_used(model.plain) == [], "an engine without graphs"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("out", "width"), [(6144, 1024), (4096, 4096), (2560, 9728)], ids=str)
-def test_the_bits_are_the_same_in_a_cuda_graph(out, width, nothing_compared):
+def test_the_bits_are_the_same_in_a_cuda_graph(out, width):
     """With other values than those that were compared; NaN in a row stays there."""
     weight = torch.randn(out, width, dtype=torch.bfloat16, device="cuda") / width**0.5
-    rows = [16, 32, 64, 96, 128, 256, 512, 1024, 2048]
     with torch.inference_mode(), small_cublas_workspace():
-        compare(weight, rows)
-        found_rows = same_bits._cublas_rows[same_bits._key(weight)]
-        assert len(found_rows) >= 5, "cuBLAS is of no use"
-        for num_rows in found_rows:
+        found = compare(weight, [16, 32, 64, 96, 128, 256, 512, 1024, 2048])
+        assert len(found.cublas_rows) >= 5, "cuBLAS is identical for too few numbers of rows"
+        for num_rows in found.cublas_rows:
             x = torch.randn(num_rows, width, device="cuda").bfloat16() * 3
             x[num_rows // 2] = float("nan")
             residual = torch.randn(num_rows, out, device="cuda").bfloat16()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                plain = fastest_linear(x, weight, None)
-                added = fastest_linear(x, weight, None, residual.clone())
+                plain = cublas_linear(x, weight)
+                added = cublas_linear(x, weight, residual.clone())
             graph.replay()
-            for found, expected in (
+            for result, expected in (
                 (plain, invariant_linear(x, weight, None)),
                 (added, invariant_linear(x, weight, None, residual)),
             ):
                 isnan = expected.isnan()
-                assert torch.equal(found.isnan(), isnan)
-                assert torch.equal(found[~isnan], expected[~isnan])
+                assert torch.equal(result.isnan(), isnan)
+                assert torch.equal(result[~isnan], expected[~isnan])
 
 
 @pytest.mark.gpu
@@ -124,10 +202,10 @@ def test_the_bits_are_the_same_in_a_cuda_graph(out, width, nothing_compared):
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs a Hopper GPU",
 )
-def test_swiglu_in_the_epilogue_has_the_same_bits(nothing_compared):
+def test_swiglu_in_the_epilogue_has_the_same_bits():
     weight = torch.randn(6144, 1024, dtype=torch.bfloat16, device="cuda") / 32
-    compare(weight, [])
+    assert compare(weight, []).has_swiglu
     for num_rows in (1024, 1500, 16_384):
         x = torch.randn(num_rows, 1024, device="cuda").bfloat16() * 5
-        found = fastest_swiglu(x, weight)
-        assert torch.equal(found, silu_and_mul(invariant_linear(x, weight, None)))
+        expected = silu_and_mul(invariant_linear(x, weight, None))
+        assert torch.equal(swiglu_linear(x, weight), expected)
