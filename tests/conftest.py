@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
-from tests import triton_interpreter
+from tests import gguf_package, triton_interpreter
 
 # Not at run time: the process that hands out tests to xdist's workers would import transformers.
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     triton_interpreter.speed_up()
+    gguf_package.speed_up()
 
 
 def pytest_unconfigure() -> None:

@@ -26,7 +26,7 @@ SMALL: dict[str, Any] = {
 }
 GOOD = [1, 2, 3, 4]
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-FEW, MANY = 60, pytest.param(800, marks=pytest.mark.slow)  # examples of each kind
+FEW, MANY = 60, pytest.param(400, marks=pytest.mark.slow)  # examples of each kind
 sizes = pytest.mark.parametrize("num_examples", [FEW, MANY])
 counts: Counter[str] = Counter()
 

@@ -18,8 +18,8 @@ def grpo():
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_reward_rises(grpo):
-    """With half of the steps it has risen."""
-    num_steps = grpo["NUM_STEPS"] // 2
+    """It has risen before half of the steps."""
+    num_steps = 5
     rewards, before, after = grpo["train"](grpo["fetch_smollm2"](), 0, num_steps)
     assert len(rewards) == num_steps
     assert statistics.mean(rewards[-4:]) > 0.2 + rewards[0]

@@ -125,7 +125,7 @@ def break_steps(llm: LLM, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("num_requests", "windowed"),
     [
-        pytest.param(6_000, False, marks=pytest.mark.slow),
+        pytest.param(3_000, False, marks=pytest.mark.slow),
         pytest.param(2_000, True, marks=pytest.mark.slow),
     ],
 )

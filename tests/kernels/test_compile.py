@@ -12,6 +12,8 @@ from nanovllm.kernels.silu_and_mul import silu_and_mul_reference, silu_and_mul_t
 from nanovllm.utils.compile_ahead import compiling_only
 
 PROGRAM = Path(__file__).with_name("compile_for_hopper.py")
+# Debuggers' line numbers take an eighth of the time.
+FASTER = {"TRITON_DISABLE_LINE_INFO": "1"}
 
 
 @pytest.mark.slow
@@ -21,7 +23,7 @@ def test_every_kernel_compiles_for_a_hopper_gpu(tmp_path: Path):
     root = str(PROGRAM.parents[2])
     result = subprocess.run(
         [sys.executable, str(PROGRAM)],
-        env={**os.environ, "PYTHONPATH": root, "TRITON_CACHE_DIR": str(tmp_path)},
+        env={**os.environ, **FASTER, "PYTHONPATH": root, "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
@@ -42,6 +44,7 @@ def test_attention_invariant_and_fp8_kernels_compile_for_other_gpus(
         [sys.executable, str(program), str(capability), str(kib)],
         env={
             **os.environ,
+            **FASTER,
             "PYTHONPATH": str(PROGRAM.parents[2]),
             "TRITON_CACHE_DIR": str(tmp_path),
         },

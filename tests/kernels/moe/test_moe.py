@@ -34,6 +34,7 @@ from nanovllm.kernels.moe.sort import max_tiles, sort_triton
 from tests.kernels.conftest import DEVICE, DTYPES
 from tests.kernels.moe.references import count_tokens, sort_reference
 from tests.kernels.oracle import assert_as_good_as_eager, poisoned
+from tests.kernels.test_compile import FASTER
 
 slow = pytest.mark.slow
 SHAPES = [  # tokens, experts, top_k
@@ -347,7 +348,7 @@ def test_compiles_for_every_other_generation(target, tmp_path):
     root = str(program.parents[3])
     result = subprocess.run(
         [sys.executable, str(program), *target.split()],
-        env={**os.environ, "PYTHONPATH": root, "TRITON_CACHE_DIR": str(tmp_path)},
+        env={**os.environ, **FASTER, "PYTHONPATH": root, "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
