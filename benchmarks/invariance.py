@@ -452,7 +452,7 @@ def compile_kernels(report: Report) -> None:
     from tests.kernels import compile_for_hopper
 
     compiled = compile_for_hopper.compile_only()
-    gemm.has_tma = lambda device: True  # type: ignore[assignment]
+    gemm.is_hopper_or_newer = lambda device: True  # type: ignore[assignment]
     gemm.shared_memory = attention.shared_memory = lambda device: (  # type: ignore[attr-defined]
         compile_for_hopper.SHARED_MEMORY
     )

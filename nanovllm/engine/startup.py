@@ -103,6 +103,7 @@ def start_up(config: Config) -> StartedModel:
     eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < model_config.vocab_size)
     block_size, num_blocks = config.kvcache_block_size, runner.num_kvcache_blocks
     cache_len = longest_sequence(runner, num_blocks)  # in tokens
+    weights = " (weights rounded to FP8)" if rounds_to_fp8(runner) else " (weights in FP8)"
     logger.info(
         "%s on %s in %s%s%s: %d KV blocks of %d tokens, %d running sequences of up to %d tokens "
         "(%s)",
@@ -110,11 +111,7 @@ def start_up(config: Config) -> StartedModel:
         runner.device,
         str(runner.dtype).removeprefix("torch."),
         " (KV cache in FP8)" if config.quantizes_kv else "",
-        ""
-        if not weight_quantization(runner)
-        else " (weights rounded to FP8)"
-        if rounds_to_fp8(runner)
-        else " (weights in FP8)",
+        weights if weight_quantization(runner) else "",
         num_blocks,
         block_size,
         runner.max_num_seqs,

@@ -63,7 +63,7 @@ def pdl_options(x: torch.Tensor) -> dict[str, bool]:
     per launch. The kernel needs a parameter ``PDL``, and must call ``pdl_wait`` before it reads
     results of other kernels of the step, and before it writes.
     """
-    if not x.is_cuda or not _has_pdl(x.device):
+    if not is_hopper_or_newer(x.device):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
 
@@ -98,5 +98,18 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 @cache
-def _has_pdl(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Returns the compute capability of a CUDA GPU; (0, 0) of other devices."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Returns whether a device is a Hopper GPU, which has wgmma."""
+    return compute_capability(device) == (9, 0)
+
+
+def is_hopper_or_newer(device: torch.device) -> bool:
+    """Returns whether a device has TMA and PDL."""
+    return compute_capability(device) >= (9, 0)

@@ -105,7 +105,7 @@ def compile_only(capability: int = 90, memory: int = SHARED_MEMORY) -> list[Any]
         module.shared_memory = lambda device: memory  # type: ignore[attr-defined]
     for module in (hopper_prefill, swiglu, qkv):
         module.num_multiprocessors = lambda device: 132  # type: ignore[assignment]
-    invariant_gemm.has_tma = lambda device: capability >= 90  # type: ignore[assignment]
+    invariant_gemm.is_hopper_or_newer = lambda device: capability >= 90  # type: ignore[assignment]
     return compiled
 
 

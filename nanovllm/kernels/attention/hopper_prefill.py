@@ -1,6 +1,5 @@
 """Prefill attention for Hopper GPUs: the launcher of hopper_prefill_kernel.py, and its schedule."""
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.tiles import LOG2_E
 from nanovllm.utils.context import Context
-from nanovllm.utils.triton_compat import HAS_TRITON, num_multiprocessors, tl, triton
+from nanovllm.utils.triton_compat import HAS_TRITON, is_hopper, num_multiprocessors, tl, triton
 
 ROWS = 64  # rows of queries per consumer: those of one wgmma instruction
 MANY = 1 << 30  # more rows than any tensor has
@@ -52,8 +51,7 @@ def can_launch(q: Tensor, cache: KVCache, context: Context, params: AttentionPar
     """Returns whether the kernel supports these inputs, and is the fastest for them."""
     return (
         HAS_TRITON
-        and q.is_cuda
-        and _is_hopper(q.device)
+        and is_hopper(q.device)
         and q.dtype in DTYPES
         and q.size(2) in TILES
         and cache.scales is None
@@ -62,11 +60,6 @@ def can_launch(q: Tensor, cache: KVCache, context: Context, params: AttentionPar
         and len(q) >= MIN_TOKENS
         and context.max_seqlen_q >= MIN_QUERIES
     )
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def hopper_prefill(

@@ -14,7 +14,7 @@ from torch import Tensor
 from nanovllm.kernels.fp8 import FP8, GROUP, Fp8Rows, dequantize
 from nanovllm.kernels.gemm.tiled import BLOCK_K, BLOCK_N, MAX_PART_COLUMNS, Tile, multiply_tiles
 from nanovllm.utils.math import cdiv
-from nanovllm.utils.triton_compat import shared_memory, use_triton
+from nanovllm.utils.triton_compat import is_hopper, shared_memory, use_triton
 
 # The most rows for tiles, and those of a weight that has blocks or over MAX_TILED_WEIGHT elements.
 MAX_TILED_ROWS, FEW_ROWS, MAX_TILED_WEIGHT = 128, 64, 1 << 26
@@ -64,10 +64,9 @@ def has_block_matmul(weight: Tensor) -> bool:
 @cache
 def _is_hopper_with_blocks(device: torch.device) -> bool:
     """Returns whether cuBLAS multiplies blocks on a device: on Hopper, from CUDA 12.9 on."""
-    if device.type != "cuda" or torch.version.cuda is None:
+    if not is_hopper(device) or torch.version.cuda is None:
         return False
-    version = tuple(map(int, torch.version.cuda.split(".")))
-    return torch.cuda.get_device_capability(device) == (9, 0) and version >= (12, 9)
+    return tuple(map(int, torch.version.cuda.split("."))) >= (12, 9)
 
 
 def has_tiles(weight: Tensor) -> bool:

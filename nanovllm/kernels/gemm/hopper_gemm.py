@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.utils.math import cdiv
-from nanovllm.utils.triton_compat import HAS_TRITON
+from nanovllm.utils.triton_compat import HAS_TRITON, is_hopper
 
 logger = logging.getLogger("nanovllm")
 T = TypeVar("T")
@@ -28,13 +28,12 @@ def supports(epilogue: str, weight: Tensor) -> bool:
     """Returns whether the kernel with this epilogue can multiply by a weight [out, in] on its
     device."""
     num_features, width = weight.shape
-    if not weight.is_cuda or torch.version.hip is not None or not HAS_TRITON:
+    if not HAS_TRITON or not is_hopper(weight.device):
         return False
     if width % 8 or num_features % 16 or weight.dtype not in DTYPES:  # rows of 16 bytes
         return False
-    is_hopper = torch.cuda.get_device_capability(weight.device) == (9, 0)
     is_wide = cdiv(width, BLOCK_K) >= MIN_STEPS
-    return is_hopper and is_wide and (epilogue, weight.device) not in _failed
+    return is_wide and (epilogue, weight.device) not in _failed
 
 
 def run_or_replace(

@@ -34,6 +34,8 @@ from nanovllm.utils.compile_ahead import compiling_only
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import (
     HAS_TRITON,
+    is_hopper,
+    is_hopper_or_newer,
     num_multiprocessors,
     pdl_options,
     pdl_wait,
@@ -132,12 +134,12 @@ def choose_launch(
 ) -> Launch:
     """Returns the launch for a number of rows, by a rule that was fitted to times on an H200.
 
-    - NARROW_TILE for few rows, if the weight has it.
-    - The smallest tile that holds half of the rows, or 128, if all programs run at once, two per
-      multiprocessor. It keeps the most bytes in flight. Otherwise the smallest tile that holds all
-      rows, so that weights are read once.
-    - Tiles of 128 rows instead of 256, except for a vocabulary or over 4,096 rows. Tiles of 256
-      rows take twice as long, and leave more multiprocessors idle at the end.
+    - If NARROW_TILE is among the tiles, up to 16 rows take it.
+    - Otherwise, if all programs run at once, two per multiprocessor, the tile is the smallest one
+      that holds half of the rows, or 128. It keeps the most bytes in flight.
+    - Otherwise it is the smallest one that holds all rows, so that weights are read once. Tiles of
+      256 rows are for a vocabulary and for over 4,096 rows only. They take twice as long as those
+      of 128, and leave more multiprocessors idle at the end.
     """
     parts = cdiv(width, part_columns(out_features, width))
     if tiles[0] == NARROW_TILE:
@@ -414,7 +416,7 @@ def launch_linear(
         num_tiles = min(num_tiles, num_multiprocessors(x.device))
     # Descriptors need rows that begin at multiples of 16 bytes.
     is_aligned = (width * x.itemsize | x.data_ptr() | weight.data_ptr()) % 16 == 0
-    tma = has_tma(x.device) and is_aligned and x.dtype is not torch.float32
+    tma = is_hopper_or_newer(x.device) and is_aligned and x.dtype is not torch.float32
     _linear_kernel[(num_tiles, parts if is_parallel else 1)](
         _source(x, tile.rows, tile.columns, tma),
         _source(weight, tile.features, tile.columns, tma),
@@ -490,16 +492,3 @@ def check_launches(weight: Tensor) -> None:
 
 def _source(matrix: Tensor, rows: int, columns: int, tma: bool) -> Any:
     return TensorDescriptor.from_tensor(matrix, [rows, columns]) if tma else matrix
-
-
-@cache
-def has_tma(device: torch.device) -> bool:
-    """Returns whether kernels can load tensor descriptors in hardware (TMA, from Hopper on)."""
-    is_cuda = device.type == "cuda" and torch.version.hip is None
-    return is_cuda and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@cache
-def is_hopper(device: torch.device) -> bool:
-    is_cuda = device.type == "cuda" and torch.version.hip is None
-    return is_cuda and torch.cuda.get_device_capability(device) == (9, 0)

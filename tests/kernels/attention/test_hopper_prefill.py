@@ -125,7 +125,7 @@ def test_the_schedule_has_each_tile_once_and_long_contexts_first(num_seeds, devi
 
 def test_what_the_kernel_does_not_support_goes_to_the_other_one(monkeypatch):
     monkeypatch.setattr(hopper_prefill, "HAS_TRITON", True)
-    monkeypatch.setattr(hopper_prefill, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper_prefill, "is_hopper", lambda device: device == "cuda")
     batch = Paged([600, 5], [600, 5], 4, 2, 64, 16, torch.float16, "cpu")
     context = batch.context()
 
@@ -136,14 +136,14 @@ def test_what_the_kernel_does_not_support_goes_to_the_other_one(monkeypatch):
         tokens: int = 5000,
         **changes: Any,
     ) -> bool:
-        q = MagicMock(is_cuda=True, device="cuda", dtype=torch.bfloat16)
+        q = MagicMock(device="cuda", dtype=torch.bfloat16)
         q.size.return_value, q.__len__.return_value = 128, tokens
         q.configure_mock(**changes)
         return can_launch(q, cache, context, params)
 
     assert takes()
     assert takes(dtype=torch.float16)
-    assert not takes(is_cuda=False)
+    assert not takes(device="cpu")
     assert not takes(dtype=torch.float32)
     assert not takes(**{"size.return_value": 96})
     assert not takes(tokens=4096), "captured steps"
@@ -155,7 +155,7 @@ def test_what_the_kernel_does_not_support_goes_to_the_other_one(monkeypatch):
     odd = Paged([600], [600], 4, 2, 64, 24, torch.float16, "cpu")
     assert not takes(cache=odd.cache)
     assert takes(cache=odd.cache, context=replace(context, block_tables=None))
-    monkeypatch.setattr(hopper_prefill, "_is_hopper", lambda device: False)
+    monkeypatch.setattr(hopper_prefill, "is_hopper", lambda device: False)
     assert not takes()
 
 

@@ -74,9 +74,9 @@ def test_as_good_as_eager(rows, out, width, tma, dtype, device, in_parts, monkey
     """In all tiles, with parts one after the other and in parallel, with and without a bias."""
     x, weight, bias, residual = make(rows, out, width, dtype, device)
     if device == "cpu":
-        monkeypatch.setattr(invariant, "has_tma", lambda device: tma)
+        monkeypatch.setattr(invariant, "is_hopper_or_newer", lambda device: tma)
     elif not tma:
-        monkeypatch.setattr(invariant, "has_tma", lambda device: False)
+        monkeypatch.setattr(invariant, "is_hopper_or_newer", lambda device: False)
     exact = F.linear(x.double(), weight.double())
     eager = F.linear(x, weight)
     poisoned(monkeypatch)
