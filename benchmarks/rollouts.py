@@ -3,6 +3,10 @@
 ``python -m benchmarks.rollouts --model PATH`` prints one JSON line. The tensors are the
 checkpoint's, on the engine's device. All times are the fastest of several runs, in ms, and include
 the work that the GPU still has to do when a call returns.
+
+With ``--cycles N``, the engine then sleeps, wakes, loads one of two sets of weights and generates,
+N times. Tokens and log-probabilities must be those of the same weights before, bit for bit, and the
+memory that is in use must not grow.
 """
 
 import argparse
@@ -24,12 +28,21 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a directory with safetensors")
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--repeat", type=int, default=5, help="number of runs")
+    parser.add_argument("--cycles", type=int, default=0, help="number of times to sleep and wake")
+    parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.zeros(1, device="cuda")
         context = used_bytes(torch.device("cuda", 0))  # with nothing else on the GPU
-    llm = LLM(args.model, enable_sleep_mode=True, max_num_seqs=args.max_num_seqs)
+    llm = LLM(
+        args.model,
+        enable_sleep_mode=True,
+        max_num_seqs=args.max_num_seqs,
+        batch_invariant=args.batch_invariant,
+        tensor_parallel_size=args.tensor_parallel_size,
+    )
     device = llm.model_runner.device
 
     def fastest(call: Callable[[], Any], prepare: Callable[[], Any] = lambda: None) -> float:
@@ -47,9 +60,14 @@ def main() -> None:
         for pair in tensors.items():
             llm.load_weights([pair])
 
-    def generate() -> list[int]:
-        params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-        return llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids
+    def generate() -> list[Any]:
+        params = [
+            SamplingParams(temperature=i % 2, seed=i, max_tokens=32, ignore_eos=True, logprobs=0)
+            for i in range(64)
+        ]
+        outputs = llm.generate([[5, 6, 7 + i] for i in range(64)], params, use_tqdm=False)
+        completions = [output.outputs[0] for output in outputs]
+        return [(completion.token_ids, completion.logprobs) for completion in completions]
 
     before, awake = generate(), used_bytes(device)
     result: dict[str, Any] = {"model": Path(args.model).name, "device": device_name(device)}
@@ -72,7 +90,37 @@ def main() -> None:
     result["load_weights, one call"] = fastest(lambda: llm.load_weights(tensors.items()))
     result["load_weights, one tensor a call"] = fastest(load_each)
     result["same tokens"] = generate() == before
+    if args.cycles:
+        weights = [tensors, {name: tensor.roll(1, 0) for name, tensor in tensors.items()}]
+        llm.load_weights(weights[1].items())
+        result |= run_cycles(llm, args.cycles, weights, [before, generate()], generate)
     print(json.dumps(result))
+
+
+def run_cycles(
+    llm: LLM,
+    num_cycles: int,
+    weights: list[dict[str, torch.Tensor]],
+    expected: list[Any],
+    generate: Callable[[], Any],
+) -> dict[str, Any]:
+    """Sleeps, wakes, loads and generates again and again, with each of the weights in turn."""
+    device, used, num_wrong = llm.model_runner.device, [], 0
+    for i in range(num_cycles):
+        llm.sleep(level=1 + i % 3 % 2)
+        llm.wake_up(["weights"])
+        llm.load_weights(weights[i % len(weights)].items())
+        llm.wake_up(["kv_cache"])
+        num_wrong += generate() != expected[i % len(weights)]
+        synchronize(device)
+        used.append(used_bytes(device))
+    return {
+        "batch_invariant": llm.config.batch_invariant,
+        "cycles": num_cycles,
+        "cycles with other results": num_wrong,
+        "results of the two sets of weights differ": expected[0] != expected[1],
+        "MiB grown from the second cycle to the last": round((used[-1] - used[1]) / 2**20, 1),
+    }
 
 
 def synchronize(device: torch.device) -> None:
