@@ -130,6 +130,7 @@ def started(arguments: argparse.Namespace, **settings: Any) -> Iterator[LLM]:
         batch_invariant=True,
         max_model_len=MAX_MODEL_LEN,
         dtype=arguments.dtype,
+        kv_cache_dtype=arguments.kv_cache_dtype,
         tensor_parallel_size=arguments.tensor_parallel_size,
         **settings,
     )
@@ -168,6 +169,7 @@ class Proof:
         row = {
             "model": Path(self.arguments.model).name,
             "dtype": self.arguments.dtype,
+            "kv_cache_dtype": self.arguments.kv_cache_dtype,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "num_devices": self.arguments.tensor_parallel_size,
             "planted": self.arguments.plant,
@@ -214,6 +216,7 @@ def main() -> int:
     parser.add_argument("--num-alone", type=int, default=50, help="about this many run one by one")
     parser.add_argument("--num-blocks", type=int, default=300, help="in the full KV cache")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--plant", action="store_true", help="plant a matmul that must be noticed")
     parser.add_argument("--output", help="file to append JSON lines to")

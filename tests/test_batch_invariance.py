@@ -158,20 +158,23 @@ def test_a_request_has_the_same_bits_in_any_batch(name: str, dtype: str, tiny_mo
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "kv_cache_dtype"),
     [
-        ("qwen3-tied", "bfloat16"),
-        ("qwen3-tied", "float32"),
-        ("qwen3-moe", "bfloat16"),
-        ("gpt-oss", "bfloat16"),
-        ("gemma2", "bfloat16"),
-        ("olmo2", "float16"),
+        ("qwen3-tied", "bfloat16", "auto"),
+        ("qwen3-tied", "bfloat16", "fp8"),
+        ("qwen3-tied", "float32", "auto"),
+        ("qwen3-moe", "bfloat16", "auto"),
+        ("gpt-oss", "bfloat16", "auto"),
+        ("gpt-oss", "bfloat16", "fp8"),
+        ("gemma2", "bfloat16", "auto"),
+        ("olmo2", "float16", "fp8"),
     ],
 )
 def test_a_request_has_the_same_bits_in_any_batch_on_a_gpu(
-    name: str, dtype: str, tiny_models: TinyModels
+    name: str, dtype: str, kv_cache_dtype: str, tiny_models: TinyModels
 ):
-    prove(tiny_models.path(name), BLOCKS.get(name, 44), dtype=dtype, device="cuda")
+    settings = {"dtype": dtype, "device": "cuda", "kv_cache_dtype": kv_cache_dtype}
+    prove(tiny_models.path(name), BLOCKS.get(name, 44), **settings)
 
 
 @pytest.mark.gpu

@@ -260,7 +260,12 @@ def launch_hopper_prefill(all_sizes: bool) -> None:
 
 
 def launch_invariant_attention(
-    dtype: torch.dtype, q_heads: int, kv_heads: int, head_dim: int, params: AttentionParams
+    dtype: torch.dtype,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    params: AttentionParams,
+    is_quantized: bool = False,
 ) -> None:
     """Launches the kernels of batch-invariant attention: prefills without and with a cache, and a
     decode."""
@@ -272,9 +277,11 @@ def launch_invariant_attention(
         return torch.zeros(shape, dtype=dtype)
 
     cache = KVCache(*(make(4, 256, kv_heads, head_dim) for _ in range(2)))
+    if is_quantized:
+        cache = quantized_cache(kv_heads, head_dim)
     attention = invariant_attention.InvariantTritonAttention()
     q, k, bounds = make(64, q_heads, head_dim), make(64, kv_heads, head_dim), ints(2)
-    for tables in (None, ints(1, 16)):
+    for tables in (ints(1, 16),) if is_quantized else (None, ints(1, 16)):
         context = Context(
             is_prefill=True,
             block_tables=tables,
@@ -379,6 +386,7 @@ def launch_quantized(all_sizes: bool) -> None:
     for dtype, q_heads, kv_heads, head_dim, params in shapes:
         has_all_sizes = all_sizes and params is features
         launch_attention(dtype, q_heads, kv_heads, head_dim, params, has_all_sizes, True)
+        launch_invariant_attention(dtype, q_heads, kv_heads, head_dim, params, True)
         q, k = (torch.zeros(64, heads, head_dim, dtype=dtype) for heads in (q_heads, kv_heads))
         slot_mapping = torch.zeros(64, dtype=torch.int32)
         slots = rope.CacheSlots(quantized_cache(kv_heads, head_dim), slot_mapping)

@@ -71,11 +71,6 @@ def select_attention_backend(
         ValueError: the requested backend does not work here, or the GPU has no FP8. The message
             says why.
     """
-    if batch_invariant and shape.is_quantized and shape.device.type == "cuda":
-        raise ValueError(
-            "kv_cache_dtype='fp8' does not support batch_invariant=True on a GPU: leave one of "
-            "them out"
-        )
     if shape.is_quantized and shape.device.type == "cuda":
         check_fp8(torch.cuda.get_device_capability(shape.device))
     backends = batch_invariant_backends(shape.device) if batch_invariant else BACKENDS

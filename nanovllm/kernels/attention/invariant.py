@@ -12,7 +12,8 @@ chunk of any size and in a decode step, whatever else is in the batch.
 - A row ignores keys that it must not see: their weights are exactly 0, and so are products with
   them. So a tile or a split without visible keys changes nothing, and may be skipped.
 
-The new keys and values of a decode are in the cache before attention, as those of a prefill are.
+The new keys and values of a decode are in the cache before attention, as those of a prefill are. If
+the cache is quantised, prefills read it too, so a token attends to the same FP8 numbers everywhere.
 """
 
 from typing import NamedTuple
@@ -26,7 +27,15 @@ from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.prefill import SCAN
 from nanovllm.kernels.attention.prefix_schedule import SharedPrefixes
 from nanovllm.kernels.attention.split_kv import KV_SPLIT, KV_SPLIT_WORDS
-from nanovllm.kernels.attention.tiles import CONSTEXPR_LOG2_E, LOG2_E, load_tile, softcap
+from nanovllm.kernels.attention.tiles import (
+    CONSTEXPR_LOG2_E,
+    LOG2_E,
+    as_half,
+    load_scales,
+    load_tile,
+    scale_down,
+    softcap,
+)
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 from nanovllm.utils.math import cdiv
@@ -134,11 +143,15 @@ def _attend_in_splits(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    scales_ptr,
+    KV_HEADS: tl.constexpr,
 ):
     """Lets the rows of q attend to keys [begin, end), and merges each split into the totals.
 
     ``begin`` is a multiple of BLOCK_N. The arguments are those of ``tiles.attend``.
     """
+    if scales_ptr is not None:
+        q = as_half(q)
     BLOCK_M: tl.constexpr = q.shape[0]
     BLOCK_D: tl.constexpr = q.shape[1]
     dim = tl.arange(0, BLOCK_D)
@@ -155,6 +168,8 @@ def _attend_in_splits(
         last = end if PART == 2 else middle if PART == 1 else full
         for n in tl.range(first, last, BLOCK_N):
             if n % SPLIT == 0:
+                if scales_ptr is not None:
+                    acc = scale_down(acc)
                 total_max, total_sum, total = _merge(
                     total_max, total_sum, total, row_max, row_sum, acc
                 )
@@ -172,7 +187,17 @@ def _attend_in_splits(
             k = load_tile(
                 k_ptr, k_stride, offset, kv_mask, n, end, pages_ptr, k_start, PAGE_SIZE, BLOCK_N
             )
+            if scales_ptr is not None:
+                scale_mask = key < end
+                if PART != 1:
+                    scale_mask = exists
+                k_scale, v_scale = load_scales(
+                    scales_ptr, kv_head, scale_mask, n, end, pages_ptr, KV_HEADS, PAGE_SIZE, BLOCK_N
+                )
+                k = k.to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if scales_ptr is not None:
+                scores *= k_scale[None, :]
             if SOFTCAP is not None:
                 scores = softcap(scores * scale_log2e, SOFTCAP)
             if PART != 1:
@@ -186,7 +211,12 @@ def _attend_in_splits(
             v = load_tile(
                 v_ptr, v_stride, offset, kv_mask, n, end, pages_ptr, k_start, PAGE_SIZE, BLOCK_N
             )
+            if scales_ptr is not None:
+                p *= v_scale[None, :]
+                v = v.to(q.dtype)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    if scales_ptr is not None:
+        acc = scale_down(acc)
     return _merge(total_max, total_sum, total, row_max, row_sum, acc)
 
 
@@ -195,6 +225,7 @@ def _invariant_prefill_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    scales_ptr,
     out_ptr,
     block_tables_ptr,
     cu_seqlens_q_ptr,
@@ -280,6 +311,8 @@ def _invariant_prefill_kernel(
         SPLIT,
         WINDOW,
         SOFTCAP,
+        scales_ptr,
+        KV_HEADS,
     )
     out = total / tl.where(total_sum > 0, total_sum, 1.0)[:, None]
     out_row = (q_start + token).to(tl.int64) * Q_HEADS + head
@@ -295,6 +328,7 @@ def _invariant_decode_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    scales_ptr,
     out_ptr,
     partial_ptr,
     max_ptr,
@@ -379,6 +413,8 @@ def _invariant_decode_kernel(
             SPLIT,
             WINDOW,
             SOFTCAP,
+            scales_ptr,
+            KV_HEADS,
         )
         out_row = seq.to(tl.int64) * Q_HEADS + kv_head * GROUP
         if num_partials == 1:
@@ -505,6 +541,7 @@ class InvariantTritonAttention(AttentionBackend):
     of heads only."""
 
     name = "triton"
+    reads_quantized = True
 
     def __init__(self) -> None:
         # Counters of the decode kernel, by their number. Launches of the same or of different sizes
@@ -523,6 +560,7 @@ class InvariantTritonAttention(AttentionBackend):
         q_heads, head_dim = q.shape[1:]
         kv_heads = k.size(1)
         tables = context.block_tables
+        assert tables is not None or cache.scales is None
         if tables is not None:
             assert cache.k.is_contiguous() and cache.v.is_contiguous()
             k, v = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
@@ -536,6 +574,7 @@ class InvariantTritonAttention(AttentionBackend):
             q,
             k,
             v,
+            cache.scales,
             out,
             tables,
             context.cu_seqlens_q,
@@ -602,6 +641,7 @@ class InvariantTritonAttention(AttentionBackend):
             q,
             cache.k,
             cache.v,
+            cache.scales,
             out,
             partial,
             row_max,

@@ -78,7 +78,8 @@ def decode_context(paged, lens, params):
 
 
 @EACH
-def test_as_good_as_eager(name, shape, dtype, device, small, monkeypatch):
+@pytest.mark.parametrize("quantized", [False, True])
+def test_as_good_as_eager(quantized, name, shape, dtype, device, small, exact_fp8, monkeypatch):
     """Prefills of whole prompts and of chunks, and decodes; keys before the window are NaN."""
     params = make_params(name, shape, device)
     backend = InvariantTritonAttention()
@@ -87,12 +88,18 @@ def test_as_good_as_eager(name, shape, dtype, device, small, monkeypatch):
         ([30, 5, 70, 64], [7, 5, 1, 0], True),
     ):
         paged = Paged(lens, new, *shape, dtype, device)
+        if quantized:
+            if not is_paged:
+                continue
+            paged.quantize()
         if is_paged:
             paged.forget(params.window)
         with monkeypatch.context() as patch:
             paged.check(backend, paged.context(paged=is_paged), patch, params)
     lens = [1, 16, 32, 33, 97]
     paged = Paged(lens, [1] * len(lens), *shape, dtype, device)
+    if quantized:
+        paged.quantize()
     paged.forget(params.window)
     exact = torch.cat([naive(*t, params) for t in zip(paged.qs, paged.ks, paged.vs, strict=True)])
     q, context = torch.cat(paged.qs), decode_context(paged, lens, params)
@@ -104,8 +111,9 @@ def test_as_good_as_eager(name, shape, dtype, device, small, monkeypatch):
 
 
 @EACH
+@pytest.mark.parametrize("quantized", [False, True])
 def test_a_token_has_the_same_bits_in_prefill_chunk_and_decode(
-    name, shape, device, small, ordered_matmul, monkeypatch
+    quantized, name, shape, device, small, ordered_matmul, exact_fp8, monkeypatch
 ):
     """Also where a decode has too few rows for all splits, so that a program merges several."""
     dtype, length, cuts, lens = torch.float32, 70, (0, 3, 40, 70), [1, 16, 17, 32, 33, 64, 65, 70]
@@ -116,8 +124,10 @@ def test_a_token_has_the_same_bits_in_prefill_chunk_and_decode(
     backend = InvariantTritonAttention()
     paged = Paged([length], [length], *shape, dtype, device)
     q, k, v = paged.qs[0], paged.ks[0], paged.vs[0]
+    if quantized:
+        paged.quantize()
     arguments = k, v, paged.cache
-    expected = backend.prefill(q, *arguments, paged.context(paged=False), params)
+    expected = backend.prefill(q, *arguments, paged.context(paged=quantized), params)
     assert torch.equal(backend.prefill(q, *arguments, paged.context(), params), expected)
     for first, last in pairwise(cuts):
         paged.contexts, paged.new_tokens = [last], [last - first]
