@@ -34,7 +34,7 @@ from nanovllm.kernels.attention.tiles import (
     load_scales,
     load_tile,
     scale_down,
-    softcap,
+    tanh,
 )
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
@@ -95,8 +95,8 @@ def choose_tile(group: int, head_dim: int, dtype: torch.dtype, shared_memory: in
 def _softmax_step(scores, scale, row_max, row_sum):
     """Adds a tile of scores to the online softmax, as ``tiles.online_softmax_step`` does.
 
-    Additions of products are explicit FMAs here and in ``_merge``, because the compiler could fuse
-    them in one kernel and not in the other.
+    Additions of products are explicit FMAs here, in ``_merge`` and in ``tanh``, because the
+    compiler could fuse them in one kernel or loop and not in another.
     """
     new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
     # A row whose scores are all masked so far has maximum -inf. Shifting by 0 avoids inf - inf.
@@ -198,15 +198,15 @@ def _attend_in_splits(
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if scales_ptr is not None:
                 scores *= k_scale[None, :]
-            if SOFTCAP is not None:
-                scores = softcap(scores * scale_log2e, SOFTCAP)
+            if SOFTCAP is not None:  # the softmax multiplies by SOFTCAP
+                scores = tanh(scores * scale_log2e * (1.0 / SOFTCAP))
             if PART != 1:
                 visible = exists[None, :] & (key[None, :] <= position[:, None])
                 if WINDOW:
                     visible = visible & (key[None, :] > position[:, None] - WINDOW)
                 scores = tl.where(visible, scores, -float("inf"))
             p, alpha, row_max, row_sum = _softmax_step(
-                scores, 1.0 if SOFTCAP is not None else scale_log2e, row_max, row_sum
+                scores, scale_log2e if SOFTCAP is None else SOFTCAP, row_max, row_sum
             )
             v = load_tile(
                 v_ptr, v_stride, offset, kv_mask, n, end, pages_ptr, k_start, PAGE_SIZE, BLOCK_N

@@ -14,6 +14,7 @@ from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, t
 # Up to this number of tokens, assignments are not sorted, because nearly every one has an expert of
 # its own.
 MAX_UNSORTED_TOKENS = 4
+UNIT = tl.constexpr(2.0**40)  # of fixed-point probabilities
 
 
 class Routing(NamedTuple):
@@ -121,7 +122,9 @@ def _route_kernel(
         keys = tl.where(is_best, SMALLEST, keys)
         chosen += is_best.to(tl.int32)
     if not NORMALISE:
-        total = tl.sum(tl.exp(logits - largest[:, None]), axis=1)
+        # Integers, because their sum does not depend on the order, which depends on CHUNK.
+        probabilities = tl.exp(logits - largest[:, None]) * UNIT
+        total = tl.sum(probabilities.to(tl.int64), axis=1).to(tl.float32) / UNIT
     weights = tl.exp(values - largest[:, None]) / total[:, None]
     assignment = token[:, None] * TOP_K + column
     mask = (token < num_tokens)[:, None] & (column < TOP_K)

@@ -79,6 +79,18 @@ def test_route(num_tokens, num_experts, top_k, norm_topk_prob, dtype, monkeypatc
         assert_same_routing(route_triton(logits, top_k, norm_topk_prob, True), expected)
 
 
+@pytest.mark.parametrize("norm_topk_prob", [False, True])
+def test_routing_weights_depend_on_the_token_alone(norm_topk_prob):
+    """A program sums in an order that depends on the number of tokens. So it must not matter."""
+    logits = torch.randn(1500 if DEVICE == "cuda" else 40, 60, device=DEVICE)
+    weights = route_triton(logits, 3, norm_topk_prob, True).weights
+    for num_tokens in (1, 7, len(logits) - 1):
+        found = route_triton(logits[:num_tokens], 3, norm_topk_prob, True).weights
+        assert torch.equal(found, weights[:num_tokens])
+    shuffled = logits[:, torch.randperm(60, device=DEVICE)]
+    assert torch.equal(route_triton(shuffled, 3, norm_topk_prob, True).weights, weights)
+
+
 def test_of_equal_logits_the_lower_index_is_first():
     logits = torch.tensor([[1.0, 3, 2, 3, 3, 2], [0.0, -0.0, 0, 0, -1, 0], [-9.0] * 6])
     for route in (route_reference, route_triton):
