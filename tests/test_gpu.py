@@ -136,7 +136,7 @@ def test_large_prefills_use_the_kernels_for_hopper(tmp_path, monkeypatch):
         function = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args: used.append(module) or function(*args))
 
-    spy(swiglu, "_launch")
+    spy(swiglu, "launch")
     spy(qkv, "_launch")
     spy(triton_backend, "hopper_prefill")
     prompts = [[i, *PROMPTS[3] * 8] for i in range(6)]  # 929 tokens each
