@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels.attention import fixed_schedule
 from nanovllm.kernels.attention import invariant as attention
 from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
@@ -260,7 +261,7 @@ def attention_bits_of(report: Report, model: str, dtype: torch.dtype) -> None:
         rows = [n - 1 for n in lens]
         found = backend.decode(q[rows], batch.cache, context, batch.params)
         compare(f"decode of {len(lens)}", found, rows)
-        with patch.object(attention, "EXTRA_ROWS", 3):
+        with patch.object(fixed_schedule, "EXTRA_ROWS", 3):
             context = batch.decode_context(backend)
             found = backend.decode(q[rows], batch.cache, context, batch.params)
         compare(f"decode of {len(lens)}, splits in sequence", found, rows)

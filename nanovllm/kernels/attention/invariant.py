@@ -22,11 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.attention import fixed_schedule
 from nanovllm.kernels.attention.base import AttentionBackend, AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.prefill import SCAN
 from nanovllm.kernels.attention.prefix_schedule import SharedPrefixes
-from nanovllm.kernels.attention.split_kv import KV_SPLIT, KV_SPLIT_WORDS
+from nanovllm.kernels.attention.split_kv import KV_SPLIT_WORDS
 from nanovllm.kernels.attention.tiles import (
     CONSTEXPR_LOG2_E,
     LOG2_E,
@@ -41,12 +42,8 @@ from nanovllm.utils.context import Context
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, shared_memory, tl, triton
 
-SPLIT = 256  # keys
 SPLIT_WORDS = tl.constexpr(KV_SPLIT_WORDS)
-# Rows of a schedule beyond one per sequence. They also bound the memory for partial results.
-EXTRA_ROWS = 512
 NUM_PROGRAMS = 4 * 132  # decode programs beyond one per sequence and KV head, 4 per multiprocessor
-SLOTS = 2 * 132  # programs that a Hopper GPU runs at a time
 MERGED_AT_ONCE = tl.constexpr(8)  # partial results that are loaded together
 
 
@@ -490,51 +487,6 @@ def _merge_partials(
     tl.store(out_ptrs, out.to(out_ptrs.dtype.element_ty), mask=mask)
 
 
-def make_fixed_schedule(
-    context_lens: np.ndarray, kv_heads: int, window: int | None = None
-) -> np.ndarray:
-    """Cuts contexts at multiples of SPLIT.
-
-    The first row of a context may have several splits, whose results its program merges one after
-    the other. Each other split is a row of its own. With few splits, all are. With many, the first
-    rows take about half as long as the step: then the GPU is busy until its end, and programs have
-    more keys to load ahead, and fewer partial results to store.
-
-    Args:
-        context_lens: int32 [num_seqs].
-        kv_heads: the number of KV heads, which have a program each for a row.
-        window: the number of tokens that are read, at the end of each context; None for all.
-
-    Returns:
-        int32 [num_seqs + EXTRA_ROWS, KV_SPLIT_WORDS], a KV_SPLIT per row, the longest first. The
-        first word of padding of row 0 is the number of rows that are used.
-    """
-    num_seqs, first_split = len(context_lens), np.zeros_like(context_lens)
-    if window is not None:
-        first_split = np.maximum(context_lens - window, 0) // SPLIT
-    num_splits = np.maximum(-(-context_lens // SPLIT) - first_split, 1)
-    first_row = max(1, int(num_splits.sum()) * kv_heads // (2 * SLOTS))
-    num_rows = np.maximum(num_splits - first_row + 1, 1)
-    while num_rows.sum() > num_seqs + EXTRA_ROWS:
-        first_row += 1 + first_row // 16
-        num_rows = np.maximum(num_splits - first_row + 1, 1)
-    seq = np.repeat(np.arange(num_seqs), num_rows)
-    part = np.arange(len(seq)) - np.repeat(num_rows.cumsum() - num_rows, num_rows)
-    # Splits from this one on have a row each.
-    last = (first_split + num_splits - num_rows)[seq] + part
-    schedule = np.zeros(num_seqs + EXTRA_ROWS, KV_SPLIT)
-    used = schedule[: len(seq)]
-    used["seq"], used["split"], used["num_splits"] = seq, part, num_rows[seq]
-    num_slots = np.where(num_rows > 1, num_rows, 0)
-    used["first_slot"] = (num_slots.cumsum() - num_slots)[seq]
-    used["begin"] = np.where(part == 0, first_split[seq], last) * SPLIT
-    used["end"] = np.minimum((last + 1) * SPLIT, context_lens[seq])
-    used[:] = used[np.argsort(used["begin"] - used["end"], kind="stable")]
-    if num_seqs:
-        schedule["padding"][0, 0] = len(seq)
-    return schedule.view(np.int32).reshape(-1, KV_SPLIT_WORDS)
-
-
 class InvariantTritonAttention(AttentionBackend):
     """Batch-invariant attention for fp16, bf16 and fp32, all block sizes, and head dimensions up to
     256. For each dtype and GPU, the bits of a row depend on its query, its context and the numbers
@@ -592,7 +544,7 @@ class InvariantTritonAttention(AttentionBackend):
             HEAD_DIM=head_dim,
             BLOCK_M=tile.num_rows,
             BLOCK_N=tile.num_keys,
-            SPLIT=SPLIT,
+            SPLIT=fixed_schedule.SPLIT,
             SCAN=SCAN,
             WINDOW=params.window or 0,
             SOFTCAP=None if params.softcap is None else params.softcap * LOG2_E,
@@ -612,7 +564,7 @@ class InvariantTritonAttention(AttentionBackend):
         window: int | None = None,
         prefixes: SharedPrefixes | None = None,
     ) -> np.ndarray:
-        return make_fixed_schedule(context_lens, kv_heads, window)
+        return fixed_schedule.make_fixed_schedule(context_lens, kv_heads, window)
 
     def decode(
         self,
@@ -629,7 +581,7 @@ class InvariantTritonAttention(AttentionBackend):
         assert q.stride()[1:] == (head_dim, 1)
         assert cache.k.is_contiguous() and cache.v.is_contiguous()
         tile = choose_tile(q_heads // kv_heads, head_dim, q.dtype, shared_memory(q.device))
-        num_slots = num_seqs + EXTRA_ROWS
+        num_slots = num_seqs + fixed_schedule.EXTRA_ROWS
         size = num_slots * kv_heads
         size = 1 << (size - 1).bit_length()  # so that there are few different sizes
         if size not in self._arrived:
@@ -660,7 +612,7 @@ class InvariantTritonAttention(AttentionBackend):
             HEAD_DIM=head_dim,
             BLOCK_M=tile.num_rows,
             BLOCK_N=tile.num_keys,
-            SPLIT=SPLIT,
+            SPLIT=fixed_schedule.SPLIT,
             WINDOW=params.window or 0,
             SOFTCAP=None if params.softcap is None else params.softcap * LOG2_E,
             num_warps=tile.num_warps,
