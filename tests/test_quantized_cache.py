@@ -278,3 +278,13 @@ def test_sleep_frees_numbers_and_scales(tiny_models):
         assert scales.untyped_storage().nbytes() == 0
         llm.wake_up()
         assert tokens(generate(llm)) == expected
+
+
+@pytest.mark.parametrize("num_blocks", [150, 151])
+def test_the_alignment_does_not_depend_on_the_number_of_blocks(num_blocks, tiny_models):
+    """Else Triton would compile the kernel that norms and stores keys for each alignment, with
+    another order of summation."""
+    settings = CPU | {"kvcache_block_size": 1, "num_kvcache_blocks": num_blocks}
+    with LLM(tiny_models.path("qwen3"), **settings, kv_cache_dtype="fp8") as llm:
+        runner = llm.model_runner
+        assert (runner.kv_cache.data_ptr() - runner.kv_scales.data_ptr()) % 512 == 0

@@ -35,7 +35,7 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.rope import for_length
 from nanovllm.quantization.base import use_batch_invariance, use_quantization
 from nanovllm.text.prompts import PromptEncoder, load_encoder
-from nanovllm.utils.cuda_vmm import empty_in_arena, move_parameters
+from nanovllm.utils.cuda_vmm import ALIGNMENT, empty_in_arena, move_parameters
 from nanovllm.utils.device import on_device, select_device, select_dtype
 from nanovllm.utils.distributed import use_tp_group
 from nanovllm.utils.math import cdiv, heads_per_rank
@@ -476,10 +476,11 @@ def allocate_kv_cache(runner: ModelRunner, num_blocks: int) -> None:
     # allocates pages only when they are first used.
     try:
         if is_quantized:  # in one piece of memory, so that LLM.sleep frees both
-            num_bytes = SCALE_BYTES * prod(scales_shape)
-            memory = empty((num_bytes + prod(shape),), dtype=torch.uint8, device=runner.device)
-            runner.kv_scales = memory[:num_bytes].view(torch.float32).view(scales_shape)
-            runner.kv_cache = memory[num_bytes:].view(FP8).view(shape)
+            num_scales = prod(scales_shape)
+            first = cdiv(SCALE_BYTES * num_scales, ALIGNMENT) * ALIGNMENT  # kernels depend on it
+            memory = empty((first + prod(shape),), dtype=torch.uint8, device=runner.device)
+            runner.kv_scales = memory[:first].view(torch.float32)[:num_scales].view(scales_shape)
+            runner.kv_cache = memory[first:].view(FP8).view(shape)
         else:
             runner.kv_cache = empty(shape, dtype=runner.dtype, device=runner.device)
             runner.kv_scales = None

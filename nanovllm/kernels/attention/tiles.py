@@ -335,7 +335,8 @@ def tanh(x):
     odd = tl.fma(square, odd, -0.05387395)
     odd = tl.fma(square, odd, 0.13332915)
     odd = tl.fma(square, odd, -0.3333333)
-    large = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2 * CONSTEXPR_LOG2_E)) + 1.0)
+    reciprocal = 1.0 / (tl.exp2(tl.abs(x) * (2 * CONSTEXPR_LOG2_E)) + 1.0)
+    large = tl.fma(reciprocal, -2.0, 1.0)
     large = tl.where(x < 0, -large, large)
     return tl.where(tl.abs(x) < 0.6, tl.fma(x * square, odd, x), large)
 

@@ -113,8 +113,9 @@ def choose_tile(
 
     Args:
         x: the input, whose dtype, which may be FP8, and device decide.
-        is_sorted: whether assignments are sorted. Then all tiles have the same instructions, and a
-            row's sums have the same order.
+        is_sorted: whether assignments are sorted. Then a row's sums have the same order in all
+            tiles. The instructions differ (MXFP4 with few tokens takes mma.sync), but not their
+            bits on Hopper.
     """
     if x.dtype is torch.float32:
         return FP32_TILE
