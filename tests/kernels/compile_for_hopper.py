@@ -327,10 +327,10 @@ def launch_invariant_gemms(dtype: torch.dtype, all_sizes: bool) -> None:
 
 
 def launch_windows(all_sizes: bool) -> None:
-    """Launches the attention kernels of gpt-oss and, for all sizes, those of Gemma 2 in one size:
-    those of Gemma 3 have a quantised cache below."""
+    """Launches the attention kernels of gpt-oss and, for all sizes, those of Gemma 2, in one size:
+    with a quantised cache, gpt-oss has all sizes."""
     features = AttentionParams(1.0, 128, 50.0, torch.zeros(64))
-    launch_attention(torch.bfloat16, 64, 8, 64, features, all_sizes)
+    launch_attention(torch.bfloat16, 64, 8, 64, features, False)
     launch_invariant_attention(torch.bfloat16, 64, 8, 64, features)
     if all_sizes:
         launch_invariant_attention(torch.bfloat16, 16, 8, 128, AttentionParams(1.0))
@@ -386,7 +386,8 @@ def launch_quantized(all_sizes: bool) -> None:
     for dtype, q_heads, kv_heads, head_dim, params in shapes:
         has_all_sizes = all_sizes and params is features
         launch_attention(dtype, q_heads, kv_heads, head_dim, params, has_all_sizes, True)
-        launch_invariant_attention(dtype, q_heads, kv_heads, head_dim, params, True)
+        if dtype is torch.bfloat16:
+            launch_invariant_attention(dtype, q_heads, kv_heads, head_dim, params, True)
         q, k = (torch.zeros(64, heads, head_dim, dtype=dtype) for heads in (q_heads, kv_heads))
         slot_mapping = torch.zeros(64, dtype=torch.int32)
         slots = rope.CacheSlots(quantized_cache(kv_heads, head_dim), slot_mapping)
@@ -454,7 +455,8 @@ def launch_fp8_mixtures(all_sizes: bool, has_fp8: bool = True) -> None:
             scales = [scale[..., 0].contiguous() for scale in scales]
         fields = dict(zip(("gate_up_scales", "down_scales"), scales, strict=True))
         experts = Experts(*weights, **fields)
-        for num_tokens in (1, 100, 256, 800, 2048, 16384) if all_sizes else (1, 256, 16384):
+        has_all_sizes = all_sizes and group > 1
+        for num_tokens in (1, 100, 256, 800, 2048, 16384) if has_all_sizes else (1, 256, 16384):
             x = torch.zeros(num_tokens, hidden, dtype=torch.bfloat16)
             logits = torch.zeros(num_tokens, num_experts, dtype=torch.bfloat16)
             routing = route.route_triton(logits, top_k, True)
