@@ -21,8 +21,9 @@ if __name__ == "__main__":
         compile_for_hopper.launch_attention(torch.bfloat16, 8, 4, 256, features, False)
         compile_for_hopper.launch_invariant_gemms(torch.bfloat16, all_sizes=False)
         if capability >= 89:
-            compile_for_hopper.launch_quantized(all_sizes=False)
             compile_for_hopper.launch_fp8_linear(all_sizes=False)
+        if capability in (89, 100):  # 120 has the memory and the matmuls of 89
+            compile_for_hopper.launch_quantized(all_sizes=False)
     done = [k.result() if hasattr(k, "result") else k for _, k in kernels]
     assert {kernel.metadata.target.arch for kernel in done} == {capability}
     most = max(kernel.metadata.shared for kernel in done)
