@@ -124,7 +124,7 @@ def run_cycles(
         "cycles": num_cycles,
         "cycles with other results": num_wrong,
         "results of the two sets of weights differ": expected[0] != expected[1],
-        "MiB grown from the second cycle to the last": round((used[-1] - used[1]) / 2**20, 1),
+        "MiB grown from the second cycle to the last": round((used[-1] - used[:2][-1]) / 2**20, 1),
     }
 
 

@@ -477,7 +477,8 @@ def allocate_kv_cache(runner: ModelRunner, num_blocks: int) -> None:
     try:
         if is_quantized:  # in one piece of memory, so that LLM.sleep frees both
             num_scales = prod(scales_shape)
-            first = cdiv(SCALE_BYTES * num_scales, ALIGNMENT) * ALIGNMENT  # kernels depend on it
+            # Aligned, because Triton compiles another kernel for each alignment.
+            first = cdiv(SCALE_BYTES * num_scales, ALIGNMENT) * ALIGNMENT
             memory = empty((first + prod(shape),), dtype=torch.uint8, device=runner.device)
             runner.kv_scales = memory[:first].view(torch.float32)[:num_scales].view(scales_shape)
             runner.kv_cache = memory[first:].view(FP8).view(shape)

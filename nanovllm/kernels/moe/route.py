@@ -14,7 +14,7 @@ from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, t
 # Up to this number of tokens, assignments are not sorted, because nearly every one has an expert of
 # its own.
 MAX_UNSORTED_TOKENS = 4
-UNIT = tl.constexpr(2.0**40)  # of fixed-point probabilities
+UNIT = tl.constexpr(2.0**40)  # of fixed-point probabilities, relative to the largest
 
 
 class Routing(NamedTuple):
