@@ -37,3 +37,17 @@ def barrier_arrive(barrier, NUM_THREADS: gl.constexpr):
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def grid_wait():
+    """With programmatic dependent launch, allows the next kernel to start, and waits for the
+    results of the previous one."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.u32 $0, $1;",
+        "=r,r",
+        [gl.program_id(0)],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
+from nanovllm.kernels.gemm.few_rows import ROWS, few_rows_linear
 from nanovllm.kernels.gemm.invariant import check_launches, invariant_linear
 from nanovllm.kernels.gemm.onednn import check_row_blocks, pack_for_row_blocks, row_block_linear
 from nanovllm.kernels.gemm.same_bits import (
@@ -56,6 +57,8 @@ class BatchInvariantWeight(UnquantizedWeight):
     def matmul(self, x: Tensor) -> Tensor:
         if self._uses_cublas(x):
             return cublas_linear(x, self._weight)
+        if self._has_few_rows(x):
+            return few_rows_linear(x, self._weight)
         return batch_invariant_linear(x, self._weight, self.bias)
 
     def matmul_swiglu(self, x: Tensor, act_fn: Any) -> Any:
@@ -67,6 +70,8 @@ class BatchInvariantWeight(UnquantizedWeight):
     def matmul_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
         if self._uses_cublas(x):
             return cublas_linear(x, self._weight, residual), None
+        if self._has_few_rows(x):
+            return few_rows_linear(x, self._weight, residual), None
         if use_triton(x):
             return invariant_linear(x, self._weight, self.bias, residual), None
         return LinearWeight.matmul_add(self, x, residual)
@@ -76,6 +81,9 @@ class BatchInvariantWeight(UnquantizedWeight):
             return False
         # Outside of graphs cuBLAS has another workspace than the one that was compared.
         return torch.cuda.is_current_stream_capturing()
+
+    def _has_few_rows(self, x: Tensor) -> bool:
+        return self.same_bits.has_few_rows and 0 < len(x) <= ROWS and self.bias is None
 
     def norm_matmul(
         self, x: Tensor, residual: Tensor | None, norm: Any, act_fn: Any = None

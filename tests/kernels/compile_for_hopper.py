@@ -34,8 +34,8 @@ from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.prefix_schedule import NO_PREFIXES
 from nanovllm.kernels.comm import all_reduce
 from nanovllm.kernels.fp8 import FP8, Fp8Rows
+from nanovllm.kernels.gemm import few_rows, hopper_gemm, qkv, skinny, swiglu, tiled
 from nanovllm.kernels.gemm import fp8 as fp8_gemm
-from nanovllm.kernels.gemm import hopper_gemm, qkv, skinny, swiglu, tiled
 from nanovllm.kernels.gemm import invariant as invariant_gemm
 from nanovllm.kernels.moe import few, grouped, mxfp4, route, sort
 from nanovllm.kernels.moe.mix import Experts
@@ -50,6 +50,7 @@ PDL_MODULES = (
     all_reduce,
     decode,
     few,
+    few_rows,
     fp8,
     grouped,
     invariant_attention,
@@ -161,6 +162,8 @@ def launch_all(
                 for bias in (None, make(out)) if all_sizes else (make(out),):
                     tiled.tile_linear(make(num_rows, width), make(out, width), bias)
     if dtype in hopper_gemm.DTYPES:
+        for out, width in ((4096, 1024), (1024, 2048)):  # without and with parts
+            few_rows.launch(make(1, width), make(out, width), make(1, out))
         for is_rounded in (False, True) if all_sizes else (True,):
             swiglu.launch(make(64, 1024), make(6144, 1024), is_rounded)
         if head_dim == qkv.HEAD_DIM:
@@ -482,6 +485,7 @@ if __name__ == "__main__":
         "hopper_prefill_kernel",
         "swiglu_kernel",
         "qkv_kernel",
+        "few_rows_kernel",
         "_prefill_kernel",
         "_tile_kernel",
         "_grouped_kernel",

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -32,13 +33,13 @@ class Program:
     """What the partitions of a program share.
 
     Attributes:
-        index, count: which program it is, and how many there are.
+        index, count: which program it is, and how many there are, along each axis of the grid.
         changed: guards all barriers, and is notified when one completes.
         named: of each named barrier the threads and the waits of its phase, and past phases.
         failed: whether a partition failed.
     """
 
-    def __init__(self, index: int, count: int) -> None:
+    def __init__(self, index: tuple[int, ...], count: tuple[int, ...]) -> None:
         self.index, self.count = index, count
         self.changed = threading.Condition()
         self.named: dict[int, list[int]] = {}
@@ -144,6 +145,10 @@ class Pointer:
 
     def __add__(self, offset: Any) -> "Pointer":
         return Pointer(self.data, self.offset + offset)
+
+    @property
+    def dtype(self) -> SimpleNamespace:
+        return SimpleNamespace(element_ty=self.data.dtype)
 
 
 def _load(pointer: Pointer, mask: Any = True, other: float = 0) -> Tensor:
@@ -282,20 +287,20 @@ def _assembly(
 
 
 class Kernel:
-    """A persistent kernel."""
+    """A kernel, which is launched with a grid."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.function = function
 
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int) -> None:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, num_warps: int, **constants: Any) -> None:
             values = [
                 Pointer(a) if isinstance(a, Tensor) else torch.tensor(a) if type(a) is int else a
                 for a in args
             ]
-            for index in range(grid[0]):
-                _thread.program = Program(index, grid[0])
-                self.function(*values)
+            for index in product(*map(range, grid)):
+                _thread.program, _thread.matmuls = Program(index, grid), []
+                self.function(*values, **constants)
 
         return launch
 
@@ -326,8 +331,8 @@ LANGUAGE = {
     "allocate_shared_memory": _allocate,
     "warp_specialize": _run_partitions,
     "inline_asm_elementwise": _assembly,
-    "program_id": lambda axis: _thread.program.index,
-    "num_programs": lambda axis: _thread.program.count,
+    "program_id": lambda axis: _thread.program.index[axis],
+    "num_programs": lambda axis: _thread.program.count[axis],
     "static_range": range,
     "load": _load,
     "store": _store,

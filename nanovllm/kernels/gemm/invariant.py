@@ -438,21 +438,28 @@ def launch_linear(
         **pdl_options(x),
     )
     if is_parallel:
-        block_m, block_n = 4, 256
-        _add_parts_kernel[(cdiv(out_features, block_n), cdiv(num_rows, block_m))](
-            sums,
-            bias,
-            residual,
-            out,
-            num_rows,
-            out_features,
-            NUM_PARTS=parts,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            num_warps=4,
-            **pdl_options(x),
-        )
+        add_parts(sums, bias, residual, out)
     return out
+
+
+def add_parts(parts: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
+    """Adds fp32 parts [parts, N, out] of a split-K in order, and the bias. Rounds the sum, and then
+    adds the residual. Stores the result in ``out`` [N, out]."""
+    num_parts, num_rows, out_features = parts.shape
+    block_m, block_n = 4, 256
+    _add_parts_kernel[(cdiv(out_features, block_n), cdiv(num_rows, block_m))](
+        parts,
+        bias,
+        residual,
+        out,
+        num_rows,
+        out_features,
+        NUM_PARTS=num_parts,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=4,
+        **pdl_options(out),
+    )
 
 
 def check_launches(weight: Tensor) -> None:

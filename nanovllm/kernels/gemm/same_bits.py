@@ -1,12 +1,12 @@
-"""Faster GEMMs that are bitwise identical to the batch-invariant one: cuBLAS in CUDA graphs, and in
-prefills on Hopper the GEMM with SwiGLU in its epilogue.
+"""Faster GEMMs that are bitwise identical to the batch-invariant one: cuBLAS in CUDA graphs, and on
+Hopper a GEMM for few rows, and in prefills the one with SwiGLU in its epilogue.
 
 Like invariant.py, they sum a row in one chain of tensor core instructions. cuBLAS does so if its
 kernel has no split-K. Its choice of kernel is not documented, so ``compare`` checks each number of
 rows that is used.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.gemm import hopper_gemm, swiglu
+from nanovllm.kernels.gemm import few_rows, hopper_gemm, swiglu
+from nanovllm.kernels.gemm.few_rows import few_rows_linear
 from nanovllm.kernels.gemm.invariant import invariant_linear, num_parts
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.utils.compile_ahead import compiling_only
@@ -29,10 +30,12 @@ class SameBits(NamedTuple):
     Attributes:
         cublas_rows: the numbers of rows for which cuBLAS is, in CUDA graphs.
         has_swiglu: whether ``swiglu_linear`` is, from MIN_SWIGLU_ROWS rows on.
+        has_few_rows: whether ``few_rows_linear`` is.
     """
 
     cublas_rows: frozenset[int] = frozenset()
     has_swiglu: bool = False
+    has_few_rows: bool = False
 
 
 @torch.inference_mode()
@@ -48,37 +51,47 @@ def compare(weight: Tensor, row_counts: Iterable[int]) -> SameBits:
         row_counts: the numbers of rows in CUDA graphs.
     """
     out_features, width = weight.shape
-    if num_parts(out_features, width) > 1:
-        return SameBits()
+    is_split = num_parts(out_features, width) > 1
     generator = torch.Generator(weight.device).manual_seed(0)
 
     def randn(*shape: int, scale: float = 1.0) -> Tensor:
         values = torch.empty(shape, dtype=weight.dtype, device=weight.device)
         return values.normal_(0, scale, generator=generator)
 
-    def has_cublas(num_rows: int) -> bool:
+    def is_identical(linear: Callable[..., Tensor], num_rows: int) -> bool:
         x, residual = randn(num_rows, width), randn(num_rows, out_features)
         expected = invariant_linear(x, other, None), invariant_linear(x, other, None, residual)
-        found = cublas_linear(x, other), cublas_linear(x, other, residual)
+        found = linear(x, other), linear(x, other, residual)
         return all(map(_are_identical, found, expected))
 
+    def has_cublas(num_rows: int) -> bool:
+        return is_identical(cublas_linear, num_rows)
+
+    def has_few_rows() -> bool:
+        if not few_rows.supports(weight):
+            return False
+        found = [is_identical(few_rows_linear, num_rows) for num_rows in (1, few_rows.ROWS)]
+        # If the kernel does not compile, ``few_rows_linear`` falls back to the other one.
+        return all(found) and few_rows.supports(weight)
+
     def has_swiglu() -> bool:
-        if not hopper_gemm.supports(swiglu.EPILOGUE, weight):
+        if is_split or not hopper_gemm.supports(swiglu.EPILOGUE, weight):
             return False
         x = randn(MIN_SWIGLU_ROWS, width)
         expected = silu_and_mul(invariant_linear(x, other, None))
-        is_identical = _are_identical(swiglu_linear(x, other), expected)
-        # If the kernel does not compile, ``swiglu_linear`` falls back to others.
-        return is_identical and hopper_gemm.supports(swiglu.EPILOGUE, weight)
+        found = swiglu_linear(x, other)
+        return _are_identical(found, expected) and hopper_gemm.supports(swiglu.EPILOGUE, weight)
 
-    row_counts = [num_rows for num_rows in row_counts if num_rows >= MIN_CUBLAS_ROWS]
+    row_counts = [n for n in row_counts if n >= MIN_CUBLAS_ROWS and not is_split]
     with suppress(torch.OutOfMemoryError):  # then only ``invariant_linear`` is used
         other = randn(out_features, width, scale=width**-0.5)
         with compiling_only():
             for num_rows in row_counts:
                 has_cublas(num_rows)
             has_swiglu()
-        return SameBits(frozenset(filter(has_cublas, row_counts)), has_swiglu())
+            has_few_rows()
+        cublas_rows = frozenset(filter(has_cublas, row_counts))
+        return SameBits(cublas_rows, has_swiglu(), has_few_rows())
     return SameBits()
 
 

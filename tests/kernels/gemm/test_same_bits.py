@@ -29,7 +29,7 @@ def linear(x, weight, bias=None, residual=None):
 @pytest.fixture
 def fakes(monkeypatch):
     """All GEMMs are F.linear. For the numbers of rows in ``wrong``, and the operations in it, the
-    last element of cuBLAS' or the SwiGLU GEMM's result is wrong."""
+    last element of another GEMM's result is wrong."""
     wrong = set()
 
     def with_errors(y, name):
@@ -44,31 +44,38 @@ def fakes(monkeypatch):
     def with_swiglu(x, weight):
         return with_errors(silu_and_mul(F.linear(x, weight)), "swiglu")
 
+    def of_few_rows(x, weight, residual=None):
+        return with_errors(linear(x, weight, None, residual), "few")
+
     monkeypatch.setattr(same_bits, "invariant_linear", linear)
     monkeypatch.setattr(same_bits, "cublas_linear", cublas)
     monkeypatch.setattr(same_bits, "swiglu_linear", with_swiglu)
+    monkeypatch.setattr(same_bits, "few_rows_linear", of_few_rows)
+    monkeypatch.setattr(same_bits.few_rows, "supports", lambda _: "unsupported" not in wrong)
     monkeypatch.setattr(same_bits.hopper_gemm, "supports", lambda *_: "unsupported" not in wrong)
     return wrong
 
 
 @pytest.mark.parametrize(
-    ("wrong", "rows", "has_swiglu"),
+    ("wrong", "rows", "others"),
     [
-        (set(), {32, 48, 64}, True),
-        ({48}, {32, 64}, True),
-        ({"plain"}, set(), True),
-        ({"add"}, set(), True),
-        ({"swiglu"}, {32, 48, 64}, False),
-        ({"unsupported"}, {32, 48, 64}, False),
+        (set(), {32, 48, 64}, (True, True)),
+        ({48}, {32, 64}, (True, True)),
+        ({"plain"}, set(), (True, True)),
+        ({"add"}, set(), (True, True)),
+        ({"swiglu"}, {32, 48, 64}, (False, True)),
+        ({1}, {32, 48, 64}, (True, False)),
+        ({8}, {32, 48, 64}, (True, False)),
+        ({"unsupported"}, {32, 48, 64}, (False, False)),
     ],
     ids=str,
 )
-def test_kernels_with_other_bits_are_not_used(wrong, rows, has_swiglu, fakes):
+def test_kernels_with_other_bits_are_not_used(wrong, rows, others, fakes):
     fakes |= wrong
     for dtype in (torch.float32, torch.bfloat16):
         weight = torch.empty(16, 8, dtype=dtype)
-        assert compare(weight, ROWS) == SameBits(frozenset(rows), has_swiglu)
-    assert compare(weight, []) == SameBits(frozenset(), has_swiglu)
+        assert compare(weight, ROWS) == SameBits(frozenset(rows), *others)
+    assert compare(weight, []) == SameBits(frozenset(), *others)
 
 
 def test_zeros_have_signs(fakes, monkeypatch):
@@ -88,9 +95,9 @@ def test_a_kernel_that_falls_back_to_others_is_not_used(fakes, monkeypatch):
     assert not compare(torch.empty(16, 8), ROWS).has_swiglu
 
 
-def test_a_weight_with_parts_has_no_other_kernel(fakes):
-    """cuBLAS would have to cut its columns at the same places."""
-    assert compare(torch.empty(64, 4096), ROWS) == SameBits()
+def test_a_weight_with_parts_has_only_the_kernel_for_few_rows(fakes):
+    """The others would have to cut its columns at the same places."""
+    assert compare(torch.empty(64, 4096), ROWS) == SameBits(has_few_rows=True)
 
 
 def test_running_out_of_memory_ends_the_comparison(fakes, monkeypatch):
@@ -131,7 +138,7 @@ def test_a_weight_uses_them_where_they_were_compared(fakes, monkeypatch):
     monkeypatch.setattr(batch_invariant, "small_cublas_workspace", nullcontext)
     model, capturing = Model(), False
     used = []
-    for name in ("cublas_linear", "swiglu_linear"):
+    for name in ("cublas_linear", "swiglu_linear", "few_rows_linear"):
         kernel = getattr(same_bits, name)
         monkeypatch.setattr(
             batch_invariant, name, lambda *args, f=kernel: used.append(len(args[0])) or f(*args)
@@ -139,7 +146,7 @@ def test_a_weight_uses_them_where_they_were_compared(fakes, monkeypatch):
     monkeypatch.setattr(batch_invariant, "batch_invariant_linear", linear)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
 
-    def rows_used(layer, operation="matmul", rows=(8, 32, 33, 64, 1023, 1024)):
+    def rows_used(layer, operation="matmul", rows=(8, 9, 32, 33, 64, 1023, 1024)):
         used.clear()
         for num_rows in rows:
             x, weight = torch.randn(num_rows, 8), layer.linear_weight
@@ -159,16 +166,17 @@ def test_a_weight_uses_them_where_they_were_compared(fakes, monkeypatch):
 
     assert rows_used(model.plain) == []
     choose_identical_kernels(model, {8, 32, 64})
-    assert model.plain.linear_weight.same_bits == SameBits(frozenset({32, 64}), True)
+    assert model.plain.linear_weight.same_bits == SameBits(frozenset({32, 64}), True, True)
     assert model.lm_head.linear_weight.same_bits == SameBits(), "its results are fp32"
-    assert rows_used(model.plain) == rows_used(model.plain, "add") == []
-    assert rows_used(model.plain, SiluAndMul) == [1024]
-    assert rows_used(model.plain, GeluTanhAndMul) == rows_used(model.biased, SiluAndMul) == []
-    capturing = True
-    for layer, expected in ((model.plain, [32, 64]), (model.rounded, [32, 64]), (model.biased, [])):
+    assert rows_used(model.plain) == rows_used(model.plain, "add") == [8]
+    assert rows_used(model.plain, SiluAndMul) == [8, 1024]
+    assert rows_used(model.plain, GeluTanhAndMul) == [8]
+    assert rows_used(model.biased, SiluAndMul) == []
+    capturing, rows = True, [8, 32, 64]
+    for layer, expected in ((model.plain, rows), (model.rounded, rows), (model.biased, [])):
         assert rows_used(layer) == rows_used(layer, "add") == expected
     choose_identical_kernels(model, set())
-    assert rows_used(model.plain) == [], "an engine without graphs"
+    assert rows_used(model.plain) == [8], "an engine without graphs"
 
 
 @pytest.mark.gpu

@@ -1,0 +1,68 @@
+"""The batch-invariant GEMM for up to ROWS rows on Hopper: the launcher of few_rows_kernel.py."""
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.gemm import hopper_gemm
+from nanovllm.kernels.gemm.invariant import add_parts, invariant_linear, part_columns
+from nanovllm.utils.math import cdiv
+from nanovllm.utils.triton_compat import pdl_options
+
+EPILOGUE = "few rows"
+ROWS, BLOCK_N, BLOCK_K = 8, 64, 256
+STAGES = 4  # 128 KB of the weight in flight: all of it, for up to 1,024 columns
+MAX_STEPS = 22  # tiles of x in shared memory, of 4 KB
+
+
+def supports(weight: Tensor) -> bool:
+    """Returns whether ``few_rows_linear`` has a kernel for a weight [out, in]."""
+    width, columns = weight.size(1), part_columns(*weight.shape)
+    is_whole = columns >= width or columns % BLOCK_K == 0  # no tile has columns of two parts
+    is_small = min(columns, width) <= MAX_STEPS * BLOCK_K
+    return is_whole and is_small and hopper_gemm.supports(EPILOGUE, weight)
+
+
+def few_rows_linear(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
+    """Computes ``invariant_linear`` without a bias for up to ROWS rows: [N, in], [out, in] ->
+    [N, out]. ``supports`` says for which weights."""
+    return hopper_gemm.run_or_replace(
+        EPILOGUE,
+        x.device,
+        lambda: launch(x, weight, residual),
+        lambda: invariant_linear(x, weight, None, residual),
+    )
+
+
+def launch(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
+    # Deferred, because Gluon is experimental: the caller can do without it.
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from nanovllm.kernels.gemm.few_rows_kernel import few_rows_kernel
+
+    (num_rows, width), out_features = x.shape, len(weight)
+    assert num_rows <= ROWS and x.is_contiguous() and weight.is_contiguous()
+    columns = part_columns(out_features, width)
+    parts, out = cdiv(width, columns), x.new_empty(num_rows, out_features)
+    sums, added = out, residual
+    if parts > 1:
+        sums = x.new_empty(parts, num_rows, out_features, dtype=torch.float32)
+        added = None
+    layout = NVMMASharedLayout(128, 16, 2)
+    few_rows_kernel[(cdiv(out_features, BLOCK_N), parts)](
+        TensorDescriptor.from_tensor(x, [ROWS, BLOCK_K], layout),
+        TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K], layout),
+        sums if added is None else added,
+        sums,
+        num_rows,
+        out_features,
+        width,
+        columns,
+        MAX_STEPS=cdiv(min(columns, width), BLOCK_K),
+        HAS_RESIDUAL=added is not None,
+        num_warps=4,
+        **pdl_options(x),
+    )
+    if parts > 1:
+        add_parts(sums, None, residual, out)
+    return out

@@ -1,0 +1,67 @@
+"""The batch-invariant GEMM for few rows: on a GPU, and run by an emulator on a CPU."""
+
+import pytest
+import torch
+
+from nanovllm.kernels.gemm import few_rows
+from nanovllm.kernels.gemm.few_rows import ROWS, few_rows_linear, launch, supports
+from nanovllm.kernels.gemm.invariant import invariant_linear
+from nanovllm.kernels.gemm.same_bits import compare
+from tests.kernels.gluon_emulator import emulated
+from tests.kernels.oracle import assert_as_good_as_eager
+
+# Output and input features: of one tile of columns, of several stages, and in two parts.
+SHAPES = (64, 200), (80, 1600), (64, 2048)
+
+
+def make(num_rows, out, width, dtype, device):
+    x = torch.randn(num_rows, width, device=device).to(dtype)
+    weight = (torch.randn(out, width, device=device) / width**0.5).to(dtype)
+    return x, weight, torch.randn(num_rows, out, device=device).to(dtype)
+
+
+def add_parts(parts, bias, residual, out):
+    total = parts.sum(0).to(out.dtype)
+    out.copy_(total if residual is None else total + residual)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 3, ROWS])
+@pytest.mark.parametrize(("out", "width"), SHAPES)
+def test_the_kernel_is_a_gemm_in_the_emulator(out, width, num_rows, dtype, monkeypatch):
+    columns = 1024 if width == 2048 else -(-width // 128) * 128
+    monkeypatch.setattr(few_rows, "part_columns", lambda *_: columns)
+    monkeypatch.setattr(few_rows, "add_parts", add_parts)  # the emulator has no Triton kernels
+    x, weight, residual = make(num_rows, out, width, dtype, "cpu")
+    exact, eager = x.double() @ weight.double().t(), x @ weight.t()
+    with emulated("nanovllm.kernels.hopper", "nanovllm.kernels.gemm.few_rows_kernel"):
+        assert_as_good_as_eager(launch(x, weight), eager, exact)
+        found = launch(x, weight, residual)
+    assert_as_good_as_eager(found, eager + residual, exact + residual.double())
+
+
+def test_tiles_have_columns_of_one_part(monkeypatch):
+    monkeypatch.setattr(few_rows.hopper_gemm, "supports", lambda *_: True)
+    supported = (4096, 1024), (4096, 200), (1024, 2048), (1024, 3072), (6144, 4096)
+    refused = (1024, 2176), (4096, 12_288)
+    for shapes, expected in ((supported, True), (refused, False)):
+        for shape in shapes:
+            assert supports(torch.empty(shape, device="meta")) == expected, shape
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("out", "width"), [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (6144, 4096)]
+)
+def test_the_bits_are_those_of_the_other_kernel(out, width, dtype):
+    for num_rows in range(1, ROWS + 1):
+        x, weight, residual = make(num_rows, out, width, dtype, "cuda")
+        assert compare(weight, []).has_few_rows
+        for given in (None, residual):
+            expected = invariant_linear(x, weight, None, given)
+            assert torch.equal(few_rows_linear(x, weight, given), expected)
