@@ -1,6 +1,10 @@
-"""Root-mean-square normalisation (RMSNorm, arXiv:1910.07467), alone or after a residual add."""
+"""Root-mean-square normalisation (RMSNorm, arXiv:1910.07467), alone or after a residual add.
 
-from functools import partial
+With a residual, x may also be the parts of a GEMM's split-K, fp32 [parts, N, D]. Then the parts are
+added first, in order, and the sum is rounded to the residual's dtype.
+"""
+
+from functools import partial, reduce
 
 import torch
 
@@ -25,7 +29,12 @@ def rms_norm_reference(
     The norm is rounded to the weight's dtype before it is multiplied by the weight, and to x's
     dtype after it.
     """
-    total = x if residual is None else x + residual
+    if residual is None:
+        total = x
+    elif x.dim() > residual.dim():
+        total = reduce(torch.add, x).to(residual.dtype) + residual
+    else:
+        total = x + residual
     x32 = total.float()
     scale = torch.rsqrt(x32.square().mean(-1, keepdim=True).add_(eps))
     return ((x32 * scale).to(weight.dtype) * weight).to(x.dtype), total
@@ -57,6 +66,7 @@ def _rms_norm_kernel(
     sum_ptr,
     eps,
     WIDTH: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -67,7 +77,14 @@ def _rms_norm_kernel(
     mask = column < WIDTH
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
     pdl_wait(PDL)
-    x = tl.load(x_ptr + row * WIDTH + column, mask=mask, other=0.0)
+    if NUM_PARTS:
+        x32 = tl.zeros([column.shape[0]], tl.float32)
+        for part in tl.static_range(NUM_PARTS):
+            part_row = part * tl.num_programs(0) + row
+            x32 += tl.load(x_ptr + part_row * WIDTH + column, mask=mask, other=0.0)
+        x = x32.to(residual_ptr.dtype.element_ty)
+    else:
+        x = tl.load(x_ptr + row * WIDTH + column, mask=mask, other=0.0)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * WIDTH + column, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
@@ -86,7 +103,7 @@ def rms_norm_triton(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``rms_norm_reference``. All tensors are contiguous."""
-    out = torch.empty_like(x)
+    out = torch.empty_like(x if residual is None else residual)
     return out, _launch(x, weight, eps, residual, out, None, None)
 
 
@@ -99,7 +116,7 @@ def fp8_rms_norm_triton(
 ) -> tuple[Fp8Rows, torch.Tensor]:
     """See ``fp8_rms_norm_reference``, or ``fp8_group_rms_norm_reference`` with groups. All tensors
     are contiguous."""
-    out = empty_rows(x, x.size(-1), group)
+    out = empty_rows(x if residual is None else residual, x.size(-1), group)
     return out, _launch(x, weight, eps, residual, *out, group)
 
 
@@ -114,10 +131,13 @@ def _launch(
 ) -> torch.Tensor:
     """Writes the norm to ``out``, quantised if there are ``scales``. Returns x + residual."""
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape == x.shape[-1:]
-    assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
-    width = x.size(-1)
-    total = None if residual is None else torch.empty_like(x)
-    _rms_norm_kernel[(x.numel() // width,)](
+    width, rows, num_parts = x.size(-1), x, 0
+    if residual is not None:
+        rows = residual
+        num_parts = len(x) if x.dim() > rows.dim() else 0
+        assert rows.is_contiguous() and rows.shape == (x.shape[1:] if num_parts else x.shape)
+    total = None if residual is None else torch.empty_like(residual)
+    _rms_norm_kernel[(rows.numel() // width,)](
         x,
         residual,
         weight,
@@ -126,6 +146,7 @@ def _launch(
         total,
         eps,
         WIDTH=width,
+        NUM_PARTS=num_parts,
         GROUP=group,
         num_warps=num_warps_of(width),
         **pdl_options(x),

@@ -125,7 +125,6 @@ def _apply_rope_and_store_kernel(
     PDL: tl.constexpr,
     BLOCK_HEADS: tl.constexpr = BLOCK_HEADS,
 ):
-    pdl_wait(PDL)
     # A program handles BLOCK_HEADS heads of one token, query heads or key heads, and stores keys
     # with their values. Programs process tokens from last to first. The previous kernel wrote the
     # last tokens most recently, so they may still be in the L2 cache. A KV cache can hold over 2^31
@@ -152,6 +151,15 @@ def _apply_rope_and_store_kernel(
     in_head = column < HALF
     mask = (head < num_heads) & in_head
     offset = head * (HALF * 2) + column
+    # What does not depend on the previous kernel is loaded before its end is waited for.
+    position = tl.load(positions_ptr + token)
+    cos_sin = cos_sin_ptr + position * (HALF * 2) + column
+    cos = tl.load(cos_sin, mask=in_head, other=0.0)
+    sin = tl.load(cos_sin + HALF, mask=in_head, other=0.0)
+    if HAS_NORM:
+        w1 = tl.load(weight_ptr + column, mask=in_head, other=0.0)
+        w2 = tl.load(weight_ptr + HALF + column, mask=in_head, other=0.0)
+    pdl_wait(PDL)
     raw1 = tl.load(x_ptr + offset, mask=mask, other=0.0)
     raw2 = tl.load(x_ptr + offset + HALF, mask=mask, other=0.0)
     x1 = raw1.to(tl.float32)
@@ -159,15 +167,9 @@ def _apply_rope_and_store_kernel(
     if HAS_NORM:
         squares = tl.sum(x1 * x1 + x2 * x2, axis=1) / (HALF * 2)
         scale = tl.rsqrt(squares + eps)[:, None]
-        w1 = tl.load(weight_ptr + column, mask=in_head, other=0.0)
-        w2 = tl.load(weight_ptr + HALF + column, mask=in_head, other=0.0)
         # Rounds where rms_norm_reference rounds.
         x1 = ((x1 * scale).to(w1.dtype) * w1).to(raw1.dtype).to(tl.float32)
         x2 = ((x2 * scale).to(w2.dtype) * w2).to(raw2.dtype).to(tl.float32)
-    position = tl.load(positions_ptr + token)
-    cos_sin = cos_sin_ptr + position * (HALF * 2) + column
-    cos = tl.load(cos_sin, mask=in_head, other=0.0)
-    sin = tl.load(cos_sin + HALF, mask=in_head, other=0.0)
     out1 = (x1 * cos - x2 * sin).to(raw1.dtype)
     out2 = (x2 * cos + x1 * sin).to(raw1.dtype)
     tl.store(out_ptr + offset, out1, mask=mask)

@@ -7,8 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
-from nanovllm.kernels.gemm.few_rows import ROWS, few_rows_linear
-from nanovllm.kernels.gemm.invariant import check_launches, invariant_linear
+from nanovllm.kernels.gemm.few_rows import ROWS, few_rows_linear, few_rows_linear_add
+from nanovllm.kernels.gemm.invariant import (
+    check_launches,
+    invariant_linear,
+    invariant_linear_add,
+)
 from nanovllm.kernels.gemm.onednn import check_row_blocks, pack_for_row_blocks, row_block_linear
 from nanovllm.kernels.gemm.same_bits import (
     MIN_SWIGLU_ROWS,
@@ -71,9 +75,9 @@ class BatchInvariantWeight(UnquantizedWeight):
         if self._uses_cublas(x):
             return cublas_linear(x, self._weight, residual), None
         if self._has_few_rows(x):
-            return few_rows_linear(x, self._weight, residual), None
+            return few_rows_linear_add(x, self._weight, residual)
         if use_triton(x):
-            return invariant_linear(x, self._weight, self.bias, residual), None
+            return invariant_linear_add(x, self._weight, self.bias, residual)
         return LinearWeight.matmul_add(self, x, residual)
 
     def _uses_cublas(self, x: Tensor) -> bool:

@@ -46,3 +46,18 @@ def test_add_and_norm_returns_the_new_residual_and_changes_no_input(
     assert torch.equal(total, x + residual)
     assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
     assert_as_good_as_eager(out, rms_norm_reference(total, weight, EPS)[0], exact(total, weight))
+
+
+def test_parts_of_a_split_k_are_added_and_rounded_before_the_residual(dtype, device, monkeypatch):
+    """In order: 2^24 + 1 rounds to 2^24 in fp32, so each other order has another sum."""
+    poisoned(monkeypatch)
+    parts = torch.randn(3, 5, 123, device=device)
+    parts[:, :, 0] = torch.tensor([1, 2**24, -(2**24)], device=device)[:, None]
+    residual = torch.randn(5, 123, device=device).to(dtype)
+    weight = torch.rand(123, device=device).to(dtype) + 0.5
+    x = (parts[0] + parts[1] + parts[2]).to(dtype)
+    assert not x[:, 0].any()
+    for norm in (rms_norm_triton, rms_norm_reference):
+        expected = norm(x, weight, EPS, residual)
+        found = norm(parts, weight, EPS, residual)
+        assert all(map(torch.equal, found, expected))

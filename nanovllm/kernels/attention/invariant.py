@@ -355,7 +355,8 @@ def _invariant_decode_kernel(
     int32 [slots, KV_HEADS]. It counts the finished rows of a sequence at the sequence's first slot,
     and is zero before and after a launch.
     """
-    pdl_wait(PDL)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     BLOCK_G: tl.constexpr = triton.next_power_of_2(GROUP)
@@ -375,6 +376,9 @@ def _invariant_decode_kernel(
         part = tl.load(entry_ptr + 4)
         first_slot = tl.load(entry_ptr + 5)
         position = tl.load(context_lens_ptr + seq) - 1
+        # Kernels of this step write queries, keys and values, but nothing that was loaded so far.
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         q_row = q_ptr + seq.to(tl.int64) * q_stride
         q = tl.load(q_row + head[:, None] * HEAD_DIM + dim[None, :], mask=row_mask, other=0.0)
         total_max = tl.full([BLOCK_M], -float("inf"), tl.float32)

@@ -4,7 +4,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.gemm import hopper_gemm
-from nanovllm.kernels.gemm.invariant import add_parts, invariant_linear, part_columns
+from nanovllm.kernels.gemm.invariant import (
+    add_parts,
+    invariant_linear,
+    invariant_linear_add,
+    part_columns,
+)
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import pdl_options
 
@@ -25,15 +30,37 @@ def supports(weight: Tensor) -> bool:
 def few_rows_linear(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
     """Computes ``invariant_linear`` without a bias for up to ROWS rows: [N, in], [out, in] ->
     [N, out]. ``supports`` says for which weights."""
+
+    def run() -> Tensor:
+        sums = launch(x, weight, residual)
+        if sums.dim() == 2:
+            return sums
+        out = x.new_empty(sums.shape[1:])
+        add_parts(sums, None, residual, out)
+        return out
+
     return hopper_gemm.run_or_replace(
-        EPILOGUE,
-        x.device,
-        lambda: launch(x, weight, residual),
-        lambda: invariant_linear(x, weight, None, residual),
+        EPILOGUE, x.device, run, lambda: invariant_linear(x, weight, None, residual)
+    )
+
+
+def few_rows_linear_add(
+    x: Tensor, weight: Tensor, residual: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Computes ``invariant_linear_add`` as ``few_rows_linear`` does."""
+
+    def run() -> tuple[Tensor, Tensor | None]:
+        sums = launch(x, weight, residual)
+        return sums, residual if sums.dim() == 3 else None
+
+    return hopper_gemm.run_or_replace(
+        EPILOGUE, x.device, run, lambda: invariant_linear_add(x, weight, None, residual)
     )
 
 
 def launch(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
+    """Returns the result [N, out] or, of a split-K, the parts, fp32 [parts, N, out], without the
+    residual."""
     # Deferred, because Gluon is experimental: the caller can do without it.
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -43,26 +70,25 @@ def launch(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
     (num_rows, width), out_features = x.shape, len(weight)
     assert num_rows <= ROWS and x.is_contiguous() and weight.is_contiguous()
     columns = part_columns(out_features, width)
-    parts, out = cdiv(width, columns), x.new_empty(num_rows, out_features)
-    sums, added = out, residual
+    parts = cdiv(width, columns)
     if parts > 1:
-        sums = x.new_empty(parts, num_rows, out_features, dtype=torch.float32)
-        added = None
+        out = x.new_empty(parts, num_rows, out_features, dtype=torch.float32)
+        residual = None
+    else:
+        out = x.new_empty(num_rows, out_features)
     layout = NVMMASharedLayout(128, 16, 2)
     few_rows_kernel[(cdiv(out_features, BLOCK_N), parts)](
         TensorDescriptor.from_tensor(x, [ROWS, BLOCK_K], layout),
         TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K], layout),
-        sums if added is None else added,
-        sums,
+        out if residual is None else residual,
+        out,
         num_rows,
         out_features,
         width,
         columns,
         MAX_STEPS=cdiv(min(columns, width), BLOCK_K),
-        HAS_RESIDUAL=added is not None,
+        HAS_RESIDUAL=residual is not None,
         num_warps=4,
         **pdl_options(x),
     )
-    if parts > 1:
-        add_parts(sums, None, residual, out)
     return out

@@ -52,7 +52,7 @@ def run_or_replace(
     except Exception as error:  # compilers may raise any exception
         _failed.add((epilogue, device))
         logger.warning(
-            "the GEMM with %s for Hopper failed, so prefill is slower: %s: %s",
+            "the GEMM with %s for Hopper failed, so a slower one runs: %s: %s",
             epilogue,
             type(error).__name__,
             error,

@@ -366,13 +366,30 @@ def invariant_linear(
         [N, out]. For each dtype, GPU and shape of the weight, the bits of a row depend on this row
         of x and of the residual only.
     """
-    out_features, width = weight.shape
     if not len(x):
-        return x.new_empty(0, out_features, dtype=dtype)
-    tiles = choose_tiles(x, out_features)
-    multiprocessors = num_multiprocessors(x.device)
-    launch = choose_launch(len(x), out_features, width, tiles, multiprocessors)
-    return launch_linear(x, weight, bias, residual, launch, dtype)
+        return x.new_empty(0, len(weight), dtype=dtype)
+    return launch_linear(x, weight, bias, residual, _launch_for(x, weight), dtype)
+
+
+def invariant_linear_add(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Computes ``invariant_linear``, but leaves the parts of a split-K to the next norm if each of
+    them has a program of its own.
+
+    Returns:
+        (the result, None). Or the parts, fp32 [parts, N, out], and the residual: ``rms_norm`` adds
+        them with the same bits.
+    """
+    launch = _launch_for(x, weight)
+    if bias is None and launch.is_parallel:
+        return _launch_parts(x, weight, launch.tile), residual
+    return invariant_linear(x, weight, bias, residual), None
+
+
+def _launch_for(x: Tensor, weight: Tensor) -> Launch:
+    tiles = choose_tiles(x, len(weight))
+    return choose_launch(len(x), *weight.shape, tiles, num_multiprocessors(x.device))
 
 
 def choose_tiles(x: Tensor, out_features: int) -> tuple[Tile, ...]:
@@ -400,16 +417,37 @@ def launch_linear(
     assert num_rows > 0 and weight.size(1) == width and x.dtype == weight.dtype
     assert x.is_contiguous() and weight.is_contiguous()
     assert residual is None or (residual.is_contiguous() and len(residual) == num_rows)
-    columns = part_columns(out_features, width)
-    parts = cdiv(width, columns)
-    tile, is_parallel = launch
-    assert not is_parallel or parts > 1
     out = x.new_empty(num_rows, out_features, dtype=dtype)
-    sums, given = out, (bias, residual)
-    if is_parallel:
-        sums = x.new_empty(parts, num_rows, out_features, dtype=torch.float32)
-        given = None, None
-    is_split = parts > 1 and not is_parallel
+    if launch.is_parallel:
+        add_parts(_launch_parts(x, weight, launch.tile), bias, residual, out)
+    else:
+        _launch_kernel(x, weight, bias, residual, out, launch.tile, 1)
+    return out
+
+
+def _launch_parts(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
+    """Returns the parts of the split-K, fp32 [parts, N, out]."""
+    (num_rows, width), out_features = x.shape, len(weight)
+    parts = cdiv(width, part_columns(out_features, width))
+    assert parts > 1
+    sums = x.new_empty(parts, num_rows, out_features, dtype=torch.float32)
+    _launch_kernel(x, weight, None, None, sums, tile, parts)
+    return sums
+
+
+def _launch_kernel(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    tile: Tile,
+    parts: int,
+) -> None:
+    """Computes ``invariant_linear`` with one part, or parts of a split-K: see the kernel."""
+    (num_rows, width), out_features = x.shape, len(weight)
+    columns = part_columns(out_features, width)
+    is_split = parts == 1 and columns < width
     num_tiles = cdiv(num_rows, tile.rows) * cdiv(out_features, tile.features)
     is_persistent = tile.persistent and not is_split
     if is_persistent:
@@ -417,12 +455,13 @@ def launch_linear(
     # Descriptors need rows that begin at multiples of 16 bytes.
     is_aligned = (width * x.itemsize | x.data_ptr() | weight.data_ptr()) % 16 == 0
     tma = is_hopper_or_newer(x.device) and is_aligned and x.dtype is not torch.float32
-    _linear_kernel[(num_tiles, parts if is_parallel else 1)](
+    _linear_kernel[(num_tiles, parts)](
         _source(x, tile.rows, tile.columns, tma),
         _source(weight, tile.features, tile.columns, tma),
         weight if tma and not tile.persistent and out_features % tile.features == 0 else None,
-        *given,
-        sums,
+        bias,
+        residual,
+        out,
         num_rows,
         out_features,
         width,
@@ -437,9 +476,6 @@ def launch_linear(
         num_stages=tile.stages,
         **pdl_options(x),
     )
-    if is_parallel:
-        add_parts(sums, bias, residual, out)
-    return out
 
 
 def add_parts(parts: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:

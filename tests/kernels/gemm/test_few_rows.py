@@ -4,9 +4,16 @@ import pytest
 import torch
 
 from nanovllm.kernels.gemm import few_rows
-from nanovllm.kernels.gemm.few_rows import ROWS, few_rows_linear, launch, supports
+from nanovllm.kernels.gemm.few_rows import (
+    ROWS,
+    few_rows_linear,
+    few_rows_linear_add,
+    launch,
+    supports,
+)
 from nanovllm.kernels.gemm.invariant import invariant_linear
 from nanovllm.kernels.gemm.same_bits import compare
+from nanovllm.kernels.rms_norm import rms_norm
 from tests.kernels.gluon_emulator import emulated
 from tests.kernels.oracle import assert_as_good_as_eager
 
@@ -20,23 +27,21 @@ def make(num_rows, out, width, dtype, device):
     return x, weight, torch.randn(num_rows, out, device=device).to(dtype)
 
 
-def add_parts(parts, bias, residual, out):
-    total = parts.sum(0).to(out.dtype)
-    out.copy_(total if residual is None else total + residual)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 3, ROWS])
 @pytest.mark.parametrize(("out", "width"), SHAPES)
 def test_the_kernel_is_a_gemm_in_the_emulator(out, width, num_rows, dtype, monkeypatch):
     columns = 1024 if width == 2048 else -(-width // 128) * 128
     monkeypatch.setattr(few_rows, "part_columns", lambda *_: columns)
-    monkeypatch.setattr(few_rows, "add_parts", add_parts)  # the emulator has no Triton kernels
     x, weight, residual = make(num_rows, out, width, dtype, "cpu")
     exact, eager = x.double() @ weight.double().t(), x @ weight.t()
     with emulated("nanovllm.kernels.hopper", "nanovllm.kernels.gemm.few_rows_kernel"):
-        assert_as_good_as_eager(launch(x, weight), eager, exact)
-        found = launch(x, weight, residual)
+        plain, found = launch(x, weight), launch(x, weight, residual)
+    if width == 2048:  # the parts, to which a norm adds the residual
+        assert torch.equal(plain, found)
+        plain = plain.sum(0).to(dtype)
+        found = plain + residual
+    assert_as_good_as_eager(plain, eager, exact)
     assert_as_good_as_eager(found, eager + residual, exact + residual.double())
 
 
@@ -65,3 +70,5 @@ def test_the_bits_are_those_of_the_other_kernel(out, width, dtype):
         for given in (None, residual):
             expected = invariant_linear(x, weight, None, given)
             assert torch.equal(few_rows_linear(x, weight, given), expected)
+        found, rest = few_rows_linear_add(x, weight, residual)
+        assert torch.equal(rms_norm(found, weight[:, 0].contiguous(), 1e-6, rest)[1], expected)

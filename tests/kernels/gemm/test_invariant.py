@@ -19,10 +19,12 @@ from nanovllm.kernels.gemm.invariant import (
     choose_launch,
     choose_tiles,
     invariant_linear,
+    invariant_linear_add,
     launch_linear,
     num_parts,
     part_columns,
 )
+from nanovllm.kernels.rms_norm import rms_norm_triton
 from tests.kernels.conftest import DEVICE
 from tests.kernels.oracle import assert_as_good_as_eager, poisoned
 
@@ -118,6 +120,19 @@ def test_parts_are_added_in_order(is_parallel, device, in_parts):
     weight = torch.ones(16, 90, device=device)
     found = launch_linear(x, weight, None, None, Launch(FP32_TILES[0], is_parallel))
     assert not found.any()
+
+
+def test_the_next_norm_adds_parts_with_the_same_bits(dtype, device, in_parts):
+    x, weight, bias, residual = make(20, 40, 90, dtype, device)
+    norm = torch.rand(40, device=device).to(dtype), 1e-6
+    for given in (None, bias):
+        total = invariant_linear(x, weight, given, residual)
+        found, rest = invariant_linear_add(x, weight, given, residual)
+        assert found.dim() == (3 if given is None else 2)
+        assert (rest is None) == (given is not None)
+        found = rms_norm_triton(found, *norm, rest)
+        assert torch.equal(found[1], total)
+        assert torch.equal(found[0], rms_norm_triton(total, *norm)[0])
 
 
 def test_launches_depend_on_rows_and_parts_do_not():

@@ -97,7 +97,7 @@ def test_a_kernel_that_does_not_compile_is_replaced(monkeypatch, caplog):
     assert all(map(torch.equal, found, expected))
     assert hopper_gemm._failed == {(module.EPILOGUE, torch.device("cpu"))}
     assert [r.getMessage() for r in caplog.records] == [
-        "the GEMM with RoPE for Hopper failed, so prefill is slower: "
+        "the GEMM with RoPE for Hopper failed, so a slower one runs: "
         "RuntimeError: PassManager::run failed"
     ]
 

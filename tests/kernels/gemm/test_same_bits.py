@@ -143,6 +143,10 @@ def test_a_weight_uses_them_where_they_were_compared(fakes, monkeypatch):
         monkeypatch.setattr(
             batch_invariant, name, lambda *args, f=kernel: used.append(len(args[0])) or f(*args)
         )
+    few_rows = batch_invariant.few_rows_linear
+    monkeypatch.setattr(
+        batch_invariant, "few_rows_linear_add", lambda *args: (few_rows(*args), None)
+    )
     monkeypatch.setattr(batch_invariant, "batch_invariant_linear", linear)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
 

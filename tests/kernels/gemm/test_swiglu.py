@@ -71,7 +71,7 @@ def test_a_kernel_that_does_not_compile_is_replaced_with_one_warning(monkeypatch
     assert torch.equal(y, silu_and_mul_reference(F.linear(x, weight)))
     assert hopper_gemm._failed == {(module.EPILOGUE, CPU)}
     assert [r.getMessage() for r in caplog.records] == [
-        "the GEMM with SwiGLU for Hopper failed, so prefill is slower: "
+        "the GEMM with SwiGLU for Hopper failed, so a slower one runs: "
         "RuntimeError: PassManager::run failed"
     ]
 
