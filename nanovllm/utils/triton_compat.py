@@ -79,6 +79,21 @@ def pdl_wait(PDL: tl.constexpr) -> None:
         tl.extra.cuda.gdc_wait()
 
 
+@triton.jit
+def prefetch_l2(address: tl.tensor, size: tl.tensor) -> None:
+    """Loads ``size`` bytes from each address into the L2 cache, without waiting for them. Sizes are
+    int32 and multiples of 16; 0 for none. For GPUs from Hopper on."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.s32 p, $2, 0;"
+        " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [address.to(tl.int64, bitcast=True), size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @cache
 def shared_memory(device: torch.device) -> int:
     """Returns the bytes of shared memory that one program can use on a CUDA GPU; 0 on a CPU."""

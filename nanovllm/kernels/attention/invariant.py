@@ -40,10 +40,19 @@ from nanovllm.kernels.attention.tiles import (
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 from nanovllm.utils.math import cdiv
-from nanovllm.utils.triton_compat import pdl_options, pdl_wait, shared_memory, tl, triton
+from nanovllm.utils.triton_compat import (
+    pdl_options,
+    pdl_wait,
+    prefetch_l2,
+    shared_memory,
+    tl,
+    triton,
+)
 
 SPLIT_WORDS = tl.constexpr(KV_SPLIT_WORDS)
-NUM_PROGRAMS = 4 * 132  # decode programs beyond one per sequence and KV head, 4 per multiprocessor
+NUM_MULTIPROCESSORS = 132  # of a Hopper GPU
+# Decode programs beyond one per sequence and KV head. Two fit a multiprocessor.
+NUM_PROGRAMS = 2 * NUM_MULTIPROCESSORS
 MERGED_AT_ONCE = tl.constexpr(8)  # partial results that are loaded together
 
 
@@ -347,9 +356,14 @@ def _invariant_decode_kernel(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    FEW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Computes one KV head of every ``num_programs``-th row of the schedule.
+
+    FEW is for few sequences, when a program's own latency matters more than the memory's bandwidth.
+    Its first split is then prefetched into the L2 cache while it waits for its query. Whole tiles
+    share a loop with the last one, because a second loop would wait for its first keys again.
 
     partial is fp32 [slots, Q_HEADS, HEAD_DIM], max and sum are fp32 [slots, Q_HEADS]. arrived is
     int32 [slots, KV_HEADS]. It counts the finished rows of a sequence at the sequence's first slot,
@@ -376,6 +390,18 @@ def _invariant_decode_kernel(
         part = tl.load(entry_ptr + 4)
         first_slot = tl.load(entry_ptr + 5)
         position = tl.load(context_lens_ptr + seq) - 1
+        pages_ptr = block_tables_ptr + seq * table_stride
+        middle = end // BLOCK_N * BLOCK_N
+        if FEW:
+            middle = begin
+            ROW_BYTES: tl.constexpr = HEAD_DIM * k_ptr.dtype.element_ty.primitive_bitwidth // 8
+            if PDL and ROW_BYTES % 16 == 0:
+                key = begin + tl.arange(0, SPLIT)
+                page = tl.load(pages_ptr + key // PAGE_SIZE, mask=key < end, other=0)
+                slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
+                offset = slot * KV_STRIDE + kv_head * HEAD_DIM
+                prefetch_l2(k_ptr + offset, tl.where(key < end, ROW_BYTES, 0))
+                prefetch_l2(v_ptr + offset, tl.where(key < end, ROW_BYTES, 0))
         # Kernels of this step write queries, keys and values, but nothing that was loaded so far.
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -393,11 +419,11 @@ def _invariant_decode_kernel(
             q,
             k_ptr,
             v_ptr,
-            block_tables_ptr + seq * table_stride,
+            pages_ptr,
             0,
             kv_head,
             begin,
-            end // BLOCK_N * BLOCK_N,
+            middle,
             end,
             row * 0 + position,
             total_max,
@@ -619,6 +645,7 @@ class InvariantTritonAttention(AttentionBackend):
             SPLIT=fixed_schedule.SPLIT,
             WINDOW=params.window or 0,
             SOFTCAP=None if params.softcap is None else params.softcap * LOG2_E,
+            FEW=num_seqs * kv_heads < NUM_MULTIPROCESSORS,
             num_warps=tile.num_warps,
             num_stages=tile.stages(True),
             **pdl_options(q),

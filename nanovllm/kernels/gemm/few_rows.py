@@ -15,7 +15,7 @@ from nanovllm.utils.triton_compat import pdl_options
 
 EPILOGUE = "few rows"
 ROWS, BLOCK_N, BLOCK_K = 8, 64, 256
-STAGES = 4  # 128 KB of the weight in flight: all of it, for up to 1,024 columns
+STAGES = 4  # at most: 128 KB of the weight in flight, all of it for up to 1,024 columns
 MAX_STEPS = 22  # tiles of x in shared memory, of 4 KB
 
 
@@ -70,7 +70,7 @@ def launch(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
     (num_rows, width), out_features = x.shape, len(weight)
     assert num_rows <= ROWS and x.is_contiguous() and weight.is_contiguous()
     columns = part_columns(out_features, width)
-    parts = cdiv(width, columns)
+    parts, num_steps = cdiv(width, columns), cdiv(min(columns, width), BLOCK_K)
     if parts > 1:
         out = x.new_empty(parts, num_rows, out_features, dtype=torch.float32)
         residual = None
@@ -84,9 +84,9 @@ def launch(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
         out,
         num_rows,
         out_features,
-        width,
         columns,
-        MAX_STEPS=cdiv(min(columns, width), BLOCK_K),
+        NUM_STEPS=num_steps,
+        STAGES=min(num_steps, STAGES),
         HAS_RESIDUAL=residual is not None,
         num_warps=4,
         **pdl_options(x),

@@ -16,16 +16,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nanovllm.kernels.gemm.few_rows import BLOCK_K, BLOCK_N, ROWS, STAGES
+from nanovllm.kernels.gemm.few_rows import BLOCK_K, BLOCK_N, ROWS
 from nanovllm.kernels.hopper import grid_wait, tma_load
 
 GL_ROWS, GL_BLOCK_N, GL_BLOCK_K = map(gl.constexpr, (ROWS, BLOCK_N, BLOCK_K))
-GL_STAGES = gl.constexpr(STAGES)
 
 
 @gluon.jit
-def _load_weight(weight_desc, feature, column, tiles, full, step):
-    stage = step % GL_STAGES
+def _load_weight(weight_desc, feature, column, tiles, full, step, STAGES: gl.constexpr):
+    stage = step % STAGES
     mbarrier.expect(full.index(stage), GL_BLOCK_N * GL_BLOCK_K * 2)
     tma_load(
         weight_desc,
@@ -43,36 +42,36 @@ def few_rows_kernel(
     out_ptr,
     num_rows,
     out_features,
-    width,
     columns,
-    MAX_STEPS: gl.constexpr,
+    NUM_STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Computes part p of the split-K with program (n, p): columns [p * columns, (p + 1) * columns).
     Its sums go to out [parts, num_rows, out_features]. A residual is added after rounding.
-    MAX_STEPS is the number of tiles of x's columns in a part."""
+
+    NUM_STEPS is the number of tiles of columns in a part. Columns past the end are zero, and change
+    no sum. STAGES is the number of these tiles of the weight that are in shared memory at a time.
+    """
     dtype: gl.constexpr = x_desc.dtype
     first, part = gl.program_id(0) * GL_BLOCK_N, gl.program_id(1)
     column = part * columns
-    num_steps = (gl.minimum(columns, width - column) + GL_BLOCK_K - 1) // GL_BLOCK_K
-    x = gl.allocate_shared_memory(dtype, [MAX_STEPS, GL_ROWS, GL_BLOCK_K], x_desc.layout)
-    weight = gl.allocate_shared_memory(
-        dtype, [GL_STAGES, GL_BLOCK_N, GL_BLOCK_K], weight_desc.layout
-    )
-    full = gl.allocate_shared_memory(gl.int64, [GL_STAGES + 1, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(GL_STAGES + 1):
+    x = gl.allocate_shared_memory(dtype, [NUM_STEPS, GL_ROWS, GL_BLOCK_K], x_desc.layout)
+    weight = gl.allocate_shared_memory(dtype, [STAGES, GL_BLOCK_N, GL_BLOCK_K], weight_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES + 1):
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()
-    for step in range(gl.minimum(num_steps, GL_STAGES)):
-        _load_weight(weight_desc, first, column, weight, full, step)
+    for i in gl.static_range(STAGES):
+        _load_weight(weight_desc, first, column, weight, full, i, STAGES)
     if PDL:
         grid_wait()
-    x_full = full.index(GL_STAGES)
-    mbarrier.expect(x_full, MAX_STEPS * GL_ROWS * GL_BLOCK_K * 2)
-    for i in range(MAX_STEPS):
-        step = (i + gl.program_id(0)) % MAX_STEPS
-        tma_load(x_desc, [0, column + step * GL_BLOCK_K], x_full, x.index(step))
+    x_full = full.index(STAGES)
+    mbarrier.expect(x_full, NUM_STEPS * GL_ROWS * GL_BLOCK_K * 2)
+    for k in range(NUM_STEPS):
+        tile = (k + gl.program_id(0)) % NUM_STEPS
+        tma_load(x_desc, [0, column + tile * GL_BLOCK_K], x_full, x.index(tile))
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GL_ROWS, 16])
     feature = first + gl.arange(0, GL_BLOCK_N, gl.SliceLayout(1, layout))
     row = gl.arange(0, GL_ROWS, gl.SliceLayout(0, layout))
@@ -82,14 +81,20 @@ def few_rows_kernel(
         residual = gl.load(residual_ptr + offset, mask=mask, other=0.0).to(gl.float32)
     acc = gl.zeros([GL_BLOCK_N, GL_ROWS], gl.float32, layout)
     mbarrier.wait(x_full, 0)
-    for step in range(num_steps):
-        stage = step % GL_STAGES
-        mbarrier.wait(full.index(stage), step // GL_STAGES & 1)
-        acc = warpgroup_mma(weight.index(stage), x.index(step).permute([1, 0]), acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        next_step = step - 1 + GL_STAGES  # into the stage that the matmul before has read
-        if (step > 0) & (next_step < num_steps):
-            _load_weight(weight_desc, first, column, weight, full, next_step)
+    if NUM_STEPS == STAGES:
+        for i in gl.static_range(STAGES):
+            mbarrier.wait(full.index(i), 0)
+            acc = warpgroup_mma(weight.index(i), x.index(i).permute([1, 0]), acc, is_async=True)
+    else:
+        for step in range(NUM_STEPS):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), step // STAGES & 1)
+            operands = weight.index(stage), x.index(step).permute([1, 0])
+            acc = warpgroup_mma(*operands, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            next_step = step - 1 + STAGES  # into the stage that the matmul before has read
+            if (step > 0) & (next_step < NUM_STEPS):
+                _load_weight(weight_desc, first, column, weight, full, next_step, STAGES)
     acc = warpgroup_mma_wait(0, deps=[acc])
     out = acc.to(out_ptr.dtype.element_ty)
     if HAS_RESIDUAL:

@@ -15,7 +15,14 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.utils.math import cdiv, next_power_of_2
-from nanovllm.utils.triton_compat import pdl_options, pdl_wait, shared_memory, tl, triton
+from nanovllm.utils.triton_compat import (
+    pdl_options,
+    pdl_wait,
+    prefetch_l2,
+    shared_memory,
+    tl,
+    triton,
+)
 
 BLOCK_N, BLOCK_K, NUM_STAGES = 64, 128, 4
 MAX_PART_COLUMNS = 512  # columns per part of a split-K
@@ -29,17 +36,8 @@ def prefetch(first_ptr, stride, columns, BLOCK_N: tl.constexpr):
     # Each row is one request. The requests of a warp are serialised, so only every second thread
     # makes one, which spreads them over more warps.
     thread = tl.arange(0, 2 * BLOCK_N)
-    address = (first_ptr + (thread // 2).to(tl.int64) * stride).to(tl.int64, bitcast=True)
-    size = tl.where(thread % 2 == 0, tl.minimum(columns, 1024) * ITEMSIZE, 0)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.gt.s32 p, $2, 0;"
-        " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-        "=r,l,r",
-        [address, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    address = first_ptr + (thread // 2).to(tl.int64) * stride
+    prefetch_l2(address, tl.where(thread % 2 == 0, tl.minimum(columns, 1024) * ITEMSIZE, 0))
 
 
 @triton.jit(do_not_specialize=["num_rows", "group_stride"])
