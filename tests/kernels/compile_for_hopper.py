@@ -162,7 +162,7 @@ def launch_all(
                 for bias in (None, make(out)) if all_sizes else (make(out),):
                     tiled.tile_linear(make(num_rows, width), make(out, width), bias)
     if dtype in hopper_gemm.DTYPES:
-        for out, width in ((4096, 1024), (1024, 2048)):  # without and with parts
+        for out, width in ((6144, 4096), (1024, 2048)):  # without and with parts
             few_rows.launch(make(1, width), make(out, width), make(1, out))
         for is_rounded in (False, True) if all_sizes else (True,):
             swiglu.launch(make(64, 1024), make(6144, 1024), is_rounded)
