@@ -42,7 +42,7 @@ class Config:
             in chunks. A shorter prompt is prefilled in one step.
         max_num_seqs: maximum number of running sequences, which hold KV blocks. The default is 512
             on a CPU. On a GPU, it is between 512 and 2,048, and depends on the memory that is left
-            for the KV cache.
+            for the KV cache, and with ``enable_sleep_mode`` on the size of the vocabulary.
         max_model_len: maximum number of prompt and completion tokens of a sequence. The default is
             the model's limit, or less if the KV cache cannot hold such a sequence.
         gpu_memory_utilization: fraction of the GPU's memory that the engine may use.

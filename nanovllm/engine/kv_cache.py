@@ -13,6 +13,8 @@ from nanovllm.utils.timer import Timer
 CPU_CACHE_BYTES = 4 << 30
 MAX_DEFAULT_NUM_SEQS = 2048
 MAX_LOGITS_FRACTION = 1 / 32  # of the memory that is left, for fp32 logits of the largest decode
+# CUDA graphs keep the logits of the largest decode, also while the engine is asleep.
+MAX_LOGITS_ASLEEP = 640 << 20  # bytes
 # Upper bound on the memory of the CUDA context and libraries, which PyTorch's statistics leave out
 # (H200, CUDA 13).
 CONTEXT_BYTES = 600 << 20
@@ -33,7 +35,7 @@ def choose_num_seqs(runner: ModelRunner, weight_bytes: int) -> int:
 
     Above 512, it is limited by the KV cache, whose size is estimated: each sequence takes at least
     one block in each group of layers, and the scheduler keeps one more free for it. It is also
-    limited by the memory of the logits.
+    limited by the memory of the logits, more so with ``enable_sleep_mode``.
     """
     config, model = runner.config, runner.model_config
     total_bytes = torch.cuda.mem_get_info(runner.device)[1]
@@ -44,6 +46,9 @@ def choose_num_seqs(runner: ModelRunner, weight_bytes: int) -> int:
     most_in_cache = num_blocks // (2 * len(runner.windows))
     logits_bytes = 4 * model.vocab_size // runner.tp.size  # of a sequence
     most = min(MAX_DEFAULT_NUM_SEQS, most_in_cache, int(left * MAX_LOGITS_FRACTION) // logits_bytes)
+    if config.enable_sleep_mode:
+        itemsize = 4 if config.batch_invariant else runner.dtype.itemsize
+        most = min(most, MAX_LOGITS_ASLEEP // (model.vocab_size * itemsize))
     return min(max(DEFAULT_NUM_SEQS, most), config.max_num_batched_tokens)
 
 

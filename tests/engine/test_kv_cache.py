@@ -91,6 +91,8 @@ def test_a_gpu_with_too_little_for_the_longest_sequence():
         ({"num_kvcache_blocks": 20}, 140, 1, (None,), 512),
         ({"num_kvcache_blocks": 9000}, 40, 1, (None,), 1844),  # the logits of more are over 1/32
         ({"max_num_batched_tokens": 1024}, 140, 1, (None,), 1024),
+        ({"enable_sleep_mode": True}, 140, 1, (None,), 2048),
+        ({"enable_sleep_mode": True, "batch_invariant": True}, 140, 1, (None,), 1104),
     ],
 )
 def test_a_gpu_gets_as_many_sequences_as_its_cache_can_hold(
