@@ -137,7 +137,7 @@ def prove(path: Path, num_blocks: int = 44, **settings: Any) -> None:
 
 # The windows of these models free blocks, and a block holds one group of layers only.
 BLOCKS = {"gemma2": 80, "gemma3": 180, "gpt-oss": 80}
-SLOW = pytest.mark.slow
+SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize(
@@ -198,12 +198,11 @@ def test_a_thousand_other_requests(tiny_models: TinyModels):
     assert found[500:506] == alone
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "mode"),
     [
-        ("qwen3-tied", "bfloat16", "raw_logprobs"),
-        ("qwen3-moe", "float32", "processed_logprobs"),
+        pytest.param("qwen3-tied", "bfloat16", "raw_logprobs", marks=SLOW),
+        pytest.param("qwen3-moe", "float32", "processed_logprobs", marks=EXHAUSTIVE),
     ],
 )
 def test_several_ranks(name: str, dtype: str, mode: str, tiny_models: TinyModels):
@@ -258,8 +257,10 @@ def num_threads(num: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3-tied", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("qwen3-tied", marks=SLOW), pytest.param("qwen3-moe", marks=EXHAUSTIVE)],
+)
 def test_any_number_of_threads(name: str, tmp_path: Path):
     """Of a model whose tensors are large enough for several threads."""
     config_class, changes = CONFIGS[name]
@@ -303,9 +304,14 @@ def test_settings_of_the_engine_and_processes_do_not_matter(tiny_models: TinyMod
     assert result.stdout.splitlines()[-1] == str(expected)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(("aten", "onednn"), [("avx2", "AVX2"), ("default", "SSE41")])
+@pytest.mark.parametrize(
+    ("aten", "onednn"),
+    [
+        pytest.param("avx2", "AVX2", marks=EXHAUSTIVE),
+        pytest.param("default", "SSE41", marks=SLOW),
+    ],
+)
 def test_cpus_with_other_instructions(aten: str, onednn: str):
     """PyTorch and oneDNN choose their kernels by the CPU's instructions. Runs the fast tests."""
     files = ["test_batch_invariance.py", "kernels/test_batch_invariant_rows.py"]

@@ -358,7 +358,7 @@ def of_part(part: str) -> list[Case]:
 
 def test_hostile_lines_change_no_other_and_have_one_record(tiny, tmp_path):
     """One in 24 of the cases, in a job that is killed on its way; the slow tests run all, and
-    some on a real model without a kill."""
+    exhaustive ones all again, on a real model without a kill and through the library."""
     cases = LIGHT[SEED % 24 :: 24]
     run_among_good_lines(tiny, cases, tmp_path, "killed", [at_random("some", cases)])
 
@@ -372,13 +372,13 @@ def test_every_hostile_line_on_a_tiny_model(part, tiny, tmp_path):
     run_among_good_lines(tiny, cases, tmp_path, "killed", [at_random(part, cases)])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", PARTS)
 def test_hostile_lines_on_a_real_model(part, real, tmp_path):
-    """One in three, in a job that nothing interrupts."""
+    """In a job that nothing interrupts."""
     cases = [case for case in of_part(part) if case.name not in MUCH_WORK]
-    run_among_good_lines(real, cases[SEED % 3 :: 3], tmp_path, "out")
+    run_among_good_lines(real, cases, tmp_path, "out")
 
 
 # The same requests through the library.
@@ -510,12 +510,11 @@ def test_hostile_conversations_change_no_other(tiny):
     check_idle(tiny.llm)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", PARTS)
 def test_hostile_calls_of_each_kind(part, tiny):
-    """One in two. As lines of a job, all of them run."""
-    cases = of_part(part)[SEED % 2 :: 2]
+    cases = of_part(part)
     light = [case for case in cases if not case.is_heavy]
     heavy = [[case] for case in cases if case.is_heavy]
     for some in filter(None, [light, *heavy]):

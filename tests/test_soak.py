@@ -126,7 +126,7 @@ def break_steps(llm: LLM, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -
     ("num_requests", "windowed"),
     [
         pytest.param(3_000, False, marks=pytest.mark.slow),
-        pytest.param(2_000, True, marks=pytest.mark.slow),
+        pytest.param(2_000, True, marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_request_finishes_once_with_what_it_has_without_pressure(

@@ -16,13 +16,19 @@ PROGRAM = Path(__file__).with_name("compile_for_hopper.py")
 FASTER = {"TRITON_DISABLE_LINE_INFO": "1"}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_every_kernel_compiles_for_a_hopper_gpu(tmp_path: Path):
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="all sizes", marks=pytest.mark.exhaustive),
+        pytest.param(["--few"], id="few sizes", marks=pytest.mark.slow),
+    ],
+)
+def test_every_kernel_compiles_for_a_hopper_gpu(options: list[str], tmp_path: Path):
     """Guards Python that only the interpreter takes, and tiles that need too much memory."""
     root = str(PROGRAM.parents[2])
     result = subprocess.run(
-        [sys.executable, str(PROGRAM)],
+        [sys.executable, str(PROGRAM), *options],
         env={**os.environ, **FASTER, "PYTHONPATH": root, "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
@@ -32,9 +38,16 @@ def test_every_kernel_compiles_for_a_hopper_gpu(tmp_path: Path):
     assert "launches of 32 kernels" in result.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("capability", "kib"), [(80, 163), (89, 99), (100, 227), (120, 99)])
+@pytest.mark.parametrize(
+    ("capability", "kib"),
+    [
+        pytest.param(80, 163, marks=pytest.mark.slow),
+        pytest.param(89, 99, marks=pytest.mark.exhaustive),
+        pytest.param(100, 227, marks=pytest.mark.exhaustive),
+        pytest.param(120, 99, marks=pytest.mark.slow),
+    ],
+)
 def test_attention_invariant_and_fp8_kernels_compile_for_other_gpus(
     capability: int, kib: int, tmp_path: Path
 ):

@@ -351,9 +351,16 @@ def test_many_tokens(monkeypatch):
     check_mix(mix_grouped, routing, 16, 8, torch.float16, monkeypatch)
 
 
-@slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("target", ["80 163", "89 99", "100 227", "120 99"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("80 163", marks=slow),
+        pytest.param("89 99", marks=pytest.mark.exhaustive),
+        pytest.param("100 227", marks=pytest.mark.exhaustive),
+        pytest.param("120 99", marks=slow),
+    ],
+)
 def test_compiles_for_every_other_generation(target, tmp_path):
     """Of Hopper GPUs, tests/kernels/test_compile.py compiles every kernel."""
     program = Path(__file__).with_name("compile_for.py")
