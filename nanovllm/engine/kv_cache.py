@@ -44,11 +44,13 @@ def choose_num_seqs(runner: ModelRunner, weight_bytes: int) -> int:
     if num_blocks == -1:
         num_blocks = left // block_bytes(runner)
     most_in_cache = num_blocks // (2 * len(runner.windows))
-    logits_bytes = 4 * model.vocab_size // runner.tp.size  # of a sequence
-    most = min(MAX_DEFAULT_NUM_SEQS, most_in_cache, int(left * MAX_LOGITS_FRACTION) // logits_bytes)
+    num_logits = model.vocab_size // runner.tp.size  # of a sequence, on this rank
+    most = min(
+        MAX_DEFAULT_NUM_SEQS, most_in_cache, int(left * MAX_LOGITS_FRACTION) // (4 * num_logits)
+    )
     if config.enable_sleep_mode:
         itemsize = 4 if config.batch_invariant else runner.dtype.itemsize
-        most = min(most, MAX_LOGITS_ASLEEP // (model.vocab_size * itemsize))
+        most = min(most, MAX_LOGITS_ASLEEP // (itemsize * num_logits))
     return min(max(DEFAULT_NUM_SEQS, most), config.max_num_batched_tokens)
 
 

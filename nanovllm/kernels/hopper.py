@@ -1,4 +1,5 @@
-"""Parts of the Gluon kernels for Hopper: named barriers, and loads and stores by TMA."""
+"""Parts of the Gluon kernels for Hopper: named barriers, the wait for the previous kernel, and
+loads and stores by TMA."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

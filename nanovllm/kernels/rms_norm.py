@@ -26,8 +26,8 @@ def rms_norm_reference(
     """Computes total / rms(total) * weight over the last dimension, in fp32, where total is
     x + residual, or x without a residual. Returns (norm, total).
 
-    The norm is rounded to the weight's dtype before it is multiplied by the weight, and to x's
-    dtype after it.
+    The norm is rounded to the weight's dtype before it is multiplied by the weight, and to
+    total's dtype after it.
     """
     if residual is None:
         total = x
@@ -37,7 +37,7 @@ def rms_norm_reference(
         total = x + residual
     x32 = total.float()
     scale = torch.rsqrt(x32.square().mean(-1, keepdim=True).add_(eps))
-    return ((x32 * scale).to(weight.dtype) * weight).to(x.dtype), total
+    return ((x32 * scale).to(weight.dtype) * weight).to(total.dtype), total
 
 
 def fp8_rms_norm_reference(

@@ -171,7 +171,8 @@ class LinearWeight(ABC):
 
         Returns:
             (x W^T + b + residual, None), in which case ``residual`` may be overwritten. Otherwise
-            (x W^T + b, residual), which the next ``norm_matmul`` adds.
+            (x W^T + b, residual), which the next ``norm_matmul`` adds. The former may be the parts
+            of a split-K, fp32 [parts, N, out].
         """
         return self.matmul(x), residual
 
@@ -181,7 +182,7 @@ class LinearWeight(ABC):
         """Multiplies norm(x + residual) by the weight, and applies SwiGLU if requested.
 
         Args:
-            x: [N, in], plain.
+            x: [N, in], plain; or, with a residual, parts of a sum, as ``matmul_add`` returns them.
             residual: [N, in], or None for zero.
             norm: an RMSNorm, whose ``weight`` [in] and ``eps`` are used; None for no norm.
             act_fn: the SiluAndMul to apply to the result, or None.

@@ -60,4 +60,5 @@ def test_parts_of_a_split_k_are_added_and_rounded_before_the_residual(dtype, dev
     for norm in (rms_norm_triton, rms_norm_reference):
         expected = norm(x, weight, EPS, residual)
         found = norm(parts, weight, EPS, residual)
+        assert {tensor.dtype for tensor in (*found, *expected)} == {dtype}
         assert all(map(torch.equal, found, expected))

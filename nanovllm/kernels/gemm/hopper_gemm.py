@@ -43,7 +43,7 @@ def run_or_replace(
     Afterwards ``supports`` refuses the kernel.
 
     Args:
-        epilogue: what the kernel has in its epilogue, for the log.
+        epilogue: what the kernel has in its epilogue or is for, for the log.
     """
     try:
         return run()

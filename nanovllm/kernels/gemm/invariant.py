@@ -9,8 +9,8 @@ the order must not depend on the number of rows, although the fastest kernel doe
   and each part is summed by a chain. The number of parts depends on the weight's shape only. The
   sums of the parts are added in order, in fp32.
 - With few rows, each part has a program of its own, which keeps more multiprocessors busy. A second
-  kernel adds the parts. With many rows, one program computes all parts of a tile one after the
-  other, and adds them in the same order.
+  kernel or the next norm adds the parts. With many rows, one program computes all parts of a tile
+  one after the other, and adds them in the same order.
 - Features are the M dimension of the matmul and rows of x the N dimension, as in ``tiled.py``. So
   tiles of 16 and of 256 rows can use the same kind of instruction: wgmma with M = 64 on Hopper. An
   instruction computes each element of its result independently, whatever its N dimension is. Tiles
