@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.kernels.gemm import hopper_gemm, qkv, swiglu, tiled
+from nanovllm.kernels.gemm import few_rows, hopper_gemm, qkv, swiglu, tiled
 from nanovllm.kernels.gemm.onednn import onednn_linear, pack_weight
 from nanovllm.kernels.gemm.skinny import skinny_linear, skinny_norm_linear
 from nanovllm.kernels.rope import CacheSlots, RopeInputs
+from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.quantization.base import PLAIN, LinearWeight, Shard
 from nanovllm.utils.loader import copy_weight
 from nanovllm.utils.triton_compat import use_triton
@@ -28,6 +29,20 @@ def _qkv_linear(
     return qkv.qkv_linear(x, weight, rope, slots)
 
 
+def _few_rows_linear(x: Tensor, weight: Tensor, bias: None) -> Tensor:
+    return few_rows.few_rows_linear(x, weight)
+
+
+def _few_rows_swiglu(x: Tensor, weight: Tensor, bias: None) -> Tensor:
+    return silu_and_mul(few_rows.few_rows_linear(x, weight))
+
+
+def _few_rows_linear_add(
+    x: Tensor, weight: Tensor, bias: None, residual: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    return few_rows.few_rows_linear_add(x, weight, residual)
+
+
 def _addmm(x: Tensor, weight: Tensor, bias: None, residual: Tensor) -> tuple[Tensor, None]:
     return torch.addmm(residual, x, weight.t(), out=residual), None
 
@@ -41,6 +56,11 @@ def _is_small(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
     # With more input features or a larger weight cuBLAS is faster, because it reads x less often.
     is_small = weight.size(1) < 4096 and weight.numel() <= 13 << 20
     return is_small and _is_not_lm_head(num_rows, weight, bias)
+
+
+def _fits(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+    # Programs then load the whole weight while they wait for x.
+    return bias is None and few_rows.fits(weight)
 
 
 def _is_tiled(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
@@ -84,6 +104,7 @@ ANY = range(sys.maxsize)
 # several kernels. The limits were measured on an H200 (docs/lab-log.md).
 KERNELS: dict[str, tuple[Choice, ...]] = {
     "matmul": (
+        Choice(range(2, 9), _fits, _few_rows_linear),
         Choice(range(1, 9), _is_not_lm_head, skinny_linear),
         Choice(range(9, 17), _is_small, skinny_linear),
         Choice(range(17, 65), _is_tiled, tiled.tile_linear),
@@ -91,13 +112,17 @@ KERNELS: dict[str, tuple[Choice, ...]] = {
         Choice(ANY, lambda num_rows, weight, bias: True, F.linear),
     ),
     "matmul_swiglu": (
+        Choice(range(2, 9), _fits, _few_rows_swiglu),
         Choice(range(1, 9), _is_not_lm_head, partial(skinny_linear, silu=True)),
         Choice(range(9, 17), _is_small, partial(skinny_linear, silu=True)),
         Choice(range(1024, sys.maxsize), _is_gated, _gated_linear),
     ),
     "matmul_rope": (Choice(range(1024, sys.maxsize), _has_rope, _qkv_linear),),
     "norm_matmul": (Choice(range(1, 2), _is_not_lm_head, skinny_norm_linear),),
-    "matmul_add": (Choice(ANY, _is_large_sum, _addmm),),
+    "matmul_add": (
+        Choice(range(2, 9), _fits, _few_rows_linear_add),
+        Choice(ANY, _is_large_sum, _addmm),
+    ),
 }
 
 

@@ -27,6 +27,12 @@ def supports(weight: Tensor) -> bool:
     return is_whole and is_small and hopper_gemm.supports(EPILOGUE, weight)
 
 
+def fits(weight: Tensor) -> bool:
+    """Returns whether ``supports`` holds, and shared memory holds all columns of a part."""
+    columns = min(part_columns(*weight.shape), weight.size(1))
+    return columns <= STAGES * BLOCK_K and supports(weight)
+
+
 def few_rows_linear(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
     """Computes ``invariant_linear`` without a bias for up to ROWS rows: [N, in], [out, in] ->
     [N, out]. ``supports`` says for which weights."""
