@@ -7,7 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
-from nanovllm.kernels.gemm.few_rows import ROWS, few_rows_linear, few_rows_linear_add
+from nanovllm.kernels.gemm.few_rows import (
+    ROWS,
+    few_rows_linear,
+    few_rows_linear_add,
+    few_rows_swiglu,
+)
 from nanovllm.kernels.gemm.invariant import (
     check_launches,
     invariant_linear,
@@ -66,9 +71,11 @@ class BatchInvariantWeight(UnquantizedWeight):
         return batch_invariant_linear(x, self._weight, self.bias)
 
     def matmul_swiglu(self, x: Tensor, act_fn: Any) -> Any:
-        is_fused = self.same_bits.has_swiglu and len(x) >= MIN_SWIGLU_ROWS and self.bias is None
-        if is_fused and act_fn.function is invariant_silu_and_mul:
-            return swiglu_linear(x, self._weight)
+        if self.bias is None and act_fn.function is invariant_silu_and_mul:
+            if self.same_bits.has_swiglu and len(x) >= MIN_SWIGLU_ROWS:
+                return swiglu_linear(x, self._weight)
+            if self._has_few_rows(x):
+                return few_rows_swiglu(x, self._weight)
         return LinearWeight.matmul_swiglu(self, x, act_fn)
 
     def matmul_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -13,7 +13,6 @@ from nanovllm.kernels.gemm import few_rows, hopper_gemm, qkv, swiglu, tiled
 from nanovllm.kernels.gemm.onednn import onednn_linear, pack_weight
 from nanovllm.kernels.gemm.skinny import skinny_linear, skinny_norm_linear
 from nanovllm.kernels.rope import CacheSlots, RopeInputs
-from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.quantization.base import PLAIN, LinearWeight, Shard
 from nanovllm.utils.loader import copy_weight
 from nanovllm.utils.triton_compat import use_triton
@@ -34,7 +33,7 @@ def _few_rows_linear(x: Tensor, weight: Tensor, bias: None) -> Tensor:
 
 
 def _few_rows_swiglu(x: Tensor, weight: Tensor, bias: None) -> Tensor:
-    return silu_and_mul(few_rows.few_rows_linear(x, weight))
+    return few_rows.few_rows_swiglu(x, weight)
 
 
 def _few_rows_linear_add(
@@ -60,7 +59,8 @@ def _is_small(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
 
 def _fits(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
     # Programs then load the whole weight while they wait for x.
-    return bias is None and few_rows.fits(weight)
+    is_ready = bias is None and few_rows.fits(weight)
+    return is_ready and _is_not_lm_head(num_rows, weight, bias)
 
 
 def _is_tiled(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:

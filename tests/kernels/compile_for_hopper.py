@@ -164,6 +164,7 @@ def launch_all(
     if dtype in hopper_gemm.DTYPES:
         for out, width in ((6144, 4096), (1024, 2048)):  # without and with parts
             few_rows.launch(make(1, width), make(out, width), make(1, out))
+        few_rows.launch(make(1, 1024), make(6144, 1024), swiglu=True)
         for is_rounded in (False, True) if all_sizes else (True,):
             swiglu.launch(make(64, 1024), make(6144, 1024), is_rounded)
         if head_dim == qkv.HEAD_DIM:

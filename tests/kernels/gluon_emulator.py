@@ -169,8 +169,8 @@ def _store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
 
 
 class TensorDescriptor:
-    """Describes a tensor of 2-byte elements to the TMA, which copies boxes of it: ``rows`` rows of
-    the last dimension but one."""
+    """Describes a tensor of 2-byte elements to the TMA, which copies boxes of it. ``rows`` are those
+    of the last dimension."""
 
     def __init__(self, base: Tensor, shape: Any, strides: Any, block_shape: Any, layout: Any):
         assert all(stride % 8 == 0 and stride < 1 << 39 for stride in strides[:-1])
@@ -178,7 +178,7 @@ class TensorDescriptor:
         size = base.untyped_storage().nbytes() // 2 - base.storage_offset()
         self.memory = base.as_strided((size,), (1,))
         self.shape, self.strides = shape, strides
-        self.block_shape, self.layout = block_shape[-2:], layout
+        self.block_shape, self.layout = block_shape, layout
 
     @classmethod
     def from_tensor(cls, tensor: Tensor, block_shape: Any, layout: Any) -> "TensorDescriptor":
@@ -191,10 +191,10 @@ class TensorDescriptor:
     def rows(self, coordinates: list[Any]) -> Iterator[tuple[int, Tensor]]:
         """Yields the rows of the box that are in bounds, as far as they are: their index and
         elements."""
-        *outer, first, column = (int(c) for c in coordinates)
-        size = min(self.block_shape[1], self.shape[-1] - column)
-        for i in range(self.block_shape[0]):
-            at = [*outer, first + i, column]
+        *first, column = (int(c) for c in coordinates)
+        size = min(self.block_shape[-1], self.shape[-1] - column)
+        for i, steps in enumerate(product(*map(range, self.block_shape[:-1]))):
+            at = [*map(sum, zip(first, steps, strict=True)), column]
             if all(0 <= c < n for c, n in zip(at, self.shape, strict=True)):
                 address = sum(c * s for c, s in zip(at, self.strides, strict=True))
                 row = self.memory[address % WRAP :][:size]
@@ -203,7 +203,7 @@ class TensorDescriptor:
 
 
 def _tma_load(desc: TensorDescriptor, coordinates: Any, barrier: Barrier, to: Shared) -> None:
-    box = torch.zeros(desc.block_shape, dtype=desc.memory.dtype)
+    box = torch.zeros(desc.block_shape, dtype=desc.memory.dtype).flatten(0, -2)
     for i, row in desc.rows(coordinates):
         box[i, : len(row)] = row
 
@@ -225,7 +225,7 @@ def _tma_store(desc: TensorDescriptor, coordinates: Any, source: Shared) -> None
 def _tma_store_wait(pending: int) -> None:
     for desc, coordinates, source in _thread.stores:
         for i, row in desc.rows(coordinates):
-            row.copy_(source.data.view(desc.block_shape)[i, : len(row)])
+            row.copy_(source.data.view(-1, desc.block_shape[-1])[i, : len(row)])
     _thread.stores = []
 
 

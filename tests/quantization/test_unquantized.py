@@ -78,6 +78,25 @@ def test_which_matmuls_are_skinny(choose):
     assert choose("matmul", 9, 64, 4096) is choose("matmul", 1, 151_936, 1024) is F.linear
 
 
+def test_which_matmuls_of_few_rows_have_a_kernel_of_their_own(choose):
+    """Those of 2 to 8 rows whose weight is loaded as a whole while they wait."""
+    kernels = {
+        "matmul": unquantized._few_rows_linear,
+        "matmul_swiglu": unquantized._few_rows_swiglu,
+        "matmul_add": unquantized._few_rows_linear_add,
+    }
+    for operation, kernel in kernels.items():
+        for rows in (2, 8):
+            for shape in ((4096, 1024), (1024, 3072)):
+                assert choose(operation, rows, *shape) is kernel
+            for shape in ((4096, 2048), (1024, 4608), (151_936, 1024)):
+                assert choose(operation, rows, *shape) is not kernel
+        assert choose(operation, 1, 4096, 1024) is not kernel
+        assert choose(operation, 9, 4096, 1024) is not kernel
+        bias = torch.empty(4096, device="meta")
+        assert choose(operation, 2, 4096, 1024, bias=bias) is not kernel
+
+
 def test_which_matmuls_are_tiled(choose):
     def is_tiled(*shape: int, **options) -> bool:
         return choose("matmul", *shape, **options) is tile_linear

@@ -1,4 +1,5 @@
-"""The batch-invariant GEMM for up to ROWS rows on Hopper: the launcher of few_rows_kernel.py."""
+"""The batch-invariant GEMM for up to ROWS rows on Hopper, alone or with SwiGLU: the launcher of
+few_rows_kernel.py."""
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from nanovllm.kernels.gemm.invariant import (
     invariant_linear_add,
     part_columns,
 )
+from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import pdl_options
 
@@ -64,9 +66,24 @@ def few_rows_linear_add(
     )
 
 
-def launch(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
+def few_rows_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+    """Computes ``silu_and_mul(few_rows_linear(x, weight))``, with the same bits: [N, in],
+    [2 I, in] -> [N, I]. It is one kernel, if the weight has one part."""
+    if part_columns(*weight.shape) < weight.size(1):
+        return silu_and_mul(few_rows_linear(x, weight))
+    return hopper_gemm.run_or_replace(
+        EPILOGUE,
+        x.device,
+        lambda: launch(x, weight, swiglu=True),
+        lambda: silu_and_mul(invariant_linear(x, weight, None)),
+    )
+
+
+def launch(
+    x: Tensor, weight: Tensor, residual: Tensor | None = None, swiglu: bool = False
+) -> Tensor:
     """Returns the result [N, out] or, of a split-K, the parts, fp32 [parts, N, out], without the
-    residual."""
+    residual. With ``swiglu``, returns SwiGLU of the result."""
     # Deferred, because Gluon is experimental: the caller can do without it.
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -77,15 +94,29 @@ def launch(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
     assert num_rows <= ROWS and x.is_contiguous() and weight.is_contiguous()
     columns = part_columns(out_features, width)
     parts, num_steps = cdiv(width, columns), cdiv(min(columns, width), BLOCK_K)
+    grid = cdiv(out_features, BLOCK_N), parts
+    layout = NVMMASharedLayout(128, 16, 2)
+    weight_desc = TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K], layout)
+    if swiglu:
+        assert parts == 1 and residual is None
+        out_features //= 2
+        # A box has 8 rows of gate, the same 8 of up, the next 8 of gate, and so on: 16 rows are
+        # those of a warp, and each thread has the sums of its rows i and i + 8.
+        weight_desc = TensorDescriptor(
+            weight,
+            [out_features // 8, 2, 8, width],
+            [8 * width, out_features * width, width, 1],
+            [BLOCK_N // 16, 2, 8, BLOCK_K],
+            NVMMASharedLayout(128, 16, 4),
+        )
     if parts > 1:
         out = x.new_empty(parts, num_rows, out_features, dtype=torch.float32)
         residual = None
     else:
         out = x.new_empty(num_rows, out_features)
-    layout = NVMMASharedLayout(128, 16, 2)
-    few_rows_kernel[(cdiv(out_features, BLOCK_N), parts)](
+    few_rows_kernel[grid](
         TensorDescriptor.from_tensor(x, [ROWS, BLOCK_K], layout),
-        TensorDescriptor.from_tensor(weight, [BLOCK_N, BLOCK_K], layout),
+        weight_desc,
         out if residual is None else residual,
         out,
         num_rows,
@@ -94,6 +125,7 @@ def launch(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
         NUM_STEPS=num_steps,
         STAGES=min(num_steps, STAGES),
         HAS_RESIDUAL=residual is not None,
+        SWIGLU=swiglu,
         num_warps=4,
         **pdl_options(x),
     )

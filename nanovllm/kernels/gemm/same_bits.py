@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels.gemm import few_rows, hopper_gemm, swiglu
-from nanovllm.kernels.gemm.few_rows import few_rows_linear
+from nanovllm.kernels.gemm.few_rows import few_rows_linear, few_rows_swiglu
 from nanovllm.kernels.gemm.invariant import invariant_linear, num_parts
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.utils.compile_ahead import compiling_only
@@ -30,7 +30,7 @@ class SameBits(NamedTuple):
     Attributes:
         cublas_rows: the numbers of rows for which cuBLAS is, in CUDA graphs.
         has_swiglu: whether ``swiglu_linear`` is, from MIN_SWIGLU_ROWS rows on.
-        has_few_rows: whether ``few_rows_linear`` is.
+        has_few_rows: whether ``few_rows_linear`` is, and ``few_rows_swiglu`` with SwiGLU after it.
     """
 
     cublas_rows: frozenset[int] = frozenset()
@@ -64,6 +64,10 @@ def compare(weight: Tensor, row_counts: Iterable[int]) -> SameBits:
         found = linear(x, other), linear(x, other, residual)
         return all(map(_are_identical, found, expected))
 
+    def is_swiglu_identical(linear: Callable[..., Tensor], num_rows: int) -> bool:
+        x = randn(num_rows, width)
+        return _are_identical(linear(x, other), silu_and_mul(invariant_linear(x, other, None)))
+
     def has_cublas(num_rows: int) -> bool:
         return is_identical(cublas_linear, num_rows)
 
@@ -71,16 +75,15 @@ def compare(weight: Tensor, row_counts: Iterable[int]) -> SameBits:
         if not few_rows.supports(weight):
             return False
         found = [is_identical(few_rows_linear, num_rows) for num_rows in (1, few_rows.ROWS)]
+        found.append(is_swiglu_identical(few_rows_swiglu, few_rows.ROWS))
         # If the kernel does not compile, ``few_rows_linear`` falls back to the other one.
         return all(found) and few_rows.supports(weight)
 
     def has_swiglu() -> bool:
         if is_split or not hopper_gemm.supports(swiglu.EPILOGUE, weight):
             return False
-        x = randn(MIN_SWIGLU_ROWS, width)
-        expected = silu_and_mul(invariant_linear(x, other, None))
-        found = swiglu_linear(x, other)
-        return _are_identical(found, expected) and hopper_gemm.supports(swiglu.EPILOGUE, weight)
+        is_same = is_swiglu_identical(swiglu_linear, MIN_SWIGLU_ROWS)
+        return is_same and hopper_gemm.supports(swiglu.EPILOGUE, weight)
 
     row_counts = [n for n in row_counts if n >= MIN_CUBLAS_ROWS and not is_split]
     with suppress(torch.OutOfMemoryError):  # then only ``invariant_linear`` is used

@@ -8,12 +8,14 @@ from nanovllm.kernels.gemm.few_rows import (
     ROWS,
     few_rows_linear,
     few_rows_linear_add,
+    few_rows_swiglu,
     launch,
     supports,
 )
 from nanovllm.kernels.gemm.invariant import invariant_linear
 from nanovllm.kernels.gemm.same_bits import compare
 from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.kernels.silu_and_mul import silu_and_mul
 from tests.kernels.gluon_emulator import emulated
 from tests.kernels.oracle import assert_as_good_as_eager
 
@@ -45,6 +47,17 @@ def test_the_kernel_is_a_gemm_in_the_emulator(out, width, num_rows, dtype, monke
     assert_as_good_as_eager(found, eager + residual, exact + residual.double())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 3, ROWS])
+@pytest.mark.parametrize(("out", "width"), [(64, 200), (208, 1600)])
+def test_the_kernel_with_swiglu_is_a_gemm_and_swiglu(out, width, num_rows, dtype):
+    x, weight, _ = make(num_rows, out, width, dtype, "cpu")
+    with emulated("nanovllm.kernels.hopper", "nanovllm.kernels.gemm.few_rows_kernel"):
+        expected = silu_and_mul(launch(x, weight))
+        found = launch(x, weight, swiglu=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_tiles_have_columns_of_one_part(monkeypatch):
     monkeypatch.setattr(few_rows.hopper_gemm, "supports", lambda *_: True)
     supported = (4096, 1024), (4096, 200), (1024, 2048), (1024, 3072), (6144, 4096)
@@ -72,3 +85,5 @@ def test_the_bits_are_those_of_the_other_kernel(out, width, dtype):
             assert torch.equal(few_rows_linear(x, weight, given), expected)
         found, rest = few_rows_linear_add(x, weight, residual)
         assert torch.equal(rms_norm(found, weight[:, 0].contiguous(), 1e-6, rest)[1], expected)
+        expected = silu_and_mul(invariant_linear(x, weight, None))
+        assert torch.equal(few_rows_swiglu(x, weight), expected)

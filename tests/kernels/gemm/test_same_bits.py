@@ -50,7 +50,11 @@ def fakes(monkeypatch):
     monkeypatch.setattr(same_bits, "invariant_linear", linear)
     monkeypatch.setattr(same_bits, "cublas_linear", cublas)
     monkeypatch.setattr(same_bits, "swiglu_linear", with_swiglu)
+    def of_few_rows_with_swiglu(x, weight):
+        return with_errors(silu_and_mul(F.linear(x, weight)), "few swiglu")
+
     monkeypatch.setattr(same_bits, "few_rows_linear", of_few_rows)
+    monkeypatch.setattr(same_bits, "few_rows_swiglu", of_few_rows_with_swiglu)
     monkeypatch.setattr(same_bits.few_rows, "supports", lambda _: "unsupported" not in wrong)
     monkeypatch.setattr(same_bits.hopper_gemm, "supports", lambda *_: "unsupported" not in wrong)
     return wrong
@@ -66,6 +70,7 @@ def fakes(monkeypatch):
         ({"swiglu"}, {32, 48, 64}, (False, True)),
         ({1}, {32, 48, 64}, (True, False)),
         ({8}, {32, 48, 64}, (True, False)),
+        ({"few swiglu"}, {32, 48, 64}, (True, False)),
         ({"unsupported"}, {32, 48, 64}, (False, False)),
     ],
     ids=str,
@@ -138,7 +143,7 @@ def test_a_weight_uses_them_where_they_were_compared(fakes, monkeypatch):
     monkeypatch.setattr(batch_invariant, "small_cublas_workspace", nullcontext)
     model, capturing = Model(), False
     used = []
-    for name in ("cublas_linear", "swiglu_linear", "few_rows_linear"):
+    for name in ("cublas_linear", "swiglu_linear", "few_rows_linear", "few_rows_swiglu"):
         kernel = getattr(same_bits, name)
         monkeypatch.setattr(
             batch_invariant, name, lambda *args, f=kernel: used.append(len(args[0])) or f(*args)
