@@ -17,6 +17,7 @@ from nanovllm.kernels.moe.mxfp4 import (
     pack_mxfp4,
     pack_mxfp4_scales,
 )
+from nanovllm.kernels.moe.mxfp4_few import mix_few_mxfp4
 from nanovllm.kernels.moe.route import MAX_UNSORTED_TOKENS, Routing
 from nanovllm.quantization.base import get_quantization_config, is_batch_invariant
 from nanovllm.utils.distributed import TPGroup, get_tp_group
@@ -36,7 +37,7 @@ def new_expert_weights(
     weights_class, on_cpu = UnquantizedExperts, torch.get_default_device().type == "cpu"
     method = get_quantization_config().get("quant_method")
     if mxfp4 and not on_cpu:  # on a CPU, MXFP4 weights are dequantised when they are loaded
-        weights_class = Mxfp4Experts
+        weights_class = BatchInvariantMxfp4Experts if is_batch_invariant() else Mxfp4Experts
     elif method is not None and not mxfp4:
         weights_class = _fp8_class(method, on_cpu)
     elif is_batch_invariant():
@@ -248,7 +249,10 @@ class Mxfp4Experts(UnquantizedExperts):
     ``kernels/moe/mxfp4.py``. The parameters are gate_up_proj_blocks, gate_up_proj_scales,
     down_proj_blocks and down_proj_scales, and biases as those of UnquantizedExperts."""
 
-    kernels = KERNELS[1:]  # not GEMVs: dequantisation on the CUDA cores takes longer
+    kernels: tuple[tuple[range, Any], ...] = (
+        (range(1, MAX_UNSORTED_TOKENS + 1), mix_few_mxfp4),
+        *KERNELS[1:],
+    )
 
     def _create_weight(self, name: str, num_experts: int, rows: int, width: int) -> None:
         if width % BLOCK:
@@ -287,3 +291,9 @@ class Mxfp4Experts(UnquantizedExperts):
             layer.gate_up_proj_scales,
             layer.down_proj_scales,
         )
+
+
+class BatchInvariantMxfp4Experts(Mxfp4Experts):
+    """All tiles of ``mix_grouped`` add in the same order, if assignments are sorted."""
+
+    kernels = KERNELS[1:]

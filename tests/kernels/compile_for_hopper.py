@@ -37,7 +37,7 @@ from nanovllm.kernels.fp8 import FP8, Fp8Rows
 from nanovllm.kernels.gemm import few_rows, hopper_gemm, qkv, skinny, swiglu, tiled
 from nanovllm.kernels.gemm import fp8 as fp8_gemm
 from nanovllm.kernels.gemm import invariant as invariant_gemm
-from nanovllm.kernels.moe import few, grouped, mxfp4, route, sort
+from nanovllm.kernels.moe import few, grouped, mxfp4, mxfp4_few, route, sort
 from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.sampling import logprobs, sample, sampled_tokens
 from nanovllm.utils import triton_compat
@@ -55,6 +55,7 @@ PDL_MODULES = (
     grouped,
     invariant_attention,
     invariant_gemm,
+    mxfp4_few,
     prefill,
     prefix_decode,
     rms_norm,
@@ -436,9 +437,8 @@ def launch_mixtures(dtype: torch.dtype, all_sizes: bool) -> None:
                     tensor.is_contiguous = lambda: True  # type: ignore[method-assign]
                 biases = gate_up[..., 0].contiguous(), down[..., 0].contiguous()
                 experts = Experts(*packed[:2], *biases, 7.0, 1.7, *packed[2:])
-            is_few = num_tokens == 1 and num_experts != 32  # MXFP4 has no kernel for few tokens
-            mix = few.mix_few if is_few else grouped.mix_grouped
-            mix(x, experts, routing, x)
+            mix_few = mxfp4_few.mix_few_mxfp4 if num_experts == 32 else few.mix_few
+            (mix_few if num_tokens == 1 else grouped.mix_grouped)(x, experts, routing, x)
         if not all_sizes and num_experts == 32:
             break
 

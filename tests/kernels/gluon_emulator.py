@@ -169,8 +169,7 @@ def _store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
 
 
 class TensorDescriptor:
-    """Describes a tensor of 2-byte elements to the TMA, which copies boxes of it. ``rows`` are those
-    of the last dimension."""
+    """Describes a tensor of 2-byte elements to the TMA, which copies boxes of it."""
 
     def __init__(self, base: Tensor, shape: Any, strides: Any, block_shape: Any, layout: Any):
         assert all(stride % 8 == 0 and stride < 1 << 39 for stride in strides[:-1])

@@ -50,6 +50,7 @@ def fakes(monkeypatch):
     monkeypatch.setattr(same_bits, "invariant_linear", linear)
     monkeypatch.setattr(same_bits, "cublas_linear", cublas)
     monkeypatch.setattr(same_bits, "swiglu_linear", with_swiglu)
+
     def of_few_rows_with_swiglu(x, weight):
         return with_errors(silu_and_mul(F.linear(x, weight)), "few swiglu")
 

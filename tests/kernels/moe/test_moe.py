@@ -23,6 +23,7 @@ from nanovllm.kernels.moe.mxfp4 import (
     pack_mxfp4_scales,
     unpack_mxfp4,
 )
+from nanovllm.kernels.moe.mxfp4_few import mix_few_mxfp4
 from nanovllm.kernels.moe.route import (
     MAX_UNSORTED_TOKENS,
     Routing,
@@ -320,10 +321,11 @@ def test_mxfp4_weights(name, dtype, monkeypatch):
         routing._replace(weights=routing.weights.double()),
         residual.double(),
     )
-    with monkeypatch.context() as context:
-        poisoned(context)
-        ours = mix_grouped(x, packed, routing, residual)
-    assert_as_good_as_eager(ours, eager, exact)
+    for mix in (mix_grouped, mix_few_mxfp4):
+        with monkeypatch.context() as context:
+            poisoned(context)
+            ours = mix(x, packed, routing, residual)
+        assert_as_good_as_eager(ours, eager, exact)
 
 
 @slow

@@ -1,0 +1,252 @@
+"""Experts' MLPs for a few tokens and weights in MXFP4, one GEMV per assignment, without sorting.
+
+Dequantisation takes about as many instructions as the GPU can issue while it reads the weights. So
+it has to run on many warps at once, and each warp must have its next weights in flight. A program
+has few features, and its warps share their columns: each warp multiplies some of the groups of
+columns on the tensor cores, and the warps' sums are added at the end. The first kernel computes
+gate, up and the activation. In the second one, warps also share the k experts of the token, and the
+result is the sum of their outputs and the residual.
+"""
+
+import torch
+
+from nanovllm.kernels.gemm.skinny import REGISTER_LIMIT
+from nanovllm.kernels.moe.activation import gated_activation
+from nanovllm.kernels.moe.mix import Experts
+from nanovllm.kernels.moe.mxfp4 import dequantise_part, rescale
+from nanovllm.kernels.moe.route import Routing
+from nanovllm.utils.math import cdiv, next_power_of_2
+from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
+
+FEATURES = 16  # of a program, in each kernel: the M dimension of a tensor core instruction
+# Tuned for one token of gpt-oss-20b (hidden size 2880, top 4, intermediate size 2880) on an H200.
+GATE_UP_WARPS = 4
+DOWN_WARPS_PER_EXPERT = 2
+_FEATURES = tl.constexpr(FEATURES)
+
+
+@triton.jit
+def _in_matmul_order(tile, BLOCKS: tl.constexpr, WARPS: tl.constexpr):
+    """Rearranges a tile [BLOCKS * WARPS * 8, 32], of which a warp has loaded 8 rows at a time and a
+    thread 8 columns of a row, to [WARPS, BLOCKS * 8, 32].
+
+    Columns are renumbered, so that each thread multiplies what it has loaded: see
+    ``gemm/skinny.py``.
+    """
+    tile = tl.reshape(tile, (BLOCKS, WARPS, 8, 4, 4, 2))
+    tile = tl.permute(tile, (1, 0, 2, 4, 3, 5))
+    return tl.reshape(tile, (WARPS, BLOCKS * 8, 32))
+
+
+@triton.jit
+def _load_x(ptrs, column, mask, PART: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.constexpr):
+    """Loads the columns of x that belong to block PART of each warp's group: [WARPS, 32, 8]."""
+    if WIDTH < 128:
+        mask = mask & (column + 32 * PART >= 0)
+    x = tl.load(ptrs + 32 * PART, mask=mask, other=0.0)
+    return tl.permute(_in_matmul_order(x, 1, WARPS), (0, 2, 1))
+
+
+@triton.jit
+def _multiply(
+    x_ptr,
+    words_ptr,
+    scales_ptr,
+    experts_ptr,
+    out_features,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    WARPS: tl.constexpr,
+    WARPS_PER_EXPERT: tl.constexpr,
+    UNROLLED: tl.constexpr,
+):
+    """Multiplies x [NUM_EXPERTS, WIDTH], a row for each of the experts at ``experts_ptr``, by rows
+    of the experts' weights [PARTS * out_features, WIDTH]: the program's features of each part.
+    Returns fp32 [WARPS, PARTS * FEATURES]. Warp w sums over a share of the columns of expert
+    w // WARPS_PER_EXPERT. If there is no such expert, its sums are zero.
+    """
+    BLOCKS: tl.constexpr = PARTS * _FEATURES // 8
+    NUM_GROUPS: tl.constexpr = (WIDTH + 127) // 128
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    index, x_index = tl.arange(0, BLOCKS * WARPS * 8), tl.arange(0, WARPS * 8)
+    column = tl.arange(0, 32)
+    # Of each row of the tile of the weight: its warp, and which row of the weight it is.
+    warp, block = index // 8 % WARPS, index // 8 // WARPS
+    feature = tl.program_id(0) * _FEATURES + block * 8 % _FEATURES + index % 8
+    num_rows = PARTS * out_features
+    row = tl.minimum(feature, out_features - 1) + block * 8 // _FEATURES * out_features
+    is_used = warp // WARPS_PER_EXPERT < NUM_EXPERTS
+    expert = tl.load(experts_ptr + warp // WARPS_PER_EXPERT, mask=is_used, other=0)
+    row += expert.to(tl.int64) * NUM_GROUPS * num_rows + warp % WARPS_PER_EXPERT * num_rows
+    words_ptrs = words_ptr + row[:, None] * 32 + column[None, :]
+    # Each of the four threads that have a row loads its scales.
+    scales_ptrs = scales_ptr + row[:, None] + tl.arange(0, 4)[None, :] * 0
+    # Of 8 rows of x that a matmul needs, one is real.
+    x_warp = x_index // 8
+    x_is_used = (x_index % 8 == 0) & (x_warp // WARPS_PER_EXPERT < NUM_EXPERTS)
+    x_row = (x_warp // WARPS_PER_EXPERT)[:, None] * WIDTH + column[None, :]
+    acc = tl.zeros([WARPS, BLOCKS * 8, 8], tl.float32)
+    for start in tl.range(0, NUM_GROUPS, WARPS_PER_EXPERT, loop_unroll_factor=UNROLLED):
+        mask = (is_used & (start + warp % WARPS_PER_EXPERT < NUM_GROUPS))[:, None]
+        words = _in_matmul_order(tl.load(words_ptrs, mask=mask, other=0), BLOCKS, WARPS)
+        scales = tl.load(scales_ptrs, mask=mask, other=0)
+        scales = tl.broadcast_to(scales[:, :, None], (BLOCKS * WARPS * 8, 4, 8))
+        scales = _in_matmul_order(scales, BLOCKS, WARPS)
+        words_ptrs += WARPS_PER_EXPERT * num_rows * 32
+        scales_ptrs += WARPS_PER_EXPERT * num_rows
+        x_group = start + x_warp % WARPS_PER_EXPERT
+        first = tl.minimum(x_group * 128, WIDTH - 128)  # the last group may overlap another
+        x_mask = (x_is_used & (x_group < NUM_GROUPS))[:, None]
+        x_ptrs = x_ptr + x_row + first[:, None]
+        x_column = first[:, None] + column[None, :]
+        x_0 = _load_x(x_ptrs, x_column, x_mask, 0, WIDTH, WARPS)
+        x_1 = _load_x(x_ptrs, x_column, x_mask, 1, WIDTH, WARPS)
+        x_2 = _load_x(x_ptrs, x_column, x_mask, 2, WIDTH, WARPS)
+        x_3 = _load_x(x_ptrs, x_column, x_mask, 3, WIDTH, WARPS)
+        acc = tl.dot(dequantise_part(words, scales, 0, DTYPE), x_0, acc, input_precision="ieee")
+        acc = tl.dot(dequantise_part(words, scales, 1, DTYPE), x_1, acc, input_precision="ieee")
+        acc = tl.dot(dequantise_part(words, scales, 2, DTYPE), x_2, acc, input_precision="ieee")
+        acc = tl.dot(dequantise_part(words, scales, 3, DTYPE), x_3, acc, input_precision="ieee")
+    return rescale(tl.sum(acc, axis=2), DTYPE)
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr,
+    words_ptr,
+    word_scales_ptr,
+    out_ptr,
+    experts_ptr,
+    bias_ptr,
+    out_features,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    WARPS: tl.constexpr,
+    UNROLLED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Row a of the result [N k, I] is activation(x[a // TOP_K] W^T + bias), with the W and bias of
+    the expert of assignment a. ``out_features`` is I, and WIDTH is the hidden size."""
+    pdl_wait(PDL)
+    assignment = tl.program_id(1)
+    expert = tl.load(experts_ptr + assignment).to(tl.int64)
+    sums = _multiply(
+        x_ptr + (assignment // TOP_K).to(tl.int64) * WIDTH, words_ptr, word_scales_ptr,
+        experts_ptr + assignment, out_features, WIDTH, 2, 1, WARPS, WARPS, UNROLLED,
+    )  # fmt: skip
+    gate, up = tl.split(tl.trans(tl.reshape(tl.sum(sums, axis=0), (2, _FEATURES))))
+    feature = tl.program_id(0) * _FEATURES + tl.arange(0, _FEATURES)
+    mask = feature < out_features
+    if bias_ptr is not None:
+        bias_ptr += expert * 2 * out_features + feature
+        gate += tl.load(bias_ptr, mask=mask, other=0.0).to(tl.float32)
+        up += tl.load(bias_ptr + out_features, mask=mask, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    out = gated_activation(gate, up, LIMIT, ALPHA, dtype)
+    address = out_ptr + assignment.to(tl.int64) * out_features + feature
+    tl.store(address, out.to(dtype), mask=mask)
+
+
+@triton.jit
+def _down_kernel(
+    x_ptr,
+    words_ptr,
+    word_scales_ptr,
+    out_ptr,
+    experts_ptr,
+    scales_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_features,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    WARPS: tl.constexpr,
+    WARPS_PER_EXPERT: tl.constexpr,
+    UNROLLED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Row t of the result [N, hidden] is the residual plus the sum of scale[a] * (x[a] W^T + bias)
+    over the assignments a of token t, with the W and bias of the expert of assignment a.
+    ``out_features`` is the hidden size, and WIDTH is I."""
+    pdl_wait(PDL)
+    token = tl.program_id(1).to(tl.int64)
+    first = token * TOP_K
+    sums = _multiply(
+        x_ptr + first * WIDTH, words_ptr, word_scales_ptr, experts_ptr + first, out_features,
+        WIDTH, 1, TOP_K, WARPS, WARPS_PER_EXPERT, UNROLLED,
+    )  # fmt: skip
+    warp = tl.arange(0, WARPS)
+    i = warp // WARPS_PER_EXPERT
+    scale = tl.load(scales_ptr + first + i, mask=i < TOP_K, other=0.0)[:, None]
+    feature = tl.program_id(0) * _FEATURES + tl.arange(0, _FEATURES)
+    mask = feature < out_features
+    if bias_ptr is not None:
+        # Once for each expert.
+        is_first = (i < TOP_K) & (warp % WARPS_PER_EXPERT == 0)
+        expert = tl.load(experts_ptr + first + i, mask=is_first, other=0).to(tl.int64)
+        address = bias_ptr + expert[:, None] * out_features + feature[None, :]
+        bias_mask = is_first[:, None] & mask[None, :]
+        sums += tl.load(address, mask=bias_mask, other=0.0).to(tl.float32)
+    out = tl.sum(sums * scale, axis=0)
+    address = token * out_features + feature
+    if residual_ptr is not None:
+        out += tl.load(residual_ptr + address, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + address, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def mix_few_mxfp4(
+    x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """Computes what ``mix_reference`` does, for a few tokens and weights in MXFP4."""
+    (num_tokens, hidden), top_k = x.shape, routing.experts.size(1)
+    gate_up, down = experts.gate_up, experts.down
+    width = gate_up.size(-2) // 2
+    assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
+    assert residual is None or residual.is_contiguous()
+    inner = x.new_empty(num_tokens * top_k, width)
+    unrolled = 3 if num_tokens == 1 else 1  # with more tokens there are enough warps
+    _gate_up_kernel[(cdiv(width, FEATURES), len(inner))](
+        x,
+        gate_up,
+        experts.gate_up_scales,
+        inner,
+        routing.experts,
+        experts.gate_up_bias,
+        width,
+        WIDTH=hidden,
+        TOP_K=top_k,
+        LIMIT=experts.limit,
+        ALPHA=experts.alpha,
+        WARPS=GATE_UP_WARPS,
+        UNROLLED=unrolled,
+        num_warps=GATE_UP_WARPS,
+        num_stages=1,  # weights go straight to registers
+        **REGISTER_LIMIT,
+        **pdl_options(x),
+    )
+    out = torch.empty_like(x)
+    warps = next_power_of_2(top_k) * DOWN_WARPS_PER_EXPERT
+    _down_kernel[(cdiv(hidden, FEATURES), num_tokens)](
+        inner,
+        down,
+        experts.down_scales,
+        out,
+        routing.experts,
+        routing.weights,
+        experts.down_bias,
+        residual,
+        hidden,
+        WIDTH=width,
+        TOP_K=top_k,
+        WARPS=warps,
+        WARPS_PER_EXPERT=DOWN_WARPS_PER_EXPERT,
+        UNROLLED=unrolled,
+        num_warps=warps,
+        num_stages=1,  # weights go straight to registers
+        **REGISTER_LIMIT,
+        **pdl_options(x),
+    )
+    return out
