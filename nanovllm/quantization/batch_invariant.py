@@ -7,12 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
-from nanovllm.kernels.gemm.few_rows import (
-    ROWS,
-    few_rows_linear,
-    few_rows_linear_add,
-    few_rows_swiglu,
-)
 from nanovllm.kernels.gemm.invariant import (
     check_launches,
     invariant_linear,
@@ -24,6 +18,9 @@ from nanovllm.kernels.gemm.same_bits import (
     SameBits,
     compare,
     cublas_linear,
+    decode_linear,
+    decode_linear_add,
+    decode_swiglu,
     swiglu_linear,
 )
 from nanovllm.kernels.silu_and_mul import invariant_gelu_tanh_and_mul, invariant_silu_and_mul
@@ -64,25 +61,25 @@ class BatchInvariantWeight(UnquantizedWeight):
             check_launches(weight.data)
 
     def matmul(self, x: Tensor) -> Tensor:
+        if self._uses_decode_gemm(x):
+            return decode_linear(x, self._weight)
         if self._uses_cublas(x):
             return cublas_linear(x, self._weight)
-        if self._has_few_rows(x):
-            return few_rows_linear(x, self._weight)
         return batch_invariant_linear(x, self._weight, self.bias)
 
     def matmul_swiglu(self, x: Tensor, act_fn: Any) -> Any:
         if self.bias is None and act_fn.function is invariant_silu_and_mul:
             if self.same_bits.has_swiglu and len(x) >= MIN_SWIGLU_ROWS:
                 return swiglu_linear(x, self._weight)
-            if self._has_few_rows(x):
-                return few_rows_swiglu(x, self._weight)
+            if self._uses_decode_gemm(x):
+                return decode_swiglu(x, self._weight)
         return LinearWeight.matmul_swiglu(self, x, act_fn)
 
     def matmul_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self._uses_decode_gemm(x):
+            return decode_linear_add(x, self._weight, residual)
         if self._uses_cublas(x):
             return cublas_linear(x, self._weight, residual), None
-        if self._has_few_rows(x):
-            return few_rows_linear_add(x, self._weight, residual)
         if use_triton(x):
             return invariant_linear_add(x, self._weight, self.bias, residual)
         return LinearWeight.matmul_add(self, x, residual)
@@ -93,8 +90,8 @@ class BatchInvariantWeight(UnquantizedWeight):
         # Outside of graphs cuBLAS has another workspace than the one that was compared.
         return torch.cuda.is_current_stream_capturing()
 
-    def _has_few_rows(self, x: Tensor) -> bool:
-        return self.same_bits.has_few_rows and 0 < len(x) <= ROWS and self.bias is None
+    def _uses_decode_gemm(self, x: Tensor) -> bool:
+        return self.bias is None and len(x) in self.same_bits.decode_rows
 
     def norm_matmul(
         self, x: Tensor, residual: Tensor | None, norm: Any, act_fn: Any = None

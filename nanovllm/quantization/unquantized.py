@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.kernels.gemm import few_rows, hopper_gemm, qkv, swiglu, tiled
+from nanovllm.kernels.gemm import decode_gemm, hopper_gemm, qkv, swiglu, tiled
+from nanovllm.kernels.gemm.decode_gemm import decode_linear, decode_linear_add, decode_swiglu
 from nanovllm.kernels.gemm.onednn import onednn_linear, pack_weight
 from nanovllm.kernels.gemm.skinny import skinny_linear, skinny_norm_linear
 from nanovllm.kernels.rope import CacheSlots, RopeInputs
@@ -28,20 +29,6 @@ def _qkv_linear(
     return qkv.qkv_linear(x, weight, rope, slots)
 
 
-def _few_rows_linear(x: Tensor, weight: Tensor, bias: None) -> Tensor:
-    return few_rows.few_rows_linear(x, weight)
-
-
-def _few_rows_swiglu(x: Tensor, weight: Tensor, bias: None) -> Tensor:
-    return few_rows.few_rows_swiglu(x, weight)
-
-
-def _few_rows_linear_add(
-    x: Tensor, weight: Tensor, bias: None, residual: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    return few_rows.few_rows_linear_add(x, weight, residual)
-
-
 def _addmm(x: Tensor, weight: Tensor, bias: None, residual: Tensor) -> tuple[Tensor, None]:
     return torch.addmm(residual, x, weight.t(), out=residual), None
 
@@ -57,10 +44,9 @@ def _is_small(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
     return is_small and _is_not_lm_head(num_rows, weight, bias)
 
 
-def _fits(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
-    # Programs then load the whole weight while they wait for x.
-    is_ready = bias is None and few_rows.fits(weight)
-    return is_ready and _is_not_lm_head(num_rows, weight, bias)
+def _is_decode(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+    is_fastest = decode_gemm.is_fastest(num_rows, weight)
+    return is_fastest and _is_not_lm_head(num_rows, weight, bias)
 
 
 def _is_tiled(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
@@ -69,11 +55,11 @@ def _is_tiled(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_gated(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
-    return bias is None and hopper_gemm.supports(swiglu.EPILOGUE, weight)
+    return bias is None and hopper_gemm.supports(swiglu.KIND, weight)
 
 
 def _has_rope(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
-    return bias is None and hopper_gemm.supports(qkv.EPILOGUE, weight)
+    return bias is None and hopper_gemm.supports(qkv.KIND, weight)
 
 
 def _is_large_sum(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
@@ -98,13 +84,15 @@ class Choice(NamedTuple):
 
 
 ANY = range(sys.maxsize)
+# For one row the skinny kernels are as fast, and have the norm fused.
+DECODE_ROWS = range(2, decode_gemm.MAX_ROWS + 1)
 
 # The kernels of each operation on x [N, in] and a weight [out, in]. The first Choice is used whose
 # ``rows`` contain N and that ``applies`` to the weight. If there is none, the operation runs as
 # several kernels. The limits were measured on an H200 (docs/lab-log.md).
 KERNELS: dict[str, tuple[Choice, ...]] = {
     "matmul": (
-        Choice(range(2, 9), _fits, _few_rows_linear),
+        Choice(DECODE_ROWS, _is_decode, decode_linear),
         Choice(range(1, 9), _is_not_lm_head, skinny_linear),
         Choice(range(9, 17), _is_small, skinny_linear),
         Choice(range(17, 65), _is_tiled, tiled.tile_linear),
@@ -112,7 +100,7 @@ KERNELS: dict[str, tuple[Choice, ...]] = {
         Choice(ANY, lambda num_rows, weight, bias: True, F.linear),
     ),
     "matmul_swiglu": (
-        Choice(range(2, 9), _fits, _few_rows_swiglu),
+        Choice(DECODE_ROWS, _is_decode, decode_swiglu),
         Choice(range(1, 9), _is_not_lm_head, partial(skinny_linear, silu=True)),
         Choice(range(9, 17), _is_small, partial(skinny_linear, silu=True)),
         Choice(range(1024, sys.maxsize), _is_gated, _gated_linear),
@@ -120,7 +108,7 @@ KERNELS: dict[str, tuple[Choice, ...]] = {
     "matmul_rope": (Choice(range(1024, sys.maxsize), _has_rope, _qkv_linear),),
     "norm_matmul": (Choice(range(1, 2), _is_not_lm_head, skinny_norm_linear),),
     "matmul_add": (
-        Choice(range(2, 9), _fits, _few_rows_linear_add),
+        Choice(DECODE_ROWS, _is_decode, decode_linear_add),
         Choice(ANY, _is_large_sum, _addmm),
     ),
 }

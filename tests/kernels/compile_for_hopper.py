@@ -34,7 +34,7 @@ from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.prefix_schedule import NO_PREFIXES
 from nanovllm.kernels.comm import all_reduce
 from nanovllm.kernels.fp8 import FP8, Fp8Rows
-from nanovllm.kernels.gemm import few_rows, hopper_gemm, qkv, skinny, swiglu, tiled
+from nanovllm.kernels.gemm import decode_gemm, hopper_gemm, qkv, skinny, swiglu, tiled
 from nanovllm.kernels.gemm import fp8 as fp8_gemm
 from nanovllm.kernels.gemm import invariant as invariant_gemm
 from nanovllm.kernels.moe import few, grouped, mxfp4, mxfp4_few, route, sort
@@ -49,8 +49,8 @@ ALL_SIZES = "--few" not in sys.argv
 PDL_MODULES = (
     all_reduce,
     decode,
+    decode_gemm,
     few,
-    few_rows,
     fp8,
     grouped,
     invariant_attention,
@@ -163,9 +163,13 @@ def launch_all(
                 for bias in (None, make(out)) if all_sizes else (make(out),):
                     tiled.tile_linear(make(num_rows, width), make(out, width), bias)
     if dtype in hopper_gemm.DTYPES:
-        for out, width in ((6144, 4096), (1024, 2048)):  # without and with parts
-            few_rows.launch(make(1, width), make(out, width), make(1, out))
-        few_rows.launch(make(1, 1024), make(6144, 1024), swiglu=True)
+        for num_rows in (8, 16, 32, 64, 96, 128, 256) if all_sizes else (8, 96):
+            for out, width in ((6144, 4096), (1024, 2048)):  # without and with parts
+                decode_gemm.launch(make(num_rows, width), make(out, width), None, make(1, out))
+            bias = make(6144) if num_rows == 96 else None
+            decode_gemm.launch(
+                make(num_rows, 1024), make(6144, 1024), bias, None, True, part_columns=1024
+            )
         for is_rounded in (False, True) if all_sizes else (True,):
             swiglu.launch(make(64, 1024), make(6144, 1024), is_rounded)
         if head_dim == qkv.HEAD_DIM:
@@ -486,7 +490,7 @@ if __name__ == "__main__":
         "hopper_prefill_kernel",
         "swiglu_kernel",
         "qkv_kernel",
-        "few_rows_kernel",
+        "decode_gemm_kernel",
         "_prefill_kernel",
         "_tile_kernel",
         "_grouped_kernel",

@@ -1,5 +1,5 @@
-"""What the launchers of the GEMMs for Hopper share, swiglu.py and qkv.py. hopper_loop.py has the
-main loop of their kernels."""
+"""What the launchers of the GEMMs for Hopper share: swiglu.py and qkv.py, whose main loop is in
+hopper_loop.py, and decode_gemm.py."""
 
 import logging
 from collections.abc import Callable
@@ -21,11 +21,11 @@ DTYPES = torch.bfloat16, torch.float16
 # At least a kernel's STAGES - 1. With fewer steps in a tile, the first consumer could arrive twice
 # at the LAG barrier before the second one waits there.
 MIN_STEPS = 3
-_failed: set[tuple[str, torch.device]] = set()  # epilogues, and where they do not compile
+_failed: set[tuple[str, torch.device]] = set()  # kinds of kernels, and where they do not compile
 
 
-def supports(epilogue: str, weight: Tensor) -> bool:
-    """Returns whether the kernel with this epilogue can multiply by a weight [out, in] on its
+def supports(kind: str, weight: Tensor) -> bool:
+    """Returns whether the kernel of this kind can multiply by a weight [out, in] on its
     device."""
     num_features, width = weight.shape
     if not HAS_TRITON or not is_hopper(weight.device):
@@ -33,27 +33,27 @@ def supports(epilogue: str, weight: Tensor) -> bool:
     if width % 8 or num_features % 16 or weight.dtype not in DTYPES:  # rows of 16 bytes
         return False
     is_wide = cdiv(width, BLOCK_K) >= MIN_STEPS
-    return is_wide and (epilogue, weight.device) not in _failed
+    return is_wide and (kind, weight.device) not in _failed
 
 
 def run_or_replace(
-    epilogue: str, device: torch.device, run: Callable[[], T], replace: Callable[[], T]
+    kind: str, device: torch.device, run: Callable[[], T], replace: Callable[[], T]
 ) -> T:
     """Returns ``run()`` or, if the kernel does not compile, ``replace()``. Logs that once.
     Afterwards ``supports`` refuses the kernel.
 
     Args:
-        epilogue: what the kernel has in its epilogue or is for, for the log.
+        kind: what the kernel has in its epilogue or is for.
     """
     try:
         return run()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # compilers may raise any exception
-        _failed.add((epilogue, device))
+        _failed.add((kind, device))
         logger.warning(
             "the GEMM with %s for Hopper failed, so a slower one runs: %s: %s",
-            epilogue,
+            kind,
             type(error).__name__,
             error,
         )

@@ -16,7 +16,7 @@ from nanovllm.kernels.rope import CacheSlots, RopeInputs, apply_rope_and_store
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import num_multiprocessors
 
-EPILOGUE = "RoPE"
+KIND = "RoPE"
 HEAD_DIM = BLOCK_N
 
 
@@ -41,7 +41,7 @@ def qkv_linear(x: Tensor, weight: Tensor, rope: RopeInputs, slots: CacheSlots) -
         [N, heads * HEAD_DIM].
     """
     return run_or_replace(
-        EPILOGUE,
+        KIND,
         x.device,
         lambda: _launch(x, weight, rope, slots),
         lambda: qkv_linear_reference(x, weight, rope, slots),

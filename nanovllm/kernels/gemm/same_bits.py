@@ -1,5 +1,5 @@
 """Faster GEMMs that are bitwise identical to the batch-invariant one: cuBLAS in CUDA graphs, and on
-Hopper a GEMM for few rows, and in prefills the one with SwiGLU in its epilogue.
+Hopper the GEMM for decodes, and in prefills the one with SwiGLU in its epilogue.
 
 Like invariant.py, they sum a row in one chain of tensor core instructions. cuBLAS does so if its
 kernel has no split-K. Its choice of kernel is not documented, so ``compare`` checks each number of
@@ -14,9 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.gemm import few_rows, hopper_gemm, swiglu
-from nanovllm.kernels.gemm.few_rows import few_rows_linear, few_rows_swiglu
-from nanovllm.kernels.gemm.invariant import invariant_linear, num_parts
+from nanovllm.kernels.gemm import decode_gemm, hopper_gemm, swiglu
+from nanovllm.kernels.gemm.invariant import (
+    add_parts,
+    invariant_linear,
+    invariant_linear_add,
+    num_parts,
+    part_columns,
+)
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.utils.compile_ahead import compiling_only
 
@@ -30,12 +35,13 @@ class SameBits(NamedTuple):
     Attributes:
         cublas_rows: the numbers of rows for which cuBLAS is, in CUDA graphs.
         has_swiglu: whether ``swiglu_linear`` is, from MIN_SWIGLU_ROWS rows on.
-        has_few_rows: whether ``few_rows_linear`` is, and ``few_rows_swiglu`` with SwiGLU after it.
+        decode_rows: the numbers of rows for which ``decode_linear`` is, and ``decode_swiglu`` with
+            SwiGLU after it.
     """
 
     cublas_rows: frozenset[int] = frozenset()
     has_swiglu: bool = False
-    has_few_rows: bool = False
+    decode_rows: frozenset[int] = frozenset()
 
 
 @torch.inference_mode()
@@ -71,30 +77,33 @@ def compare(weight: Tensor, row_counts: Iterable[int]) -> SameBits:
     def has_cublas(num_rows: int) -> bool:
         return is_identical(cublas_linear, num_rows)
 
-    def has_few_rows() -> bool:
-        if not few_rows.supports(weight):
+    def has_decode(num_rows: int) -> bool:
+        if not decode_gemm.is_fastest(num_rows, weight):
             return False
-        found = [is_identical(few_rows_linear, num_rows) for num_rows in (1, few_rows.ROWS)]
-        found.append(is_swiglu_identical(few_rows_swiglu, few_rows.ROWS))
-        # If the kernel does not compile, ``few_rows_linear`` falls back to the other one.
-        return all(found) and few_rows.supports(weight)
+        if not is_identical(decode_linear, num_rows):
+            return False
+        is_same = is_swiglu_identical(decode_swiglu, num_rows)
+        # If the kernel does not compile, ``decode_linear`` falls back to the other one.
+        return is_same and decode_gemm.is_fastest(num_rows, weight)
 
     def has_swiglu() -> bool:
-        if is_split or not hopper_gemm.supports(swiglu.EPILOGUE, weight):
+        if is_split or not hopper_gemm.supports(swiglu.KIND, weight):
             return False
         is_same = is_swiglu_identical(swiglu_linear, MIN_SWIGLU_ROWS)
-        return is_same and hopper_gemm.supports(swiglu.EPILOGUE, weight)
+        return is_same and hopper_gemm.supports(swiglu.KIND, weight)
 
-    row_counts = [n for n in row_counts if n >= MIN_CUBLAS_ROWS and not is_split]
+    row_counts = set(row_counts)
+    cublas_rows = [n for n in row_counts if n >= MIN_CUBLAS_ROWS and not is_split]
     with suppress(torch.OutOfMemoryError):  # then only ``invariant_linear`` is used
         other = randn(out_features, width, scale=width**-0.5)
         with compiling_only():
             for num_rows in row_counts:
+                has_decode(num_rows)
+            for num_rows in cublas_rows:
                 has_cublas(num_rows)
             has_swiglu()
-            has_few_rows()
-        cublas_rows = frozenset(filter(has_cublas, row_counts))
-        return SameBits(cublas_rows, has_swiglu(), has_few_rows())
+        decode_rows = frozenset(filter(has_decode, row_counts))
+        return SameBits(frozenset(filter(has_cublas, cublas_rows)), has_swiglu(), decode_rows)
     return SameBits()
 
 
@@ -114,8 +123,56 @@ def swiglu_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Computes ``silu_and_mul(invariant_linear(x, weight, None))`` in one kernel: [N, in],
     [2 I, in] -> [N, I]."""
     return hopper_gemm.run_or_replace(
-        swiglu.EPILOGUE,
+        swiglu.KIND,
         x.device,
         lambda: swiglu.launch(x, weight, is_rounded=True),
         lambda: silu_and_mul(invariant_linear(x, weight, None)),
     )
+
+
+def decode_linear(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
+    """Computes ``invariant_linear`` without a bias by decode_gemm.py."""
+
+    def run() -> Tensor:
+        sums = _launch_decode(x, weight, residual)
+        if sums.dim() == 2:
+            return sums
+        out = x.new_empty(sums.shape[1:])
+        add_parts(sums, None, residual, out)
+        return out
+
+    return hopper_gemm.run_or_replace(
+        decode_gemm.KIND, x.device, run, lambda: invariant_linear(x, weight, None, residual)
+    )
+
+
+def decode_linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Computes ``invariant_linear_add`` as ``decode_linear`` does."""
+
+    def run() -> tuple[Tensor, Tensor | None]:
+        sums = _launch_decode(x, weight, residual)
+        return sums, residual if sums.dim() == 3 else None
+
+    return hopper_gemm.run_or_replace(
+        decode_gemm.KIND, x.device, run, lambda: invariant_linear_add(x, weight, None, residual)
+    )
+
+
+def decode_swiglu(x: Tensor, weight: Tensor) -> Tensor:
+    """Computes ``silu_and_mul(invariant_linear(x, weight, None))``, if the weight has one part in
+    one kernel: [N, in], [2 I, in] -> [N, I]."""
+    if num_parts(*weight.shape) > 1:
+        return silu_and_mul(decode_linear(x, weight))
+    return hopper_gemm.run_or_replace(
+        decode_gemm.KIND,
+        x.device,
+        lambda: _launch_decode(x, weight, swiglu=True),
+        lambda: silu_and_mul(invariant_linear(x, weight, None)),
+    )
+
+
+def _launch_decode(
+    x: Tensor, weight: Tensor, residual: Tensor | None = None, swiglu: bool = False
+) -> Tensor:
+    columns = part_columns(*weight.shape)
+    return decode_gemm.launch(x, weight, None, residual, swiglu, part_columns=columns)

@@ -14,7 +14,7 @@ from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import num_multiprocessors
 
-EPILOGUE = "SwiGLU"
+KIND = "SwiGLU"
 
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
         [N, I].
     """
     return run_or_replace(
-        EPILOGUE,
+        KIND,
         x.device,
         lambda: launch(x, weight),
         lambda: silu_and_mul(F.linear(x, weight)),

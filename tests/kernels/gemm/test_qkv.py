@@ -95,7 +95,7 @@ def test_a_kernel_that_does_not_compile_is_replaced(monkeypatch, caplog):
     inputs = make(9, 2, 1, 64, True, torch.bfloat16, "cpu")
     found, expected = run(qkv_linear, *inputs), run(qkv_linear_reference, *inputs)
     assert all(map(torch.equal, found, expected))
-    assert hopper_gemm._failed == {(module.EPILOGUE, torch.device("cpu"))}
+    assert hopper_gemm._failed == {(module.KIND, torch.device("cpu"))}
     assert [r.getMessage() for r in caplog.records] == [
         "the GEMM with RoPE for Hopper failed, so a slower one runs: "
         "RuntimeError: PassManager::run failed"
@@ -106,7 +106,7 @@ def test_what_it_supports():
     _, weight, rope, slot_mapping, shape = make(9, 2, 1, 64, True, torch.bfloat16, "cpu")
     cache = KVCache(*weight.new_zeros(2, *shape))
     slots = CacheSlots(cache, slot_mapping)
-    assert not hopper_gemm.supports(module.EPILOGUE, weight)  # on a CPU
+    assert not hopper_gemm.supports(module.KIND, weight)  # on a CPU
     assert supports(rope, slots, weight.dtype)
     assert not supports(rope._replace(cos_sin_cache=torch.empty(99, 64)), slots, weight.dtype)
     quantised = cache._replace(scales=torch.empty(0))

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def supports(weight: torch.Tensor) -> bool:
-    return hopper_gemm.supports(module.EPILOGUE, weight)
+    return hopper_gemm.supports(module.KIND, weight)
 
 
 @pytest.fixture(params=[torch.float16, torch.bfloat16], ids=str)
@@ -69,7 +69,7 @@ def test_a_kernel_that_does_not_compile_is_replaced_with_one_warning(monkeypatch
     with caplog.at_level(logging.WARNING, "nanovllm"):
         y = gated_linear(x, weight)
     assert torch.equal(y, silu_and_mul_reference(F.linear(x, weight)))
-    assert hopper_gemm._failed == {(module.EPILOGUE, CPU)}
+    assert hopper_gemm._failed == {(module.KIND, CPU)}
     assert [r.getMessage() for r in caplog.records] == [
         "the GEMM with SwiGLU for Hopper failed, so a slower one runs: "
         "RuntimeError: PassManager::run failed"
@@ -148,5 +148,5 @@ def test_large_matmuls_take_it(dtype, monkeypatch):
         other, _ = make_weight(weight, fewer[1]).norm_matmul(fewer[0], None, norm, SiluAndMul())
         torch.testing.assert_close(other, y[-len(other) :], rtol=2e-2, atol=2e-2)
     assert len(taken) == 1
-    monkeypatch.setattr(hopper_gemm, "_failed", {(module.EPILOGUE, x.device)})
+    monkeypatch.setattr(hopper_gemm, "_failed", {(module.KIND, x.device)})
     assert not supports(weight)

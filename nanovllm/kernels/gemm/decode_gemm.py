@@ -1,0 +1,222 @@
+"""GEMM for the up to MAX_ROWS rows of a decode step, on Hopper: the launcher of
+decode_gemm_kernel.py.
+
+It is faster than cuBLAS for two reasons. Its programs load their first tiles of the weight while
+the previous kernel still runs (programmatic dependent launch), which cuBLAS does not. And a
+split-K needs no kernel that adds the parts, because the next norm does.
+"""
+
+import sys
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels.gemm import hopper_gemm
+from nanovllm.kernels.silu_and_mul import silu_and_mul
+from nanovllm.utils.math import cdiv, next_power_of_2
+from nanovllm.utils.triton_compat import pdl_options
+
+KIND = "few rows"
+MAX_ROWS = 256
+NUM_MULTIPROCESSORS = 132  # of a Hopper GPU
+MIN_PART_COLUMNS = 1024
+ROW_TILES = 8, 16, 32, 64, 96, 128
+LARGE_MEMORY, SMALL_MEMORY = 208 << 10, 72 << 10  # bytes of one or of three programs per SM
+
+
+class Tile(NamedTuple):
+    """How a GEMM is launched.
+
+    Attributes:
+        features: output features per program, 64 or 128.
+        rows: rows of x per program, one of ROW_TILES.
+        columns: input features per step.
+        stages: number of steps whose inputs are in shared memory at a time.
+        part_columns: input features of each part of the split-K but the last one, a multiple of
+            ``columns``. The number of input features or more, if there is one part.
+    """
+
+    features: int
+    rows: int
+    columns: int
+    stages: int
+    part_columns: int
+
+
+def is_fastest(num_rows: int, weight: Tensor) -> bool:
+    """Returns whether the kernel can multiply this number of rows by a weight [out, in], and is the
+    fastest one. With many rows of a large weight cuBLAS is as fast."""
+    limits = (MAX_ROWS, 8 << 20), (128, 128 << 20), (64, sys.maxsize)
+    is_fast = any(num_rows <= rows and weight.numel() <= size for rows, size in limits)
+    return is_fast and hopper_gemm.supports(KIND, weight)
+
+
+def decode_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Computes x W^T + b: [N, in], [out, in], [out] -> [N, out]. ``is_fastest`` says for which N
+    and weights. If the kernel does not compile, which is logged once, others do it."""
+    return hopper_gemm.run_or_replace(
+        KIND,
+        x.device,
+        lambda: launch(x, weight, bias, part_columns=x.size(1)),
+        lambda: F.linear(x, weight, bias),
+    )
+
+
+def decode_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Computes ``silu_and_mul(decode_linear(x, weight, bias))``, with the same bits: [N, in],
+    [2 I, in], [2 I] -> [N, I]."""
+    return hopper_gemm.run_or_replace(
+        KIND,
+        x.device,
+        lambda: launch(x, weight, bias, swiglu=True, part_columns=x.size(1)),
+        lambda: silu_and_mul(F.linear(x, weight, bias)),
+    )
+
+
+def decode_linear_add(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Computes ``decode_linear(x, weight, bias)`` + residual.
+
+    Returns:
+        (sum [N, out], None), or (parts of a split-K, fp32 [parts, N, out], residual), which the
+        next norm adds.
+    """
+
+    def run() -> tuple[Tensor, Tensor | None]:
+        out = launch(x, weight, bias, residual, part_columns=None if bias is None else x.size(1))
+        return out, None if out.dim() == 2 else residual
+
+    return hopper_gemm.run_or_replace(
+        KIND, x.device, run, lambda: (F.linear(x, weight, bias), residual)
+    )
+
+
+@cache
+def choose_tile(
+    num_rows: int, out_features: int, width: int, part_columns: int | None = None
+) -> Tile:
+    """Returns the tile for a number of rows, by rules that were fitted to times on an H200.
+
+    The time is mainly that of loading inputs. So with more than 64 rows, the tile is the one with
+    which a multiprocessor loads the fewest bytes. If all programs run at once, each of them takes
+    most of a multiprocessor's shared memory. Otherwise three of them share a multiprocessor, so
+    that some load while others start or end.
+
+    Args:
+        part_columns: see ``Tile``; None to choose it.
+    """
+    best, least = None, 0
+    for most in (64, 128):
+        average = cdiv(num_rows, cdiv(num_rows, most))
+        rows = next(size for size in ROW_TILES if size >= average)
+        tiles = cdiv(num_rows, rows) * cdiv(out_features, 64)
+        part = part_columns or _part_columns(tiles, width)
+        features, waves = 64, cdiv(tiles * cdiv(width, part), NUM_MULTIPROCESSORS)
+        if rows >= 64 and waves == 2 and part >= width and out_features % 128 == 0:
+            features, waves = 128, 1
+        size = waves * (features + rows) * min(part, width)
+        if best is None or size <= least:
+            best, least = (features, rows, part, waves), size
+    assert best is not None
+    features, rows, part, waves = best
+    columns = 64
+    if rows <= 32:
+        columns = 256 if waves == 1 and (part >= width or part % 256 == 0) else 128
+    elif rows == features == 64 and waves == 1:
+        columns = 128
+    memory = LARGE_MEMORY if waves == 1 else SMALL_MEMORY
+    stages = memory // ((features + next_power_of_2(rows)) * columns * 2)
+    return Tile(features, rows, columns, min(stages, 8, cdiv(min(part, width), columns)), part)
+
+
+def _part_columns(tiles: int, width: int) -> int:
+    """Returns the input features of a part, such that programs for this number of tiles occupy half
+    of the multiprocessors."""
+    parts, columns = 1, width
+    while parts * tiles < NUM_MULTIPROCESSORS // 2:
+        fewer = cdiv(cdiv(width, parts + 1), 256) * 256
+        if fewer < MIN_PART_COLUMNS:
+            break
+        parts, columns = parts + 1, fewer
+    return columns
+
+
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    swiglu: bool = False,
+    part_columns: int | None = None,
+) -> Tensor:
+    """Computes x W^T + bias + residual, or SwiGLU of x W^T + bias.
+
+    Args:
+        x: [N, in], contiguous, with at least one row.
+        weight: [out, in], contiguous.
+        bias, residual: [out] and [N, out]. The residual is added after rounding.
+        part_columns: see ``Tile``; None to choose it. With a bias or SwiGLU there is one part.
+
+    Returns:
+        [N, out], or [N, out / 2] with ``swiglu``. With a split-K the parts, fp32 [parts, N, out],
+        without the residual.
+    """
+    # Deferred, because Gluon is experimental: the caller can do without it.
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from nanovllm.kernels.gemm.decode_gemm_kernel import decode_gemm_kernel
+
+    (num_rows, width), out_features = x.shape, len(weight)
+    assert num_rows > 0 and x.is_contiguous() and weight.is_contiguous()
+    tile = choose_tile(num_rows, out_features, width, part_columns)
+    parts = cdiv(width, tile.part_columns)
+    assert parts == 1 or (bias is None and not swiglu)
+    grid = cdiv(num_rows, tile.rows), cdiv(out_features, tile.features), parts
+    layout = NVMMASharedLayout(128, 16, 2)
+    box_rows = tile.rows & -tile.rows  # the largest power of two that divides it
+    x_desc = TensorDescriptor.from_tensor(x, [box_rows, tile.columns], layout)
+    weight_desc = TensorDescriptor.from_tensor(weight, [tile.features, tile.columns], layout)
+    if swiglu:
+        assert residual is None
+        out_features //= 2
+        # A box has 8 rows of gate, the same 8 of up, the next 8 of gate, and so on: 16 rows are
+        # those of a warp, and each thread has the sums of its rows i and i + 8.
+        weight_desc = TensorDescriptor(
+            weight,
+            [out_features // 8, 2, 8, width],
+            [8 * width, out_features * width, width, 1],
+            [tile.features // 16, 2, 8, tile.columns],
+            NVMMASharedLayout(128, 16, 4),
+        )
+    if parts > 1:
+        out = x.new_empty(parts, num_rows, out_features, dtype=torch.float32)
+        residual = None
+    else:
+        out = x.new_empty(num_rows, out_features)
+    num_steps = cdiv(min(tile.part_columns, width), tile.columns)
+    decode_gemm_kernel[grid](
+        x_desc,
+        weight_desc,
+        bias,
+        residual,
+        out,
+        num_rows,
+        out_features,
+        tile.part_columns,
+        num_steps,
+        FEATURES=tile.features,
+        ROWS=tile.rows,
+        BLOCK_ROWS=next_power_of_2(tile.rows),
+        COLUMNS=tile.columns,
+        STAGES=tile.stages,
+        IS_WHOLE=num_steps == tile.stages,
+        SWIGLU=swiglu,
+        num_warps=tile.features // 16,
+        **pdl_options(x),
+    )
+    return out

@@ -1,0 +1,182 @@
+"""The GEMM for decodes on Hopper: on a GPU, and run by an emulator on a CPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanovllm.kernels.gemm import decode_gemm, hopper_gemm
+from nanovllm.kernels.gemm.decode_gemm import (
+    ROW_TILES,
+    choose_tile,
+    decode_linear,
+    decode_linear_add,
+    decode_swiglu,
+    is_fastest,
+    launch,
+)
+from nanovllm.kernels.gemm.same_bits import compare
+from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.kernels.silu_and_mul import silu_and_mul
+from tests.kernels.gluon_emulator import emulated
+from tests.kernels.oracle import assert_as_good_as_eager
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+# Output and input features, and those of a part: one part whose tiles are all loaded at first, one
+# of more tiles, with and without columns past the end, and two parts, with and without.
+CASES = ((64, 200, 200), (80, 1600, 1600), (208, 2304, 2304), (64, 2048, 1024), (80, 1096, 640))
+MODULES = "nanovllm.kernels.hopper", "nanovllm.kernels.gemm.decode_gemm_kernel"
+
+
+def make(num_rows, out, width, dtype, device):
+    x = torch.randn(num_rows, width, device=device).to(dtype)
+    weight = (torch.randn(out, width, device=device) / width**0.5).to(dtype)
+    bias, residual = torch.randn(out, device=device), torch.randn(num_rows, out, device=device)
+    return x, weight, bias.to(dtype), residual.to(dtype)
+
+
+@pytest.mark.parametrize("num_rows", [1, 11, 50, 96, 130])
+@pytest.mark.parametrize(("out", "width", "part_columns"), CASES)
+def test_the_kernel_is_a_gemm_in_the_emulator(out, width, part_columns, num_rows):
+    dtype = torch.float16 if num_rows == 11 else torch.bfloat16
+    x, weight, bias, residual = make(num_rows, out, width, dtype, "cpu")
+    exact, eager = x.double() @ weight.double().t(), x @ weight.t()
+    with emulated(*MODULES):
+        plain = launch(x, weight, part_columns=part_columns)
+        found = launch(x, weight, None, residual, part_columns=part_columns)
+    if part_columns < width:  # the parts, to which a norm adds the residual
+        assert torch.equal(plain, found) and plain.dtype is torch.float32 and len(plain) == 2
+        plain = plain.sum(0).to(dtype)
+        found = plain + residual
+    assert_as_good_as_eager(plain, eager, exact)
+    assert_as_good_as_eager(found, eager + residual, exact + residual.double())
+    if part_columns == width:
+        with emulated(*MODULES):
+            found = launch(x, weight, bias, part_columns=width)
+        assert_as_good_as_eager(found, F.linear(x, weight, bias), exact + bias.double())
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "dtype"), [(1, torch.bfloat16), (20, torch.float16), (96, torch.bfloat16)]
+)
+@pytest.mark.parametrize(("out", "width"), [(64, 200), (208, 1600)])
+def test_the_kernel_with_swiglu_is_a_gemm_and_swiglu(out, width, num_rows, dtype):
+    x, weight, bias, _ = make(num_rows, out, width, dtype, "cpu")
+    for given in (None, bias):
+        with emulated(*MODULES):
+            expected = silu_and_mul(launch(x, weight, given, part_columns=width))
+            found = launch(x, weight, given, swiglu=True, part_columns=width)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_tile_of_128_features(monkeypatch):
+    """As weights of many features have it, where all programs then run at once."""
+    x, weight, bias, _ = make(130, 256, 320, torch.bfloat16, "cpu")
+    monkeypatch.setattr(decode_gemm, "NUM_MULTIPROCESSORS", 4)
+    choose_tile.cache_clear()
+    assert choose_tile(130, 256, 320, 320).features == 128
+    with emulated(*MODULES):
+        found = launch(x, weight, bias, part_columns=320)
+        gated = launch(x, weight, bias, swiglu=True, part_columns=320)
+    choose_tile.cache_clear()
+    exact = x.double() @ weight.double().t() + bias.double()
+    assert_as_good_as_eager(found, F.linear(x, weight, bias), exact)
+    torch.testing.assert_close(gated, silu_and_mul(found), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 16, 48, 64, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("width", [200, 896, 1024, 3072, 4096, 9728, 17_408])
+@pytest.mark.parametrize("out", [576, 1024, 4096, 6144, 8192, 34_816])
+def test_tiles_fit_into_shared_memory_and_cover_all_columns(out, width, num_rows):
+    for part_columns in (None, width, 512, 640):
+        tile = choose_tile(num_rows, out, width, part_columns)
+        block_rows = 1 << (tile.rows - 1).bit_length()
+        stage = (tile.features + block_rows) * tile.columns * 2
+        assert tile.stages * stage <= 225 << 10 and tile.rows in ROW_TILES
+        parts = -(-width // tile.part_columns)
+        assert parts == 1 or tile.part_columns % tile.columns == 0, "a tile is of one part"
+        assert tile.part_columns * (parts - 1) < width, "no part is empty"
+        steps = -(-min(tile.part_columns, width) // tile.columns)
+        assert 1 <= tile.stages <= steps
+        # Shared memory is not split within the 64 columns that its layout swizzles.
+        assert tile.columns == 64 or tile.rows == block_rows
+        if part_columns is None and parts > 1:
+            assert tile.part_columns >= decode_gemm.MIN_PART_COLUMNS
+
+
+def test_more_rows_need_a_smaller_weight(monkeypatch):
+    monkeypatch.setattr(hopper_gemm, "supports", lambda *_: True)
+
+    def weight(*shape):
+        return torch.empty(shape, device="meta")
+
+    large, medium, small = weight(34_816, 5120), weight(24_576, 4096), weight(6144, 1024)
+    for num_rows, expected in (
+        (64, (True, True, True)),
+        (65, (False, True, True)),
+        (129, (False, False, True)),
+        (257, (False, False, False)),
+    ):
+        assert tuple(is_fastest(num_rows, w) for w in (large, medium, small)) == expected
+
+
+def test_other_kernels_run_where_it_does_not_compile(monkeypatch, caplog):
+    """As on a CPU, without the emulator."""
+    monkeypatch.setattr(hopper_gemm, "_failed", set())
+    x, weight, bias, residual = make(4, 64, 32, torch.float32, "cpu")
+    expected = F.linear(x, weight, bias)
+    torch.testing.assert_close(decode_linear(x, weight, bias), expected)
+    found, rest = decode_linear_add(x, weight, bias, residual)
+    torch.testing.assert_close(found + rest, expected + residual)
+    torch.testing.assert_close(decode_swiglu(x, weight, bias), silu_and_mul(expected))
+    assert hopper_gemm._failed == {(decode_gemm.KIND, x.device)} and "few rows" in caplog.text
+
+
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
+)
+
+
+@pytest.mark.gpu
+@hopper
+@DTYPES
+@pytest.mark.parametrize("num_rows", [1, 5, 8, 13, 16, 20, 48, 64, 80, 96, 128, 150, 192, 256])
+def test_the_kernel_is_a_gemm(num_rows, dtype):
+    """Also with features and columns that no tile divides."""
+    for out, width in ((6144, 1024), (1024, 3072), (24_576, 1000), (1152, 896), (208, 4104)):
+        x, weight, bias, residual = make(num_rows, out, width, dtype, "cuda")
+        exact = x.double() @ weight.double().t()
+        eager, biased = F.linear(x, weight), F.linear(x, weight, bias)
+        found, rest = decode_linear_add(x, weight, None, residual)
+        if rest is not None:
+            found = rms_norm(found, weight.new_ones(out), 1e-6, rest)[1]
+        assert_as_good_as_eager(found, eager + residual, exact + residual.double())
+        exact = exact + bias.double()
+        assert_as_good_as_eager(decode_linear(x, weight, bias), biased, exact)
+        gate, up = exact.chunk(2, -1)
+        gated = decode_swiglu(x, weight, bias)
+        assert_as_good_as_eager(gated, silu_and_mul(biased), F.silu(gate) * up)
+
+
+@pytest.mark.gpu
+@hopper
+@DTYPES
+@pytest.mark.parametrize(
+    ("out", "width"), [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (6144, 4096)]
+)
+def test_the_bits_are_those_of_the_batch_invariant_gemm(out, width, dtype):
+    from nanovllm.kernels.gemm import same_bits
+    from nanovllm.kernels.gemm.invariant import invariant_linear
+
+    counts = [*range(1, 9), 16, 32, 48, 64, 96, 128, 160, 192, 224, 256]
+    _, weight, *_ = make(1, out, width, dtype, "cuda")
+    assert compare(weight, counts).decode_rows == {n for n in counts if is_fastest(n, weight)}
+    for num_rows in compare(weight, counts).decode_rows:
+        x, _, _, residual = make(num_rows, out, width, dtype, "cuda")
+        for given in (None, residual):
+            expected = invariant_linear(x, weight, None, given)
+            assert torch.equal(same_bits.decode_linear(x, weight, given), expected)
+        found, rest = same_bits.decode_linear_add(x, weight, residual)
+        assert torch.equal(rms_norm(found, weight[:, 0].contiguous(), 1e-6, rest)[1], expected)
+        expected = silu_and_mul(invariant_linear(x, weight, None))
+        assert torch.equal(same_bits.decode_swiglu(x, weight), expected)
