@@ -4,8 +4,8 @@ Weights are quantised as they are loaded, tensor by tensor (``Config.quantizatio
 checkpoint has them in FP8. The scales depend on the whole rows of a checkpoint's tensor, so each
 tensor-parallel rank has its part of the same FP8 weights.
 
-A single row of inputs is not quantised, because its matmuls are fastest on the CUDA cores, where
-the norm and SwiGLU are fused with them. Other inputs are quantised by the norm or the activation.
+Inputs are quantised by the norm or the activation. A single row is not, unless the weight is large,
+because its matmuls are fastest on the CUDA cores, where the norm and SwiGLU are fused with them.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from nanovllm.kernels.fp8 import (
     quantize_rows,
     unpack_rows,
 )
-from nanovllm.kernels.gemm.fp8 import fp8_linear
+from nanovllm.kernels.gemm.fp8 import fp8_linear, fp8_linear_add, is_decode
 from nanovllm.kernels.gemm.skinny import skinny_norm_linear
 from nanovllm.kernels.rms_norm import fp8_group_rms_norm, fp8_rms_norm
 from nanovllm.kernels.silu_and_mul import (
@@ -42,6 +42,7 @@ FP8_ROWS = InputFormat(fp8_rms_norm, fp8_silu_and_mul, fp8_gelu_tanh_and_mul)
 FP8_GROUPS = InputFormat(fp8_group_rms_norm, fp8_group_silu_and_mul, fp8_group_gelu_tanh_and_mul)
 SWIGLU = {fmt.silu_and_mul for fmt in (PLAIN, FP8_ROWS, FP8_GROUPS)}
 FP8_MATMUL_CAPABILITY = (8, 9)
+MIN_TENSOR_CORES = 1 << 24  # elements of a weight by which one row is multiplied as several are
 
 
 def new_fp8_weight(layer: nn.Module, has_groups: bool = False) -> LinearWeight:
@@ -167,9 +168,23 @@ class Fp8Weight(StoredFp8Weight):
     def matmul(self, x: Tensor | Fp8Rows) -> Tensor:
         if self._is_vector(x):
             return super().matmul(x)
+        return fp8_linear(self._quantized(x), self._weight, self.bias, self.dtype)
+
+    def matmul_add(self, x: Tensor | Fp8Rows, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self._is_vector(x):
+            return super().matmul_add(x, residual)
+        return fp8_linear_add(self._quantized(x), self._weight, self.bias, residual)
+
+    def _quantized(self, x: Tensor | Fp8Rows) -> Fp8Rows:
         if isinstance(x, Tensor):
-            x = (quantize_row_groups if self.has_groups else quantize_rows)(x)
-        return fp8_linear(x, self._weight, self.bias, self.dtype)
+            return (quantize_row_groups if self.has_groups else quantize_rows)(x)
+        return x
+
+    def _is_vector(self, x: Any) -> bool:
+        is_large = not self.has_groups and self.layer.weight.numel() >= MIN_TENSOR_CORES
+        if is_large and is_decode(1, self._weight, self.dtype):
+            return False
+        return super()._is_vector(x)
 
 
 class StoredGroupedFp8Weight(StoredFp8Weight):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels.fp8 import GROUP, Fp8Rows
 from nanovllm.kernels.gemm import hopper_gemm
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.utils.math import cdiv, next_power_of_2
@@ -37,6 +38,7 @@ class Tile(NamedTuple):
         stages: number of steps whose inputs are in shared memory at a time.
         part_columns: input features of each part of the split-K but the last one, a multiple of
             ``columns``. The number of input features or more, if there is one part.
+        row_groups: warpgroups that share the rows of a program.
     """
 
     features: int
@@ -44,14 +46,20 @@ class Tile(NamedTuple):
     columns: int
     stages: int
     part_columns: int
+    row_groups: int = 1
 
 
-def is_fastest(num_rows: int, weight: Tensor) -> bool:
+def is_fastest(num_rows: int, weight: Tensor | Fp8Rows) -> bool:
     """Returns whether the kernel can multiply this number of rows by a weight [out, in], and is the
     fastest one. With many rows of a large weight cuBLAS is as fast."""
-    limits = (MAX_ROWS, 8 << 20), (128, 128 << 20), (64, sys.maxsize)
-    is_fast = any(num_rows <= rows and weight.numel() <= size for rows, size in limits)
-    return is_fast and hopper_gemm.supports(KIND, weight)
+    codes = weight.codes if isinstance(weight, Fp8Rows) else weight
+    limits = [(64, sys.maxsize), (128, 128 << 20), (MAX_ROWS, 8 << 20)]  # rows, size of the weight
+    if isinstance(weight, Fp8Rows):
+        limits[1:] = [(MAX_ROWS, 128 << 20)]
+        if weight.scales.dim() > 1:  # those of blocks
+            limits[1:] = [(128, sys.maxsize)] if len(codes) <= 4096 else []
+    is_fast = any(num_rows <= rows and codes.numel() <= size for rows, size in limits)
+    return is_fast and num_rows > 0 and hopper_gemm.supports(KIND, codes)
 
 
 def decode_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -97,7 +105,12 @@ def decode_linear_add(
 
 @cache
 def choose_tile(
-    num_rows: int, out_features: int, width: int, part_columns: int | None = None
+    num_rows: int,
+    out_features: int,
+    width: int,
+    part_columns: int | None = None,
+    itemsize: int = 2,
+    has_groups: bool = False,
 ) -> Tile:
     """Returns the tile for a number of rows, by rules that were fitted to times on an H200.
 
@@ -108,13 +121,16 @@ def choose_tile(
 
     Args:
         part_columns: see ``Tile``; None to choose it.
+        itemsize: bytes of an element, 1 or 2.
+        has_groups: whether each group of GROUP columns has scales.
     """
     best, least = None, 0
+    atom = 128 // itemsize  # columns that the layout of shared memory swizzles
     for most in (64, 128):
         average = cdiv(num_rows, cdiv(num_rows, most))
         rows = next(size for size in ROW_TILES if size >= average)
         tiles = cdiv(num_rows, rows) * cdiv(out_features, 64)
-        part = part_columns or _part_columns(tiles, width)
+        part = part_columns or _part_columns(tiles, width, 4 * atom)
         features, waves = 64, cdiv(tiles * cdiv(width, part), NUM_MULTIPROCESSORS)
         if rows >= 64 and waves == 2 and part >= width and out_features % 128 == 0:
             features, waves = 128, 1
@@ -123,22 +139,31 @@ def choose_tile(
             best, least = (features, rows, part, waves), size
     assert best is not None
     features, rows, part, waves = best
-    columns = 64
-    if rows <= 32:
-        columns = 256 if waves == 1 and (part >= width or part % 256 == 0) else 128
+    columns = atom
+    if has_groups:
+        columns = GROUP
+    elif rows <= 32:
+        columns = 4 * atom if waves == 1 and (part >= width or part % (4 * atom) == 0) else 2 * atom
     elif rows == features == 64 and waves == 1:
-        columns = 128
+        columns = 2 * atom
     memory = LARGE_MEMORY if waves == 1 else SMALL_MEMORY
-    stages = memory // ((features + next_power_of_2(rows)) * columns * 2)
-    return Tile(features, rows, columns, min(stages, 8, cdiv(min(part, width), columns)), part)
+    stages = memory // ((features + next_power_of_2(rows)) * columns * itemsize)
+    num_steps = cdiv(min(part, width), columns)
+    if has_groups:  # pairs of stages
+        num_steps += num_steps % 2
+        stages = max(stages // 2 * 2, 4)
+    stages = min(stages, 12 if has_groups else 8, num_steps)
+    # With groups each thread has three times as many sums.
+    row_groups = 2 if has_groups and rows > 64 else 1
+    return Tile(features, rows, columns, stages, part, row_groups)
 
 
-def _part_columns(tiles: int, width: int) -> int:
+def _part_columns(tiles: int, width: int, multiple: int) -> int:
     """Returns the input features of a part, such that programs for this number of tiles occupy half
-    of the multiprocessors."""
+    of the multiprocessors: all of them or a multiple of ``multiple``."""
     parts, columns = 1, width
     while parts * tiles < NUM_MULTIPROCESSORS // 2:
-        fewer = cdiv(cdiv(width, parts + 1), 256) * 256
+        fewer = cdiv(cdiv(width, parts + 1), multiple) * multiple
         if fewer < MIN_PART_COLUMNS:
             break
         parts, columns = parts + 1, fewer
@@ -146,20 +171,23 @@ def _part_columns(tiles: int, width: int) -> int:
 
 
 def launch(
-    x: Tensor,
-    weight: Tensor,
+    x: Tensor | Fp8Rows,
+    weight: Tensor | Fp8Rows,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     swiglu: bool = False,
     part_columns: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Computes x W^T + bias + residual, or SwiGLU of x W^T + bias.
 
     Args:
         x: [N, in], contiguous, with at least one row.
-        weight: [out, in], contiguous.
+        weight: [out, in], contiguous. Both may be in FP8, with scales of rows, or of groups of x
+            and blocks of the weight.
         bias, residual: [out] and [N, out]. The residual is added after rounding.
         part_columns: see ``Tile``; None to choose it. With a bias or SwiGLU there is one part.
+        dtype: of the result, by default that of x.
 
     Returns:
         [N, out], or [N, out / 2] with ``swiglu``. With a split-K the parts, fp32 [parts, N, out],
@@ -171,13 +199,20 @@ def launch(
 
     from nanovllm.kernels.gemm.decode_gemm_kernel import decode_gemm_kernel
 
+    x_scales = weight_scales = None
+    if isinstance(x, Fp8Rows):
+        assert isinstance(weight, Fp8Rows) and not swiglu
+        (x, x_scales), (weight, weight_scales) = x, weight
+    assert isinstance(weight, Tensor)
+    has_groups = x_scales is not None and x_scales.dim() > 1
     (num_rows, width), out_features = x.shape, len(weight)
     assert num_rows > 0 and x.is_contiguous() and weight.is_contiguous()
-    tile = choose_tile(num_rows, out_features, width, part_columns)
+    assert not has_groups or width % GROUP == out_features % GROUP == 0
+    tile = choose_tile(num_rows, out_features, width, part_columns, x.itemsize, has_groups)
     parts = cdiv(width, tile.part_columns)
     assert parts == 1 or (bias is None and not swiglu)
     grid = cdiv(num_rows, tile.rows), cdiv(out_features, tile.features), parts
-    layout = NVMMASharedLayout(128, 16, 2)
+    layout = NVMMASharedLayout(128, 8 * x.itemsize, 2)
     box_rows = tile.rows & -tile.rows  # the largest power of two that divides it
     x_desc = TensorDescriptor.from_tensor(x, [box_rows, tile.columns], layout)
     weight_desc = TensorDescriptor.from_tensor(weight, [tile.features, tile.columns], layout)
@@ -197,11 +232,16 @@ def launch(
         out = x.new_empty(parts, num_rows, out_features, dtype=torch.float32)
         residual = None
     else:
-        out = x.new_empty(num_rows, out_features)
+        out = x.new_empty(num_rows, out_features, dtype=dtype)
     num_steps = cdiv(min(tile.part_columns, width), tile.columns)
+    if has_groups:
+        assert x_scales is not None and x_scales.stride(0) == 1
+        num_steps += num_steps % 2  # its columns are past the end, and zero
     decode_gemm_kernel[grid](
         x_desc,
         weight_desc,
+        x_scales,
+        weight_scales,
         bias,
         residual,
         out,
@@ -209,14 +249,18 @@ def launch(
         out_features,
         tile.part_columns,
         num_steps,
+        x_scales.stride(1) if x_scales is not None and has_groups else 0,
         FEATURES=tile.features,
         ROWS=tile.rows,
         BLOCK_ROWS=next_power_of_2(tile.rows),
         COLUMNS=tile.columns,
         STAGES=tile.stages,
         IS_WHOLE=num_steps == tile.stages,
+        ITEMSIZE=x.itemsize,
+        HAS_GROUPS=has_groups,
+        ROW_GROUPS=tile.row_groups,
         SWIGLU=swiglu,
-        num_warps=tile.features // 16,
+        num_warps=tile.features // 16 * tile.row_groups,
         **pdl_options(x),
     )
     return out

@@ -61,10 +61,30 @@ def _wide_layout(features, per_thread, num_warps):
     return gl.BlockedLayout([per_thread, 1], [threads, 32 // threads], [1, num_warps], [0, 1])
 
 
-@gluon.jit(do_not_specialize=["num_rows", "num_steps"])
+@gluon.jit
+def _load_scales(x_scale_ptr, weight_scale_ptr, step, num_groups, group_stride, row, num_rows):
+    """Loads the scales of rows of x in the group of a step, times that of the weight's block. Past
+    the last group it loads those of the last one."""
+    group = gl.minimum(step, num_groups - 1)
+    scales = gl.load(x_scale_ptr + group * group_stride + row, mask=row < num_rows, other=0.0)
+    return scales * gl.load(weight_scale_ptr + group)
+
+
+@gluon.jit
+def _multiply(weight, x, full, step, acc, STAGES: gl.constexpr, use_acc: gl.constexpr):
+    """Issues the matmul of a step, once its inputs have arrived."""
+    stage = step % STAGES
+    mbarrier.wait(full.index(stage), step // STAGES & 1)
+    operands = weight.index(stage), x.index(stage).permute([1, 0])
+    return warpgroup_mma(*operands, acc, use_acc=use_acc, is_async=True)
+
+
+@gluon.jit(do_not_specialize=["num_rows", "num_steps", "group_stride"])
 def decode_gemm_kernel(
     x_desc,
     weight_desc,
+    x_scale_ptr,
+    weight_scale_ptr,
     bias_ptr,
     residual_ptr,
     out_ptr,
@@ -72,12 +92,16 @@ def decode_gemm_kernel(
     out_features,
     part_columns,
     num_steps,
+    group_stride,
     FEATURES: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCK_ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
     IS_WHOLE: gl.constexpr,
+    ITEMSIZE: gl.constexpr,
+    HAS_GROUPS: gl.constexpr,
+    ROW_GROUPS: gl.constexpr,
     SWIGLU: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -87,9 +111,13 @@ def decode_gemm_kernel(
 
     Columns past the end are zero, and change no sum. The bias is added before rounding, and the
     residual after it. With IS_WHOLE, num_steps is STAGES.
+
+    With scales, the result for row m and feature n is multiplied by the scales of row m of x and of
+    row n of the weight. With HAS_GROUPS, each group of COLUMNS columns of a row of x has a scale,
+    at the given strides, and so has each block of COLUMNS x COLUMNS elements of the weight.
     """
     dtype: gl.constexpr = x_desc.dtype
-    TILE_BYTES: gl.constexpr = (FEATURES + ROWS) * COLUMNS * 2
+    TILE_BYTES: gl.constexpr = (FEATURES + ROWS) * COLUMNS * ITEMSIZE
     first_row, first, part = gl.program_id(0) * ROWS, gl.program_id(1) * FEATURES, gl.program_id(2)
     column = part * part_columns
     x = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_ROWS, COLUMNS], x_desc.layout)
@@ -101,6 +129,14 @@ def decode_gemm_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.expect(full.index(i), TILE_BYTES)
         _load_weight(weight_desc, first, column + i * COLUMNS, full.index(i), weight.index(i))
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [FEATURES // 16, ROW_GROUPS], [16, BLOCK_ROWS // ROW_GROUPS, 32 // ITEMSIZE]
+    )
+    feature = first + gl.arange(0, FEATURES, gl.SliceLayout(1, layout))
+    if HAS_GROUPS:
+        weight_scale_ptr += first // COLUMNS * (weight_desc.shape[1] // COLUMNS) + column // COLUMNS
+    elif weight_scale_ptr is not None:
+        weight_scale = gl.load(weight_scale_ptr + feature, mask=feature < out_features, other=0.0)
     if PDL:
         grid_wait()
     for i in gl.static_range(STAGES):
@@ -109,20 +145,43 @@ def decode_gemm_kernel(
         stage = (i + gl.program_id(1)) % STAGES
         next_column = column + stage * COLUMNS
         _load_rows(x_desc, first_row, next_column, full.index(stage), x.index(stage), ROWS)
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [FEATURES // 16, 1], [16, BLOCK_ROWS, 16]
-    )
+    if x_scale_ptr is not None:
+        row = first_row + gl.arange(0, BLOCK_ROWS, gl.SliceLayout(0, layout))
+        if HAS_GROUPS:
+            num_groups = (weight_desc.shape[1] - column) // COLUMNS
+            x_scale_ptr += column // COLUMNS * group_stride
+        else:
+            x_scale = gl.load(x_scale_ptr + row, mask=row < num_rows, other=0.0)
     acc = gl.zeros([FEATURES, BLOCK_ROWS], gl.float32, layout)
-    if IS_WHOLE:
+    if HAS_GROUPS:
+        scales = x_scale_ptr, weight_scale_ptr
+        where = num_groups, group_stride, row, num_rows
+        even_scale, odd_scale = _load_scales(*scales, 0, *where), _load_scales(*scales, 1, *where)
+        for step in range(0, num_steps, 2):
+            even = _multiply(weight, x, full, step, acc, STAGES, False)
+            odd = _multiply(weight, x, full, step + 1, acc, STAGES, False)
+            next_even_scale = _load_scales(*scales, step + 2, *where)
+            next_odd_scale = _load_scales(*scales, step + 3, *where)
+            acc += warpgroup_mma_wait(1, deps=[even]) * even_scale[None, :]
+            acc += warpgroup_mma_wait(0, deps=[odd]) * odd_scale[None, :]
+            even_scale, odd_scale = next_even_scale, next_odd_scale
+            for i in gl.static_range(2):
+                next_step = step + i + STAGES
+                if next_step < num_steps:
+                    free, next_column = next_step % STAGES, column + next_step * COLUMNS
+                    mbarrier.expect(full.index(free), TILE_BYTES)
+                    _load_weight(
+                        weight_desc, first, next_column, full.index(free), weight.index(free)
+                    )
+                    _load_rows(
+                        x_desc, first_row, next_column, full.index(free), x.index(free), ROWS
+                    )
+    elif IS_WHOLE:
         for i in gl.static_range(STAGES):
-            mbarrier.wait(full.index(i), 0)
-            acc = warpgroup_mma(weight.index(i), x.index(i).permute([1, 0]), acc, is_async=True)
+            acc = _multiply(weight, x, full, i, acc, STAGES, True)
     else:
         for step in range(num_steps):
-            stage = step % STAGES
-            mbarrier.wait(full.index(stage), step // STAGES & 1)
-            operands = weight.index(stage), x.index(stage).permute([1, 0])
-            acc = warpgroup_mma(*operands, acc, is_async=True)
+            acc = _multiply(weight, x, full, step, acc, STAGES, True)
             acc = warpgroup_mma_wait(1, deps=[acc])
             next_step = step - 1 + STAGES  # into the stage that the matmul before has read
             if (step > 0) & (next_step < num_steps):
@@ -131,8 +190,9 @@ def decode_gemm_kernel(
                 _load_weight(weight_desc, first, next_column, full.index(free), weight.index(free))
                 _load_rows(x_desc, first_row, next_column, full.index(free), x.index(free), ROWS)
     acc = warpgroup_mma_wait(0, deps=[acc])
+    if x_scale_ptr is not None and not HAS_GROUPS:
+        acc = acc * weight_scale[:, None] * x_scale[None, :]
     if bias_ptr is not None:
-        feature = first + gl.arange(0, FEATURES, gl.SliceLayout(1, layout))
         if SWIGLU:  # 8 features of gate, the same 8 of up, and so on
             feature = feature // 16 * 8 + feature % 8 + feature // 8 % 2 * out_features
             mask = feature < 2 * out_features
@@ -146,7 +206,9 @@ def decode_gemm_kernel(
     NUM_OUT: gl.constexpr = out.shape[0]
     per_thread: gl.constexpr = 4 if out.dtype == gl.float32 else 8
     out_layout: gl.constexpr = (
-        _wide_layout(NUM_OUT, per_thread, FEATURES // 16) if BLOCK_ROWS > 8 or SWIGLU else layout
+        _wide_layout(NUM_OUT, per_thread, FEATURES // 16 * ROW_GROUPS)
+        if BLOCK_ROWS > 8 or SWIGLU
+        else layout
     )
     out = gl.convert_layout(out, out_layout)
     index = gl.arange(0, BLOCK_ROWS, gl.SliceLayout(0, out_layout))[None, :]

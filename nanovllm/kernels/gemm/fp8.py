@@ -1,9 +1,9 @@
 """GEMMs with FP8 weights and inputs, and scales of rows, or of groups of x and blocks of W.
 
-Up to 128 rows are multiplied in the tiles of tiled.py, which are made for the memory bandwidth, or
-up to 64 if the weight is large or has blocks. More rows are multiplied by cuBLAS through PyTorch's
-``_scaled_mm``. It multiplies groups and blocks on Hopper only. Other GPUs use larger tiles for
-them.
+On Hopper the rows of a decode have the kernel of decode_gemm.py. Elsewhere up to 128 rows are
+multiplied in the tiles of tiled.py, which are made for the memory bandwidth, or up to 64 if the
+weight is large or has blocks. More rows are multiplied by cuBLAS through PyTorch's ``_scaled_mm``.
+It multiplies groups and blocks on Hopper only. Other GPUs use larger tiles for them.
 """
 
 from functools import cache
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.fp8 import FP8, GROUP, Fp8Rows, dequantize
+from nanovllm.kernels.gemm import decode_gemm, hopper_gemm
 from nanovllm.kernels.gemm.tiled import BLOCK_K, BLOCK_N, MAX_PART_COLUMNS, Tile, multiply_tiles
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import is_hopper, shared_memory, use_triton
@@ -40,6 +41,14 @@ def fp8_linear_reference(
 
 def fp8_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """See ``fp8_linear_reference``. Chooses the kernel by the numbers of rows and features."""
+    if is_decode(len(x.codes), weight, dtype):
+        width = x.codes.size(1)
+        return hopper_gemm.run_or_replace(
+            decode_gemm.KIND,
+            x.codes.device,
+            lambda: decode_gemm.launch(x, weight, bias, part_columns=width, dtype=dtype),
+            lambda: fp8_linear(x, weight, bias, dtype),
+        )
     num_rows = len(x.codes)
     is_bf16 = dtype is torch.bfloat16  # with a scale for each row, _scaled_mm returns only bf16
     has_groups = x.scales.dim() > 1
@@ -54,6 +63,32 @@ def fp8_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dt
     if is_scaled and is_aligned and num_rows > FEW_ROWS:
         return (scaled_block_linear if has_groups else scaled_linear)(x, weight, bias, dtype)
     return fp8_linear_reference(x, weight, bias, dtype)
+
+
+def fp8_linear_add(
+    x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, residual: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Computes ``fp8_linear`` + residual, as ``decode_linear_add`` does."""
+    dtype = residual.dtype
+    if bias is not None or not is_decode(len(x.codes), weight, dtype):
+        return fp8_linear(x, weight, bias, dtype), residual
+
+    def run() -> tuple[Tensor, Tensor | None]:
+        out = decode_gemm.launch(x, weight, None, residual, dtype=dtype)
+        return out, None if out.dim() == 2 else residual
+
+    return hopper_gemm.run_or_replace(
+        decode_gemm.KIND,
+        x.codes.device,
+        run,
+        lambda: (fp8_linear(x, weight, None, dtype), residual),
+    )
+
+
+def is_decode(num_rows: int, weight: Fp8Rows, dtype: torch.dtype) -> bool:
+    """Returns whether decode_gemm.py has the fastest kernel for results of this dtype."""
+    # FP8 tensor cores add products with 14 bits, which is enough for bf16 only.
+    return dtype is torch.bfloat16 and decode_gemm.is_fastest(num_rows, weight)
 
 
 def has_block_matmul(weight: Tensor) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.fp8 import FP8
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import HAS_TRITON, is_hopper
 
@@ -17,7 +18,7 @@ T = TypeVar("T")
 # A tile of the result has 2 * ROWS rows, one wgmma instruction's for each consumer, and 2 * BLOCK_N
 # columns, which are those of two boxes of the weight. Tuned on an H200.
 ROWS, BLOCK_N, BLOCK_K = 64, 128, 64
-DTYPES = torch.bfloat16, torch.float16
+DTYPES = torch.bfloat16, torch.float16, FP8
 # At least a kernel's STAGES - 1. With fewer steps in a tile, the first consumer could arrive twice
 # at the LAG barrier before the second one waits there.
 MIN_STEPS = 3
@@ -30,7 +31,7 @@ def supports(kind: str, weight: Tensor) -> bool:
     num_features, width = weight.shape
     if not HAS_TRITON or not is_hopper(weight.device):
         return False
-    if width % 8 or num_features % 16 or weight.dtype not in DTYPES:  # rows of 16 bytes
+    if width * weight.itemsize % 16 or num_features % 16 or weight.dtype not in DTYPES:
         return False
     is_wide = cdiv(width, BLOCK_K) >= MIN_STEPS
     return is_wide and (kind, weight.device) not in _failed
