@@ -155,7 +155,9 @@ def _load(pointer: Pointer, mask: Any = True, other: float = 0) -> Tensor:
     offset, mask = torch.broadcast_tensors(
         torch.as_tensor(pointer.offset).long(), torch.as_tensor(mask)
     )
-    memory = pointer.data.flatten()
+    data = pointer.data  # whose strides may be any
+    size = data.untyped_storage().nbytes() // data.itemsize - data.storage_offset()
+    memory = data.as_strided((size,), (1,))
     assert ((offset >= 0) & (offset < len(memory)))[mask].all(), "outside of the tensor"
     values = memory[torch.where(mask, offset, 0)]
     return torch.where(mask, values, torch.tensor(other, dtype=memory.dtype))
@@ -169,12 +171,13 @@ def _store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
 
 
 class TensorDescriptor:
-    """Describes a tensor of 2-byte elements to the TMA, which copies boxes of it."""
+    """Describes a tensor to the TMA, which copies boxes of it."""
 
     def __init__(self, base: Tensor, shape: Any, strides: Any, block_shape: Any, layout: Any):
-        assert all(stride % 8 == 0 and stride < 1 << 39 for stride in strides[:-1])
-        assert strides[-1] == 1 and base.storage_offset() % 8 == 0
-        size = base.untyped_storage().nbytes() // 2 - base.storage_offset()
+        itemsize = base.itemsize
+        assert all(n * itemsize % 16 == 0 and n * itemsize < 1 << 40 for n in strides[:-1])
+        assert strides[-1] == 1 and base.storage_offset() * itemsize % 16 == 0
+        size = base.untyped_storage().nbytes() // itemsize - base.storage_offset()
         self.memory = base.as_strided((size,), (1,))
         self.shape, self.strides = shape, strides
         self.block_shape, self.layout = block_shape, layout
@@ -209,7 +212,7 @@ def _tma_load(desc: TensorDescriptor, coordinates: Any, barrier: Barrier, to: Sh
     def arrive() -> None:
         time.sleep(_random.random() * 0.002)
         to.data.copy_(box.view(to.data.shape))
-        barrier.update(0, -2 * box.numel())
+        barrier.update(0, -box.nbytes)
 
     if _random.random() < 0.3:
         threading.Thread(target=arrive).start()

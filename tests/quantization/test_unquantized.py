@@ -49,11 +49,11 @@ def make_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Unqua
 
 @pytest.fixture
 def choose(monkeypatch):
-    """(operation, rows, out, in) -> the kernel that a Hopper GPU would run."""
+    """(operation, rows, out, in) -> the kernel that a Hopper GPU, or another one, would run."""
     monkeypatch.setattr(unquantized, "use_triton", lambda x: True)
-    monkeypatch.setattr(hopper_gemm, "supports", lambda epilogue, weight: True)
 
-    def call(operation, rows, out, width, *, dtype=BF16, bias=None, memory=228):
+    def call(operation, rows, out, width, *, dtype=BF16, bias=None, memory=228, hopper=True):
+        monkeypatch.setattr(hopper_gemm, "supports", lambda epilogue, weight: hopper)
         monkeypatch.setattr(tiled, "shared_memory", lambda device: memory << 10)
         x, weight = (torch.empty(n, width, dtype=dtype, device="meta") for n in (rows, out))
         kernel = choose_kernel(operation, x, weight, bias)
@@ -67,7 +67,8 @@ def choose(monkeypatch):
 
 def test_which_matmuls_are_skinny(choose):
     def is_skinny(*shape: int) -> bool:
-        found = {choose(name, *shape) is skinny_linear for name in ("matmul", "matmul_swiglu")}
+        operations = "matmul", "matmul_swiglu"
+        found = {choose(name, *shape, hopper=False) is skinny_linear for name in operations}
         assert len(found) == 1, "with SwiGLU and without"
         return found.pop()
 
@@ -75,31 +76,31 @@ def test_which_matmuls_are_skinny(choose):
     assert not is_skinny(17, 64, 64) and not is_skinny(9, 64, 4096) and not is_skinny(0, 64, 64)
     assert not is_skinny(1, 151_936, 1024)
     assert is_skinny(16, 3072, 3072) and is_skinny(8, 6144, 2560) and not is_skinny(16, 6144, 2560)
-    assert choose("matmul", 9, 64, 4096) is choose("matmul", 1, 151_936, 1024) is F.linear
+    assert choose("matmul", 9, 64, 4096, hopper=False) is F.linear
+    assert choose("matmul", 1, 151_936, 1024) is F.linear
 
 
-def test_which_matmuls_of_few_rows_have_a_kernel_of_their_own(choose):
-    """Those of 2 to 8 rows whose weight is loaded as a whole while they wait."""
+def test_which_matmuls_have_the_kernel_for_decodes(choose):
+    """On Hopper, those of 2 to 256 rows, but for large weights and LM heads."""
     kernels = {
-        "matmul": unquantized._few_rows_linear,
-        "matmul_swiglu": unquantized._few_rows_swiglu,
-        "matmul_add": unquantized._few_rows_linear_add,
+        "matmul": unquantized.decode_linear,
+        "matmul_swiglu": unquantized.decode_swiglu,
+        "matmul_add": unquantized.decode_linear_add,
     }
     for operation, kernel in kernels.items():
-        for rows in (2, 8):
-            for shape in ((4096, 1024), (1024, 3072)):
-                assert choose(operation, rows, *shape) is kernel
-            for shape in ((4096, 2048), (1024, 4608), (151_936, 1024)):
-                assert choose(operation, rows, *shape) is not kernel
+        for rows in (2, 9, 64, 256):
+            for bias in (None, torch.empty(4096, device="meta")):
+                assert choose(operation, rows, 4096, 1024, bias=bias) is kernel
+            assert choose(operation, rows, 151_936, 1024) is not kernel
+        assert choose(operation, 128, 24_576, 4096) is kernel
+        assert choose(operation, 129, 24_576, 4096) is not kernel
         assert choose(operation, 1, 4096, 1024) is not kernel
-        assert choose(operation, 9, 4096, 1024) is not kernel
-        bias = torch.empty(4096, device="meta")
-        assert choose(operation, 2, 4096, 1024, bias=bias) is not kernel
+        assert choose(operation, 257, 4096, 1024) is not kernel
 
 
 def test_which_matmuls_are_tiled(choose):
     def is_tiled(*shape: int, **options) -> bool:
-        return choose("matmul", *shape, **options) is tile_linear
+        return choose("matmul", *shape, hopper=False, **options) is tile_linear
 
     assert all(is_tiled(n, *shape) for n in (17, 64) for shape in ((4096, 1024), (1024, 3072)))
     assert not is_tiled(16, 1024, 1024) and not is_tiled(65, 1024, 1024)

@@ -25,7 +25,7 @@ MAX_ROWS = 256
 NUM_MULTIPROCESSORS = 132  # of a Hopper GPU
 MIN_PART_COLUMNS = 1024
 ROW_TILES = 8, 16, 32, 64, 96, 128
-LARGE_MEMORY, SMALL_MEMORY = 208 << 10, 72 << 10  # bytes of one or of three programs per SM
+MEMORY = 208 << 10, 110 << 10, 72 << 10  # bytes for a program, if one, two or three share an SM
 
 
 class Tile(NamedTuple):
@@ -55,7 +55,7 @@ def is_fastest(num_rows: int, weight: Tensor | Fp8Rows) -> bool:
     codes = weight.codes if isinstance(weight, Fp8Rows) else weight
     limits = [(64, sys.maxsize), (128, 128 << 20), (MAX_ROWS, 8 << 20)]  # rows, size of the weight
     if isinstance(weight, Fp8Rows):
-        limits[1:] = [(MAX_ROWS, 128 << 20)]
+        limits[1:] = [(192, 128 << 20), (MAX_ROWS, 64 << 20)]
         if weight.scales.dim() > 1:  # those of blocks
             limits[1:] = [(128, sys.maxsize)] if len(codes) <= 4096 else []
     is_fast = any(num_rows <= rows and codes.numel() <= size for rows, size in limits)
@@ -115,8 +115,8 @@ def choose_tile(
     """Returns the tile for a number of rows, by rules that were fitted to times on an H200.
 
     The time is mainly that of loading inputs. So with more than 64 rows, the tile is the one with
-    which a multiprocessor loads the fewest bytes. If all programs run at once, each of them takes
-    most of a multiprocessor's shared memory. Otherwise three of them share a multiprocessor, so
+    which a multiprocessor loads the fewest bytes. If there is one program for each multiprocessor,
+    it takes most of the shared memory. Otherwise up to three of them share a multiprocessor, so
     that some load while others start or end.
 
     Args:
@@ -132,7 +132,7 @@ def choose_tile(
         tiles = cdiv(num_rows, rows) * cdiv(out_features, 64)
         part = part_columns or _part_columns(tiles, width, 4 * atom)
         features, waves = 64, cdiv(tiles * cdiv(width, part), NUM_MULTIPROCESSORS)
-        if rows >= 64 and waves == 2 and part >= width and out_features % 128 == 0:
+        if rows in (64, 128) and waves == 2 and part >= width and out_features % 128 == 0:
             features, waves = 128, 1
         size = waves * (features + rows) * min(part, width)
         if best is None or size <= least:
@@ -146,7 +146,7 @@ def choose_tile(
         columns = 4 * atom if waves == 1 and (part >= width or part % (4 * atom) == 0) else 2 * atom
     elif rows == features == 64 and waves == 1:
         columns = 2 * atom
-    memory = LARGE_MEMORY if waves == 1 else SMALL_MEMORY
+    memory = MEMORY[min(waves, len(MEMORY)) - 1]
     stages = memory // ((features + next_power_of_2(rows)) * columns * itemsize)
     num_steps = cdiv(min(part, width), columns)
     if has_groups:  # pairs of stages

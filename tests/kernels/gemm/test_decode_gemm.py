@@ -4,6 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.fp8 import (
+    Fp8Rows,
+    dequantize,
+    empty_rows,
+    quantize,
+    quantize_blocks,
+    quantize_groups,
+)
 from nanovllm.kernels.gemm import decode_gemm, hopper_gemm
 from nanovllm.kernels.gemm.decode_gemm import (
     ROW_TILES,
@@ -14,6 +22,7 @@ from nanovllm.kernels.gemm.decode_gemm import (
     is_fastest,
     launch,
 )
+from nanovllm.kernels.gemm.fp8 import fp8_linear, fp8_linear_add, fp8_linear_reference
 from nanovllm.kernels.gemm.same_bits import compare
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.silu_and_mul import silu_and_mul
@@ -68,12 +77,55 @@ def test_the_kernel_with_swiglu_is_a_gemm_and_swiglu(out, width, num_rows, dtype
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def make_fp8(num_rows, out, width, has_groups, device):
+    """x and a weight in FP8, in the layout in which kernels write them."""
+    scales = torch.logspace(-1, 1, num_rows)[:, None] * torch.linspace(0.1, 1, width)
+    x, weight = torch.randn(num_rows, width) * scales, torch.randn(out, width) / width**0.5
+    x, weight = x.to(device), weight.to(device)
+    rows = empty_rows(x, width, 128 if has_groups else None)
+    for target, values in zip(rows, (quantize_groups if has_groups else quantize)(x), strict=True):
+        target.copy_(values)
+    return rows, (quantize_blocks if has_groups else quantize)(weight)
+
+
+def exact_product(x, weight):
+    return dequantize(x, torch.float64) @ dequantize(weight, torch.float64).t()
+
+
+@pytest.mark.parametrize(
+    ("has_groups", "out", "width", "part_columns"),
+    [
+        (False, 80, 1040, 1040),
+        (False, 64, 2048, 1024),
+        (True, 128, 384, 384),  # an odd number of groups
+        (True, 128, 2048, 2048),
+        (True, 256, 2048, 1024),
+    ],
+)
+@pytest.mark.parametrize("num_rows", [1, 11, 50, 96])
+def test_the_kernel_multiplies_fp8_in_the_emulator(has_groups, out, width, part_columns, num_rows):
+    x, weight = make_fp8(num_rows, out, width, has_groups, "cpu")
+    bias, residual = torch.randn(out).bfloat16(), torch.randn(num_rows, out).bfloat16()
+    exact, eager = exact_product(x, weight), fp8_linear_reference(x, weight, None, bias.dtype)
+    kwargs = {"part_columns": part_columns, "dtype": bias.dtype}
+    with emulated(*MODULES):
+        found = launch(x, weight, None, residual, **kwargs)
+    if part_columns < width:
+        found = found.sum(0).to(bias.dtype) + residual
+    else:
+        with emulated(*MODULES):
+            biased = launch(x, weight, bias, **kwargs)
+        eager_biased = fp8_linear_reference(x, weight, bias, bias.dtype)
+        assert_as_good_as_eager(biased, eager_biased, exact + bias.double())
+    assert_as_good_as_eager(found, eager + residual, exact + residual.double())
+
+
 def test_a_tile_of_128_features(monkeypatch):
     """As weights of many features have it, where all programs then run at once."""
-    x, weight, bias, _ = make(130, 256, 320, torch.bfloat16, "cpu")
-    monkeypatch.setattr(decode_gemm, "NUM_MULTIPROCESSORS", 4)
+    x, weight, bias, _ = make(120, 256, 320, torch.bfloat16, "cpu")
+    monkeypatch.setattr(decode_gemm, "NUM_MULTIPROCESSORS", 2)
     choose_tile.cache_clear()
-    assert choose_tile(130, 256, 320, 320).features == 128
+    assert choose_tile(120, 256, 320, 320).features == 128
     with emulated(*MODULES):
         found = launch(x, weight, bias, part_columns=320)
         gated = launch(x, weight, bias, swiglu=True, part_columns=320)
@@ -87,18 +139,28 @@ def test_a_tile_of_128_features(monkeypatch):
 @pytest.mark.parametrize("width", [200, 896, 1024, 3072, 4096, 9728, 17_408])
 @pytest.mark.parametrize("out", [576, 1024, 4096, 6144, 8192, 34_816])
 def test_tiles_fit_into_shared_memory_and_cover_all_columns(out, width, num_rows):
-    for part_columns in (None, width, 512, 640):
-        tile = choose_tile(num_rows, out, width, part_columns)
+    forms = [(part_columns, 2, False) for part_columns in (None, width, 512, 640)]
+    forms += [
+        (part_columns, 1, has_groups)
+        for part_columns in (None, width)
+        for has_groups in (False, True)
+    ]
+    for part_columns, itemsize, has_groups in forms:
+        tile = choose_tile(num_rows, out, width, part_columns, itemsize, has_groups)
         block_rows = 1 << (tile.rows - 1).bit_length()
-        stage = (tile.features + block_rows) * tile.columns * 2
+        stage = (tile.features + block_rows) * tile.columns * itemsize
         assert tile.stages * stage <= 225 << 10 and tile.rows in ROW_TILES
         parts = -(-width // tile.part_columns)
         assert parts == 1 or tile.part_columns % tile.columns == 0, "a tile is of one part"
         assert tile.part_columns * (parts - 1) < width, "no part is empty"
         steps = -(-min(tile.part_columns, width) // tile.columns)
+        if has_groups:
+            steps += steps % 2
+            assert tile.columns == 128 and tile.stages % 2 == 0
+            assert parts == 1 or tile.part_columns % 256 == 0, "pairs of groups are of one part"
         assert 1 <= tile.stages <= steps
-        # Shared memory is not split within the 64 columns that its layout swizzles.
-        assert tile.columns == 64 or tile.rows == block_rows
+        # Rows are not split where a tile has more columns than the layout swizzles.
+        assert tile.columns * itemsize == 128 or tile.rows == block_rows
         if part_columns is None and parts > 1:
             assert tile.part_columns >= decode_gemm.MIN_PART_COLUMNS
 
@@ -117,6 +179,13 @@ def test_more_rows_need_a_smaller_weight(monkeypatch):
         (257, (False, False, False)),
     ):
         assert tuple(is_fastest(num_rows, w) for w in (large, medium, small)) == expected
+
+    blocks, rows = (torch.empty(shape, device="meta") for shape in ((48, 32), (6144,)))
+    for num_rows, expected in ((64, (True, True)), (65, (False, True)), (257, (False, False))):
+        assert expected == tuple(
+            is_fastest(num_rows, Fp8Rows(weight(6144, 4096), scales)) for scales in (blocks, rows)
+        )
+    assert is_fastest(128, Fp8Rows(weight(4096, 4096), weight(32, 32)))
 
 
 def test_other_kernels_run_where_it_does_not_compile(monkeypatch, caplog):
@@ -156,6 +225,29 @@ def test_the_kernel_is_a_gemm(num_rows, dtype):
         gate, up = exact.chunk(2, -1)
         gated = decode_swiglu(x, weight, bias)
         assert_as_good_as_eager(gated, silu_and_mul(biased), F.silu(gate) * up)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("has_groups", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 5, 8, 16, 20, 48, 64, 80, 96, 128, 150, 192, 256])
+def test_the_kernel_multiplies_fp8(num_rows, has_groups):
+    shapes = (6144, 1024), (1024, 3072), (24_576, 2048), (1152, 896), (4096, 12_288)
+    for out, width in shapes:
+        x, weight = make_fp8(num_rows, out, width, has_groups, "cuda")
+        bias = torch.randn(out, device="cuda").bfloat16()
+        residual = torch.randn(num_rows, out, device="cuda").bfloat16()
+        eager = fp8_linear_reference(x, weight, None, bias.dtype)
+        biased = fp8_linear_reference(x, weight, bias, bias.dtype)
+        exact = exact_product(x, weight)
+        found, rest = fp8_linear_add(x, weight, None, residual)
+        if rest is not None:
+            found = rms_norm(found, bias, 1e-6, rest)[1]
+        assert_as_good_as_eager(found, eager + residual, exact + residual.double())
+        found = fp8_linear(x, weight, bias, bias.dtype)
+        assert_as_good_as_eager(found, biased, exact + bias.double())
+        found = launch(x, weight, bias, part_columns=width, dtype=bias.dtype)
+        assert_as_good_as_eager(found, biased, exact + bias.double())
 
 
 @pytest.mark.gpu

@@ -12,10 +12,11 @@ from nanovllm.kernels.fp8 import (
     quantize_blocks,
     quantize_groups,
 )
-from nanovllm.kernels.gemm import fp8
+from nanovllm.kernels.gemm import decode_gemm, fp8, hopper_gemm
 from nanovllm.kernels.gemm.fp8 import (
     choose_tile,
     fp8_linear,
+    fp8_linear_add,
     fp8_linear_reference,
     fp8_tile_linear,
     has_block_matmul,
@@ -115,7 +116,7 @@ def test_choice(monkeypatch):
         fp8_linear(Fp8Rows(x, x[:, 0]), Fp8Rows(weight, weight[:, 0]), None, dtype)
         return called.pop()
 
-    assert choice(1, 64, 128) == choice(64, 4096, 4096) == "fp8_tile_linear"
+    assert choice(1, 64, 128) == choice(64, 4096, 4096) == "fp8_tile_linear", "no Hopper GPU"
     assert choice(129, 64, 128) == choice(65, 64, 576) == choice(65, 80, 128) == "scaled_linear"
     assert choice(65, 1 << 15, 4096) == "scaled_linear"
     assert choice(128, 1 << 14, 4096) == "fp8_tile_linear"
@@ -130,6 +131,29 @@ def test_choice(monkeypatch):
             assert called.pop() == expected
     assert choice(1, 64, 72) == choice(1, 72, 64) == "fp8_linear_reference"
     assert choice(65, 64, 64, torch.float16) == "fp8_linear_reference"
+
+
+def test_which_matmuls_have_the_kernel_for_decodes(monkeypatch):
+    """Those of few rows with results in bf16, on Hopper. It leaves parts of a sum to the norm."""
+    monkeypatch.setattr(hopper_gemm, "supports", lambda kind, weight: True)
+    launched = []
+
+    def launch(x, weight, bias, residual=None, part_columns=None, dtype=None):
+        launched.append(part_columns)
+        split = part_columns is None
+        return torch.zeros((2,) * split + (len(x.codes), 64), dtype=dtype)
+
+    monkeypatch.setattr(decode_gemm, "launch", launch)
+    x, weight, residual = make(5, 128, "cpu"), make(64, 128, "cpu"), torch.zeros(5, 64).bfloat16()
+    fp8_linear(x, weight, residual[0], torch.bfloat16)
+    parts, rest = fp8_linear_add(x, weight, None, residual)
+    assert launched == [128, None] and parts.shape == (2, 5, 64) and rest is residual
+    for bias, dtype in ((residual[0], torch.bfloat16), (None, torch.float16)):
+        found, rest = fp8_linear_add(x, weight, bias, residual.to(dtype))
+        assert found.shape == (5, 64) and found.dtype is dtype and rest is not None
+    assert launched == [128, None, 128]
+    fp8_linear(make(257, 128, "cpu"), weight, None, torch.bfloat16)
+    assert launched == [128, None, 128]
 
 
 @pytest.mark.usefixtures("exact_fp8")

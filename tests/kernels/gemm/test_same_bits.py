@@ -44,44 +44,53 @@ def fakes(monkeypatch):
     def with_swiglu(x, weight):
         return with_errors(silu_and_mul(F.linear(x, weight)), "swiglu")
 
-    def of_few_rows(x, weight, residual=None):
-        return with_errors(linear(x, weight, None, residual), "few")
+    def decode(x, weight, residual=None):
+        wrong_rows = {f"decode {len(x)}", "decode"} & wrong
+        y = linear(x, weight, None, residual)
+        return with_errors(y, wrong_rows.pop()) if wrong_rows else y
 
-    monkeypatch.setattr(same_bits, "invariant_linear", linear)
-    monkeypatch.setattr(same_bits, "cublas_linear", cublas)
-    monkeypatch.setattr(same_bits, "swiglu_linear", with_swiglu)
+    def decode_with_swiglu(x, weight):
+        return with_errors(silu_and_mul(F.linear(x, weight)), "decode swiglu")
 
-    def of_few_rows_with_swiglu(x, weight):
-        return with_errors(silu_and_mul(F.linear(x, weight)), "few swiglu")
-
-    monkeypatch.setattr(same_bits, "few_rows_linear", of_few_rows)
-    monkeypatch.setattr(same_bits, "few_rows_swiglu", of_few_rows_with_swiglu)
-    monkeypatch.setattr(same_bits.few_rows, "supports", lambda _: "unsupported" not in wrong)
+    for name, kernel in (
+        ("invariant_linear", linear),
+        ("cublas_linear", cublas),
+        ("swiglu_linear", with_swiglu),
+        ("decode_linear", decode),
+        ("decode_swiglu", decode_with_swiglu),
+    ):
+        monkeypatch.setattr(same_bits, name, kernel)
+    monkeypatch.setattr(
+        same_bits.decode_gemm,
+        "is_fastest",
+        lambda num_rows, weight: num_rows <= 48 and "unsupported" not in wrong,
+    )
     monkeypatch.setattr(same_bits.hopper_gemm, "supports", lambda *_: "unsupported" not in wrong)
     return wrong
 
 
 @pytest.mark.parametrize(
-    ("wrong", "rows", "others"),
+    ("wrong", "rows", "has_swiglu", "decode_rows"),
     [
-        (set(), {32, 48, 64}, (True, True)),
-        ({48}, {32, 64}, (True, True)),
-        ({"plain"}, set(), (True, True)),
-        ({"add"}, set(), (True, True)),
-        ({"swiglu"}, {32, 48, 64}, (False, True)),
-        ({1}, {32, 48, 64}, (True, False)),
-        ({8}, {32, 48, 64}, (True, False)),
-        ({"few swiglu"}, {32, 48, 64}, (True, False)),
-        ({"unsupported"}, {32, 48, 64}, (False, False)),
+        (set(), {32, 48, 64}, True, {8, 32, 48}),
+        ({64}, {32, 48}, True, {8, 32, 48}),
+        ({"plain"}, set(), True, {8, 32, 48}),
+        ({"add"}, set(), True, {8, 32, 48}),
+        ({"swiglu"}, {32, 48, 64}, False, {8, 32, 48}),
+        ({"decode 32"}, {32, 48, 64}, True, {8, 48}),
+        ({"decode"}, {32, 48, 64}, True, set()),
+        ({"decode swiglu"}, {32, 48, 64}, True, set()),
+        ({"unsupported"}, {32, 48, 64}, False, set()),
     ],
     ids=str,
 )
-def test_kernels_with_other_bits_are_not_used(wrong, rows, others, fakes):
+def test_kernels_with_other_bits_are_not_used(wrong, rows, has_swiglu, decode_rows, fakes):
     fakes |= wrong
     for dtype in (torch.float32, torch.bfloat16):
         weight = torch.empty(16, 8, dtype=dtype)
-        assert compare(weight, ROWS) == SameBits(frozenset(rows), *others)
-    assert compare(weight, []) == SameBits(frozenset(), *others)
+        found = compare(weight, ROWS)
+        assert found == SameBits(frozenset(rows), has_swiglu, frozenset(decode_rows))
+    assert compare(weight, []) == SameBits(frozenset(), has_swiglu)
 
 
 def test_zeros_have_signs(fakes, monkeypatch):
@@ -101,9 +110,10 @@ def test_a_kernel_that_falls_back_to_others_is_not_used(fakes, monkeypatch):
     assert not compare(torch.empty(16, 8), ROWS).has_swiglu
 
 
-def test_a_weight_with_parts_has_only_the_kernel_for_few_rows(fakes):
+def test_a_weight_with_parts_has_only_the_kernel_for_decodes(fakes):
     """The others would have to cut its columns at the same places."""
-    assert compare(torch.empty(64, 4096), ROWS) == SameBits(has_few_rows=True)
+    expected = SameBits(decode_rows=frozenset({8, 32, 48}))
+    assert compare(torch.empty(64, 4096), ROWS) == expected
 
 
 def test_running_out_of_memory_ends_the_comparison(fakes, monkeypatch):
@@ -139,20 +149,18 @@ class Model(torch.nn.Module):
 
 
 def test_a_weight_uses_them_where_they_were_compared(fakes, monkeypatch):
-    """cuBLAS in graphs only, and all without a bias."""
+    """cuBLAS in graphs only, where there is no other kernel, and all without a bias."""
 
     monkeypatch.setattr(batch_invariant, "small_cublas_workspace", nullcontext)
     model, capturing = Model(), False
     used = []
-    for name in ("cublas_linear", "swiglu_linear", "few_rows_linear", "few_rows_swiglu"):
+    for name in ("cublas_linear", "swiglu_linear", "decode_linear", "decode_swiglu"):
         kernel = getattr(same_bits, name)
         monkeypatch.setattr(
             batch_invariant, name, lambda *args, f=kernel: used.append(len(args[0])) or f(*args)
         )
-    few_rows = batch_invariant.few_rows_linear
-    monkeypatch.setattr(
-        batch_invariant, "few_rows_linear_add", lambda *args: (few_rows(*args), None)
-    )
+    decode = batch_invariant.decode_linear
+    monkeypatch.setattr(batch_invariant, "decode_linear_add", lambda *args: (decode(*args), None))
     monkeypatch.setattr(batch_invariant, "batch_invariant_linear", linear)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
 
@@ -176,17 +184,19 @@ def test_a_weight_uses_them_where_they_were_compared(fakes, monkeypatch):
 
     assert rows_used(model.plain) == []
     choose_identical_kernels(model, {8, 32, 64})
-    assert model.plain.linear_weight.same_bits == SameBits(frozenset({32, 64}), True, True)
+    assert model.plain.linear_weight.same_bits == SameBits(
+        frozenset({32, 64}), True, frozenset({8, 32})
+    )
     assert model.lm_head.linear_weight.same_bits == SameBits(), "its results are fp32"
-    assert rows_used(model.plain) == rows_used(model.plain, "add") == [8]
-    assert rows_used(model.plain, SiluAndMul) == [8, 1024]
-    assert rows_used(model.plain, GeluTanhAndMul) == [8]
+    assert rows_used(model.plain) == rows_used(model.plain, "add") == [8, 32]
+    assert rows_used(model.plain, SiluAndMul) == [8, 32, 1024]
+    assert rows_used(model.plain, GeluTanhAndMul) == [8, 32]
     assert rows_used(model.biased, SiluAndMul) == []
     capturing, rows = True, [8, 32, 64]
     for layer, expected in ((model.plain, rows), (model.rounded, rows), (model.biased, [])):
         assert rows_used(layer) == rows_used(layer, "add") == expected
     choose_identical_kernels(model, set())
-    assert rows_used(model.plain) == [8], "an engine without graphs"
+    assert rows_used(model.plain) == [], "an engine without graphs"
 
 
 @pytest.mark.gpu
