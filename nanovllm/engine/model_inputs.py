@@ -19,6 +19,7 @@ from nanovllm.utils.packed_tensors import ALIGNMENT, PackedTensors
 
 # The tensors of ModelInputs outside ``context`` and ``tables``.
 OWN_TENSORS = ("input_ids", "positions", "sampling_rows")
+CONTEXT_FIELDS = tuple(field.name for field in fields(Context))
 
 
 class GraphSize(NamedTuple):
@@ -31,7 +32,7 @@ class GraphSize(NamedTuple):
     shares_prefixes: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ModelInputs:
     """The inputs of one step.
 
@@ -57,17 +58,13 @@ class ModelInputs:
     def pack(self, graph_size: GraphSize | None = None, pin_memory: bool = False) -> "PackedInputs":
         """Copies all tensors to one buffer on the host. The new blocks come last, because only
         their number varies in a captured step. All other tensors have fixed offsets."""
-        context = {field.name: getattr(self.context, field.name) for field in fields(Context)}
+        context = {name: getattr(self.context, name) for name in CONTEXT_FIELDS}
         own = {name: getattr(self, name) for name in OWN_TENSORS}
         values = {**context, **own, **self.tables._asdict()}
         tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
-        cleared: dict[str, Any] = dict.fromkeys(tensors.keys() & context.keys())
-        return PackedInputs(
-            PackedTensors.pack(tensors, pin_memory),
-            replace(self.context, **cleared),
-            self.reads_cache,
-            graph_size,
-        )
+        others = {name: x for name, x in context.items() if name not in tensors}
+        packed = PackedTensors.pack(tensors, pin_memory)
+        return PackedInputs(packed, Context(**others), self.reads_cache, graph_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ def _addmm(x: Tensor, weight: Tensor, bias: None, residual: Tensor) -> tuple[Ten
 
 
 def _is_not_lm_head(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
-    # For an LM head cuBLAS is as fast: its matmul takes long enough to reach the memory bandwidth.
+    # For an LM head cuBLAS is faster: its matmul takes long enough to reach the memory bandwidth.
     return use_triton(weight) and weight.size(0) <= 1 << 16
 
 
@@ -45,8 +45,9 @@ def _is_small(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_decode(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
-    is_fastest = decode_gemm.is_fastest(num_rows, weight)
-    return is_fastest and _is_not_lm_head(num_rows, weight, bias)
+    # One row of other weights has skinny kernels, which are as fast, and have the norm fused.
+    is_choice = num_rows > 1 or not _is_not_lm_head(num_rows, weight, bias)
+    return is_choice and decode_gemm.is_fastest(num_rows, weight)
 
 
 def _is_tiled(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
@@ -84,8 +85,7 @@ class Choice(NamedTuple):
 
 
 ANY = range(sys.maxsize)
-# For one row the skinny kernels are as fast, and have the norm fused.
-DECODE_ROWS = range(2, decode_gemm.MAX_ROWS + 1)
+DECODE_ROWS = range(1, decode_gemm.MAX_ROWS + 1)
 
 # The kernels of each operation on x [N, in] and a weight [out, in]. The first Choice is used whose
 # ``rows`` contain N and that ``applies`` to the weight. If there is none, the operation runs as

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.utils.math import cdiv
-
 ALIGNMENT = 4  # in int32: kernels are compiled for pointers at multiples of 16 bytes
 
 
@@ -29,11 +27,13 @@ class PackedTensors:
         """Copies tensors on the host to a new buffer. ``pin_memory`` pins the buffer, which makes
         copies to a GPU asynchronous."""
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        size = sum(map(_padded_size, shapes.values()))
-        packed = cls(shapes, torch.empty(size, dtype=torch.int32, pin_memory=pin_memory))
-        for name, view in packed.views(packed.buffer.numpy()).items():
-            view[...] = tensors[name].numpy()
-        return packed
+        sizes = [*map(_padded_size, shapes.values())]
+        buffer = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=pin_memory)
+        words, start = buffer.numpy(), 0
+        for tensor, size in zip(tensors.values(), sizes, strict=True):
+            words[start : start + tensor.numel()] = tensor.numpy().reshape(-1)
+            start += size
+        return cls(shapes, buffer)
 
     def views(self, buffer: Any) -> dict[str, Any]:
         """Returns each tensor as a view of ``buffer``, which may be a tensor or an array."""
@@ -61,7 +61,7 @@ class PackedTensors:
 
 
 def _padded_size(shape: tuple[int, ...]) -> int:
-    return cdiv(prod(shape), ALIGNMENT) * ALIGNMENT
+    return -(-prod(shape) // ALIGNMENT) * ALIGNMENT
 
 
 def _from_array(shapes: dict[str, tuple[int, ...]], buffer: np.ndarray) -> PackedTensors:

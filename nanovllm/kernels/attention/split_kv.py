@@ -7,6 +7,7 @@ multiprocessor gets a few splits, and the longest splits start first. FlashInfer
 lengths, so it computes the schedules before the launch.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -88,26 +89,52 @@ def make_split_kv_schedule(
     num_seqs, first = len(context_lens), np.zeros_like(context_lens)
     if window is not None:
         first = np.maximum(context_lens - window, 0) // tile * tile
+    first_splits = first * 0
     if prefix_parts is not None:
-        first = np.maximum(first, prefix_parts.ends)
-    lens = context_lens - first
-    target = max(cdiv(int(lens.sum()), cdiv(num_programs, kv_heads)), 1)
-    num_splits = np.maximum(-(-lens // target), 1)
-    length = np.maximum(-(-lens // (num_splits * tile)) * tile, tile)
+        first, first_splits = np.maximum(first, prefix_parts.ends), prefix_parts.num_splits
+    num_rows = max_num_splits(num_seqs, kv_heads, num_programs)
+    num_splits = cdiv(num_programs, kv_heads)
+    # In tiles, lengths seldom change from one step to the next.
+    tiles = -(-(context_lens - first) // tile)
+    arrays = (np.asarray(x, np.int32).tobytes() for x in (tiles, first, first_splits))
+    schedule, ends = _split_tiles(*arrays, tile, num_splits, num_rows)
+    schedule = schedule.copy()
+    used = schedule[: len(ends)]
+    np.minimum(ends, context_lens[used["seq"]], out=used["end"])
+    return schedule.view(np.int32).reshape(-1, KV_SPLIT_WORDS)
+
+
+@lru_cache(maxsize=16)
+def _split_tiles(
+    tiles: bytes, first: bytes, first_splits: bytes, tile: int, num_splits: int, num_rows: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Computes the schedule of contexts whose lengths are known in tiles.
+
+    Args:
+        tiles, first, first_splits: int32 [num_seqs], the number of tiles of each context from its
+            first token on, that token, and the number of splits before.
+        num_splits: target number of splits of all contexts.
+        num_rows: of the schedule.
+
+    Returns:
+        The schedule, KV_SPLIT [num_rows], and of its used rows the first token after the last tile.
+    """
+    lens, begins, before = (np.frombuffer(x, np.int32) for x in (tiles, first, first_splits))
+    target = max(cdiv(int(lens.sum()), num_splits), 1)
+    counts = np.maximum(-(-lens // target), 1)
+    length = np.maximum(-(-lens // counts), 1)
     # Rounding has made splits longer, so fewer may suffice.
-    num_splits = np.maximum(-(-lens // length), 1)
-    seq = np.repeat(np.arange(num_seqs), num_splits)
-    split = np.arange(len(seq)) - np.repeat(num_splits.cumsum() - num_splits, num_splits)
-    begin = first[seq] + split * length[seq]
-    if prefix_parts is not None:
-        num_splits = num_splits + prefix_parts.num_splits
-        split += prefix_parts.num_splits[seq]
-    num_slots = np.where(num_splits > 1, num_splits, 0)
-    schedule = np.zeros(max_num_splits(num_seqs, kv_heads, num_programs), KV_SPLIT)
-    used = schedule[: len(seq)]
-    used["seq"], used["split"], used["num_splits"] = seq, split, num_splits[seq]
+    counts = np.maximum(-(-lens // length), 1)
+    seq = np.repeat(np.arange(len(lens)), counts)
+    split = np.arange(len(seq)) - np.repeat(counts.cumsum() - counts, counts)
+    begin = begins[seq] + split * length[seq] * tile
+    end = np.minimum(begin + length[seq] * tile, begins[seq] + lens[seq] * tile)
+    counts = counts + before
+    num_slots = np.where(counts > 1, counts, 0)
+    schedule = np.zeros(num_rows, KV_SPLIT)
+    used, order = schedule[: len(seq)], np.argsort(begin - end, kind="stable")
+    used["seq"], used["split"], used["num_splits"] = seq, split + before[seq], counts[seq]
     used["first_slot"] = (num_slots.cumsum() - num_slots)[seq]
     used["begin"] = begin
-    used["end"] = np.minimum(used["begin"] + length[seq], context_lens[seq])
-    used[:] = used[np.argsort(used["begin"] - used["end"], kind="stable")]
-    return schedule.view(np.int32).reshape(-1, KV_SPLIT_WORDS)
+    used[:] = used[order]
+    return schedule, end[order].astype(np.int32)

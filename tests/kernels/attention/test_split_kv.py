@@ -60,8 +60,8 @@ def test_each_token_of_the_window_is_in_one_split(lens, kv_heads, tile, num_prog
         assert max(map(len, found.values())) <= max_window_splits(window, tile)
     assert len(set(slots)) == len(slots)
     assert max(slots, default=0) < max_partial_slots(kv_heads, num_programs)
-    sizes = items["end"] - items["begin"]
-    assert (sizes[:-1] >= sizes[1:]).all(), "not the longest first"
+    sizes = -((items["begin"] - items["end"]) // tile)
+    assert (sizes[:-1] >= sizes[1:]).all(), "not the longest first, in tiles"
 
 
 @pytest.mark.parametrize("num_programs", [264, 528])
@@ -89,6 +89,19 @@ def test_a_window_bounds_the_number_of_programs_of_one_sequence():
     counts = {len(divide([length], 8, 64, 528, window=128)) for length in lens}
     assert counts == {1, 2, 3} and max_window_splits(128, 64) == 3
     assert max_window_splits(1, 64) == 1 and max_window_splits(65, 64) == 2
+
+
+def test_a_step_later_only_the_ends_differ():
+    """Schedules of equal numbers of tiles are computed once."""
+    lens = np.array([300, 65, 700], np.int32)
+    now, later = (
+        make_split_kv_schedule(lens + step, 8, 64, 264).view(KV_SPLIT)[:, 0] for step in (0, 2)
+    )
+    last = now["end"] == lens[now["seq"]]
+    assert last.sum() == 3 and (later["end"] == now["end"] + 2 * last).all()
+    now["end"] = later["end"]
+    assert (now == later).all()
+    assert (make_split_kv_schedule(lens, 8, 64, 264).view(KV_SPLIT)[:, 0]["end"] <= 700).all()
 
 
 def test_many_contexts_are_not_cut():
