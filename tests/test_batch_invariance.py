@@ -148,8 +148,8 @@ SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
         pytest.param("gpt-oss", "bfloat16", marks=SLOW),
         pytest.param("gemma2", "bfloat16", marks=SLOW),
         pytest.param("gemma3", "float32", marks=SLOW),
-        pytest.param("olmo2", "float32", marks=SLOW),
-        pytest.param("llama-bias", "float16", marks=SLOW),
+        pytest.param("olmo2", "float32", marks=EXHAUSTIVE),
+        pytest.param("llama-bias", "float16", marks=EXHAUSTIVE),
     ],
 )
 def test_a_request_has_the_same_bits_in_any_batch(name: str, dtype: str, tiny_models: TinyModels):
@@ -187,7 +187,7 @@ def test_two_gpus(name: str, tiny_models: TinyModels):
     prove(tiny_models.path(name), BLOCKS.get(name, 44), **settings)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_thousand_other_requests(tiny_models: TinyModels):
     requests = make_requests(6, num_tokens=6)
     others = make_requests(1018, num_tokens=4)
@@ -210,7 +210,7 @@ def test_several_ranks(name: str, dtype: str, mode: str, tiny_models: TinyModels
     prove(tiny_models.path(name), BLOCKS.get(name, 44), **options)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_four_ranks(tmp_path: Path):
     """With three and more ranks, the order in which gloo adds depends on a tensor's size."""
     config_class, changes = CONFIGS["qwen3"]
@@ -309,7 +309,7 @@ def test_settings_of_the_engine_and_processes_do_not_matter(tiny_models: TinyMod
     ("aten", "onednn"),
     [
         pytest.param("avx2", "AVX2", marks=EXHAUSTIVE),
-        pytest.param("default", "SSE41", marks=SLOW),
+        pytest.param("default", "SSE41", marks=EXHAUSTIVE),
     ],
 )
 def test_cpus_with_other_instructions(aten: str, onednn: str):

@@ -357,18 +357,24 @@ def of_part(part: str) -> list[Case]:
 
 
 def test_hostile_lines_change_no_other_and_have_one_record(tiny, tmp_path):
-    """One in 24 of the cases, in a job that is killed on its way; the slow tests run all, and
-    exhaustive ones all again, on a real model without a kill and through the library."""
+    """One in 24 of the cases, in a job that is killed on its way; the slow tests run one in 4, and
+    exhaustive ones all, also on a real model without a kill and through the library."""
     cases = LIGHT[SEED % 24 :: 24]
     run_among_good_lines(tiny, cases, tmp_path, "killed", [at_random("some", cases)])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "share",
+    [
+        pytest.param(4, id="one in 4", marks=pytest.mark.slow),
+        pytest.param(1, id="all", marks=pytest.mark.exhaustive),
+    ],
+)
 @pytest.mark.parametrize("part", PARTS)
-def test_every_hostile_line_on_a_tiny_model(part, tiny, tmp_path):
+def test_hostile_lines_on_a_tiny_model(part, share, tiny, tmp_path):
     """In a job that is killed on its way."""
-    cases = of_part(part)
+    cases = of_part(part)[SEED % share :: share]
     run_among_good_lines(tiny, cases, tmp_path, "killed", [at_random(part, cases)])
 
 

@@ -224,7 +224,7 @@ def test_tokens_survive_prefix_cache_hits(name, engine, tiny_models, expected):
     [
         ("gemma2", [58]),
         pytest.param("smollm3", [2, 17], marks=slow),
-        pytest.param("qwen3", [2, 17, 357], marks=slow),
+        pytest.param("qwen3", [2, 17, 357], marks=pytest.mark.exhaustive),
         pytest.param("gemma3", [17, 131], marks=pytest.mark.exhaustive),
         pytest.param("mistral-window", [17, 131], marks=slow),
         pytest.param("gpt-oss", [2, 131], marks=slow),

@@ -88,12 +88,12 @@ def test_it_knows_the_capital_of_france(path):
     "settings",
     [
         pytest.param({}, id="default", marks=pytest.mark.slow),
-        pytest.param({"kvcache_block_size": 16}, id="block16", marks=pytest.mark.slow),
+        pytest.param({"kvcache_block_size": 16}, id="block16", marks=pytest.mark.exhaustive),
         pytest.param(
             {"enable_prefix_caching": False}, id="no-prefix-cache", marks=pytest.mark.slow
         ),
         pytest.param({"max_num_batched_tokens": 64}, id="chunked", marks=pytest.mark.slow),
-        pytest.param({"max_num_seqs": 1}, id="one-at-a-time", marks=pytest.mark.slow),
+        pytest.param({"max_num_seqs": 1}, id="one-at-a-time", marks=pytest.mark.exhaustive),
         pytest.param(
             {"kvcache_block_size": 16, "num_kvcache_blocks": 17},
             id="preempted",

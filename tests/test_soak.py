@@ -125,7 +125,8 @@ def break_steps(llm: LLM, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("num_requests", "windowed"),
     [
-        pytest.param(3_000, False, marks=pytest.mark.slow),
+        pytest.param(1_000, False, marks=pytest.mark.slow),
+        pytest.param(3_000, False, marks=pytest.mark.exhaustive),
         pytest.param(2_000, True, marks=pytest.mark.exhaustive),
     ],
 )

@@ -22,7 +22,7 @@ COMPAT = ["-m", "nanovllm.compat"]
 VLLM_VERSION = "0.32.0"
 PARIS = "The capital of France is Paris."
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,7 @@ def run_client(name, *arguments):
     return json.loads(run(*COMPAT, CLIENTS / name, *arguments).splitlines()[-1])
 
 
+@pytest.mark.exhaustive
 def test_outlines(model):
     results = run_client("use_outlines.py", model)
     assert results["text"] == PARIS
@@ -59,18 +60,21 @@ def test_outlines(model):
     assert results["batch"][0] == [PARIS] and len(results["batch"]) == 2
 
 
+@pytest.mark.exhaustive
 def test_langchain(model):
     results = run_client("use_langchain.py", model)
     assert results["text"].startswith(" Paris")
     assert [text.split(".")[0] for text in results["chain"]] == [" Tokyo", " Rome"]
 
 
+@pytest.mark.exhaustive
 def test_evalplus(model):
     solutions = run_client("use_evalplus.py", model)
     assert len(solutions) == 2 and solutions[0] == solutions[1]
     assert "def add(a, b):" in solutions[0] and "```" not in solutions[0]
 
 
+@pytest.mark.exhaustive
 def test_distilabel(model, tmp_path):
     results = run_client("use_distilabel.py", model, tmp_path)
     assert results["texts"][0] == [PARIS] and results["pipeline"] == [PARIS]
@@ -98,6 +102,7 @@ def trl(model_path, tmp_path_factory):
     return once(tmp_path_factory, "trl", train)
 
 
+@pytest.mark.exhaustive
 class TestTrl:
     """TRL's GRPOTrainer with use_vllm=True and vllm_mode="colocate", in float32."""
 
@@ -151,6 +156,7 @@ def answers(path):
     return [s["filtered_resps"] for s in sorted(samples, key=lambda s: s["doc_id"])]
 
 
+@pytest.mark.slow
 class TestLmEval:
     """The harness's own command line gives what its transformers backend gives."""
 
@@ -211,6 +217,7 @@ def example(vllm_examples, named_models):
     return lambda name, *arguments: run(*COMPAT, vllm_examples / name, *arguments, cwd=named_models)
 
 
+@pytest.mark.slow
 class TestVllmsOwnExamples:
     """Files of vLLM's source distribution, byte for byte."""
 

@@ -443,7 +443,7 @@ SCHEDULERS = st.builds(
 )
 
 
-@pytest.mark.parametrize("num_examples", [150, pytest.param(800, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [150, pytest.param(800, marks=pytest.mark.exhaustive)])
 def test_random_schedules(num_examples: int):
     settings(max_examples=num_examples, deadline=None, derandomize=True)(
         given(

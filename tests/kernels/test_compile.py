@@ -42,7 +42,7 @@ def test_every_kernel_compiles_for_a_hopper_gpu(options: list[str], tmp_path: Pa
 @pytest.mark.parametrize(
     ("capability", "kib"),
     [
-        pytest.param(80, 163, marks=pytest.mark.slow),
+        pytest.param(80, 163, marks=pytest.mark.exhaustive),
         pytest.param(89, 99, marks=pytest.mark.exhaustive),
         pytest.param(100, 227, marks=pytest.mark.exhaustive),
         pytest.param(120, 99, marks=pytest.mark.slow),

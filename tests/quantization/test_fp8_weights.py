@@ -163,6 +163,23 @@ def test_a_cpu_generates_with_rounded_weights(tiny_models, caplog):
         assert torch.equal(found[name], rounded(weight) if is_rounded else weight), name
 
 
+@pytest.mark.parametrize("has_groups", [False, True])
+def test_one_row_is_quantised_too_where_the_weight_is_large(has_groups, monkeypatch):
+    """On Hopper, and with scales of rows."""
+    monkeypatch.setattr(fp8, "use_triton", lambda x: True)
+    monkeypatch.setattr(fp8, "MIN_TENSOR_CORES", 128 * 256)
+    weight_class = fp8.GroupedFp8Weight if has_groups else fp8.Fp8Weight
+    monkeypatch.setattr(fp8, "new_fp8_weight", lambda layer, has_groups: weight_class(layer))
+    with use_quantization(CONFIG):
+        large, small = RowParallelLinear(256, 128), RowParallelLinear(128, 128)
+    for is_hopper in (True, False):
+        monkeypatch.setattr(fp8, "is_decode", lambda *_, result=is_hopper: result)
+        for layer, width in ((large, 256), (small, 128)):
+            is_vector = layer.linear_weight._is_vector(torch.zeros(1, width))
+            assert is_vector == (has_groups or not is_hopper or layer is small)
+            assert not layer.linear_weight._is_vector(torch.zeros(2, width))
+
+
 def test_batch_invariant_weights_are_rounded():
     with use_quantization(CONFIG), use_batch_invariance(True):
         layer = RowParallelLinear(8, 4)

@@ -77,11 +77,11 @@ def test_which_matmuls_are_skinny(choose):
     assert not is_skinny(1, 151_936, 1024)
     assert is_skinny(16, 3072, 3072) and is_skinny(8, 6144, 2560) and not is_skinny(16, 6144, 2560)
     assert choose("matmul", 9, 64, 4096, hopper=False) is F.linear
-    assert choose("matmul", 1, 151_936, 1024) is F.linear
+    assert choose("matmul", 1, 151_936, 1024, hopper=False) is F.linear
 
 
 def test_which_matmuls_have_the_kernel_for_decodes(choose):
-    """On Hopper, those of 2 to 256 rows, but for large weights and LM heads."""
+    """On Hopper, those of 2 to 256 rows, fewer with large weights; and one row of LM heads."""
     kernels = {
         "matmul": unquantized.decode_linear,
         "matmul_swiglu": unquantized.decode_swiglu,
@@ -91,7 +91,8 @@ def test_which_matmuls_have_the_kernel_for_decodes(choose):
         for rows in (2, 9, 64, 256):
             for bias in (None, torch.empty(4096, device="meta")):
                 assert choose(operation, rows, 4096, 1024, bias=bias) is kernel
-            assert choose(operation, rows, 151_936, 1024) is not kernel
+        assert choose(operation, 1, 151_936, 1024) is choose(operation, 64, 151_936, 1024) is kernel
+        assert choose(operation, 65, 151_936, 1024) is not kernel
         assert choose(operation, 128, 24_576, 4096) is kernel
         assert choose(operation, 129, 24_576, 4096) is not kernel
         assert choose(operation, 1, 4096, 1024) is not kernel

@@ -98,24 +98,16 @@ FP8_BLOCK_TILES: dict[int, Tile] = {
     1 << 31: Tile(64, 64, 64, 64, 128, 4, 4),
 }
 FP32_TILE = Tile(16, 16, 32, 32, 32, 2, 4)  # fp32 matmuls run on the CUDA cores
-# For assignments that are not sorted (MXFP4 only, see quantization/experts.py). A matmul with 16
-# features takes one warp and has a low latency. Hopper's asynchronous tensor core instructions need
-# 64 features.
-UNSORTED_TILE = Tile(8, 8, 16, 16, 128, 4, 1)
 MAX_LAUNCHED_TILES = 65535  # CUDA's limit of a grid's second dimension
 
 
-def choose_tile(
-    num_tokens: int, top_k: int, experts: Experts, x: torch.Tensor, is_sorted: bool
-) -> Tile:
+def choose_tile(num_tokens: int, top_k: int, experts: Experts, x: torch.Tensor) -> Tile:
     """Returns the tile of both GEMMs. It has fewer stages where shared memory is small, as on
-    consumer GPUs.
+    consumer GPUs. A row's sums have the same order in all tiles. The instructions differ (MXFP4
+    with few tokens takes mma.sync), but not their bits on Hopper.
 
     Args:
         x: the input, whose dtype, which may be FP8, and device decide.
-        is_sorted: whether assignments are sorted. Then a row's sums have the same order in all
-            tiles. The instructions differ (MXFP4 with few tokens takes mma.sync), but not their
-            bits on Hopper.
     """
     if x.dtype is torch.float32:
         return FP32_TILE
@@ -125,8 +117,6 @@ def choose_tile(
         tiles = FP8_TILES if experts.group is None else FP8_BLOCK_TILES
     mean_rows = num_tokens * top_k / len(experts.down)
     tile = next(tile for rows, tile in tiles.items() if mean_rows <= rows)
-    if not is_sorted:
-        tile = UNSORTED_TILE
     # Bytes of a row of the weight in one iteration: for MXFP4, 32 words and the scales.
     weight_bytes = 32 * 2 + 4 if mxfp4 else tile.columns * x.itemsize
     weight_rows = max(2 * tile.features, tile.down_features)
@@ -309,7 +299,6 @@ def _compute_tile(
     expert,
     start,
     end,
-    SORTED: tl.constexpr,
     TOP_K: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -320,13 +309,10 @@ def _compute_tile(
     BLOCK_K: tl.constexpr,
 ):
     """Computes what ``_grouped_kernel`` describes, for the BLOCK_M rows from ``start`` on, as far
-    as ``end``. They belong to ``expert``. If they are not SORTED, the row of an assignment is its
-    index."""
+    as ``end``. They belong to ``expert``."""
     row = start + tl.arange(0, BLOCK_M)
     in_group = row < end
-    assignment = row
-    if SORTED:
-        assignment = tl.load(order_ptr + row, mask=in_group, other=0)
+    assignment = tl.load(order_ptr + row, mask=in_group, other=0)
     source = assignment // TOP_K if GATED else row
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Features past the end repeat the last one, so that weights are loaded without a mask for rows.
@@ -418,19 +404,14 @@ def _grouped_kernel(
     The weight is in MXFP4 if it has words of 16 bits. If it is in FP8, so is x unless
     ``x_scales_ptr`` is None. The scales of x are those of rows or, unless GROUP is None, of GROUP
     columns of a row, at the given strides. Those of the weight are described in ``mix.Experts``.
-    If ``tiles_ptr`` is None, each assignment is a tile, in the order of assignments, and
-    ``order_ptr`` has its expert.
     """
     pdl_wait(PDL)
     tile = tl.program_id(1)
-    if tiles_ptr is None:
-        expert, start, end = tl.load(order_ptr + tile), tile, tile + 1
-    else:
-        if tile >= tl.load(num_tiles_ptr):
-            return
-        expert = tl.load(tiles_ptr + 3 * tile)
-        start = tl.load(tiles_ptr + 3 * tile + 1)
-        end = tl.load(tiles_ptr + 3 * tile + 2)
+    if tile >= tl.load(num_tiles_ptr):
+        return
+    expert = tl.load(tiles_ptr + 3 * tile)
+    start = tl.load(tiles_ptr + 3 * tile + 1)
+    end = tl.load(tiles_ptr + 3 * tile + 2)
     if SMALL_M < BLOCK_M:
         num_rows = end - start
         if num_rows <= SMALL_M:
@@ -450,7 +431,6 @@ def _grouped_kernel(
                 expert,
                 start,
                 end,
-                tiles_ptr is not None,
                 TOP_K,
                 LIMIT,
                 ALPHA,
@@ -477,7 +457,6 @@ def _grouped_kernel(
         expert,
         start,
         end,
-        tiles_ptr is not None,
         TOP_K,
         LIMIT,
         ALPHA,
@@ -523,10 +502,9 @@ def mix_grouped(
     gate_up, down = experts.gate_up, experts.down
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
     assert residual is None or residual.is_contiguous()
-    is_sorted = routing.ranks is not None
     inputs = _quantise(x, experts)
-    tile = choose_tile(num_tokens, top_k, experts, inputs[0], is_sorted)
-    groups = sort_triton(routing, tile.rows) if is_sorted else Groups(routing.experts)
+    tile = choose_tile(num_tokens, top_k, experts, inputs[0])
+    groups = sort_triton(routing, tile.rows)
     inner = x.new_empty(num_tokens * top_k, width)
     settings = experts.group, experts.limit, experts.alpha
     weight = gate_up, experts.gate_up_scales, experts.gate_up_bias
@@ -581,10 +559,9 @@ def _launch(
     block_n = tile.features if is_first else tile.down_features
     assert group is None or group % block_n == group % tile.columns == 0
     strides = (0, 0) if group is None or x[1] is None else x[1].stride()
-    num_tiles = groups.order.numel() if groups.tiles is None else len(groups.tiles)
+    num_tiles = len(groups.tiles)
     for first in range(0, num_tiles, MAX_LAUNCHED_TILES):  # almost always one launch
         if first:
-            assert groups.tiles is not None and groups.num_tiles is not None
             tiles = groups.tiles[MAX_LAUNCHED_TILES:]
             groups = Groups(groups.order, tiles, groups.num_tiles - MAX_LAUNCHED_TILES)
         launched = min(num_tiles - first, MAX_LAUNCHED_TILES)

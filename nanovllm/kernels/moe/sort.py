@@ -17,14 +17,11 @@ class Groups(NamedTuple):
             first index in ``order``, and the end of the expert's assignments in ``order``, which
             may be in a later tile.
         num_tiles: int32 [1], the number of tiles. The other rows of ``tiles`` are undefined.
-
-    If ``tiles`` is None, assignments are not grouped. Then each one is a tile, and ``order`` is
-    int32 [N, k], the expert of each assignment.
     """
 
     order: torch.Tensor
-    tiles: torch.Tensor | None = None
-    num_tiles: torch.Tensor | None = None
+    tiles: torch.Tensor
+    num_tiles: torch.Tensor
 
 
 def max_tiles(num_assignments: int, num_experts: int, block_m: int) -> int:
