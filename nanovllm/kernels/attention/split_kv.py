@@ -8,7 +8,7 @@ lengths, so it computes the schedules before the launch.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,7 @@ KV_SPLIT = np.dtype(
     ]
 )
 KV_SPLIT_WORDS = KV_SPLIT.itemsize // 4
+MAX_CACHED_SEQS = 32  # with more, some length in tiles changes in most steps
 
 
 class PrefixParts(NamedTuple):
@@ -93,33 +94,46 @@ def make_split_kv_schedule(
     if prefix_parts is not None:
         first, first_splits = np.maximum(first, prefix_parts.ends), prefix_parts.num_splits
     num_rows = max_num_splits(num_seqs, kv_heads, num_programs)
-    num_splits = cdiv(num_programs, kv_heads)
-    # In tiles, lengths seldom change from one step to the next.
-    tiles = -(-(context_lens - first) // tile)
-    arrays = (np.asarray(x, np.int32).tobytes() for x in (tiles, first, first_splits))
-    schedule, ends = _split_tiles(*arrays, tile, num_splits, num_rows)
-    schedule = schedule.copy()
+    arrays = -(-(context_lens - first) // tile), first, first_splits
+    settings = tile, cdiv(num_programs, kv_heads), num_rows
+    if num_seqs > MAX_CACHED_SEQS:
+        schedule, ends = _split_tiles(*arrays, *settings)
+    else:
+        schedule, ends = _split_few(*(x.astype(np.int32).tobytes() for x in arrays), *settings)
+        schedule = schedule.copy()
     used = schedule[: len(ends)]
     np.minimum(ends, context_lens[used["seq"]], out=used["end"])
     return schedule.view(np.int32).reshape(-1, KV_SPLIT_WORDS)
 
 
 @lru_cache(maxsize=16)
+def _split_few(*arguments: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Computes ``_split_tiles``, whose arrays are given as bytes. In tiles, the lengths of few
+    contexts seldom change from one step to the next."""
+    *arrays, tile, num_splits, num_rows = arguments
+    lens, first, first_splits = (np.frombuffer(x, np.int32) for x in arrays)
+    return _split_tiles(lens, first, first_splits, tile, num_splits, num_rows)
+
+
 def _split_tiles(
-    tiles: bytes, first: bytes, first_splits: bytes, tile: int, num_splits: int, num_rows: int
+    lens: np.ndarray,
+    first: np.ndarray,
+    first_splits: np.ndarray,
+    tile: int,
+    num_splits: int,
+    num_rows: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Computes the schedule of contexts whose lengths are known in tiles.
 
     Args:
-        tiles, first, first_splits: int32 [num_seqs], the number of tiles of each context from its
-            first token on, that token, and the number of splits before.
+        lens, first, first_splits: [num_seqs], the number of tiles of each context from its first
+            token on, that token, and the number of splits before.
         num_splits: target number of splits of all contexts.
         num_rows: of the schedule.
 
     Returns:
         The schedule, KV_SPLIT [num_rows], and of its used rows the first token after the last tile.
     """
-    lens, begins, before = (np.frombuffer(x, np.int32) for x in (tiles, first, first_splits))
     target = max(cdiv(int(lens.sum()), num_splits), 1)
     counts = np.maximum(-(-lens // target), 1)
     length = np.maximum(-(-lens // counts), 1)
@@ -127,13 +141,13 @@ def _split_tiles(
     counts = np.maximum(-(-lens // length), 1)
     seq = np.repeat(np.arange(len(lens)), counts)
     split = np.arange(len(seq)) - np.repeat(counts.cumsum() - counts, counts)
-    begin = begins[seq] + split * length[seq] * tile
-    end = np.minimum(begin + length[seq] * tile, begins[seq] + lens[seq] * tile)
-    counts = counts + before
+    begin = first[seq] + split * length[seq] * tile
+    end = np.minimum(begin + length[seq] * tile, first[seq] + lens[seq] * tile)
+    counts = counts + first_splits
     num_slots = np.where(counts > 1, counts, 0)
     schedule = np.zeros(num_rows, KV_SPLIT)
     used, order = schedule[: len(seq)], np.argsort(begin - end, kind="stable")
-    used["seq"], used["split"], used["num_splits"] = seq, split + before[seq], counts[seq]
+    used["seq"], used["split"], used["num_splits"] = seq, split + first_splits[seq], counts[seq]
     used["first_slot"] = (num_slots.cumsum() - num_slots)[seq]
     used["begin"] = begin
     used[:] = used[order]
