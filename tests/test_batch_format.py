@@ -544,7 +544,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(p for key, inner in items for p in places(inner, (*path, key)))]
 
 
-@pytest.mark.parametrize("num_examples", [300, pytest.param(1_500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [300, pytest.param(1_500, marks=pytest.mark.exhaustive)])
 def test_mutated_requests_give_a_record_or_run(num_examples: int):
     @settings(max_examples=num_examples, deadline=None, derandomize=True)
     @given(st.sampled_from([*FIELDS]), st.data())

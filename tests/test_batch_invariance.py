@@ -144,7 +144,7 @@ SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
     ("name", "dtype"),
     [  # test_several_ranks has further pairs
         ("qwen3-tied", "float32"),
-        pytest.param("qwen3-moe", "bfloat16", marks=SLOW),
+        pytest.param("qwen3-moe", "bfloat16", marks=EXHAUSTIVE),
         pytest.param("gpt-oss", "bfloat16", marks=SLOW),
         pytest.param("gemma2", "bfloat16", marks=SLOW),
         pytest.param("gemma3", "float32", marks=SLOW),

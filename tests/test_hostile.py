@@ -357,7 +357,7 @@ def of_part(part: str) -> list[Case]:
 
 
 def test_hostile_lines_change_no_other_and_have_one_record(tiny, tmp_path):
-    """One in 24 of the cases, in a job that is killed on its way; the slow tests run one in 4, and
+    """One in 24 of the cases, in a job that is killed on its way; the slow tests run one in 8, and
     exhaustive ones all, also on a real model without a kill and through the library."""
     cases = LIGHT[SEED % 24 :: 24]
     run_among_good_lines(tiny, cases, tmp_path, "killed", [at_random("some", cases)])
@@ -367,7 +367,7 @@ def test_hostile_lines_change_no_other_and_have_one_record(tiny, tmp_path):
 @pytest.mark.parametrize(
     "share",
     [
-        pytest.param(4, id="one in 4", marks=pytest.mark.slow),
+        pytest.param(8, id="one in 8", marks=pytest.mark.slow),
         pytest.param(1, id="all", marks=pytest.mark.exhaustive),
     ],
 )

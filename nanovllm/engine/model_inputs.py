@@ -32,7 +32,7 @@ class GraphSize(NamedTuple):
     shares_prefixes: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ModelInputs:
     """The inputs of one step.
 

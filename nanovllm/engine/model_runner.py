@@ -1,6 +1,7 @@
 """Runs scheduled batches on one rank's device. Makes no scheduling decisions."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -259,7 +260,7 @@ class ModelRunner(LeftToParent):
         samples = self.samples_in_step(batch)
         if samples or size:  # a graph always samples
             rows = sampling_rows(batch.sampled if samples else [], num_seqs or len(batch))
-            inputs.sampling_rows = rows
+            inputs = replace(inputs, sampling_rows=rows)
         return inputs.pack(size, pin_memory=self.device.type == "cuda")
 
     def _split_kv(

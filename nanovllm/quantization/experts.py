@@ -234,7 +234,7 @@ def _check_uint8(tensor: Tensor) -> None:
 
 class BatchInvariantExperts(UnquantizedExperts):
     """Computes each token's result with the same bits whatever the other tokens are. All tiles of
-    ``mix_grouped`` add in the same order, if assignments are sorted."""
+    ``mix_grouped`` add in the same order."""
 
     kernels = KERNELS[1:]
 
@@ -294,6 +294,6 @@ class Mxfp4Experts(UnquantizedExperts):
 
 
 class BatchInvariantMxfp4Experts(Mxfp4Experts):
-    """All tiles of ``mix_grouped`` add in the same order, if assignments are sorted."""
+    """All tiles of ``mix_grouped`` add in the same order."""
 
     kernels = KERNELS[1:]

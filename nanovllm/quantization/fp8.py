@@ -4,8 +4,9 @@ Weights are quantised as they are loaded, tensor by tensor (``Config.quantizatio
 checkpoint has them in FP8. The scales depend on the whole rows of a checkpoint's tensor, so each
 tensor-parallel rank has its part of the same FP8 weights.
 
-Inputs are quantised by the norm or the activation. A single row is not, unless the weight is large,
-because its matmuls are fastest on the CUDA cores, where the norm and SwiGLU are fused with them.
+Inputs are quantised by the norm or the activation. A single row is not, because most of its matmuls
+are fastest on the CUDA cores, where the norm and SwiGLU are fused with them. But on Hopper, in bf16
+and without blocks, it is quantised if the weight is large.
 """
 
 from typing import Any
@@ -42,7 +43,7 @@ FP8_ROWS = InputFormat(fp8_rms_norm, fp8_silu_and_mul, fp8_gelu_tanh_and_mul)
 FP8_GROUPS = InputFormat(fp8_group_rms_norm, fp8_group_silu_and_mul, fp8_group_gelu_tanh_and_mul)
 SWIGLU = {fmt.silu_and_mul for fmt in (PLAIN, FP8_ROWS, FP8_GROUPS)}
 FP8_MATMUL_CAPABILITY = (8, 9)
-MIN_TENSOR_CORES = 1 << 24  # elements of a weight by which one row is multiplied as several are
+MIN_QUANTISED_ROW_NUMEL = 1 << 24  # elements of a weight from which on a single row is quantised
 
 
 def new_fp8_weight(layer: nn.Module, has_groups: bool = False) -> LinearWeight:
@@ -181,7 +182,7 @@ class Fp8Weight(StoredFp8Weight):
         return x
 
     def _is_vector(self, x: Any) -> bool:
-        is_large = not self.has_groups and self.layer.weight.numel() >= MIN_TENSOR_CORES
+        is_large = not self.has_groups and self.layer.weight.numel() >= MIN_QUANTISED_ROW_NUMEL
         if is_large and is_decode(1, self._weight, self.dtype):
             return False
         return super()._is_vector(x)

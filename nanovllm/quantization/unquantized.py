@@ -34,7 +34,8 @@ def _addmm(x: Tensor, weight: Tensor, bias: None, residual: Tensor) -> tuple[Ten
 
 
 def _is_not_lm_head(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
-    # For an LM head cuBLAS is faster: its matmul takes long enough to reach the memory bandwidth.
+    # For an LM head these kernels are slower than cuBLAS, whose matmul then takes long enough to
+    # reach the memory bandwidth.
     return use_triton(weight) and weight.size(0) <= 1 << 16
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanovllm.utils.math import cdiv
+
 ALIGNMENT = 4  # in int32: kernels are compiled for pointers at multiples of 16 bytes
 
 
@@ -61,7 +63,7 @@ class PackedTensors:
 
 
 def _padded_size(shape: tuple[int, ...]) -> int:
-    return -(-prod(shape) // ALIGNMENT) * ALIGNMENT
+    return cdiv(prod(shape), ALIGNMENT) * ALIGNMENT
 
 
 def _from_array(shapes: dict[str, tuple[int, ...]], buffer: np.ndarray) -> PackedTensors:

@@ -156,7 +156,7 @@ def answers(path):
     return [s["filtered_resps"] for s in sorted(samples, key=lambda s: s["doc_id"])]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 class TestLmEval:
     """The harness's own command line gives what its transformers backend gives."""
 

@@ -55,7 +55,6 @@ PDL_MODULES = (
     grouped,
     invariant_attention,
     invariant_gemm,
-    mxfp4_few,
     prefill,
     prefix_decode,
     rms_norm,
@@ -170,6 +169,12 @@ def launch_all(
             decode_gemm.launch(
                 make(num_rows, 1024), make(6144, 1024), bias, None, True, part_columns=1024
             )
+            if dtype is torch.bfloat16:
+                for group in (None, fp8.GROUP):
+                    rows = fp8.empty_rows(make(num_rows, 2048), 2048, group)
+                    scales = torch.zeros(8192 if group is None else (64, 16))
+                    weight_8 = Fp8Rows(torch.zeros(8192, 2048, dtype=FP8), scales)
+                    decode_gemm.launch(rows, weight_8, make(8192), dtype=dtype)
         for is_rounded in (False, True) if all_sizes else (True,):
             swiglu.launch(make(64, 1024), make(6144, 1024), is_rounded)
         if head_dim == qkv.HEAD_DIM:

@@ -53,7 +53,7 @@ def choose(monkeypatch):
     monkeypatch.setattr(unquantized, "use_triton", lambda x: True)
 
     def call(operation, rows, out, width, *, dtype=BF16, bias=None, memory=228, hopper=True):
-        monkeypatch.setattr(hopper_gemm, "supports", lambda epilogue, weight: hopper)
+        monkeypatch.setattr(hopper_gemm, "supports", lambda *_: hopper)
         monkeypatch.setattr(tiled, "shared_memory", lambda device: memory << 10)
         x, weight = (torch.empty(n, width, dtype=dtype, device="meta") for n in (rows, out))
         kernel = choose_kernel(operation, x, weight, bias)
@@ -129,7 +129,7 @@ def test_which_projections_have_rope_fused(monkeypatch):
 
     monkeypatch.setattr(qkv, "qkv_linear", qkv_linear)
     monkeypatch.setattr(qkv, "supports", lambda *args: True)
-    monkeypatch.setattr(hopper_gemm, "supports", lambda epilogue, weight: True)
+    monkeypatch.setattr(hopper_gemm, "supports", lambda *_: True)
     x, norm = torch.randn(1024, 64), Norm(torch.ones(64), 1e-6)
     fused = make_weight(weight).norm_matmul_rope(x, residual, norm, rope, slots)
     normed, total = rms_norm_reference(x, norm.weight, norm.eps, residual)

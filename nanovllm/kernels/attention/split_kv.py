@@ -8,7 +8,7 @@ lengths, so it computes the schedules before the launch.
 """
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -84,13 +84,13 @@ def make_split_kv_schedule(
         prefix_parts: what other programs read of each context; None for nothing.
 
     Returns:
-        int32 [max_num_splits, KV_SPLIT_WORDS], a KV_SPLIT per row, the longest first. The number of
-        rows depends only on the number of sequences, so a CUDA graph can replay the launch.
+        int32 [max_num_splits, KV_SPLIT_WORDS], a KV_SPLIT per row, those of the most tiles first.
+        The number of rows depends only on that of sequences, so a CUDA graph can replay the launch.
     """
     num_seqs, first = len(context_lens), np.zeros_like(context_lens)
     if window is not None:
         first = np.maximum(context_lens - window, 0) // tile * tile
-    first_splits = first * 0
+    first_splits = np.zeros_like(first)
     if prefix_parts is not None:
         first, first_splits = np.maximum(first, prefix_parts.ends), prefix_parts.num_splits
     num_rows = max_num_splits(num_seqs, kv_heads, num_programs)
@@ -107,12 +107,13 @@ def make_split_kv_schedule(
 
 
 @lru_cache(maxsize=16)
-def _split_few(*arguments: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Computes ``_split_tiles``, whose arrays are given as bytes. In tiles, the lengths of few
-    contexts seldom change from one step to the next."""
-    *arrays, tile, num_splits, num_rows = arguments
-    lens, first, first_splits = (np.frombuffer(x, np.int32) for x in arrays)
-    return _split_tiles(lens, first, first_splits, tile, num_splits, num_rows)
+def _split_few(
+    lens: bytes, first: bytes, first_splits: bytes, tile: int, num_splits: int, num_rows: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Computes ``_split_tiles`` of arrays that are given as the bytes of int32. In tiles, the
+    lengths of few contexts seldom change from one step to the next."""
+    a, b, c = (np.frombuffer(x, np.int32) for x in (lens, first, first_splits))
+    return _split_tiles(a, b, c, tile, num_splits, num_rows)
 
 
 def _split_tiles(
@@ -126,13 +127,14 @@ def _split_tiles(
     """Computes the schedule of contexts whose lengths are known in tiles.
 
     Args:
-        lens, first, first_splits: [num_seqs], the number of tiles of each context from its first
-            token on, that token, and the number of splits before.
+        lens: [num_seqs], the number of tiles of each context, from ``first`` on.
+        first: [num_seqs], the first token of each context that is read.
+        first_splits: [num_seqs], the number of each context's splits of a shared prefix.
         num_splits: target number of splits of all contexts.
         num_rows: of the schedule.
 
     Returns:
-        The schedule, KV_SPLIT [num_rows], and of its used rows the first token after the last tile.
+        The schedule, KV_SPLIT [num_rows], and, for each used row, the end of its last tile.
     """
     target = max(cdiv(int(lens.sum()), num_splits), 1)
     counts = np.maximum(-(-lens // target), 1)

@@ -1,9 +1,8 @@
-"""GEMM for the up to MAX_ROWS rows of a decode step, on Hopper: the launcher of
-decode_gemm_kernel.py.
+"""Launches the GEMM for decode steps with up to MAX_ROWS rows, on Hopper (decode_gemm_kernel.py).
 
 It is faster than cuBLAS for two reasons. Its programs load their first tiles of the weight while
 the previous kernel still runs (programmatic dependent launch), which cuBLAS does not. And a
-split-K needs no kernel that adds the parts, because the next norm does.
+split-K needs no kernel that adds the parts, where the next norm does.
 """
 
 import sys
@@ -14,14 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.fp8 import GROUP, Fp8Rows
+from nanovllm.kernels.fp8 import FP8, GROUP, Fp8Rows
 from nanovllm.kernels.gemm import hopper_gemm
+from nanovllm.kernels.gemm.invariant import add_parts
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import pdl_options
 
-KIND = "few rows"
+KIND = "decodes"
+DTYPES = *hopper_gemm.DTYPES, FP8
 MAX_ROWS = 256
+# The most rows, and elements of the weight, for which the kernel is the fastest: with 16 bits, in
+# FP8 with scales of rows, and with scales of blocks and up to MAX_BLOCK_FEATURES features, or more.
+LIMITS = (64, sys.maxsize), (128, 128 << 20), (MAX_ROWS, 8 << 20)
+FP8_LIMITS = (64, sys.maxsize), (192, 128 << 20), (MAX_ROWS, 64 << 20)
+BLOCK_LIMITS = ((128, sys.maxsize),), ((64, sys.maxsize),)
+MAX_BLOCK_FEATURES = 4096
 NUM_MULTIPROCESSORS = 132  # of a Hopper GPU
 MIN_PART_COLUMNS = 1024
 ROW_TILES = 8, 16, 32, 64, 96, 128
@@ -51,35 +58,68 @@ class Tile(NamedTuple):
 
 def is_fastest(num_rows: int, weight: Tensor | Fp8Rows) -> bool:
     """Returns whether the kernel can multiply this number of rows by a weight [out, in], and is the
-    fastest one. With many rows of a large weight cuBLAS is as fast."""
-    codes = weight.codes if isinstance(weight, Fp8Rows) else weight
-    limits = [(64, sys.maxsize), (128, 128 << 20), (MAX_ROWS, 8 << 20)]  # rows, size of the weight
+    fastest one. With many rows of a large weight cuBLAS is faster."""
     if isinstance(weight, Fp8Rows):
-        limits[1:] = [(192, 128 << 20), (MAX_ROWS, 64 << 20)]
-        if weight.scales.dim() > 1:  # those of blocks
-            limits[1:] = [(128, sys.maxsize)] if len(codes) <= 4096 else []
-    is_fast = any(num_rows <= rows and codes.numel() <= size for rows, size in limits)
-    return is_fast and num_rows > 0 and hopper_gemm.supports(KIND, codes)
+        has_blocks = weight.scales.dim() > 1
+        is_large = len(weight.codes) > MAX_BLOCK_FEATURES
+        limits = BLOCK_LIMITS[is_large] if has_blocks else FP8_LIMITS
+        weight = weight.codes
+    else:
+        limits = LIMITS
+    is_fast = any(num_rows <= rows and weight.numel() <= size for rows, size in limits)
+    return is_fast and num_rows > 0 and hopper_gemm.supports(KIND, weight, DTYPES)
+
+
+def multiply(
+    x: Tensor | Fp8Rows, weight: Tensor | Fp8Rows, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Computes x W^T + b: [N, in], [out, in], [out] -> [N, out] of the given dtype. x and the
+    weight are as for ``launch``. If few programs would multiply, the columns are split among more,
+    and another kernel adds the parts."""
+    num_rows, width, out_features, itemsize, has_groups = _sizes(x, weight)
+    part_columns = width
+    if cdiv(out_features, 64) <= NUM_MULTIPROCESSORS // 4:
+        tile = choose_tile(num_rows, out_features, width, None, itemsize, has_groups)
+        part_columns = tile.part_columns
+    if part_columns >= width:
+        return launch(x, weight, bias, part_columns=width, dtype=dtype)
+    parts = launch(x, weight, part_columns=part_columns)
+    out = parts.new_empty(parts.shape[1:], dtype=dtype)
+    add_parts(parts, bias, None, out)
+    return out
+
+
+def multiply_add(
+    x: Tensor | Fp8Rows, weight: Tensor | Fp8Rows, bias: Tensor | None, residual: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Computes ``multiply`` + residual.
+
+    Returns:
+        (sum [N, out], None), or (parts of a split-K, fp32 [parts, N, out], residual), which the
+        next norm adds.
+    """
+    out = launch(x, weight, bias, residual, dtype=residual.dtype)
+    return out, None if out.dim() == 2 else residual
 
 
 def decode_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Computes x W^T + b: [N, in], [out, in], [out] -> [N, out]. ``is_fastest`` says for which N
-    and weights. If the kernel does not compile, which is logged once, others do it."""
+    """Computes x W^T + b: [N, in], [out, in], [out] -> [N, out]. Falls back to ``F.linear`` if the
+    kernel does not compile."""
     return hopper_gemm.run_or_replace(
         KIND,
         x.device,
-        lambda: launch(x, weight, bias, part_columns=x.size(1)),
+        lambda: multiply(x, weight, bias, x.dtype),
         lambda: F.linear(x, weight, bias),
     )
 
 
 def decode_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Computes ``silu_and_mul(decode_linear(x, weight, bias))``, with the same bits: [N, in],
-    [2 I, in], [2 I] -> [N, I]."""
+    """Computes ``silu_and_mul(decode_linear(x, weight, bias))``: [N, in], [2 I, in], [2 I] ->
+    [N, I]."""
     return hopper_gemm.run_or_replace(
         KIND,
         x.device,
-        lambda: launch(x, weight, bias, swiglu=True, part_columns=x.size(1)),
+        lambda: launch(x, weight, bias, swiglu=True),
         lambda: silu_and_mul(F.linear(x, weight, bias)),
     )
 
@@ -87,19 +127,12 @@ def decode_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def decode_linear_add(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes ``decode_linear(x, weight, bias)`` + residual.
-
-    Returns:
-        (sum [N, out], None), or (parts of a split-K, fp32 [parts, N, out], residual), which the
-        next norm adds.
-    """
-
-    def run() -> tuple[Tensor, Tensor | None]:
-        out = launch(x, weight, bias, residual, part_columns=None if bias is None else x.size(1))
-        return out, None if out.dim() == 2 else residual
-
+    """Computes ``decode_linear(x, weight, bias)`` + residual, as ``multiply_add`` does."""
     return hopper_gemm.run_or_replace(
-        KIND, x.device, run, lambda: (F.linear(x, weight, bias), residual)
+        KIND,
+        x.device,
+        lambda: multiply_add(x, weight, bias, residual),
+        lambda: (F.linear(x, weight, bias), residual),
     )
 
 
@@ -170,6 +203,15 @@ def _part_columns(tiles: int, width: int, multiple: int) -> int:
     return columns
 
 
+def _sizes(x: Tensor | Fp8Rows, weight: Tensor | Fp8Rows) -> tuple[int, int, int, int, bool]:
+    """Returns the numbers of rows, of input and output features, the bytes of an element, and
+    whether groups have scales."""
+    codes = x.codes if isinstance(x, Fp8Rows) else x
+    has_groups = isinstance(x, Fp8Rows) and x.scales.dim() > 1
+    out_features = len(weight.codes if isinstance(weight, Fp8Rows) else weight)
+    return *codes.shape, out_features, codes.itemsize, has_groups
+
+
 def launch(
     x: Tensor | Fp8Rows,
     weight: Tensor | Fp8Rows,
@@ -199,18 +241,22 @@ def launch(
 
     from nanovllm.kernels.gemm.decode_gemm_kernel import decode_gemm_kernel
 
+    num_rows, width, out_features, itemsize, has_groups = _sizes(x, weight)
+    if bias is not None or swiglu:
+        part_columns = width
+    tile = choose_tile(num_rows, out_features, width, part_columns, itemsize, has_groups)
     x_scales = weight_scales = None
     if isinstance(x, Fp8Rows):
         assert isinstance(weight, Fp8Rows) and not swiglu
         (x, x_scales), (weight, weight_scales) = x, weight
     assert isinstance(weight, Tensor)
-    has_groups = x_scales is not None and x_scales.dim() > 1
-    (num_rows, width), out_features = x.shape, len(weight)
     assert num_rows > 0 and x.is_contiguous() and weight.is_contiguous()
     assert not has_groups or width % GROUP == out_features % GROUP == 0
-    tile = choose_tile(num_rows, out_features, width, part_columns, x.itemsize, has_groups)
+    assert residual is None or (
+        residual.is_contiguous() and residual.shape == (num_rows, out_features)
+    )
     parts = cdiv(width, tile.part_columns)
-    assert parts == 1 or (bias is None and not swiglu)
+    assert parts == 1 or tile.part_columns % tile.columns == 0
     grid = cdiv(num_rows, tile.rows), cdiv(out_features, tile.features), parts
     layout = NVMMASharedLayout(128, 8 * x.itemsize, 2)
     box_rows = tile.rows & -tile.rows  # the largest power of two that divides it
@@ -255,7 +301,7 @@ def launch(
         BLOCK_ROWS=next_power_of_2(tile.rows),
         COLUMNS=tile.columns,
         STAGES=tile.stages,
-        IS_WHOLE=num_steps == tile.stages,
+        IS_WHOLE=num_steps == tile.stages and not has_groups,
         ITEMSIZE=x.itemsize,
         HAS_GROUPS=has_groups,
         ROW_GROUPS=tile.row_groups,

@@ -1,7 +1,7 @@
 """GEMMs with FP8 weights and inputs, and scales of rows, or of groups of x and blocks of W.
 
-On Hopper the rows of a decode have the kernel of decode_gemm.py. Elsewhere up to 128 rows are
-multiplied in the tiles of tiled.py, which are made for the memory bandwidth, or up to 64 if the
+On Hopper, few rows are multiplied by decode_gemm.py if the result is in bf16. Otherwise up to 128
+are multiplied in the tiles of tiled.py, which are made for the memory bandwidth, or up to 64 if the
 weight is large or has blocks. More rows are multiplied by cuBLAS through PyTorch's ``_scaled_mm``.
 It multiplies groups and blocks on Hopper only. Other GPUs use larger tiles for them.
 """
@@ -42,11 +42,10 @@ def fp8_linear_reference(
 def fp8_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """See ``fp8_linear_reference``. Chooses the kernel by the numbers of rows and features."""
     if is_decode(len(x.codes), weight, dtype):
-        width = x.codes.size(1)
         return hopper_gemm.run_or_replace(
             decode_gemm.KIND,
             x.codes.device,
-            lambda: decode_gemm.launch(x, weight, bias, part_columns=width, dtype=dtype),
+            lambda: decode_gemm.multiply(x, weight, bias, dtype),
             lambda: fp8_linear(x, weight, bias, dtype),
         )
     num_rows = len(x.codes)
@@ -70,18 +69,13 @@ def fp8_linear_add(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes ``fp8_linear`` + residual, as ``decode_linear_add`` does."""
     dtype = residual.dtype
-    if bias is not None or not is_decode(len(x.codes), weight, dtype):
+    if not is_decode(len(x.codes), weight, dtype):
         return fp8_linear(x, weight, bias, dtype), residual
-
-    def run() -> tuple[Tensor, Tensor | None]:
-        out = decode_gemm.launch(x, weight, None, residual, dtype=dtype)
-        return out, None if out.dim() == 2 else residual
-
     return hopper_gemm.run_or_replace(
         decode_gemm.KIND,
         x.codes.device,
-        run,
-        lambda: (fp8_linear(x, weight, None, dtype), residual),
+        lambda: decode_gemm.multiply_add(x, weight, bias, residual),
+        lambda: (fp8_linear(x, weight, bias, dtype), residual),
     )
 
 

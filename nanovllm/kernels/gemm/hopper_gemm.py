@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.fp8 import FP8
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import HAS_TRITON, is_hopper
 
@@ -18,20 +17,20 @@ T = TypeVar("T")
 # A tile of the result has 2 * ROWS rows, one wgmma instruction's for each consumer, and 2 * BLOCK_N
 # columns, which are those of two boxes of the weight. Tuned on an H200.
 ROWS, BLOCK_N, BLOCK_K = 64, 128, 64
-DTYPES = torch.bfloat16, torch.float16, FP8
+DTYPES = torch.bfloat16, torch.float16
 # At least a kernel's STAGES - 1. With fewer steps in a tile, the first consumer could arrive twice
 # at the LAG barrier before the second one waits there.
 MIN_STEPS = 3
 _failed: set[tuple[str, torch.device]] = set()  # kinds of kernels, and where they do not compile
 
 
-def supports(kind: str, weight: Tensor) -> bool:
+def supports(kind: str, weight: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> bool:
     """Returns whether the kernel of this kind can multiply by a weight [out, in] on its
     device."""
     num_features, width = weight.shape
     if not HAS_TRITON or not is_hopper(weight.device):
         return False
-    if width * weight.itemsize % 16 or num_features % 16 or weight.dtype not in DTYPES:
+    if width * weight.itemsize % 16 or num_features % 16 or weight.dtype not in dtypes:
         return False
     is_wide = cdiv(width, BLOCK_K) >= MIN_STEPS
     return is_wide and (kind, weight.device) not in _failed

@@ -80,11 +80,9 @@ def compare(weight: Tensor, row_counts: Iterable[int]) -> SameBits:
     def has_decode(num_rows: int) -> bool:
         if not decode_gemm.is_fastest(num_rows, weight):
             return False
-        if not is_identical(decode_linear, num_rows):
-            return False
-        is_same = is_swiglu_identical(decode_swiglu, num_rows)
+        found = is_identical(decode_linear, num_rows), is_swiglu_identical(decode_swiglu, num_rows)
         # If the kernel does not compile, ``decode_linear`` falls back to the other one.
-        return is_same and decode_gemm.is_fastest(num_rows, weight)
+        return all(found) and decode_gemm.is_fastest(num_rows, weight)
 
     def has_swiglu() -> bool:
         if is_split or not hopper_gemm.supports(swiglu.KIND, weight):
@@ -159,8 +157,8 @@ def decode_linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tens
 
 
 def decode_swiglu(x: Tensor, weight: Tensor) -> Tensor:
-    """Computes ``silu_and_mul(invariant_linear(x, weight, None))``, if the weight has one part in
-    one kernel: [N, in], [2 I, in] -> [N, I]."""
+    """Computes ``silu_and_mul(invariant_linear(x, weight, None))``: [N, in], [2 I, in] -> [N, I].
+    Uses one kernel unless the weight has several parts."""
     if num_parts(*weight.shape) > 1:
         return silu_and_mul(decode_linear(x, weight))
     return hopper_gemm.run_or_replace(

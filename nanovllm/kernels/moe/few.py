@@ -8,6 +8,8 @@ and sums the outputs of a token's k experts and the residual in registers. FP8 w
 to fp32 in registers, and inputs are not quantised.
 """
 
+from typing import Any
+
 import torch
 
 from nanovllm.kernels.fp8 import fp8_values
@@ -164,21 +166,32 @@ def _down_kernel(
     tl.store(out_ptr + address, out.to(out_ptr.dtype.element_ty), mask=in_weight)
 
 
-def mix_few(
-    x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
+def launch_few(
+    x: torch.Tensor,
+    experts: Experts,
+    routing: Routing,
+    residual: torch.Tensor | None,
+    kernels: tuple[Any, Any],
+    features: tuple[int, int],
+    settings: tuple[dict[str, Any], dict[str, Any]],
 ) -> torch.Tensor:
-    """Computes what ``mix_reference`` does, for a few tokens and weights that are not in MXFP4."""
-    _, hidden, width = experts.down.shape
-    num_tokens, top_k = routing.experts.shape
+    """Launches a kernel for gate and up, with a program for some features of each assignment, and
+    one for down, with a program for some features of each token.
+
+    Args:
+        kernels, features, settings: of both launches the kernel, the output features per program,
+            and the arguments that only this kernel has.
+
+    Returns:
+        What ``mix_reference`` computes.
+    """
+    (num_tokens, hidden), top_k = x.shape, routing.experts.size(1)
     gate_up, down = experts.gate_up, experts.down
+    width = gate_up.size(-2) // 2
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
     assert residual is None or residual.is_contiguous()
-    inner = x.new_empty(num_tokens * top_k, width)
-    is_fp8, group = down.itemsize == 1, experts.group
-    block_n, block_k, num_warps = FP8_GATE_UP_CONFIG if is_fp8 else GATE_UP_CONFIG
-    assert group is None or group % block_n == block_k % group == 0
-    block_k = min(block_k, next_power_of_2(hidden))
-    _gate_up_kernel[(cdiv(width, block_n), len(inner))](
+    inner, out = x.new_empty(num_tokens * top_k, width), torch.empty_like(x)
+    kernels[0][(cdiv(width, features[0]), len(inner))](
         x,
         gate_up,
         experts.gate_up_scales,
@@ -190,18 +203,10 @@ def mix_few(
         TOP_K=top_k,
         LIMIT=experts.limit,
         ALPHA=experts.alpha,
-        GROUP=group,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        UNROLLED=min(MAX_UNROLLED, cdiv(hidden, block_k)),
-        num_warps=num_warps,
+        **settings[0],
         **pdl_options(x),
     )
-    out = torch.empty_like(x)
-    block_n, block_k, num_warps = FP8_DOWN_CONFIG if is_fp8 else DOWN_CONFIG
-    assert group is None or group % block_n == block_k % group == 0
-    block_k = min(block_k, next_power_of_2(width))
-    _down_kernel[(cdiv(hidden, block_n), num_tokens)](
+    kernels[1][(cdiv(hidden, features[1]), num_tokens)](
         inner,
         down,
         experts.down_scales,
@@ -213,11 +218,34 @@ def mix_few(
         hidden,
         WIDTH=width,
         TOP_K=top_k,
-        GROUP=group,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        UNROLLED=min(MAX_UNROLLED, cdiv(width, block_k)),
-        num_warps=num_warps,
+        **settings[1],
         **pdl_options(x),
     )
     return out
+
+
+def mix_few(
+    x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """Computes what ``mix_reference`` does, for a few tokens and weights that are not in MXFP4."""
+    _, hidden, width = experts.down.shape
+    is_fp8 = experts.down.itemsize == 1
+    gate_up = _settings(FP8_GATE_UP_CONFIG if is_fp8 else GATE_UP_CONFIG, hidden, experts.group)
+    down = _settings(FP8_DOWN_CONFIG if is_fp8 else DOWN_CONFIG, width, experts.group)
+    features = gate_up["BLOCK_N"], down["BLOCK_N"]
+    kernels = _gate_up_kernel, _down_kernel
+    return launch_few(x, experts, routing, residual, kernels, features, (gate_up, down))
+
+
+def _settings(config: tuple[int, int, int], width: int, group: int | None) -> dict[str, Any]:
+    block_n, block_k, num_warps = config
+    assert group is None or group % block_n == block_k % group == 0
+    block_k = min(block_k, next_power_of_2(width))
+    unrolled = min(MAX_UNROLLED, cdiv(width, block_k))
+    return {
+        "GROUP": group,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "UNROLLED": unrolled,
+        "num_warps": num_warps,
+    }

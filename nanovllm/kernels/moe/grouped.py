@@ -496,7 +496,7 @@ def _sum_kernel(
 def mix_grouped(
     x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """Computes what ``mix_reference`` does, with grouped GEMMs."""
+    """Computes what ``mix_reference`` does, with grouped GEMMs. The routing has ranks."""
     hidden, width = x.size(1), experts.gate_up.size(-2) // 2
     num_tokens, top_k = routing.experts.shape
     gate_up, down = experts.gate_up, experts.down

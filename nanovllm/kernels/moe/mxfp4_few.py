@@ -12,11 +12,12 @@ import torch
 
 from nanovllm.kernels.gemm.skinny import REGISTER_LIMIT
 from nanovllm.kernels.moe.activation import gated_activation
+from nanovllm.kernels.moe.few import launch_few
 from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.moe.mxfp4 import dequantise_part, rescale
 from nanovllm.kernels.moe.route import Routing
-from nanovllm.utils.math import cdiv, next_power_of_2
-from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
+from nanovllm.utils.math import next_power_of_2
+from nanovllm.utils.triton_compat import pdl_wait, tl, triton
 
 FEATURES = 16  # of a program, in each kernel: the M dimension of a tensor core instruction
 # Tuned for one token of gpt-oss-20b (hidden size 2880, top 4, intermediate size 2880) on an H200.
@@ -201,52 +202,18 @@ def mix_few_mxfp4(
     x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
     """Computes what ``mix_reference`` does, for a few tokens and weights in MXFP4."""
-    (num_tokens, hidden), top_k = x.shape, routing.experts.size(1)
-    gate_up, down = experts.gate_up, experts.down
-    width = gate_up.size(-2) // 2
-    assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
-    assert residual is None or residual.is_contiguous()
-    inner = x.new_empty(num_tokens * top_k, width)
-    unrolled = 3 if num_tokens == 1 else 1  # with more tokens there are enough warps
-    _gate_up_kernel[(cdiv(width, FEATURES), len(inner))](
-        x,
-        gate_up,
-        experts.gate_up_scales,
-        inner,
-        routing.experts,
-        experts.gate_up_bias,
-        width,
-        WIDTH=hidden,
-        TOP_K=top_k,
-        LIMIT=experts.limit,
-        ALPHA=experts.alpha,
-        WARPS=GATE_UP_WARPS,
-        UNROLLED=unrolled,
-        num_warps=GATE_UP_WARPS,
-        num_stages=1,  # weights go straight to registers
+    num_tokens, top_k = routing.experts.shape
+    down_warps = next_power_of_2(top_k) * DOWN_WARPS_PER_EXPERT
+    shared = {
+        "UNROLLED": 3 if num_tokens == 1 else 1,  # with more tokens there are enough warps
+        "num_stages": 1,  # weights go straight to registers
         **REGISTER_LIMIT,
-        **pdl_options(x),
-    )
-    out = torch.empty_like(x)
-    warps = next_power_of_2(top_k) * DOWN_WARPS_PER_EXPERT
-    _down_kernel[(cdiv(hidden, FEATURES), num_tokens)](
-        inner,
-        down,
-        experts.down_scales,
-        out,
-        routing.experts,
-        routing.weights,
-        experts.down_bias,
-        residual,
-        hidden,
-        WIDTH=width,
-        TOP_K=top_k,
-        WARPS=warps,
-        WARPS_PER_EXPERT=DOWN_WARPS_PER_EXPERT,
-        UNROLLED=unrolled,
-        num_warps=warps,
-        num_stages=1,  # weights go straight to registers
-        **REGISTER_LIMIT,
-        **pdl_options(x),
-    )
-    return out
+    }
+    gate_up = shared | {"WARPS": GATE_UP_WARPS, "num_warps": GATE_UP_WARPS}
+    down = shared | {
+        "WARPS": down_warps,
+        "WARPS_PER_EXPERT": DOWN_WARPS_PER_EXPERT,
+        "num_warps": down_warps,
+    }
+    features, kernels = (FEATURES, FEATURES), (_gate_up_kernel, _down_kernel)
+    return launch_few(x, experts, routing, residual, kernels, features, (gate_up, down))

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.kernels.attention import split_kv
 from nanovllm.kernels.attention.split_kv import (
     KV_SPLIT,
     make_split_kv_schedule,
@@ -94,9 +95,11 @@ def test_a_window_bounds_the_number_of_programs_of_one_sequence():
 def test_a_step_later_only_the_ends_differ():
     """Schedules of equal numbers of tiles are computed once."""
     lens = np.array([300, 65, 700], np.int32)
+    before = split_kv._split_few.cache_info().hits
     now, later = (
         make_split_kv_schedule(lens + step, 8, 64, 264).view(KV_SPLIT)[:, 0] for step in (0, 2)
     )
+    assert split_kv._split_few.cache_info().hits == before + 1
     last = now["end"] == lens[now["seq"]]
     assert last.sum() == 3 and (later["end"] == now["end"] + 2 * last).all()
     now["end"] = later["end"]

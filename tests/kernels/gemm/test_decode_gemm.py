@@ -79,6 +79,27 @@ def test_the_kernel_with_swiglu_is_a_gemm_and_swiglu(out, width, num_rows, dtype
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("out", "width", "parts"), [(64, 2048, 2), (64, 1024, 1), (4096, 2048, 1)])
+def test_few_programs_split_the_columns_and_add_the_parts(out, width, parts, monkeypatch):
+    launched = []
+
+    def record(x, weight, bias=None, part_columns=None, dtype=None):
+        assert bias is None or part_columns >= width
+        columns = [slice(i, i + part_columns) for i in range(0, width, part_columns)]
+        launched.append(len(columns))
+        sums = torch.stack([x[:, c].float() @ weight[:, c].float().t() for c in columns])
+        return sums if len(columns) > 1 else (sums[0] + bias).to(dtype)
+
+    monkeypatch.setattr(decode_gemm, "launch", record)
+    monkeypatch.setattr(
+        decode_gemm, "add_parts", lambda sums, bias, _, out: out.copy_(sums.sum(0) + bias)
+    )
+    x, weight, bias, _ = make(5, out, width, torch.bfloat16, "cpu")
+    found = decode_gemm.multiply(x, weight, bias, torch.bfloat16)
+    assert launched == [parts]
+    torch.testing.assert_close(found, F.linear(x, weight, bias))
+
+
 def make_fp8(num_rows, out, width, has_groups, device):
     """x and a weight in FP8, in the layout in which kernels write them."""
     scales = torch.logspace(-1, 1, num_rows)[:, None] * torch.linspace(0.1, 1, width)
@@ -122,16 +143,22 @@ def test_the_kernel_multiplies_fp8_in_the_emulator(has_groups, out, width, part_
     assert_as_good_as_eager(found, eager + residual, exact + residual.double())
 
 
-def test_a_tile_of_128_features(monkeypatch):
-    """As weights of many features have it, where all programs then run at once."""
-    x, weight, bias, _ = make(120, 256, 320, torch.bfloat16, "cpu")
+@pytest.fixture
+def two_multiprocessors(monkeypatch):
     monkeypatch.setattr(decode_gemm, "NUM_MULTIPROCESSORS", 2)
     choose_tile.cache_clear()
+    yield
+    choose_tile.cache_clear()
+
+
+@pytest.mark.usefixtures("two_multiprocessors")
+def test_a_tile_of_128_features():
+    """Weights with many features use it if all programs then run at once."""
+    x, weight, bias, _ = make(120, 256, 320, torch.bfloat16, "cpu")
     assert choose_tile(120, 256, 320, 320).features == 128
     with emulated(*MODULES):
         found = launch(x, weight, bias, part_columns=320)
         gated = launch(x, weight, bias, swiglu=True, part_columns=320)
-    choose_tile.cache_clear()
     exact = x.double() @ weight.double().t() + bias.double()
     assert_as_good_as_eager(found, F.linear(x, weight, bias), exact)
     torch.testing.assert_close(gated, silu_and_mul(found), rtol=0, atol=0)
@@ -203,7 +230,7 @@ def test_other_kernels_run_where_it_does_not_compile(monkeypatch, caplog):
     found, rest = decode_linear_add(x, weight, bias, residual)
     torch.testing.assert_close(found + rest, expected + residual)
     torch.testing.assert_close(decode_swiglu(x, weight, bias), silu_and_mul(expected))
-    assert hopper_gemm._failed == {(decode_gemm.KIND, x.device)} and "few rows" in caplog.text
+    assert hopper_gemm._failed == {(decode_gemm.KIND, x.device)} and "decodes" in caplog.text
 
 
 hopper = pytest.mark.skipif(
