@@ -164,7 +164,8 @@ def launch_all(
     if dtype in hopper_gemm.DTYPES:
         for num_rows in (8, 16, 32, 64, 96, 128, 256) if all_sizes else (8, 96):
             for out, width in ((6144, 4096), (1024, 2048)):  # without and with parts
-                decode_gemm.launch(make(num_rows, width), make(out, width), None, make(1, out))
+                x, residual = make(num_rows, width), make(num_rows, out)
+                decode_gemm.launch(x, make(out, width), None, residual)
             bias = make(6144) if num_rows == 96 else None
             decode_gemm.launch(
                 make(num_rows, 1024), make(6144, 1024), bias, None, True, part_columns=1024
