@@ -125,8 +125,7 @@ def break_steps(llm: LLM, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("num_requests", "windowed"),
     [
-        pytest.param(1_000, False, marks=pytest.mark.slow),
-        pytest.param(3_000, False, marks=pytest.mark.exhaustive),
+        pytest.param(3_000, False, marks=pytest.mark.slow),
         pytest.param(2_000, True, marks=pytest.mark.exhaustive),
     ],
 )
@@ -179,7 +178,7 @@ def test_every_request_finishes_once_with_what_it_has_without_pressure(
         f"of {memory[1] / 2**20:.0f}"
     )
     assert growth < (4 << 20) + num_requests * 800  # bytes that the test's own notes take
-    assert len(broken) > num_requests / 300 and metrics.num_preemptions > num_requests / 70
+    assert len(broken) > num_requests / 200 and metrics.num_preemptions > num_requests / 70
     assert metrics.prefix_cache_hit_rate > 0.2
 
     again = make_requests(seed=5)

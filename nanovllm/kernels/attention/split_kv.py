@@ -84,7 +84,7 @@ def make_split_kv_schedule(
         prefix_parts: what other programs read of each context; None for nothing.
 
     Returns:
-        int32 [max_num_splits, KV_SPLIT_WORDS], a KV_SPLIT per row, those of the most tiles first.
+        int32 [max_num_splits, KV_SPLIT_WORDS], a KV_SPLIT per row, the longest first.
         The number of rows depends only on that of sequences, so a CUDA graph can replay the launch.
     """
     num_seqs, first = len(context_lens), np.zeros_like(context_lens)
@@ -103,6 +103,7 @@ def make_split_kv_schedule(
         schedule = schedule.copy()
     used = schedule[: len(ends)]
     np.minimum(ends, context_lens[used["seq"]], out=used["end"])
+    used[:] = used[np.argsort(used["begin"] - used["end"], kind="stable")]
     return schedule.view(np.int32).reshape(-1, KV_SPLIT_WORDS)
 
 
@@ -148,9 +149,8 @@ def _split_tiles(
     counts = counts + first_splits
     num_slots = np.where(counts > 1, counts, 0)
     schedule = np.zeros(num_rows, KV_SPLIT)
-    used, order = schedule[: len(seq)], np.argsort(begin - end, kind="stable")
+    used = schedule[: len(seq)]
     used["seq"], used["split"], used["num_splits"] = seq, split + first_splits[seq], counts[seq]
     used["first_slot"] = (num_slots.cumsum() - num_slots)[seq]
     used["begin"] = begin
-    used[:] = used[order]
-    return schedule, end[order].astype(np.int32)
+    return schedule, end.astype(np.int32)

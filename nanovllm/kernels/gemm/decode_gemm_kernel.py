@@ -30,8 +30,8 @@ def _load_weight(desc, first, column, full, tile):
 
 @gluon.jit
 def _load_rows(desc, first, column, full, tile, ROWS: gl.constexpr):
-    """Loads ROWS rows of x into a tile, whose number of rows is a power of two. A box that lies
-    past the end in part takes longer than a smaller one."""
+    """Loads ROWS rows of x into a tile, whose number of rows is a power of two. If ROWS is none,
+    several boxes are loaded: one that lies past the end in part would take longer."""
     BOX: gl.constexpr = desc.block_shape[0]
     if BOX == ROWS:
         tma_load(desc, [first, column], full, tile)
@@ -114,7 +114,8 @@ def decode_gemm_kernel(
 
     With scales, the result for row m and feature n is multiplied by the scales of row m of x and of
     row n of the weight. With HAS_GROUPS, each group of COLUMNS columns of a row of x has a scale,
-    at the given strides, and so has each block of COLUMNS x COLUMNS elements of the weight.
+    which lies group_stride elements after that of the group before, and so has each block of
+    COLUMNS x COLUMNS elements of the weight.
     """
     dtype: gl.constexpr = x_desc.dtype
     TILE_BYTES: gl.constexpr = (FEATURES + ROWS) * COLUMNS * ITEMSIZE
