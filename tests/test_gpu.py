@@ -79,7 +79,7 @@ def prefill_logits(llm: LLM, prompt: list[int]) -> torch.Tensor:
     (state,) = llm.sampling_states.make(llm.sampling_states.prepare(params), prompt)
     seq.completion = Completion(state)
     llm.scheduler.block_manager.allocate(seq)
-    batch = Batch((ScheduledSequence(seq, 0, len(seq), True),), is_prefill=True)
+    batch = Batch.of((ScheduledSequence(seq, 0, len(seq), True),), is_prefill=True)
     with torch.inference_mode():
         inputs = llm.model_runner.prepare(batch, None).to(llm.model_runner.device)
         _, logits = llm.model_runner.run_model(inputs)

@@ -1,15 +1,17 @@
 """What one step computes, as immutable values."""
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import compress
+from typing import Any, NamedTuple, Self
 
-from nanovllm.engine.sampling_state import SamplingKind
+from nanovllm.engine.sampling_state import SamplingKind, SamplingState
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.attention.prefix_schedule import SharedPrefixes
 
 
-class ScheduledSequence(NamedTuple):  # cheap: a step makes one for each of its sequences
+class ScheduledSequence(NamedTuple):
     """Tokens [start, end) of ``seq``, to be computed in one step.
 
     ``samples`` is true if the range ends at the sequence's last token, so that the step samples the
@@ -29,32 +31,54 @@ class ScheduledSequence(NamedTuple):  # cheap: a step makes one for each of its 
 @dataclass(frozen=True)
 class Batch:
     """The sequences of one step: a prefill of prompts (``is_prefill``), or a decode of one token
-    each.
+    each. Row i of ``seqs``, ``starts``, ``ends`` and ``samples`` is a ScheduledSequence. A decode
+    samples in all rows.
 
     ``block_copies`` are pairs (source, target) of KV blocks. The step copies them first, one after
     the other. Each sequence has ``num_groups`` block tables. A decode reads ``prefixes`` once for
     all sequences that share them.
     """
 
-    items: tuple[ScheduledSequence, ...]
+    # Lists of values, because a tuple for each sequence would be work for the garbage collector.
+    seqs: list[Sequence]
+    starts: list[int]
+    ends: list[int]
+    samples: list[bool]
     is_prefill: bool
     block_copies: tuple[tuple[int, int], ...] = ()
     num_groups: int = 1
     prefixes: SharedPrefixes | None = None
 
+    @classmethod
+    def of(cls, items: Iterable[ScheduledSequence], *args: Any, **kwargs: Any) -> Self:
+        """Makes a batch of rows. The other arguments are those of Batch, from ``is_prefill`` on."""
+        columns: Any = [list(column) for column in zip(*items, strict=True)] or [[], [], [], []]
+        return cls(*columns, *args, **kwargs)
+
     def __len__(self) -> int:
-        return len(self.items)
+        return len(self.seqs)
+
+    @property
+    def items(self) -> list[ScheduledSequence]:
+        rows = zip(self.seqs, self.starts, self.ends, self.samples, strict=True)
+        return [*map(ScheduledSequence._make, rows)]
 
     @property
     def num_tokens(self) -> int:
-        return sum(item.num_tokens for item in self.items)
+        return sum(self.ends) - sum(self.starts)
 
     @cached_property
-    def sampled(self) -> list[ScheduledSequence]:
-        """The items whose next token is sampled, in batch order."""
-        return [item for item in self.items if item.samples]
+    def sampled(self) -> list[Sequence]:
+        """The sequences whose next token is sampled, in batch order."""
+        return [*compress(self.seqs, self.samples)]
 
     @cached_property
-    def sampling_kinds(self) -> set[SamplingKind]:
-        """The distinct ``SamplingKind`` values of the sampled items, usually only a few."""
-        return {item.seq.completion.sampling.kind for item in self.sampled}
+    def sampling_states(self) -> list[SamplingState]:
+        """How the next tokens are sampled."""
+        return [seq.completion.sampling for seq in self.sampled]
+
+    @cached_property
+    def sampling_kinds(self) -> Collection[SamplingKind]:
+        """The distinct kinds of sampling, usually only a few."""
+        # By identity, because hashing the values would take longer.
+        return {id(state.kind): state.kind for state in self.sampling_states}.values()

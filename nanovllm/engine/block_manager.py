@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 from nanovllm.config import MAX_INT32
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import FINISHED, Sequence
 from nanovllm.utils.math import cdiv
 
 
@@ -135,8 +135,8 @@ class BlockManager:
         """Records what a launched step computes: its tokens count as computed, and its block tables
         as sent to the device. The blocks that it fills are registered in the prefix cache, and
         those that a window has left are freed. Skips finished sequences."""
-        for seq, start, end, _ in batch.items:
-            if not seq.is_finished:
+        for seq, start, end in zip(batch.seqs, batch.starts, batch.ends, strict=True):
+            if seq.status is not FINISHED:
                 seq.num_cached_tokens = end
                 seq.num_sent_blocks = seq.table_len
                 # A decode fills a block only if its token takes the last slot.
@@ -191,6 +191,7 @@ class BlockManager:
                 self._hold(block_id)
                 table.append(block_id)
         seq.table_len = min(map(len, seq.block_tables))
+        seq.last_blocks = [table[-1] for table in seq.block_tables if table]
 
     def _hold(self, block_id: int) -> None:
         """Adds a reference to a block."""

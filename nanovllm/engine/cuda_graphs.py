@@ -187,7 +187,7 @@ class StepGraphs(CapturedSteps):
         num_groups, _, width = self.runner.block_tables.resident.shape
         packed_inputs = {
             size: self.runner.prepare(
-                Batch(
+                Batch.of(
                     (),
                     size.is_prefill,
                     num_groups=num_groups,
@@ -217,7 +217,7 @@ class StepGraphs(CapturedSteps):
     def size_for(self, batch: Batch) -> GraphSize | None:
         num_seqs = len(batch)
         num_tokens = batch.num_tokens if batch.is_prefill else num_seqs
-        if batch.is_prefill and any(item.seq.wants_prompt_logprobs for item in batch.items):
+        if batch.is_prefill and any(seq.wants_prompt_logprobs for seq in batch.seqs):
             return None  # needs the hidden states of every token
         fitting = (
             size

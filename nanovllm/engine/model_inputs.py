@@ -6,6 +6,7 @@ cache of 2^31 slots would take terabytes.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -156,17 +157,16 @@ def prepare_decode(
     stored (slot -1), and their context length is 0. ``split_kv`` computes the split-KV schedules
     from the context lengths and the batch's shared prefixes.
     """
-    seqs = [item.seq for item in batch.items]
+    seqs = batch.seqs
     num_seqs = len(seqs)
     size = max(num_seqs, padded_size)
     input_ids, positions, context_lens = (np.zeros(size, dtype=np.int32) for _ in range(3))
     input_ids[:num_seqs] = [seq.last_token for seq in seqs]
-    context_lens[:num_seqs] = [seq.num_tokens for seq in seqs]  # faster than len(seq)
+    context_lens[:num_seqs] = batch.ends
     positions[:num_seqs] = context_lens[:num_seqs] - 1
     offsets, slot_mapping = positions[:num_seqs] % block_size, _no_slots(batch, size)
-    for group, slots in enumerate(slot_mapping):
-        last_blocks = np.array([seq.block_tables[group][-1] for seq in seqs], dtype=np.int32)
-        slots[:num_seqs] = last_blocks * block_size + offsets
+    last_blocks = np.fromiter(chain.from_iterable([seq.last_blocks for seq in seqs]), np.int32)
+    slot_mapping[:, :num_seqs] = last_blocks.reshape(-1, batch.num_groups).T * block_size + offsets
     schedule = None if split_kv is None else split_kv(context_lens, batch.prefixes)
     return ModelInputs(
         input_ids=torch.from_numpy(input_ids),
@@ -185,7 +185,7 @@ def prepare_decode(
 def prepare_block_tables(batch: Batch, num_rows: int) -> BlockTableUpdate:
     """Builds the update of the block tables, with the blocks that the device does not have. They
     are ordered by sequence, then by group."""
-    seqs = [item.seq for item in batch.items]
+    seqs = batch.seqs
     num_seqs = len(seqs)
     entries = np.zeros((batch.num_groups, num_rows, 4), np.int32)
     rows, lens, first_new, num_new = entries[0].T

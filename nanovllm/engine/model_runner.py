@@ -155,7 +155,7 @@ class ModelRunner(LeftToParent):
         batch = step.batch
         assert batch is not None
         num_sampled = len(batch.sampled)
-        if batch.is_prefill and any(item.seq.wants_prompt_logprobs for item in batch.items):
+        if batch.is_prefill and any(seq.wants_prompt_logprobs for seq in batch.seqs):
             from nanovllm.engine.logprobs import collect_prompt_logprobs
 
             collect_prompt_logprobs(self, step, batch)
@@ -259,7 +259,8 @@ class ModelRunner(LeftToParent):
             inputs = model_inputs.prepare_decode(batch, block_size, num_seqs, self._split_kv)
         samples = self.samples_in_step(batch)
         if samples or size:  # a graph always samples
-            rows = sampling_rows(batch.sampled if samples else [], num_seqs or len(batch))
+            sampled = batch if samples else Batch.of((), batch.is_prefill)
+            rows = sampling_rows(sampled, num_seqs or len(batch))
             inputs = replace(inputs, sampling_rows=rows)
         return inputs.pack(size, pin_memory=self.device.type == "cuda")
 

@@ -1,9 +1,11 @@
 """Builds the sampler's inputs for a batch. Like model_inputs, it changes nothing."""
 
+from itertools import compress
+
 import numpy as np
 import torch
 
-from nanovllm.engine.batch import Batch, ScheduledSequence
+from nanovllm.engine.batch import Batch
 from nanovllm.kernels.sampling.pipeline import LogitEdits, SamplingInputs
 from nanovllm.kernels.sampling.sampling_row import ROW_WORDS, SAMPLING_ROW
 
@@ -17,10 +19,10 @@ def prepare_sample(batch: Batch, processed_logprobs: bool = False) -> SamplingIn
     if any(kind.edits for kind in kinds):
         from nanovllm.engine.logit_edits import step_edits
 
-        edits = step_edits([item.seq for item in batch.sampled])
+        edits = step_edits(batch.sampled)
     counts = [kind.num_logprobs for kind in kinds if kind.num_logprobs is not None]
     return SamplingInputs(
-        rows=sampling_rows(batch.sampled),
+        rows=sampling_rows(batch),
         truncates=any(kind.truncates for kind in kinds),
         edits=edits,
         num_logprobs=max(counts, default=None),
@@ -28,10 +30,10 @@ def prepare_sample(batch: Batch, processed_logprobs: bool = False) -> SamplingIn
     )
 
 
-def sampling_rows(sampled: list[ScheduledSequence], num_rows: int = 0) -> torch.Tensor:
-    """Returns int32 [max(num_sampled, num_rows), ROW_WORDS]: a SAMPLING_ROW for each sampled item,
+def sampling_rows(batch: Batch, num_rows: int = 0) -> torch.Tensor:
+    """Returns int32 [max(num_sampled, num_rows), ROW_WORDS]: a SAMPLING_ROW for each sampled token,
     then zeros as padding."""
-    data = bytearray().join([item.seq.completion.sampling.row for item in sampled])
+    data = bytearray().join([state.row for state in batch.sampling_states])
     rows = np.frombuffer(data.ljust(num_rows * SAMPLING_ROW.itemsize, b"\0"), SAMPLING_ROW)
-    rows["position"][: len(sampled)] = [item.end for item in sampled]
+    rows["position"][: len(batch.sampled)] = [*compress(batch.ends, batch.samples)]
     return torch.from_numpy(rows.view(np.int32).reshape(-1, ROW_WORDS))

@@ -1,6 +1,7 @@
 """The sampling parameters of a sequence in the form that steps need. Used on rank 0 only."""
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SamplingKind(NamedTuple):
-    """The sampler's features that a sequence uses. Many sequences of a batch share one value.
+    """The sampler's features that a sequence uses. Many sequences share one object.
 
     Attributes:
         truncates: whether top_k, top_p or min_p is set.
@@ -30,6 +31,11 @@ class SamplingKind(NamedTuple):
     truncates: bool
     edits: bool
     num_logprobs: int | None
+
+
+@cache
+def _sampling_kind(*values: Any) -> SamplingKind:
+    return SamplingKind(*values)
 
 
 class SamplingState:
@@ -60,11 +66,8 @@ class SamplingState:
         self.edits = edits
         self.vocab_size = vocab_size
         self.follows_tokens = any(edit.follows_tokens for edit in edits)
-        self.kind = SamplingKind(
-            truncates=params.truncates,
-            edits=bool(edits),
-            num_logprobs=vocab_size if params.logprobs == -1 else params.logprobs,
-        )
+        num_logprobs = vocab_size if params.logprobs == -1 else params.logprobs
+        self.kind = _sampling_kind(params.truncates, bool(edits), num_logprobs)
 
     def append_token(self, token_id: int) -> bool:
         """Records a sampled token. Returns whether an edit ends the completion here.

@@ -8,7 +8,7 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policy import FirstComeFirstServed
-from nanovllm.engine.sequence import Finish, Sequence, SequenceStatus
+from nanovllm.engine.sequence import FINISHED, Finish, Sequence, SequenceStatus
 
 NO_TOKEN = (
     "no token could be sampled: the model's logits are NaN or infinite, or the sampling parameters "
@@ -139,10 +139,13 @@ class Scheduler:
             self.max_tokens_now = min(2 * self.max_tokens_now, self.max_num_batched_tokens)
             self.max_seqs_now = min(2 * self.max_seqs_now, self.max_num_seqs)
         copies, self.block_copies = tuple(self.block_copies), []
-        items = self._schedule_prefill()
-        is_prefill = bool(items)
-        items = items or self._schedule_decode()
-        return Batch(items, is_prefill, copies, len(self.windows))
+        settings = copies, len(self.windows)
+        if items := self._schedule_prefill():
+            return Batch.of(items, True, *settings)
+        self._extend_decodes()
+        ends = [seq.num_tokens for seq in self.running]
+        starts, samples = [end - 1 for end in ends], [True] * len(ends)
+        return Batch([*self.running], starts, ends, samples, False, *settings)
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> dict[Sequence, Finish]:
         """Appends a step's tokens to their sequences, except to those that have finished since the
@@ -155,9 +158,9 @@ class Scheduler:
             The sequences that finished, and how. Their blocks have been freed.
         """
         finished: dict[Sequence, Finish] = {}
-        for item, token_id in zip(batch.sampled, token_ids, strict=True):
-            seq, finish = item.seq, None
-            if seq.status is SequenceStatus.FINISHED:
+        for seq, token_id in zip(batch.sampled, token_ids, strict=True):
+            finish = None
+            if seq.status is FINISHED:
                 continue
             if token_id < 0:
                 finish = Finish("error", error=NO_TOKEN)
@@ -183,15 +186,14 @@ class Scheduler:
         Sequences that reach their length limit stop running, and their blocks are freed for the
         next steps."""
         self.block_manager.mark_computed(batch)
-        for item in batch.sampled:
-            if item.seq.siblings and not item.seq.is_finished:
+        for seq in [seq for seq in batch.sampled if seq.siblings]:
+            if not seq.is_finished:
                 from nanovllm.engine.parallel_sampling import start_siblings
 
-                start_siblings(self, item.seq)
+                start_siblings(self, seq)
         left = set()
-        for row, item in enumerate(batch.sampled):
-            seq = item.seq
-            if not seq.is_finished:
+        for row, seq in enumerate(batch.sampled):
+            if seq.status is not FINISHED:
                 seq.expect_token(row)
                 if seq.num_tokens >= seq.max_len:
                     self.block_manager.deallocate(seq)
@@ -216,12 +218,12 @@ class Scheduler:
         seq.siblings = []
         seq.status = SequenceStatus.FINISHED
 
-    def _schedule_prefill(self) -> tuple[ScheduledSequence, ...]:
+    def _schedule_prefill(self) -> list[ScheduledSequence]:
         """Returns the prefills that fit into the token budget: the next chunk of a prompt that has
         begun, then new prompts."""
         items: list[ScheduledSequence] = []
         budget = self.max_tokens_now
-        residents = sum(1 + len(seq.siblings) for seq in self.running)
+        residents = len(self.running) + sum([len(seq.siblings) for seq in self.running])
         # Admission stops where the budget ends, so only the youngest can be partly prefilled.
         if self.running and self.running[-1].num_uncached_tokens > 1:
             seq = self.running[-1]
@@ -232,7 +234,7 @@ class Scheduler:
                 self.preempt(seq)
                 residents -= 1 + len(seq.siblings)
         if residents and not items and not self._can_admit_several(residents):
-            return ()
+            return []
         while budget and self.waiting and self._can_admit(seq := self.waiting.head, residents):
             if items and self._would_be_chunked(seq, budget):
                 break
@@ -247,7 +249,7 @@ class Scheduler:
             self.running.append(seq)
             items.append(self._prefill_chunk(seq, budget))
             budget -= items[-1].num_tokens
-        return tuple(items)
+        return items
 
     def _would_be_chunked(self, seq: Sequence, budget: int) -> bool:
         """Whether a prompt that would fit into one step does not fit into the rest of this step's
@@ -288,18 +290,15 @@ class Scheduler:
         self.block_manager.prefix_cache.register(seq, start, end)
         return ScheduledSequence(seq, start, end, samples=end == len(seq))
 
-    def _schedule_decode(self) -> tuple[ScheduledSequence, ...]:
+    def _extend_decodes(self) -> None:
+        """Gives each running sequence a slot for its next token. Preempts the youngest ones if
+        there are too few free blocks."""
         manager, running = self.block_manager, self.running
-        items: list[ScheduledSequence] = []
-        while len(items) < len(running):
-            seq = running[len(items)]
-            num_tokens = seq.num_tokens
-            if num_tokens > seq.table_len * manager.block_size and not manager.may_append(seq):
+        size, had_any = manager.block_size, bool(running)
+        for seq in [seq for seq in running if seq.num_tokens > seq.table_len * size]:
+            while seq.status is SequenceStatus.RUNNING and not manager.may_append(seq):
                 self.preempt(running[-1])
-                continue
-            items.append(ScheduledSequence(seq, num_tokens - 1, num_tokens, True))
-        assert items or not self.running, "a lone sequence always fits: max_len is within the cache"
-        return tuple(items)
+        assert running or not had_any, "a lone sequence always fits: max_len is within the cache"
 
     def _check_stop(self, seq: Sequence) -> Finish | None:
         """Returns how a stop token ends the sequence; None if fewer than ``min_tokens`` tokens were

@@ -54,6 +54,7 @@ class Sequence:
             row is its row among the tokens that the last step sampled.
         block_tables: of each group of layers, the physical KV block of each logical block. A group
             with a window has freed its first blocks (see BlockManager).
+        last_blocks: the last entry of each of these tables.
         table_len: number of logical blocks that have an entry in all tables.
         num_full_blocks: number of computed full blocks. The blocks before their windows are freed.
         table_row: its row in the device's block tables while it has blocks.
@@ -73,6 +74,35 @@ class Sequence:
         completion: its results for the user; set by the engine.
     """
 
+    # Slots, because each step visits every sequence several times.
+    __slots__ = (
+        "block_hashes",
+        "block_size",
+        "block_tables",
+        "completion",
+        "is_isolated",
+        "last_blocks",
+        "last_token",
+        "max_len",
+        "may_reorder",
+        "num_cached_prompt_tokens",
+        "num_cached_tokens",
+        "num_full_blocks",
+        "num_prompt_logprobs",
+        "num_prompt_tokens",
+        "num_sent_blocks",
+        "num_tokens",
+        "request_id",
+        "sampling_params",
+        "seq_id",
+        "siblings",
+        "status",
+        "stop_token_ids",
+        "table_len",
+        "table_row",
+        "token_ids",
+        "wants_prompt_logprobs",
+    )
     counter = count()
     completion: "Completion"
     stop_token_ids: frozenset[int]
@@ -96,6 +126,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.last_token = self.token_ids[-1]
         self.block_tables: list[list[int]] = []
+        self.last_blocks: list[int] = []
         self.table_len = 0
         self.num_full_blocks = 0
         self.table_row = -1

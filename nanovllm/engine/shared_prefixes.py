@@ -47,7 +47,7 @@ class PrefixFinder:
         it is a prefill, or if sharing would save too little."""
         if batch.is_prefill:
             return batch
-        tables = [seq.block_tables[self.group] for seq, _, _, _ in batch.items]
+        tables = [seq.block_tables[self.group] for seq in batch.seqs]
         # A running sequence's table is only appended to, with private blocks. So while the batch
         # has the same tables, the result of the last search is still valid. Comparing is fast,
         # because the lists are usually the same objects.

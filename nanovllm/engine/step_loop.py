@@ -9,7 +9,7 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Finish, Sequence
+from nanovllm.engine.sequence import FINISHED, Finish, Sequence
 from nanovllm.utils.forks import leave_to_parent
 from nanovllm.utils.memory import release_unused
 from nanovllm.utils.panics import is_failure
@@ -52,10 +52,10 @@ class StepLoop:
         """Launches the next step and applies the previous one while it runs, so that the device
         does not wait for the host."""
         batch = self.scheduler.schedule()
-        step = self._run_part(batch, self.model_runner.run, batch) if batch.items else None
+        step = self._run_part(batch, self.model_runner.run, batch) if batch.seqs else None
         last, self.in_flight = self.in_flight, None
         applied = self._apply(last) if last else AppliedStep()
-        if step is not None and not all(item.seq.is_finished for item in batch.items):
+        if step is not None and not all(seq.is_finished for seq in batch.seqs):
             self.in_flight = self._run_part(batch, self.model_runner.sample, step)
             if self.in_flight is not None:
                 self.scheduler.launched(batch)
@@ -89,16 +89,16 @@ class StepLoop:
         batch = step.batch
         assert batch is not None and step.token_ids is not None
         results = step.token_ids.tolist()
-        rows = [i for i, item in enumerate(batch.sampled) if not item.seq.is_finished]
+        seqs = batch.sampled
+        rows = [row for row, seq in enumerate(seqs) if seq.status is not FINISHED]
         finished = self.scheduler.postprocess(batch, results)
         retried: dict[Sequence, Sequence] = {}
         if any(finish.error for finish in finished.values()):
             from nanovllm.engine.recovery import retry_alone
 
             retried = retry_alone(finished, self.scheduler)
-            rows = [row for row in rows if batch.sampled[row].seq not in retried]
-        sampled = [batch.sampled[row].seq for row in rows]
-        token_ids = [results[row] for row in rows]
+            rows = [row for row in rows if seqs[row] not in retried]
+        sampled, token_ids = [seqs[row] for row in rows], [results[row] for row in rows]
         if step.logprobs is not None:
             from nanovllm.engine.logprobs import collect_logprobs
 
@@ -119,10 +119,12 @@ class StepLoop:
             The sequences that a stop string, a grammar or an error ended, and how.
         """
         work = dict.fromkeys((*sampled[next(self._text_turns) :: TEXT_STEPS], *finished), -1)
-        for seq, token_id in zip(sampled, token_ids, strict=True):
-            must_process = seq.completion.tokens_to_process
-            if must_process is not None and must_process[token_id]:
-                work[seq] = token_id
+        work |= [
+            (seq, token_id)
+            for seq, token_id in zip(sampled, token_ids, strict=True)
+            if (must_process := seq.completion.tokens_to_process) is not None
+            and must_process[token_id]
+        ]
         ended = {}
         for seq, token_id in work.items():
             try:

@@ -43,7 +43,7 @@ def warmup_model(runner: ModelRunner) -> None:
             seq.block_tables = [[0] * seq.table_len] * len(runner.windows)
             seq.table_row = i
             items.append(ScheduledSequence(seq, 0, len(seq), samples=True))
-        batch = Batch(tuple(items), is_prefill=True, num_groups=len(runner.windows))
+        batch = Batch.of(items, is_prefill=True, num_groups=len(runner.windows))
         runner.run_step(None, runner.prepare(batch, None))
 
 

@@ -4,6 +4,7 @@ import math
 import pickle
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def make_item(
     tokens = range(100 * tables[0][0], 100 * tables[0][0] + num_tokens)
     seq = Sequence(tokens, block_size=block_size)
     seq.block_tables, seq.num_cached_tokens = tables, cached
-    seq.table_len = min(map(len, tables))
+    seq.table_len, seq.last_blocks = min(map(len, tables)), [table[-1] for table in tables]
     seq.table_row, seq.num_sent_blocks = row, num_sent
     start = min(cached, num_tokens - 1)
     end = num_tokens if num_new is None else start + num_new
@@ -75,7 +76,12 @@ def cases(draw: st.DrawFn, is_prefill: bool) -> Case:
         tables = [[next(blocks) for _ in range(num_blocks)] for _ in range(num_groups)]
         sent = draw(st.integers(0, num_blocks))
         items.append(make_item(num_tokens, tables, block_size, cached, num_new, row, sent))
-    return Case(Batch(tuple(items), is_prefill, num_groups=num_groups), block_size, num_groups)
+    return Case(Batch.of(tuple(items), is_prefill, num_groups=num_groups), block_size, num_groups)
+
+
+def values_of(seq: Sequence) -> dict[str, Any]:
+    names = [name for name in Sequence.__slots__ if hasattr(seq, name)]
+    return {**{name: getattr(seq, name) for name in names}, "token_ids": [*seq.token_ids]}
 
 
 def check(tensor: torch.Tensor | None, expected: list, dtype: torch.dtype = torch.int32) -> None:
@@ -205,14 +211,14 @@ def test_a_worker_receives_the_same_inputs_in_a_message(case: Case):
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.booleans().flatmap(cases))
 def test_building_inputs_changes_nothing(case: Case):
-    before = [{**vars(i.seq), "token_ids": list(i.seq.token_ids)} for i in case.batch.items]
+    before = [values_of(seq) for seq in case.batch.seqs]
     tables = [list(map(list, item.seq.block_tables)) for item in case.batch.items]
     prepare = prepare_prefill if case.batch.is_prefill else prepare_decode
     assert_equal(
         prepare(case.batch, case.block_size),
         prepare(case.batch, case.block_size),
     )
-    assert [vars(item.seq) for item in case.batch.items] == before
+    assert [values_of(seq) for seq in case.batch.seqs] == before
     assert [item.seq.block_tables for item in case.batch.items] == tables
 
 
@@ -229,7 +235,7 @@ def assert_equal(a: ModelInputs, b: ModelInputs) -> None:
 
 
 def test_whole_prompts_do_not_read_the_cache():
-    batch = Batch((make_item(5, [3, 1], 4), make_item(2, [7], 4)), is_prefill=True)
+    batch = Batch.of((make_item(5, [3, 1], 4), make_item(2, [7], 4)), is_prefill=True)
     inputs = prepare_prefill(batch, 4)
     assert not inputs.reads_cache
     check_slots(inputs, [[12, 13, 14, 15, 4, 28, 29]])
@@ -238,7 +244,7 @@ def test_whole_prompts_do_not_read_the_cache():
 
 def test_one_sequence_that_reads_the_cache_makes_all_read_it():
     items = (make_item(5, [3, 1], 4), make_item(7, [7, 6], 4, cached=4, row=1))
-    inputs = prepare_prefill(Batch(items, is_prefill=True), 4)
+    inputs = prepare_prefill(Batch.of(items, is_prefill=True), 4)
     context = inputs.context
     assert inputs.reads_cache
     check(context.cu_seqlens_q, [0, 5, 8])
@@ -247,7 +253,7 @@ def test_one_sequence_that_reads_the_cache_makes_all_read_it():
 
 def test_last_token_of_a_fully_cached_prompt_is_computed_but_not_stored():
     """Guards a shared block that is written again while others read it."""
-    inputs = prepare_prefill(Batch((make_item(8, [3, 1], 4, cached=8),), is_prefill=True), 4)
+    inputs = prepare_prefill(Batch.of((make_item(8, [3, 1], 4, cached=8),), is_prefill=True), 4)
     check(inputs.input_ids, [307])
     check(inputs.positions, [7])
     check_slots(inputs, [[-1]])
@@ -258,11 +264,11 @@ def test_last_token_of_a_fully_cached_prompt_is_computed_but_not_stored():
 def test_chunk_that_does_not_end_its_prompt_yields_no_token():
     """What it has logits of comes after those that yield one."""
     items = (make_item(9, [2, 3, 4], 4, num_new=6), make_item(3, [5], 4))
-    batch = Batch(items, is_prefill=True)
+    batch = Batch.of(items, is_prefill=True)
     context = prepare_prefill(batch, 4).context
     check(context.output_indices, [8, 0])
     check(context.cu_num_outputs, [0, 0, 1])
-    context = prepare_prefill(Batch(items[:1], is_prefill=True), 4).context
+    context = prepare_prefill(Batch.of(items[:1], is_prefill=True), 4).context
     check(context.output_indices, [0])
     check(context.cu_num_outputs, [0, 0])
 
@@ -270,14 +276,14 @@ def test_chunk_that_does_not_end_its_prompt_yields_no_token():
 def test_logprobs_of_a_prompt_take_all_outputs():
     items = (make_item(9, [2, 3, 4], 4, num_new=6), make_item(3, [5], 4))
     items[0].seq.wants_prompt_logprobs = True
-    context = prepare_prefill(Batch(items, is_prefill=True), 4).context
+    context = prepare_prefill(Batch.of(items, is_prefill=True), 4).context
     assert context.output_indices is context.cu_num_outputs is None
     check(context.logits_indices, [8, 0])
 
 
 def test_only_new_blocks_are_sent():
     items = (make_item(1, [9], 2, row=3), make_item(7, [4, 5, 6, 7], 2, row=1, num_sent=2))
-    tables = prepare_block_tables(Batch(items, is_prefill=False), 3)
+    tables = prepare_block_tables(Batch.of(items, is_prefill=False), 3)
     check(tables.entries, [[[3, 1, 0, 1], [1, 4, 1, 2], [-1, 0, 0, 0]]])
     check(tables.new_blocks, [9, 6, 7])
 
@@ -285,7 +291,7 @@ def test_only_new_blocks_are_sent():
 def test_new_blocks_of_all_groups_are_sent_as_far_as_all_have_them():
     """In a long prompt, a group without a window has more blocks."""
     tables = [[4, 5, 6, 7, 8], [0, 1, 2]]
-    batch = Batch((make_item(9, tables, 2, num_new=4, row=1, num_sent=1),), True, num_groups=2)
+    batch = Batch.of((make_item(9, tables, 2, num_new=4, row=1, num_sent=1),), True, num_groups=2)
     update = prepare_block_tables(batch, 2)
     check(update.entries, [[[1, 3, 0, 2], [-1, 0, 0, 0]], [[1, 3, 2, 2], [-1, 0, 0, 0]]])
     check(update.new_blocks, [5, 6, 1, 2])
@@ -295,7 +301,7 @@ def test_layers_of_a_group_share_a_context():
     tables = [[4, 5], [1, 2], [7, 9]]
     items = (make_item(3, tables, 2, cached=2),)
     schedules = np.arange(2 * 3 * 8, dtype=np.int32).reshape(2, 3, 8)
-    batch = Batch(items, is_prefill=False, num_groups=3)
+    batch = Batch.of(items, is_prefill=False, num_groups=3)
     inputs = prepare_decode(batch, 2, 0, lambda lens, prefixes: schedules)
     step_tables = torch.tensor(tables)[:, None]
     contexts = inputs.context.of_groups([None, 4, 4], 1, step_tables)
@@ -311,7 +317,7 @@ def test_layers_of_a_group_share_a_context():
 
 
 def test_inputs_stay_where_they_are_on_a_cpu():
-    inputs = prepare_decode(Batch((make_item(3, [1], 4, cached=2),), is_prefill=False), 4).pack()
+    inputs = prepare_decode(Batch.of((make_item(3, [1], 4, cached=2),), is_prefill=False), 4).pack()
     moved = inputs.to(torch.device("cpu"))
     assert moved.input_ids.untyped_storage().data_ptr() == inputs.tensors.buffer.data_ptr()
     sampling = prepare_sample(sampled_batch([make_sampled([1, 2], [3], SamplingParams(top_k=5))]))
@@ -357,7 +363,7 @@ def test_a_padded_prefill_is_a_prefill_and_padding(case: Case, tokens: int, seqs
     assert after.is_prefill and after.logits_indices is None
     assert (after.max_seqlen_q, after.max_seqlen_k) == (num_tokens, most)
     # As graphs are captured with.
-    blank = prepare_prefill(Batch((), is_prefill=True, num_groups=case.num_groups), *args)
+    blank = prepare_prefill(Batch.of((), is_prefill=True, num_groups=case.num_groups), *args)
     blanks, others = packed_views(blank), packed_views(padded)
     assert list(blanks) == list(others)
     for name, tensor in blanks.items():
@@ -369,8 +375,8 @@ def test_a_padded_prefill_is_a_prefill_and_padding(case: Case, tokens: int, seqs
 
 def test_a_decode_can_be_padding_alone():
     """As graphs are captured with."""
-    batch = Batch((make_item(3, [1], 4, cached=2),), is_prefill=False)
-    padded, blank = (prepare_decode(x, 4, 8) for x in (batch, Batch((), is_prefill=False)))
+    batch = Batch.of((make_item(3, [1], 4, cached=2),), is_prefill=False)
+    padded, blank = (prepare_decode(x, 4, 8) for x in (batch, Batch.of((), is_prefill=False)))
     blanks, others = packed_views(blank), packed_views(padded)
     assert list(blanks) == list(others)
     for name, tensor in blanks.items():
@@ -388,7 +394,7 @@ def test_inputs_are_no_larger_for_longer_limits_or_contexts(is_prefill: bool):
     16 MiB for 512 sequences of a model of 131,072 tokens, in blocks of 16."""
     table = list(range(8000))
     item = make_item(8000 * 16, table, 16, cached=8000 * 16 - 1, num_sent=7997)
-    batch = Batch((item,), is_prefill)
+    batch = Batch.of((item,), is_prefill)
     if is_prefill:
         packed = prepare_prefill(batch, 16, 64, 8, 131_072).pack()
     else:
@@ -437,7 +443,7 @@ def make_sampled(
 
 
 def sampled_batch(sampled: list[Sampled]) -> Batch:
-    return Batch(tuple(s.item for s in sampled), is_prefill=True)
+    return Batch.of(tuple(s.item for s in sampled), is_prefill=True)
 
 
 PARAMS = st.builds(

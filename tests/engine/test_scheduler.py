@@ -262,7 +262,7 @@ class Engine:
         drawn: dict[Sequence, int] = {}
         if runs:
             self.device.run(batch)
-            for seq in (item.seq for item in batch.sampled):
+            for seq in batch.sampled:
                 drawn[seq] = next_token(self.device.tokens(seq), self.unfinished[seq].salt)
         if self.under_way is not None:
             self.postprocess(*self.under_way)
@@ -290,10 +290,9 @@ class Engine:
         return True
 
     def postprocess(self, batch: Batch, tokens: list[int]) -> None:
-        live = [item.seq for item in batch.sampled if not item.seq.is_finished]
+        live = [seq for seq in batch.sampled if not seq.is_finished]
         finished = self.scheduler.postprocess(batch, tokens)
-        for item, token in zip(batch.sampled, tokens, strict=True):
-            seq = item.seq
+        for seq, token in zip(batch.sampled, tokens, strict=True):
             if seq not in live:
                 assert seq not in self.unfinished
                 continue

@@ -109,6 +109,6 @@ def test_batch_counts_tokens_and_lists_what_it_samples():
         ScheduledSequence(b, 0, 4, False),
         ScheduledSequence(c, 9, 10, True),
     )
-    batch = Batch(items, is_prefill=True)
+    batch = Batch.of(items, is_prefill=True)
     assert (len(batch), batch.num_tokens) == (3, 13)
-    assert batch.sampled == [items[0], items[2]]
+    assert batch.sampled == [a, c]

@@ -61,7 +61,7 @@ def test_the_same_tokens_with_and_without_shared_prefixes(name, tiny_models, mon
 def batch_of(tables: list[list[int]], is_prefill: bool = False) -> Batch:
     seqs: list[Any] = [SimpleNamespace(block_tables=[[0], table]) for table in tables]
     items = tuple(ScheduledSequence(seq, 0, 1, True) for seq in seqs)
-    return Batch(items, is_prefill)
+    return Batch.of(items, is_prefill)
 
 
 def test_a_search_is_made_only_for_a_new_batch(monkeypatch):

@@ -104,7 +104,7 @@ def test_an_array_takes_little_more_than_its_bytes(link: tuple[Workers, Worker])
 
 
 def test_packed_inputs_survive_the_trip(link: tuple[Workers, Worker]):
-    packed = prepare_decode(Batch((), is_prefill=False), 4, 5).pack()
+    packed = prepare_decode(Batch.of((), is_prefill=False), 4, 5).pack()
     ((_, (found,)),) = exchange(link, [("run_step", (packed,))])
     assert isinstance(found, PackedInputs)
     assert (found.tensors.shapes, found.context) == (packed.tensors.shapes, packed.context)
