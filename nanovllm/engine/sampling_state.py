@@ -33,9 +33,7 @@ class SamplingKind(NamedTuple):
     num_logprobs: int | None
 
 
-@cache
-def _sampling_kind(*values: Any) -> SamplingKind:
-    return SamplingKind(*values)
+_sampling_kind = cache(SamplingKind)
 
 
 class SamplingState:

@@ -1,9 +1,9 @@
 """The tokens, KV blocks and status of one sequence. Contains no tensors."""
 
-from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.math import cdiv
@@ -38,6 +38,7 @@ class Finish(NamedTuple):
     ends_with_stop_token: bool = False
 
 
+@dataclass(slots=True, eq=False, repr=False)  # slots: each step visits all sequences several times
 class Sequence:
     """A prompt and the tokens generated after it.
 
@@ -74,70 +75,42 @@ class Sequence:
         completion: its results for the user; set by the engine.
     """
 
-    # Slots, because each step visits every sequence several times.
-    __slots__ = (
-        "block_hashes",
-        "block_size",
-        "block_tables",
-        "completion",
-        "is_isolated",
-        "last_blocks",
-        "last_token",
-        "max_len",
-        "may_reorder",
-        "num_cached_prompt_tokens",
-        "num_cached_tokens",
-        "num_full_blocks",
-        "num_prompt_logprobs",
-        "num_prompt_tokens",
-        "num_sent_blocks",
-        "num_tokens",
-        "request_id",
-        "sampling_params",
-        "seq_id",
-        "siblings",
-        "status",
-        "stop_token_ids",
-        "table_len",
-        "table_row",
-        "token_ids",
-        "wants_prompt_logprobs",
-    )
-    counter = count()
-    completion: "Completion"
-    stop_token_ids: frozenset[int]
-    max_len: int
+    counter: ClassVar = count()
 
-    def __init__(
-        self,
-        token_ids: Seq[int],
-        sampling_params: SamplingParams | None = None,
-        block_size: int = 256,
-    ) -> None:
-        assert token_ids, "a sequence starts with at least one token"
+    token_ids: list[int]
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    block_size: int = 256
+    seq_id: int = field(init=False)
+    request_id: str = field(init=False)
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_tokens: int = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    num_cached_tokens: int = 0
+    last_token: int = field(init=False)
+    block_tables: list[list[int]] = field(default_factory=list)
+    last_blocks: list[int] = field(default_factory=list)
+    table_len: int = 0
+    num_full_blocks: int = 0
+    table_row: int = -1
+    num_sent_blocks: int = 0
+    block_hashes: list[int] = field(default_factory=list)
+    siblings: "list[Sequence]" = field(default_factory=list)
+    num_cached_prompt_tokens: int | None = None
+    is_isolated: bool = False
+    may_reorder: bool = False
+    wants_prompt_logprobs: bool = False
+    num_prompt_logprobs: int = 0
+    completion: "Completion" = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    max_len: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert self.token_ids, "a sequence starts with at least one token"
+        self.token_ids = list(self.token_ids)
         self.seq_id = next(Sequence.counter)
         self.request_id = str(self.seq_id)
-        self.status = SequenceStatus.WAITING
-        self.sampling_params = sampling_params or SamplingParams()
-        self.block_size = block_size
-        self.token_ids = list(token_ids)
-        self.num_tokens = len(token_ids)
-        self.num_prompt_tokens = len(token_ids)
-        self.num_cached_tokens = 0
+        self.num_tokens = self.num_prompt_tokens = len(self.token_ids)
         self.last_token = self.token_ids[-1]
-        self.block_tables: list[list[int]] = []
-        self.last_blocks: list[int] = []
-        self.table_len = 0
-        self.num_full_blocks = 0
-        self.table_row = -1
-        self.num_sent_blocks = 0
-        self.block_hashes: list[int] = []
-        self.siblings: list[Sequence] = []
-        self.num_cached_prompt_tokens: int | None = None
-        self.is_isolated = False
-        self.may_reorder = False
-        self.wants_prompt_logprobs = False
-        self.num_prompt_logprobs = 0
 
     def __len__(self) -> int:
         return self.num_tokens

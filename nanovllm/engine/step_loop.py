@@ -119,12 +119,10 @@ class StepLoop:
             The sequences that a stop string, a grammar or an error ended, and how.
         """
         work = dict.fromkeys((*sampled[next(self._text_turns) :: TEXT_STEPS], *finished), -1)
-        work |= [
-            (seq, token_id)
-            for seq, token_id in zip(sampled, token_ids, strict=True)
-            if (must_process := seq.completion.tokens_to_process) is not None
-            and must_process[token_id]
-        ]
+        for seq, token_id in zip(sampled, token_ids, strict=True):
+            must_process = seq.completion.tokens_to_process
+            if must_process is not None and must_process[token_id]:
+                work[seq] = token_id
         ended = {}
         for seq, token_id in work.items():
             try:
