@@ -1,14 +1,16 @@
 """What one step computes, as immutable values."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
 from typing import Any, NamedTuple, Self
 
-from nanovllm.engine.sampling_state import SamplingKind, SamplingState
+import numpy as np
+
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.attention.prefix_schedule import SharedPrefixes
+from nanovllm.kernels.sampling.sampling_row import SAMPLING_ROW
 
 
 class ScheduledSequence(NamedTuple):
@@ -73,12 +75,14 @@ class Batch:
         return [*compress(self.seqs, self.samples)]
 
     @cached_property
-    def sampling_states(self) -> list[SamplingState]:
-        """How the next tokens are sampled."""
-        return [seq.completion.sampling for seq in self.sampled]
+    def sampling_rows(self) -> np.ndarray:
+        """The SAMPLING_ROW of each sampled token."""
+        data = bytearray().join([seq.completion.sampling.row for seq in self.sampled])
+        rows = np.frombuffer(data, SAMPLING_ROW)
+        rows["position"] = [*compress(self.ends, self.samples)]
+        return rows
 
     @cached_property
-    def sampling_kinds(self) -> Collection[SamplingKind]:
-        """The distinct kinds of sampling, usually only a few."""
-        # By identity, because hashing the values would take longer.
-        return {id(state.kind): state.kind for state in self.sampling_states}.values()
+    def sampling_features(self) -> int:
+        """The features that a sampled token needs: see ``sampling_row.py``."""
+        return int(np.bitwise_or.reduce(self.sampling_rows["features"]))

@@ -106,7 +106,7 @@ def collect_logprobs(sampled: list[Sequence], token_ids: Iterable[int], rows: np
     logprobs."""
     for seq, token_id, row in zip(sampled, token_ids, rows, strict=True):
         completion = seq.completion
-        k = completion.sampling.kind.num_logprobs
+        k = completion.sampling.num_logprobs
         if k is not None and token_id >= 0:
             # A view keeps the step's whole array in memory, so a narrower row is copied.
             narrow = row if len(row) == 3 + 2 * k else row[: 3 + 2 * k].copy()

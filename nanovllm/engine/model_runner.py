@@ -18,6 +18,7 @@ from nanovllm.kernels.attention.block_tables import BlockTables
 from nanovllm.kernels.attention.prefix_schedule import SharedPrefixes
 from nanovllm.kernels.sampling.pipeline import SamplingInputs
 from nanovllm.kernels.sampling.sampled_tokens import fill_in_sampled
+from nanovllm.kernels.sampling.sampling_row import EDITS, LOGPROBS, TRUNCATES
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
@@ -179,10 +180,8 @@ class ModelRunner(LeftToParent):
     def samples_in_step(self, batch: Batch) -> bool:
         """Whether the forward pass samples the tokens. It can if sampling needs only the sampling
         rows, which do not depend on earlier tokens."""
-        return not any(
-            kind.edits or kind.num_logprobs is not None or (kind.truncates and self.tp.size > 1)
-            for kind in batch.sampling_kinds
-        )
+        others = EDITS | LOGPROBS | (TRUNCATES if self.tp.size > 1 else 0)
+        return not batch.sampling_features & others
 
     @torch.inference_mode()
     def run_step(
@@ -259,9 +258,8 @@ class ModelRunner(LeftToParent):
             inputs = model_inputs.prepare_decode(batch, block_size, num_seqs, self._split_kv)
         samples = self.samples_in_step(batch)
         if samples or size:  # a graph always samples
-            sampled = batch if samples else Batch.of((), batch.is_prefill)
-            rows = sampling_rows(sampled, num_seqs or len(batch))
-            inputs = replace(inputs, sampling_rows=rows)
+            rows = batch.sampling_rows if samples else batch.sampling_rows[:0]
+            inputs = replace(inputs, sampling_rows=sampling_rows(rows, num_seqs or len(batch)))
         return inputs.pack(size, pin_memory=self.device.type == "cuda")
 
     def _split_kv(

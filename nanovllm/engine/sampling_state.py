@@ -1,7 +1,6 @@
 """The sampling parameters of a sequence in the form that steps need. Used on rank 0 only."""
 
 from collections.abc import Iterable, Sequence
-from functools import cache
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,7 +8,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.config import Config
-from nanovllm.kernels.sampling.sampling_row import SAMPLING_ROW
+from nanovllm.kernels.sampling.sampling_row import EDITS, LOGPROBS, SAMPLING_ROW, TRUNCATES
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.grammars import Grammars
 from nanovllm.utils.panics import as_value_error
@@ -17,23 +16,6 @@ from nanovllm.utils.panics import as_value_error
 if TYPE_CHECKING:
     from nanovllm.engine.logit_edits import LogitEdit, PreparedEdits
     from nanovllm.text.structured import Lazy
-
-
-class SamplingKind(NamedTuple):
-    """The sampler's features that a sequence uses. Many sequences share one object.
-
-    Attributes:
-        truncates: whether top_k, top_p or min_p is set.
-        edits: whether masks, biases or penalties may have to be applied to the logits.
-        num_logprobs: number of most likely tokens to report logprobs for; None for no logprobs.
-    """
-
-    truncates: bool
-    edits: bool
-    num_logprobs: int | None
-
-
-_sampling_kind = cache(SamplingKind)
 
 
 class SamplingState:
@@ -47,7 +29,7 @@ class SamplingState:
 
     Attributes:
         row: a SAMPLING_ROW as bytes, without its position, which each step fills in.
-        kind: the sampler's features that it uses.
+        num_logprobs: number of most likely tokens to report logprobs for; None for no logprobs.
         follows_tokens: whether it depends on sampled tokens: ``append_token`` must be called.
     """
 
@@ -60,12 +42,14 @@ class SamplingState:
         row["top_p"] = max(params.top_p, np.finfo(np.float32).tiny)  # not rounded to 0 in fp32
         row["min_p"] = params.min_p
         row["seed"] = np.uint64(seed % 2**64).astype(np.int64)
+        row["features"] |= TRUNCATES * params.truncates
+        row["features"] |= EDITS * bool(edits)
+        row["features"] |= LOGPROBS * (params.logprobs is not None)
         self.row = row.tobytes()
         self.edits = edits
         self.vocab_size = vocab_size
         self.follows_tokens = any(edit.follows_tokens for edit in edits)
-        num_logprobs = vocab_size if params.logprobs == -1 else params.logprobs
-        self.kind = _sampling_kind(params.truncates, bool(edits), num_logprobs)
+        self.num_logprobs = vocab_size if params.logprobs == -1 else params.logprobs
 
     def append_token(self, token_id: int) -> bool:
         """Records a sampled token. Returns whether an edit ends the completion here.

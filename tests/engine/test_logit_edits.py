@@ -51,6 +51,6 @@ def test_edits_that_forbid_every_token_are_noticed(
 def test_only_parameters_that_edit_logits_make_edits(values: dict[str, Any], num_edits: int):
     state = make_state(**values)
     assert len(state.edits) == num_edits
-    assert state.kind.edits == (num_edits > 0)
+    assert bool(state.edits) == (num_edits > 0)
     assert state.follows_tokens == any(name.endswith("_penalty") for name in values)
     assert not state.append_token(3) and not any(edit.error for edit in state.edits)

@@ -553,8 +553,12 @@ def test_sampling_inputs_are_what_a_loop_over_sequences_gives(sequences: list[Sa
 
 
 def naive_row(sampled: Sampled) -> tuple:
-    """The fields of SAMPLING_ROW: fp32 settings, the seed's 64 bits, where the token will be."""
+    """The fields of SAMPLING_ROW: fp32 settings, the seed's 64 bits, where the token will be, and
+    the bits of the features."""
     params = sampled.params
+    is_cut = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+    truncates = is_cut and params.temperature >= 1e-5
+    edits = bool(sampled.item.seq.completion.sampling.edits)
     return (
         0.0 if params.temperature < 1e-5 else float(np.float32(params.temperature)),
         0 if params.top_k <= 0 else min(params.top_k, VOCAB_SIZE),
@@ -562,7 +566,7 @@ def naive_row(sampled: Sampled) -> tuple:
         params.min_p,
         int.from_bytes((sampled.seed % 2**64).to_bytes(8, "little"), "little", signed=True),
         len(sampled.item.seq),
-        0,
+        truncates + 2 * edits + 4 * (params.logprobs is not None),
     )
 
 

@@ -11,7 +11,10 @@ SAMPLING_ROW = np.dtype(
         ("min_p", "<f4"),  # 0 disables
         ("seed", "<i8"),
         ("position", "<i4"),  # of the token to sample, in its sequence
-        ("padding", "<i4"),
+        ("features", "<i4"),  # bits that only the host reads
     ]
 )
 ROW_WORDS = SAMPLING_ROW.itemsize // 4
+
+# The features that a token needs: top_k, top_p or min_p; masks, biases or penalties; logprobs.
+TRUNCATES, EDITS, LOGPROBS = 1, 2, 4
