@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from nanovllm.text.structured import Lazy
 
 
+SMALLEST = float(np.finfo(np.float32).tiny)
+
+
 class SamplingState:
     """Sampling parameters in the form that steps need, computed once.
 
@@ -36,16 +39,14 @@ class SamplingState:
     def __init__(
         self, params: SamplingParams, seed: int, edits: "Sequence[LogitEdit]", vocab_size: int
     ) -> None:
-        row = np.zeros((), SAMPLING_ROW)
-        row["temperature"] = 0.0 if params.is_greedy else params.temperature
-        row["top_k"] = min(max(params.top_k, 0), vocab_size)
-        row["top_p"] = max(params.top_p, np.finfo(np.float32).tiny)  # not rounded to 0 in fp32
-        row["min_p"] = params.min_p
-        row["seed"] = np.uint64(seed % 2**64).astype(np.int64)
-        row["features"] |= TRUNCATES * params.truncates
-        row["features"] |= EDITS * bool(edits)
-        row["features"] |= LOGPROBS * (params.logprobs is not None)
-        self.row = row.tobytes()
+        temperature = 0.0 if params.is_greedy else params.temperature
+        top_k = min(max(params.top_k, 0), vocab_size)
+        top_p = max(params.top_p, SMALLEST)  # not rounded to 0 in fp32
+        signed_seed = (seed + 2**63) % 2**64 - 2**63
+        features = TRUNCATES * params.truncates + EDITS * bool(edits)
+        features += LOGPROBS * (params.logprobs is not None)
+        row = temperature, top_k, top_p, params.min_p, signed_seed, 0, features
+        self.row = np.array(row, SAMPLING_ROW).tobytes()
         self.edits = edits
         self.vocab_size = vocab_size
         self.follows_tokens = any(edit.follows_tokens for edit in edits)
