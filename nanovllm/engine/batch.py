@@ -1,4 +1,4 @@
-"""What one step computes, as immutable values."""
+"""What one step computes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,7 +34,8 @@ class ScheduledSequence(NamedTuple):
 class Batch:
     """The sequences of one step: a prefill of prompts (``is_prefill``), or a decode of one token
     each. Row i of ``seqs``, ``starts``, ``ends`` and ``samples`` is a ScheduledSequence. A decode
-    samples in all rows.
+    samples in all rows. Nobody changes these lists, but the sequences change when the step's
+    effects are applied: inputs are prepared before that.
 
     ``block_copies`` are pairs (source, target) of KV blocks. The step copies them first, one after
     the other. Each sequence has ``num_groups`` block tables. A decode reads ``prefixes`` once for

@@ -134,7 +134,7 @@ class BlockManager:
     def mark_computed(self, batch: Batch) -> None:
         """Records what a launched step computes: its tokens count as computed, and its block tables
         as sent to the device. The blocks that it fills are registered in the prefix cache, and
-        those that a window has left are freed. Skips finished sequences."""
+        those that are now outside of their window are freed. Skips finished sequences."""
         for seq, start, end in zip(batch.seqs, batch.starts, batch.ends, strict=True):
             if seq.status is not FINISHED:
                 seq.num_cached_tokens = end
@@ -142,9 +142,9 @@ class BlockManager:
                 # A decode fills a block only if its token takes the last slot.
                 if batch.is_prefill or end % self.block_size == 0:
                     self.prefix_cache.register(seq, start, end)
-                    self.free_left_blocks(seq, end)
+                    self.slide_windows(seq, end)
 
-    def free_left_blocks(self, seq: Sequence, end: int) -> None:
+    def slide_windows(self, seq: Sequence, end: int) -> None:
         """Frees the blocks that leave their group's window when tokens up to ``end`` are computed,
         and gives the sequence blocks for its next chunk, as far as there are free ones."""
         if (num_full := end // self.block_size) > seq.num_full_blocks:
@@ -155,7 +155,7 @@ class BlockManager:
             seq.num_full_blocks = num_full
             self._extend(seq)
 
-    def may_append(self, seq: Sequence) -> bool:
+    def allocate_next(self, seq: Sequence) -> bool:
         """Gives a running sequence the blocks that its next token or chunk still lacks, as far as
         there are free ones. Returns whether the next token has slots."""
         self._extend(seq)

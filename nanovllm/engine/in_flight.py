@@ -14,7 +14,8 @@ class InFlightStep:
 
     Attributes:
         logits: this rank's shard, [num_seqs, vocabulary / ranks]; None after sampling.
-        hidden_states: [N, hidden_size]; None after sampling, and if the step ran as a CUDA graph.
+        hidden_states: the rows that the model returns: see ``DecoderModel``. None after sampling,
+            and if the step ran as a CUDA graph.
         batch: the step's batch. This and the following attributes are set on rank 0 only.
         sampling: how to sample; None if the tokens were sampled in the forward pass.
         token_ids: int64 [num_sampled], the next token of each sampled item, in batch order; -1 if

@@ -48,7 +48,7 @@ class LLMEngine:
     Any thread may call it. One call runs at a time. A call waits while another thread is in
     ``generate`` or has an open stream. ``generate`` and ``generate_stream`` also wait until other
     threads have no unfinished requests. Before a call waits, its prompts are checked and tokenised
-    and its grammars are compiled.
+    and its grammars are compiled (with ``on_error="return"`` while its requests run).
 
     Args:
         model: a local checkpoint directory, a ``.gguf`` file, or a hub id.

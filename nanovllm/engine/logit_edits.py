@@ -1,7 +1,8 @@
 """Edits of a sequence's logits before sampling: masks, biases and penalties.
 
 A ``SamplingState`` holds a ``LogitEdit`` for each kind of edit that its parameters ask for. To add
-a kind, write a class and name it in ``EDITS``.
+a kind, write a class, name it in ``EDIT_KINDS``, and name its parameter in
+``SamplingParams.edits_logits``.
 """
 
 from array import array
@@ -65,7 +66,7 @@ class PreparedEdits:
         grammars: list[Any] = [None] * self.params.n
         if self.grammar is not None:
             grammars = self.grammars.compiler.start(self.grammar, self.params.n)
-        kinds = [kind for kind in EDITS if kind.is_needed(self)]
+        kinds = [kind for kind in EDIT_KINDS if kind.is_needed(self)]
         return [[kind(self, prompt_token_ids, grammar) for kind in kinds] for grammar in grammars]
 
 
@@ -101,8 +102,8 @@ class LogitEdit:
 
     Attributes:
         kernel: the function that edits a step's logits: (logits, *tensors).
-        follows_tokens: whether the edit depends on the sampled tokens: ``append_token`` must be
-            called.
+        follows_tokens: whether ``append_token`` must be called for each sampled token. An edit that
+            only reads ``EditedRow.token_ids`` needs no call.
         error: why the edit forbids every token; "" if it does not.
     """
 
@@ -238,13 +239,13 @@ def _indices(rows: list[EditedRow]) -> np.ndarray:
     return np.array([row for row, _, _ in rows], np.int32)
 
 
-EDITS: tuple[type[LogitEdit], ...] = (TokenMask, TokenBias, Penalties)  # in calling order
+EDIT_KINDS: tuple[type[LogitEdit], ...] = (TokenMask, TokenBias, Penalties)  # in calling order
 
 
 def step_edits(seqs: "list[EngineSequence]") -> dict[Callable[..., None], tuple[torch.Tensor, ...]]:
     """Returns the kernels that edit a step's logits, in calling order, and their arguments after
     the logits. ``seqs`` has the sequence of each row. Rows of finished ones are not edited."""
-    found: dict[type[LogitEdit], list[EditedRow]] = {kind: [] for kind in EDITS}
+    found: dict[type[LogitEdit], list[EditedRow]] = {kind: [] for kind in EDIT_KINDS}
     for row, seq in enumerate(seqs):
         for edit in () if seq.is_finished else seq.completion.sampling.edits:
             found[type(edit)].append(EditedRow(row, edit, seq.token_ids))

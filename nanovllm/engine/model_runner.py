@@ -178,8 +178,8 @@ class ModelRunner(LeftToParent):
             step.arrived.synchronize()
 
     def samples_in_step(self, batch: Batch) -> bool:
-        """Whether the forward pass samples the tokens. It can if sampling needs only the sampling
-        rows, which do not depend on earlier tokens."""
+        """Whether the forward pass samples the tokens. It cannot if sampling needs logit edits,
+        log-probabilities, or all logits of several ranks to truncate them."""
         others = EDITS | LOGPROBS | (TRUNCATES if self.tp.size > 1 else 0)
         return not batch.sampling_features & others
 
@@ -224,9 +224,9 @@ class ModelRunner(LeftToParent):
         return self.sampler.gather(logits)
 
     def run_model(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes the hidden states [N, hidden_size] and this rank's logits [num_seqs, vocabulary
-        / ranks], and samples the next tokens if the inputs have sampling rows. Fills in
-        ``inputs.input_ids``."""
+        """Computes the hidden states that ``DecoderModel`` returns and this rank's logits,
+        [num_seqs, vocabulary / ranks]. Samples the next tokens if the inputs have sampling rows.
+        Fills in ``inputs.input_ids``."""
         context, block_size = inputs.context, self.config.kvcache_block_size
         # With programmatic dependent launch (PDL), attention may load the block tables before the
         # previous kernel has ended. So the tables are updated first: the kernels between the update

@@ -11,16 +11,16 @@ def start_siblings(scheduler: Scheduler, seq: Sequence) -> None:
     cache or recompute it."""
     manager, running = scheduler.block_manager, scheduler.running
     siblings, seq.siblings = seq.siblings, []
-    residents = sum(1 + len(other.siblings) for other in running)
+    num_residents = sum(1 + len(other.siblings) for other in running)
     num_free = len(manager.free_block_ids) // len(manager.windows)  # each needs one per group
-    fit = max(0, min(scheduler.max_seqs_now - residents, num_free))
-    started, left = siblings[:fit], siblings[fit:]
+    fit = max(0, min(scheduler.max_seqs_now - num_residents, num_free))
+    started, others = siblings[:fit], siblings[fit:]
     for sibling in started:
         scheduler.block_copies += fork(manager, seq, sibling)
         sibling.status = SequenceStatus.RUNNING
     index = running.index(seq) + 1
     running[index:index] = started
-    for sibling in reversed(left):
+    for sibling in reversed(others):
         scheduler.waiting.put_back(sibling)
 
 

@@ -66,7 +66,7 @@ class PrefixCache(BlockCache):
         return [table[:num_hits] for table in tables]
 
     def register(self, seq: Sequence, start: int, end: int) -> None:
-        if seq.is_isolated:
+        if seq.shares_no_blocks:
             return
         for i in range(start // seq.block_size, end // seq.block_size):
             for group, table in enumerate(seq.block_tables):
@@ -104,7 +104,7 @@ def chain_hash(seq: Sequence, i: int) -> int:
 
 def num_reusable_tokens(seq: Sequence) -> int:
     """Returns how many leading tokens of a waiting sequence may come from the cache."""
-    if seq.is_isolated:
+    if seq.shares_no_blocks:
         return 0
     if seq.wants_prompt_logprobs and seq.num_prompt_logprobs < seq.num_prompt_tokens - 1:
         return seq.num_prompt_logprobs  # the next position's logits must be computed

@@ -73,7 +73,9 @@ def uncache_blocks(manager: BlockManager, seq: Sequence, end: int) -> None:
             manager.prefix_cache.forget(table[i])
 
 
-def retry_alone(finished: dict[Sequence, Finish], scheduler: Scheduler) -> dict[Sequence, Sequence]:
+def retry_without_sharing(
+    finished: dict[Sequence, Finish], scheduler: Scheduler
+) -> dict[Sequence, Sequence]:
     """Retries sequences for which no token could be sampled. Each is computed again, once, without
     shared blocks: its NaN logits may be due to a cached prefix that another sequence computed.
 
@@ -91,10 +93,10 @@ def retry_alone(finished: dict[Sequence, Finish], scheduler: Scheduler) -> dict[
         # An edit may have failed, or may forbid every token. A retry would end in the same way.
         if reason := next((edit.error for edit in state.edits if edit.error), ""):
             finished[seq] = finish._replace(error=reason)
-        elif not seq.is_isolated and not forbids_all(state, seq.token_ids):
+        elif not seq.shares_no_blocks and not forbids_all(state, seq.token_ids):
             message = "request %s: %s; computing it once more, without the prefix cache"
             logger.warning(message, seq.request_id, finish.error)
-            retried[seq] = isolated_copy(seq)
+            retried[seq] = unshared_copy(seq)
             scheduler.waiting.put_back(retried[seq])
             seq.completion.prompt_logprobs = []
             del finished[seq]
@@ -109,10 +111,10 @@ def forbids_all(state: SamplingState, token_ids: list[int]) -> bool:
     return bool(logits.isneginf().all())
 
 
-def isolated_copy(seq: Sequence) -> Sequence:
+def unshared_copy(seq: Sequence) -> Sequence:
     """Returns a waiting copy, to be computed again from the start without shared blocks."""
     new = copy.copy(seq)
-    new.status, new.is_isolated = SequenceStatus.WAITING, True
+    new.status, new.shares_no_blocks = SequenceStatus.WAITING, True
     new.block_tables, new.block_hashes = [], []
     new.num_cached_tokens = new.num_full_blocks = new.table_len = 0
     new.num_prompt_logprobs = 0

@@ -1,4 +1,5 @@
-"""Builds the sampler's inputs for a batch. Like model_inputs, it changes nothing."""
+"""Builds the sampler's inputs for a batch. Grammars' masks are computed here. If that fails, the
+edit's ``error`` is set."""
 
 import numpy as np
 import torch

@@ -33,7 +33,7 @@ class SamplingState:
     Attributes:
         row: a SAMPLING_ROW as bytes, without its position, which each step fills in.
         num_logprobs: number of most likely tokens to report logprobs for; None for no logprobs.
-        follows_tokens: whether it depends on sampled tokens: ``append_token`` must be called.
+        follows_tokens: whether ``append_token`` must be called for each sampled token.
     """
 
     def __init__(

@@ -23,10 +23,10 @@ RECOVERY_STEPS = 100  # limits lowered by an out-of-memory error double after th
 class Scheduler:
     """Continuous batching over two queues.
 
-    Prompts are admitted in the policy's order, several at a time. Prefills run before decodes. A
-    prompt longer than the token budget is prefilled in chunks. When decodes run out of free blocks,
-    the youngest running sequence is preempted: it returns to the head of the waiting queue and is
-    recomputed later.
+    Prompts are admitted in the policy's order, as soon as several fit. Their prefill runs before
+    the next decode. A prompt longer than the token budget is prefilled in chunks. When decodes run
+    out of free blocks, the youngest running sequence is preempted: it returns to the head of the
+    waiting queue and is recomputed later.
 
     A request with n > 1 has a sequence for each completion: the first one, and its siblings. Only
     the first one computes the prompt. Then the siblings start with its blocks. A sequence is
@@ -191,15 +191,15 @@ class Scheduler:
                 from nanovllm.engine.parallel_sampling import start_siblings
 
                 start_siblings(self, seq)
-        left = set()
+        complete = set()
         for row, seq in enumerate(batch.sampled):
             if seq.status is not FINISHED:
                 seq.expect_token(row)
                 if seq.num_tokens >= seq.max_len:
                     self.block_manager.deallocate(seq)
-                    left.add(seq)
-        if left:
-            self.running = [seq for seq in self.running if seq not in left]
+                    complete.add(seq)
+        if complete:
+            self.running = [seq for seq in self.running if seq not in complete]
 
     def preempt(self, seq: Sequence) -> None:
         """Frees a running sequence's blocks and puts it back at the head of the queue."""
@@ -223,23 +223,23 @@ class Scheduler:
         begun, then new prompts."""
         items: list[ScheduledSequence] = []
         budget = self.max_tokens_now
-        residents = len(self.running) + sum([len(seq.siblings) for seq in self.running])
+        num_residents = len(self.running) + sum([len(seq.siblings) for seq in self.running])
         # Admission stops where the budget ends, so only the youngest can be partly prefilled.
         if self.running and self.running[-1].num_uncached_tokens > 1:
             seq = self.running[-1]
-            if self.block_manager.may_append(seq):
+            if self.block_manager.allocate_next(seq):
                 items.append(self._prefill_chunk(seq, budget))
                 budget -= items[-1].num_tokens
             else:
                 self.preempt(seq)
-                residents -= 1 + len(seq.siblings)
-        if residents and not items and not self._can_admit_several(residents):
+                num_residents -= 1 + len(seq.siblings)
+        if num_residents and not items and not self._can_admit_several(num_residents):
             return []
-        while budget and self.waiting and self._can_admit(seq := self.waiting.head, residents):
+        while budget and self.waiting and self._can_admit(seq := self.waiting.head, num_residents):
             if items and self._would_be_chunked(seq, budget):
                 break
             self.waiting.popleft()
-            residents += 1 + len(seq.siblings)
+            num_residents += 1 + len(seq.siblings)
             self.block_manager.allocate(seq)
             if seq.num_cached_prompt_tokens is None:
                 seq.num_cached_prompt_tokens = min(seq.num_cached_tokens, len(seq) - 1)
@@ -259,26 +259,26 @@ class Scheduler:
             return False
         return budget < self.count_new_tokens(seq) <= self.max_tokens_now
 
-    def _can_admit_several(self, residents: int) -> bool:
+    def _can_admit_several(self, num_residents: int) -> bool:
         """Whether enough prompts can be admitted to make a prefill worth the delay of the decodes.
         Without this check, each sequence that finishes would cause a prefill of a single prompt."""
         num_waiting, manager = len(self.waiting), self.block_manager
-        num_free = self.max_seqs_now - residents
+        num_free = self.max_seqs_now - num_residents
         if not num_waiting or num_free < min(num_waiting, self.max_seqs_now // ADMISSION_SHARE):
             return False
         # The KV cache may hold fewer sequences than there are slots. So free blocks are checked
         # too: enough for 1/16 as many prompts as there are residents, at most 1/16 of all blocks.
-        several = min(num_waiting, residents // ADMISSION_SHARE)
+        several = min(num_waiting, num_residents // ADMISSION_SHARE)
         needed = several * self.waiting.head.num_blocks * len(self.windows)
         needed = min(needed, manager.num_blocks // ADMISSION_SHARE)
-        return needed + residents * len(self.windows) <= len(manager.free_block_ids)
+        return needed + num_residents * len(self.windows) <= len(manager.free_block_ids)
 
-    def _can_admit(self, seq: Sequence, residents: int) -> bool:
+    def _can_admit(self, seq: Sequence, num_residents: int) -> bool:
         # With a spare block for each resident, all of them can cross their next block boundary.
         # A sequence that runs alone may have more siblings than fit: see start_siblings.
-        if not residents:
+        if not num_residents:
             return self.block_manager.can_allocate(seq)
-        others = residents + len(seq.siblings)
+        others = num_residents + len(seq.siblings)
         return others < self.max_seqs_now and self.block_manager.can_allocate(seq, others)
 
     def _prefill_chunk(self, seq: Sequence, budget: int) -> ScheduledSequence:
@@ -296,7 +296,7 @@ class Scheduler:
         manager, running = self.block_manager, self.running
         size, had_any = manager.block_size, bool(running)
         for seq in [seq for seq in running if seq.num_tokens > seq.table_len * size]:
-            while seq.status is SequenceStatus.RUNNING and not manager.may_append(seq):
+            while seq.status is SequenceStatus.RUNNING and not manager.allocate_next(seq):
                 self.preempt(running[-1])
         assert running or not had_any, "a lone sequence always fits: max_len is within the cache"
 

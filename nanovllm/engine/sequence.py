@@ -44,9 +44,10 @@ class Sequence:
 
     The sequence has ``len(seq)`` tokens. The first ``num_prompt_tokens`` are the prompt. The first
     ``num_cached_tokens`` have their keys and values in the KV cache, whether this sequence computed
-    them or the prefix cache had them. A sequence with one uncached
-    token is decoded, one with more is prefilled. A token counts in ``len(seq)`` as soon as the step
-    that samples it is launched. It is in ``token_ids`` only after it has reached the host.
+    them or the prefix cache had them. A waiting sequence is prefilled. A running one with more than
+    one uncached token goes on with its prefill, and one with a single uncached token is decoded. A
+    token counts in ``len(seq)`` as soon as the step that samples it is launched. It is in
+    ``token_ids`` only after it has reached the host.
 
     Attributes:
         seq_id: unique in the process. Newer sequences have higher ids.
@@ -64,7 +65,7 @@ class Sequence:
         siblings: other completions of the same prompt. The scheduler starts them with copies of
             this sequence's blocks when the prompt is computed.
         num_cached_prompt_tokens: prompt tokens that were in the prefix cache when it first ran.
-        is_isolated: whether it shares no blocks with other sequences. Set when it is retried
+        shares_no_blocks: whether it shares no blocks with other sequences. Set when it is retried
             because no token could be sampled: shared blocks may have been the cause.
         may_reorder: whether it may overtake other such sequences, and be overtaken by them (see
             OfflineOrder).
@@ -96,7 +97,7 @@ class Sequence:
     block_hashes: list[int] = field(default_factory=list)
     siblings: "list[Sequence]" = field(default_factory=list)
     num_cached_prompt_tokens: int | None = None
-    is_isolated: bool = False
+    shares_no_blocks: bool = False
     may_reorder: bool = False
     wants_prompt_logprobs: bool = False
     num_prompt_logprobs: int = 0

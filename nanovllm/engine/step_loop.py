@@ -22,7 +22,8 @@ class AppliedStep:
     """The changes that applying a step has made.
 
     Attributes:
-        num_prefilled: prompt tokens that it computed; 0 for a decode.
+        num_prefilled: tokens that a prefill computed, among them generated ones of sequences that
+            had been preempted; 0 for a decode.
         sampled: the sequences that have a new token.
         finished: the sequences that ended, and how.
         retried: the sequences that are computed again, and for each the one that replaces it.
@@ -94,9 +95,9 @@ class StepLoop:
         finished = self.scheduler.postprocess(batch, results)
         retried: dict[Sequence, Sequence] = {}
         if any(finish.error for finish in finished.values()):
-            from nanovllm.engine.recovery import retry_alone
+            from nanovllm.engine.recovery import retry_without_sharing
 
-            retried = retry_alone(finished, self.scheduler)
+            retried = retry_without_sharing(finished, self.scheduler)
             rows = [row for row in rows if seqs[row] not in retried]
         sampled, token_ids = [seqs[row] for row in rows], [results[row] for row in rows]
         if step.logprobs is not None:

@@ -287,7 +287,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             opens = len(seq) % self.manager.block_size == 0
             fits = len(self.model.free) >= len(self.model.windows)
             seq.append_token(self.append(self.model.tokens[seq.seq_id], bit))
-            assert self.manager.may_append(seq) == (not opens or fits)
+            assert self.manager.allocate_next(seq) == (not opens or fits)
             self.model.extend(seq.seq_id)
             if opens and not fits:
                 self.release(seq)
@@ -342,7 +342,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         start = min(seq.num_cached_tokens, len(seq) - 1)
         self.manager.prefix_cache.register(seq, start, end)
         seq.num_cached_tokens = max(end, seq.num_cached_tokens)
-        self.manager.free_left_blocks(seq, end)
+        self.manager.slide_windows(seq, end)
         self.model.compute(seq.seq_id, end)
 
     def release(self, seq: Sequence) -> None:
@@ -436,7 +436,7 @@ def test_a_miss_makes_all_later_blocks_misses():
         manager.prefix_cache.register(seq, 1, 2)
     b.append_token(3)
     b.append_token(4)
-    manager.may_append(b)
+    manager.allocate_next(b)
     manager.prefix_cache.register(b, 2, 4)
     manager.deallocate(a)
     filler = admit(manager, [5] * 6)
@@ -636,11 +636,11 @@ def test_append_opens_a_block_only_for_the_first_token_of_one():
     seq = admit(manager, [1])
     for token, table in [(2, [0]), (3, [0, 1]), (4, [0, 1])]:
         seq.append_token(token)
-        assert manager.may_append(seq)
+        assert manager.allocate_next(seq)
         assert seq.block_tables[0] == table
         seq.num_cached_tokens = len(seq)
     seq.append_token(5)
-    assert not manager.may_append(seq)
+    assert not manager.allocate_next(seq)
     assert seq.block_tables[0] == [0, 1]
 
 

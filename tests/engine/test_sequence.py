@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.prefix_cache import num_reusable_tokens
-from nanovllm.engine.recovery import isolated_copy
+from nanovllm.engine.recovery import unshared_copy
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 from tests.conftest import needs_asserts
@@ -94,8 +94,8 @@ def test_a_copy_that_is_computed_alone_starts_over():
     seq.num_full_blocks = 2
     seq.append_token(3)
     seq.completion = object()
-    copy = isolated_copy(seq)
-    assert (copy.status, copy.is_isolated) == (SequenceStatus.WAITING, True)
+    copy = unshared_copy(seq)
+    assert (copy.status, copy.shares_no_blocks) == (SequenceStatus.WAITING, True)
     assert (copy.token_ids, len(copy), copy.last_token) == (seq.token_ids, 11, 3)
     assert (copy.block_tables, copy.num_cached_tokens, num_reusable_tokens(copy)) == ([], 0, 0)
     assert (copy.table_len, copy.num_full_blocks) == (0, 0)

@@ -68,7 +68,7 @@ def hopper_prefill(
     """See ``AttentionBackend.prefill``. ``can_launch`` says for which inputs.
 
     In a layer with a window, values of tokens shortly before the window are multiplied by 0, so
-    they must be finite. In a block table, entries of blocks that all windows have left may be
+    they must be finite. In a block table, entries of blocks outside of all windows may be
     invalid, as usual.
     """
     # Deferred, because Gluon is experimental: the caller can do without it.
