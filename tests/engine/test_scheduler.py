@@ -1,5 +1,6 @@
 """The scheduler, run with a simulated device that remembers what each KV slot holds."""
 
+import gc
 import random
 from bisect import bisect
 from collections.abc import Iterable, Iterator
@@ -836,6 +837,21 @@ def test_no_preemption_storm_on_many_short_requests():
     assert all(seq.num_completion_tokens == 16 for seq in waiting)
     assert scheduler.num_preemptions == 0
     assert num_prefilled == sum(seq.num_prompt_tokens for seq in waiting)
+
+
+def test_a_decode_makes_no_object_for_each_sequence():
+    """Guards short requests that wait for the host: the garbage collector visits such objects."""
+    scheduler = make_scheduler(num_blocks=2000, max_num_seqs=512, max_num_batched_tokens=4096)
+    for i in range(512):
+        scheduler.add(Sequence([i, 1, 2], greedy(max_tokens=9), 4))
+    prefill = launch(scheduler)
+    scheduler.postprocess(prefill, [5] * len(prefill))
+    gc.collect()
+    before = len(gc.get_objects())
+    batch = launch(scheduler)
+    made = len(gc.get_objects()) - before
+    assert len(batch) == 512 and not batch.is_prefill and made < 30
+    assert not hasattr(batch.seqs[0], "__dict__")
 
 
 def test_prompts_join_several_at_a_time_while_more_wait_than_find_room():
