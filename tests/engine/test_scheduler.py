@@ -843,7 +843,8 @@ def test_a_decode_makes_no_object_for_each_sequence():
     """Guards short requests that wait for the host: the garbage collector visits such objects."""
     scheduler = make_scheduler(num_blocks=2000, max_num_seqs=512, max_num_batched_tokens=4096)
     for i in range(512):
-        scheduler.add(Sequence([i, 1, 2], greedy(max_tokens=9), 4))
+        scheduler.add(Sequence([i, 1], greedy(max_tokens=9), 4))
+    # The decode fills no block.
     prefill = launch(scheduler)
     scheduler.postprocess(prefill, [5] * len(prefill))
     gc.collect()
