@@ -44,6 +44,7 @@ def check_blocks(manager: BlockManager, holders: Iterable[Sequence]) -> None:
     for seq, blocks in held.items():
         assert len({block_id for *_, block_id in blocks}) == len(blocks)
         assert seq.table_len == min(map(len, seq.block_tables))
+        assert seq.last_blocks == [table[-1] for table in seq.block_tables]
         assert 0 <= seq.num_sent_blocks <= seq.table_len
         # One more for a sibling that computes again the last token of a block.
         assert (

@@ -57,7 +57,7 @@ PROMPTS = make_prompts()
 # One of each, by the position of the prompt.
 MIXED = [
     GREEDY,
-    SamplingParams(temperature=0.8, seed=1, max_tokens=10, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_k=5, seed=1, max_tokens=10, ignore_eos=True),
     SamplingParams(temperature=1.0, seed=2, n=2, max_tokens=10, ignore_eos=True),
     SamplingParams(temperature=0, logprobs=5, prompt_logprobs=3, max_tokens=12, ignore_eos=True),
     SamplingParams(

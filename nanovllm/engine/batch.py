@@ -30,7 +30,7 @@ class ScheduledSequence(NamedTuple):
         return self.end - self.start
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """The sequences of one step: a prefill of prompts (``is_prefill``), or a decode of one token
     each. Row i of ``seqs``, ``starts``, ``ends`` and ``samples`` is a ScheduledSequence. A decode

@@ -167,7 +167,7 @@ class BlockManager:
             self.free_table_rows.append(seq.table_row)
         for block_id in reversed(self._held(seq.block_tables, seq.num_full_blocks)):
             self._release(block_id)
-        seq.block_tables = []
+        seq.block_tables, seq.last_blocks = [], []
         seq.num_cached_tokens = seq.num_full_blocks = seq.table_len = 0
 
     def _held(self, tables: list[list[int]], num_full: int) -> list[int]:

@@ -115,7 +115,7 @@ def unshared_copy(seq: Sequence) -> Sequence:
     """Returns a waiting copy, to be computed again from the start without shared blocks."""
     new = copy.copy(seq)
     new.status, new.shares_no_blocks = SequenceStatus.WAITING, True
-    new.block_tables, new.block_hashes = [], []
+    new.block_tables, new.last_blocks, new.block_hashes = [], [], []
     new.num_cached_tokens = new.num_full_blocks = new.table_len = 0
     new.num_prompt_logprobs = 0
     new.last_token, new.num_tokens = seq.token_ids[-1], len(seq.token_ids)

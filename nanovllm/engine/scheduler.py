@@ -152,7 +152,7 @@ class Scheduler:
         step was launched.
 
         Args:
-            token_ids: one for each sampled item; -1 if no token could be sampled.
+            token_ids: one for each sampled sequence; -1 if no token could be sampled.
 
         Returns:
             The sequences that finished, and how. Their blocks have been freed.

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nanovllm.config import Config
 from nanovllm.engine.recovery import forbids_all
 from nanovllm.engine.sampling_state import SamplingState, SamplingStateFactory
+from nanovllm.kernels.sampling.sampling_row import EDITS, SAMPLING_ROW
 from nanovllm.sampling_params import SamplingParams
 
 VOCAB_SIZE, EOS, PROMPT = 40, 0, [5, 6, 7]
@@ -51,6 +53,7 @@ def test_edits_that_forbid_every_token_are_noticed(
 def test_only_parameters_that_edit_logits_make_edits(values: dict[str, Any], num_edits: int):
     state = make_state(**values)
     assert len(state.edits) == num_edits
-    assert bool(state.edits) == (num_edits > 0)
+    (features,) = np.frombuffer(state.row, SAMPLING_ROW)["features"]
+    assert bool(features & EDITS) == (num_edits > 0)
     assert state.follows_tokens == any(name.endswith("_penalty") for name in values)
     assert not state.append_token(3) and not any(edit.error for edit in state.edits)
