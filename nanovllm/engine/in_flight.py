@@ -18,8 +18,8 @@ class InFlightStep:
             and if the step ran as a CUDA graph.
         batch: the step's batch. This and the following attributes are set on rank 0 only.
         sampling: how to sample; None if the tokens were sampled in the forward pass.
-        token_ids: int64 [num_sampled], the next token of each sampled sequence, in batch order; -1 if
-            none could be sampled. Copied to the host when ``arrived`` is complete.
+        token_ids: int64 [num_sampled], the next token of each sampled sequence, in batch order; -1
+            if none could be sampled. Copied to the host when ``arrived`` is complete.
         logprobs: int32 [num_sampled, 1 + 2 * (1 + k)], packed by ``pack_logprobs`` and copied like
             ``token_ids``. k is the largest number that a sequence asks for. None if none does.
         arrived: the event recorded after the copies to the host; None on a CPU.
