@@ -49,7 +49,7 @@ SPINE = (
     "sampling_params.py",
     "outputs.py",
 )
-MAX_SPINE_LINES, MAX_FILE_LINES = 2300, 350
+MAX_SPINE_LINES, MAX_FILE_LINES = 2260, 350
 # What could be deleted without touching the spine: by path or glob, the seam behind which it is.
 CAPABILITIES = {
     "engine/cuda_graphs.py": "On a GPU, start-up replaces a runner's CapturedSteps by StepGraphs.",

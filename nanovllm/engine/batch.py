@@ -63,6 +63,7 @@ class Batch:
 
     @property
     def items(self) -> list[ScheduledSequence]:
+        """The rows, made anew: for prefills, which have few."""
         rows = zip(self.seqs, self.starts, self.ends, self.samples, strict=True)
         return [*map(ScheduledSequence._make, rows)]
 

@@ -191,7 +191,7 @@ class BlockManager:
                 self._hold(block_id)
                 table.append(block_id)
         seq.table_len = min(map(len, seq.block_tables))
-        seq.last_blocks = [table[-1] for table in seq.block_tables if table]
+        seq.last_blocks = [table[-1] for table in seq.block_tables]
 
     def _hold(self, block_id: int) -> None:
         """Adds a reference to a block."""

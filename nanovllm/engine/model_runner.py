@@ -12,7 +12,7 @@ from nanovllm.engine import model_inputs
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs, PackedInputs
-from nanovllm.engine.sampling_inputs import prepare_sample, sampling_rows
+from nanovllm.engine.sampling_inputs import pad_rows, prepare_sample
 from nanovllm.kernels.attention.backend import AttentionBackend
 from nanovllm.kernels.attention.block_tables import BlockTables
 from nanovllm.kernels.attention.prefix_schedule import SharedPrefixes
@@ -259,7 +259,7 @@ class ModelRunner(LeftToParent):
         samples = self.samples_in_step(batch)
         if samples or size:  # a graph always samples
             rows = batch.sampling_rows if samples else batch.sampling_rows[:0]
-            inputs = replace(inputs, sampling_rows=sampling_rows(rows, num_seqs or len(batch)))
+            inputs = replace(inputs, sampling_rows=pad_rows(rows, num_seqs or len(batch)))
         return inputs.pack(size, pin_memory=self.device.type == "cuda")
 
     def _split_kv(

@@ -21,7 +21,7 @@ def prepare_sample(batch: Batch, processed_logprobs: bool = False) -> SamplingIn
         edits = step_edits(batch.sampled)
     counts = [seq.completion.sampling.num_logprobs for seq in batch.sampled]
     return SamplingInputs(
-        rows=sampling_rows(batch.sampling_rows),
+        rows=pad_rows(batch.sampling_rows),
         truncates=bool(features & TRUNCATES),
         edits=edits,
         num_logprobs=max((count for count in counts if count is not None), default=None),
@@ -29,7 +29,7 @@ def prepare_sample(batch: Batch, processed_logprobs: bool = False) -> SamplingIn
     )
 
 
-def sampling_rows(rows: np.ndarray, num_rows: int = 0) -> torch.Tensor:
+def pad_rows(rows: np.ndarray, num_rows: int = 0) -> torch.Tensor:
     """Returns int32 [max(len(rows), num_rows), ROW_WORDS]: SAMPLING_ROWs, then zeros as padding."""
     padded = np.zeros(max(len(rows), num_rows), SAMPLING_ROW)
     padded[: len(rows)] = rows

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from nanovllm.text.structured import Lazy
 
 
-SMALLEST = float(np.finfo(np.float32).tiny)
-
-
 class SamplingState:
     """Sampling parameters in the form that steps need, computed once.
 
@@ -41,7 +38,7 @@ class SamplingState:
     ) -> None:
         temperature = 0.0 if params.is_greedy else params.temperature
         top_k = min(max(params.top_k, 0), vocab_size)
-        top_p = max(params.top_p, SMALLEST)  # not rounded to 0 in fp32
+        top_p = max(params.top_p, np.finfo(np.float32).tiny)  # not rounded to 0 in fp32
         signed_seed = (seed + 2**63) % 2**64 - 2**63
         features = TRUNCATES * params.truncates + EDITS * bool(edits)
         features += LOGPROBS * (params.logprobs is not None)
