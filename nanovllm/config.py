@@ -97,7 +97,7 @@ class Config:
     gpu_memory_utilization: Annotated[float, number(0, 1, above=True)] = 0.9
     tensor_parallel_size: Annotated[int, integer(1, MAX_RANKS)] = 1
     enforce_eager: Annotated[bool, boolean] = False
-    kvcache_block_size: Annotated[int, integer(1, MAX_INT32)] = 256
+    kvcache_block_size: Annotated[int, integer(1, MAX_INT32)] = 128
     kv_cache_dtype: Annotated[str, choice(*KV_CACHE_DTYPES)] = "auto"
     num_kvcache_blocks: Annotated[int, integer(-1, MAX_INT32)] = -1
     device: Annotated[str, matching(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda, cuda:<index>")] = (

@@ -80,7 +80,7 @@ class Sequence:
 
     token_ids: list[int]
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
-    block_size: int = 256
+    block_size: int = 128
     seq_id: int = field(init=False)
     request_id: str = field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING

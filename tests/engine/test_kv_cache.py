@@ -83,10 +83,10 @@ def test_a_gpu_with_too_little_for_the_longest_sequence():
     ("settings", "total_gib", "num_ranks", "windows", "expected"),
     [
         ({}, 140, 1, (None,), 2048),  # 1.1M tokens
-        ({}, 80, 1, (None,), (72 * GIB - 2 * GIB - kv_cache.CONTEXT_BYTES) // (28 << 20) // 2),
-        ({}, 24, 1, (None,), 512),
-        ({}, 80, 2, (None,), 2048),  # each rank has half of the keys and values
-        ({}, 140, 1, (None, 128, 128, 128), (126 - 2) * 1024 // 28 // 8),  # four blocks each
+        ({}, 48, 1, (None,), (int(43.2 * GIB) - 2 * GIB - kv_cache.CONTEXT_BYTES) // (28 << 20)),
+        ({}, 12, 1, (None,), 512),
+        ({}, 48, 2, (None,), 2048),  # each rank has half of the keys and values
+        ({}, 140, 1, (None, 128, 128, 128), (126 - 2) * 1024 // 28 // 4),  # four blocks each
         ({"num_kvcache_blocks": 2000}, 140, 1, (None,), 1000),
         ({"num_kvcache_blocks": 20}, 140, 1, (None,), 512),
         ({"num_kvcache_blocks": 9000}, 40, 1, (None,), 1844),  # the logits of more are over 1/32
@@ -98,7 +98,7 @@ def test_a_gpu_with_too_little_for_the_longest_sequence():
 def test_a_gpu_gets_as_many_sequences_as_its_cache_can_hold(
     settings, total_gib, num_ranks, windows, expected, monkeypatch
 ):
-    """With Qwen3-0.6B's figures: a block of 256 tokens has 28 MiB, logits 151,936 numbers."""
+    """With Qwen3-0.6B's figures: a block of 128 tokens has 14 MiB, logits 151,936 numbers."""
     runner: Any = SimpleNamespace(
         config=Config("model", tensor_parallel_size=num_ranks, **settings),
         device=torch.device("cuda", 0),

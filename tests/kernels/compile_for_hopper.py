@@ -37,7 +37,16 @@ from nanovllm.kernels.fp8 import FP8, Fp8Rows
 from nanovllm.kernels.gemm import decode_gemm, hopper_gemm, qkv, skinny, swiglu, tiled
 from nanovllm.kernels.gemm import fp8 as fp8_gemm
 from nanovllm.kernels.gemm import invariant as invariant_gemm
-from nanovllm.kernels.moe import few, grouped, mxfp4, mxfp4_few, route, sort
+from nanovllm.kernels.moe import (
+    combine,
+    few,
+    grouped,
+    hopper_grouped,
+    mxfp4,
+    mxfp4_few,
+    route,
+    sort,
+)
 from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.sampling import logprobs, sample, sampled_tokens
 from nanovllm.utils import triton_compat
@@ -48,11 +57,13 @@ LEAST_SHARED_MEMORY = 99 << 10  # of a GPU with bf16
 ALL_SIZES = "--few" not in sys.argv
 PDL_MODULES = (
     all_reduce,
+    combine,
     decode,
     decode_gemm,
     few,
     fp8,
     grouped,
+    hopper_grouped,
     invariant_attention,
     invariant_gemm,
     prefill,
@@ -104,7 +115,7 @@ def compile_only(capability: int = 90, memory: int = SHARED_MEMORY) -> list[Any]
         module.pdl_options = lambda x: options  # type: ignore[attr-defined]
     for module in (prefill, grouped, invariant_attention, invariant_gemm):
         module.shared_memory = lambda device: memory  # type: ignore[attr-defined]
-    for module in (hopper_prefill, swiglu, qkv):
+    for module in (hopper_prefill, hopper_grouped, swiglu, qkv):
         module.num_multiprocessors = lambda device: 132  # type: ignore[assignment]
     invariant_gemm.is_hopper_or_newer = lambda device: capability >= 90  # type: ignore[assignment]
     return compiled
@@ -183,6 +194,9 @@ def launch_all(
             for norms in ((None, None), (weight, weight)) if all_sizes else ((weight, weight),):
                 inputs = rope.RopeInputs(ints(64), angles, *norms, 1e-6)
                 qkv._launch(x, weights, inputs, slots)
+        x, experts = make(640, 2048), Experts(make(8, 1536, 2048), make(8, 2048, 768))
+        routing = route.route_triton(make(640, 8), 4, True)
+        hopper_grouped.mix_hopper(x, experts, routing, x)
     launch_invariant_gemms(dtype, all_sizes)
     launch_mixtures(dtype, all_sizes)
     logits, rows = make(8, 151_936), ints(8, sample.ROW_WORDS)
@@ -496,6 +510,7 @@ if __name__ == "__main__":
         "hopper_prefill_kernel",
         "swiglu_kernel",
         "qkv_kernel",
+        "hopper_grouped_kernel",
         "decode_gemm_kernel",
         "_prefill_kernel",
         "_tile_kernel",

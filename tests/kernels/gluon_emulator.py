@@ -379,10 +379,10 @@ def emulated_gemm(kernel: str, launcher: ModuleType) -> Iterator[None]:
     """Runs a GEMM for Hopper on the CPU, with few programs, so that each has several tiles.
 
     Args:
-        kernel: the name of its kernel's module.
+        kernel: the name of its kernel's module, such as "gemm.swiglu_kernel".
         launcher: the module that launches it.
     """
-    names = "hopper", "gemm.hopper_loop", f"gemm.{kernel}"
+    names = "hopper", "gemm.hopper_loop", kernel
     with (
         patch.object(launcher, "num_multiprocessors", lambda device: 3),
         emulated(*(f"nanovllm.kernels.{name}" for name in names)),

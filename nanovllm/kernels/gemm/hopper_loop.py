@@ -51,17 +51,20 @@ class Inputs:
 @aggregate
 class Tiles:
     """The tiles of the result, in ``num_m`` rows and ``num_n`` columns of them, and the number of
-    steps for one: tiles of x's columns."""
+    steps for one: tiles of x's columns. The weight's rows for a column of tiles begin STRIDE rows
+    after those for the column before."""
 
     num_m: gl.tensor
     num_n: gl.tensor
     num_steps: gl.tensor
+    STRIDE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, num_m, num_n, num_steps):
+    def __init__(self, num_m, num_n, num_steps, STRIDE):
         self.num_m = num_m
         self.num_n = num_n
         self.num_steps = num_steps
+        self.STRIDE = gl.constexpr(STRIDE)
 
     @gluon.jit
     def count(self):
@@ -75,6 +78,12 @@ class Tiles:
         size = gl.minimum(self.num_m - first, GROUP)
         index -= first * self.num_n
         return first + index % size, index // size
+
+    @gluon.jit
+    def origin(self, index):
+        """Returns the first row of x, and of the weight, for a tile."""
+        m, n = self.place(index)
+        return m * (2 * GL_ROWS), n * self.STRIDE
 
 
 @gluon.jit
@@ -93,13 +102,12 @@ def make_inputs(x_desc, weight_desc, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def produce(x_desc, weight_desc, inputs, tiles, stride, second):
-    """Loads the inputs of all tiles of the program. The boxes of the weight for column n of tiles
-    begin at rows n * stride and n * stride + second."""
+def produce(x_desc, weight_desc, inputs, tiles, second):
+    """Loads the inputs of all tiles of the program. A tile's second box of the weight begins
+    ``second`` rows after the first one."""
     step = 0
     for index in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
-        m, n = tiles.place(index)
-        row, feature = m * (2 * GL_ROWS), n * stride
+        row, feature = tiles.origin(index)
         for k in range(tiles.num_steps):
             stage, column = step % inputs.STAGES, k * GL_BLOCK_K
             if step >= inputs.STAGES:
@@ -163,3 +171,15 @@ def multiply_tile(step, inputs, num_steps, CONSUMER: gl.constexpr):
     _release(step - 1, inputs)
     upper, lower = gl.split(acc.reshape([GL_ROWS, 2, GL_BLOCK_N]).permute([0, 2, 1]))
     return upper, lower, step
+
+
+@gluon.jit
+def skip_tile(step, inputs, num_steps):
+    """Does what ``multiply_tile`` does for the second consumer, but without a result: none of its
+    rows exist. Returns the next step."""
+    barrier_sync(LAG_BARRIER, CONSUMER_THREADS)
+    for _ in range(num_steps):
+        mbarrier.wait(inputs.full.index(step % inputs.STAGES), step // inputs.STAGES & 1)
+        _release(step, inputs)
+        step += 1
+    return step

@@ -240,7 +240,7 @@ def qkv_kernel(
     """Computes num_m x num_n tiles of the result. ``num_steps`` is the number of tiles of x's
     columns. Without norms, both of their weights are None."""
     inputs = make_inputs(x_desc, weight_desc, STAGES)
-    tiles = Tiles(num_m, num_n, num_steps)
+    tiles = Tiles(num_m, num_n, num_steps, 2 * GL_BLOCK_N)
     heads = gl.allocate_shared_memory(x_desc.dtype, [8, GL_ROWS, HALF], x_desc.layout)
     rope = Rope(
         out_ptr,
@@ -259,7 +259,7 @@ def qkv_kernel(
             (_multiply, (0, heads, inputs, tiles, rope, q_weight_ptr is not None)),
             (_multiply, (1, heads, inputs, tiles, rope, q_weight_ptr is not None)),
             (_finish, (heads, tiles, rope, q_weight_ptr, k_weight_ptr)),
-            (produce, (x_desc, weight_desc, inputs, tiles, 2 * GL_BLOCK_N, GL_BLOCK_N)),
+            (produce, (x_desc, weight_desc, inputs, tiles, GL_BLOCK_N)),
         ],
         [4, 2, 1],
         [168, 168, 168],  # registers per thread

@@ -76,13 +76,13 @@ def swiglu_kernel(
     ``num_steps`` is the number of tiles of x's columns, and ``inner`` the number of columns of the
     result. With IS_ROUNDED, the results of both matmuls and of silu are rounded too."""
     inputs = make_inputs(x_desc, weight_desc, STAGES)
-    tiles = Tiles(num_m, num_n, num_steps)
+    tiles = Tiles(num_m, num_n, num_steps, GL_BLOCK_N)
     out_tiles = gl.allocate_shared_memory(out_desc.dtype, [2, GL_ROWS, GL_BLOCK_N], out_desc.layout)
     gl.warp_specialize(
         [
             (_consume, (0, IS_ROUNDED, out_desc, out_tiles, inputs, tiles)),
             (_consume, (1, IS_ROUNDED, out_desc, out_tiles, inputs, tiles)),
-            (produce, (x_desc, weight_desc, inputs, tiles, GL_BLOCK_N, inner)),
+            (produce, (x_desc, weight_desc, inputs, tiles, inner)),
         ],
         [4, 1],
         [240, 24],  # registers per thread; the first consumer has 240, too

@@ -6,7 +6,8 @@ assignment. A third kernel sums the k rows of each token in a fixed order. Atomi
 save memory traffic, but their order varies, so the last bits of the result would vary too.
 
 With FP8 weights, a kernel of its own quantises the input of each GEMM. On GPUs without FP8 matmuls,
-weights are converted to the dtype of the inputs instead.
+weights are converted to the dtype of the inputs instead. For many rows on Hopper, hopper_grouped.py
+has another kernel.
 
 As in ``gemm/tiled.py``, ``tl.dot`` computes W x^T: features are its M dimension, and rows of x its
 N dimension, which may be as small as 8. The names BLOCK_M (rows) and BLOCK_N (features) are those
@@ -18,12 +19,15 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.kernels.fp8 import FP8, fp8_values, quantize_row_groups, quantize_rows
+from nanovllm.kernels.gemm import hopper_gemm
+from nanovllm.kernels.moe import hopper_grouped
 from nanovllm.kernels.moe.activation import gated_activation
+from nanovllm.kernels.moe.combine import sum_parts
 from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.moe.mxfp4 import dequantise_part, rescale
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.moe.sort import Groups, sort_triton
-from nanovllm.utils.math import cdiv, next_power_of_2
+from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, shared_memory, tl, triton
 
 
@@ -468,35 +472,24 @@ def _grouped_kernel(
     )
 
 
-@triton.jit
-def _sum_kernel(
-    parts_ptr,
-    residual_ptr,
-    out_ptr,
-    width,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Sums the TOP_K rows of each token, and the residual: [N k, width] -> [N, width]."""
-    pdl_wait(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < width
-    total = tl.zeros([BLOCK], tl.float32)
-    for i in tl.static_range(TOP_K):
-        part = tl.load(parts_ptr + (token * TOP_K + i) * width + column, mask=mask, other=0.0)
-        total += part.to(tl.float32)
-    if residual_ptr is not None:
-        residual = tl.load(residual_ptr + token * width + column, mask=mask, other=0.0)
-        total += residual.to(tl.float32)
-    tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=mask)
-
-
 def mix_grouped(
     x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
     """Computes what ``mix_reference`` does, with grouped GEMMs. The routing has ranks."""
+    if not hopper_grouped.is_faster(x, experts, routing):
+        return _mix_tiles(x, experts, routing, residual)
+    return hopper_gemm.run_or_replace(
+        hopper_grouped.KIND,
+        x.device,
+        lambda: hopper_grouped.mix_hopper(x, experts, routing, residual),
+        lambda: _mix_tiles(x, experts, routing, residual),
+    )
+
+
+def _mix_tiles(
+    x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """Computes it with the kernel of this file."""
     hidden, width = x.size(1), experts.gate_up.size(-2) // 2
     num_tokens, top_k = routing.experts.shape
     gate_up, down = experts.gate_up, experts.down
@@ -513,19 +506,7 @@ def mix_grouped(
     weight = down, experts.down_scales, experts.down_bias
     inputs = _quantise(inner, experts)
     _launch(inputs, weight, parts, groups, tile, top_k, routing.weights, settings)
-    out = x.new_empty(num_tokens, hidden)
-    block = min(1024, next_power_of_2(hidden))
-    _sum_kernel[(num_tokens, cdiv(hidden, block))](
-        parts,
-        residual,
-        out,
-        hidden,
-        TOP_K=top_k,
-        BLOCK=block,
-        num_warps=max(1, block // 256),
-        **pdl_options(x),
-    )
-    return out
+    return sum_parts(parts, residual, top_k)
 
 
 def _quantise(x: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -23,7 +23,7 @@ def dtype(request):
 
 @pytest.fixture
 def emulator():
-    with emulated_gemm("qkv_kernel", module):
+    with emulated_gemm("gemm.qkv_kernel", module):
         yield
 
 

@@ -29,7 +29,7 @@ def dtype(request):
 
 @pytest.fixture
 def emulator():
-    with emulated_gemm("swiglu_kernel", module):
+    with emulated_gemm("gemm.swiglu_kernel", module):
         yield
 
 

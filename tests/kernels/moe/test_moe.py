@@ -198,9 +198,17 @@ def make(routing: Routing, hidden: int, columns: int, dtype: torch.dtype, has_bi
     return tensors.pop("x"), tensors.pop("residual"), Experts(**tensors)
 
 
-def check_mix(mix, routing: Routing, hidden: int, columns: int, dtype: torch.dtype, monkeypatch):
+def check_mix(
+    mix,
+    routing: Routing,
+    hidden: int,
+    columns: int,
+    dtype: torch.dtype,
+    monkeypatch,
+    biases=(False, True),
+):
     """Against eager PyTorch, both compared with fp64."""
-    for has_biases in (False, True):
+    for has_biases in biases:
         x, residual, experts = make(routing, hidden, columns, dtype, has_biases)
         if has_biases:
             experts = experts._replace(limit=0.7, alpha=1.7)

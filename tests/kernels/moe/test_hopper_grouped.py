@@ -1,0 +1,112 @@
+"""Grouped GEMMs for Hopper: on a GPU, and run by an emulator on a CPU."""
+
+import pytest
+import torch
+
+from nanovllm.kernels.gemm import hopper_gemm
+from nanovllm.kernels.moe import grouped
+from nanovllm.kernels.moe import hopper_grouped as module
+from nanovllm.kernels.moe.route import Routing
+from tests.kernels.conftest import DEVICE
+from tests.kernels.gemm.test_swiglu import NEEDS_HOPPER
+from tests.kernels.gluon_emulator import emulated_gemm
+from tests.kernels.moe.references import count_tokens
+from tests.kernels.moe.test_moe import check_mix, make, make_routing, random_routing, routings
+
+CPU_ONLY = pytest.mark.skipif(DEVICE == "cuda", reason="the kernel itself is tested on a GPU")
+
+
+def uneven_routing(num_tokens: int) -> Routing:
+    """Of five experts, one has all tokens, one none, and the others have a third each."""
+    others = torch.randint(2, 5, (num_tokens, 1))
+    return make_routing(torch.cat([torch.zeros_like(others), others], 1), 5)
+
+
+@pytest.fixture
+def emulator(monkeypatch):
+    launch = module._launch
+
+    def emulated(*args):
+        with emulated_gemm("moe.hopper_grouped_kernel", module):
+            launch(*args)
+
+    monkeypatch.setattr(module, "_launch", emulated)
+
+
+@CPU_ONLY
+@pytest.mark.parametrize(
+    "routing", [*routings().values(), uneven_routing(290)], ids=[*routings(), "uneven"]
+)
+@pytest.mark.parametrize(("hidden", "columns"), [(136, 144), (272, 200)])
+def test_in_the_emulator(routing, hidden, columns, emulator, monkeypatch):
+    check_mix(module.mix_hopper, routing, hidden, columns, torch.float16, monkeypatch, [False])
+
+
+@pytest.mark.parametrize("name", ["gate_up_bias", "limit", "alpha", "gate_up_scales"])
+def test_what_the_kernel_cannot_compute(name, monkeypatch):
+    monkeypatch.setattr(module, "supports", lambda kind, weight: True)
+    routing = random_routing(160, 8, 4)
+    x, _, experts = make(routing, 136, 144, torch.float16, False)
+    assert module.is_faster(x, experts, routing)
+    assert not module.is_faster(x, experts, random_routing(159, 8, 4))
+    fields = {"gate_up_bias": torch.zeros(8, 288), "limit": 7.0, "alpha": 1.7}
+    if name in fields:
+        experts = experts._replace(**{name: fields[name]})
+    else:  # FP8 weights
+        experts = experts._replace(down=experts.down.to(torch.float8_e4m3fn))
+    assert not module.is_faster(x, experts, routing)
+
+
+@pytest.mark.gpu
+@NEEDS_HOPPER
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts"), [(40, 8), (1000, 8), (4000, 60), (2100, 128)]
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_on_hopper(num_tokens, num_experts, dtype, monkeypatch):
+    for routing in (random_routing(num_tokens, num_experts, 4), uneven_routing(num_tokens)):
+        check_mix(module.mix_hopper, routing, 264, 200, dtype, monkeypatch, [False])
+
+
+@pytest.mark.gpu
+@NEEDS_HOPPER
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "hidden", "columns"),
+    [(128, 8, 2048, 768), (8, 2, 4096, 14336), (64, 8, 2048, 1024), (40, 8, 1536, 512)],
+    ids=["qwen3-30b-a3b", "mixtral", "olmoe", "granite"],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_results_have_the_same_bits_as_those_of_the_other_kernel(
+    num_experts, top_k, hidden, columns, dtype
+):
+    """So the batch-invariant mode may have both, and use either."""
+    routing = random_routing(2000, num_experts, top_k)
+    x, residual, experts = make(routing, hidden, columns, dtype, False)
+    assert module.is_faster(x, experts, routing)
+    ours = module.mix_hopper(x, experts, routing, residual)
+    for num_tokens in (2000, 300, 1):
+        first = {field: getattr(routing, field)[:num_tokens] for field in ("experts", "weights")}
+        part = count_tokens(routing._replace(**first), num_experts)
+        theirs = grouped._mix_tiles(x[:num_tokens], experts, part, residual[:num_tokens])
+        assert torch.equal(ours[:num_tokens], theirs)
+
+
+@pytest.mark.gpu
+@NEEDS_HOPPER
+def test_many_rows_take_it_unless_it_does_not_compile(monkeypatch, caplog):
+    routing = random_routing(400, 8, 4)
+    x, residual, experts = make(routing, 264, 200, torch.bfloat16, False)
+    monkeypatch.setattr(hopper_gemm, "_failed", set())
+    calls = []
+    mix = module.mix_hopper
+    monkeypatch.setattr(module, "mix_hopper", lambda *args: calls.append(1) or mix(*args))
+    y = grouped.mix_grouped(x, experts, routing, residual)
+    assert calls == [1]
+
+    def broken(*args: torch.Tensor) -> None:
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(module, "mix_hopper", broken)
+    for _ in range(2):
+        assert torch.equal(grouped.mix_grouped(x, experts, routing, residual), y)
+    assert len([r for r in caplog.records if "the GEMM with experts" in r.getMessage()]) == 1
