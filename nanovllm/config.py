@@ -48,7 +48,8 @@ class Config:
         gpu_memory_utilization: fraction of the GPU's memory that the engine may use.
         tensor_parallel_size: number of GPUs (ranks) over which the model is split.
         enforce_eager: run all steps without CUDA graphs.
-        kvcache_block_size: tokens per KV-cache block.
+        kvcache_block_size: tokens per KV-cache block. The default is 128, or 256 with
+            ``attention_backend="flash_attn"``, which takes multiples of 256 only.
         kv_cache_dtype: "auto" keeps keys and values in the model's dtype; "fp8" or "fp8_e4m3"
             quantises them to 8 bits, so that the KV cache holds almost twice as many tokens.
         num_kvcache_blocks: size of the KV cache in blocks; -1 uses the available memory. In a model
@@ -97,7 +98,7 @@ class Config:
     gpu_memory_utilization: Annotated[float, number(0, 1, above=True)] = 0.9
     tensor_parallel_size: Annotated[int, integer(1, MAX_RANKS)] = 1
     enforce_eager: Annotated[bool, boolean] = False
-    kvcache_block_size: Annotated[int, integer(1, MAX_INT32)] = 128
+    kvcache_block_size: Annotated[int | None, optional(integer(1, MAX_INT32))] = None
     kv_cache_dtype: Annotated[str, choice(*KV_CACHE_DTYPES)] = "auto"
     num_kvcache_blocks: Annotated[int, integer(-1, MAX_INT32)] = -1
     device: Annotated[str, matching(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda, cuda:<index>")] = (
@@ -135,6 +136,11 @@ class Config:
         return min(self.max_num_seqs or DEFAULT_NUM_SEQS, self.max_num_batched_tokens)
 
     @property
+    def block_size(self) -> int:
+        """Tokens per KV block: ``kvcache_block_size`` or its default."""
+        return self.kvcache_block_size or (256 if self.attention_backend == "flash_attn" else 128)
+
+    @property
     def quantizes_kv(self) -> bool:
         return self.kv_cache_dtype != "auto"
 
@@ -145,8 +151,8 @@ class Config:
             raise ValueError(
                 "num_kvcache_blocks must be at least 1, or -1 to use the available memory"
             )
-        if self.num_kvcache_blocks * self.kvcache_block_size > MAX_INT32:
+        if self.num_kvcache_blocks * self.block_size > MAX_INT32:
             raise ValueError(
                 f"num_kvcache_blocks={self.num_kvcache_blocks} of kvcache_block_size="
-                f"{self.kvcache_block_size} are more than {MAX_INT32} tokens: lower one of them"
+                f"{self.block_size} are more than {MAX_INT32} tokens: lower one of them"
             )

@@ -119,6 +119,12 @@ class TestMistakes:
         names = [field.name for field in fields(Config) if field.name != "model"]
         assert Config.create("m", **dict.fromkeys(names)) == Config("m")
 
+    def test_the_default_block_size_is_one_that_the_backend_takes(self):
+        assert Config("m").block_size == 128
+        assert Config("m", attention_backend="flash_attn").block_size == 256
+        given = {"kvcache_block_size": 128, "attention_backend": "flash_attn"}
+        assert Config("m", **given).block_size == 128  # start-up refuses it by name
+
     @each(
         "field, value, kept",
         [

@@ -75,7 +75,7 @@ def save_small_model(path: Path, head_dim: int) -> Path:
 def prefill_logits(llm: LLM, prompt: list[int]) -> torch.Tensor:
     """Logits after the prompt, through the engine's own prefill."""
     params = SamplingParams(temperature=0)
-    seq = Sequence(prompt, params, llm.config.kvcache_block_size)
+    seq = Sequence(prompt, params, llm.config.block_size)
     (state,) = llm.sampling_states.make(llm.sampling_states.prepare(params), prompt)
     seq.completion = Completion(state)
     llm.scheduler.block_manager.allocate(seq)

@@ -98,7 +98,7 @@ class LLMEngine:
             "tokenizer_mode": "auto",
             "trust_remote_code": False,
             "runner_type": "generate",
-            "block_size": config.kvcache_block_size,
+            "block_size": config.block_size,
             "num_gpu_blocks": llm.model_runner.num_kvcache_blocks,
             "world_size": config.tensor_parallel_size,
             "pipeline_parallel_size": 1,

@@ -76,7 +76,7 @@ class LLM(BaseLLM):
         gpu_memory_utilization: float = 0.9,
         tensor_parallel_size: int = 1,
         enforce_eager: bool = False,
-        kvcache_block_size: int = 128,
+        kvcache_block_size: int | None = None,
         kv_cache_dtype: str = "auto",
         num_kvcache_blocks: int = -1,
         device: str = "auto",

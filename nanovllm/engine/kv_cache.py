@@ -61,7 +61,7 @@ def block_bytes(runner: ModelRunner) -> int:
     num_layers = max(map(len, runner.kv_groups))
     config = runner.config
     vector = vector_bytes(model.head_dim, runner.dtype.itemsize, config.quantizes_kv)
-    return 2 * num_layers * config.kvcache_block_size * kv_heads * vector
+    return 2 * num_layers * config.block_size * kv_heads * vector
 
 
 def measure_kv_cache(runner: ModelRunner, bytes_before: int, timed: Timer) -> int:

@@ -403,7 +403,7 @@ class LLMEngine:
         states = self.sampling_states.make(prepared.sampling, token_ids)
         seqs = []
         for state in states:
-            seq = Sequence(token_ids, params, self.config.kvcache_block_size)
+            seq = Sequence(token_ids, params, self.config.block_size)
             seq.request_id = request_id
             text = self.preparer.encoder.detokenizer(token_ids[-1], params)
             tokens = None if text is None else text.stop_candidates

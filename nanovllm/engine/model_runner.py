@@ -227,7 +227,7 @@ class ModelRunner(LeftToParent):
         """Computes the hidden states that ``DecoderModel`` returns and this rank's logits,
         [num_seqs, vocabulary / ranks]. Samples the next tokens if the inputs have sampling rows.
         Fills in ``inputs.input_ids``."""
-        context, block_size = inputs.context, self.config.kvcache_block_size
+        context, block_size = inputs.context, self.config.block_size
         # With programmatic dependent launch (PDL), attention may load the block tables before the
         # previous kernel has ended. So the tables are updated first: the kernels between the update
         # and attention wait for the update to end.
@@ -249,7 +249,7 @@ class ModelRunner(LeftToParent):
 
     def prepare(self, batch: Batch, size: GraphSize | None) -> PackedInputs:
         """Builds a step's inputs on the host, padded to ``size`` for a captured step."""
-        block_size = self.config.kvcache_block_size
+        block_size = self.config.block_size
         num_tokens, num_seqs = (size.num_tokens, size.num_seqs) if size else (0, 0)
         if batch.is_prefill:
             longest = self.max_model_len if size else 0

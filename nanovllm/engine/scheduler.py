@@ -63,10 +63,10 @@ class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_model_len = max_model_len
         # A sequence that has the cache to itself must fit, or it could never finish.
-        self.max_len = min(max_model_len, cache_len or num_blocks * config.kvcache_block_size)
+        self.max_len = min(max_model_len, cache_len or num_blocks * config.block_size)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.eos_token_id = eos_token_id
-        self._cache_settings = num_blocks, config.kvcache_block_size, config.enable_prefix_caching
+        self._cache_settings = num_blocks, config.block_size, config.enable_prefix_caching
         self.windows = windows
         if policy is None and config.enable_reordering:
             from nanovllm.engine.offline_order import OfflineOrder

@@ -101,7 +101,7 @@ def start_up(config: Config) -> StartedModel:
         eos_token_ids |= {eos_token_id}
     # Some checkpoints name EOS tokens outside the vocabulary.
     eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < model_config.vocab_size)
-    block_size, num_blocks = config.kvcache_block_size, runner.num_kvcache_blocks
+    block_size, num_blocks = config.block_size, runner.num_kvcache_blocks
     cache_len = longest_sequence(runner, num_blocks)  # in tokens
     weights = " (weights rounded to FP8)" if rounds_to_fp8(runner) else " (weights in FP8)"
     logger.info(
@@ -299,7 +299,7 @@ def choose_backend(runner: ModelRunner) -> AttentionBackend:
         model.num_attention_heads // config.tensor_parallel_size,
         heads_per_rank(model.num_key_value_heads, config.tensor_parallel_size),
         model.head_dim,
-        config.kvcache_block_size,
+        config.block_size,
         runner.dtype,
         runner.device,
         attention_features(model),
@@ -314,9 +314,7 @@ def make_prefix_finder(runner: ModelRunner) -> "PrefixFinder":
     model, config = runner.model_config, runner.config
     kv_heads = heads_per_rank(model.num_key_value_heads, config.tensor_parallel_size)
     vector = vector_bytes(model.head_dim, runner.dtype.itemsize, config.quantizes_kv)
-    return PrefixFinder(
-        config.kvcache_block_size, runner.windows.index(None), 2 * kv_heads * vector
-    )
+    return PrefixFinder(config.block_size, runner.windows.index(None), 2 * kv_heads * vector)
 
 
 def uses_arenas(runner: ModelRunner) -> bool:
@@ -433,7 +431,7 @@ def group_layers(windows: list[int | None]) -> dict[tuple[int, ...], int | None]
 def most_blocks(runner: ModelRunner, num_tokens: int) -> int:
     """Returns the most blocks that a sequence with up to ``num_tokens`` tokens holds at a time."""
     config = runner.config
-    block_size, max_chunk = config.kvcache_block_size, config.max_num_batched_tokens
+    block_size, max_chunk = config.block_size, config.max_num_batched_tokens
     manager = BlockManager(0, block_size, False, runner.windows, max_chunk)
     num_blocks, chunk = cdiv(num_tokens, block_size), manager.num_chunk_blocks
     return sum(min(num_blocks, window + chunk) for window in manager.window_blocks)
@@ -445,7 +443,7 @@ def longest_sequence(runner: ModelRunner, num_blocks: int) -> int:
     Raises:
         ValueError: they hold no token, because there are fewer blocks than groups of layers.
     """
-    block_size = runner.config.kvcache_block_size
+    block_size = runner.config.block_size
     lengths = range(block_size, MAX_INT32 + 1, block_size)
     num_fitting = bisect_right(lengths, num_blocks, key=partial(most_blocks, runner))
     if not num_fitting:
@@ -467,7 +465,7 @@ def limit_model_len(runner: ModelRunner, num_blocks: int) -> None:
 def allocate_kv_cache(runner: ModelRunner, num_blocks: int) -> None:
     """Allocates the KV cache, and gives each attention layer its view of it."""
     layers, groups = _attention_layers(runner.model), runner.kv_groups
-    num_layers, block_size = max(map(len, groups)), runner.config.kvcache_block_size
+    num_layers, block_size = max(map(len, groups)), runner.config.block_size
     kv_heads, is_quantized = layers[0].num_kv_heads, runner.config.quantizes_kv
     shape = (2, num_layers, num_blocks, block_size, kv_heads, layers[0].head_dim)
     scales_shape = (num_layers, num_blocks, 2, kv_heads, block_size)

@@ -39,7 +39,7 @@ def warmup_model(runner: ModelRunner) -> None:
             length = num_tokens // num_seqs + (i < num_tokens % num_seqs)
             seq = Sequence([0] * min(length, runner.max_model_len))
             seq.completion = completion
-            seq.table_len = cdiv(len(seq), runner.config.kvcache_block_size)
+            seq.table_len = cdiv(len(seq), runner.config.block_size)
             seq.block_tables = [[0] * seq.table_len] * len(runner.windows)
             seq.table_row = i
             items.append(ScheduledSequence(seq, 0, len(seq), samples=True))

@@ -110,7 +110,7 @@ class TestLLM:
             quantization=None,
             seed=np.int32(3),
         ) as llm:
-            assert llm.config.kvcache_block_size == 16
+            assert llm.config.block_size == 16
             assert llm.scheduler.max_len == 128
             (output,) = llm.generate("ab", GREEDY, use_tqdm=False, lora_request=None, priority=[0])
         assert len(output.outputs[0].token_ids) == 4

@@ -105,9 +105,12 @@ def make_inputs(x_desc, weight_desc, STAGES: gl.constexpr):
 def produce(x_desc, weight_desc, inputs, tiles, second):
     """Loads the inputs of all tiles of the program. A tile's second box of the weight begins
     ``second`` rows after the first one."""
-    step = 0
+    step, last = 0, tiles.count() - 1
+    next_row, next_feature = tiles.origin(gl.minimum(gl.program_id(0), last))
     for index in range(gl.program_id(0), tiles.count(), gl.num_programs(0)):
-        row, feature = tiles.origin(index)
+        row, feature = next_row, next_feature
+        # Known before this tile's loads wait for the consumers.
+        next_row, next_feature = tiles.origin(gl.minimum(index + gl.num_programs(0), last))
         for k in range(tiles.num_steps):
             stage, column = step % inputs.STAGES, k * GL_BLOCK_K
             if step >= inputs.STAGES:

@@ -540,19 +540,18 @@ def _launch(
     block_n = tile.features if is_first else tile.down_features
     assert group is None or group % block_n == group % tile.columns == 0
     strides = (0, 0) if group is None or x[1] is None else x[1].stride()
-    num_tiles = len(groups.tiles)
-    for first in range(0, num_tiles, MAX_LAUNCHED_TILES):  # almost always one launch
-        if first:
-            tiles = groups.tiles[MAX_LAUNCHED_TILES:]
-            groups = Groups(groups.order, tiles, groups.num_tiles - MAX_LAUNCHED_TILES)
-        launched = min(num_tiles - first, MAX_LAUNCHED_TILES)
-        _grouped_kernel[(cdiv(features, block_n), launched)](
+    for first in range(0, len(groups.tiles), MAX_LAUNCHED_TILES):  # almost always one launch
+        tiles = groups.tiles[first : first + MAX_LAUNCHED_TILES]
+        num_tiles = groups.num_tiles - first if first else groups.num_tiles
+        _grouped_kernel[(cdiv(features, block_n), len(tiles))](
             *x,
             *strides,
             values,
             weight_scales,
             out,
-            *groups,
+            groups.order,
+            tiles,
+            num_tiles,
             scales,
             bias,
             features,

@@ -43,17 +43,18 @@ def is_faster(x: torch.Tensor, experts: Experts, routing: Routing) -> bool:
 
 
 @triton.jit
-def _gather_kernel(
-    x_ptr, order_ptr, out_ptr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, PDL: tl.constexpr
+def _sort_rows_kernel(
+    x_ptr, positions_ptr, out_ptr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, PDL: tl.constexpr
 ):
-    """Row r of the result is row order[r] // TOP_K of x."""
+    """Copies each row of x [N, WIDTH] to the positions of its TOP_K assignments."""
     BLOCK: tl.constexpr = triton.next_power_of_2(WIDTH)
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
-    source = (tl.load(order_ptr + row) // TOP_K).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + source * WIDTH + column, mask=column < WIDTH, other=0.0)
-    tl.store(out_ptr + row * WIDTH + column, x, mask=column < WIDTH)
+    x = tl.load(x_ptr + row * WIDTH + column, mask=column < WIDTH, other=0.0)
+    for i in tl.static_range(TOP_K):
+        position = tl.load(positions_ptr + row * TOP_K + i).to(tl.int64)
+        tl.store(out_ptr + position * WIDTH + column, x, mask=column < WIDTH)
 
 
 def mix_hopper(
@@ -64,8 +65,8 @@ def mix_hopper(
     groups = sort_triton(routing, 2 * ROWS)
     x_sorted = x.new_empty(num_tokens * top_k, hidden)
     warps = max(1, min(8, next_power_of_2(hidden) // 256))
-    _gather_kernel[(len(x_sorted),)](
-        x, groups.order, x_sorted, WIDTH=hidden, TOP_K=top_k, num_warps=warps, **pdl_options(x)
+    _sort_rows_kernel[(num_tokens,)](
+        x, groups.positions, x_sorted, WIDTH=hidden, TOP_K=top_k, num_warps=warps, **pdl_options(x)
     )
     inner = x.new_empty(len(x_sorted), experts.down.size(2))
     _launch(x_sorted, experts.gate_up, inner, groups, None)
@@ -92,7 +93,9 @@ def _launch(
         x_desc,
         weight_desc,
         out,
-        *groups,
+        groups.order,
+        groups.tiles,
+        groups.num_tiles,
         weights,
         features,
         cdiv(features, BLOCK_N if weights is None else 2 * BLOCK_N),

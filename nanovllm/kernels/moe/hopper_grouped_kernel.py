@@ -99,20 +99,21 @@ def _consume(
         start += CONSUMER * GL_ROWS
         column = index % tiles.num_n * tiles.STRIDE
         if (CONSUMER == 0) | (start < end):
+            if weights_ptr is not None:
+                layout: gl.constexpr = gl.NVMMADistributedLayout(
+                    [3, 0], [4, 1], [16, GL_BLOCK_N, 16]
+                )
+                row = start + gl.arange(0, GL_ROWS, gl.SliceLayout(1, layout))
+                assignment = gl.load(order_ptr + row, mask=row < end, other=0)
+                weight = gl.load(weights_ptr + assignment, mask=row < end, other=0.0)[:, None]
             upper, lower, step = multiply_tile(step, inputs, tiles.num_steps, CONSUMER)
             if weights_ptr is None:
                 out = _activate(upper, lower, dtype)
                 _store(out_tile, out, out_ptr, None, start, end, column, out_features)
             else:
-                layout: gl.constexpr = gl.NVMMADistributedLayout(
-                    [3, 0], [4, 1], [16, GL_BLOCK_N, 16]
-                )
-                upper = gl.convert_layout(upper, layout, assert_trivial=True)
-                lower = gl.convert_layout(lower, layout, assert_trivial=True)
-                row = start + gl.arange(0, GL_ROWS, gl.SliceLayout(1, layout))
-                assignment = gl.load(order_ptr + row, mask=row < end, other=0)
-                weight = gl.load(weights_ptr + assignment, mask=row < end, other=0.0)[:, None]
-                upper, lower = (upper * weight).to(dtype), (lower * weight).to(dtype)
+                upper = gl.convert_layout(upper, layout, assert_trivial=True) * weight
+                lower = gl.convert_layout(lower, layout, assert_trivial=True) * weight
+                upper, lower = upper.to(dtype), lower.to(dtype)
                 _store(out_tile, upper, out_ptr, order_ptr, start, end, column, out_features)
                 column += GL_BLOCK_N
                 _store(out_tile, lower, out_ptr, order_ptr, start, end, column, out_features)

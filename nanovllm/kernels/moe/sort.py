@@ -13,6 +13,7 @@ class Groups(NamedTuple):
 
     Attributes:
         order: int32 [N k], the assignments in sorted order.
+        positions: int32 [N k], the index in ``order`` of each assignment.
         tiles: int32 [max_tiles, 3], for each tile of at most ``block_m`` rows: its expert, its
             first index in ``order``, and the end of the expert's assignments in ``order``, which
             may be in a later tile.
@@ -20,6 +21,7 @@ class Groups(NamedTuple):
     """
 
     order: torch.Tensor
+    positions: torch.Tensor
     tiles: torch.Tensor
     num_tiles: torch.Tensor
 
@@ -36,6 +38,7 @@ def _sort_kernel(
     ranks_ptr,
     counts_ptr,
     order_ptr,
+    positions_ptr,
     tiles_ptr,
     num_tiles_ptr,
     num_assignments,
@@ -80,6 +83,7 @@ def _sort_kernel(
         end = tl.gather(ends, experts, 0)
         position = end - tl.gather(totals, experts, 0) + rank
         tl.store(order_ptr + position, assignment, mask=mask)
+        tl.store(positions_ptr + assignment, position, mask=mask)
         # The first row of each tile describes the tile.
         tile = tl.gather(tile_ends - per_expert, experts, 0) + rank // BLOCK_M
         is_first = mask & (rank % BLOCK_M == 0)
@@ -98,6 +102,7 @@ def sort_triton(routing: Routing, block_m: int) -> Groups:
     size = chunk_size(num_tokens, num_experts) * top_k
     ints = routing.experts
     groups = Groups(
+        ints.new_empty(num_assignments),
         ints.new_empty(num_assignments),
         ints.new_empty(max_tiles(num_assignments, num_experts, block_m), 3),
         ints.new_empty(1),

@@ -34,4 +34,5 @@ def sort_reference(routing: Routing, block_m: int) -> Groups:
     tiles = torch.zeros(size, 3, dtype=torch.int32, device=counts.device)
     tiles[: len(expert)] = torch.stack([expert, starts, ends[expert]], dim=1)
     num_tiles = torch.tensor([len(expert)], dtype=torch.int32, device=counts.device)
-    return Groups(experts.argsort(stable=True).int(), tiles, num_tiles)
+    order = experts.argsort(stable=True)
+    return Groups(order.int(), order.argsort().int(), tiles, num_tiles)

@@ -159,6 +159,7 @@ def test_sort(name, block_m, monkeypatch):
     poisoned(monkeypatch)
     found = sort_triton(routing, block_m)
     assert torch.equal(found.order, expected.order) and int(found.num_tiles) == count
+    assert torch.equal(found.positions, expected.positions)
     assert torch.equal(found.tiles[:count], expected.tiles[:count])
 
 
@@ -192,7 +193,7 @@ def make(routing: Routing, hidden: int, columns: int, dtype: torch.dtype, has_bi
     }
     scales = {"gate_up": hidden**-0.5, "down": columns**-0.5}
     tensors = {
-        name: (torch.randn(shape) * scales.get(name, 1.0)).to(dtype).to(DEVICE)
+        name: (torch.randn(shape, device=DEVICE) * scales.get(name, 1.0)).to(dtype)
         for name, shape in shapes.items()
     }
     return tensors.pop("x"), tensors.pop("residual"), Experts(**tensors)
