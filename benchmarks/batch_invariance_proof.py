@@ -39,7 +39,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 )
 MAX_MODEL_LEN = 4096
 LONG_PROMPTS = 700, 3000  # the lengths of one prompt in 50
-PREFIX = 100  # tokens that prompts share
+PREFIX = 150  # tokens that prompts share: more than a KV block has
 
 
 def make_requests(num: int, vocab_size: int) -> list[Request]:

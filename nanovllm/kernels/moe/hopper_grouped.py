@@ -7,25 +7,13 @@ expert, and 256 rows of its weight. Results have the same bits as those of ``gro
 
 import torch
 
-from nanovllm.kernels.gemm.hopper_gemm import (
-    BLOCK_K,
-    BLOCK_N,
-    ROWS,
-    describe_inputs,
-    supports,
-)
+from nanovllm.kernels.gemm.hopper_gemm import BLOCK_K, BLOCK_N, ROWS, describe_inputs, supports
 from nanovllm.kernels.moe.combine import sum_parts
 from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.moe.sort import Groups, sort_triton
 from nanovllm.utils.math import cdiv, next_power_of_2
-from nanovllm.utils.triton_compat import (
-    num_multiprocessors,
-    pdl_options,
-    pdl_wait,
-    tl,
-    triton,
-)
+from nanovllm.utils.triton_compat import num_multiprocessors, pdl_options, pdl_wait, tl, triton
 
 KIND = "experts"
 MIN_MEAN_ROWS = 80  # per expert; with fewer, the kernel of grouped.py is as fast on an H200
@@ -70,7 +58,7 @@ def mix_hopper(
     )
     inner = x.new_empty(len(x_sorted), experts.down.size(2))
     _launch(x_sorted, experts.gate_up, inner, groups, None)
-    parts = torch.empty_like(x_sorted)
+    parts = x_sorted  # which are not needed any more: this saves as much memory
     _launch(inner, experts.down, parts, groups, routing.weights)
     return sum_parts(parts, residual, top_k)
 
