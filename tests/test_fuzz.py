@@ -203,7 +203,7 @@ def test_settings(num_examples):
             counts["settings refused"] += 1
         else:
             kept = getattr(config, field)
-            # None stands for the default. If this is None too, it means no value, or one chosen later.
+            # None stands for the default, which may itself be None: no value, or one chosen later.
             is_unset = value is None and field in DEFAULT_IS_NONE
             assert isinstance(kept, (int, float, str)) or (kept is None and is_unset)
             counts["settings accepted"] += 1
