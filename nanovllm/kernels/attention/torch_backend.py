@@ -106,7 +106,10 @@ def gather_kv(
         return (keys * scales[0]).to(dtype), (values * scales[1]).to(dtype)
     if len(blocks) == 1:
         return cache.k[blocks[0]][tokens], cache.v[blocks[0]][tokens]
-    return cache.k[blocks].flatten(0, 1)[tokens], cache.v[blocks].flatten(0, 1)[tokens]
+    index = torch.tensor(blocks, dtype=torch.int32, device=cache.k.device)
+    # On CPUs, index_select takes half of the time of cache.k[index].
+    keys, values = (x.index_select(0, index).flatten(0, 1)[tokens] for x in (cache.k, cache.v))
+    return keys, values
 
 
 def _prefill_one(
