@@ -1,5 +1,5 @@
-"""What the launchers of the GEMMs for Hopper share: swiglu.py and qkv.py, whose main loop is in
-hopper_loop.py, and decode_gemm.py."""
+"""What the launchers of the GEMMs for Hopper share: swiglu.py, qkv.py and moe/hopper_grouped.py,
+whose main loop is in hopper_loop.py, and decode_gemm.py."""
 
 import logging
 from collections.abc import Callable
