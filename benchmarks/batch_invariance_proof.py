@@ -39,7 +39,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 )
 MAX_MODEL_LEN = 4096
 LONG_PROMPTS = 700, 3000  # the lengths of one prompt in 50
-PREFIX = 150  # tokens that prompts share: more than a KV block has
+PREFIX = 100  # tokens that prompts share
 
 
 def make_requests(num: int, vocab_size: int) -> list[Request]:
@@ -214,7 +214,7 @@ def main() -> int:
     parser.add_argument("model", help="a checkpoint, or a name in benchmarks/shapes")
     parser.add_argument("--num-requests", type=int, default=10_000)
     parser.add_argument("--num-alone", type=int, default=50, help="about this many run one by one")
-    parser.add_argument("--num-blocks", type=int, default=600, help="in the full KV cache")
+    parser.add_argument("--num-blocks", type=int, default=300, help="in the full KV cache")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)

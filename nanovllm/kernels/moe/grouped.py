@@ -476,6 +476,8 @@ def mix_grouped(
     x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
     """Computes what ``mix_reference`` does, with grouped GEMMs. The routing has ranks."""
+    assert all(t.is_contiguous() for t in (x, experts.gate_up, experts.down))
+    assert residual is None or residual.is_contiguous()
     if not hopper_grouped.is_faster(x, experts, routing):
         return _mix_tiles(x, experts, routing, residual)
     return hopper_gemm.run_or_replace(
@@ -493,8 +495,6 @@ def _mix_tiles(
     hidden, width = x.size(1), experts.gate_up.size(-2) // 2
     num_tokens, top_k = routing.experts.shape
     gate_up, down = experts.gate_up, experts.down
-    assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
-    assert residual is None or residual.is_contiguous()
     inputs = _quantise(x, experts)
     tile = choose_tile(num_tokens, top_k, experts, inputs[0])
     groups = sort_triton(routing, tile.rows)

@@ -58,7 +58,7 @@ def mix_hopper(
     )
     inner = x.new_empty(len(x_sorted), experts.down.size(2))
     _launch(x_sorted, experts.gate_up, inner, groups, None)
-    parts = x_sorted  # which are not needed any more: this saves as much memory
+    parts = x_sorted  # no longer needed, so the results take its memory
     _launch(inner, experts.down, parts, groups, routing.weights)
     return sum_parts(parts, residual, top_k)
 
