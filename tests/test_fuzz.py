@@ -179,13 +179,7 @@ def test_what_is_no_sampling_params(num_examples, llm, expected):
     check()
 
 
-DEFAULT_IS_NONE = {
-    "kvcache_block_size",
-    "max_model_len",
-    "max_num_seqs",
-    "quantization",
-    "tokenizer",
-}
+DEFAULT_IS_NONE = {field.name for field in fields(Config) if field.default is None}
 
 
 @sizes

@@ -1,5 +1,5 @@
-"""Parts of the Gluon kernels for Hopper: named barriers, the wait for the previous kernel, and
-loads and stores by TMA."""
+"""Parts of the Gluon kernels for Hopper: named barriers, the wait for the previous kernel, loads
+and stores by TMA, and SwiGLU."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -52,3 +52,11 @@ def grid_wait():
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def rounded_swiglu(gate, up, dtype: gl.constexpr):
+    """Computes SwiGLU in fp32, rounds gate, up and the activated gate to ``dtype``, and returns the
+    result in it, with the same operations as ``_silu_and_mul_kernel``."""
+    gate = gate.to(dtype).to(gl.float32)
+    return (gate / (1 + gl.exp(-gate))).to(dtype) * up.to(dtype)

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nanovllm.kernels.hopper import grid_wait, tma_load
+from nanovllm.kernels.hopper import grid_wait, rounded_swiglu, tma_load
 
 
 @gluon.jit
@@ -43,13 +43,12 @@ def _load_rows(desc, first, column, full, tile, ROWS: gl.constexpr):
 @gluon.jit
 def _swiglu(sums):
     """Computes SwiGLU of a tile [FEATURES, ROWS]: [FEATURES / 2, ROWS]. Of 16 features 8 are of
-    gate and 8 of up, so a thread has both. The operations are those of ``_silu_and_mul_kernel``."""
+    gate and 8 of up, so a thread has both."""
     FEATURES: gl.constexpr = sums.shape[0]
     ROWS: gl.constexpr = sums.shape[1]
     pairs = sums.reshape([FEATURES // 16, 2, 8, ROWS]).permute([0, 2, 3, 1])
     gate, up = gl.split(pairs)
-    gate = gate.to(gl.float32)
-    out = (gate / (1 + gl.exp(-gate))).to(up.dtype) * up
+    out = rounded_swiglu(gate, up, up.dtype)
     return out.reshape([FEATURES // 2, ROWS])
 
 

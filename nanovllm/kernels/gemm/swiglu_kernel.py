@@ -14,7 +14,7 @@ from nanovllm.kernels.gemm.hopper_loop import (
     multiply_tile,
     produce,
 )
-from nanovllm.kernels.hopper import tma_store
+from nanovllm.kernels.hopper import rounded_swiglu, tma_store
 
 STAGES, GL_LOG2_E = gl.constexpr(4), gl.constexpr(LOG2_E)
 
@@ -33,13 +33,6 @@ def _silu(x):
 
 
 @gluon.jit
-def _rounded_silu(x, dtype: gl.constexpr):
-    """Computes silu with the same operations as ``_silu_and_mul_kernel``."""
-    x = x.to(dtype).to(gl.float32)
-    return (x / (1 + gl.exp(-x))).to(dtype)
-
-
-@gluon.jit
 def _consume(
     CONSUMER: gl.constexpr, IS_ROUNDED: gl.constexpr, out_desc, out_tiles, inputs, tiles
 ):  # fmt: skip
@@ -50,7 +43,7 @@ def _consume(
         m, n = tiles.place(index)
         gate, up, step = multiply_tile(step, inputs, tiles.num_steps, CONSUMER)
         if IS_ROUNDED:
-            out = _rounded_silu(gate, out_desc.dtype) * up.to(out_desc.dtype)
+            out = rounded_swiglu(gate, up, out_desc.dtype)
         else:
             out = (_silu(gate) * up).to(out_desc.dtype)
         tma.store_wait(0)

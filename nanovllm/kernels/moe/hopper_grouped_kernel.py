@@ -13,6 +13,7 @@ from nanovllm.kernels.gemm.hopper_loop import (
     produce,
     skip_tile,
 )
+from nanovllm.kernels.hopper import rounded_swiglu
 
 STAGES = gl.constexpr(4)
 
@@ -54,13 +55,6 @@ class GroupedTiles:
         tile = self.tiles_ptr + index // self.num_n * 3
         expert, column = gl.load(tile), index % self.num_n
         return gl.load(tile + 1), expert * self.weight_rows + column * self.STRIDE
-
-
-@gluon.jit
-def _activate(gate, up, dtype: gl.constexpr):
-    """Computes SwiGLU with the operations and roundings of ``activation.gated_activation``."""
-    gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
-    return ((gate / (1 + gl.exp(-gate))).to(dtype).to(gl.float32) * up).to(dtype)
 
 
 @gluon.jit
@@ -108,7 +102,7 @@ def _consume(
                 weight = gl.load(weights_ptr + assignment, mask=row < end, other=0.0)[:, None]
             upper, lower, step = multiply_tile(step, inputs, tiles.num_steps, CONSUMER)
             if weights_ptr is None:
-                out = _activate(upper, lower, dtype)
+                out = rounded_swiglu(upper, lower, dtype)
                 _store(out_tile, out, out_ptr, None, start, end, column, out_features)
             else:
                 upper = gl.convert_layout(upper, layout, assert_trivial=True) * weight

@@ -42,7 +42,7 @@ def test_in_the_emulator(routing, hidden, columns, emulator, monkeypatch):
     check_mix(module.mix_hopper, routing, hidden, columns, torch.float16, monkeypatch, [False])
 
 
-@pytest.mark.parametrize("name", ["gate_up_bias", "limit", "alpha", "gate_up_scales"])
+@pytest.mark.parametrize("name", ["gate_up_bias", "limit", "alpha", "fp8"])
 def test_what_the_kernel_cannot_compute(name, monkeypatch):
     monkeypatch.setattr(module, "supports", lambda kind, weight: True)
     routing = random_routing(160, 8, 4)
@@ -52,7 +52,7 @@ def test_what_the_kernel_cannot_compute(name, monkeypatch):
     fields = {"gate_up_bias": torch.zeros(8, 288), "limit": 7.0, "alpha": 1.7}
     if name in fields:
         experts = experts._replace(**{name: fields[name]})
-    else:  # FP8 weights
+    else:
         experts = experts._replace(down=experts.down.to(torch.float8_e4m3fn))
     assert not module.is_faster(x, experts, routing)
 
