@@ -40,12 +40,29 @@ def _in_matmul_order(tile, BLOCKS: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
+def _in_rows(rows, BLOCKS: tl.constexpr, WARPS: tl.constexpr):
+    """Rearranges a number for each row of such a tile: to [WARPS, BLOCKS * 8, 1]."""
+    rows = tl.permute(tl.reshape(rows, (BLOCKS, WARPS, 8)), (1, 0, 2))
+    return tl.reshape(rows, (WARPS, BLOCKS * 8, 1))
+
+
+@triton.jit
 def _load_x(ptrs, column, mask, PART: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.constexpr):
     """Loads the columns of x that belong to block PART of each warp's group: [WARPS, 32, 8]."""
     if WIDTH < 128:
         mask = mask & (column + 32 * PART >= 0)
     x = tl.load(ptrs + 32 * PART, mask=mask, other=0.0)
     return tl.permute(_in_matmul_order(x, 1, WARPS), (0, 2, 1))
+
+
+@triton.jit
+def _multiply_groups(words, scales, x_0, x_1, x_2, x_3, acc):
+    """Multiplies a group of each warp, words [WARPS, FEATURES, 32], and adds the result to acc."""
+    dtype: tl.constexpr = x_0.dtype
+    acc = tl.dot(dequantise_part(words, scales, 0, dtype), x_0, acc, input_precision="ieee")
+    acc = tl.dot(dequantise_part(words, scales, 1, dtype), x_1, acc, input_precision="ieee")
+    acc = tl.dot(dequantise_part(words, scales, 2, dtype), x_2, acc, input_precision="ieee")
+    return tl.dot(dequantise_part(words, scales, 3, dtype), x_3, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -56,44 +73,49 @@ def _multiply(
     experts_ptr,
     out_features,
     WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
+    GATED: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     WARPS: tl.constexpr,
     WARPS_PER_EXPERT: tl.constexpr,
     UNROLLED: tl.constexpr,
 ):
-    """Multiplies x [NUM_EXPERTS, WIDTH], a row for each of the experts at ``experts_ptr``, by rows
-    of the experts' weights [PARTS * out_features, WIDTH]: the program's features of each part.
-    Returns fp32 [WARPS, PARTS * FEATURES]. Warp w sums over a share of the columns of expert
-    w // WARPS_PER_EXPERT. If there is no such expert, its sums are zero.
+    """Multiplies x [NUM_EXPERTS, WIDTH], a row for each of the experts at ``experts_ptr``, by the
+    program's rows of the experts' weights [out_features, WIDTH] or, with GATED, by its rows of gate
+    and of up. Returns fp32 [WARPS, FEATURES] for both; without GATED, the second one is zero. Warp
+    w sums over a share of the columns of expert w // WARPS_PER_EXPERT. If there is no such expert,
+    its sums are zero.
     """
-    BLOCKS: tl.constexpr = PARTS * _FEATURES // 8
+    BLOCKS: tl.constexpr = _FEATURES // 8
     NUM_GROUPS: tl.constexpr = (WIDTH + 127) // 128
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     index, x_index = tl.arange(0, BLOCKS * WARPS * 8), tl.arange(0, WARPS * 8)
     column = tl.arange(0, 32)
     # Of each row of the tile of the weight: its warp, and which row of the weight it is.
     warp, block = index // 8 % WARPS, index // 8 // WARPS
-    feature = tl.program_id(0) * _FEATURES + block * 8 % _FEATURES + index % 8
-    num_rows = PARTS * out_features
-    row = tl.minimum(feature, out_features - 1) + block * 8 // _FEATURES * out_features
+    num_rows = (2 if GATED else 1) * out_features
+    row = tl.minimum(tl.program_id(0) * _FEATURES + block * 8 + index % 8, out_features - 1)
     is_used = warp // WARPS_PER_EXPERT < NUM_EXPERTS
     expert = tl.load(experts_ptr + warp // WARPS_PER_EXPERT, mask=is_used, other=0)
     row += expert.to(tl.int64) * NUM_GROUPS * num_rows + warp % WARPS_PER_EXPERT * num_rows
     words_ptrs = words_ptr + row[:, None] * 32 + column[None, :]
-    # Each of the four threads that have a row loads its scales.
-    scales_ptrs = scales_ptr + row[:, None] + tl.arange(0, 4)[None, :] * 0
+    # A tile has fewer scales than the program has threads. So the compiler loads each one into all
+    # registers that need it, without shared memory, where warps would wait for each other.
+    scales_ptrs = scales_ptr + _in_rows(row, BLOCKS, WARPS)
     # Of 8 rows of x that a matmul needs, one is real.
     x_warp = x_index // 8
     x_is_used = (x_index % 8 == 0) & (x_warp // WARPS_PER_EXPERT < NUM_EXPERTS)
     x_row = (x_warp // WARPS_PER_EXPERT)[:, None] * WIDTH + column[None, :]
-    acc = tl.zeros([WARPS, BLOCKS * 8, 8], tl.float32)
+    acc = tl.zeros([WARPS, _FEATURES, 8], tl.float32)
+    up_acc = tl.zeros([WARPS, _FEATURES, 8], tl.float32)
     for start in tl.range(0, NUM_GROUPS, WARPS_PER_EXPERT, loop_unroll_factor=UNROLLED):
         mask = (is_used & (start + warp % WARPS_PER_EXPERT < NUM_GROUPS))[:, None]
+        scales_mask = _in_rows(mask, BLOCKS, WARPS)
         words = _in_matmul_order(tl.load(words_ptrs, mask=mask, other=0), BLOCKS, WARPS)
-        scales = tl.load(scales_ptrs, mask=mask, other=0)
-        scales = tl.broadcast_to(scales[:, :, None], (BLOCKS * WARPS * 8, 4, 8))
-        scales = _in_matmul_order(scales, BLOCKS, WARPS)
+        scales = tl.load(scales_ptrs, mask=scales_mask, other=0)
+        if GATED:
+            up_words = tl.load(words_ptrs + out_features * 32, mask=mask, other=0)
+            up_words = _in_matmul_order(up_words, BLOCKS, WARPS)
+            up_scales = tl.load(scales_ptrs + out_features, mask=scales_mask, other=0)
         words_ptrs += WARPS_PER_EXPERT * num_rows * 32
         scales_ptrs += WARPS_PER_EXPERT * num_rows
         x_group = start + x_warp % WARPS_PER_EXPERT
@@ -105,11 +127,10 @@ def _multiply(
         x_1 = _load_x(x_ptrs, x_column, x_mask, 1, WIDTH, WARPS)
         x_2 = _load_x(x_ptrs, x_column, x_mask, 2, WIDTH, WARPS)
         x_3 = _load_x(x_ptrs, x_column, x_mask, 3, WIDTH, WARPS)
-        acc = tl.dot(dequantise_part(words, scales, 0, DTYPE), x_0, acc, input_precision="ieee")
-        acc = tl.dot(dequantise_part(words, scales, 1, DTYPE), x_1, acc, input_precision="ieee")
-        acc = tl.dot(dequantise_part(words, scales, 2, DTYPE), x_2, acc, input_precision="ieee")
-        acc = tl.dot(dequantise_part(words, scales, 3, DTYPE), x_3, acc, input_precision="ieee")
-    return rescale(tl.sum(acc, axis=2), DTYPE)
+        acc = _multiply_groups(words, scales, x_0, x_1, x_2, x_3, acc)
+        if GATED:
+            up_acc = _multiply_groups(up_words, up_scales, x_0, x_1, x_2, x_3, up_acc)
+    return rescale(tl.sum(acc, axis=2), DTYPE), rescale(tl.sum(up_acc, axis=2), DTYPE)
 
 
 @triton.jit
@@ -134,11 +155,11 @@ def _gate_up_kernel(
     pdl_wait(PDL)
     assignment = tl.program_id(1)
     expert = tl.load(experts_ptr + assignment).to(tl.int64)
-    sums = _multiply(
+    gate, up = _multiply(
         x_ptr + (assignment // TOP_K).to(tl.int64) * WIDTH, words_ptr, word_scales_ptr,
-        experts_ptr + assignment, out_features, WIDTH, 2, 1, WARPS, WARPS, UNROLLED,
+        experts_ptr + assignment, out_features, WIDTH, True, 1, WARPS, WARPS, UNROLLED,
     )  # fmt: skip
-    gate, up = tl.split(tl.trans(tl.reshape(tl.sum(sums, axis=0), (2, _FEATURES))))
+    gate, up = tl.sum(gate, axis=0), tl.sum(up, axis=0)
     feature = tl.program_id(0) * _FEATURES + tl.arange(0, _FEATURES)
     mask = feature < out_features
     if bias_ptr is not None:
@@ -175,9 +196,9 @@ def _down_kernel(
     pdl_wait(PDL)
     token = tl.program_id(1).to(tl.int64)
     first = token * TOP_K
-    sums = _multiply(
+    sums, _ = _multiply(
         x_ptr + first * WIDTH, words_ptr, word_scales_ptr, experts_ptr + first, out_features,
-        WIDTH, 1, TOP_K, WARPS, WARPS_PER_EXPERT, UNROLLED,
+        WIDTH, False, TOP_K, WARPS, WARPS_PER_EXPERT, UNROLLED,
     )  # fmt: skip
     warp = tl.arange(0, WARPS)
     i = warp // WARPS_PER_EXPERT
@@ -205,7 +226,7 @@ def mix_few_mxfp4(
     num_tokens, top_k = routing.experts.shape
     down_warps = next_power_of_2(top_k) * DOWN_WARPS_PER_EXPERT
     shared = {
-        "UNROLLED": 3 if num_tokens == 1 else 1,  # with more tokens there are enough warps
+        "UNROLLED": 6 if num_tokens == 1 else 1,  # with more tokens there are enough warps
         "num_stages": 1,  # weights go straight to registers
         **REGISTER_LIMIT,
     }
