@@ -525,8 +525,8 @@ if __name__ == "__main__":
         if kernel.metadata.shared > (SHARED_MEMORY if name in roomy else LEAST_SHARED_MEMORY)
     ]
     assert not too_large, f"more shared memory than there is: {too_large}"
-    # A loop with barriers would have dozens.
-    experts_of_few = "_gate_up_kernel", "_down_kernel"
-    barriers = {n: k.asm["ptx"].count("bar.sync") for n, k in done if n in experts_of_few}
-    assert max(barriers.values()) <= 6, f"warps wait for each other: {barriers}"
+    # With x or scales in shared memory, their unrolled loops would have dozens of barriers.
+    of_few_rows = "_gate_up_kernel", "_down_kernel", "_vector_kernel"
+    barriers = [(n, k.asm["ptx"].count("bar.sync")) for n, k in done if n in of_few_rows]
+    assert all(count <= 12 for _, count in barriers), barriers
     print(len(kernels), "launches of", len({name for name, _ in kernels}), "kernels")

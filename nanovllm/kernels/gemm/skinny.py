@@ -16,7 +16,7 @@ not quantised.
 
 import torch
 
-from nanovllm.kernels.fp8 import GROUP, fp8_values
+from nanovllm.kernels.fp8 import GROUP, dot_halves, load_block_scales, lower_halves
 from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
 
@@ -53,18 +53,24 @@ def _epilogue(y, up, bias_ptr, bias, up_bias, SILU: tl.constexpr, DTYPE: tl.cons
 
 
 @triton.jit
-def _dot_in_threads(weight, x, LENGTH: tl.constexpr):
-    """Multiplies a tile of a weight [N, K] by x [K], and sums over LENGTH columns, which one thread
-    has loaded: [N, K / LENGTH]."""
-    products = fp8_values(weight, tl.float32) * x[None, :]
-    shape: tl.constexpr = (weight.shape[0], weight.shape[1] // LENGTH, LENGTH)
-    return tl.sum(tl.reshape(products, shape), axis=2)
-
-
-@triton.jit
-def _load_scales(scale_ptr, group, NUM_GROUPS: tl.constexpr):
-    """Loads the scales of columns in the given groups, which may be past the last one."""
-    return tl.load(scale_ptr + group, mask=group < NUM_GROUPS, other=0.0)[None, :]
+def _load_row(
+    x_ptr, residual_ptr, norm_ptr, sum_ptr, column, squares, K: tl.constexpr
+):  # fmt: skip
+    """Loads columns of x, adds those of the residual, and stores the sum if this is program 0.
+    Returns them in fp32, multiplied by the norm's weight, and ``squares`` plus the squares of what
+    they were before."""
+    in_row = column < K
+    x = tl.load(x_ptr + column, mask=in_row, other=0.0)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + column, mask=in_row, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        is_first = column * 0 + tl.program_id(0) == 0
+        tl.store(sum_ptr + column, x, mask=in_row & is_first)
+    x = x.to(tl.float32)
+    if norm_ptr is not None:
+        squares += x * x
+        x *= tl.load(norm_ptr + column, mask=in_row, other=0.0).to(tl.float32)
+    return x, squares
 
 
 @triton.jit
@@ -82,14 +88,14 @@ def _vector_kernel(
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    LENGTH: tl.constexpr,
     GROUP: tl.constexpr,
     SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiplies one row on the CUDA cores. Each thread multiplies the weights that it loaded. The
     scales of an FP8 weight are those of rows or, unless GROUP is None, of blocks."""
-    NUM_SUMS: tl.constexpr = BLOCK_K // LENGTH
+    IS_FP8: tl.constexpr = scale_ptr is not None
+    NUM_SUMS: tl.constexpr = BLOCK_K // 16 if IS_FP8 else BLOCK_K
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_weight = feature < out_features
     row_ptr = weight_ptr + feature[:, None].to(tl.int64) * K
@@ -102,18 +108,16 @@ def _vector_kernel(
         up_weight = tl.load(up_ptr + column[None, :], mask=mask, other=0.0)
     bias, up_bias = _load_bias(bias_ptr, feature, in_weight, out_features, SILU)
     if GROUP is not None:  # all features of the program are in one row of blocks
-        NUM_GROUPS: tl.constexpr = K // GROUP
-        scale_ptr += tl.program_id(0) * BLOCK_N // GROUP * NUM_GROUPS
-        up_scale_ptr = scale_ptr + out_features // GROUP * NUM_GROUPS
-        first_group = tl.arange(0, NUM_SUMS) * LENGTH // GROUP
-    elif scale_ptr is not None:
+        scale_ptr += tl.program_id(0) * BLOCK_N // GROUP * (K // GROUP)
+        up_scale_ptr = scale_ptr + out_features // GROUP * (K // GROUP)
+    elif IS_FP8:
         row_scale = tl.load(scale_ptr + feature, mask=in_weight, other=0.0)
         if SILU:
             up_row_scale = tl.load(scale_ptr + out_features + feature, mask=in_weight, other=0.0)
     pdl_wait(PDL)
     acc = tl.zeros([BLOCK_N, NUM_SUMS], tl.float32)
     up_acc = tl.zeros([BLOCK_N, NUM_SUMS], tl.float32)
-    squares = tl.zeros([BLOCK_K], tl.float32)
+    squares = tl.zeros([NUM_SUMS, 8] if IS_FP8 else [BLOCK_K], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
         if start:
             column = start + tl.arange(0, BLOCK_K)
@@ -121,30 +125,30 @@ def _vector_kernel(
             weight = tl.load(row_ptr + column[None, :], mask=mask, other=0.0)
             if SILU:
                 up_weight = tl.load(up_ptr + column[None, :], mask=mask, other=0.0)
-        in_row = column < K
-        x = tl.load(x_ptr + column, mask=in_row, other=0.0)
-        if residual_ptr is not None:
-            residual = tl.load(residual_ptr + column, mask=in_row, other=0.0)
-            x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-            is_first = column * 0 + tl.program_id(0) == 0
-            tl.store(sum_ptr + column, x, mask=in_row & is_first)
-        x = x.to(tl.float32)
-        if norm_ptr is not None:
-            squares += x * x
-            x *= tl.load(norm_ptr + column, mask=in_row, other=0.0).to(tl.float32)
-        part = _dot_in_threads(weight, x, LENGTH)
+        row = x_ptr, residual_ptr, norm_ptr, sum_ptr
+        if IS_FP8:
+            column = lower_halves(start, NUM_SUMS)
+            x, squares = _load_row(*row, column, squares, K)
+            upper_x, squares = _load_row(*row, column + 8, squares, K)
+            part = dot_halves(weight, x, upper_x)
+        else:
+            x, squares = _load_row(*row, column, squares, K)
+            part = weight.to(tl.float32) * x[None, :]
         if GROUP is not None:
-            part *= _load_scales(scale_ptr, start // GROUP + first_group, NUM_GROUPS)
+            part *= load_block_scales(scale_ptr, start, K, NUM_SUMS, GROUP)
         acc += part
         if SILU:
-            part = _dot_in_threads(up_weight, x, LENGTH)
+            if IS_FP8:
+                part = dot_halves(up_weight, x, upper_x)
+            else:
+                part = up_weight.to(tl.float32) * x[None, :]
             if GROUP is not None:
-                part *= _load_scales(up_scale_ptr, start // GROUP + first_group, NUM_GROUPS)
+                part *= load_block_scales(up_scale_ptr, start, K, NUM_SUMS, GROUP)
             up_acc += part
     scale = tl.rsqrt(tl.sum(squares) / K + eps) if norm_ptr is not None else 1.0
     y = tl.sum(acc, axis=1) * scale
     up = tl.sum(up_acc, axis=1) * scale if SILU else y
-    if scale_ptr is not None and GROUP is None:
+    if IS_FP8 and GROUP is None:
         y *= row_scale
         if SILU:
             up *= up_row_scale
@@ -317,9 +321,6 @@ def skinny_norm_linear(
         K=width,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        # The 16 numbers of FP8 that a thread loads at once. With their sum in one register, there
-        # is room for more loads in flight.
-        LENGTH=1 if scales is None else min(16, block_k),
         GROUP=GROUP if has_groups else None,
         SILU=silu,
         num_warps=num_warps,

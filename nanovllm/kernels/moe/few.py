@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.fp8 import fp8_values
+from nanovllm.kernels.fp8 import dot_halves, load_block_scales, load_halves
 from nanovllm.kernels.moe.activation import gated_activation
 from nanovllm.kernels.moe.mix import Experts
 from nanovllm.kernels.moe.route import Routing
@@ -52,44 +52,43 @@ def _gate_up_kernel(
 ):
     """Row a of the result [N k, I] is activation(x[a // TOP_K] W^T + bias), with the W and bias of
     the expert of assignment a. ``out_features`` is I, and WIDTH is the hidden size. The scales of
-    FP8 weights are those of rows or, unless GROUP is None, of blocks. Columns have two dimensions,
-    so that a thread loads one scale for its columns of a block."""
-    NUM_GROUPS: tl.constexpr = 1 if GROUP is None else BLOCK_K // GROUP
-    LENGTH: tl.constexpr = BLOCK_K // NUM_GROUPS
+    FP8 weights are those of rows or, unless GROUP is None, of blocks."""
+    IS_FP8: tl.constexpr = weight_scales_ptr is not None
+    NUM_SUMS: tl.constexpr = BLOCK_K // 16 if IS_FP8 else BLOCK_K
     pdl_wait(PDL)
     assignment = tl.program_id(1)
     expert = tl.load(experts_ptr + assignment).to(tl.int64)
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_weight = feature < out_features
-    gate_ptr = weight_ptr + (expert * 2 * out_features + feature)[:, None, None] * WIDTH
+    gate_ptr = weight_ptr + (expert * 2 * out_features + feature)[:, None] * WIDTH
     up_ptr = gate_ptr + out_features.to(tl.int64) * WIDTH
     x_ptr += (assignment // TOP_K).to(tl.int64) * WIDTH
-    group = tl.arange(0, NUM_GROUPS)
-    first_column = group[:, None] * LENGTH + tl.arange(0, LENGTH)[None, :]
-    acc = tl.zeros([BLOCK_N, NUM_GROUPS, LENGTH], tl.float32)
-    up_acc = tl.zeros([BLOCK_N, NUM_GROUPS, LENGTH], tl.float32)
+    acc = tl.zeros([BLOCK_N, NUM_SUMS], tl.float32)
+    up_acc = tl.zeros([BLOCK_N, NUM_SUMS], tl.float32)
     if GROUP is not None:  # all features of the program are in one row of blocks
         first = expert * 2 * out_features + tl.program_id(0) * BLOCK_N
         gate_scale_ptr = weight_scales_ptr + first // GROUP * (WIDTH // GROUP)
         up_scale_ptr = gate_scale_ptr + out_features // GROUP * (WIDTH // GROUP)
     for start in tl.range(0, WIDTH, BLOCK_K, loop_unroll_factor=UNROLLED):
-        column = start + first_column
-        mask = in_weight[:, None, None] & (column < WIDTH)[None, :, :]
-        gate = tl.load(gate_ptr + column[None, :, :], mask=mask, other=0.0)
-        up = tl.load(up_ptr + column[None, :, :], mask=mask, other=0.0)
-        x = tl.load(x_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-        up_x = x
+        column = start + tl.arange(0, BLOCK_K)
+        mask = in_weight[:, None] & (column < WIDTH)[None, :]
+        gate = tl.load(gate_ptr + column[None, :], mask=mask, other=0.0)
+        up = tl.load(up_ptr + column[None, :], mask=mask, other=0.0)
+        if IS_FP8:
+            x, upper_x = load_halves(x_ptr, start, WIDTH, NUM_SUMS)
+            part, up_part = dot_halves(gate, x, upper_x), dot_halves(up, x, upper_x)
+        else:
+            x = tl.load(x_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+            part, up_part = gate.to(tl.float32) * x, up.to(tl.float32) * x
         if GROUP is not None:
-            block = start // GROUP + group
-            in_row = block < WIDTH // GROUP
-            up_x = x * tl.load(up_scale_ptr + block, mask=in_row, other=0.0)[:, None]
-            x *= tl.load(gate_scale_ptr + block, mask=in_row, other=0.0)[:, None]
-        acc += fp8_values(gate, tl.float32) * x[None, :, :]
-        up_acc += fp8_values(up, tl.float32) * up_x[None, :, :]
+            part *= load_block_scales(gate_scale_ptr, start, WIDTH, NUM_SUMS, GROUP)
+            up_part *= load_block_scales(up_scale_ptr, start, WIDTH, NUM_SUMS, GROUP)
+        acc += part
+        up_acc += up_part
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    gate_sum = tl.sum(tl.sum(acc, axis=2), axis=1)
-    up_sum = tl.sum(tl.sum(up_acc, axis=2), axis=1)
-    if weight_scales_ptr is not None and GROUP is None:
+    gate_sum = tl.sum(acc, axis=1)
+    up_sum = tl.sum(up_acc, axis=1)
+    if IS_FP8 and GROUP is None:
         weight_scales_ptr += expert * 2 * out_features + feature
         gate_sum *= tl.load(weight_scales_ptr, mask=in_weight, other=0.0)
         up_sum *= tl.load(weight_scales_ptr + out_features, mask=in_weight, other=0.0)
@@ -128,11 +127,9 @@ def _down_kernel(
     token = tl.program_id(1)
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_weight = feature < out_features
-    NUM_GROUPS: tl.constexpr = 1 if GROUP is None else BLOCK_K // GROUP
-    LENGTH: tl.constexpr = BLOCK_K // NUM_GROUPS
-    group = tl.arange(0, NUM_GROUPS)
-    first_column = group[:, None] * LENGTH + tl.arange(0, LENGTH)[None, :]
-    acc = tl.zeros([BLOCK_N, NUM_GROUPS, LENGTH], tl.float32)
+    IS_FP8: tl.constexpr = weight_scales_ptr is not None
+    NUM_SUMS: tl.constexpr = BLOCK_K // 16 if IS_FP8 else BLOCK_K
+    acc = tl.zeros([BLOCK_N, NUM_SUMS], tl.float32)
     bias = tl.zeros([BLOCK_N], tl.float32)
     for i in tl.static_range(TOP_K):
         assignment = token * TOP_K + i
@@ -142,24 +139,27 @@ def _down_kernel(
             address = bias_ptr + expert * out_features + feature
             bias += tl.load(address, mask=in_weight, other=0.0).to(tl.float32) * scale
         x_row_ptr = x_ptr + assignment.to(tl.int64) * WIDTH
-        row_ptr = weight_ptr + (expert * out_features + feature)[:, None, None] * WIDTH
-        if weight_scales_ptr is not None and GROUP is None:
+        row_ptr = weight_ptr + (expert * out_features + feature)[:, None] * WIDTH
+        if IS_FP8 and GROUP is None:
             scale_ptr = weight_scales_ptr + expert * out_features + feature
-            scale *= tl.load(scale_ptr, mask=in_weight, other=0.0)[:, None, None]
+            scale *= tl.load(scale_ptr, mask=in_weight, other=0.0)[:, None]
         if GROUP is not None:
             first = expert * out_features + tl.program_id(0) * BLOCK_N
             scale_ptr = weight_scales_ptr + first // GROUP * (WIDTH // GROUP)
         for start in tl.range(0, WIDTH, BLOCK_K, loop_unroll_factor=UNROLLED):
-            column = start + first_column
-            mask = in_weight[:, None, None] & (column < WIDTH)[None, :, :]
-            weight = tl.load(row_ptr + column[None, :, :], mask=mask, other=0.0)
-            x = tl.load(x_row_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+            column = start + tl.arange(0, BLOCK_K)
+            mask = in_weight[:, None] & (column < WIDTH)[None, :]
+            weight = tl.load(row_ptr + column[None, :], mask=mask, other=0.0)
+            if IS_FP8:
+                x, upper_x = load_halves(x_row_ptr, start, WIDTH, NUM_SUMS)
+                part = dot_halves(weight, x, upper_x)
+            else:
+                x = tl.load(x_row_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+                part = weight.to(tl.float32) * x[None, :]
             if GROUP is not None:
-                block = start // GROUP + group
-                block_scale = tl.load(scale_ptr + block, mask=block < WIDTH // GROUP, other=0.0)
-                x *= block_scale[:, None]
-            acc += fp8_values(weight, tl.float32) * (x[None, :, :] * scale)
-    out = tl.sum(tl.sum(acc, axis=2), axis=1) + bias
+                part *= load_block_scales(scale_ptr, start, WIDTH, NUM_SUMS, GROUP)
+            acc += part * scale
+    out = tl.sum(acc, axis=1) + bias
     address = token.to(tl.int64) * out_features + feature
     if residual_ptr is not None:
         out += tl.load(residual_ptr + address, mask=in_weight, other=0.0).to(tl.float32)
