@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.engine import startup
-from nanovllm.engine.startup import group_layers
+from nanovllm.engine.kv_layout import group_layers
 from nanovllm.kernels.attention.triton_backend import TritonAttention
 from tests.invariants import check_scheduler
 from tests.tiny_models import VOCAB_SIZE, TinyModels

@@ -16,7 +16,7 @@ from nanovllm.checkpoints.checkpoint import open_checkpoint
 from nanovllm.engine import tensor_parallel
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.in_flight import InFlightStep
-from nanovllm.engine.startup import group_layers
+from nanovllm.engine.kv_layout import group_layers
 from tests.tiny_models import BASE, CONFIGS, TinyModels
 
 # Little of everything: prompts come in chunks, blocks run out, prefixes are shared.

@@ -3,8 +3,8 @@
 import torch
 
 from nanovllm.config import DEFAULT_NUM_SEQS, Config
+from nanovllm.engine.kv_layout import allocate_kv_cache, most_blocks
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.startup import allocate_kv_cache, most_blocks
 from nanovllm.kernels.attention.kv_cache import vector_bytes
 from nanovllm.utils.math import heads_per_rank
 from nanovllm.utils.memory import allocated_bytes, available_bytes
@@ -143,18 +143,26 @@ def num_blocks_on_gpu(
     utilization = config.gpu_memory_utilization
     budget = int(total_bytes * utilization)
     left = min(budget - own_bytes, free_bytes) - activation_bytes - graph_bytes
-    num_blocks, needed = left // bytes_per_block, blocks_per_seq * bytes_per_block
-    if num_blocks < (1 if config.max_model_len is None else blocks_per_seq):
+    num_blocks = left // bytes_per_block
 
-        def gib(num_bytes: int) -> str:
-            return f"{num_bytes / 2**30:.2f} GiB"
+    def gib(num_bytes: int) -> str:
+        return f"{num_bytes / 2**30:.2f} GiB"
 
-        raise ValueError(
+    free = gib(max(0, left))
+    if config.max_model_len is None:
+        least, advice = 1, "Lower"
+        needs = f"one block of the KV cache takes {gib(bytes_per_block)}, but {free} are left: "
+    else:
+        least, advice = blocks_per_seq, "Lower max_model_len or"
+        needs = (
             f"the KV cache of one sequence of max_model_len={max_model_len} takes "
-            f"{gib(needed)}, but {gib(max(0, left))} are left: the budget is "
+            f"{gib(least * bytes_per_block)}, but {free} are left: "
+        )
+    if num_blocks < least:
+        raise ValueError(
+            f"{needs}the budget is "
             f"{gib(total_bytes)} x {utilization} = {gib(budget)} ({gib(free_bytes)} free), weights "
             f"and context take {gib(own_bytes)}, activations {gib(activation_bytes)}, CUDA graphs "
-            f"{gib(graph_bytes)}. Lower max_model_len or max_num_batched_tokens, or raise "
-            f"gpu_memory_utilization"
+            f"{gib(graph_bytes)}. {advice} max_num_batched_tokens, or raise gpu_memory_utilization"
         )
     return num_blocks

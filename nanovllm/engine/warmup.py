@@ -12,10 +12,10 @@ from nanovllm.engine.cuda_graphs import (
     graph_sizes,
     skip_middle_layers,
 )
+from nanovllm.engine.kv_layout import allocate_kv_cache
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sampling_state import SamplingState
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.startup import allocate_kv_cache
 from nanovllm.kernels.gemm.cublas import load_kernels
 from nanovllm.kernels.gemm.decode_gemm import MAX_ROWS
 from nanovllm.quantization.batch_invariant import choose_identical_kernels

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockCache
+from nanovllm.engine.kv_layout import longest_sequence
 from nanovllm.engine.model_inputs import prepare_decode, prepare_prefill
 from nanovllm.engine.policy import FirstComeFirstServed
 from nanovllm.engine.prefix_cache import PrefixCache
 from nanovllm.engine.recovery import preempt_batch
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Finish, Sequence, SequenceStatus
-from nanovllm.engine.startup import longest_sequence
 from nanovllm.sampling_params import SamplingParams
 from tests.conftest import needs_asserts
 from tests.invariants import check_scheduler, prefix_cache

@@ -16,7 +16,7 @@ from transformers import Qwen3Config
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.engine import startup
+from nanovllm.engine import kv_layout, startup
 from nanovllm.utils import cuda_vmm
 from tests import fake_cuda
 from tests.conftest import check_idle
@@ -309,7 +309,8 @@ def test_an_engine_in_arenas(pairs: Any, monkeypatch: pytest.MonkeyPatch):
     because fp32 weights on a CPU are packed."""
     library = fake_cuda.install(monkeypatch)
     monkeypatch.setattr(cuda_vmm, "CHUNK_BYTES", 64 * fake_cuda.GRANULARITY)
-    monkeypatch.setattr(startup, "uses_arenas", lambda runner: True)
+    for module in (startup, kv_layout):
+        monkeypatch.setattr(module, "uses_arenas", lambda runner: True)
     for name in ("move_parameters", "empty_in_arena"):
         function = getattr(cuda_vmm, name)
 
@@ -318,7 +319,7 @@ def test_an_engine_in_arenas(pairs: Any, monkeypatch: pytest.MonkeyPatch):
             args = args[:1] if function is cuda_vmm.move_parameters else args
             return function(*args, **kwargs, device=fake_cuda.DEVICE)
 
-        monkeypatch.setattr(startup, name, call)
+        monkeypatch.setattr(startup if name == "move_parameters" else kv_layout, name, call)
     pair: Pair = pairs("gemma3")
     wanted = pair.wanted(dtype="bfloat16")
     with LLM(pair.old, dtype="bfloat16", **SETTINGS) as llm:
