@@ -18,7 +18,7 @@ from nanovllm.engine.llm_engine import STREAM_OPEN
 from nanovllm.engine.request import PreparedRequest, make_outputs
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
-from nanovllm.text.prompts import Message, Prompt, as_prompt_list
+from nanovllm.text.prompts import Message, Prompt, TokensPrompt, as_prompt_list
 from nanovllm.utils.validation import choice, optional
 
 if TYPE_CHECKING:
@@ -215,6 +215,12 @@ class LLM(BaseLLM):
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
+
+    def render_chat(
+        self, messages: Seq[Message] | Seq[Seq[Message]], **template_options: Any
+    ) -> list[TokensPrompt]:
+        template = template_options.pop("chat_template", None) or self.default_chat_template
+        return super().render_chat(messages, chat_template=template, **template_options)
 
     def _add_with_id(self, caller_id: str, prompt: Prompt, params: SamplingParams | None) -> None:
         """Adds a request under the caller's request id. ``_step_with_ids`` returns its outputs."""

@@ -172,6 +172,15 @@ class TestLLM:
         assert output["token_ids"] == expected["token_ids"]
 
 
+def test_the_engines_chat_template_is_that_of_chat_and_of_render_chat(model_path):
+    chat = [{"role": "user", "content": "hi"}]
+    with LLM(model_path, max_model_len=64, chat_template="<{{ messages[0].content }}>") as llm:
+        for options, prompt in (({}, "<hi>"), ({"chat_template": "hello"}, "hello")):
+            (rendered,) = llm.render_chat(chat, **options)
+            (output,) = llm.chat(chat, GREEDY, **options)
+            assert rendered["prompt"] == output.prompt == prompt
+
+
 @pytest.fixture(scope="module")
 def llm(model_path):
     with LLM(model_path, max_model_len=64, device="cpu") as llm:
