@@ -203,7 +203,7 @@ def test_messages_larger_than_a_pipe_holds(tiny_models: TinyModels):
         with LLM(tiny_models.path("llama"), tensor_parallel_size=size, **settings) as llm:
             generate(llm, params, [shared])
             if size == 2:
-                workers = llm.model_runner.workers
+                workers = llm.model_runner.link
                 send = workers.send
 
                 def watched(message: Any, send: Any = send) -> None:

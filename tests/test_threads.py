@@ -385,7 +385,7 @@ class TestClose:
 
     def test_of_several_ranks_too(self, tiny_models, monkeypatch):
         llm = LLM(tiny_models.path("qwen3"), tensor_parallel_size=2, device="cpu", **SMALL)
-        workers = llm.model_runner.workers
+        workers = llm.model_runner.link
         engine = Paused(llm, monkeypatch)
         running = in_thread(lambda: llm.generate(PROMPTS[:8], LONG, False))
         assert engine.begun.wait(60)

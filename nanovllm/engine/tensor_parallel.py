@@ -46,14 +46,14 @@ class MainRunner(RankRunner):
     """Rank 0's runner. Its constructor starts the worker processes.
 
     Attributes:
-        workers: the handle on the worker processes.
+        link: the handle on the worker processes.
     """
 
     def __init__(self, config: Config, *args: Any) -> None:
         super().__init__(config, *args)
         size = config.tensor_parallel_size
-        self.link = self.workers = Workers(size, run_worker, config, self.max_model_len)
-        self.workers.on_failure(self._abort)
+        self.link: Workers = Workers(size, run_worker, config, self.max_model_len)
+        self.link.on_failure(self._abort)
 
     def _abort(self) -> None:
         self.tp.abort()  # looked up when a worker fails, because ``join_ranks`` replaces the group
@@ -61,25 +61,25 @@ class MainRunner(RankRunner):
     def call(self, method: str, step: InFlightStep | None, *args: Any) -> Any:
         with interrupts_delayed():
             try:
-                self.workers.send((method, args))
+                self.link.send((method, args))
                 return super().call(method, step, *args)
             except BaseException as error:
-                self.workers.fail(error)
+                self.link.fail(error)
                 raise
 
     def wait(self, step: InFlightStep) -> None:
         super().wait(step)
-        self.workers.check()  # on a GPU, all-reduces return wrong sums if a rank has died
+        self.link.check()  # on a GPU, all-reduces return wrong sums if a rank has died
 
     def close(self) -> None:
         try:
             super().close()
         finally:
-            self.workers.close()
+            self.link.close()
 
     def abort(self, error: BaseException) -> None:
         try:
-            self.workers.fail(error)  # the others first: they wait for this rank
+            self.link.fail(error)  # the others first: they wait for this rank
         finally:
             super().abort(error)
 

@@ -8,14 +8,14 @@ from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.quantization.base import is_batch_invariant
 from nanovllm.utils.distributed import get_tp_group
 from nanovllm.utils.loader import check_shape, copy_weight
-from nanovllm.utils.math import divide
+from nanovllm.utils.math import divide, next_power_of_2
 
 
 def mean_of_halves(x: torch.Tensor) -> torch.Tensor:
     """Computes the mean over the last dimension: [N, width] -> [N, 1]. Adds one half to the other
     until one column is left, because the order in which torch.mean adds depends on N."""
     width = x.size(-1)
-    x = F.pad(x, (0, (1 << (width - 1).bit_length()) - width))
+    x = F.pad(x, (0, next_power_of_2(width) - width))
     while x.size(-1) > 1:
         first, second = x.chunk(2, -1)
         x = first + second

@@ -14,7 +14,7 @@ from nanovllm.utils.loader import head_parameter
 class Attention(nn.Module):
     """Grouped-query attention of one layer over the paged KV cache.
 
-    The model runner sets ``backend``, ``kv_cache`` (this layer's part of the KV cache) and
+    Start-up sets ``backend``, ``kv_cache`` (this layer's part of the KV cache) and
     ``kv_group`` (the layer's group, see utils/context.py). Until then the cache is empty and
     nothing is stored.
 
@@ -69,7 +69,7 @@ class Attention(nn.Module):
             [N, num_heads, head_dim], or only the rows in ``output_indices``.
         """
         context = get_context(self.kv_group)
-        assert self.backend is not None, "the model runner has set no attention backend"
+        assert self.backend is not None, "start-up has set no attention backend"
         if rope is not None and self.backend.fuses_rope and not context.is_prefill:
             return self.backend.decode(q, self.kv_cache, context, self.params, NewKV(rope, k, v))
         slots = self.cache_slots()

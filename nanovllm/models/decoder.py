@@ -7,7 +7,7 @@ concatenated.
 """
 
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import asdict
 from functools import cache, partial
 from typing import Any
 
@@ -125,7 +125,7 @@ def new_mlp(config: ModelConfig, spec: MLPSpec | MoESpec) -> nn.Module:
         return DecoderMLP(config, spec)
     from nanovllm.layers.moe import MoE
 
-    return MoE(config.hidden_size, *astuple(spec))
+    return MoE(config.hidden_size, **asdict(spec))
 
 
 class DecoderLayer(nn.Module):

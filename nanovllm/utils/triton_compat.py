@@ -31,6 +31,7 @@ except ImportError:  # no Triton on this platform
 
     triton = tl = _Absent()
 
+HOPPER_MULTIPROCESSORS = 132  # for which grids are tuned, whatever the GPU has
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -108,7 +109,7 @@ def num_multiprocessors(device: torch.device) -> int:
     """Returns the number of streaming multiprocessors of a CUDA GPU; that of a Hopper GPU for a
     CPU, in Triton's interpreter."""
     if device.type != "cuda":
-        return 132
+        return HOPPER_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

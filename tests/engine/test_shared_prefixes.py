@@ -34,7 +34,7 @@ def generate(path, shares: bool, monkeypatch):
         monkeypatch.setattr(startup, "select_attention_backend", lambda *_, **__: backend())
         monkeypatch.setattr(TritonAttention, "prefill", TorchAttention.prefill)
         monkeypatch.setattr(decode, "NUM_PROGRAMS", 8)
-        monkeypatch.setattr(prefix_decode, "NUM_MULTIPROCESSORS", 4)
+        monkeypatch.setattr(prefix_decode, "HOPPER_MULTIPROCESSORS", 4)
     monkeypatch.setattr(TritonAttention, "shares_prefixes", shares)
     params = [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True) for _ in PROMPTS]
     params[-1] = SamplingParams(n=4, seed=0, max_tokens=3, ignore_eos=True)

@@ -166,7 +166,7 @@ def expected_tokens(folder: Path) -> list[list[int]]:
 
 
 def worker_of(llm: LLM, rank: int = 1) -> int:
-    pid = llm.model_runner.workers._state.processes[rank - 1].pid
+    pid = llm.model_runner.link._state.processes[rank - 1].pid
     assert pid is not None
     return pid
 
@@ -417,7 +417,7 @@ def a_worker_that_reads_no_calls(folder: Path) -> None:
     """Guards a rank 0 that waits for ever to write its last call into a full pipe."""
     llm = make(folder)
     os.kill(worker_of(llm), signal.SIGSTOP)
-    (pipe,) = llm.model_runner.workers._state.pipes
+    (pipe,) = llm.model_runner.link._state.pipes
     os.set_blocking(pipe.fileno(), False)
     try:
         while True:
@@ -437,7 +437,7 @@ def forked_children(folder: Path) -> None:
     close or drop their copy of the engine first; one forks amid a stream."""
     expected = expected_tokens(folder)
     llm = make(folder)
-    workers = llm.model_runner.workers._state.processes
+    workers = llm.model_runner.link._state.processes
     stream = llm.generate_stream(PROMPTS, GREEDY)
     next(stream)
 
@@ -507,7 +507,7 @@ def deleted(folder: Path) -> None:
     llm = make(folder)
     tokens(llm)
     runner = llm.model_runner
-    things = [runner, runner.workers, runner.kv_cache, *runner.model.parameters()]
+    things = [runner, runner.link, runner.kv_cache, *runner.model.parameters()]
     watched = [weakref.ref(thing) for thing in things]
     del runner, things
     with deadline("del", 5):

@@ -34,7 +34,7 @@ from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.prefix_schedule import NO_PREFIXES
 from nanovllm.kernels.comm import all_reduce
 from nanovllm.kernels.fp8 import FP8, Fp8Rows
-from nanovllm.kernels.gemm import decode_gemm, hopper_gemm, qkv, skinny, swiglu, tiled
+from nanovllm.kernels.gemm import decode_gemm, hopper_gemm, qkv, skinny, split_k, swiglu, tiled
 from nanovllm.kernels.gemm import fp8 as fp8_gemm
 from nanovllm.kernels.gemm import invariant as invariant_gemm
 from nanovllm.kernels.moe import (
@@ -74,6 +74,7 @@ PDL_MODULES = (
     silu_and_mul,
     skinny,
     sort,
+    split_k,
     tiled,
 )
 

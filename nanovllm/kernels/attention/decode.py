@@ -46,10 +46,9 @@ from nanovllm.kernels.attention.tiles import (
 from nanovllm.kernels.fp8 import quantize_tile
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
-from nanovllm.utils.triton_compat import pdl_options, tl, triton
+from nanovllm.utils.triton_compat import HOPPER_MULTIPROCESSORS, pdl_options, tl, triton
 
-NUM_MULTIPROCESSORS = 132  # of a Hopper GPU
-NUM_PROGRAMS = 3 * NUM_MULTIPROCESSORS  # the aim, where contexts are split
+NUM_PROGRAMS = 3 * HOPPER_MULTIPROCESSORS  # the aim, where contexts are split
 LARGE_BATCH = 2048  # sequences times KV heads; from here on, programs have one warp
 SPLIT_WORDS = tl.constexpr(KV_SPLIT_WORDS)
 
@@ -470,4 +469,4 @@ def decode_tile(num_seqs: int, kv_heads: int, head_dim: int, dtype: torch.dtype)
         num_keys, num_warps = 64, 2
     else:
         num_keys, num_warps = (64, 1) if num_unsplit >= LARGE_BATCH else (128, 2)
-    return DecodeTile(num_keys, num_warps, NUM_PROGRAMS, num_unsplit < NUM_MULTIPROCESSORS)
+    return DecodeTile(num_keys, num_warps, NUM_PROGRAMS, num_unsplit < HOPPER_MULTIPROCESSORS)

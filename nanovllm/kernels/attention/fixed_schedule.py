@@ -4,11 +4,12 @@ every batch (see ``invariant.py``)."""
 import numpy as np
 
 from nanovllm.kernels.attention.split_kv import KV_SPLIT, KV_SPLIT_WORDS
+from nanovllm.utils.triton_compat import HOPPER_MULTIPROCESSORS
 
 SPLIT = 256  # keys
 # Rows of a schedule beyond one per sequence. They also bound the memory for partial results.
 EXTRA_ROWS = 512
-SLOTS = 2 * 132  # programs that a Hopper GPU runs at a time
+RESIDENT_PROGRAMS = 2 * HOPPER_MULTIPROCESSORS
 
 
 def make_fixed_schedule(
@@ -34,7 +35,7 @@ def make_fixed_schedule(
     if window is not None:
         first_split = np.maximum(context_lens - window, 0) // SPLIT
     num_splits = np.maximum(-(-context_lens // SPLIT) - first_split, 1)
-    first_row = max(1, int(num_splits.sum()) * kv_heads // (2 * SLOTS))
+    first_row = max(1, int(num_splits.sum()) * kv_heads // (2 * RESIDENT_PROGRAMS))
     num_rows = np.maximum(num_splits - first_row + 1, 1)
     while num_rows.sum() > num_seqs + EXTRA_ROWS:
         first_row += 1 + first_row // 16

@@ -39,8 +39,9 @@ from nanovllm.kernels.attention.tiles import (
 )
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
-from nanovllm.utils.math import cdiv
+from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import (
+    HOPPER_MULTIPROCESSORS,
     pdl_options,
     pdl_wait,
     prefetch_l2,
@@ -50,9 +51,8 @@ from nanovllm.utils.triton_compat import (
 )
 
 SPLIT_WORDS = tl.constexpr(KV_SPLIT_WORDS)
-NUM_MULTIPROCESSORS = 132  # of a Hopper GPU
 # Decode programs beyond one per sequence and KV head. Two fit a multiprocessor.
-NUM_PROGRAMS = 2 * NUM_MULTIPROCESSORS
+NUM_PROGRAMS = 2 * HOPPER_MULTIPROCESSORS
 MERGED_AT_ONCE = tl.constexpr(8)  # partial results that are loaded together
 
 
@@ -94,7 +94,7 @@ def choose_tile(group: int, head_dim: int, dtype: torch.dtype, shared_memory: in
         tile = Tile(64, 32, 4, 2)
     else:
         tile = Tile(64, 64, 4, 3)
-    return tile._replace(num_rows=max(tile.num_rows, 1 << (group - 1).bit_length()))
+    return tile._replace(num_rows=max(tile.num_rows, next_power_of_2(group)))
 
 
 @triton.jit
@@ -612,8 +612,7 @@ class InvariantTritonAttention(AttentionBackend):
         assert cache.k.is_contiguous() and cache.v.is_contiguous()
         tile = choose_tile(q_heads // kv_heads, head_dim, q.dtype, shared_memory(q.device))
         num_slots = num_seqs + fixed_schedule.EXTRA_ROWS
-        size = num_slots * kv_heads
-        size = 1 << (size - 1).bit_length()  # so that there are few different sizes
+        size = next_power_of_2(num_slots * kv_heads)  # so that there are few different sizes
         if size not in self._arrived:
             self._arrived[size] = torch.zeros(size, dtype=torch.int32, device=q.device)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -645,7 +644,7 @@ class InvariantTritonAttention(AttentionBackend):
             SPLIT=fixed_schedule.SPLIT,
             WINDOW=params.window or 0,
             SOFTCAP=None if params.softcap is None else params.softcap * LOG2_E,
-            FEW=num_seqs * kv_heads < NUM_MULTIPROCESSORS,
+            FEW=num_seqs * kv_heads < HOPPER_MULTIPROCESSORS,
             num_warps=tile.num_warps,
             num_stages=tile.stages(True),
             **pdl_options(q),

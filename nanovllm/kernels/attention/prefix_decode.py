@@ -28,9 +28,8 @@ from nanovllm.kernels.attention.tiles import (
 from nanovllm.kernels.rope import RopeInputs
 from nanovllm.utils.context import Context
 from nanovllm.utils.math import cdiv, next_power_of_2
-from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
+from nanovllm.utils.triton_compat import HOPPER_MULTIPROCESSORS, pdl_options, pdl_wait, tl, triton
 
-NUM_MULTIPROCESSORS = 132  # of a Hopper GPU
 SPLIT_WORDS = tl.constexpr(PREFIX_SPLIT_WORDS)
 SEQ_WORDS = tl.constexpr(MEMBER_WORDS)
 
@@ -215,7 +214,7 @@ def prefix_attention(
 def prefix_tile(q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> PrefixTile:
     """Chooses tile and launch sizes. A program needs at most 99 KiB of shared memory, which every
     GPU with bf16 has, and two programs run on a multiprocessor."""
-    num_rows, num_keys, num_programs = 64, 64, 2 * NUM_MULTIPROCESSORS
+    num_rows, num_keys, num_programs = 64, 64, 2 * HOPPER_MULTIPROCESSORS
     if dtype is torch.float32:  # no tensor cores: small tiles keep the unrolled code short
         num_rows, num_keys = 16, 16
     elif head_dim > 128:

@@ -8,6 +8,7 @@ from nanovllm.kernels.attention.base import AttentionBackend, AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
+from nanovllm.utils.math import cdiv
 
 # A prefill with a mask, softcap or sinks computes a tile of queries at a time, so that it needs
 # bounded memory: at most MAX_ROWS queries, and at most MAX_SCORES scores of all heads (64 MiB in
@@ -98,7 +99,7 @@ def gather_kv(
     dequantised to ``dtype``."""
     block_size = cache.k.size(1)
     skipped = first // block_size
-    blocks = block_table[skipped : -(-end // block_size)]
+    blocks = block_table[skipped : cdiv(end, block_size)]
     tokens = slice(first - skipped * block_size, end - skipped * block_size)
     if cache.scales is not None:
         scales = cache.scales[blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, tokens].unsqueeze(-1)

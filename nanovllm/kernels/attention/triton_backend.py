@@ -20,6 +20,7 @@ from nanovllm.kernels.attention.prefix_schedule import (
 from nanovllm.kernels.attention.split_kv import make_split_kv_schedule
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
+from nanovllm.utils.math import next_power_of_2
 
 logger = logging.getLogger("nanovllm")
 
@@ -93,8 +94,8 @@ class TritonAttention(AttentionBackend):
     ) -> Tensor:
         assert new is not None
         kv_heads = cache.k.size(2)
-        size = num_partial_slots(q, kv_heads, context, params.window) * kv_heads
-        size = 1 << (size - 1).bit_length()  # so that there are few different sizes
+        num_slots = num_partial_slots(q, kv_heads, context, params.window)
+        size = next_power_of_2(num_slots * kv_heads)  # so that there are few different sizes
         if size not in self._arrived:
             self._arrived[size] = torch.zeros(size, dtype=torch.int32, device=q.device)
         try:

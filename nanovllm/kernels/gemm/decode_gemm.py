@@ -15,10 +15,10 @@ from torch import Tensor
 
 from nanovllm.kernels.fp8 import FP8, GROUP, Fp8Rows
 from nanovllm.kernels.gemm import hopper_gemm
-from nanovllm.kernels.gemm.invariant import add_parts
+from nanovllm.kernels.gemm.split_k import add_parts
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.utils.math import cdiv, next_power_of_2
-from nanovllm.utils.triton_compat import pdl_options
+from nanovllm.utils.triton_compat import HOPPER_MULTIPROCESSORS, pdl_options
 
 KIND = "decodes"
 DTYPES = *hopper_gemm.DTYPES, FP8
@@ -29,7 +29,6 @@ LIMITS = (64, sys.maxsize), (128, 128 << 20), (MAX_ROWS, 8 << 20)
 FP8_LIMITS = (64, sys.maxsize), (192, 128 << 20), (MAX_ROWS, 64 << 20)
 BLOCK_LIMITS = ((128, sys.maxsize),), ((64, sys.maxsize),)
 MAX_BLOCK_FEATURES = 4096
-NUM_MULTIPROCESSORS = 132  # of a Hopper GPU
 MIN_PART_COLUMNS = 1024
 ROW_TILES = 8, 16, 32, 64, 96, 128
 MEMORY = 208 << 10, 110 << 10, 72 << 10  # bytes for a program, if one, two or three share an SM
@@ -78,7 +77,7 @@ def multiply(
     and another kernel adds the parts."""
     num_rows, width, out_features, itemsize, has_groups = _sizes(x, weight)
     part_columns = width
-    if cdiv(out_features, 64) <= NUM_MULTIPROCESSORS // 4:
+    if cdiv(out_features, 64) <= HOPPER_MULTIPROCESSORS // 4:
         tile = choose_tile(num_rows, out_features, width, None, itemsize, has_groups)
         part_columns = tile.part_columns
     if part_columns >= width:
@@ -164,7 +163,7 @@ def choose_tile(
         rows = next(size for size in ROW_TILES if size >= average)
         tiles = cdiv(num_rows, rows) * cdiv(out_features, 64)
         part = part_columns or _part_columns(tiles, width, 4 * atom)
-        features, waves = 64, cdiv(tiles * cdiv(width, part), NUM_MULTIPROCESSORS)
+        features, waves = 64, cdiv(tiles * cdiv(width, part), HOPPER_MULTIPROCESSORS)
         if rows in (64, 128) and waves == 2 and part >= width and out_features % 128 == 0:
             features, waves = 128, 1
         size = waves * (features + rows) * min(part, width)
@@ -195,7 +194,7 @@ def _part_columns(tiles: int, width: int, multiple: int) -> int:
     """Returns the input features of a part, such that programs for this number of tiles occupy half
     of the multiprocessors: all of them or a multiple of ``multiple``."""
     parts, columns = 1, width
-    while parts * tiles < NUM_MULTIPROCESSORS // 2:
+    while parts * tiles < HOPPER_MULTIPROCESSORS // 2:
         fewer = cdiv(cdiv(width, parts + 1), multiple) * multiple
         if fewer < MIN_PART_COLUMNS:
             break

@@ -29,16 +29,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.gemm.split_k import add_parts, finish_tile
 from nanovllm.kernels.gemm.tiled import prefetch
 from nanovllm.utils.compile_ahead import compiling_only
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import (
     HAS_TRITON,
+    HOPPER_MULTIPROCESSORS,
     is_hopper,
     is_hopper_or_newer,
     num_multiprocessors,
     pdl_options,
-    pdl_wait,
     shared_memory,
     tl,
     triton,
@@ -88,7 +89,6 @@ NARROW_TILE = Tile(16, 32, 128, 2, 8)
 SMALL_MEMORY_TILES = (Tile(16, 64, 64, 4, 4), Tile(64, 64, 64, 4, 4), Tile(128, 64, 32, 4, 4))
 FP32_TILES = (Tile(32, 32, 32, 4, 2),)  # fp32 matmuls run on the CUDA cores
 SHARED_MEMORY = 225 << 10  # bytes that TILES need; data-centre GPUs from Hopper on have them
-NUM_MULTIPROCESSORS = 132  # of a Hopper GPU
 MIN_SPLIT_COLUMNS, MIN_PART_COLUMNS = 2048, 512
 MAX_SPLIT_FEATURES = 1536  # with more, tiles of 32 features make enough programs
 MAX_PARTS_NUMEL = 2 << 20  # elements of all parts: with more, one program adds them faster
@@ -105,7 +105,7 @@ def num_parts(out_features: int, width: int) -> int:
     parts = 1
     if width >= MIN_SPLIT_COLUMNS and out_features <= MAX_SPLIT_FEATURES:
         while (
-            2 * parts * cdiv(out_features, 64) <= NUM_MULTIPROCESSORS
+            2 * parts * cdiv(out_features, 64) <= HOPPER_MULTIPROCESSORS
             and 2 * parts * MIN_PART_COLUMNS <= width
         ):
             parts *= 2
@@ -208,23 +208,6 @@ def _multiply(
     return acc
 
 
-@triton.jit
-def _finish(
-    total, row, feature, mask, bias_ptr, residual_ptr, out_ptr, out_features
-):  # fmt: skip
-    """Adds the bias to the fp32 sums [rows, features] and rounds. Then adds the residual and rounds
-    again, as the next norm would. Stores the result."""
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + feature, mask=feature < out_features, other=0.0)
-        total += bias.to(tl.float32)[None, :]
-    address = row.to(tl.int64)[:, None] * out_features + feature[None, :]
-    out = total.to(out_ptr.dtype.element_ty)
-    if residual_ptr is not None:
-        residual = tl.load(residual_ptr + address, mask=mask, other=0.0)
-        out = (out.to(tl.float32) + residual.to(tl.float32)).to(out.dtype)
-    tl.store(out_ptr + address, out, mask=mask)
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x,
@@ -316,34 +299,9 @@ def _linear_kernel(
         row = first_row + tl.arange(0, BLOCK_M)
         feature = first + tl.arange(0, BLOCK_N)
         mask = (row < num_rows)[:, None] & (feature < out_features)[None, :]
-        _finish(tl.trans(total), row, feature, mask, bias_ptr, residual_ptr, out_ptr, out_features)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _add_parts_kernel(
-    parts_ptr,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    num_rows,
-    out_features,
-    NUM_PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Adds the parts of a split-K, bias and residual: [NUM_PARTS, num_rows, out_features] ->
-    [num_rows, out_features]."""
-    pdl_wait(PDL)
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (row < num_rows)[:, None] & (feature < out_features)[None, :]
-    address = parts_ptr + row.to(tl.int64)[:, None] * out_features + feature[None, :]
-    size = num_rows.to(tl.int64) * out_features
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for part in tl.static_range(NUM_PARTS):
-        total += tl.load(address + part * size, mask=mask, other=0.0)
-    _finish(total, row, feature, mask, bias_ptr, residual_ptr, out_ptr, out_features)
+        finish_tile(
+            tl.trans(total), row, feature, mask, bias_ptr, residual_ptr, out_ptr, out_features
+        )
 
 
 def invariant_linear(
@@ -400,7 +358,7 @@ def choose_tiles(x: Tensor, out_features: int) -> tuple[Tile, ...]:
         return SMALL_MEMORY_TILES
     width = x.size(1)
     is_long = width >= MIN_SPLIT_COLUMNS and num_parts(out_features, width) == 1
-    is_narrow = is_long and 2 * cdiv(out_features, 64) <= NUM_MULTIPROCESSORS
+    is_narrow = is_long and 2 * cdiv(out_features, 64) <= HOPPER_MULTIPROCESSORS
     return (NARROW_TILE, *TILES) if is_narrow and is_hopper(x.device) else TILES
 
 
@@ -475,26 +433,6 @@ def _launch_kernel(
         num_warps=tile.warps,
         num_stages=tile.stages,
         **pdl_options(x),
-    )
-
-
-def add_parts(parts: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
-    """Adds fp32 parts [parts, N, out] of a split-K in order, and the bias. Rounds the sum, and then
-    adds the residual. Stores the result in ``out`` [N, out]."""
-    num_parts, num_rows, out_features = parts.shape
-    block_m, block_n = 4, 256
-    _add_parts_kernel[(cdiv(out_features, block_n), cdiv(num_rows, block_m))](
-        parts,
-        bias,
-        residual,
-        out,
-        num_rows,
-        out_features,
-        NUM_PARTS=num_parts,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        num_warps=4,
-        **pdl_options(out),
     )
 
 

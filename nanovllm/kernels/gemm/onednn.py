@@ -8,6 +8,8 @@ call has the same shape, and the bits of a row's result depend on this row alone
 import torch
 import torch.nn.functional as F
 
+from nanovllm.utils.math import cdiv
+
 ROWS = 16
 
 
@@ -39,7 +41,7 @@ def row_block_linear(
     """
     weight = pack_for_row_blocks(weight)
     num_rows = len(x)
-    padded = x.new_zeros(-(-num_rows // ROWS) * ROWS, x.size(1), dtype=torch.float32)
+    padded = x.new_zeros(cdiv(num_rows, ROWS) * ROWS, x.size(1), dtype=torch.float32)
     padded[:num_rows] = x
     out = padded.new_empty(len(padded), weight.size(0))
     for block, out_block in zip(padded.split(ROWS), out.split(ROWS), strict=True):

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from nanovllm.kernels.gemm import decode_gemm, hopper_gemm, swiglu
 from nanovllm.kernels.gemm.invariant import (
-    add_parts,
     invariant_linear,
     invariant_linear_add,
     num_parts,
     part_columns,
 )
+from nanovllm.kernels.gemm.split_k import add_parts
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.utils.compile_ahead import compiling_only
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.kernels.gemm.split_k import add_parts
 from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import (
     pdl_options,
-    pdl_wait,
     prefetch_l2,
     shared_memory,
     tl,
@@ -120,29 +120,6 @@ def _tile_kernel(
     tl.store(address, acc.to(out_ptr.dtype.element_ty), mask=row < num_rows)
 
 
-@triton.jit
-def _sum_kernel(
-    parts_ptr,
-    bias_ptr,
-    out_ptr,
-    size,
-    out_features,
-    NUM_PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Adds the parts of a split-K and the bias: [NUM_PARTS, size] -> [size]."""
-    pdl_wait(PDL)
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < size
-    total = tl.zeros([BLOCK], tl.float32)
-    for part in tl.static_range(NUM_PARTS):
-        total += tl.load(parts_ptr + part * size + index, mask=mask, other=0.0)
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + index % out_features, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + index, total.to(out_ptr.dtype.element_ty), mask=mask)
-
-
 def supports(weight: torch.Tensor) -> bool:
     """Returns whether ``tile_linear`` can multiply by this weight [out, in] on its GPU."""
     out_features, width = weight.shape
@@ -224,18 +201,7 @@ def multiply_tiles(
         **pdl_options(x),
     )
     if is_split:
-        block = 1024
-        _sum_kernel[(cdiv(out.numel(), block),)](
-            parts,
-            bias,
-            out,
-            out.numel(),
-            out_features,
-            NUM_PARTS=num_parts,
-            BLOCK=block,
-            num_warps=4,
-            **pdl_options(x),
-        )
+        add_parts(parts, bias, None, out)
     return out
 
 

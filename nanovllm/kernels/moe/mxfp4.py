@@ -35,6 +35,7 @@ weight itself.
 
 import torch
 
+from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import tl, triton
 
 BLOCK, GROUP = 32, 128
@@ -106,7 +107,7 @@ def _values(codes: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) ->
 
 def num_groups(width: int) -> int:
     """Returns the number of groups of a row with ``width`` columns."""
-    return -(-width // GROUP)
+    return cdiv(width, GROUP)
 
 
 def _pad_blocks(tensor: torch.Tensor, dim: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.utils.math import cdiv
+from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
 
 # Up to this number of tokens, assignments are not sorted, because nearly every one has an expert of
@@ -45,8 +45,7 @@ def chunk_size(num_tokens: int, num_experts: int) -> int:
     sorting has to sum the counts of all chunks. The tile of logits, [chunk_size, E], has to fit in
     registers.
     """
-    padded = 1 << (num_experts - 1).bit_length()
-    return min(16 if num_tokens <= 1024 else 64, max(1, 8192 // padded))
+    return min(16 if num_tokens <= 1024 else 64, max(1, 8192 // next_power_of_2(num_experts)))
 
 
 def route_reference(

@@ -10,6 +10,8 @@ and each uses one of the four words. ``tl.philox`` computes the same function.
 
 import numpy as np
 
+from nanovllm.utils.math import cdiv
+
 GROUP = 128
 LANES = 4  # words per counter
 WIDTH = GROUP // LANES  # counters per group
@@ -50,7 +52,7 @@ def philox(seed: int, counter: np.ndarray, position: int, stream: int) -> list[n
 
 def exponential_noise(seed: int, position: int, stream: int, start: int, end: int) -> np.ndarray:
     """Returns a sample of Exp(1) for each of the items [start, end), fp32 [end - start]."""
-    first, last = start // GROUP, -(-end // GROUP)
+    first, last = start // GROUP, cdiv(end, GROUP)
     counter = np.arange(first * WIDTH, last * WIDTH, dtype=np.uint64)
     lanes = [word.reshape(-1, WIDTH) for word in philox(seed, counter, position, stream)]
     words = np.stack(lanes, axis=1).ravel()[start - first * GROUP : end - first * GROUP]

@@ -17,7 +17,7 @@ def _tried_out_here(monkeypatch, device):
     programs are faster."""
     if device == "cpu":
         monkeypatch.setattr(decode, "NUM_PROGRAMS", 8)
-        monkeypatch.setattr(prefix_decode, "NUM_MULTIPROCESSORS", 4)
+        monkeypatch.setattr(prefix_decode, "HOPPER_MULTIPROCESSORS", 4)
     on, here = selection._try_out, torch.device(device)
     monkeypatch.setattr(
         selection, "_try_out", lambda backend, shape: on(backend, shape._replace(device=here))

@@ -59,7 +59,7 @@ def short_prefixes_pay(monkeypatch):
     monkeypatch.setattr(shared_prefixes, "MIN_TOKENS", 1)
     if DEVICE == "cpu":  # fewer programs are faster in Triton's interpreter
         monkeypatch.setattr(decode, "NUM_PROGRAMS", 32)
-        monkeypatch.setattr(prefix_decode, "NUM_MULTIPROCESSORS", 8)
+        monkeypatch.setattr(prefix_decode, "HOPPER_MULTIPROCESSORS", 8)
 
 
 HALF, FULL = torch.float16, torch.float32

@@ -145,7 +145,7 @@ def test_the_kernel_multiplies_fp8_in_the_emulator(has_groups, out, width, part_
 
 @pytest.fixture
 def two_multiprocessors(monkeypatch):
-    monkeypatch.setattr(decode_gemm, "NUM_MULTIPROCESSORS", 2)
+    monkeypatch.setattr(decode_gemm, "HOPPER_MULTIPROCESSORS", 2)
     choose_tile.cache_clear()
     yield
     choose_tile.cache_clear()

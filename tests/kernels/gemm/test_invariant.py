@@ -55,7 +55,7 @@ def in_parts(monkeypatch):
     monkeypatch.setattr(invariant, "MAX_BLOCK_K", 32)
     monkeypatch.setattr(invariant, "MIN_SPLIT_COLUMNS", 70)
     monkeypatch.setattr(invariant, "MIN_PART_COLUMNS", 16)
-    monkeypatch.setattr(invariant, "NUM_MULTIPROCESSORS", 4)
+    monkeypatch.setattr(invariant, "HOPPER_MULTIPROCESSORS", 4)
     if DEVICE == "cpu":  # so that a persistent program computes several tiles
         monkeypatch.setattr(invariant, "num_multiprocessors", lambda device: 2)
 
