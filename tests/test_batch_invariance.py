@@ -356,8 +356,8 @@ def test_what_is_refused(tiny_models: TinyModels):
         check_vocabulary(50_257)
     with pytest.raises(ValueError, match="flash_attn: ValueError: it is not batch-invariant"):
         LLM(tiny_models.path("qwen3"), **ROOMY, attention_backend="flash_attn")
-    quantisation = use_quantization({"quant_method": "awq"})
-    with use_batch_invariance(True), quantisation, pytest.raises(ValueError, match="'awq'"):
+    quantization = use_quantization({"quant_method": "awq"})
+    with use_batch_invariance(True), quantization, pytest.raises(ValueError, match="'awq'"):
         ReplicatedLinear(8, 8)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from importlib import import_module
 from importlib.abc import MetaPathFinder
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -313,3 +314,11 @@ def test_the_architecture_names_every_file_and_no_other():
     tables = "\n".join(line for line in page.splitlines() if line.startswith("| `"))
     named = re.findall(r"`([\w/]+\.py)`", tables)
     assert set(named) == files
+
+
+def test_identifiers_have_the_spelling_of_pytorch():
+    """quantize, not quantise, so that a search finds all of them."""
+    for path in FILES:
+        tokens = tokenize.generate_tokens(StringIO(path.read_text("utf-8")).readline)
+        names = {token.string for token in tokens if token.type == tokenize.NAME}
+        assert not {name for name in names if re.search("(quanti|normali|tokeni)s", name.lower())}

@@ -119,8 +119,8 @@ class SafetensorsCheckpoint:
             if self._fp8 is None:
                 self.config = family.read(hf_config)
             else:  # the model gets dequantised weights
-                unquantised = {**hf_config, "quantization_config": None}
-                self.config = self._fp8.with_skipped_scales(family.read(unquantised))
+                unquantized = {**hf_config, "quantization_config": None}
+                self.config = self._fp8.with_skipped_scales(family.read(unquantized))
             if self._files:  # dummy weights need no files
                 check_bytes(self.config, num_bytes)
         if self._fp8 is not None:
@@ -141,7 +141,7 @@ class SafetensorsCheckpoint:
         paths = self._weight_files()
         tensors = _map_tensors(paths) if device.type == "cpu" else read_tensors(paths, device)
         if self._fp8 is not None:
-            tensors = self._fp8.dequantise(tensors, paths, packs_fp8)
+            tensors = self._fp8.dequantize(tensors, paths, packs_fp8)
         yield from tensors
 
     def _weight_files(self) -> list[Path]:
@@ -181,15 +181,15 @@ def _read_fp8(path: Path, config: dict[str, Any]) -> "Fp8Weights | None":
         path: the checkpoint's directory.
         config: the fields of config.json.
     """
-    quantisation, modelopt = config.get("quantization_config"), path / "hf_quant_config.json"
-    if not quantisation and modelopt.exists():  # early releases of ModelOpt write only this file
+    quantization, modelopt = config.get("quantization_config"), path / "hf_quant_config.json"
+    if not quantization and modelopt.exists():  # early releases of ModelOpt write only this file
         fields = (_read_json(modelopt) or {}).get("quantization") or {}
-        quantisation = {"quant_method": "modelopt", **fields}
-    if not quantisation:
+        quantization = {"quant_method": "modelopt", **fields}
+    if not quantization:
         return None
     from nanovllm.checkpoints.fp8 import Fp8Weights
 
-    return Fp8Weights.from_config(quantisation)
+    return Fp8Weights.from_config(quantization)
 
 
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":

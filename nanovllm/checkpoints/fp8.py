@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from nanovllm.kernels.fp8 import GROUP, Fp8Rows, pack_rows
-from nanovllm.models.family import unsupported_quantisation
+from nanovllm.models.family import unsupported_quantization
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.panics import as_value_error
@@ -94,7 +94,7 @@ class Fp8Weights:
             return "fp8"
         return "fp8_groups" if {*self.blocks} == {(GROUP, GROUP)} else None
 
-    def dequantise(
+    def dequantize(
         self,
         tensors: Iterable[tuple[str, torch.Tensor]],
         paths: Sequence[Path],
@@ -132,7 +132,7 @@ class Fp8Weights:
                     f"describe no weights"
                 )
             try:
-                unpack = pack_fp8 if packs and _is_projection(name) else dequantise_fp8
+                unpack = pack_fp8 if packs and _is_projection(name) else dequantize_fp8
                 weight = unpack(tensor, scales[name], self.blocks)
             except ValueError as error:
                 raise ValueError(f"checkpoint tensor {name}: {error}") from None
@@ -170,7 +170,7 @@ def read_scales(paths: Iterable[Path]) -> dict[str, torch.Tensor]:
     return scales
 
 
-def dequantise_fp8(
+def dequantize_fp8(
     weight: torch.Tensor, scale: torch.Tensor, blocks: Iterable[Block]
 ) -> torch.Tensor:
     """Multiplies an FP8 weight by its scales.
@@ -195,7 +195,7 @@ def dequantise_fp8(
 
 def pack_fp8(weight: torch.Tensor, scale: torch.Tensor, blocks: Iterable[Block]) -> torch.Tensor:
     """Packs FP8 matrices and their scales, with the scales of each row: see ``pack_rows``. The
-    arguments and errors are those of ``dequantise_fp8``."""
+    arguments and errors are those of ``dequantize_fp8``."""
     scale, (rows, _) = _match(weight, scale, blocks)
     scale = scale.to(weight.device).repeat_interleave(rows, -2)[..., : weight.size(-2), :]
     return pack_rows(Fp8Rows(weight, scale))
@@ -254,14 +254,14 @@ def _multiply_blocks(values: torch.Tensor, scale: torch.Tensor, block: Block) ->
 def _read_fine_grained(config: Mapping[str, Any]) -> Iterator[Block]:
     """Reads transformers' FineGrainedFP8Config, or AutoFP8's config, which has no blocks."""
     if (experts := config.get("expert_dtype", "fp8")) != "fp8":
-        raise unsupported_quantisation(f"fp8 with {experts} experts")
+        raise unsupported_quantization(f"fp8 with {experts} experts")
     size = config.get("weight_block_size")
     yield TENSOR if size is None else _read_block("weight_block_size", size)
 
 
 def _read_modelopt(config: Mapping[str, Any]) -> Iterator[Block]:
     if (algorithm := config.get("quant_algo")) != "FP8":
-        raise unsupported_quantisation(f"modelopt {algorithm}")
+        raise unsupported_quantization(f"modelopt {algorithm}")
     yield TENSOR
 
 
@@ -270,17 +270,17 @@ def _read_compressed_tensors(config: Mapping[str, Any]) -> Iterator[Block]:
     if not isinstance(groups, Mapping) or not all(isinstance(g, Mapping) for g in groups.values()):
         raise ValueError(f"config_groups must be an object of objects, got {groups!r:.80}")
     if _object_or_none(config, "transform_config").get("config_groups"):
-        raise unsupported_quantisation("compressed-tensors with transforms")
+        raise unsupported_quantization("compressed-tensors with transforms")
     for group in groups.values():
         weights = _object_or_none(group, "weights")
         if group.get("weights") is None:  # the group is about activations only
             continue
         storage = group.get("format") or config.get("format")
         if storage not in COMPRESSED_FORMATS:
-            raise unsupported_quantisation(f"compressed-tensors {storage}")
+            raise unsupported_quantization(f"compressed-tensors {storage}")
         dtype, strategy = f"{weights.get('type')}{weights.get('num_bits')}", weights.get("strategy")
         if dtype != "float8" or strategy not in ("tensor", "channel", "block"):
-            raise unsupported_quantisation(
+            raise unsupported_quantization(
                 f"compressed-tensors {dtype} with a scale per {strategy}"
             )
         if strategy == "block":

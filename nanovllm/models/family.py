@@ -243,16 +243,16 @@ def _checked(hf: Mapping[str, Any], quant_methods: Sequence[str]) -> dict[str, A
         raise ValueError(
             f"head_dim must be even and positive for RoPE, got {head_dim}: check the config"
         )
-    if quantisation := hf.get("quantization_config"):
-        if not isinstance(quantisation, Mapping):
-            raise ValueError(f"quantization_config must be an object, got {quantisation!r:.80}")
-        method = dict(quantisation).get("quant_method", "unknown")
+    if quantization := hf.get("quantization_config"):
+        if not isinstance(quantization, Mapping):
+            raise ValueError(f"quantization_config must be an object, got {quantization!r:.80}")
+        method = dict(quantization).get("quant_method", "unknown")
         if method not in quant_methods:
-            raise unsupported_quantisation(method)
+            raise unsupported_quantization(method)
     return hf
 
 
-def unsupported_quantisation(method: Any) -> ValueError:
+def unsupported_quantization(method: Any) -> ValueError:
     """Returns the error for a checkpoint that is quantised in an unsupported way."""
     return ValueError(
         f"{method!r:.80} quantisation is not supported: use an unquantised, FP8 or GGUF checkpoint"

@@ -190,10 +190,10 @@ class LinearWeight(ABC):
         Returns:
             The result [N, out] or its SwiGLU [N, out / 2], and x + residual.
         """
-        normed, total = self.normalise(x, residual, norm)
+        normed, total = self.normalize(x, residual, norm)
         return self.matmul(normed) if act_fn is None else self.matmul_swiglu(normed, act_fn), total
 
-    def normalise(self, x: Tensor, residual: Tensor | None, norm: Any) -> tuple[Any, Tensor]:
+    def normalize(self, x: Tensor, residual: Tensor | None, norm: Any) -> tuple[Any, Tensor]:
         """Returns norm(x + residual), in the input format, and x + residual. The arguments are
         those of ``norm_matmul``."""
         if norm is None:

@@ -11,7 +11,7 @@ from nanovllm.kernels.moe.grouped import mix_grouped
 from nanovllm.kernels.moe.mix import INVARIANT_OPS, Experts, mix_reference
 from nanovllm.kernels.moe.mxfp4 import (
     BLOCK,
-    dequantise_mxfp4,
+    dequantize_mxfp4,
     fill_mxfp4,
     num_groups,
     pack_mxfp4,
@@ -123,7 +123,7 @@ class UnquantizedExperts:
                 parts[shard_id] = tensor.clone()  # because the caller may reuse it
                 return
             parts[shard_id] = tensor
-            shard_id, tensor = None, dequantise_mxfp4(**self._parts.pop(name), dtype=self.dtype)
+            shard_id, tensor = None, dequantize_mxfp4(**self._parts.pop(name), dtype=self.dtype)
         elif self.interleaved and tensor.dim() == 3 and tensor.is_floating_point():
             tensor = tensor.transpose(1, 2)  # from [E, in, out]: see MoESpec
         self._store(name, param, tensor, shard_id, expert)

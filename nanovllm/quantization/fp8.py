@@ -43,7 +43,7 @@ FP8_ROWS = InputFormat(fp8_rms_norm, fp8_silu_and_mul, fp8_gelu_tanh_and_mul)
 FP8_GROUPS = InputFormat(fp8_group_rms_norm, fp8_group_silu_and_mul, fp8_group_gelu_tanh_and_mul)
 SWIGLU = {fmt.silu_and_mul for fmt in (PLAIN, FP8_ROWS, FP8_GROUPS)}
 FP8_MATMUL_CAPABILITY = (8, 9)
-MIN_QUANTISED_ROW_NUMEL = 1 << 24  # elements of a weight from which on a single row is quantised
+MIN_QUANTIZED_ROW_NUMEL = 1 << 24  # elements of a weight from which on a single row is quantised
 
 
 def new_fp8_weight(layer: nn.Module, has_groups: bool = False) -> LinearWeight:
@@ -182,7 +182,7 @@ class Fp8Weight(StoredFp8Weight):
         return x
 
     def _is_vector(self, x: Any) -> bool:
-        is_large = not self.has_groups and self.layer.weight.numel() >= MIN_QUANTISED_ROW_NUMEL
+        is_large = not self.has_groups and self.layer.weight.numel() >= MIN_QUANTIZED_ROW_NUMEL
         if is_large and is_decode(1, self._weight, self.dtype):
             return False
         return super()._is_vector(x)

@@ -76,7 +76,7 @@ class Fp8Experts(UnquantizedExperts):
         elif not tensor.is_floating_point():
             raise ValueError(f"dtype {tensor.dtype} is not supported (quantised checkpoint?)")
         self._slice(name, param.data, tensor[..., 4 * num_groups :], *part)  # checks the shape
-        codes, scales = self._unpack(tensor, num_groups) if num_groups else self._quantise(tensor)
+        codes, scales = self._unpack(tensor, num_groups) if num_groups else self._quantize(tensor)
         self._copy(name, param.data, codes, *part)
         # Scales of rows are split over the ranks as biases are.
         like = name if self.has_blocks else f"{name}_bias"
@@ -86,11 +86,11 @@ class Fp8Experts(UnquantizedExperts):
         codes, scales = unpack_rows(packed, num_groups)
         return Fp8Rows(codes, scales[..., ::GROUP, :] if self.has_blocks else scales.squeeze(-1))
 
-    def _quantise(self, tensor: Tensor) -> Fp8Rows:
+    def _quantize(self, tensor: Tensor) -> Fp8Rows:
         """Quantises a whole tensor of a checkpoint: one expert's, or that of all experts one by
         one, because FP8 numbers are computed in fp32."""
         if tensor.dim() == 3:
-            return Fp8Rows(*map(torch.stack, zip(*map(self._quantise, tensor), strict=True)))
+            return Fp8Rows(*map(torch.stack, zip(*map(self._quantize, tensor), strict=True)))
         tensor = tensor.to(self.layer.down_proj.device)
         return quantize_blocks(tensor) if self.has_blocks else quantize(tensor)
 
@@ -98,7 +98,7 @@ class Fp8Experts(UnquantizedExperts):
         scales = self.layer.get_buffer(f"{self._name(param)}_scale")
         for target in map(Fp8Rows, param.data, scales):  # one expert's
             values = torch.empty(param.shape[1:], device=param.device)
-            rows = self._quantise(values.normal_(0, 0.02, generator=generator))
+            rows = self._quantize(values.normal_(0, 0.02, generator=generator))
             target.codes.copy_(rows.codes)
             target.scales.copy_(rows.scales)
 

@@ -221,5 +221,5 @@ class UnquantizedWeight(LinearWeight):
         kernel = choose_kernel("matmul_rope", x, weight, self.bias)
         if kernel is None or slots is None or not qkv.supports(rope, slots, x.dtype):
             return None
-        normed, total = self.normalise(x, residual, norm)
+        normed, total = self.normalize(x, residual, norm)
         return kernel(normed, weight, self.bias, rope, slots), total

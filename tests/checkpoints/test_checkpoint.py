@@ -323,10 +323,10 @@ class TestConfig:
         with LLM(folder, **SMALL, max_model_len=2048) as llm:
             assert llm.model_runner.max_model_len == 2048
 
-    def test_a_quantised_checkpoint_is_refused(self, copy):
+    def test_a_quantized_checkpoint_is_refused(self, copy):
         folder = copy()
-        quantisation = {"quant_method": "gptq", "bits": 4}
-        edit_json(folder / "config.json", quantization_config=quantisation)
+        quantization = {"quant_method": "gptq", "bits": 4}
+        edit_json(folder / "config.json", quantization_config=quantization)
         refuse(folder, "'gptq' quantisation is not supported")
 
     def test_an_unknown_activation_is_refused(self, copy):

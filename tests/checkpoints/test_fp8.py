@@ -17,7 +17,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints import fp8 as checkpoints_fp8
 from nanovllm.checkpoints.checkpoint import open_checkpoint
-from nanovllm.checkpoints.fp8 import CHANNEL, TENSOR, dequantise_fp8
+from nanovllm.checkpoints.fp8 import CHANNEL, TENSOR, dequantize_fp8
 from nanovllm.checkpoints.tensor_reader import read_tensors
 from nanovllm.engine import startup
 from nanovllm.kernels import fp8 as kernels_fp8
@@ -74,11 +74,11 @@ def write(folder: Path, source: Path, config: dict[str, Any], tensors: Tensors) 
 def write_fine_grained(source: Path, folder: Path, **settings: Any) -> Path:
     """Quantises a checkpoint's linear layers, but for the LM head, with transformers' code."""
     config = FineGrainedFP8Config(modules_to_not_convert=["lm_head"], **settings)
-    quantise = Fp8Quantize(SimpleNamespace(quantization_config=config))
+    quantize = Fp8Quantize(SimpleNamespace(quantization_config=config))
     tensors: Tensors = {}
     for name, tensor in load_file(source / WEIGHTS).items():
         if "_proj." in name:
-            tensors |= quantise.convert({name: tensor})
+            tensors |= quantize.convert({name: tensor})
             if config.activation_scheme == "static" and name.endswith("weight"):
                 scale = name.replace("weight", "activation_scale")
                 tensors[scale] = torch.tensor(0.5, dtype=torch.bfloat16)
@@ -100,7 +100,7 @@ FINE_GRAINED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture
-def quantised(tiny_models: TinyModels, tmp_path: Path) -> Path:
+def quantized(tiny_models: TinyModels, tmp_path: Path) -> Path:
     """A Qwen3 checkpoint with blocks of 32 x 32, to be spoiled."""
     source = tiny_models.path("qwen3")
     return write_fine_grained(source, tmp_path / "fp8", weight_block_size=(32, 32))
@@ -180,11 +180,11 @@ def write_compressed(source: Path, folder: Path, weights: dict[str, Any], static
 def test_compressed_tensors(weights, static, tiny_models: TinyModels, tmp_path: Path):
     """Tokens equal those of transformers with the weights that the package dequantises."""
     folder = tmp_path / "fp8"
-    dequantised = write_compressed(tiny_models.path("qwen3"), folder, weights, static)
+    dequantized = write_compressed(tiny_models.path("qwen3"), folder, weights, static)
     num_fp8 = sum(tensor.dtype is FP8 for tensor in load_file(folder / WEIGHTS).values())
     assert num_fp8 == 3 * 7 - 1
     model = tiny_models.load("qwen3")
-    model.load_state_dict(dequantised)
+    model.load_state_dict(dequantized)
     assert_greedy(tokens(folder), model)
 
 
@@ -302,7 +302,7 @@ def test_fp8_weights_are_kept_as_on_a_gpu(form, tiny_models: TinyModels, tmp_pat
         is_kept = name.endswith("_proj.weight") or has_experts
         assert (param.dtype is FP8) == is_kept, name
         if has_experts:
-            kept = layer.weights._experts.dequantised(torch.float32)
+            kept = layer.weights._experts.dequantized(torch.float32)
             assert torch.equal(kept.down if "down" in name else kept.gate_up, weight), name
         elif is_kept:
             rows = kernels_fp8.Fp8Rows(param, layer.weight_scale)
@@ -310,13 +310,13 @@ def test_fp8_weights_are_kept_as_on_a_gpu(form, tiny_models: TinyModels, tmp_pat
     assert tokens(folder) == expected
 
 
-def test_the_log_tells(quantised: Path, caplog: pytest.LogCaptureFixture):
+def test_the_log_tells(quantized: Path, caplog: pytest.LogCaptureFixture):
     edit_tensors(
-        quantised, lambda t: t.update({UP.replace("weight", "input_scale"): torch.ones(1)})
+        quantized, lambda t: t.update({UP.replace("weight", "input_scale"): torch.ones(1)})
     )
-    edit_tensors(quantised, lambda t: t.update({"model.layers.0.self_attn.k_scale": torch.ones(1)}))
+    edit_tensors(quantized, lambda t: t.update({"model.layers.0.self_attn.k_scale": torch.ones(1)}))
     with caplog.at_level(logging.INFO, logger="nanovllm"):
-        tokens(quantised)
+        tokens(quantized)
     messages = [record.message for record in caplog.records]
     assert sum("FP8 weights are dequantised as they are read" in text for text in messages) == 1
     assert "skipped 2 tensors: *.input_scale, *.k_scale" in messages
@@ -372,19 +372,19 @@ def test_blocks_at_the_edges_are_smaller(block: tuple[int, int], shape: tuple[in
     rows, columns = (torch.arange(n) // size for n, size in zip(shape[-2:], block, strict=True))
     scale = torch.rand(*shape[:-2], rows[-1] + 1, columns[-1] + 1) + 0.1
     expected = weight.double() * scale.double()[..., rows[:, None], columns]
-    assert torch.equal(dequantise_fp8(weight, scale, [block]), expected.float())
+    assert torch.equal(dequantize_fp8(weight, scale, [block]), expected.float())
     while scale.dim() and scale.size(-1) == 1:
         scale = scale[..., 0]
-        assert torch.equal(dequantise_fp8(weight, scale, [block]), expected.float())
+        assert torch.equal(dequantize_fp8(weight, scale, [block]), expected.float())
 
 
 def test_groups_of_weights_may_have_different_blocks():
     weight = torch.randn(6, 8).to(FP8)
     for scale, block in ((torch.rand(6, 1), CHANNEL), (torch.rand(2, 2), (4, 4))):
-        expected = dequantise_fp8(weight, scale, [block])
-        assert torch.equal(dequantise_fp8(weight, scale, [CHANNEL, (4, 4)]), expected)
+        expected = dequantize_fp8(weight, scale, [block])
+        assert torch.equal(dequantize_fp8(weight, scale, [CHANNEL, (4, 4)]), expected)
     with pytest.raises(ValueError, match=r"must have shape \[2, 1\] or \[2, 1\]"):  # ambiguous
-        dequantise_fp8(weight, torch.rand(2, 1), [(4, 8), (3, 8)])
+        dequantize_fp8(weight, torch.rand(2, 1), [(4, 8), (3, 8)])
 
 
 def shard(folder: Path) -> None:
@@ -398,22 +398,22 @@ def shard(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": file_of}))
 
 
-def test_scales_may_be_in_another_file(quantised: Path):
-    expected = dict(open_checkpoint(str(quantised)).tensors())
-    shard(quantised)
-    checkpoint = open_checkpoint(str(quantised))
-    files = sorted(quantised.glob("*.safetensors"))
+def test_scales_may_be_in_another_file(quantized: Path):
+    expected = dict(open_checkpoint(str(quantized)).tensors())
+    shard(quantized)
+    checkpoint = open_checkpoint(str(quantized))
+    files = sorted(quantized.glob("*.safetensors"))
     assert len(files) == 2
     # The threaded reader of GPUs, which yields tensors in another order, is used on the CPU here.
-    threaded = checkpoint._fp8.dequantise(read_tensors(files, torch.device("cpu")), files)
+    threaded = checkpoint._fp8.dequantize(read_tensors(files, torch.device("cpu")), files)
     for found in (dict(checkpoint.tensors()), dict(threaded)):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.gpu
-def test_a_gpu_dequantises_to_the_same_weights(quantised: Path):
-    checkpoint = open_checkpoint(str(quantised))
+def test_a_gpu_dequantizes_to_the_same_weights(quantized: Path):
+    checkpoint = open_checkpoint(str(quantized))
     expected = dict(checkpoint.tensors())
     for name, tensor in checkpoint.tensors(torch.device("cuda", 0)):
         assert tensor.is_cuda and torch.equal(tensor.cpu(), expected[name])
@@ -427,14 +427,14 @@ def test_two_ranks_generate_the_tokens_of_one(tiny_models: TinyModels, tmp_path:
     assert tokens(folder, tensor_parallel_size=2) == tokens(folder)
 
 
-def test_dummy_weights_are_those_of_an_unquantised_config(quantised: Path):
-    (quantised / WEIGHTS).unlink()
-    found = tokens(quantised, load_format="dummy")
-    edit_json(quantised, quant_method=None, weight_block_size=None)
-    config = json.loads((quantised / "config.json").read_text("utf-8"))
+def test_dummy_weights_are_those_of_an_unquantized_config(quantized: Path):
+    (quantized / WEIGHTS).unlink()
+    found = tokens(quantized, load_format="dummy")
+    edit_json(quantized, quant_method=None, weight_block_size=None)
+    config = json.loads((quantized / "config.json").read_text("utf-8"))
     del config["quantization_config"]
-    (quantised / "config.json").write_text(json.dumps(config))
-    assert found == tokens(quantised, load_format="dummy")
+    (quantized / "config.json").write_text(json.dumps(config))
+    assert found == tokens(quantized, load_format="dummy")
 
 
 def set_scale(value: Any) -> Callable[[Tensors], Any]:
@@ -482,21 +482,21 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], Any], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_checkpoints_are_refused(damage: str, quantised: Path):
+def test_damaged_checkpoints_are_refused(damage: str, quantized: Path):
     spoil, match = DAMAGES[damage]
-    edit_tensors(quantised, spoil)
+    edit_tensors(quantized, spoil)
     with pytest.raises(ValueError, match=match):
-        tokens(quantised)
+        tokens(quantized)
 
 
-def test_a_scale_of_zero_weights_may_be_zero(quantised: Path):
+def test_a_scale_of_zero_weights_may_be_zero(quantized: Path):
     def spoil(tensors: Tensors) -> None:
         weight = tensors[UP].float()
         weight[32:64, 32:] = 0.0
         tensors[UP], tensors[f"{UP}_scale_inv"][1, 1] = weight.to(FP8), 0.0
 
-    edit_tensors(quantised, spoil)
-    assert dict(open_checkpoint(str(quantised)).tensors())[UP][32:64, 32:].count_nonzero() == 0
+    edit_tensors(quantized, spoil)
+    assert dict(open_checkpoint(str(quantized)).tensors())[UP][32:64, 32:].count_nonzero() == 0
 
 
 def group(**changes: Any) -> dict[str, Any]:
@@ -563,7 +563,7 @@ REFUSED |= {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_other_quantisations_are_refused_by_name(
+def test_other_quantizations_are_refused_by_name(
     case: str, tiny_models: TinyModels, tmp_path: Path
 ):
     config, match = REFUSED[case]
@@ -572,11 +572,11 @@ def test_other_quantisations_are_refused_by_name(
         open_checkpoint(str(folder))
 
 
-def test_fp8_weights_need_a_group(quantised: Path):
+def test_fp8_weights_need_a_group(quantized: Path):
     """The groups are empty if only the KV cache was in FP8."""
-    edit_json(quantised, **FLOAT, config_groups={})
+    edit_json(quantized, **FLOAT, config_groups={})
     with pytest.raises(ValueError, match="the config_groups in the config describe no weights"):
-        dict(open_checkpoint(str(quantised)).tensors())
+        dict(open_checkpoint(str(quantized)).tensors())
 
 
 def test_groups_without_weights_do_not_count(tiny_models: TinyModels, tmp_path: Path):

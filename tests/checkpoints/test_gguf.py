@@ -291,7 +291,7 @@ def write_gguf(
     return path
 
 
-def dequantised(model: PreTrainedModel, quant: Quant) -> PreTrainedModel:
+def dequantized(model: PreTrainedModel, quant: Quant) -> PreTrainedModel:
     """The same model with the numbers that survive ``quant``."""
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -326,15 +326,15 @@ def test_tokens_equal_transformers(name, quant, tiny_models: TinyModels, tmp_pat
     ignored, biases that are dropped, and a tied head that is asked for."""
     arch = MODELS[name]
     path = write_gguf(tmp_path / "m.gguf", tiny_models.load(name), arch, quant)
-    check_tokens(path, dequantised(tiny_models.load(name), quant))
+    check_tokens(path, dequantized(tiny_models.load(name), quant))
 
 
 @pytest.mark.parametrize(
     "quant", [Quant.F16, Quant.BF16, Quant.Q4_0, Quant.Q5_1], ids=lambda quant: quant.name
 )
-def test_tokens_of_other_quantisations_equal_transformers(quant, tiny_models, tmp_path):
+def test_tokens_of_other_quantizations_equal_transformers(quant, tiny_models, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", tiny_models.load("llama"), "llama", quant)
-    check_tokens(path, dequantised(tiny_models.load("llama"), quant))
+    check_tokens(path, dequantized(tiny_models.load("llama"), quant))
 
 
 @needs_longrope

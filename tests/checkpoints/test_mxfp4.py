@@ -11,7 +11,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.weights import fill_with_dummy_weights
-from nanovllm.kernels.moe.mxfp4 import dequantise_mxfp4, fill_mxfp4, unpack_mxfp4
+from nanovllm.kernels.moe.mxfp4 import dequantize_mxfp4, fill_mxfp4, unpack_mxfp4
 from nanovllm.layers.moe import Experts
 from tests.tiny_models import TinyModels
 
@@ -24,11 +24,11 @@ def random_mxfp4(*shape: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_dequantised_as_in_transformers(dtype):
+def test_dequantized_as_in_transformers(dtype):
     """Which returns the transpose."""
     packed = random_mxfp4(3, 8, 96)
     expected = convert_moe_packed_tensors(**packed, dtype=dtype).transpose(1, 2)
-    assert torch.equal(dequantise_mxfp4(**packed, dtype=dtype), expected)
+    assert torch.equal(dequantize_mxfp4(**packed, dtype=dtype), expected)
 
 
 def write_mxfp4(source: Path, target: Path) -> dict[str, torch.Tensor]:
@@ -65,7 +65,7 @@ def test_tokens_equal_transformers(tiny_models: TinyModels, tmp_path: Path):
     assert logits.argmax(-1).tolist() == tokens
 
 
-def test_other_quantisations_are_refused(tiny_models: TinyModels, tmp_path: Path):
+def test_other_quantizations_are_refused(tiny_models: TinyModels, tmp_path: Path):
     for name, method in (("gpt-oss", "gptq"), ("qwen3-moe", "mxfp4")):
         config = json.loads((tiny_models.path(name) / "config.json").read_text("utf-8"))
         config["quantization_config"] = {"quant_method": method}
@@ -99,4 +99,4 @@ def test_dummy_weights():
 )
 def test_malformed_tensors_are_refused(blocks, scales):
     with pytest.raises(ValueError, match="MXFP4 needs uint8 blocks of 16 bytes"):
-        dequantise_mxfp4(blocks, scales)
+        dequantize_mxfp4(blocks, scales)

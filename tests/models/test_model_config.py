@@ -189,7 +189,7 @@ def test_other_activations_are_refused_by_name(act, read):
 
 @each_reader
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
-def test_quantised_checkpoints_are_refused_by_method(method, read):
+def test_quantized_checkpoints_are_refused_by_method(method, read):
     with pytest.raises(ValueError, match=f"'{method}' quantisation is not supported"):
         read({"quantization_config": {"quant_method": method, "bits": 4}})
 

@@ -136,7 +136,7 @@ def test_norm_and_swiglu_produce_the_input_of_the_next_layer(taken):
 
 @pytest.mark.parametrize("num_rows", [1, 4])
 @pytest.mark.parametrize("has_fused_kernels", [False, True])
-def test_an_unquantised_layer_feeds_a_quantised_one(
+def test_an_unquantized_layer_feeds_a_quantized_one(
     num_rows, has_fused_kernels, device, monkeypatch, taken
 ):
     """Some checkpoints leave some layers as they are. Guards a SwiGLU in a fused kernel, which
@@ -175,7 +175,7 @@ def test_a_decoder_is_built_of_them(tiny_models, taken):
     assert model.lm_head.weight.is_floating_point()
 
 
-def test_an_unknown_quantisation_is_refused():
+def test_an_unknown_quantization_is_refused():
     with (
         use_quantization({"quant_method": "magic"}),
         pytest.raises(ValueError, match="'magic' quantisation is not supported"),

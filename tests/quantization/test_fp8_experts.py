@@ -36,7 +36,7 @@ def make_layer(method: str, rank: int = 0, num_ranks: int = 1, **fields: Any) ->
         return MoE(HIDDEN, EXPERTS, 2, COLUMNS, True, **fields)
 
 
-def quantised(weight: torch.Tensor, method: str) -> Fp8Rows:
+def quantized(weight: torch.Tensor, method: str) -> Fp8Rows:
     """A weight with a scale for each row, or for each group of a row."""
     rows = quantize_blocks(weight) if method == "fp8_groups" else quantize(weight)
     if rows.scales.dim() == 2:
@@ -45,7 +45,7 @@ def quantised(weight: torch.Tensor, method: str) -> Fp8Rows:
 
 
 def rounded(weight: torch.Tensor, method: str) -> torch.Tensor:
-    return torch.stack([dequantize(quantised(one, method)) for one in weight])
+    return torch.stack([dequantize(quantized(one, method)) for one in weight])
 
 
 def load(layer: MoE, name: str, tensor: torch.Tensor, *shard: int, **expert: int) -> None:
@@ -67,7 +67,7 @@ def test_each_rank_has_its_part_of_the_same_weights(rank, form, method):
             return tensor
         if tensor.dim() == 3:
             return torch.stack([*map(packed, tensor)])
-        return pack_rows(quantised(tensor, method))
+        return pack_rows(quantized(tensor, method))
 
     if "fused" in form:
         load(layer, "gate_up_proj", packed(gate_up))
@@ -80,7 +80,7 @@ def test_each_rank_has_its_part_of_the_same_weights(rank, form, method):
     found = layer.experts.weights._experts
     assert found.gate_up.dtype is found.down.dtype is FP8
     assert (found.group == GROUP) == (method == "fp8_groups")
-    found = found.dequantised(torch.float32)
+    found = found.dequantized(torch.float32)
     parts = [rounded(weight, method).chunk(2, 1)[rank] for weight in (gate, up)]
     assert torch.equal(found.gate_up, torch.cat(parts, 1))
     assert torch.equal(found.down, rounded(down, method).chunk(2, 2)[rank])
@@ -96,7 +96,7 @@ def test_interleaved_weights_and_biases(method):
     weight, bias = torch.randn(EXPERTS, 2 * COLUMNS, HIDDEN), torch.randn(EXPERTS, 2 * COLUMNS)
     load(layer, "gate_up_proj", weight.transpose(1, 2))
     load(layer, "gate_up_proj_bias", bias)
-    found = layer.experts.weights._experts.dequantised(torch.float32)
+    found = layer.experts.weights._experts.dequantized(torch.float32)
     expected = rounded(weight, method)
     assert torch.equal(found.gate_up, torch.cat((expected[:, ::2], expected[:, 1::2]), 1))
     assert torch.equal(found.gate_up_bias, torch.cat((bias[:, ::2], bias[:, 1::2]), 1))
@@ -109,7 +109,7 @@ def test_other_shapes_and_dtypes_are_refused(method):
     before = layer.experts.gate_up_proj.view(torch.uint8).clone()
     good = torch.randn(COLUMNS, HIDDEN)
     tall = torch.randn(2 * COLUMNS, HIDDEN)
-    for bad in (good[1:], good[:, 1:], tall, pack_rows(quantised(tall, method)), good[0]):
+    for bad in (good[1:], good[:, 1:], tall, pack_rows(quantized(tall, method)), good[0]):
         with pytest.raises(ValueError, match="the model needs shape"):
             load(layer, "gate_up_proj", bad, 0, expert=1)
     with pytest.raises(ValueError, match=r"dtype torch\.int32"):
@@ -121,7 +121,7 @@ def test_dummy_weights_and_the_router(method):
     layer = make_layer(method)
     for param in layer.experts.parameters():
         param.fill_with_dummy_weights(param, torch.Generator().manual_seed(0))
-    found = layer.experts.weights._experts.dequantised(torch.float32)
+    found = layer.experts.weights._experts.dequantized(torch.float32)
     assert found.gate_up.std() == pytest.approx(0.02, rel=0.05)
     assert found.down.std() == pytest.approx(0.02, rel=0.05)
     assert layer.gate.weight.dtype is torch.float32
@@ -144,7 +144,7 @@ def test_the_device_decides(capability, dtype, monkeypatch):
     with torch.device("cpu"):
         weights.create_parameters(EXPERTS, HIDDEN, COLUMNS, False)
     assert weights._experts.gate_up.dtype is dtype
-    assert weights._experts.dequantised(torch.float32).down.shape == (EXPERTS, HIDDEN, COLUMNS)
+    assert weights._experts.dequantized(torch.float32).down.shape == (EXPERTS, HIDDEN, COLUMNS)
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_the_kernels_in_a_layer(num_tokens, method, monkeypatch):
         layer = MoE(size, EXPERTS, 2, size, True)
     for param in layer.experts.parameters():
         param.fill_with_dummy_weights(param, torch.Generator().manual_seed(0))
-    weights = layer.experts.weights._experts.dequantised(torch.float32)
+    weights = layer.experts.weights._experts.dequantized(torch.float32)
     plain.experts.gate_up_proj.copy_(weights.gate_up)
     plain.experts.down_proj.copy_(weights.down)
     gate = torch.randn(EXPERTS, size)

@@ -164,10 +164,10 @@ def test_a_cpu_generates_with_rounded_weights(tiny_models, caplog):
 
 
 @pytest.mark.parametrize("has_groups", [False, True])
-def test_one_row_is_quantised_too_where_the_weight_is_large(has_groups, monkeypatch):
+def test_one_row_is_quantized_too_where_the_weight_is_large(has_groups, monkeypatch):
     """On Hopper, and with scales of rows."""
     monkeypatch.setattr(fp8, "use_triton", lambda x: True)
-    monkeypatch.setattr(fp8, "MIN_QUANTISED_ROW_NUMEL", 128 * 256)
+    monkeypatch.setattr(fp8, "MIN_QUANTIZED_ROW_NUMEL", 128 * 256)
     weight_class = fp8.GroupedFp8Weight if has_groups else fp8.Fp8Weight
     monkeypatch.setattr(fp8, "new_fp8_weight", lambda layer, has_groups: weight_class(layer))
     with use_quantization(CONFIG):

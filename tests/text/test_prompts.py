@@ -133,7 +133,7 @@ def test_a_text_that_fits_is_never_refused_for_its_length(limited, pieces):
         assert item == (text, expected)
 
 
-def test_a_text_that_is_far_too_long_is_not_tokenised(limited):
+def test_a_text_that_is_far_too_long_is_not_tokenized(limited):
     lengths = []
     real = limited.tokenizer
 

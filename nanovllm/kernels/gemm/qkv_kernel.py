@@ -79,7 +79,7 @@ def _columns():
 
 
 @gluon.jit
-def _normalise(x, head, rope):
+def _normalize(x, head, rope):
     """Divides the rows of a query or key head [ROWS, 2 HALF] by their root mean square."""
     scale = gl.rsqrt(gl.sum(x * x, 1) / (2 * HALF) + rope.eps)
     return x * gl.where(head < rope.Q_HEADS + rope.K_HEADS, scale, 1.0)[:, None]
@@ -94,7 +94,7 @@ def _multiply(CONSUMER: gl.constexpr, heads, inputs, tiles, rope, HAS_NORM: gl.c
         first, second, step = multiply_tile(step, inputs, tiles.num_steps, CONSUMER)
         if HAS_NORM:
             _, n = tiles.place(index)
-            first, second = _normalise(first, 2 * n, rope), _normalise(second, 2 * n + 1, rope)
+            first, second = _normalize(first, 2 * n, rope), _normalize(second, 2 * n + 1, rope)
         first, second = first.to(heads.dtype), second.to(heads.dtype)
         first1, first2 = gl.split(first.reshape([GL_ROWS, 2, HALF]).permute([0, 2, 1]))
         second1, second2 = gl.split(second.reshape([GL_ROWS, 2, HALF]).permute([0, 2, 1]))

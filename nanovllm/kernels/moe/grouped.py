@@ -24,7 +24,7 @@ from nanovllm.kernels.moe import hopper_grouped
 from nanovllm.kernels.moe.activation import gated_activation
 from nanovllm.kernels.moe.combine import sum_parts
 from nanovllm.kernels.moe.mix import Experts
-from nanovllm.kernels.moe.mxfp4 import dequantise_part, rescale
+from nanovllm.kernels.moe.mxfp4 import dequantize_part, rescale
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.moe.sort import Groups, sort_triton
 from nanovllm.utils.math import cdiv
@@ -276,10 +276,10 @@ def _multiply_mxfp4(
             if WIDTH < 128:
                 mask &= (column + first + 32 * part >= 0)[:, None]
             x = tl.load(x_ptrs + first + 32 * part, mask=mask, other=0.0)
-            weight = dequantise_part(words, scales, part, DTYPE)
+            weight = dequantize_part(words, scales, part, DTYPE)
             acc = tl.dot(weight, x, acc, input_precision="ieee")
             if GATED:
-                weight = dequantise_part(up_words, up_scales, part, DTYPE)
+                weight = dequantize_part(up_words, up_scales, part, DTYPE)
                 up_acc = tl.dot(weight, x, up_acc, input_precision="ieee")
         words_ptrs += num_rows * 32
         scales_ptrs += num_rows
@@ -495,7 +495,7 @@ def _mix_tiles(
     hidden, width = x.size(1), experts.gate_up.size(-2) // 2
     num_tokens, top_k = routing.experts.shape
     gate_up, down = experts.gate_up, experts.down
-    inputs = _quantise(x, experts)
+    inputs = _quantize(x, experts)
     tile = choose_tile(num_tokens, top_k, experts, inputs[0])
     groups = sort_triton(routing, tile.rows)
     inner = x.new_empty(num_tokens * top_k, width)
@@ -504,12 +504,12 @@ def _mix_tiles(
     _launch(inputs, weight, inner, groups, tile, top_k, None, settings)
     parts = x.new_empty(num_tokens * top_k, hidden)
     weight = down, experts.down_scales, experts.down_bias
-    inputs = _quantise(inner, experts)
+    inputs = _quantize(inner, experts)
     _launch(inputs, weight, parts, groups, tile, top_k, routing.weights, settings)
     return sum_parts(parts, residual, top_k)
 
 
-def _quantise(x: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _quantize(x: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Quantises the input of a GEMM if its weight is in FP8. Returns it and its scales."""
     if experts.down.dtype is not FP8:
         return x, None

@@ -50,7 +50,7 @@ class Experts(NamedTuple):
             return None
         return self.down.size(2) // self.down_scales.size(2)
 
-    def dequantised(self, dtype: torch.dtype) -> "Experts":
+    def dequantized(self, dtype: torch.dtype) -> "Experts":
         """Returns the experts with quantised weights dequantised to ``dtype``. Other weights stay
         as they are."""
         if self.gate_up_scales is None or self.down_scales is None:
@@ -118,7 +118,7 @@ def mix_reference(
     Returns:
         [N, hidden].
     """
-    experts = experts.dequantised(x.dtype)
+    experts = experts.dequantized(x.dtype)
     out = torch.zeros_like(x) if residual is None else residual.clone()
     top_k = routing.experts.size(1)
     order = routing.experts.flatten().argsort(stable=True)

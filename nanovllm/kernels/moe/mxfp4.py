@@ -29,7 +29,7 @@ were multiplied by the scale times 2 ** 126, the result would be the weight, but
 large for bf16 if the scale is above 2. So the factor is the scale times 2 ** 62, the result is the
 weight times 2 ** -64, and ``rescale`` multiplies the fp32 sums of the GEMM by 2 ** 64. The result
 is exact for scales of at least 2 ** -68. The stored byte of a scale is the exponent of this factor
-with bf16's bias: the checkpoint's byte plus 62. For fp16 and fp32, ``dequantise_part`` returns the
+with bf16's bias: the checkpoint's byte plus 62. For fp16 and fp32, ``dequantize_part`` returns the
 weight itself.
 """
 
@@ -69,7 +69,7 @@ _ASM = tl.constexpr(
 _SIGN_BITS, _LOWEST_BITS = tl.constexpr(SIGN_BITS), tl.constexpr(LOWEST_BITS)
 
 
-def dequantise_mxfp4(
+def dequantize_mxfp4(
     blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """Dequantises weights as they are in a checkpoint.
@@ -159,7 +159,7 @@ def pack_mxfp4_scales(scales: torch.Tensor) -> torch.Tensor:
 def unpack_mxfp4(
     words: torch.Tensor, scales: torch.Tensor, width: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Dequantises packed weights: the reference of ``dequantise_part``.
+    """Dequantises packed weights: the reference of ``dequantize_part``.
 
     Args:
         words: int16 [..., num_groups, rows, 32], from ``pack_mxfp4``.
@@ -195,7 +195,7 @@ def fill_mxfp4(packed: torch.Tensor, generator: torch.Generator) -> None:
 
 
 @triton.jit
-def dequantise_part(words, scales, PART: tl.constexpr, dtype: tl.constexpr):
+def dequantize_part(words, scales, PART: tl.constexpr, dtype: tl.constexpr):
     """Dequantises block PART (0 to 3) of each group.
 
     Args:
@@ -221,7 +221,7 @@ def dequantise_part(words, scales, PART: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def rescale(sums, dtype: tl.constexpr):
-    """Multiplies the results of a GEMM with weights from ``dequantise_part`` by 2 ** 64, if their
+    """Multiplies the results of a GEMM with weights from ``dequantize_part`` by 2 ** 64, if their
     dtype is bf16."""
     if dtype == tl.bfloat16:
         sums *= 2.0**64

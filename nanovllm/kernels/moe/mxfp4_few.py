@@ -14,7 +14,7 @@ from nanovllm.kernels.gemm.skinny import REGISTER_LIMIT
 from nanovllm.kernels.moe.activation import gated_activation
 from nanovllm.kernels.moe.few import launch_few
 from nanovllm.kernels.moe.mix import Experts
-from nanovllm.kernels.moe.mxfp4 import dequantise_part, rescale
+from nanovllm.kernels.moe.mxfp4 import dequantize_part, rescale
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.utils.math import next_power_of_2
 from nanovllm.utils.triton_compat import pdl_wait, tl, triton
@@ -59,10 +59,10 @@ def _load_x(ptrs, column, mask, PART: tl.constexpr, WIDTH: tl.constexpr, WARPS: 
 def _multiply_groups(words, scales, x_0, x_1, x_2, x_3, acc):
     """Multiplies a group of each warp, words [WARPS, FEATURES, 32], and adds the result to acc."""
     dtype: tl.constexpr = x_0.dtype
-    acc = tl.dot(dequantise_part(words, scales, 0, dtype), x_0, acc, input_precision="ieee")
-    acc = tl.dot(dequantise_part(words, scales, 1, dtype), x_1, acc, input_precision="ieee")
-    acc = tl.dot(dequantise_part(words, scales, 2, dtype), x_2, acc, input_precision="ieee")
-    return tl.dot(dequantise_part(words, scales, 3, dtype), x_3, acc, input_precision="ieee")
+    acc = tl.dot(dequantize_part(words, scales, 0, dtype), x_0, acc, input_precision="ieee")
+    acc = tl.dot(dequantize_part(words, scales, 1, dtype), x_1, acc, input_precision="ieee")
+    acc = tl.dot(dequantize_part(words, scales, 2, dtype), x_2, acc, input_precision="ieee")
+    return tl.dot(dequantize_part(words, scales, 3, dtype), x_3, acc, input_precision="ieee")
 
 
 @triton.jit

@@ -81,7 +81,7 @@ def _route_kernel(
     num_tokens,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
-    NORMALISE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -120,7 +120,7 @@ def _route_kernel(
         is_best = expert[None, :] == index[:, None]
         keys = tl.where(is_best, SMALLEST, keys)
         chosen += is_best.to(tl.int32)
-    if not NORMALISE:
+    if not NORMALIZE:
         # Integers, because their sum does not depend on the order, which depends on CHUNK.
         probabilities = tl.exp(logits - largest[:, None]) * UNIT
         total = tl.sum(probabilities.to(tl.int64), axis=1).to(tl.float32) / UNIT
@@ -166,7 +166,7 @@ def route_triton(
         num_tokens,
         NUM_EXPERTS=num_experts,
         TOP_K=top_k,
-        NORMALISE=norm_topk_prob,
+        NORMALIZE=norm_topk_prob,
         CHUNK=chunk,
         num_warps=(8 if chunk * num_experts > 2048 else 4) if sorts else 1,
         **pdl_options(logits),

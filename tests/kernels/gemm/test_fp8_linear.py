@@ -29,11 +29,11 @@ from tests.kernels.oracle import assert_as_good_as_eager
 SHAPES = [(64, 128), (128, 1024), (256, 384)]  # out, in
 
 
-def make(num_rows: int, width: int, device: str, quantise=quantize) -> Fp8Rows:
+def make(num_rows: int, width: int, device: str, function=quantize) -> Fp8Rows:
     rows = torch.randn(num_rows, width) * torch.logspace(-1, 1, num_rows)[:, None]
-    if quantise is not quantize:
+    if function is not quantize:
         rows *= torch.logspace(-1, 0, width // GROUP).repeat_interleave(GROUP)
-    return Fp8Rows(*(part.to(device) for part in quantise(rows)))
+    return Fp8Rows(*(part.to(device) for part in function(rows)))
 
 
 def exact(x: Fp8Rows, weight: Fp8Rows, bias: torch.Tensor | None) -> torch.Tensor:

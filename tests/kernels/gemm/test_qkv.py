@@ -109,8 +109,8 @@ def test_what_it_supports():
     assert not hopper_gemm.supports(module.KIND, weight)  # on a CPU
     assert supports(rope, slots, weight.dtype)
     assert not supports(rope._replace(cos_sin_cache=torch.empty(99, 64)), slots, weight.dtype)
-    quantised = cache._replace(scales=torch.empty(0))
-    for other in (quantised, KVCache(*weight.new_zeros(2, *shape, dtype=torch.float16))):
+    quantized = cache._replace(scales=torch.empty(0))
+    for other in (quantized, KVCache(*weight.new_zeros(2, *shape, dtype=torch.float16))):
         assert not supports(rope, CacheSlots(other, slot_mapping), weight.dtype)
 
 

@@ -95,10 +95,10 @@ def test_norm_and_residual_before_it(dtype, all_flags, device):
 def test_fp8_weights(as_bits, has_blocks, device):
     """With and without the fused operations, against the dequantised weight. All scales differ."""
     shapes = [(128, 2304), (256, 128)] if has_blocks else SHAPES[:4]
-    quantise = quantize_blocks if has_blocks else quantize
+    function = quantize_blocks if has_blocks else quantize
     for (features, width), silu in itertools.product(shapes, (False, True)):
         sizes = torch.logspace(-1, 1, features)[:, None] * torch.logspace(-1, 1, width)
-        rows = [quantise(torch.randn(features, width) * sizes * 10**i) for i in range(1 + silu)]
+        rows = [function(torch.randn(features, width) * sizes * 10**i) for i in range(1 + silu)]
         codes, scales = (torch.cat(parts).to(device) for parts in zip(*rows, strict=True))
         weight = torch.cat([dequantize(part) for part in rows]).to(device)
         x, residual = (make(1, width, dtype=torch.float32, device=device) for _ in range(2))

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("exact_fp8")
 BLOCKS = pytest.mark.parametrize("has_blocks", [False, True], ids=["rows", "blocks"])
 
 
-def dequantised(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantized(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """One expert's weight, or rows of x, in fp64. Scales are those of rows, groups or blocks."""
     scales = scales.double()
     if scales.dim() == 1:
@@ -35,13 +35,13 @@ def make(
 ) -> tuple[torch.Tensor, torch.Tensor, Experts]:
     """x, a residual and experts. All scales differ."""
     num_experts = routing.counts.size(1)
-    quantise = quantize_blocks if has_blocks else quantize
+    function = quantize_blocks if has_blocks else quantize
 
     def weight(rows: int, width: int) -> list[torch.Tensor]:
         experts = torch.randn(num_experts, rows, width) * width**-0.5
         experts *= torch.logspace(-0.3, 0.3, rows)[:, None]
         experts *= torch.logspace(-0.3, 0.3, width)
-        parts = zip(*map(quantise, experts), strict=True)
+        parts = zip(*map(function, experts), strict=True)
         return [torch.stack(part).to(DEVICE) for part in parts]
 
     gate_up, down = weight(2 * columns, hidden), weight(hidden, columns)
@@ -58,7 +58,7 @@ def gemm(rows: list[torch.Tensor], weight: list[Any], expert: int, like: torch.T
     """x W^T + b for an expert, in the dtype of ``like``. Sums are in fp32 unless it is fp64."""
     codes, scales, bias = (None if t is None else t[expert] for t in weight)
     compute = torch.float64 if like.dtype is torch.float64 else torch.float32
-    y = dequantised(*rows).to(compute) @ dequantised(codes, scales).to(compute).t()
+    y = dequantized(*rows).to(compute) @ dequantized(codes, scales).to(compute).t()
     return (y if bias is None else y + bias).to(like.dtype)
 
 
@@ -68,19 +68,19 @@ def activation(x: torch.Tensor, experts: Experts) -> torch.Tensor:
     return clamped_swiglu(x, experts.limit, experts.alpha)
 
 
-def check_quantised(
+def check_quantized(
     routing: Routing, x: torch.Tensor, experts: Experts, added: torch.Tensor | None, monkeypatch
 ) -> None:
     """Each GEMM against eager PyTorch with the inputs that it was given, both compared with
     fp64: rounding before a quantisation may change a code."""
-    quantise, inputs = grouped._quantise, []
+    quantize, inputs = grouped._quantize, []
 
     def record(values: torch.Tensor, weights: Experts) -> Any:
-        inputs.append((values, quantise(values, weights)))
+        inputs.append((values, quantize(values, weights)))
         return inputs[-1][1]
 
     with monkeypatch.context() as context:
-        context.setattr(grouped, "_quantise", record)
+        context.setattr(grouped, "_quantize", record)
         poisoned(context)
         ours = mix_grouped(x, experts, routing, added)
     (_, x_rows), (inner, inner_rows) = inputs
@@ -123,14 +123,14 @@ def test_grouped_gemms(name, has_blocks, dtype, monkeypatch):
     routing, sizes = cases()[name], (128, 128) if has_blocks else (80, 48)
     for has_biases in (False, True) if name == "ties" else (False,):
         x, residual, experts = make(routing, *sizes, dtype, has_blocks, has_biases=has_biases)
-        check_quantised(routing, x, experts, residual if has_biases else None, monkeypatch)
+        check_quantized(routing, x, experts, residual if has_biases else None, monkeypatch)
 
 
 def check(mix: Any, routing: Routing, x: torch.Tensor, experts: Experts, added: Any) -> None:
     """With inputs that are not quantised."""
     plain = experts._replace(
-        gate_up=torch.stack([*map(dequantised, experts.gate_up, experts.gate_up_scales)]),
-        down=torch.stack([*map(dequantised, experts.down, experts.down_scales)]),
+        gate_up=torch.stack([*map(dequantized, experts.gate_up, experts.gate_up_scales)]),
+        down=torch.stack([*map(dequantized, experts.down, experts.down_scales)]),
         gate_up_scales=None,
         down_scales=None,
     )
@@ -176,11 +176,11 @@ def test_gpus_without_fp8(has_blocks, dtype, monkeypatch):
     check(mix_grouped, routing, x, in_bits(experts), residual)
 
 
-def test_all_numbers_of_8_bits_are_dequantised():
+def test_all_numbers_of_8_bits_are_dequantized():
     bits = torch.arange(256, dtype=torch.uint8).view(1, 2, 128)
     weights = Experts(bits, bits, gate_up_scales=torch.ones(1, 2), down_scales=torch.ones(1, 2))
     for experts in (weights, weights._replace(gate_up=bits.view(FP8), down=bits.view(FP8))):
-        found = experts.dequantised(torch.float32)
+        found = experts.dequantized(torch.float32)
         assert torch.equal(found.down.nan_to_num(), bits.view(FP8).float().nan_to_num())
 
 
@@ -207,5 +207,5 @@ def test_a_layer_of_qwen3_30b_a3b(num_tokens, has_blocks, monkeypatch):
     x, residual, experts = make(routing, 2048, 768, torch.bfloat16, has_blocks)
     if num_tokens <= 4:
         check(mix_few, routing, x, experts, residual)
-    check_quantised(routing, x, experts, residual, monkeypatch)
+    check_quantized(routing, x, experts, residual, monkeypatch)
     check(mix_grouped, routing, x, in_bits(experts), residual)

@@ -18,7 +18,7 @@ from nanovllm.kernels.moe.mxfp4 import (
     _SHIFTS,
     LOWEST_BITS,
     SIGN_BITS,
-    dequantise_mxfp4,
+    dequantize_mxfp4,
     pack_mxfp4,
     pack_mxfp4_scales,
     unpack_mxfp4,
@@ -262,7 +262,7 @@ def make_mxfp4(*shape: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Ten
     """Random packed values and scales, and the values that they stand for."""
     blocks = torch.randint(0, 256, (*shape[:-1], shape[-1] // 32, 16), dtype=torch.uint8)
     scales = torch.randint(121, 126, blocks.shape[:-1]).to(torch.uint8)
-    tensors = pack_mxfp4(blocks), pack_mxfp4_scales(scales), dequantise_mxfp4(blocks, scales, dtype)
+    tensors = pack_mxfp4(blocks), pack_mxfp4_scales(scales), dequantize_mxfp4(blocks, scales, dtype)
     return tuple(tensor.to(DEVICE) for tensor in tensors)
 
 
@@ -278,7 +278,7 @@ def test_every_value_and_scale_of_mxfp4():
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(193, 1, 1)
     scales = torch.arange(193, dtype=torch.uint8)[:, None].repeat(1, 16)
     found = unpack_mxfp4(pack_mxfp4(blocks), pack_mxfp4_scales(scales), 512, torch.float32)
-    assert torch.equal(found, dequantise_mxfp4(blocks, scales))
+    assert torch.equal(found, dequantize_mxfp4(blocks, scales))
     with pytest.raises(ValueError, match="byte 255 is not a scale of MXFP4 weights"):
         pack_mxfp4_scales(torch.tensor([[100, 255]], dtype=torch.uint8))
 
