@@ -107,6 +107,6 @@ class MoE(nn.Module):
         )
         routing = route(self.gate(x), self.top_k, self.norm_topk_prob, self.always_sorts)
         if self.tp.size == 1 and output_norm is None:
-            return self.experts.weights.mix(x, routing, residual), None
-        x = self.tp.all_reduce(self.experts.weights.mix(x, routing, None))
+            return self.experts.weights.apply(x, routing, residual), None
+        x = self.tp.all_reduce(self.experts.weights.apply(x, routing, None))
         return x if output_norm is None else output_norm(x), residual

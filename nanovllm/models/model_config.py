@@ -68,7 +68,7 @@ class MoESpec:
         norm_topk_prob: whether the probabilities of the chosen experts are divided by their sum.
         bias: whether the router and the experts have biases.
         limit, alpha: clamps gate and up, and scales the gate within the sigmoid: see
-            ``kernels.moe.mix.Experts``.
+            ``kernels.moe.experts.ExpertWeights``.
         interleaved: whether checkpoints interleave the output features of gate and up. Unless it is
             in MXFP4, a tensor is then [num_experts, in, out].
         mxfp4: whether checkpoints have the weights in MXFP4. On a GPU they stay packed.

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.kernels.moe.few import mix_few
-from nanovllm.kernels.moe.grouped import mix_grouped
-from nanovllm.kernels.moe.mix import INVARIANT_OPS, Experts, mix_reference
+from nanovllm.kernels.moe.experts import INVARIANT_OPS, ExpertWeights, experts_reference
+from nanovllm.kernels.moe.gemv import experts_gemv
+from nanovllm.kernels.moe.grouped import experts_grouped
 from nanovllm.kernels.moe.mxfp4 import (
     BLOCK,
     dequantize_mxfp4,
@@ -17,7 +17,7 @@ from nanovllm.kernels.moe.mxfp4 import (
     pack_mxfp4,
     pack_mxfp4_scales,
 )
-from nanovllm.kernels.moe.mxfp4_few import mix_few_mxfp4
+from nanovllm.kernels.moe.mxfp4_gemv import experts_gemv_mxfp4
 from nanovllm.kernels.moe.route import MAX_UNSORTED_TOKENS, Routing
 from nanovllm.quantization.base import get_quantization_config, is_batch_invariant
 from nanovllm.utils.distributed import TPGroup, get_tp_group
@@ -25,8 +25,8 @@ from nanovllm.utils.loader import check_shape, copy_weight
 from nanovllm.utils.math import divide
 from nanovllm.utils.triton_compat import use_triton
 
-# Each kernel with the numbers of tokens that it is for. ``mix`` launches the first match.
-KERNELS = ((range(1, MAX_UNSORTED_TOKENS + 1), mix_few), (range(sys.maxsize), mix_grouped))
+# Each kernel with the numbers of tokens that it is for. ``apply`` launches the first match.
+KERNELS = ((range(1, MAX_UNSORTED_TOKENS + 1), experts_gemv), (range(sys.maxsize), experts_grouped))
 
 
 def new_expert_weights(
@@ -206,25 +206,25 @@ class UnquantizedExperts:
             tensor = tensor.narrow(axis, self.tp.rank * size, size)
         return target, tensor
 
-    def mix(self, x: Tensor, routing: Routing, residual: Tensor | None) -> Tensor:
+    def apply(self, x: Tensor, routing: Routing, residual: Tensor | None) -> Tensor:
         """Computes the weighted sum of the experts' outputs [N, hidden], plus the residual unless
         it is None."""
-        kernel = mix_reference
+        kernel = experts_reference
         if use_triton(x):
             kernel = next(kernel for rows, kernel in self.kernels if len(x) in rows)
         return kernel(x, self._experts, routing, residual)
 
     @property
-    def _experts(self) -> Experts:
+    def _experts(self) -> ExpertWeights:
         return self._with_biases(self.layer.gate_up_proj, self.layer.down_proj)
 
-    def _with_biases(self, gate_up: Tensor, down: Tensor, *scales: Tensor) -> Experts:
+    def _with_biases(self, gate_up: Tensor, down: Tensor, *scales: Tensor) -> ExpertWeights:
         biases = [
             getattr(self.layer, f"{name}_bias", None) for name in ("gate_up_proj", "down_proj")
         ]
         if self.tp.rank > 0:  # the bias of down_proj is added once, not once per rank
             biases[1] = None
-        return Experts(gate_up, down, biases[0], biases[1], self.limit, self.alpha, *scales)
+        return ExpertWeights(gate_up, down, biases[0], biases[1], self.limit, self.alpha, *scales)
 
 
 def _check_uint8(tensor: Tensor) -> None:
@@ -234,14 +234,14 @@ def _check_uint8(tensor: Tensor) -> None:
 
 class BatchInvariantExperts(UnquantizedExperts):
     """Computes each token's result with the same bits whatever the other tokens are. All tiles of
-    ``mix_grouped`` add in the same order."""
+    ``experts_grouped`` add in the same order."""
 
     kernels = KERNELS[1:]
 
-    def mix(self, x: Tensor, routing: Routing, residual: Tensor | None) -> Tensor:
+    def apply(self, x: Tensor, routing: Routing, residual: Tensor | None) -> Tensor:
         if use_triton(x):
-            return super().mix(x, routing, residual)
-        return mix_reference(x, self._experts, routing, residual, INVARIANT_OPS)
+            return super().apply(x, routing, residual)
+        return experts_reference(x, self._experts, routing, residual, INVARIANT_OPS)
 
 
 class Mxfp4Experts(UnquantizedExperts):
@@ -250,7 +250,7 @@ class Mxfp4Experts(UnquantizedExperts):
     down_proj_blocks and down_proj_scales, and biases as those of UnquantizedExperts."""
 
     kernels: tuple[tuple[range, Any], ...] = (
-        (range(1, MAX_UNSORTED_TOKENS + 1), mix_few_mxfp4),
+        (range(1, MAX_UNSORTED_TOKENS + 1), experts_gemv_mxfp4),
         *KERNELS[1:],
     )
 
@@ -283,7 +283,7 @@ class Mxfp4Experts(UnquantizedExperts):
             target.copy_(pack(values))
 
     @property
-    def _experts(self) -> Experts:
+    def _experts(self) -> ExpertWeights:
         layer = self.layer
         return self._with_biases(
             layer.gate_up_proj_blocks,
@@ -294,6 +294,6 @@ class Mxfp4Experts(UnquantizedExperts):
 
 
 class BatchInvariantMxfp4Experts(Mxfp4Experts):
-    """All tiles of ``mix_grouped`` add in the same order."""
+    """All tiles of ``experts_grouped`` add in the same order."""
 
     kernels = KERNELS[1:]

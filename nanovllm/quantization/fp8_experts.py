@@ -1,4 +1,4 @@
-"""Weights of experts in FP8 (e4m3), with scales of rows or of blocks: see ``kernels/moe/mix.py``.
+"""Weights of experts in FP8 (e4m3), with scales of rows or of blocks: see ``ExpertWeights``.
 
 As in linear layers (``fp8.py``), weights are quantised as they are loaded, unless the checkpoint
 has them in FP8, and each rank has its part of the same FP8 weights.
@@ -18,7 +18,7 @@ from nanovllm.kernels.fp8 import (
     quantize_blocks,
     unpack_rows,
 )
-from nanovllm.kernels.moe.mix import Experts
+from nanovllm.kernels.moe.experts import ExpertWeights
 from nanovllm.quantization.experts import BatchInvariantExperts, UnquantizedExperts
 from nanovllm.quantization.fp8 import FP8_MATMUL_CAPABILITY
 
@@ -103,7 +103,7 @@ class Fp8Experts(UnquantizedExperts):
             target.scales.copy_(rows.scales)
 
     @property
-    def _experts(self) -> Experts:
+    def _experts(self) -> ExpertWeights:
         layer = self.layer
         weights = layer.gate_up_proj, layer.down_proj
         if not self.multiplies:

@@ -39,15 +39,15 @@ from nanovllm.kernels.gemm import fp8 as fp8_gemm
 from nanovllm.kernels.gemm import invariant as invariant_gemm
 from nanovllm.kernels.moe import (
     combine,
-    few,
+    gemv,
     grouped,
     hopper_grouped,
     mxfp4,
-    mxfp4_few,
+    mxfp4_gemv,
     route,
     sort,
 )
-from nanovllm.kernels.moe.mix import Experts
+from nanovllm.kernels.moe.experts import ExpertWeights
 from nanovllm.kernels.sampling import logprobs, sample, sampled_tokens
 from nanovllm.utils import triton_compat
 from nanovllm.utils.context import Context
@@ -60,8 +60,8 @@ PDL_MODULES = (
     combine,
     decode,
     decode_gemm,
-    few,
     fp8,
+    gemv,
     grouped,
     hopper_grouped,
     invariant_attention,
@@ -195,9 +195,9 @@ def launch_all(
             for norms in ((None, None), (weight, weight)) if all_sizes else ((weight, weight),):
                 inputs = rope.RopeInputs(ints(64), angles, *norms, 1e-6)
                 qkv._launch(x, weights, inputs, slots)
-        x, experts = make(640, 2048), Experts(make(8, 1536, 2048), make(8, 2048, 768))
+        x, experts = make(640, 2048), ExpertWeights(make(8, 1536, 2048), make(8, 2048, 768))
         routing = route.route_triton(make(640, 8), 4, True)
-        hopper_grouped.mix_hopper(x, experts, routing, x)
+        hopper_grouped.experts_hopper(x, experts, routing, x)
     launch_invariant_gemms(dtype, all_sizes)
     launch_mixtures(dtype, all_sizes)
     logits, rows = make(8, 151_936), ints(8, sample.ROW_WORDS)
@@ -444,10 +444,10 @@ def launch_mixtures(dtype: torch.dtype, all_sizes: bool) -> None:
             x = torch.zeros(num_tokens, hidden, dtype=dtype)
             logits = torch.zeros(num_tokens, num_experts, dtype=dtype)
             routing = route.route_triton(logits, top_k, True)
-            experts = Experts(gate_up, down)
+            experts = ExpertWeights(gate_up, down)
             if num_experts == 8:  # with all arguments
                 biases = gate_up[..., 0].contiguous(), down[..., 0].contiguous()
-                experts = Experts(gate_up, down, *biases, 7.0, 1.7)
+                experts = ExpertWeights(gate_up, down, *biases, 7.0, 1.7)
             if num_experts == 32:
                 groups = [
                     (num_experts, mxfp4.num_groups(weight.size(2)), weight.size(1))
@@ -461,9 +461,9 @@ def launch_mixtures(dtype: torch.dtype, all_sizes: bool) -> None:
                 for tensor in packed:
                     tensor.is_contiguous = lambda: True  # type: ignore[method-assign]
                 biases = gate_up[..., 0].contiguous(), down[..., 0].contiguous()
-                experts = Experts(*packed[:2], *biases, 7.0, 1.7, *packed[2:])
-            mix_few = mxfp4_few.mix_few_mxfp4 if num_experts == 32 else few.mix_few
-            (mix_few if num_tokens == 1 else grouped.mix_grouped)(x, experts, routing, x)
+                experts = ExpertWeights(*packed[:2], *biases, 7.0, 1.7, *packed[2:])
+            for_few = gemv.experts_gemv if num_experts != 32 else mxfp4_gemv.experts_gemv_mxfp4
+            (for_few if num_tokens == 1 else grouped.experts_grouped)(x, experts, routing, x)
         if not all_sizes and num_experts == 32:
             break
 
@@ -482,13 +482,14 @@ def launch_fp8_mixtures(all_sizes: bool, has_fp8: bool = True) -> None:
         if group == 1:
             scales = [scale[..., 0].contiguous() for scale in scales]
         fields = dict(zip(("gate_up_scales", "down_scales"), scales, strict=True))
-        experts = Experts(*weights, **fields)
+        experts = ExpertWeights(*weights, **fields)
         has_all_sizes = all_sizes and group > 1
         for num_tokens in (1, 100, 256, 800, 2048, 16384) if has_all_sizes else (1, 256, 16384):
             x = torch.zeros(num_tokens, hidden, dtype=torch.bfloat16)
             logits = torch.zeros(num_tokens, num_experts, dtype=torch.bfloat16)
             routing = route.route_triton(logits, top_k, True)
-            (few.mix_few if num_tokens == 1 else grouped.mix_grouped)(x, experts, routing, x)
+            compute = gemv.experts_gemv if num_tokens == 1 else grouped.experts_grouped
+            compute(x, experts, routing, x)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.kernels.moe.mix import (
+from nanovllm.kernels.moe.experts import (
     INVARIANT_OPS,
-    Experts,
+    ExpertWeights,
     clamped_swiglu,
+    experts_reference,
     invariant_clamped_swiglu,
-    mix_reference,
 )
 from nanovllm.kernels.moe.route import route_reference
 from nanovllm.kernels.rms_norm import rms_norm_reference
@@ -87,7 +87,7 @@ def test_mixtures_of_experts(num_experts: int, top_k: int, limit: Any, dtype: to
     """Also of tokens that all have the same experts, and of routers with equal logits."""
     weights = torch.randn(num_experts, 96, 40), torch.randn(num_experts, 40, 48)
     biases = torch.randn(num_experts, 96), torch.randn(num_experts, 40)
-    experts = Experts(*(tensor.to(dtype) for tensor in (*weights, *biases)), limit, 1.5)
+    experts = ExpertWeights(*(tensor.to(dtype) for tensor in (*weights, *biases)), limit, 1.5)
     x, residual = torch.randn(2, NUM_ROWS, 40).to(dtype)
     logits = torch.randn(NUM_ROWS, num_experts).to(dtype)
     logits[15:25] = logits[15]
@@ -95,7 +95,11 @@ def test_mixtures_of_experts(num_experts: int, top_k: int, limit: Any, dtype: to
 
     def mix(x: torch.Tensor, residual: torch.Tensor, logits: torch.Tensor, ops: Any) -> Any:
         routing = route_reference(logits, top_k, True)
-        return mix_reference(x, experts, routing, residual, *ops), routing.weights, routing.experts
+        return (
+            experts_reference(x, experts, routing, residual, *ops),
+            routing.weights,
+            routing.experts,
+        )
 
     assert_rows_are_independent(partial(mix, ops=[INVARIANT_OPS]), x, residual, logits)
     found, expected = (mix(x, residual, logits, ops)[0] for ops in ([INVARIANT_OPS], []))

@@ -7,7 +7,7 @@ from nanovllm.utils.triton_compat import tl, triton
 def gated_activation(
     gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
-    """Computes the activation that ``mix.Experts`` describes, in fp32. Rounds gate, up and the
+    """Computes the activation that ``ExpertWeights`` describes, in fp32. Rounds gate, up and the
     activated gate to DTYPE, as separate kernels would. LIMIT None means SwiGLU."""
     gate = gate.to(DTYPE).to(tl.float32)
     up = up.to(DTYPE).to(tl.float32)

@@ -23,7 +23,7 @@ from nanovllm.kernels.gemm import hopper_gemm
 from nanovllm.kernels.moe import hopper_grouped
 from nanovllm.kernels.moe.activation import gated_activation
 from nanovllm.kernels.moe.combine import sum_parts
-from nanovllm.kernels.moe.mix import Experts
+from nanovllm.kernels.moe.experts import ExpertWeights
 from nanovllm.kernels.moe.mxfp4 import dequantize_part, rescale
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.moe.sort import Groups, sort_triton
@@ -105,7 +105,7 @@ FP32_TILE = Tile(16, 16, 32, 32, 32, 2, 4)  # fp32 matmuls run on the CUDA cores
 MAX_LAUNCHED_TILES = 65535  # CUDA's limit of a grid's second dimension
 
 
-def choose_tile(num_tokens: int, top_k: int, experts: Experts, x: torch.Tensor) -> Tile:
+def choose_tile(num_tokens: int, top_k: int, experts: ExpertWeights, x: torch.Tensor) -> Tile:
     """Returns the tile of both GEMMs. It has fewer stages where shared memory is small, as on
     consumer GPUs. A row's sums have the same order in all tiles. The instructions differ (MXFP4
     with few tokens takes mma.sync), but not their bits on Hopper.
@@ -407,7 +407,8 @@ def _grouped_kernel(
 
     The weight is in MXFP4 if it has words of 16 bits. If it is in FP8, so is x unless
     ``x_scales_ptr`` is None. The scales of x are those of rows or, unless GROUP is None, of GROUP
-    columns of a row, at the given strides. Those of the weight are described in ``mix.Experts``.
+    columns of a row, at the given strides. Those of the weight are described in
+    ``ExpertWeights``.
     """
     pdl_wait(PDL)
     tile = tl.program_id(1)
@@ -472,26 +473,26 @@ def _grouped_kernel(
     )
 
 
-def mix_grouped(
-    x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
+def experts_grouped(
+    x: torch.Tensor, experts: ExpertWeights, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """Computes what ``mix_reference`` does, with grouped GEMMs. The routing has ranks."""
+    """Computes what ``experts_reference`` does, with grouped GEMMs. The routing has ranks."""
     assert all(t.is_contiguous() for t in (x, experts.gate_up, experts.down))
     assert residual is None or residual.is_contiguous()
     if not hopper_grouped.is_faster(x, experts, routing):
-        return _mix_tiles(x, experts, routing, residual)
+        return _experts_tiled(x, experts, routing, residual)
     return hopper_gemm.run_or_replace(
         hopper_grouped.KIND,
         x.device,
-        lambda: hopper_grouped.mix_hopper(x, experts, routing, residual),
-        lambda: _mix_tiles(x, experts, routing, residual),
+        lambda: hopper_grouped.experts_hopper(x, experts, routing, residual),
+        lambda: _experts_tiled(x, experts, routing, residual),
     )
 
 
-def _mix_tiles(
-    x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
+def _experts_tiled(
+    x: torch.Tensor, experts: ExpertWeights, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """Computes it with the kernel of this file."""
+    """Computes ``experts_grouped`` with the kernel of this file."""
     hidden, width = x.size(1), experts.gate_up.size(-2) // 2
     num_tokens, top_k = routing.experts.shape
     gate_up, down = experts.gate_up, experts.down
@@ -509,7 +510,7 @@ def _mix_tiles(
     return sum_parts(parts, residual, top_k)
 
 
-def _quantize(x: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _quantize(x: torch.Tensor, experts: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Quantises the input of a GEMM if its weight is in FP8. Returns it and its scales."""
     if experts.down.dtype is not FP8:
         return x, None

@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.kernels.gemm.hopper_gemm import BLOCK_K, BLOCK_N, ROWS, describe_inputs, supports
 from nanovllm.kernels.moe.combine import sum_parts
-from nanovllm.kernels.moe.mix import Experts
+from nanovllm.kernels.moe.experts import ExpertWeights
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.moe.sort import Groups, sort_triton
 from nanovllm.utils.math import cdiv, next_power_of_2
@@ -19,8 +19,8 @@ KIND = "experts"
 MIN_MEAN_ROWS = 80  # per expert; with fewer, the kernel of grouped.py is as fast on an H200
 
 
-def is_faster(x: torch.Tensor, experts: Experts, routing: Routing) -> bool:
-    """Returns whether ``mix_hopper`` can compute this, and is faster than other kernels."""
+def is_faster(x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> bool:
+    """Returns whether ``experts_hopper`` can compute this, and is faster than other kernels."""
     has_swiglu = experts.limit is None and experts.alpha == 1.0
     if experts.gate_up_bias is not None or experts.down_bias is not None or not has_swiglu:
         return False
@@ -45,10 +45,10 @@ def _sort_rows_kernel(
         tl.store(out_ptr + position * WIDTH + column, x, mask=column < WIDTH)
 
 
-def mix_hopper(
-    x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
+def experts_hopper(
+    x: torch.Tensor, experts: ExpertWeights, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """Computes what ``mix_reference`` does. The routing has ranks."""
+    """Computes what ``experts_reference`` does. The routing has ranks."""
     (num_tokens, hidden), top_k = x.shape, routing.experts.size(1)
     groups = sort_triton(routing, 2 * ROWS)
     x_sorted = x.new_empty(num_tokens * top_k, hidden)

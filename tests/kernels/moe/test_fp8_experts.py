@@ -1,4 +1,4 @@
-"""Experts with FP8 weights, against plain PyTorch on the same quantised inputs."""
+"""ExpertWeights with FP8 weights, against plain PyTorch on the same quantised inputs."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from nanovllm.kernels.fp8 import FP8, GROUP, Fp8Rows, dequantize, quantize, quantize_blocks
-from nanovllm.kernels.moe import few, grouped
-from nanovllm.kernels.moe.few import mix_few
-from nanovllm.kernels.moe.grouped import Tile, mix_grouped
-from nanovllm.kernels.moe.mix import Experts, clamped_swiglu, mix_reference
+from nanovllm.kernels.moe import gemv, grouped
+from nanovllm.kernels.moe.experts import ExpertWeights, clamped_swiglu, experts_reference
+from nanovllm.kernels.moe.gemv import experts_gemv
+from nanovllm.kernels.moe.grouped import Tile, experts_grouped
 from nanovllm.kernels.moe.route import Routing, route_triton
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
 from tests.kernels.conftest import DEVICE
@@ -32,7 +32,7 @@ def dequantized(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def make(
     routing: Routing, hidden: int, columns: int, dtype: torch.dtype, has_blocks: bool, **fields: Any
-) -> tuple[torch.Tensor, torch.Tensor, Experts]:
+) -> tuple[torch.Tensor, torch.Tensor, ExpertWeights]:
     """x, a residual and experts. All scales differ."""
     num_experts = routing.counts.size(1)
     function = quantize_blocks if has_blocks else quantize
@@ -49,7 +49,9 @@ def make(
         fields["gate_up_bias"] = torch.randn(num_experts, 2 * columns).to(dtype).to(DEVICE)
         fields["down_bias"] = torch.randn(num_experts, hidden).to(dtype).to(DEVICE)
         fields |= {"limit": 0.7, "alpha": 1.7}
-    experts = Experts(gate_up[0], down[0], gate_up_scales=gate_up[1], down_scales=down[1], **fields)
+    experts = ExpertWeights(
+        gate_up[0], down[0], gate_up_scales=gate_up[1], down_scales=down[1], **fields
+    )
     x, residual = torch.randn(2, len(routing.experts), hidden) * torch.logspace(-0.5, 0.5, hidden)
     return x.to(dtype).to(DEVICE), residual.to(dtype).to(DEVICE), experts
 
@@ -62,27 +64,31 @@ def gemm(rows: list[torch.Tensor], weight: list[Any], expert: int, like: torch.T
     return (y if bias is None else y + bias).to(like.dtype)
 
 
-def activation(x: torch.Tensor, experts: Experts) -> torch.Tensor:
+def activation(x: torch.Tensor, experts: ExpertWeights) -> torch.Tensor:
     if experts.limit is None:
         return silu_and_mul_reference(x)
     return clamped_swiglu(x, experts.limit, experts.alpha)
 
 
 def check_quantized(
-    routing: Routing, x: torch.Tensor, experts: Experts, added: torch.Tensor | None, monkeypatch
+    routing: Routing,
+    x: torch.Tensor,
+    experts: ExpertWeights,
+    added: torch.Tensor | None,
+    monkeypatch,
 ) -> None:
     """Each GEMM against eager PyTorch with the inputs that it was given, both compared with
     fp64: rounding before a quantisation may change a code."""
     quantize, inputs = grouped._quantize, []
 
-    def record(values: torch.Tensor, weights: Experts) -> Any:
+    def record(values: torch.Tensor, weights: ExpertWeights) -> Any:
         inputs.append((values, quantize(values, weights)))
         return inputs[-1][1]
 
     with monkeypatch.context() as context:
         context.setattr(grouped, "_quantize", record)
         poisoned(context)
-        ours = mix_grouped(x, experts, routing, added)
+        ours = experts_grouped(x, experts, routing, added)
     (_, x_rows), (inner, inner_rows) = inputs
     for codes, scales in (x_rows, inner_rows):
         assert codes.dtype is FP8 and (scales.dim() == 2) == (experts.group is not None)
@@ -126,7 +132,9 @@ def test_grouped_gemms(name, has_blocks, dtype, monkeypatch):
         check_quantized(routing, x, experts, residual if has_biases else None, monkeypatch)
 
 
-def check(mix: Any, routing: Routing, x: torch.Tensor, experts: Experts, added: Any) -> None:
+def check(
+    function: Any, routing: Routing, x: torch.Tensor, experts: ExpertWeights, added: Any
+) -> None:
     """With inputs that are not quantised."""
     plain = experts._replace(
         gate_up=torch.stack([*map(dequantized, experts.gate_up, experts.gate_up_scales)]),
@@ -134,14 +142,16 @@ def check(mix: Any, routing: Routing, x: torch.Tensor, experts: Experts, added: 
         gate_up_scales=None,
         down_scales=None,
     )
-    in_fp64 = Experts(*(t.double() if isinstance(t, torch.Tensor) else t for t in plain))
+    in_fp64 = ExpertWeights(*(t.double() if isinstance(t, torch.Tensor) else t for t in plain))
     weights = routing._replace(weights=routing.weights.double())
-    exact = mix_reference(x.double(), in_fp64, weights, None if added is None else added.double())
-    eager = mix_reference(x, experts, routing, added)
-    assert_as_good_as_eager(mix(x, experts, routing, added), eager, exact)
+    exact = experts_reference(
+        x.double(), in_fp64, weights, None if added is None else added.double()
+    )
+    eager = experts_reference(x, experts, routing, added)
+    assert_as_good_as_eager(function(x, experts, routing, added), eager, exact)
 
 
-def in_bits(experts: Experts) -> Experts:
+def in_bits(experts: ExpertWeights) -> ExpertWeights:
     """As GPUs without FP8 get them."""
     weights = (weight.view(torch.uint8) for weight in (experts.gate_up, experts.down))
     return experts._replace(**dict(zip(("gate_up", "down"), weights, strict=True)))
@@ -152,8 +162,8 @@ def in_bits(experts: Experts) -> Experts:
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_few_tokens(num_tokens, has_bits, has_blocks, dtype, monkeypatch):
     """Three tokens of which two have the same experts."""
-    monkeypatch.setattr(few, "FP8_GATE_UP_CONFIG", (64, 128, 1))
-    monkeypatch.setattr(few, "FP8_DOWN_CONFIG", (64, 256 if has_blocks else 64, 1))
+    monkeypatch.setattr(gemv, "FP8_GATE_UP_CONFIG", (64, 128, 1))
+    monkeypatch.setattr(gemv, "FP8_DOWN_CONFIG", (64, 256 if has_blocks else 64, 1))
     routing = make_routing(torch.tensor([[3, 1], [0, 5], [3, 1]])[:num_tokens], 6)
     sizes = (256, 384) if has_blocks else (200, 72)
     x, residual, experts = make(routing, *sizes, dtype, has_blocks, has_biases=num_tokens == 3)
@@ -161,7 +171,7 @@ def test_few_tokens(num_tokens, has_bits, has_blocks, dtype, monkeypatch):
         experts = in_bits(experts)
     with monkeypatch.context() as context:
         poisoned(context)
-        found = mix_few(x, experts, routing, residual)
+        found = experts_gemv(x, experts, routing, residual)
     check(lambda *_: found, routing, x, experts, residual)
 
 
@@ -173,12 +183,14 @@ def test_gpus_without_fp8(has_blocks, dtype, monkeypatch):
     x, residual, experts = make(
         routing, *((128, 128) if has_blocks else (80, 48)), dtype, has_blocks
     )
-    check(mix_grouped, routing, x, in_bits(experts), residual)
+    check(experts_grouped, routing, x, in_bits(experts), residual)
 
 
 def test_all_numbers_of_8_bits_are_dequantized():
     bits = torch.arange(256, dtype=torch.uint8).view(1, 2, 128)
-    weights = Experts(bits, bits, gate_up_scales=torch.ones(1, 2), down_scales=torch.ones(1, 2))
+    weights = ExpertWeights(
+        bits, bits, gate_up_scales=torch.ones(1, 2), down_scales=torch.ones(1, 2)
+    )
     for experts in (weights, weights._replace(gate_up=bits.view(FP8), down=bits.view(FP8))):
         found = experts.dequantized(torch.float32)
         assert torch.equal(found.down.nan_to_num(), bits.view(FP8).float().nan_to_num())
@@ -206,6 +218,6 @@ def test_a_layer_of_qwen3_30b_a3b(num_tokens, has_blocks, monkeypatch):
     routing = random_routing(num_tokens, 128, 8)
     x, residual, experts = make(routing, 2048, 768, torch.bfloat16, has_blocks)
     if num_tokens <= 4:
-        check(mix_few, routing, x, experts, residual)
+        check(experts_gemv, routing, x, experts, residual)
     check_quantized(routing, x, experts, residual, monkeypatch)
-    check(mix_grouped, routing, x, in_bits(experts), residual)
+    check(experts_grouped, routing, x, in_bits(experts), residual)

@@ -11,7 +11,7 @@ from tests.kernels.conftest import DEVICE
 from tests.kernels.gemm.test_swiglu import NEEDS_HOPPER
 from tests.kernels.gluon_emulator import emulated_gemm
 from tests.kernels.moe.references import count_tokens
-from tests.kernels.moe.test_moe import check_mix, make, make_routing, random_routing, routings
+from tests.kernels.moe.test_moe import check_experts, make, make_routing, random_routing, routings
 
 CPU_ONLY = pytest.mark.skipif(DEVICE == "cuda", reason="the kernel itself is tested on a GPU")
 
@@ -39,7 +39,9 @@ def emulator(monkeypatch):
 )
 @pytest.mark.parametrize(("hidden", "columns"), [(136, 144), (272, 200)])
 def test_in_the_emulator(routing, hidden, columns, emulator, monkeypatch):
-    check_mix(module.mix_hopper, routing, hidden, columns, torch.float16, monkeypatch, [False])
+    check_experts(
+        module.experts_hopper, routing, hidden, columns, torch.float16, monkeypatch, [False]
+    )
 
 
 @pytest.mark.parametrize("name", ["gate_up_bias", "limit", "alpha", "fp8"])
@@ -65,7 +67,7 @@ def test_what_the_kernel_cannot_compute(name, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_on_hopper(num_tokens, num_experts, dtype, monkeypatch):
     for routing in (random_routing(num_tokens, num_experts, 4), uneven_routing(num_tokens)):
-        check_mix(module.mix_hopper, routing, 264, 200, dtype, monkeypatch, [False])
+        check_experts(module.experts_hopper, routing, 264, 200, dtype, monkeypatch, [False])
 
 
 @pytest.mark.gpu
@@ -83,11 +85,11 @@ def test_results_have_the_same_bits_as_those_of_the_other_kernel(
     routing = random_routing(2000, num_experts, top_k)
     x, residual, experts = make(routing, hidden, columns, dtype, False)
     assert module.is_faster(x, experts, routing)
-    ours = module.mix_hopper(x, experts, routing, residual)
+    ours = module.experts_hopper(x, experts, routing, residual)
     for num_tokens in (2000, 300, 1):
         first = {field: getattr(routing, field)[:num_tokens] for field in ("experts", "weights")}
         part = count_tokens(routing._replace(**first), num_experts)
-        theirs = grouped._mix_tiles(x[:num_tokens], experts, part, residual[:num_tokens])
+        theirs = grouped._experts_tiled(x[:num_tokens], experts, part, residual[:num_tokens])
         assert torch.equal(ours[:num_tokens], theirs)
 
 
@@ -98,15 +100,15 @@ def test_many_rows_take_it_unless_it_does_not_compile(monkeypatch, caplog):
     x, residual, experts = make(routing, 272, 200, torch.bfloat16, False)
     monkeypatch.setattr(hopper_gemm, "_failed", set())
     calls = []
-    mix = module.mix_hopper
-    monkeypatch.setattr(module, "mix_hopper", lambda *args: calls.append(1) or mix(*args))
-    y = grouped.mix_grouped(x, experts, routing, residual)
+    mix = module.experts_hopper
+    monkeypatch.setattr(module, "experts_hopper", lambda *args: calls.append(1) or mix(*args))
+    y = grouped.experts_grouped(x, experts, routing, residual)
     assert calls == [1]
 
     def broken(*args: torch.Tensor) -> None:
         raise RuntimeError("PassManager::run failed")
 
-    monkeypatch.setattr(module, "mix_hopper", broken)
+    monkeypatch.setattr(module, "experts_hopper", broken)
     for _ in range(2):
-        assert torch.equal(grouped.mix_grouped(x, experts, routing, residual), y)
+        assert torch.equal(grouped.experts_grouped(x, experts, routing, residual), y)
     assert len([r for r in caplog.records if "the GEMM with experts" in r.getMessage()]) == 1

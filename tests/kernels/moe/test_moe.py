@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.moe import few, grouped
-from nanovllm.kernels.moe.few import mix_few
-from nanovllm.kernels.moe.grouped import Tile, mix_grouped
-from nanovllm.kernels.moe.mix import Experts, mix_reference
+from nanovllm.kernels.moe import gemv, grouped
+from nanovllm.kernels.moe.experts import ExpertWeights, experts_reference
+from nanovllm.kernels.moe.gemv import experts_gemv
+from nanovllm.kernels.moe.grouped import Tile, experts_grouped
 from nanovllm.kernels.moe.mxfp4 import (
     _SHIFTS,
     LOWEST_BITS,
@@ -23,7 +23,7 @@ from nanovllm.kernels.moe.mxfp4 import (
     pack_mxfp4_scales,
     unpack_mxfp4,
 )
-from nanovllm.kernels.moe.mxfp4_few import mix_few_mxfp4
+from nanovllm.kernels.moe.mxfp4_gemv import experts_gemv_mxfp4
 from nanovllm.kernels.moe.route import (
     MAX_UNSORTED_TOKENS,
     Routing,
@@ -196,10 +196,10 @@ def make(routing: Routing, hidden: int, columns: int, dtype: torch.dtype, has_bi
         name: (torch.randn(shape, device=DEVICE) * scales.get(name, 1.0)).to(dtype)
         for name, shape in shapes.items()
     }
-    return tensors.pop("x"), tensors.pop("residual"), Experts(**tensors)
+    return tensors.pop("x"), tensors.pop("residual"), ExpertWeights(**tensors)
 
 
-def check_mix(
+def check_experts(
     mix,
     routing: Routing,
     hidden: int,
@@ -214,10 +214,10 @@ def check_mix(
         if has_biases:
             experts = experts._replace(limit=0.7, alpha=1.7)
         added = residual if has_biases else None
-        eager = mix_reference(x, experts, routing, added)
-        exact = mix_reference(
+        eager = experts_reference(x, experts, routing, added)
+        exact = experts_reference(
             x.double(),
-            Experts(*(t.double() if isinstance(t, torch.Tensor) else t for t in experts)),
+            ExpertWeights(*(t.double() if isinstance(t, torch.Tensor) else t for t in experts)),
             routing._replace(weights=routing.weights.double()),
             None if added is None else added.double(),
         )
@@ -237,7 +237,7 @@ def test_grouped_gemms(name, dtype, monkeypatch):
     """With tiles that are small, and others."""
     tile = Tile(16, 8, 32, 16, 16, 2, 4)
     monkeypatch.setattr(grouped, "choose_tile", lambda *_: tile)
-    check_mix(mix_grouped, routings()[name], 40, 24, dtype, monkeypatch)
+    check_experts(experts_grouped, routings()[name], 40, 24, dtype, monkeypatch)
 
 
 def test_more_tiles_than_a_grid_may_have(monkeypatch):
@@ -246,16 +246,16 @@ def test_more_tiles_than_a_grid_may_have(monkeypatch):
     monkeypatch.setattr(grouped, "MAX_LAUNCHED_TILES", 5)
     routing = routings()["empty-experts"]
     assert sort_reference(routing, 16).num_tiles > 10
-    check_mix(mix_grouped, routing, 40, 24, torch.float32, monkeypatch)
+    check_experts(experts_grouped, routing, 40, 24, torch.float32, monkeypatch)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, pytest.param(16, marks=slow)])
 def test_few_tokens(num_tokens, dtype, monkeypatch):
     """With sizes that no tile divides."""
-    monkeypatch.setattr(few, "GATE_UP_CONFIG", (16, 64, 4))
-    monkeypatch.setattr(few, "DOWN_CONFIG", (32, 32, 4))
+    monkeypatch.setattr(gemv, "GATE_UP_CONFIG", (16, 64, 4))
+    monkeypatch.setattr(gemv, "DOWN_CONFIG", (32, 32, 4))
     routing = make_routing(torch.rand(num_tokens, 6).argsort(-1)[:, :2], 6)
-    check_mix(mix_few, routing, 100, 50, dtype, monkeypatch)
+    check_experts(experts_gemv, routing, 100, 50, dtype, monkeypatch)
 
 
 def make_mxfp4(*shape: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -320,15 +320,15 @@ def test_mxfp4_weights(name, dtype, monkeypatch):
     packed = experts._replace(
         gate_up=gate_up, gate_up_scales=gate_up_scales, down=down, down_scales=down_scales
     )
-    eager = mix_reference(x, experts, routing, residual)
-    assert torch.equal(mix_reference(x, packed, routing, residual), eager)
-    exact = mix_reference(
+    eager = experts_reference(x, experts, routing, residual)
+    assert torch.equal(experts_reference(x, packed, routing, residual), eager)
+    exact = experts_reference(
         x.double(),
-        Experts(*(t.double() if isinstance(t, torch.Tensor) else t for t in experts)),
+        ExpertWeights(*(t.double() if isinstance(t, torch.Tensor) else t for t in experts)),
         routing._replace(weights=routing.weights.double()),
         residual.double(),
     )
-    for mix in (mix_grouped, mix_few_mxfp4):
+    for mix in (experts_grouped, experts_gemv_mxfp4):
         with monkeypatch.context() as context:
             poisoned(context)
             ours = mix(x, packed, routing, residual)
@@ -349,7 +349,7 @@ def test_mxfp4_weights(name, dtype, monkeypatch):
 def test_the_tiles_of_the_table(num_tokens, dtype, monkeypatch):
     """With sizes that no tile divides."""
     routing = random_routing(num_tokens, 8, 3)
-    check_mix(mix_grouped, routing, 152, 168, dtype, monkeypatch)
+    check_experts(experts_grouped, routing, 152, 168, dtype, monkeypatch)
 
 
 @slow
@@ -357,7 +357,7 @@ def test_many_tokens(monkeypatch):
     """More than 256 for each expert, so they get the largest tile; more than 1,024 take long in the
     interpreter, which runs a program for each of them."""
     routing = random_routing(1100, 4, 1)
-    check_mix(mix_grouped, routing, 16, 8, torch.float16, monkeypatch)
+    check_experts(experts_grouped, routing, 16, 8, torch.float16, monkeypatch)
 
 
 @pytest.mark.timeout(1200)
@@ -393,11 +393,11 @@ def test_a_layer_of_qwen3_30b_a3b_in_a_cuda_graph(num_tokens):
         shape, device="cuda", dtype=torch.bfloat16
     ).mul_(scale)
     gate = draw(128, 2048, scale=2048**-0.5)
-    weights = Experts(
+    weights = ExpertWeights(
         draw(128, 1536, 2048, scale=2048**-0.5), draw(128, 2048, 768, scale=768**-0.5)
     )
     x, residual = draw(num_tokens, 2048), draw(num_tokens, 2048)
-    mix = mix_few if num_tokens <= MAX_UNSORTED_TOKENS else mix_grouped
+    mix = experts_gemv if num_tokens <= MAX_UNSORTED_TOKENS else experts_grouped
 
     def run() -> torch.Tensor:
         return mix(x, weights, route_triton(F.linear(x, gate), 8, True), residual)
@@ -410,8 +410,8 @@ def test_a_layer_of_qwen3_30b_a3b_in_a_cuda_graph(num_tokens):
         x.copy_(draw(num_tokens, 2048) * spread + draw(1, 2048))
         graph.replay()
         routing = route_reference(F.linear(x, gate), 8, True)
-        eager = mix_reference(x, weights, routing, residual)
-        exact = mix_reference(
+        eager = experts_reference(x, weights, routing, residual)
+        exact = experts_reference(
             x.float(),
             weights._replace(gate_up=weights.gate_up.float(), down=weights.down.float()),
             routing,

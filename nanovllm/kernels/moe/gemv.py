@@ -14,7 +14,7 @@ import torch
 
 from nanovllm.kernels.fp8 import dot_halves, load_block_scales, load_halves
 from nanovllm.kernels.moe.activation import gated_activation
-from nanovllm.kernels.moe.mix import Experts
+from nanovllm.kernels.moe.experts import ExpertWeights
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
@@ -166,9 +166,9 @@ def _down_kernel(
     tl.store(out_ptr + address, out.to(out_ptr.dtype.element_ty), mask=in_weight)
 
 
-def launch_few(
+def launch_gemvs(
     x: torch.Tensor,
-    experts: Experts,
+    experts: ExpertWeights,
     routing: Routing,
     residual: torch.Tensor | None,
     kernels: tuple[Any, Any],
@@ -183,7 +183,7 @@ def launch_few(
             and the arguments that only this kernel has.
 
     Returns:
-        What ``mix_reference`` computes.
+        What ``experts_reference`` computes.
     """
     (num_tokens, hidden), top_k = x.shape, routing.experts.size(1)
     gate_up, down = experts.gate_up, experts.down
@@ -224,17 +224,18 @@ def launch_few(
     return out
 
 
-def mix_few(
-    x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
+def experts_gemv(
+    x: torch.Tensor, experts: ExpertWeights, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """Computes what ``mix_reference`` does, for a few tokens and weights that are not in MXFP4."""
+    """Computes what ``experts_reference`` does, for a few tokens and weights in other formats than
+    MXFP4."""
     _, hidden, width = experts.down.shape
     is_fp8 = experts.down.itemsize == 1
     gate_up = _settings(FP8_GATE_UP_CONFIG if is_fp8 else GATE_UP_CONFIG, hidden, experts.group)
     down = _settings(FP8_DOWN_CONFIG if is_fp8 else DOWN_CONFIG, width, experts.group)
     features = gate_up["BLOCK_N"], down["BLOCK_N"]
     kernels = _gate_up_kernel, _down_kernel
-    return launch_few(x, experts, routing, residual, kernels, features, (gate_up, down))
+    return launch_gemvs(x, experts, routing, residual, kernels, features, (gate_up, down))
 
 
 def _settings(config: tuple[int, int, int], width: int, group: int | None) -> dict[str, Any]:

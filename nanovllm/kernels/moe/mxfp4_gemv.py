@@ -12,8 +12,8 @@ import torch
 
 from nanovllm.kernels.gemm.skinny import REGISTER_LIMIT
 from nanovllm.kernels.moe.activation import gated_activation
-from nanovllm.kernels.moe.few import launch_few
-from nanovllm.kernels.moe.mix import Experts
+from nanovllm.kernels.moe.experts import ExpertWeights
+from nanovllm.kernels.moe.gemv import launch_gemvs
 from nanovllm.kernels.moe.mxfp4 import dequantize_part, rescale
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.utils.math import next_power_of_2
@@ -219,10 +219,10 @@ def _down_kernel(
     tl.store(out_ptr + address, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def mix_few_mxfp4(
-    x: torch.Tensor, experts: Experts, routing: Routing, residual: torch.Tensor | None
+def experts_gemv_mxfp4(
+    x: torch.Tensor, experts: ExpertWeights, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """Computes what ``mix_reference`` does, for a few tokens and weights in MXFP4."""
+    """Computes what ``experts_reference`` does, for a few tokens and weights in MXFP4."""
     num_tokens, top_k = routing.experts.shape
     down_warps = next_power_of_2(top_k) * DOWN_WARPS_PER_EXPERT
     shared = {
@@ -237,4 +237,4 @@ def mix_few_mxfp4(
         "num_warps": down_warps,
     }
     features, kernels = (FEATURES, FEATURES), (_gate_up_kernel, _down_kernel)
-    return launch_few(x, experts, routing, residual, kernels, features, (gate_up, down))
+    return launch_gemvs(x, experts, routing, residual, kernels, features, (gate_up, down))

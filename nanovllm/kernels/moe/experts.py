@@ -17,7 +17,7 @@ from nanovllm.kernels.silu_and_mul import (
 )
 
 
-class Experts(NamedTuple):
+class ExpertWeights(NamedTuple):
     """The weights of E experts, and their activation.
 
     Attributes:
@@ -50,7 +50,7 @@ class Experts(NamedTuple):
             return None
         return self.down.size(2) // self.down_scales.size(2)
 
-    def dequantized(self, dtype: torch.dtype) -> "Experts":
+    def dequantized(self, dtype: torch.dtype) -> "ExpertWeights":
         """Returns the experts with quantised weights dequantised to ``dtype``. Other weights stay
         as they are."""
         if self.gate_up_scales is None or self.down_scales is None:
@@ -80,8 +80,8 @@ def invariant_clamped_swiglu(x: torch.Tensor, limit: float, alpha: float) -> tor
     return ((up + 1) * (gate / (torch.exp(-alpha * gate) + 1))).to(x.dtype)
 
 
-class MixOps(NamedTuple):
-    """The operations of ``mix_reference``.
+class ExpertOps(NamedTuple):
+    """The operations of ``experts_reference``.
 
     Attributes:
         linear: (x, weight, bias) -> x W^T + b.
@@ -93,17 +93,19 @@ class MixOps(NamedTuple):
     clamped_swiglu: Callable[..., Any] = clamped_swiglu
 
 
-DEFAULT_OPS = MixOps()
+DEFAULT_OPS = ExpertOps()
 # The result for a token has the same bits whatever the other tokens are.
-INVARIANT_OPS = MixOps(row_block_linear, invariant_silu_and_mul_reference, invariant_clamped_swiglu)
+INVARIANT_OPS = ExpertOps(
+    row_block_linear, invariant_silu_and_mul_reference, invariant_clamped_swiglu
+)
 
 
-def mix_reference(
+def experts_reference(
     x: torch.Tensor,
-    experts: Experts,
+    experts: ExpertWeights,
     routing: Routing,
     residual: torch.Tensor | None,
-    ops: MixOps = DEFAULT_OPS,
+    ops: ExpertOps = DEFAULT_OPS,
 ) -> torch.Tensor:
     """Computes each expert's MLP for the tokens routed to it, and sums the weighted outputs of a
     token in the order of the experts.
