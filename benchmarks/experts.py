@@ -25,7 +25,7 @@ def observe_routes(llm: LLM, num_tokens: int) -> Iterator[list[int]]:
     def observed(logits: torch.Tensor, *args: Any) -> Any:
         routing = route(logits, *args)
         if len(logits) == num_tokens:
-            counts.append(len(routing.experts.unique()))
+            counts.append(len(routing.topk_ids.unique()))
         return routing
 
     moe.route = observed

@@ -6,7 +6,7 @@ WINDOW_SECONDS = 5.0
 
 
 class Throughput:
-    """Counts tokens, and measures tokens per second in windows of WINDOW_SECONDS.
+    """Counts tokens, and measures tokens per second in windows of at least WINDOW_SECONDS.
 
     The rates are those of the last full window. Before the first window is full, they are those of
     the current window.
@@ -29,7 +29,8 @@ class Throughput:
         """Counts a step. Returns whether it completed a window."""
         self.num_generated_tokens += num_generated
         self._tokens = [self._tokens[0] + num_prefilled, self._tokens[1] + num_generated]
-        if perf_counter() - self._start < WINDOW_SECONDS:
+        # A window without tokens goes on: they are counted after their step, which may be long.
+        if perf_counter() - self._start < WINDOW_SECONDS or not any(self._tokens):
             return False
         rates = self._rates()
         self.restart()

@@ -122,11 +122,11 @@ def experts_reference(
     """
     experts = experts.dequantized(x.dtype)
     out = torch.zeros_like(x) if residual is None else residual.clone()
-    top_k = routing.experts.size(1)
-    order = routing.experts.flatten().argsort(stable=True)
-    weights = routing.weights.flatten()[order].to(x.dtype)
+    top_k = routing.topk_ids.size(1)
+    order = routing.topk_ids.flatten().argsort(stable=True)
+    weights = routing.topk_weights.flatten()[order].to(x.dtype)
     start = 0
-    for expert, count in enumerate(routing.experts.flatten().bincount().tolist()):
+    for expert, count in enumerate(routing.topk_ids.flatten().bincount().tolist()):
         if count:
             rows = slice(start, start + count)
             tokens = order[rows] // top_k

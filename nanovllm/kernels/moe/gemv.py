@@ -185,7 +185,7 @@ def launch_gemvs(
     Returns:
         What ``experts_reference`` computes.
     """
-    (num_tokens, hidden), top_k = x.shape, routing.experts.size(1)
+    (num_tokens, hidden), top_k = x.shape, routing.topk_ids.size(1)
     gate_up, down = experts.gate_up, experts.down
     width = gate_up.size(-2) // 2
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
@@ -196,7 +196,7 @@ def launch_gemvs(
         gate_up,
         experts.gate_up_scales,
         inner,
-        routing.experts,
+        routing.topk_ids,
         experts.gate_up_bias,
         width,
         WIDTH=hidden,
@@ -211,8 +211,8 @@ def launch_gemvs(
         down,
         experts.down_scales,
         out,
-        routing.experts,
-        routing.weights,
+        routing.topk_ids,
+        routing.topk_weights,
         experts.down_bias,
         residual,
         hidden,

@@ -494,7 +494,7 @@ def _experts_tiled(
 ) -> torch.Tensor:
     """Computes ``experts_grouped`` with the kernel of this file."""
     hidden, width = x.size(1), experts.gate_up.size(-2) // 2
-    num_tokens, top_k = routing.experts.shape
+    num_tokens, top_k = routing.topk_ids.shape
     gate_up, down = experts.gate_up, experts.down
     inputs = _quantize(x, experts)
     tile = choose_tile(num_tokens, top_k, experts, inputs[0])
@@ -506,7 +506,7 @@ def _experts_tiled(
     parts = x.new_empty(num_tokens * top_k, hidden)
     weight = down, experts.down_scales, experts.down_bias
     inputs = _quantize(inner, experts)
-    _launch(inputs, weight, parts, groups, tile, top_k, routing.weights, settings)
+    _launch(inputs, weight, parts, groups, tile, top_k, routing.topk_weights, settings)
     return sum_parts(parts, residual, top_k)
 
 

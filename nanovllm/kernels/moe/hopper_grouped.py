@@ -24,7 +24,7 @@ def is_faster(x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> bool
     has_swiglu = experts.limit is None and experts.alpha == 1.0
     if experts.gate_up_bias is not None or experts.down_bias is not None or not has_swiglu:
         return False
-    if routing.experts.numel() < MIN_MEAN_ROWS * len(experts.down):
+    if routing.topk_ids.numel() < MIN_MEAN_ROWS * len(experts.down):
         return False
     weights = experts.gate_up[0], experts.down[0]
     return x.dtype is experts.down.dtype and all(supports(KIND, weight) for weight in weights)
@@ -49,7 +49,7 @@ def experts_hopper(
     x: torch.Tensor, experts: ExpertWeights, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
     """Computes what ``experts_reference`` does. The routing has ranks."""
-    (num_tokens, hidden), top_k = x.shape, routing.experts.size(1)
+    (num_tokens, hidden), top_k = x.shape, routing.topk_ids.size(1)
     groups = sort_triton(routing, 2 * ROWS)
     x_sorted = x.new_empty(num_tokens * top_k, hidden)
     warps = max(1, min(8, next_power_of_2(hidden) // 256))
@@ -59,7 +59,7 @@ def experts_hopper(
     inner = x.new_empty(len(x_sorted), experts.down.size(2))
     _launch(x_sorted, experts.gate_up, inner, groups, None)
     parts = x_sorted  # no longer needed, so the results take its memory
-    _launch(inner, experts.down, parts, groups, routing.weights)
+    _launch(inner, experts.down, parts, groups, routing.topk_weights)
     return sum_parts(parts, residual, top_k)
 
 

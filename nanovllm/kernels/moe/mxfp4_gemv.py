@@ -223,7 +223,7 @@ def experts_gemv_mxfp4(
     x: torch.Tensor, experts: ExpertWeights, routing: Routing, residual: torch.Tensor | None
 ) -> torch.Tensor:
     """Computes what ``experts_reference`` does, for a few tokens and weights in MXFP4."""
-    num_tokens, top_k = routing.experts.shape
+    num_tokens, top_k = routing.topk_ids.shape
     down_warps = next_power_of_2(top_k) * DOWN_WARPS_PER_EXPERT
     shared = {
         "UNROLLED": 6 if num_tokens == 1 else 1,  # with more tokens there are enough warps

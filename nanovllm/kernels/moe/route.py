@@ -24,16 +24,16 @@ class Routing(NamedTuple):
     than MAX_UNSORTED_TOKENS tokens, or always if asked to. Otherwise they are None.
 
     Attributes:
-        weights: fp32 [N, k], the routing weights: the chosen experts' probabilities, in descending
-            order.
-        experts: int32 [N, k], the chosen experts' indices.
+        topk_weights: fp32 [N, k], the routing weights: the chosen experts' probabilities, in
+            descending order.
+        topk_ids: int32 [N, k], the chosen experts' indices.
         ranks: int32 [N, k], the number of earlier tokens in the same chunk with the same expert.
         counts: int32 [num_chunks, E], the number of tokens in each chunk with each expert. A chunk
             is ``chunk_size`` consecutive tokens.
     """
 
-    weights: torch.Tensor
-    experts: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
     ranks: torch.Tensor | None = None
     counts: torch.Tensor | None = None
 

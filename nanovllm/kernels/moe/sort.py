@@ -95,12 +95,12 @@ def _sort_kernel(
 def sort_triton(routing: Routing, block_m: int) -> Groups:
     """Groups the assignments of a routing by expert, into tiles of at most ``block_m`` rows. The
     routing must have ranks and counts."""
-    num_tokens, top_k = routing.experts.shape
+    num_tokens, top_k = routing.topk_ids.shape
     assert routing.counts is not None
     num_chunks, num_experts = routing.counts.shape
     num_assignments = num_tokens * top_k
     size = chunk_size(num_tokens, num_experts) * top_k
-    ints = routing.experts
+    ints = routing.topk_ids
     groups = Groups(
         ints.new_empty(num_assignments),
         ints.new_empty(num_assignments),
@@ -108,7 +108,7 @@ def sort_triton(routing: Routing, block_m: int) -> Groups:
         ints.new_empty(1),
     )
     _sort_kernel[(num_chunks,)](
-        routing.experts,
+        routing.topk_ids,
         routing.ranks,
         routing.counts,
         *groups,

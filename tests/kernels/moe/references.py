@@ -8,8 +8,8 @@ from nanovllm.kernels.moe.sort import Groups, max_tiles
 
 def count_tokens(routing: Routing, num_experts: int) -> Routing:
     """The routing with ranks and counts, for any number of tokens."""
-    num_tokens, device = len(routing.experts), routing.experts.device
-    experts = routing.experts.long()
+    num_tokens, device = len(routing.topk_ids), routing.topk_ids.device
+    experts = routing.topk_ids.long()
     size = chunk_size(num_tokens, num_experts)
     num_chunks = -(-num_tokens // size)
     chosen = torch.zeros(num_chunks * size, num_experts, dtype=torch.int32, device=device)
@@ -22,7 +22,7 @@ def count_tokens(routing: Routing, num_experts: int) -> Routing:
 
 def sort_reference(routing: Routing, block_m: int) -> Groups:
     """See ``sort_triton``."""
-    experts = routing.experts.flatten()
+    experts = routing.topk_ids.flatten()
     counts = routing.counts.sum(0)
     ends = counts.cumsum(0)
     per_expert = (counts + block_m - 1) // block_m

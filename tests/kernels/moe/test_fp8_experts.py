@@ -52,7 +52,7 @@ def make(
     experts = ExpertWeights(
         gate_up[0], down[0], gate_up_scales=gate_up[1], down_scales=down[1], **fields
     )
-    x, residual = torch.randn(2, len(routing.experts), hidden) * torch.logspace(-0.5, 0.5, hidden)
+    x, residual = torch.randn(2, len(routing.topk_ids), hidden) * torch.logspace(-0.5, 0.5, hidden)
     return x.to(dtype).to(DEVICE), residual.to(dtype).to(DEVICE), experts
 
 
@@ -92,8 +92,8 @@ def check_quantized(
     (_, x_rows), (inner, inner_rows) = inputs
     for codes, scales in (x_rows, inner_rows):
         assert codes.dtype is FP8 and (scales.dim() == 2) == (experts.group is not None)
-    top_k = routing.experts.size(1)
-    flat = routing.experts.flatten().long()
+    top_k = routing.topk_ids.size(1)
+    flat = routing.topk_ids.flatten().long()
     order = flat.argsort(stable=True)
 
     def both(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,7 +108,7 @@ def check_quantized(
             rows = [part[assignment // top_k] for part in x_rows]
             expected[chosen] = activation(gemm(rows, gate_up, expert, like), experts)
             y = gemm([part[chosen] for part in inner_rows], down, expert, like)
-            parts[assignment] = y * routing.weights.flatten()[assignment, None].to(dtype)
+            parts[assignment] = y * routing.topk_weights.flatten()[assignment, None].to(dtype)
         total = parts.view(len(x), top_k, -1).sum(1)
         return expected, total if added is None else total + added.to(dtype)
 
@@ -143,7 +143,7 @@ def check(
         down_scales=None,
     )
     in_fp64 = ExpertWeights(*(t.double() if isinstance(t, torch.Tensor) else t for t in plain))
-    weights = routing._replace(weights=routing.weights.double())
+    weights = routing._replace(topk_weights=routing.topk_weights.double())
     exact = experts_reference(
         x.double(), in_fp64, weights, None if added is None else added.double()
     )

@@ -49,8 +49,8 @@ SHAPES = [  # tokens, experts, top_k
 
 
 def assert_same_routing(found: Routing, expected: Routing) -> None:
-    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-6)
-    assert torch.equal(found.experts, expected.experts)
+    torch.testing.assert_close(found.topk_weights, expected.topk_weights, rtol=1e-5, atol=1e-6)
+    assert torch.equal(found.topk_ids, expected.topk_ids)
     if expected.ranks is None:
         assert found.ranks is None and found.counts is None
     else:
@@ -67,9 +67,9 @@ def test_route(num_tokens, num_experts, top_k, norm_topk_prob, dtype, monkeypatc
     plain, _ = probs.topk(top_k)
     if norm_topk_prob:
         plain /= plain.sum(-1, keepdim=True)
-    torch.testing.assert_close(expected.weights, plain)
+    torch.testing.assert_close(expected.topk_weights, plain)
     size = chunk_size(num_tokens, num_experts)
-    for chunk, experts in enumerate(expected.experts.split(size)[:20]):
+    for chunk, experts in enumerate(expected.topk_ids.split(size)[:20]):
         flat = experts.flatten().tolist()
         ranks = [flat[:i].count(expert) for i, expert in enumerate(flat)]
         assert expected.ranks[chunk * size :][:size].flatten().tolist() == ranks
@@ -84,19 +84,19 @@ def test_route(num_tokens, num_experts, top_k, norm_topk_prob, dtype, monkeypatc
 def test_routing_weights_depend_on_the_token_alone(norm_topk_prob):
     """A program sums in an order that depends on the number of tokens. So it must not matter."""
     logits = torch.randn(1500 if DEVICE == "cuda" else 40, 60, device=DEVICE)
-    weights = route_triton(logits, 3, norm_topk_prob, True).weights
+    weights = route_triton(logits, 3, norm_topk_prob, True).topk_weights
     for num_tokens in (1, 7, len(logits) - 1):
-        found = route_triton(logits[:num_tokens], 3, norm_topk_prob, True).weights
+        found = route_triton(logits[:num_tokens], 3, norm_topk_prob, True).topk_weights
         assert torch.equal(found, weights[:num_tokens])
     shuffled = logits[:, torch.randperm(60, device=DEVICE)]
-    assert torch.equal(route_triton(shuffled, 3, norm_topk_prob, True).weights, weights)
+    assert torch.equal(route_triton(shuffled, 3, norm_topk_prob, True).topk_weights, weights)
 
 
 def test_of_equal_logits_the_lower_index_is_first():
     logits = torch.tensor([[1.0, 3, 2, 3, 3, 2], [0.0, -0.0, 0, 0, -1, 0], [-9.0] * 6])
     for route in (route_reference, route_triton):
         routing = route(logits.to(DEVICE), 4, False)
-        assert routing.experts.tolist() == [[1, 3, 4, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
+        assert routing.topk_ids.tolist() == [[1, 3, 4, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
 
 
 def test_invalid_logits_give_indices_of_experts():
@@ -105,7 +105,7 @@ def test_invalid_logits_give_indices_of_experts():
     logits = torch.tensor([[nan] * 6, [-inf] * 6, [inf, nan, -inf, 0, inf, -nan]])
     for num_copies in (1, 3):  # also with more tokens, which are sorted
         routing = route_triton(logits.repeat(num_copies, 1).to(DEVICE), 4, True)
-        for experts in routing.experts.tolist():
+        for experts in routing.topk_ids.tolist():
             assert len({*experts}) == 4 and {*experts} <= {*range(6)}
     assert routing.counts.sum() == 36
 
@@ -125,7 +125,7 @@ def random_routing(num_tokens: int, num_experts: int, top_k: int) -> Routing:
 
 def as_routed(routing: Routing) -> Routing:
     """The routing as the kernel returns it by default: of few tokens without ranks."""
-    is_sorted = len(routing.experts) > MAX_UNSORTED_TOKENS
+    is_sorted = len(routing.topk_ids) > MAX_UNSORTED_TOKENS
     return routing if is_sorted else routing._replace(ranks=None)
 
 
@@ -147,7 +147,7 @@ def test_sort(name, block_m, monkeypatch):
     expected = sort_reference(routing, block_m)
     count = int(expected.num_tiles)
     assert count <= len(expected.tiles)
-    experts = routing.experts.flatten()[expected.order.long()]
+    experts = routing.topk_ids.flatten()[expected.order.long()]
     covered = []
     for expert, start, end in expected.tiles[:count].tolist():
         assert start % block_m == 0 or experts[start - 1] != expert or block_m < end
@@ -182,7 +182,7 @@ def test_the_most_tiles():
 
 
 def make(routing: Routing, hidden: int, columns: int, dtype: torch.dtype, has_biases: bool):
-    num_experts, num_tokens = routing.counts.size(1), len(routing.experts)
+    num_experts, num_tokens = routing.counts.size(1), len(routing.topk_ids)
     shapes = {
         "x": (num_tokens, hidden),
         "gate_up": (num_experts, 2 * columns, hidden),
@@ -218,7 +218,7 @@ def check_experts(
         exact = experts_reference(
             x.double(),
             ExpertWeights(*(t.double() if isinstance(t, torch.Tensor) else t for t in experts)),
-            routing._replace(weights=routing.weights.double()),
+            routing._replace(topk_weights=routing.topk_weights.double()),
             None if added is None else added.double(),
         )
         with monkeypatch.context() as context:
@@ -325,7 +325,7 @@ def test_mxfp4_weights(name, dtype, monkeypatch):
     exact = experts_reference(
         x.double(),
         ExpertWeights(*(t.double() if isinstance(t, torch.Tensor) else t for t in experts)),
-        routing._replace(weights=routing.weights.double()),
+        routing._replace(topk_weights=routing.topk_weights.double()),
         residual.double(),
     )
     for mix in (experts_grouped, experts_gemv_mxfp4):
