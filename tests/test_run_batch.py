@@ -1170,6 +1170,7 @@ def test_a_last_line_of_somebody_elses_is_kept(tail, model_path, tmp_path, capfd
 def test_messages_that_cannot_be_written_harm_no_job(stderr, model_path, tmp_path):
     in_, out = write_input(tmp_path / "in", simple_lines(3)), tmp_path / "out"
     command = [sys.executable, "-m", "nanovllm.run_batch", *arguments(model_path, in_, out)]
+    command += ["--max_num_seqs", "8"]  # as vLLM, with an underscore
     read, write = os.pipe()
     os.close(read)
     target = os.open(stderr, os.O_WRONLY) if stderr else write

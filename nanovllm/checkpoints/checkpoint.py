@@ -54,9 +54,12 @@ class Checkpoint(Protocol):
         config: the model's configuration.
         eos_token_ids: the tokens that end a sequence, according to any of the files.
         recommended_sampling: fields of SamplingParams that the files recommend, with their values.
+        quant_method: the format of quantised weights, by its name in a ``quantization_config``;
+            "gguf" for GGUF files, and None for unquantised weights.
     """
 
     config: ModelConfig
+    quant_method: str | None
     eos_token_ids: frozenset[int]
     recommended_sampling: dict[str, Any]
 
@@ -104,7 +107,9 @@ class SafetensorsCheckpoint:
         num_bytes = sum(check_regular(file) for file in self._files.values())
         raw = _read_json(path / "config.json")
         if raw is None:
-            raise ValueError(f"{path} has no config.json: it is not a model checkpoint")
+            files = sorted(path.glob("*.gguf"))
+            advice = f": give the GGUF file itself, {files[0]}" if files else ""
+            raise ValueError(f"{path} has no config.json: it is not a model checkpoint{advice}")
         named = raw.get("architectures")
         architecture = str(named[0] if isinstance(named, list) and named else named)
         if architecture in TEXT_MODELS:
@@ -115,7 +120,7 @@ class SafetensorsCheckpoint:
         eos_token_id = hf_config.get("eos_token_id", family.defaults.get("eos_token_id"))
         self._hf_config = {"model_type": family.model_type, **hf_config}
         with as_value_error(f"{path / 'config.json'} is not supported:"):
-            self._fp8 = _read_fp8(path, hf_config)
+            self.quant_method, self._fp8 = _read_quantization(path, hf_config)
             if self._fp8 is None:
                 self.config = family.read(hf_config)
             else:  # the model gets dequantised weights
@@ -174,8 +179,11 @@ def _map_tensors(paths: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def _read_fp8(path: Path, config: dict[str, Any]) -> "Fp8Weights | None":
-    """Returns how a checkpoint stores FP8 weights. Returns None if it has none.
+def _read_quantization(
+    path: Path, config: dict[str, Any]
+) -> tuple[str | None, "Fp8Weights | None"]:
+    """Returns the name of a checkpoint's quantisation, and how it stores FP8 weights; None for
+    what it has not.
 
     Args:
         path: the checkpoint's directory.
@@ -186,10 +194,12 @@ def _read_fp8(path: Path, config: dict[str, Any]) -> "Fp8Weights | None":
         fields = (_read_json(modelopt) or {}).get("quantization") or {}
         quantization = {"quant_method": "modelopt", **fields}
     if not quantization:
-        return None
+        return None, None
     from nanovllm.checkpoints.fp8 import Fp8Weights
 
-    return Fp8Weights.from_config(quantization)
+    weights = Fp8Weights.from_config(quantization)
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    return method, weights
 
 
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":

@@ -58,6 +58,7 @@ class GGUFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.quant_method: str | None = "gguf"
         self.file = GGUFFile(path)
         with as_value_error(f"{path} is not supported:"):
             self.arch = self._field("general.architecture", str)

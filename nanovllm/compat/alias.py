@@ -28,6 +28,7 @@ _LOGPROBS = {
     "nanovllm.outputs": "Logprob",
     _NAMES: "LogprobsOnePosition PromptLogprobs SampleLogprobs",
 }
+_INPUTS = {"nanovllm": "TextPrompt TokensPrompt", _NAMES: "PromptType"}
 _ENGINE = {"nanovllm.compat.engine": "LLMEngine"}
 _ENGINE_ARGS = {"nanovllm.compat.engine_args": "EngineArgs"}
 _ARGUMENT_PARSER = {"nanovllm.compat.engine_args": "FlexibleArgumentParser"}
@@ -40,14 +41,17 @@ MODULES: dict[str, dict[str, str]] = {
         **_ENGINE,
         **_ENGINE_ARGS,
     },
+    "vllm.config": {_NAMES: "CompilationConfig"},
     "vllm.distributed": _DISTRIBUTED,
     "vllm.distributed.parallel_state": _DISTRIBUTED,
     "vllm.distributed.weight_transfer.nccl_common": {_NAMES: "trainer_init"},
     "vllm.distributed.weight_transfer.packed_tensor": {_NAMES: "packed_nccl_broadcast_producer"},
     "vllm.engine.arg_utils": _ENGINE_ARGS,
     "vllm.engine.llm_engine": _ENGINE,
+    "vllm.entrypoints.chat_utils": {_NAMES: "ChatCompletionMessageParam"},
     "vllm.entrypoints.llm": {"nanovllm": "LLM"},
-    "vllm.inputs": {"nanovllm": "TextPrompt TokensPrompt", _NAMES: "PromptType"},
+    "vllm.inputs": _INPUTS,
+    "vllm.inputs.data": _INPUTS,
     "vllm.logger": {_NAMES: "init_logger"},
     "vllm.logprobs": _LOGPROBS,
     "vllm.lora.request": {_NAMES: "LoRARequest"},

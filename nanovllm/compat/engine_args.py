@@ -27,6 +27,9 @@ class FlexibleArgumentParser(ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Namespace | None = None
     ) -> tuple[Namespace, list[str]]:
         given = sys.argv[1:] if args is None else args
+        is_own = "--config" in self._option_string_actions
+        if not is_own and any(arg.partition("=")[0] == "--config" for arg in given):
+            self.error("--config is not supported: give the file's options on the command line")
         return super().parse_known_args([self._use_dashes(arg) for arg in given], namespace)
 
     def _use_dashes(self, arg: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm.auto import tqdm
 
-from nanovllm.checkpoints.checkpoint import sampling_fields
+from nanovllm.checkpoints.checkpoint import open_checkpoint, sampling_fields
 from nanovllm.compat.arguments import translate
 from nanovllm.compat.engine import EngineConfig, LLMEngine
 from nanovllm.config import Config
@@ -34,6 +34,18 @@ else:
         from nanovllm.llm import LLM as BaseLLM
 
 ENGINE_ARGUMENTS = {field.name for field in fields(Config)} - {"model"}
+# vLLM's names of the formats of quantised checkpoints that load, beside "fp8".
+DECLARED_METHODS = "compressed-tensors", "fbgemm_fp8", "gguf", "modelopt", "mxfp4"
+CACHE_DTYPES = "bfloat16", "float16"
+# vLLM's methods that are not here, with what to do instead.
+MISSING = {
+    "apply_model": "Use load_weights to change the weights",
+    "beam_search": "Use n completions of one prompt",
+    "get_metrics": "Use metrics",
+    "set_tokenizer": "Use LLM(tokenizer=...)",
+    "start_profile": "Use bench.py --profile",
+    "stop_profile": "Use bench.py --profile",
+}
 
 
 class LLM(BaseLLM):
@@ -108,9 +120,21 @@ class LLM(BaseLLM):
         }
         optional(choice("auto", "vllm"))("generation_config", generation_config)
         _check_launcher(vllm_arguments.get("distributed_executor_backend"), tensor_parallel_size)
+        if quantization in DECLARED_METHODS:
+            _check_method(os.fspath(model), quantization)
+            del given["quantization"]
+        if kv_cache_dtype in CACHE_DTYPES:
+            del given["kv_cache_dtype"]
         self._caller_ids: dict[str, str] = {}  # internal request id -> the caller's request id
         self.default_chat_template = _read_template(chat_template)
         super().__init__(model, **translate("LLM", {**given, **vllm_arguments}))
+        dtype = str(self.model_runner.dtype).removeprefix("torch.")
+        if kv_cache_dtype in CACHE_DTYPES and kv_cache_dtype != dtype:
+            self.close()
+            raise ValueError(
+                f"kv_cache_dtype={kv_cache_dtype!r} is not supported for a model that runs in "
+                f"{dtype}: keys and values have the model's dtype, or fp8"
+            )
         if generation_config == "vllm":
             self.recommended_sampling = {}
         self.recommended_sampling |= sampling_fields(override_generation_config or {})
@@ -159,6 +183,11 @@ class LLM(BaseLLM):
 
     embed = encode = classify = score = reward = _refuse_pooling
 
+    def __getattr__(self, name: str) -> NoReturn:
+        advice = MISSING.get(name)
+        hint = "" if advice is None else f": vLLM's method is not supported. {advice}"
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
     def generate(
         self,
         prompts: Prompt | Seq[Prompt],
@@ -172,6 +201,9 @@ class LLM(BaseLLM):
         if (kwargs.get("tokenization_kwargs") or {}).keys() == {"add_special_tokens"}:
             adds_special_tokens = kwargs.pop("tokenization_kwargs")["add_special_tokens"]
         options = translate("generate", kwargs)
+        if (priority := kwargs.get("priority")) is not None:
+            prompts = as_prompt_list(prompts)
+            _check_priority(priority, len(prompts))
         if not adds_special_tokens:
             prompts = self.preparer.encoder.encode_texts(as_prompt_list(prompts))  # type: ignore[assignment]
         return super().generate(prompts, sampling_params, use_tqdm, on_error=on_error, **options)
@@ -204,6 +236,9 @@ class LLM(BaseLLM):
                 "mm_processor_kwargs": mm_processor_kwargs,
             },
         )
+        if priority is not None:
+            is_one = bool(messages) and isinstance(messages[0], dict)
+            _check_priority(priority, 1 if is_one else len(messages))
         return super().chat(
             messages,
             sampling_params,
@@ -254,6 +289,27 @@ class LLM(BaseLLM):
                 del self._caller_ids[request_id]
                 with suppress(ValueError):  # an error has already ended the request
                     self.abort_request(request_id)
+
+
+def _check_method(model: str, method: str) -> None:
+    """Raises ValueError if a checkpoint is not quantised by ``method``."""
+    found = open_checkpoint(model).quant_method
+    if found != method:
+        raise ValueError(
+            f"quantization={method!r} is not the checkpoint's, which is {found!r}: leave it out, "
+            f"because the format of a checkpoint is recognised, or use 'fp8' to quantise weights "
+            f"as they are loaded"
+        )
+
+
+def _check_priority(priority: Any, num_prompts: int) -> None:
+    """Raises ValueError if ``priority`` is not a list with an integer for each prompt."""
+    is_list = isinstance(priority, list) and all(isinstance(value, int) for value in priority)
+    if not is_list or len(priority) != num_prompts:
+        raise ValueError(
+            f"priority must be a list of {num_prompts} integers, one for each prompt, got "
+            f"{priority!r:.80}"
+        )
 
 
 def _check_launcher(executor_backend: Any, num_ranks: int | None) -> None:

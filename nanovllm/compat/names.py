@@ -14,12 +14,13 @@ from nanovllm.checkpoints.checkpoint import load_tokenizer
 from nanovllm.compat.alias import load_table
 from nanovllm.compat.arguments import translate
 from nanovllm.outputs import Logprob
-from nanovllm.text.prompts import Prompt
+from nanovllm.text.prompts import Message, Prompt
 
 __version__ = load_table()["vllm"]
 __version_tuple__ = tuple(int(part) for part in __version__.split("."))
 
 PromptType: TypeAlias = Prompt
+ChatCompletionMessageParam: TypeAlias = Message
 LogprobsOnePosition: TypeAlias = dict[int, Logprob]
 PromptLogprobs: TypeAlias = list[LogprobsOnePosition | None]
 SampleLogprobs: TypeAlias = list[LogprobsOnePosition]
@@ -31,6 +32,13 @@ def __getattr__(name: str) -> Any:
 
         return PreTrainedTokenizerBase
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class CompilationConfig:
+    """vLLM's settings of its compiler, which have no effect here."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.__dict__.update(settings)
 
 
 @dataclass

@@ -152,15 +152,20 @@ def resolve_max_model_len(max_model_len: int | None, model: ModelConfig) -> int:
 
 def check_split(model: ModelConfig, num_ranks: int) -> None:
     """Raises ValueError if the model cannot be split evenly over ``num_ranks`` ranks."""
+    if uneven := _uneven_size(model, num_ranks):
+        possible = max(n for n in range(1, num_ranks) if not _uneven_size(model, n))
+        raise ValueError(
+            f"tensor_parallel_size={num_ranks} cannot split this model's {uneven} evenly: use "
+            f"{possible}"
+        )
+
+
+def _uneven_size(model: ModelConfig, num_ranks: int) -> str | None:
     sizes = [(model.num_attention_heads, "attention heads")]
     sizes += [(layer.mlp.intermediate_size, "MLP columns") for layer in model.layers]
     if num_ranks % model.num_key_value_heads:  # otherwise each rank has a copy of one KV head
         sizes.append((model.num_key_value_heads, "key-value heads"))
-    for size, what in sizes:
-        if size % num_ranks:
-            raise ValueError(
-                f"tensor_parallel_size={num_ranks} cannot split this model's {size} {what} evenly"
-            )
+    return next((f"{size} {what}" for size, what in sizes if size % num_ranks), None)
 
 
 def check_vocabulary(size: int) -> None:

@@ -15,7 +15,14 @@ def run_job() -> int:
     return main()
 
 
+def _with_dashes(arg: str) -> str:
+    """Returns the option ``--max-model-len`` for ``--max_model_len``, which vLLM takes too."""
+    name, equals, value = arg.partition("=")
+    return (name.replace("_", "-") if name.startswith("--") else name) + equals + value
+
+
 if __name__ == "__main__":
+    sys.argv[1:] = map(_with_dashes, sys.argv[1:])  # also for the child process
     open_standard_files()
     try:
         sys.exit(supervise(run_job, sys.argv[1:]))

@@ -1,7 +1,9 @@
 """vLLM's arguments, by the recorded table: what is honoured, what is a hint, what is refused."""
 
 import inspect
+import json
 import logging
+import shutil
 from dataclasses import fields
 
 import numpy as np
@@ -170,6 +172,45 @@ class TestLLM:
         (output,) = llm.chat(chat, GREEDY, False, None, None, template, "string", False, False)
         assert output.prompt == expected.prompt == "hi"
         assert output["token_ids"] == expected["token_ids"]
+
+
+def test_quantization_may_name_the_checkpoints_own_format(model_path, tmp_path):
+    with pytest.raises(ValueError, match="is not the checkpoint's, which is None: leave it out"):
+        LLM(model_path, quantization="compressed-tensors")
+    with pytest.raises(ValueError, match="quantization must be one of fp8, got 'awq'"):
+        LLM(model_path, quantization="awq")
+    folder = shutil.copytree(model_path, tmp_path / "fp8")
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config["quantization_config"] = {"quant_method": "fbgemm_fp8", "modules_to_not_convert": []}
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    given = {"quantization": "fbgemm_fp8", "load_format": "dummy", "max_model_len": 64}
+    with LLM(str(folder), **given) as llm:
+        assert llm.config.quantization is None
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_a_kv_cache_in_the_models_dtype(name, model_path):
+    with LLM(model_path, dtype=name, kv_cache_dtype=name, max_model_len=64) as llm:
+        assert llm.model_runner.kv_cache.dtype is getattr(torch, name)
+    with pytest.raises(ValueError, match=f"'{name}' is not supported .* runs in float32"):
+        LLM(model_path, dtype="float32", kv_cache_dtype=name, max_model_len=64)
+
+
+def test_priorities_are_one_integer_for_each_prompt(llm):
+    chat = [{"role": "user", "content": "hi"}]
+    for priority in ([1], "ab", [1, "a"], 3):
+        with pytest.raises(ValueError, match="a list of 2 integers"):
+            llm.generate(["x", "y"], GREEDY, priority=priority)
+        with pytest.raises(ValueError, match="a list of 2 integers"):
+            llm.chat([chat, chat], GREEDY, priority=priority)
+    assert len(llm.generate(["x", "y"], GREEDY, priority=[1, 2])) == 2
+    assert len(llm.chat(chat, GREEDY, priority=[1])) == 1
+
+
+def test_missing_methods_say_what_to_do(llm):
+    assert not hasattr(llm, "get_metrics") and not hasattr(llm, "nonsense")
+    with pytest.raises(AttributeError, match=r"'get_metrics': vLLM's method .* Use metrics"):
+        llm.get_metrics()
 
 
 def test_the_engines_chat_template_is_that_of_chat_and_of_render_chat(model_path):
