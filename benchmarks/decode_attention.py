@@ -22,7 +22,7 @@ from nanovllm.kernels.rope import NewKV, RopeInputs
 from nanovllm.utils.context import Context
 from nanovllm.utils.math import cdiv
 
-Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_LAYERS = 32, 8, 128, 256, 3
+Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_LAYERS = 32, 8, 128, 128, 3
 TILES = [(32, 1), (64, 1), (32, 2), (64, 2), (128, 2), (32, 4), (64, 4), (128, 4)]  # keys, warps
 
 

@@ -59,7 +59,7 @@ TILES = (  # head_dim and sizes, the most promising first
 HEADS = {64: ((64, 8),), 128: ((32, 8), (16, 8)), 256: ((8, 4),)}  # query and KV heads
 SHAPES = ((16, 1024), (4, 3900), (1, 8192), (1, 30000))  # prompts and their length
 PAGED_SHAPES = ((4, 3900), (1, 30000))
-PAGE_SIZE = 256
+PAGE_SIZE = 128
 NUM_PROCESSES, PROCESS_SECONDS, GPU_SECONDS = 6, 100, 30
 TIMING_MS = 8
 

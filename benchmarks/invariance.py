@@ -63,7 +63,7 @@ HEADS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 }
 CONTEXT = 5000
 MOST_SPILLED = 128  # bytes per thread; so few are spilled outside of the inner loops
-BLOCK_SIZE = 256
+BLOCK_SIZE = 128
 
 
 class Report:

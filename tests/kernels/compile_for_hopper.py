@@ -135,7 +135,7 @@ def launch_all(
     def make(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    cache = KVCache(*(make(4, 256, kv_heads, head_dim) for _ in range(2)))
+    cache = KVCache(*(make(4, 128, kv_heads, head_dim) for _ in range(2)))
     angles = torch.zeros(99, head_dim)
     q, k, weight = make(64, q_heads, head_dim), make(64, kv_heads, head_dim), make(head_dim)
     update = block_tables.BlockTableUpdate(ints(1, 8, 4), ints(9))
@@ -228,7 +228,7 @@ def launch_attention(
     def make(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    cache = KVCache(*(make(4, 256, kv_heads, head_dim) for _ in range(2)))
+    cache = KVCache(*(make(4, 128, kv_heads, head_dim) for _ in range(2)))
     if is_quantized:
         cache = quantized_cache(kv_heads, head_dim)
     attention = triton_backend.TritonAttention()
@@ -306,7 +306,7 @@ def launch_invariant_attention(
     def make(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    cache = KVCache(*(make(4, 256, kv_heads, head_dim) for _ in range(2)))
+    cache = KVCache(*(make(4, 128, kv_heads, head_dim) for _ in range(2)))
     if is_quantized:
         cache = quantized_cache(kv_heads, head_dim)
     attention = invariant_attention.InvariantTritonAttention()
@@ -369,8 +369,8 @@ def launch_windows(all_sizes: bool) -> None:
 
 
 def quantized_cache(kv_heads: int, head_dim: int) -> KVCache:
-    codes = torch.zeros(2, 4, 256, kv_heads, head_dim, dtype=FP8)
-    return KVCache(*codes, torch.zeros(4, 2, kv_heads, 256))
+    codes = torch.zeros(2, 4, 128, kv_heads, head_dim, dtype=FP8)
+    return KVCache(*codes, torch.zeros(4, 2, kv_heads, 128))
 
 
 def launch_fp8_linear(all_sizes: bool) -> None:

@@ -212,6 +212,7 @@ EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
 SHAPES = {  # q_heads, kv_heads, head_dim, block_size
     "d64-block16": (4, 2, 64, 16),
     "d96-group3-block8": (3, 1, 96, 8),
+    "d128-block128": (4, 2, 128, 128),
     "d128-block256": (4, 2, 128, 256),
     "d256-mha": (2, 2, 256, 64),
     "group3-block7": (6, 2, 64, 7),
