@@ -224,6 +224,7 @@ def describe(args: argparse.Namespace, llm: LLM, workload: Workload) -> dict[str
         "dtype": str(runner.dtype).removeprefix("torch."),
         "quantization": args.quantization,
         "kv_cache_dtype": args.kv_cache_dtype,
+        "kvcache_block_size": llm.config.block_size,
         "batch_invariant": args.batch_invariant,
         "attention_backend": runner.backend.name,
         "enforce_eager": llm.config.enforce_eager,
