@@ -30,10 +30,13 @@ GRAPH_BYTES = 8 << 20
 
 
 def decode_sizes(max_num_seqs: int) -> list[GraphSize]:
-    """Returns the sizes of the decodes to capture, ascending: up to 16 sequences apart for up to
-    64 sequences, up to 32 for up to 256, and up to a quarter of the size beyond. Padding costs less
-    there, because a padded row reads no keys and values, and a tile of a GEMM has 64 rows or more.
-    The last size is the largest batch, up to 2,048 sequences."""
+    """Returns the sizes of the decodes to capture, ascending. The last one is the largest batch, up
+    to 2,048 sequences.
+
+    Neighbours are at most 16 apart up to 64, 32 up to 256, and a quarter of the size beyond.
+    Padding costs less there: a padded row reads no keys and values, and a tile of a GEMM has 64
+    rows or more.
+    """
     largest = min(max_num_seqs, MAX_DECODE_SEQS)
     sizes = [1, 2, 4, 8, *range(16, 65, 16), *range(96, 257, 32), *range(320, 513, 64)]
     sizes += [*range(640, 1025, 128), *range(1280, MAX_DECODE_SEQS, 256)]

@@ -11,8 +11,9 @@ from nanovllm.kernels.sampling.sampling_row import EDITS, ROW_WORDS, SAMPLING_RO
 
 def prepare_sample(batch: Batch, processed_logprobs: bool = False) -> SamplingInputs:
     """Builds the inputs to sample the batch's next tokens, on the host. All earlier tokens must
-    have been applied. Finished sequences have rows too, whose tokens are dropped later.
-    ``processed_logprobs`` is a field of the result."""
+    have been applied. Finished sequences have rows too, whose tokens are dropped later. With
+    ``processed_logprobs``, log-probabilities are those of the logits that tokens are sampled
+    from."""
     features = batch.sampling_features
     edits: LogitEdits = {}
     if features & EDITS:

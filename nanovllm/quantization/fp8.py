@@ -124,7 +124,7 @@ class StoredFp8Weight(LinearWeight):
         return Fp8Rows(self.layer.weight, self.layer.weight_scale)
 
     def _is_vector(self, x: Any) -> bool:
-        """Returns whether the weight's product with x is that of ``skinny_norm_linear``."""
+        """Returns whether ``skinny_norm_linear`` multiplies this x."""
         is_row = isinstance(x, Tensor) and x.dim() == 2 and len(x) == 1 and x.is_contiguous()
         return is_row and use_triton(self.layer.weight)
 
@@ -157,8 +157,8 @@ class StoredFp8Weight(LinearWeight):
 
 
 class Fp8Weight(StoredFp8Weight):
-    """The same parameters, for GPUs with FP8 matmuls. Inputs are quantised too, with one scale for
-    each row."""
+    """The parameters of a StoredFp8Weight, for GPUs with FP8 matmuls. Inputs are quantised too,
+    with one scale for each row."""
 
     input_format = FP8_ROWS
 
@@ -189,7 +189,8 @@ class Fp8Weight(StoredFp8Weight):
 
 
 class StoredGroupedFp8Weight(StoredFp8Weight):
-    """The same, but "weight_scale" is fp32 [out / GROUP, in / GROUP], the scales of blocks."""
+    """A StoredFp8Weight whose "weight_scale" is fp32 [out / GROUP, in / GROUP], the scales of
+    blocks."""
 
     has_groups = True
 

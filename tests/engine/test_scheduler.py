@@ -1146,7 +1146,7 @@ class TestSiblings:
 
     @pytest.mark.parametrize("caching", [True, False])
     @pytest.mark.parametrize("n", [5, 8, 20])
-    def test_more_completions_than_places_run_in_turns(self, n: int, caching: bool):
+    def test_more_completions_than_max_num_seqs_run_in_turns(self, n: int, caching: bool):
         """Guards a request that waits for ever for more places than there are."""
         engine = Engine(make_scheduler(max_num_seqs=4, enable_prefix_caching=caching))
         engine.run([Request([1], greedy()), Request([5] * 9, several(n)), Request([2], greedy())])

@@ -96,7 +96,7 @@ def test_greedy_rows_of_a_mixed_batch_are_argmax():
 @pytest.mark.parametrize(
     "temperatures", [[0.5, 20.0], pytest.param([1.0, 1.7], marks=pytest.mark.slow)], ids=str
 )
-def test_draws_follow_the_softmax_each_row_at_its_own_temperature(temperatures):
+def test_samples_follow_the_softmax_each_row_at_its_own_temperature(temperatures):
     """Chi-square tests of many draws over 8 tokens, the temperatures in alternate rows. A right
     sampler strays this far for one seed in a million; the seed is fixed, so it either always does
     or never. One that takes the wrong temperature, or draws a token 20 % too often, has no chance
