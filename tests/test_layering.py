@@ -96,7 +96,7 @@ CAPABILITIES = {
     "checkpoints/gguf*.py": "open_checkpoint opens a .gguf file with GGUFCheckpoint.",
     "compat/**/*.py": "nanovllm.LLM is its subclass of LLM, or without it that class itself.",
     "rl/*.py": "compat's LLM is a subclass of its LLM, or without it of nanovllm.llm.LLM.",
-    "run_batch/*.py": "It uses the public API.",
+    "run_batch/*.py": "It stands on LLM: its methods, requests and scheduler.",
 }
 # Without them the spine imports, but no engine starts.
 STARTS_ENGINES = "engine/startup.py", "engine/kv_layout.py"
