@@ -183,10 +183,12 @@ class LLM(BaseLLM):
 
     embed = encode = classify = score = reward = _refuse_pooling
 
-    def __getattr__(self, name: str) -> NoReturn:
-        advice = MISSING.get(name)
-        hint = "" if advice is None else f": vLLM's method is not supported. {advice}"
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+    if not TYPE_CHECKING:  # else type checkers would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            if name in MISSING:
+                raise AttributeError(f"vLLM's method {name!r} is not supported. {MISSING[name]}")
+            return object.__getattribute__(self, name)  # raises; in a property, its own error
 
     def generate(
         self,

@@ -138,7 +138,7 @@ def num_blocks_on_gpu(
         graph_bytes: an upper bound on the memory of CUDA graphs.
 
     Raises:
-        ValueError: not even one sequence fits. The message has the figures.
+        ValueError: not even one sequence fits, or one block. The message has the figures.
     """
     utilization = config.gpu_memory_utilization
     budget = int(total_bytes * utilization)

@@ -1,4 +1,5 @@
-"""The layout of the KV cache: which layers share block tables, and how long a sequence can be."""
+"""The layout of the KV cache, and its allocation: which layers share block tables, how many blocks
+a sequence holds, and how long it can be."""
 
 from bisect import bisect_right
 from functools import partial

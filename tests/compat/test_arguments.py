@@ -209,8 +209,10 @@ def test_priorities_are_one_integer_for_each_prompt(llm):
 
 def test_missing_methods_say_what_to_do(llm):
     assert not hasattr(llm, "get_metrics") and not hasattr(llm, "nonsense")
-    with pytest.raises(AttributeError, match=r"'get_metrics': vLLM's method .* Use metrics"):
+    with pytest.raises(AttributeError, match=r"'get_metrics' is not supported\. Use metrics"):
         llm.get_metrics()
+    with pytest.raises(AttributeError, match="'LLM' object has no attribute 'nonsense'"):
+        llm.nonsense  # noqa: B018
 
 
 def test_the_engines_chat_template_is_that_of_chat_and_of_render_chat(model_path):

@@ -18,9 +18,9 @@ def make_fixed_schedule(
     """Cuts contexts at multiples of SPLIT.
 
     The first row of a context may have several splits, whose results its program merges one after
-    the other. Each other split has a row of its own. With few splits, the first row has one, too.
-    With many, the first rows take about half as long as the step: then the GPU is busy until its
-    end, and programs have more keys to load ahead, and fewer partial results to store.
+    the other. Each other split has a row of its own. With few splits, the first row has one split,
+    too. With many, the first rows take about half as long as the step: then the GPU is busy until
+    its end, and programs have more keys to load ahead, and fewer partial results to store.
 
     Args:
         context_lens: int32 [num_seqs].
