@@ -81,8 +81,14 @@ def pack_rows(x: Fp8Rows) -> Tensor:
 
 
 def unpack_rows(packed: Tensor, num_groups: int) -> Fp8Rows:
-    """Undoes ``pack_rows``. The scales are [..., N, num_groups]."""
+    """Undoes ``pack_rows``. The scales are [..., N, num_groups].
+
+    Raises:
+        ValueError: an FP8 number is NaN. The kernels that convert FP8 to bf16 take it for 480.
+    """
     codes, scales = packed.split((packed.size(-1) - 4 * num_groups, 4 * num_groups), -1)
+    if (codes & 127 == 127).any():
+        raise ValueError("its FP8 numbers contain NaN")
     return Fp8Rows(codes.contiguous().view(FP8), scales.contiguous().view(torch.float32))
 
 
@@ -112,42 +118,6 @@ def fp8_values(codes, dtype: tl.constexpr):
         bits = ((bits & 128) << 24) | ((bits & 127) << 20)
         codes = bits.to(tl.float32, bitcast=True) * 2.0**120
     return codes.to(dtype)
-
-
-@triton.jit
-def lower_halves(start, NUM: tl.constexpr):
-    """Returns the first 8 of each of NUM x 16 columns from ``start`` on: [NUM, 8]."""
-    return start + tl.arange(0, NUM)[:, None] * 16 + tl.arange(0, 8)[None, :]
-
-
-@triton.jit
-def load_halves(ptr, start, WIDTH: tl.constexpr, NUM: tl.constexpr):
-    """Loads NUM x 16 columns of a row, as fp32. Returns the first 8 of each 16 columns, and the
-    other 8: see ``dot_halves``."""
-    column = lower_halves(start, NUM)
-    lower = tl.load(ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    upper = tl.load(ptr + 8 + column, mask=column < WIDTH - 8, other=0.0).to(tl.float32)
-    return lower, upper
-
-
-@triton.jit
-def dot_halves(weight, x, upper_x):
-    """Multiplies a tile of an FP8 weight [N, K] by a row, and sums over 16 columns each, which one
-    thread has loaded: [N, K / 16]. Of these, x [K / 16, 8] has the first 8, and ``upper_x`` the
-    others. A thread loads 8 numbers of 16 bits at a time. With all columns of the row in one
-    tensor, the compiler would move them through shared memory, because other threads need them."""
-    shape: tl.constexpr = (weight.shape[0], weight.shape[1] // 16, 2, 8)
-    weight = tl.permute(tl.reshape(fp8_values(weight, tl.float32), shape), (0, 1, 3, 2))
-    lower, upper = tl.split(weight)
-    return tl.sum(lower * x[None, :, :] + upper * upper_x[None, :, :], axis=2)
-
-
-@triton.jit
-def load_block_scales(ptr, start, WIDTH: tl.constexpr, NUM: tl.constexpr, SIZE: tl.constexpr):
-    """Loads the scale of each of NUM x 16 columns of a weight from ``start`` on, whose blocks have
-    SIZE columns: [1, NUM]."""
-    block = (start + tl.arange(0, NUM)[None, :] * 16) // SIZE
-    return tl.load(ptr + block, mask=block < WIDTH // SIZE, other=0.0)
 
 
 @triton.jit

@@ -19,7 +19,9 @@ from nanovllm.kernels.fp8 import (
     unpack_rows,
 )
 from nanovllm.kernels.moe.experts import ExpertWeights
-from nanovllm.quantization.experts import BatchInvariantExperts, UnquantizedExperts
+from nanovllm.kernels.moe.fp8_gemv import experts_fp8_gemv
+from nanovllm.kernels.moe.route import MAX_UNSORTED_TOKENS
+from nanovllm.quantization.experts import KERNELS, BatchInvariantExperts, UnquantizedExperts
 from nanovllm.quantization.fp8 import FP8_MATMUL_CAPABILITY
 
 
@@ -45,6 +47,10 @@ class Fp8Experts(UnquantizedExperts):
     down_proj_scale: fp32 [E, 2 I] and [E, hidden]. Biases are as those of UnquantizedExperts."""
 
     has_blocks = False
+    kernels: tuple[tuple[range, Any], ...] = (
+        (range(1, MAX_UNSORTED_TOKENS + 1), experts_fp8_gemv),
+        *KERNELS[1:],
+    )
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -83,7 +89,7 @@ class Fp8Experts(UnquantizedExperts):
         self._copy(like, self.layer.get_buffer(f"{name}_scale"), scales, *part)
 
     def _unpack(self, packed: Tensor, num_groups: int) -> Fp8Rows:
-        codes, scales = unpack_rows(packed, num_groups)
+        codes, scales = unpack_rows(packed.to(self.layer.down_proj.device), num_groups)
         return Fp8Rows(codes, scales[..., ::GROUP, :] if self.has_blocks else scales.squeeze(-1))
 
     def _quantize(self, tensor: Tensor) -> Fp8Rows:

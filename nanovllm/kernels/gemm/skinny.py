@@ -9,14 +9,10 @@ the matmul before the division, sums the row's squares in the same pass, and div
 
 With programmatic dependent launch, a program requests its first weights before it waits for the
 kernel that produces its input.
-
-A single row may also be multiplied by FP8 weights, which are converted to fp32 in registers. x is
-not quantised.
 """
 
 import torch
 
-from nanovllm.kernels.fp8 import GROUP, dot_halves, load_block_scales, lower_halves
 from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
 
@@ -27,7 +23,7 @@ REGISTER_LIMIT = {} if torch.version.hip else {"maxnreg": 128}
 
 
 @triton.jit
-def _load_bias(bias_ptr, feature, mask, out_features, SILU: tl.constexpr):
+def load_bias(bias_ptr, feature, mask, out_features, SILU: tl.constexpr):
     """Returns the bias of the features and, with SwiGLU, that of the up projection's features."""
     bias = 0.0
     up_bias = 0.0
@@ -40,7 +36,7 @@ def _load_bias(bias_ptr, feature, mask, out_features, SILU: tl.constexpr):
 
 
 @triton.jit
-def _epilogue(y, up, bias_ptr, bias, up_bias, SILU: tl.constexpr, DTYPE: tl.constexpr):
+def epilogue(y, up, bias_ptr, bias, up_bias, SILU: tl.constexpr, DTYPE: tl.constexpr):
     """Adds the bias and applies SwiGLU. Rounds intermediate results as separate kernels would."""
     if bias_ptr is not None:
         y += bias
@@ -53,7 +49,7 @@ def _epilogue(y, up, bias_ptr, bias, up_bias, SILU: tl.constexpr, DTYPE: tl.cons
 
 
 @triton.jit
-def _load_row(
+def load_row(
     x_ptr, residual_ptr, norm_ptr, sum_ptr, column, squares, K: tl.constexpr
 ):  # fmt: skip
     """Loads columns of x, adds those of the residual, and stores the sum if this is program 0.
@@ -77,7 +73,6 @@ def _load_row(
 def _vector_kernel(
     x_ptr,
     weight_ptr,
-    scale_ptr,
     bias_ptr,
     out_ptr,
     residual_ptr,
@@ -88,14 +83,10 @@ def _vector_kernel(
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
     SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiplies one row on the CUDA cores. Each thread multiplies the weights that it loaded. The
-    scales of an FP8 weight are those of rows or, unless GROUP is None, of blocks."""
-    IS_FP8: tl.constexpr = scale_ptr is not None
-    NUM_SUMS: tl.constexpr = BLOCK_K // 16 if IS_FP8 else BLOCK_K
+    """Multiplies one row on the CUDA cores. Each thread multiplies the weights that it loaded."""
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_weight = feature < out_features
     row_ptr = weight_ptr + feature[:, None].to(tl.int64) * K
@@ -106,18 +97,11 @@ def _vector_kernel(
     up_weight = weight
     if SILU:
         up_weight = tl.load(up_ptr + column[None, :], mask=mask, other=0.0)
-    bias, up_bias = _load_bias(bias_ptr, feature, in_weight, out_features, SILU)
-    if GROUP is not None:  # all features of the program are in one row of blocks
-        scale_ptr += tl.program_id(0) * BLOCK_N // GROUP * (K // GROUP)
-        up_scale_ptr = scale_ptr + out_features // GROUP * (K // GROUP)
-    elif IS_FP8:
-        row_scale = tl.load(scale_ptr + feature, mask=in_weight, other=0.0)
-        if SILU:
-            up_row_scale = tl.load(scale_ptr + out_features + feature, mask=in_weight, other=0.0)
+    bias, up_bias = load_bias(bias_ptr, feature, in_weight, out_features, SILU)
     pdl_wait(PDL)
-    acc = tl.zeros([BLOCK_N, NUM_SUMS], tl.float32)
-    up_acc = tl.zeros([BLOCK_N, NUM_SUMS], tl.float32)
-    squares = tl.zeros([NUM_SUMS, 8] if IS_FP8 else [BLOCK_K], tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
         if start:
             column = start + tl.arange(0, BLOCK_K)
@@ -125,34 +109,14 @@ def _vector_kernel(
             weight = tl.load(row_ptr + column[None, :], mask=mask, other=0.0)
             if SILU:
                 up_weight = tl.load(up_ptr + column[None, :], mask=mask, other=0.0)
-        row = x_ptr, residual_ptr, norm_ptr, sum_ptr
-        if IS_FP8:
-            column = lower_halves(start, NUM_SUMS)
-            x, squares = _load_row(*row, column, squares, K)
-            upper_x, squares = _load_row(*row, column + 8, squares, K)
-            part = dot_halves(weight, x, upper_x)
-        else:
-            x, squares = _load_row(*row, column, squares, K)
-            part = weight.to(tl.float32) * x[None, :]
-        if GROUP is not None:
-            part *= load_block_scales(scale_ptr, start, K, NUM_SUMS, GROUP)
-        acc += part
+        x, squares = load_row(x_ptr, residual_ptr, norm_ptr, sum_ptr, column, squares, K)
+        acc += weight.to(tl.float32) * x[None, :]
         if SILU:
-            if IS_FP8:
-                part = dot_halves(up_weight, x, upper_x)
-            else:
-                part = up_weight.to(tl.float32) * x[None, :]
-            if GROUP is not None:
-                part *= load_block_scales(up_scale_ptr, start, K, NUM_SUMS, GROUP)
-            up_acc += part
+            up_acc += up_weight.to(tl.float32) * x[None, :]
     scale = tl.rsqrt(tl.sum(squares) / K + eps) if norm_ptr is not None else 1.0
     y = tl.sum(acc, axis=1) * scale
     up = tl.sum(up_acc, axis=1) * scale if SILU else y
-    if IS_FP8 and GROUP is None:
-        y *= row_scale
-        if SILU:
-            up *= up_row_scale
-    out = _epilogue(y, up, bias_ptr, bias, up_bias, SILU, out_ptr.dtype.element_ty)
+    out = epilogue(y, up, bias_ptr, bias, up_bias, SILU, out_ptr.dtype.element_ty)
     tl.store(out_ptr + feature, out, mask=in_weight)
 
 
@@ -213,7 +177,7 @@ def _matrix_kernel(
     weight = _load_tile(weight_ptr, first, out_features, 0, K, BLOCK_N, PARTS, BLOCK_K, WARPS)
     feature = first + tl.arange(0, BLOCK_N)[:, None]
     in_weight = feature < out_features
-    bias, up_bias = _load_bias(bias_ptr, feature, in_weight, out_features, SILU)
+    bias, up_bias = load_bias(bias_ptr, feature, in_weight, out_features, SILU)
     pdl_wait(PDL)
     x = _load_tile(x_ptr, 0, num_rows, 0, K, BLOCK_M, 1, BLOCK_K, WARPS)
     acc = tl.zeros([WARPS, PARTS * BLOCK_N, BLOCK_M], tl.float32)
@@ -228,7 +192,7 @@ def _matrix_kernel(
     up = y
     if SILU:
         y, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
-    out = _epilogue(y, up, bias_ptr, bias, up_bias, SILU, out_ptr.dtype.element_ty)
+    out = epilogue(y, up, bias_ptr, bias, up_bias, SILU, out_ptr.dtype.element_ty)
     row = tl.arange(0, BLOCK_M)[None, :]
     mask = (row < num_rows) & in_weight
     tl.store(out_ptr + row * out_features + feature, out, mask=mask)
@@ -284,17 +248,14 @@ def skinny_norm_linear(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Applies ``skinny_linear`` to RMSNorm(x + residual), for a single row x [1, in].
 
     Args:
-        weight: as in ``skinny_linear``; or in FP8, or uint8, the bits of FP8 numbers.
+        weight: as in ``skinny_linear``.
         norm: [in], the weight of the RMSNorm; None to multiply x itself, without a norm.
         eps: eps of the RMSNorm.
         residual: [1, in]; None for no residual add. It needs ``norm``.
-        scales: fp32, those of an FP8 weight: of its rows, or of blocks of GROUP x GROUP elements,
-            [rows / GROUP, in / GROUP].
 
     Returns:
         The result [1, out], and x + residual [1, in].
@@ -303,14 +264,10 @@ def skinny_norm_linear(
     assert len(x) == 1 and (residual is None or norm is not None)
     out = x.new_empty(1, out_features)
     total = x if residual is None else torch.empty_like(x)
-    config = vector_config if scales is None else fp8_vector_config
-    block_n, block_k, num_warps = config(out_features, width, silu)
-    has_groups = scales is not None and scales.dim() > 1
-    assert not has_groups or not (out_features % GROUP or width % GROUP)
+    block_n, block_k, num_warps = vector_config(out_features, width, silu)
     _vector_kernel[(cdiv(out_features, block_n),)](
         x,
         weight,
-        scales,
         bias,
         out,
         residual,
@@ -321,7 +278,6 @@ def skinny_norm_linear(
         K=width,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        GROUP=GROUP if has_groups else None,
         SILU=silu,
         num_warps=num_warps,
         **pdl_options(x),
@@ -352,20 +308,6 @@ def vector_config(out_features: int, width: int, silu: bool) -> tuple[int, int, 
         config = 4, 2048 if 4096 < width < 8192 else 1024, 4
     block_n, block_k, num_warps = config
     return block_n, min(block_k, next_power_of_2(width)), num_warps
-
-
-def fp8_vector_config(out_features: int, width: int, silu: bool) -> tuple[int, int, int]:
-    """The same for FP8 weights, tuned for the matrices of Qwen3-0.6B and 8B."""
-    if width <= 1024:
-        block_n, block_k, num_warps = (4 if silu else 8), 1024, 2
-    elif out_features <= 1024:
-        block_n, block_k, num_warps = 2, 2048, 8
-    elif width <= 4096:
-        block_n, block_k, num_warps = 4 if silu or out_features <= 4096 else 8, 2048, 4
-    else:
-        block_n, block_k, num_warps = 2, 2048, 2
-    # A thread loads 16 columns.
-    return block_n, min(block_k, max(16, next_power_of_2(width))), num_warps
 
 
 def matrix_config(x: torch.Tensor, out_features: int, silu: bool) -> tuple[int, int, int]:
