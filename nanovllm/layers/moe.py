@@ -102,10 +102,8 @@ class MoE(nn.Module):
             The result and the new residual, or their sum and None: see
             ``RowParallelLinear.forward_add``.
         """
-        x, residual = self.gate.linear_weight.input_format.rms_norm(
-            x, norm.weight, norm.eps, residual
-        )
-        routing = route(self.gate(x), self.top_k, self.norm_topk_prob, self.always_sorts)
+        x, logits, residual = self.gate.linear_weight.norm_and_matmul(x, residual, norm)
+        routing = route(logits, self.top_k, self.norm_topk_prob, self.always_sorts)
         if self.tp.size == 1 and output_norm is None:
             return self.experts.weights.apply(x, routing, residual), None
         x = self.tp.all_reduce(self.experts.weights.apply(x, routing, None))

@@ -193,6 +193,17 @@ class LinearWeight(ABC):
         normed, total = self.normalize(x, residual, norm)
         return self.matmul(normed) if act_fn is None else self.matmul_swiglu(normed, act_fn), total
 
+    def norm_and_matmul(
+        self, x: Tensor, residual: Tensor | None, norm: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Does what ``norm_matmul`` does, and returns the norm too. The weight is not quantised.
+
+        Returns:
+            norm(x + residual) [N, in], its product with the weight [N, out], and x + residual.
+        """
+        normed, total = self.normalize(x, residual, norm)
+        return normed, self.matmul(normed), total
+
     def normalize(self, x: Tensor, residual: Tensor | None, norm: Any) -> tuple[Any, Tensor]:
         """Returns norm(x + residual), in the input format, and x + residual. The arguments are
         those of ``norm_matmul``."""

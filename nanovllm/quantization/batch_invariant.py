@@ -98,6 +98,11 @@ class BatchInvariantWeight(UnquantizedWeight):
     ) -> tuple[Any, Tensor]:
         return LinearWeight.norm_matmul(self, x, residual, norm, act_fn)
 
+    def norm_and_matmul(
+        self, x: Tensor, residual: Tensor | None, norm: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return LinearWeight.norm_and_matmul(self, x, residual, norm)
+
     def norm_matmul_rope(self, *args: Any) -> None:
         return None
 

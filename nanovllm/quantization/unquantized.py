@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nanovllm.kernels.gemm import decode_gemm, hopper_gemm, qkv, swiglu, tiled
 from nanovllm.kernels.gemm.decode_gemm import decode_linear, decode_linear_add, decode_swiglu
 from nanovllm.kernels.gemm.onednn import onednn_linear, pack_weight
-from nanovllm.kernels.gemm.skinny import skinny_linear, skinny_norm_linear
+from nanovllm.kernels.gemm.skinny import skinny_linear, skinny_norm_and_linear, skinny_norm_linear
 from nanovllm.kernels.rope import CacheSlots, RopeInputs
 from nanovllm.quantization.base import PLAIN, LinearWeight, Shard
 from nanovllm.utils.loader import copy_weight
@@ -108,6 +108,7 @@ KERNELS: dict[str, tuple[Choice, ...]] = {
     ),
     "matmul_rope": (Choice(range(1024, sys.maxsize), _has_rope, _qkv_linear),),
     "norm_matmul": (Choice(range(1, 2), _is_not_lm_head, skinny_norm_linear),),
+    "norm_and_matmul": (Choice(range(1, 2), _is_not_lm_head, skinny_norm_and_linear),),
     "matmul_add": (
         Choice(DECODE_ROWS, _is_decode, decode_linear_add),
         Choice(ANY, _is_large_sum, _addmm),
@@ -208,6 +209,15 @@ class UnquantizedWeight(LinearWeight):
         if kernel is None or norm is None or not is_fused:
             return super().norm_matmul(x, residual, norm, act_fn)
         return kernel(x, weight, self.bias, gated, norm.weight, norm.eps, residual)
+
+    def norm_and_matmul(
+        self, x: Tensor, residual: Tensor | None, norm: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        weight = self._weight
+        kernel = choose_kernel("norm_and_matmul", x, weight, self.bias)
+        if kernel is None:
+            return super().norm_and_matmul(x, residual, norm)
+        return kernel(x, weight, self.bias, norm.weight, norm.eps, residual)
 
     def norm_matmul_rope(
         self,

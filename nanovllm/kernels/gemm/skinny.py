@@ -78,15 +78,18 @@ def _vector_kernel(
     residual_ptr,
     norm_ptr,
     sum_ptr,
+    normed_ptr,
     eps,
     out_features,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    NORMED: tl.constexpr,
     SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiplies one row on the CUDA cores. Each thread multiplies the weights that it loaded."""
+    """Multiplies one row on the CUDA cores. Each thread multiplies the weights that it loaded.
+    Each program stores NORMED columns of the norm too, unless ``normed_ptr`` is None."""
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_weight = feature < out_features
     row_ptr = weight_ptr + feature[:, None].to(tl.int64) * K
@@ -118,6 +121,17 @@ def _vector_kernel(
     up = tl.sum(up_acc, axis=1) * scale if SILU else y
     out = epilogue(y, up, bias_ptr, bias, up_bias, SILU, out_ptr.dtype.element_ty)
     tl.store(out_ptr + feature, out, mask=in_weight)
+    if normed_ptr is not None:
+        column = tl.program_id(0) * NORMED + tl.arange(0, NORMED)
+        in_row = column < K
+        x = tl.load(x_ptr + column, mask=in_row, other=0.0)
+        if residual_ptr is not None:
+            residual = tl.load(residual_ptr + column, mask=in_row, other=0.0)
+            x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        norm = tl.load(norm_ptr + column, mask=in_row, other=0.0)
+        # It is rounded before it is multiplied by the weight, as in kernels/rms_norm.py.
+        normed = (x.to(tl.float32) * scale).to(norm.dtype) * norm
+        tl.store(normed_ptr + column, normed.to(x.dtype), mask=in_row)
 
 
 @triton.jit
@@ -260,12 +274,44 @@ def skinny_norm_linear(
     Returns:
         The result [1, out], and x + residual [1, in].
     """
+    return _multiply_vector(x, weight, bias, silu, norm, eps, residual, None)
+
+
+def skinny_norm_and_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Does what ``skinny_norm_linear`` does without SwiGLU, and returns the norm too.
+
+    Returns:
+        RMSNorm(x + residual) [1, in], its product [1, out], and x + residual [1, in].
+    """
+    normed = torch.empty_like(x)
+    return normed, *_multiply_vector(x, weight, bias, False, norm, eps, residual, normed)
+
+
+def _multiply_vector(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    silu: bool,
+    norm: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    normed: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``skinny_norm_linear``. Writes the norm to ``normed``, unless it is None."""
     out_features, width = _check(x, weight, silu)
     assert len(x) == 1 and (residual is None or norm is not None)
     out = x.new_empty(1, out_features)
     total = x if residual is None else torch.empty_like(x)
     block_n, block_k, num_warps = vector_config(out_features, width, silu)
-    _vector_kernel[(cdiv(out_features, block_n),)](
+    num_programs = cdiv(out_features, block_n)
+    _vector_kernel[(num_programs,)](
         x,
         weight,
         bias,
@@ -273,11 +319,13 @@ def skinny_norm_linear(
         residual,
         norm,
         total,
+        normed,
         eps,
         out_features,
         K=width,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
+        NORMED=next_power_of_2(cdiv(width, num_programs)),
         SILU=silu,
         num_warps=num_warps,
         **pdl_options(x),

@@ -9,7 +9,6 @@ import torch
 from nanovllm.kernels.gemm.fp8_gemv import (
     ROWS,
     SLAB,
-    SLABS,
     product_slabs,
     slab_operands,
     split_parts,
@@ -17,7 +16,6 @@ from nanovllm.kernels.gemm.fp8_gemv import (
     tile_rows,
     x_columns,
 )
-from nanovllm.kernels.gemm.skinny import REGISTER_LIMIT
 from nanovllm.kernels.moe.activation import gated_activation
 from nanovllm.kernels.moe.experts import ExpertWeights
 from nanovllm.kernels.moe.gemv import launch_gemvs
@@ -26,9 +24,9 @@ from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import pdl_wait, tl, triton
 
 # Tuned for one token of Qwen3-30B-A3B (hidden size 2048, top 8, intermediate size 768) on an H200.
-GATE_UP_WARPS = 2
-MAX_DOWN_WARPS = 16
-_SLAB, _SLABS, _ROWS = tl.constexpr(SLAB), tl.constexpr(SLABS), tl.constexpr(ROWS)
+GATE_UP_CONFIG = 8, 2, 128
+DOWN_CONFIG = 8, 16, 128
+_SLAB, _ROWS = tl.constexpr(SLAB), tl.constexpr(ROWS)
 
 
 @triton.jit
@@ -45,6 +43,7 @@ def _gate_up_kernel(
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     GROUP: tl.constexpr,
+    SLABS: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -57,32 +56,32 @@ def _gate_up_kernel(
     assignment = tl.program_id(1).to(tl.int64)
     expert = tl.load(experts_ptr + assignment).to(tl.int64) * 2
     first = tl.program_id(0) * FEATURES
-    row, slab = tile_rows(WARPS, _ROWS)
+    row, slab = tile_rows(WARPS, SLABS, _ROWS)
     row = row // FEATURES * out_features + tl.minimum(first + row % FEATURES, out_features - 1)
     column = slab[:, None] * _SLAB + tl.arange(0, _SLAB)[None, :]
     codes_ptr = weight_ptr + (expert * out_features + row)[:, None] * WIDTH + column
-    x_slab, x_column = x_columns(WARPS)
+    x_slab, x_column = x_columns(WARPS, SLABS)
     x_column += x_slab * _SLAB
     x_ptr += assignment // TOP_K * WIDTH
-    scaled_column = product_slabs(WARPS) * _SLAB
+    scaled_column = product_slabs(WARPS, SLABS) * _SLAB
     if GROUP is not None:  # all features of the program are in one row of blocks
         part = expert * out_features + tl.arange(0, _ROWS) // FEATURES * out_features
         block_ptr = scales_ptr + ((first + part) // GROUP * (WIDTH // GROUP))[None, :]
         block_ptr += (scaled_column // GROUP)[:, None]
-    products = tl.zeros([_SLABS * WARPS, _ROWS, _SLABS], tl.float32)
-    for start in tl.static_range(0, WIDTH, _SLABS * WARPS * _SLAB):
+    products = tl.zeros([SLABS * WARPS, _ROWS, 8], tl.float32)
+    for start in tl.static_range(0, WIDTH, SLABS * WARPS * _SLAB):
         codes = tl.load(codes_ptr + start, mask=column < WIDTH - start, other=0.0)
         lower_x = tl.load(x_ptr + start + x_column, mask=x_column < WIDTH - start, other=0.0)
         upper_mask = x_column < WIDTH - start - 8
         upper_x = tl.load(x_ptr + start + x_column + 8, mask=upper_mask, other=0.0)
-        weight, x = slab_operands(codes, lower_x, upper_x, WARPS, _ROWS)
+        weight, x = slab_operands(codes, lower_x, upper_x, WARPS, SLABS, _ROWS)
         if GROUP is None:
             products = tl.dot(weight, x, products, input_precision="ieee")
         else:
             in_row = (scaled_column < WIDTH - start)[:, None]
             scale = tl.load(block_ptr + start // GROUP, mask=in_row, other=0.0)
             products += tl.dot(weight, x, input_precision="ieee") * scale[:, :, None]
-    gate, up = split_parts(sum_slabs(products, DTYPE, WARPS, _ROWS), _ROWS)
+    gate, up = split_parts(sum_slabs(products, DTYPE, WARPS, SLABS, _ROWS), _ROWS)
     feature = first + tl.arange(0, FEATURES)
     mask = feature < out_features
     index = expert * out_features + feature
@@ -110,6 +109,7 @@ def _down_kernel(
     WIDTH: tl.constexpr,
     TOP_K: tl.constexpr,
     GROUP: tl.constexpr,
+    SLABS: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -125,14 +125,14 @@ def _down_kernel(
     experts_ptr += token * TOP_K
     topk_weights_ptr += token * TOP_K
     first = tl.program_id(0) * _ROWS
-    row, slab = tile_rows(WARPS, _ROWS)
+    row, slab = tile_rows(WARPS, SLABS, _ROWS)
     row = tl.minimum(first + row, out_features - 1)
-    x_slab, x_column = x_columns(WARPS)
-    product_slab = product_slabs(WARPS)
+    x_slab, x_column = x_columns(WARPS, SLABS)
+    product_slab = product_slabs(WARPS, SLABS)
     feature = first + tl.arange(0, _ROWS)
     mask = feature < out_features
-    products = tl.zeros([_SLABS * WARPS, _ROWS, _SLABS], tl.float32)
-    for start in tl.static_range(0, NUM_SLABS, _SLABS * WARPS):
+    products = tl.zeros([SLABS * WARPS, _ROWS, 8], tl.float32)
+    for start in tl.static_range(0, NUM_SLABS, SLABS * WARPS):
         of_tile = start + slab
         is_used = of_tile < NUM_SLABS
         expert = tl.load(experts_ptr + of_tile // SLABS_PER_EXPERT, mask=is_used, other=0)
@@ -146,7 +146,7 @@ def _down_kernel(
         of_row_ptr = x_ptr + of_x // SLABS_PER_EXPERT * WIDTH + column
         lower_x = tl.load(of_row_ptr, mask=x_is_used & (column < WIDTH), other=0.0)
         upper_x = tl.load(of_row_ptr + 8, mask=x_is_used & (column < WIDTH - 8), other=0.0)
-        weight, x = slab_operands(codes, lower_x, upper_x, WARPS, _ROWS)
+        weight, x = slab_operands(codes, lower_x, upper_x, WARPS, SLABS, _ROWS)
         of_product = start + product_slab
         is_used = of_product < NUM_SLABS
         assignment = of_product // SLABS_PER_EXPERT
@@ -160,7 +160,7 @@ def _down_kernel(
             block += of_product % SLABS_PER_EXPERT * _SLAB // GROUP
             scale *= tl.load(scales_ptr + block)[:, None]
         products += tl.dot(weight, x, input_precision="ieee") * scale[:, :, None]
-    out = sum_slabs(products, DTYPE, WARPS, _ROWS)
+    out = sum_slabs(products, DTYPE, WARPS, SLABS, _ROWS)
     if bias_ptr is not None:
         for i in tl.static_range(TOP_K):
             expert = tl.load(experts_ptr + i).to(tl.int64)
@@ -178,18 +178,11 @@ def experts_fp8_gemv(
     """Computes what ``experts_reference`` does, for a few tokens and FP8 weights without NaN."""
     width = experts.down.size(2)
     num_slabs = routing.topk_ids.size(1) * cdiv(width, SLAB)
-    down_warps = min(MAX_DOWN_WARPS, next_power_of_2(cdiv(num_slabs, SLABS)))
     assert experts.group is None or experts.group % SLAB == 0
-    shared = {"GROUP": experts.group, "num_stages": 1, **REGISTER_LIMIT}
-    gate_up = shared | {
-        "scales_ptr": experts.gate_up_scales,
-        "WARPS": GATE_UP_WARPS,
-        "num_warps": GATE_UP_WARPS,
-    }
-    down = shared | {
-        "scales_ptr": experts.down_scales,
-        "WARPS": down_warps,
-        "num_warps": down_warps,
-    }
+    slabs, warps, registers = GATE_UP_CONFIG
+    gate_up = {"GROUP": experts.group, "SLABS": slabs, "WARPS": warps, "num_warps": warps, "maxnreg": registers, "num_stages": 1, "scales_ptr": experts.gate_up_scales}
+    slabs, warps, registers = DOWN_CONFIG
+    warps = min(warps, next_power_of_2(cdiv(num_slabs, slabs)))
+    down = {"GROUP": experts.group, "SLABS": slabs, "WARPS": warps, "num_warps": warps, "maxnreg": registers, "num_stages": 1, "scales_ptr": experts.down_scales}
     kernels, features = (_gate_up_kernel, _down_kernel), (ROWS // 2, ROWS)
     return launch_gemvs(x, experts, routing, residual, kernels, features, (gate_up, down))

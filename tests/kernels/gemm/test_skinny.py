@@ -6,10 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.gemm.skinny import MAX_ROWS, skinny_linear, skinny_norm_linear
+from nanovllm.kernels.gemm.skinny import (
+    MAX_ROWS,
+    skinny_linear,
+    skinny_norm_and_linear,
+    skinny_norm_linear,
+)
 from nanovllm.kernels.rms_norm import rms_norm_reference
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
 from nanovllm.layers.activation import SiluAndMul
+from tests.kernels.oracle import poisoned
 from tests.quantization.test_unquantized import Norm, make_weight
 
 SHAPES = [
@@ -87,6 +93,22 @@ def test_norm_and_residual_before_it(dtype, all_flags, device):
         check(found, expected)
         assert torch.equal(found_total, total)
         assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+
+
+def test_the_norm_is_returned_too(dtype, device):
+    """By each program a part, also if there are more programs than columns, or just one."""
+    for features, width in (*SHAPES, (4, 72), (600, 40)):
+        x, residual = (make(1, width, dtype=dtype, device=device) for _ in range(2))
+        weight = make(features, width, dtype=dtype, device=device, scale=width**-0.5)
+        norm = make(width, dtype=dtype, device=device)
+        for added in (None, residual):
+            expected, total = rms_norm_reference(x, norm, EPS, added)
+            with pytest.MonkeyPatch.context() as context:
+                poisoned(context)
+                normed, y, found_total = skinny_norm_and_linear(x, weight, None, norm, EPS, added)
+            check(normed, expected)
+            check(y, F.linear(expected, weight))
+            assert torch.equal(found_total, total)
 
 
 @pytest.mark.gpu
