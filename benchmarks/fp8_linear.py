@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanovllm.kernels.fp8 import Fp8Rows, quantize, quantize_blocks, quantize_row_groups
 from nanovllm.kernels.gemm import fp8
-from nanovllm.kernels.gemm.fp8_gemv import fp8_gemv
+from nanovllm.kernels.gemm.skinny import skinny_norm_linear
 from nanovllm.quantization.unquantized import choose_kernel
 from nanovllm.utils.triton_compat import shared_memory
 
@@ -63,7 +63,10 @@ def measure(name: str, num_rows: int) -> None:
     results["_scaled_mm"] = fp8_time(fp8.scaled_linear)
     if num_rows == 1:
         results["one row"] = microseconds(
-            lambda i: fp8_gemv(x, *weights[i], None, name == "gate_up")[0], count
+            lambda i: skinny_norm_linear(
+                x, weights[i].codes, None, name == "gate_up", scales=weights[i].scales
+            )[0],
+            count,
         )
     groups, blocks = quantize_row_groups(x), [quantize_blocks(weight) for weight in plain]
 
@@ -74,7 +77,10 @@ def measure(name: str, num_rows: int) -> None:
     results["blocks in tiles"] = block_time(fp8.fp8_tile_linear)
     if num_rows == 1:
         results["one row of blocks"] = microseconds(
-            lambda i: fp8_gemv(x, *blocks[i], None, name == "gate_up")[0], count
+            lambda i: skinny_norm_linear(
+                x, blocks[i].codes, None, name == "gate_up", scales=blocks[i].scales
+            )[0],
+            count,
         )
     if num_rows > 1:
         results["blocks by _scaled_mm"] = block_time(fp8.scaled_block_linear)

@@ -84,7 +84,7 @@ def unpack_rows(packed: Tensor, num_groups: int) -> Fp8Rows:
     """Undoes ``pack_rows``. The scales are [..., N, num_groups].
 
     Raises:
-        ValueError: an FP8 number is NaN. The kernels that convert FP8 to bf16 take it for 480.
+        ValueError: an FP8 number is NaN, as in a damaged checkpoint.
     """
     codes, scales = packed.split((packed.size(-1) - 4 * num_groups, 4 * num_groups), -1)
     if (codes & 127 == 127).any():

@@ -5,8 +5,8 @@ checkpoint has them in FP8. The scales depend on the whole rows of a checkpoint'
 tensor-parallel rank has its part of the same FP8 weights.
 
 Inputs are quantised by the norm or the activation. A single row is not, because most of its matmuls
-are fastest in ``fp8_gemv``, with which the norm and SwiGLU are fused. But on Hopper, in bf16 and
-without blocks, it is quantised if the weight is large.
+are fastest on the CUDA cores, where the norm and SwiGLU are fused with them. But on Hopper, in bf16
+and without blocks, it is quantised if the weight is large.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ from nanovllm.kernels.fp8 import (
     unpack_rows,
 )
 from nanovllm.kernels.gemm.fp8 import fp8_linear, fp8_linear_add, is_decode
-from nanovllm.kernels.gemm.fp8_gemv import fp8_gemv
+from nanovllm.kernels.gemm.skinny import skinny_norm_linear
 from nanovllm.kernels.rms_norm import fp8_group_rms_norm, fp8_rms_norm
 from nanovllm.kernels.silu_and_mul import (
     fp8_gelu_tanh_and_mul,
@@ -124,7 +124,7 @@ class StoredFp8Weight(LinearWeight):
         return Fp8Rows(self.layer.weight, self.layer.weight_scale)
 
     def _is_vector(self, x: Any) -> bool:
-        """Returns whether ``fp8_gemv`` multiplies this x."""
+        """Returns whether ``skinny_norm_linear`` multiplies this x."""
         is_row = isinstance(x, Tensor) and x.dim() == 2 and len(x) == 1 and x.is_contiguous()
         return is_row and use_triton(self.layer.weight)
 
@@ -153,7 +153,7 @@ class StoredFp8Weight(LinearWeight):
         weight, scales = self._weight
         if x.is_cuda and torch.cuda.get_device_capability(x.device) < FP8_MATMUL_CAPABILITY:
             weight = weight.view(torch.uint8)
-        return fp8_gemv(x, weight, scales, self.bias, silu, norm, eps, residual)
+        return skinny_norm_linear(x, weight, self.bias, silu, norm, eps, residual, scales)
 
 
 class Fp8Weight(StoredFp8Weight):

@@ -19,9 +19,7 @@ from nanovllm.kernels.fp8 import (
     unpack_rows,
 )
 from nanovllm.kernels.moe.experts import ExpertWeights
-from nanovllm.kernels.moe.fp8_gemv import experts_fp8_gemv
-from nanovllm.kernels.moe.route import MAX_UNSORTED_TOKENS
-from nanovllm.quantization.experts import KERNELS, BatchInvariantExperts, UnquantizedExperts
+from nanovllm.quantization.experts import BatchInvariantExperts, UnquantizedExperts
 from nanovllm.quantization.fp8 import FP8_MATMUL_CAPABILITY
 
 
@@ -47,10 +45,6 @@ class Fp8Experts(UnquantizedExperts):
     down_proj_scale: fp32 [E, 2 I] and [E, hidden]. Biases are as those of UnquantizedExperts."""
 
     has_blocks = False
-    kernels: tuple[tuple[range, Any], ...] = (
-        (range(1, MAX_UNSORTED_TOKENS + 1), experts_fp8_gemv),
-        *KERNELS[1:],
-    )
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

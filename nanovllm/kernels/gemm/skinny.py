@@ -9,10 +9,14 @@ the matmul before the division, sums the row's squares in the same pass, and div
 
 With programmatic dependent launch, a program requests its first weights before it waits for the
 kernel that produces its input.
+
+A single row may also be multiplied by FP8 weights, which are converted to fp32 in registers. x is
+not quantised.
 """
 
 import torch
 
+from nanovllm.kernels.fp8 import GROUP, fp8_values
 from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
 
@@ -23,7 +27,7 @@ REGISTER_LIMIT = {} if torch.version.hip else {"maxnreg": 128}
 
 
 @triton.jit
-def load_bias(bias_ptr, feature, mask, out_features, SILU: tl.constexpr):
+def _load_bias(bias_ptr, feature, mask, out_features, SILU: tl.constexpr):
     """Returns the bias of the features and, with SwiGLU, that of the up projection's features."""
     bias = 0.0
     up_bias = 0.0
@@ -36,7 +40,7 @@ def load_bias(bias_ptr, feature, mask, out_features, SILU: tl.constexpr):
 
 
 @triton.jit
-def epilogue(y, up, bias_ptr, bias, up_bias, SILU: tl.constexpr, DTYPE: tl.constexpr):
+def _epilogue(y, up, bias_ptr, bias, up_bias, SILU: tl.constexpr, DTYPE: tl.constexpr):
     """Adds the bias and applies SwiGLU. Rounds intermediate results as separate kernels would."""
     if bias_ptr is not None:
         y += bias
@@ -49,30 +53,25 @@ def epilogue(y, up, bias_ptr, bias, up_bias, SILU: tl.constexpr, DTYPE: tl.const
 
 
 @triton.jit
-def load_row(
-    x_ptr, residual_ptr, norm_ptr, sum_ptr, column, squares, K: tl.constexpr
-):  # fmt: skip
-    """Loads columns of x, adds those of the residual, and stores the sum if this is program 0.
-    Returns them in fp32, multiplied by the norm's weight, and ``squares`` plus the squares of what
-    they were before."""
-    in_row = column < K
-    x = tl.load(x_ptr + column, mask=in_row, other=0.0)
-    if residual_ptr is not None:
-        residual = tl.load(residual_ptr + column, mask=in_row, other=0.0)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-        is_first = column * 0 + tl.program_id(0) == 0
-        tl.store(sum_ptr + column, x, mask=in_row & is_first)
-    x = x.to(tl.float32)
-    if norm_ptr is not None:
-        squares += x * x
-        x *= tl.load(norm_ptr + column, mask=in_row, other=0.0).to(tl.float32)
-    return x, squares
+def _dot_in_threads(weight, x, LENGTH: tl.constexpr):
+    """Multiplies a tile of a weight [N, K] by x [K], and sums over LENGTH columns, which one thread
+    has loaded: [N, K / LENGTH]."""
+    products = fp8_values(weight, tl.float32) * x[None, :]
+    shape: tl.constexpr = (weight.shape[0], weight.shape[1] // LENGTH, LENGTH)
+    return tl.sum(tl.reshape(products, shape), axis=2)
+
+
+@triton.jit
+def _load_scales(scale_ptr, group, NUM_GROUPS: tl.constexpr):
+    """Loads the scales of columns in the given groups, which may be past the last one."""
+    return tl.load(scale_ptr + group, mask=group < NUM_GROUPS, other=0.0)[None, :]
 
 
 @triton.jit
 def _vector_kernel(
     x_ptr,
     weight_ptr,
+    scale_ptr,
     bias_ptr,
     out_ptr,
     residual_ptr,
@@ -84,12 +83,16 @@ def _vector_kernel(
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LENGTH: tl.constexpr,
+    GROUP: tl.constexpr,
     NORMED: tl.constexpr,
     SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiplies one row on the CUDA cores. Each thread multiplies the weights that it loaded.
-    Each program stores NORMED columns of the norm too, unless ``normed_ptr`` is None."""
+    """Multiplies one row on the CUDA cores. Each thread multiplies the weights that it loaded. The
+    scales of an FP8 weight are those of rows or, unless GROUP is None, of blocks. Each program
+    stores NORMED columns of the norm too, unless ``normed_ptr`` is None."""
+    NUM_SUMS: tl.constexpr = BLOCK_K // LENGTH
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_weight = feature < out_features
     row_ptr = weight_ptr + feature[:, None].to(tl.int64) * K
@@ -100,10 +103,19 @@ def _vector_kernel(
     up_weight = weight
     if SILU:
         up_weight = tl.load(up_ptr + column[None, :], mask=mask, other=0.0)
-    bias, up_bias = load_bias(bias_ptr, feature, in_weight, out_features, SILU)
+    bias, up_bias = _load_bias(bias_ptr, feature, in_weight, out_features, SILU)
+    if GROUP is not None:  # all features of the program are in one row of blocks
+        NUM_GROUPS: tl.constexpr = K // GROUP
+        scale_ptr += tl.program_id(0) * BLOCK_N // GROUP * NUM_GROUPS
+        up_scale_ptr = scale_ptr + out_features // GROUP * NUM_GROUPS
+        first_group = tl.arange(0, NUM_SUMS) * LENGTH // GROUP
+    elif scale_ptr is not None:
+        row_scale = tl.load(scale_ptr + feature, mask=in_weight, other=0.0)
+        if SILU:
+            up_row_scale = tl.load(scale_ptr + out_features + feature, mask=in_weight, other=0.0)
     pdl_wait(PDL)
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    acc = tl.zeros([BLOCK_N, NUM_SUMS], tl.float32)
+    up_acc = tl.zeros([BLOCK_N, NUM_SUMS], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
         if start:
@@ -112,14 +124,34 @@ def _vector_kernel(
             weight = tl.load(row_ptr + column[None, :], mask=mask, other=0.0)
             if SILU:
                 up_weight = tl.load(up_ptr + column[None, :], mask=mask, other=0.0)
-        x, squares = load_row(x_ptr, residual_ptr, norm_ptr, sum_ptr, column, squares, K)
-        acc += weight.to(tl.float32) * x[None, :]
+        in_row = column < K
+        x = tl.load(x_ptr + column, mask=in_row, other=0.0)
+        if residual_ptr is not None:
+            residual = tl.load(residual_ptr + column, mask=in_row, other=0.0)
+            x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+            is_first = column * 0 + tl.program_id(0) == 0
+            tl.store(sum_ptr + column, x, mask=in_row & is_first)
+        x = x.to(tl.float32)
+        if norm_ptr is not None:
+            squares += x * x
+            x *= tl.load(norm_ptr + column, mask=in_row, other=0.0).to(tl.float32)
+        part = _dot_in_threads(weight, x, LENGTH)
+        if GROUP is not None:
+            part *= _load_scales(scale_ptr, start // GROUP + first_group, NUM_GROUPS)
+        acc += part
         if SILU:
-            up_acc += up_weight.to(tl.float32) * x[None, :]
+            part = _dot_in_threads(up_weight, x, LENGTH)
+            if GROUP is not None:
+                part *= _load_scales(up_scale_ptr, start // GROUP + first_group, NUM_GROUPS)
+            up_acc += part
     scale = tl.rsqrt(tl.sum(squares) / K + eps) if norm_ptr is not None else 1.0
     y = tl.sum(acc, axis=1) * scale
     up = tl.sum(up_acc, axis=1) * scale if SILU else y
-    out = epilogue(y, up, bias_ptr, bias, up_bias, SILU, out_ptr.dtype.element_ty)
+    if scale_ptr is not None and GROUP is None:
+        y *= row_scale
+        if SILU:
+            up *= up_row_scale
+    out = _epilogue(y, up, bias_ptr, bias, up_bias, SILU, out_ptr.dtype.element_ty)
     tl.store(out_ptr + feature, out, mask=in_weight)
     if normed_ptr is not None:
         column = tl.program_id(0) * NORMED + tl.arange(0, NORMED)
@@ -191,7 +223,7 @@ def _matrix_kernel(
     weight = _load_tile(weight_ptr, first, out_features, 0, K, BLOCK_N, PARTS, BLOCK_K, WARPS)
     feature = first + tl.arange(0, BLOCK_N)[:, None]
     in_weight = feature < out_features
-    bias, up_bias = load_bias(bias_ptr, feature, in_weight, out_features, SILU)
+    bias, up_bias = _load_bias(bias_ptr, feature, in_weight, out_features, SILU)
     pdl_wait(PDL)
     x = _load_tile(x_ptr, 0, num_rows, 0, K, BLOCK_M, 1, BLOCK_K, WARPS)
     acc = tl.zeros([WARPS, PARTS * BLOCK_N, BLOCK_M], tl.float32)
@@ -206,7 +238,7 @@ def _matrix_kernel(
     up = y
     if SILU:
         y, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
-    out = epilogue(y, up, bias_ptr, bias, up_bias, SILU, out_ptr.dtype.element_ty)
+    out = _epilogue(y, up, bias_ptr, bias, up_bias, SILU, out_ptr.dtype.element_ty)
     row = tl.arange(0, BLOCK_M)[None, :]
     mask = (row < num_rows) & in_weight
     tl.store(out_ptr + row * out_features + feature, out, mask=mask)
@@ -262,19 +294,22 @@ def skinny_norm_linear(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Applies ``skinny_linear`` to RMSNorm(x + residual), for a single row x [1, in].
 
     Args:
-        weight: as in ``skinny_linear``.
+        weight: as in ``skinny_linear``; or in FP8, or uint8, the bits of FP8 numbers.
         norm: [in], the weight of the RMSNorm; None to multiply x itself, without a norm.
         eps: eps of the RMSNorm.
         residual: [1, in]; None for no residual add. It needs ``norm``.
+        scales: fp32, those of an FP8 weight: of its rows, or of blocks of GROUP x GROUP elements,
+            [rows / GROUP, in / GROUP].
 
     Returns:
         The result [1, out], and x + residual [1, in].
     """
-    return _multiply_vector(x, weight, bias, silu, norm, eps, residual, None)
+    return _multiply_vector(x, weight, bias, silu, norm, eps, residual, scales)
 
 
 def skinny_norm_and_linear(
@@ -291,7 +326,7 @@ def skinny_norm_and_linear(
         RMSNorm(x + residual) [1, in], its product [1, out], and x + residual [1, in].
     """
     normed = torch.empty_like(x)
-    return normed, *_multiply_vector(x, weight, bias, False, norm, eps, residual, normed)
+    return normed, *_multiply_vector(x, weight, bias, False, norm, eps, residual, None, normed)
 
 
 def _multiply_vector(
@@ -302,18 +337,23 @@ def _multiply_vector(
     norm: torch.Tensor | None,
     eps: float,
     residual: torch.Tensor | None,
-    normed: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    normed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``skinny_norm_linear``. Writes the norm to ``normed``, unless it is None."""
     out_features, width = _check(x, weight, silu)
     assert len(x) == 1 and (residual is None or norm is not None)
     out = x.new_empty(1, out_features)
     total = x if residual is None else torch.empty_like(x)
-    block_n, block_k, num_warps = vector_config(out_features, width, silu)
+    config = vector_config if scales is None else fp8_vector_config
+    block_n, block_k, num_warps = config(out_features, width, silu)
+    has_groups = scales is not None and scales.dim() > 1
+    assert not has_groups or not (out_features % GROUP or width % GROUP)
     num_programs = cdiv(out_features, block_n)
     _vector_kernel[(num_programs,)](
         x,
         weight,
+        scales,
         bias,
         out,
         residual,
@@ -325,6 +365,10 @@ def _multiply_vector(
         K=width,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
+        # The 16 numbers of FP8 that a thread loads at once. With their sum in one register, there
+        # is room for more loads in flight.
+        LENGTH=1 if scales is None else min(16, block_k),
+        GROUP=GROUP if has_groups else None,
         NORMED=next_power_of_2(cdiv(width, num_programs)),
         SILU=silu,
         num_warps=num_warps,
@@ -356,6 +400,20 @@ def vector_config(out_features: int, width: int, silu: bool) -> tuple[int, int, 
         config = 4, 2048 if 4096 < width < 8192 else 1024, 4
     block_n, block_k, num_warps = config
     return block_n, min(block_k, next_power_of_2(width)), num_warps
+
+
+def fp8_vector_config(out_features: int, width: int, silu: bool) -> tuple[int, int, int]:
+    """The same for FP8 weights, tuned for the matrices of Qwen3-0.6B and 8B."""
+    if width <= 1024:
+        block_n, block_k, num_warps = (4 if silu else 8), 1024, 2
+    elif out_features <= 1024:
+        block_n, block_k, num_warps = 2, 2048, 8
+    elif width <= 4096:
+        block_n, block_k, num_warps = 4 if silu or out_features <= 4096 else 8, 2048, 4
+    else:
+        block_n, block_k, num_warps = 2, 2048, 2
+    # A thread loads 16 columns.
+    return block_n, min(block_k, max(16, next_power_of_2(width))), num_warps
 
 
 def matrix_config(x: torch.Tensor, out_features: int, silu: bool) -> tuple[int, int, int]:

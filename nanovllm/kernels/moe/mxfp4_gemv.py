@@ -137,11 +137,11 @@ def _multiply(
 def _gate_up_kernel(
     x_ptr,
     words_ptr,
+    word_scales_ptr,
     out_ptr,
     experts_ptr,
     bias_ptr,
     out_features,
-    word_scales_ptr,
     WIDTH: tl.constexpr,
     TOP_K: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -176,13 +176,13 @@ def _gate_up_kernel(
 def _down_kernel(
     x_ptr,
     words_ptr,
+    word_scales_ptr,
     out_ptr,
     experts_ptr,
-    topk_weights_ptr,
+    scales_ptr,
     bias_ptr,
     residual_ptr,
     out_features,
-    word_scales_ptr,
     WIDTH: tl.constexpr,
     TOP_K: tl.constexpr,
     WARPS: tl.constexpr,
@@ -202,7 +202,7 @@ def _down_kernel(
     )  # fmt: skip
     warp = tl.arange(0, WARPS)
     i = warp // WARPS_PER_EXPERT
-    scale = tl.load(topk_weights_ptr + first + i, mask=i < TOP_K, other=0.0)[:, None]
+    scale = tl.load(scales_ptr + first + i, mask=i < TOP_K, other=0.0)[:, None]
     feature = tl.program_id(0) * _FEATURES + tl.arange(0, _FEATURES)
     mask = feature < out_features
     if bias_ptr is not None:
@@ -230,13 +230,8 @@ def experts_gemv_mxfp4(
         "num_stages": 1,  # weights go straight to registers
         **REGISTER_LIMIT,
     }
-    gate_up = shared | {
-        "word_scales_ptr": experts.gate_up_scales,
-        "WARPS": GATE_UP_WARPS,
-        "num_warps": GATE_UP_WARPS,
-    }
+    gate_up = shared | {"WARPS": GATE_UP_WARPS, "num_warps": GATE_UP_WARPS}
     down = shared | {
-        "word_scales_ptr": experts.down_scales,
         "WARPS": down_warps,
         "WARPS_PER_EXPERT": DOWN_WARPS_PER_EXPERT,
         "num_warps": down_warps,

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.fp8 import dequantize, quantize, quantize_blocks
 from nanovllm.kernels.gemm.skinny import (
     MAX_ROWS,
     skinny_linear,
@@ -108,6 +109,33 @@ def test_the_norm_is_returned_too(dtype, device):
                 normed, y, found_total = skinny_norm_and_linear(x, weight, None, norm, EPS, added)
             check(normed, expected)
             check(y, F.linear(expected, weight))
+            assert torch.equal(found_total, total)
+
+
+@pytest.mark.parametrize("has_blocks", [False, True])
+@pytest.mark.parametrize("as_bits", [False, True])
+def test_fp8_weights(as_bits, has_blocks, device):
+    """With and without the fused operations, against the dequantised weight. All scales differ."""
+    shapes = [(128, 2304), (256, 128)] if has_blocks else SHAPES[:4]
+    function = quantize_blocks if has_blocks else quantize
+    for (features, width), silu in itertools.product(shapes, (False, True)):
+        sizes = torch.logspace(-1, 1, features)[:, None] * torch.logspace(-1, 1, width)
+        rows = [function(torch.randn(features, width) * sizes * 10**i) for i in range(1 + silu)]
+        codes, scales = (torch.cat(parts).to(device) for parts in zip(*rows, strict=True))
+        weight = torch.cat([dequantize(part) for part in rows]).to(device)
+        x, residual = (make(1, width, dtype=torch.float32, device=device) for _ in range(2))
+        bias = make(len(weight), dtype=torch.float32, device=device)
+        norm = make(width, dtype=torch.float32, device=device, scale=width**-0.5)
+        codes = codes.view(torch.uint8) if as_bits else codes
+        for fused in ((), (norm, EPS, residual)):
+            total = x + residual if fused else x
+            normed = rms_norm_reference(total, norm, EPS)[0] if fused else x
+            expected = F.linear(normed, weight, bias)
+            if silu:
+                expected = silu_and_mul_reference(expected)
+            none = (None, 0.0, None)
+            found, found_total = skinny_norm_linear(x, codes, bias, silu, *(fused or none), scales)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max())
             assert torch.equal(found_total, total)
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nanovllm.kernels.fp8 import FP8, GROUP, Fp8Rows, dequantize, quantize, quantize_blocks
-from nanovllm.kernels.moe import grouped
+from nanovllm.kernels.moe import gemv, grouped
 from nanovllm.kernels.moe.experts import ExpertWeights, clamped_swiglu, experts_reference
-from nanovllm.kernels.moe.fp8_gemv import experts_fp8_gemv
+from nanovllm.kernels.moe.gemv import experts_gemv
 from nanovllm.kernels.moe.grouped import Tile, experts_grouped
 from nanovllm.kernels.moe.route import Routing, route_triton
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
@@ -162,6 +162,8 @@ def in_bits(experts: ExpertWeights) -> ExpertWeights:
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_few_tokens(num_tokens, has_bits, has_blocks, dtype, monkeypatch):
     """Three tokens of which two have the same experts."""
+    monkeypatch.setattr(gemv, "FP8_GATE_UP_CONFIG", (64, 128, 1))
+    monkeypatch.setattr(gemv, "FP8_DOWN_CONFIG", (64, 256 if has_blocks else 64, 1))
     routing = make_routing(torch.tensor([[3, 1], [0, 5], [3, 1]])[:num_tokens], 6)
     sizes = (256, 384) if has_blocks else (200, 72)
     x, residual, experts = make(routing, *sizes, dtype, has_blocks, has_biases=num_tokens == 3)
@@ -169,7 +171,7 @@ def test_few_tokens(num_tokens, has_bits, has_blocks, dtype, monkeypatch):
         experts = in_bits(experts)
     with monkeypatch.context() as context:
         poisoned(context)
-        found = experts_fp8_gemv(x, experts, routing, residual)
+        found = experts_gemv(x, experts, routing, residual)
     check(lambda *_: found, routing, x, experts, residual)
 
 
@@ -216,6 +218,6 @@ def test_a_layer_of_qwen3_30b_a3b(num_tokens, has_blocks, monkeypatch):
     routing = random_routing(num_tokens, 128, 8)
     x, residual, experts = make(routing, 2048, 768, torch.bfloat16, has_blocks)
     if num_tokens <= 4:
-        check(experts_fp8_gemv, routing, x, experts, residual)
+        check(experts_gemv, routing, x, experts, residual)
     check_quantized(routing, x, experts, residual, monkeypatch)
     check(experts_grouped, routing, x, in_bits(experts), residual)
