@@ -1,0 +1,119 @@
+"""What the parts of a layer add to a decode step: ``python -m benchmarks.decode_step [OPTIONS]``.
+
+Options are those of ``bench.py``. With programmatic dependent launch, kernels start early and wait.
+So a profiler's time of a kernel says little about what the step would take without it. Here the
+step's CUDA graph is captured again without a part, and replayed. The results are of course wrong.
+Of two parts that overlap, each may add less than its own time.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from bench import parse_args
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.cuda_graphs import small_cublas_workspace
+from nanovllm.kernels.moe.route import Routing
+from nanovllm.layers import moe
+from nanovllm.layers.attention import Attention
+from nanovllm.models.decoder import DecoderMLP
+
+INPUT_LEN, OUTPUT_LEN = 128, 300
+NUM_REPLAYS, NUM_REPEATS = 25, 3
+
+
+def _in_decodes(replacement: Callable[..., Any], original: Callable[..., Any]) -> Any:
+    """Returns a method that calls ``replacement`` for one token, and ``original`` otherwise."""
+
+    def method(self: Any, x: Any, *args: Any) -> Any:
+        return replacement(x, *args) if len(x) == 1 else original(self, x, *args)
+
+    return method
+
+
+def _route_to_first(
+    logits: torch.Tensor, top_k: int, norm_topk_prob: bool, always_sorts: bool = False
+) -> Routing:
+    weights = logits.new_ones(len(logits), top_k, dtype=torch.float32)
+    experts = torch.arange(top_k, dtype=torch.int32, device=logits.device)
+    return Routing(weights / top_k, experts.expand(len(logits), top_k).contiguous())
+
+
+@contextmanager
+def without(part: str) -> Iterator[None]:
+    """Makes steps with one token run without a part of each layer.
+
+    Args:
+        part: "attention" (which includes RoPE and the store of keys and values), "MLP", "mixture"
+            (norm, router and experts) or "routing" (softmax and top-k).
+    """
+    replaced: dict[str, tuple[Any, str, Any]] = {
+        "attention": (Attention, "forward", lambda q, *_: q),
+        "MLP": (DecoderMLP, "forward", lambda x, residual, *_: (x, residual)),
+        "mixture": (moe.MoE, "forward", lambda x, residual, *_: (x, residual)),
+    }
+    if part == "routing":
+        context: Any = patch.object(moe, "route", _route_to_first)
+    else:
+        owner, name, replacement = replaced[part]
+        context = patch.object(owner, name, _in_decodes(replacement, getattr(owner, name)))
+    with context:
+        yield
+
+
+def parts_of(llm: LLM) -> list[str]:
+    layers = llm.model_runner.model.model.layers
+    has_experts = any(isinstance(layer.mlp, moe.MoE) for layer in layers)
+    has_mlp = any(isinstance(layer.mlp, DecoderMLP) for layer in layers)
+    return ["attention", *["MLP"] * has_mlp, *["mixture", "routing"] * has_experts]
+
+
+def step_microseconds(llm: LLM, inputs: torch.Tensor) -> float:
+    """Captures a decode of one sequence, and returns the least mean time of its replays.
+
+    Args:
+        inputs: the contents of the graphs' input buffer after such a decode.
+    """
+    graphs: Any = llm.model_runner.graphs
+    (size,) = (s for s in graphs.graphs if not s.is_prefill and s.num_seqs == 1)
+    with torch.inference_mode(), small_cublas_workspace():
+        graphs.capture([size])
+        graphs.buffer.copy_(inputs)
+    replay, seconds = graphs.graphs[size].graph.replay, []
+    replay()
+    for _ in range(NUM_REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(NUM_REPLAYS):
+            replay()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3 / NUM_REPLAYS)
+    return min(seconds) * 1e6
+
+
+def main() -> None:
+    args = parse_args()
+    args.engine |= {"max_num_seqs": 1}
+    with LLM(args.model, **args.engine) as llm:
+        params = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.6, ignore_eos=True)
+        llm.generate([list(range(INPUT_LEN))], params, use_tqdm=False)
+        inputs = llm.model_runner.graphs.buffer.clone()  # type: ignore[attr-defined]
+        num_layers = len(llm.model_runner.model.model.layers)
+        step = step_microseconds(llm, inputs)
+        record = {"model": args.model_name, "device": torch.cuda.get_device_name()}
+        record |= {"context": INPUT_LEN + OUTPUT_LEN, "num_layers": num_layers}
+        record |= {"step_us": round(step, 1), "layer_us": {}}
+        for part in parts_of(llm):
+            with without(part):
+                added = (step - step_microseconds(llm, inputs)) / num_layers
+            record["layer_us"][part] = round(added, 1)
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()
