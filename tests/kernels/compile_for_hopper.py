@@ -518,7 +518,6 @@ if __name__ == "__main__":
         "_tile_kernel",
         "_grouped_kernel",
         "_linear_kernel",
-        "_invariant_prefill_kernel",
         "_invariant_decode_kernel",
     )
     too_large = [

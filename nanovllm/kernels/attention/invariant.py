@@ -7,8 +7,9 @@ chunk of any size and in a decode step, whatever else is in the batch.
 - The results of the splits are merged in order, always by ``_merge``. In a prefill, one program
   computes all splits of its queries and merges each one when it is complete. In a decode, several
   programs share a context, and the last one to finish merges their results.
-- Both kernels call ``_attend_in_splits`` with the same tile sizes, so the same instructions compute
-  a row. A decode has few rows per KV head, and pads its tile with zeros.
+- Both kernels, that of ``prefill.py`` and ``_invariant_decode_kernel``, call ``attend_in_splits``
+  with the same tile sizes, so the same instructions compute a row. A decode has few rows per KV
+  head, and pads its tile with zeros.
 - A row ignores keys that it must not see: their weights are exactly 0, and so are products with
   them. So a tile or a split without visible keys changes nothing, and may be skipped.
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from nanovllm.kernels.attention import fixed_schedule
 from nanovllm.kernels.attention.base import AttentionBackend, AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
-from nanovllm.kernels.attention.prefill import SCAN
+from nanovllm.kernels.attention.prefill import PrefillTile, launch_prefill
 from nanovllm.kernels.attention.prefix_schedule import SharedPrefixes
 from nanovllm.kernels.attention.split_kv import KV_SPLIT_WORDS
 from nanovllm.kernels.attention.tiles import (
@@ -43,7 +44,6 @@ from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import (
     HOPPER_MULTIPROCESSORS,
     pdl_options,
-    pdl_wait,
     prefetch_l2,
     shared_memory,
     tl,
@@ -124,7 +124,7 @@ def _merge(total_max, total_sum, total, row_max, row_sum, acc):
 
 
 @triton.jit
-def _attend_in_splits(
+def attend_in_splits(
     q,
     k_ptr,
     v_ptr,
@@ -226,109 +226,6 @@ def _attend_in_splits(
     return _merge(total_max, total_sum, total, row_max, row_sum, acc)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_seqs"])
-def _invariant_prefill_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    scales_ptr,
-    out_ptr,
-    block_tables_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    sinks_ptr,
-    scale_log2e,
-    q_stride,
-    k_stride,
-    v_stride,
-    table_stride,
-    num_seqs,
-    PAGE_SIZE: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
-    SCAN: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Computes one tile of queries of one sequence and KV head: see ``prefill._prefill_kernel``,
-    which assigns tiles to programs in the same way."""
-    pdl_wait(PDL)
-    BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
-    GROUP: tl.constexpr = Q_HEADS // KV_HEADS
-    TILE: tl.constexpr = BLOCK_M // GROUP
-    kv_head = tl.program_id(1)
-    index = tl.num_programs(0) - 1 - tl.program_id(0)
-    seq = -1
-    for first in tl.range(0, num_seqs, SCAN):
-        s = first + tl.arange(0, SCAN)
-        start = tl.load(cu_seqlens_q_ptr + s, mask=s < num_seqs, other=0) // TILE + s
-        seq += tl.sum(((start <= index) & (s < num_seqs)).to(tl.int32))
-    q_start = tl.load(cu_seqlens_q_ptr + seq)
-    len_q = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start
-    tile = index - (q_start // TILE + seq)
-    if tile * TILE >= len_q:
-        return
-    k_start = tl.load(cu_seqlens_k_ptr + seq)
-    len_k = tl.load(cu_seqlens_k_ptr + seq + 1) - k_start
-
-    row = tl.arange(0, BLOCK_M)
-    dim = tl.arange(0, BLOCK_D)
-    token = tile * TILE + row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    row_mask = (token < len_q) & (row < TILE * GROUP)
-    q_offset = (q_start + token).to(tl.int64) * q_stride + head * HEAD_DIM
-    q_mask = row_mask[:, None] & (dim < HEAD_DIM)[None, :]
-    q = tl.load(q_ptr + q_offset[:, None] + dim[None, :], mask=q_mask, other=0.0)
-
-    first_position = len_k - len_q + tile * TILE
-    end = tl.minimum(first_position + TILE, len_k)
-    total_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total_sum = tl.zeros([BLOCK_M], tl.float32)
-    if sinks_ptr is not None:
-        total_max = tl.load(sinks_ptr + head) * CONSTEXPR_LOG2_E
-        total_sum += 1.0
-    _, total_sum, total = _attend_in_splits(
-        q,
-        k_ptr,
-        v_ptr,
-        block_tables_ptr + seq * table_stride if PAGE_SIZE else block_tables_ptr,
-        k_start,
-        kv_head,
-        0,
-        tl.minimum(end, first_position + 1) // BLOCK_N * BLOCK_N,
-        end,
-        len_k - len_q + token,
-        total_max,
-        total_sum,
-        tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
-        scale_log2e,
-        k_stride,
-        v_stride,
-        tl.maximum(first_position + 1 - WINDOW, 0) if WINDOW else 0,
-        end - WINDOW if WINDOW else 0,
-        PAGE_SIZE,
-        HEAD_DIM,
-        BLOCK_N,
-        SPLIT,
-        WINDOW,
-        SOFTCAP,
-        scales_ptr,
-        KV_HEADS,
-    )
-    out = total / tl.where(total_sum > 0, total_sum, 1.0)[:, None]
-    out_row = (q_start + token).to(tl.int64) * Q_HEADS + head
-    tl.store(
-        out_ptr + out_row[:, None] * HEAD_DIM + dim[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        mask=q_mask,
-    )
-
-
 @triton.jit(do_not_specialize=["table_stride"])
 def _invariant_decode_kernel(
     q_ptr,
@@ -415,7 +312,7 @@ def _invariant_decode_kernel(
             total_max = sinks * CONSTEXPR_LOG2_E
             total_sum += is_first.to(tl.float32)
         window_begin = tl.maximum(position + 1 - WINDOW, 0) if WINDOW else 0
-        total_max, total_sum, total = _attend_in_splits(
+        total_max, total_sum, total = attend_in_splits(
             q,
             k_ptr,
             v_ptr,
@@ -539,50 +436,13 @@ class InvariantTritonAttention(AttentionBackend):
         context: Context,
         params: AttentionParams,
     ) -> Tensor:
-        q_heads, head_dim = q.shape[1:]
-        kv_heads = k.size(1)
-        tables = context.block_tables
-        assert tables is not None or cache.scales is None
-        if tables is not None:
-            assert cache.k.is_contiguous() and cache.v.is_contiguous()
-            k, v = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
-        assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
-        assert context.cu_seqlens_q is not None
-        group = q_heads // kv_heads
+        group, head_dim = q.size(1) // k.size(1), q.size(2)
         tile = choose_tile(group, head_dim, q.dtype, shared_memory(q.device))
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        num_seqs = len(context.cu_seqlens_q) - 1
-        _invariant_prefill_kernel[(len(q) // (tile.num_rows // group) + num_seqs, kv_heads)](
-            q,
-            k,
-            v,
-            cache.scales,
-            out,
-            tables,
-            context.cu_seqlens_q,
-            context.cu_seqlens_k,
-            params.sinks,
-            params.scale * LOG2_E,
-            q.stride(0),
-            k.stride(0),
-            v.stride(0),
-            tables.stride(0) if tables is not None else 0,
-            num_seqs,
-            PAGE_SIZE=cache.k.size(1) if tables is not None else 0,
-            Q_HEADS=q_heads,
-            KV_HEADS=kv_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_M=tile.num_rows,
-            BLOCK_N=tile.num_keys,
-            SPLIT=fixed_schedule.SPLIT,
-            SCAN=SCAN,
-            WINDOW=params.window or 0,
-            SOFTCAP=None if params.softcap is None else params.softcap * LOG2_E,
-            num_warps=tile.num_warps,
-            num_stages=tile.stages(tables is not None),
-            **pdl_options(q),
+        stages = tile.stages(context.block_tables is not None)
+        sizes = PrefillTile(
+            tile.num_rows, tile.num_keys, fixed_schedule.SPLIT, tile.num_warps, stages
         )
-        return out
+        return launch_prefill(q, k, v, cache, context, params, sizes, attend_in_splits)
 
     def split_kv(
         self,

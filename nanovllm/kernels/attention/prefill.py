@@ -4,7 +4,7 @@ keys of their own sequence.
 The query heads that share a KV head are rows of one tile, so their keys and values are read once.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,10 +42,11 @@ def _prefill_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    TAIL_N: tl.constexpr,
+    TAIL_OR_SPLIT: tl.constexpr,
     SCAN: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    ATTEND: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Computes one tile of queries of one sequence and KV head.
@@ -54,6 +55,10 @@ def _prefill_kernel(
     paged caches [blocks x PAGE_SIZE, KV_HEADS, HEAD_DIM], or the keys and values of the step [N,
     KV_HEADS, HEAD_DIM] if PAGE_SIZE is 0. WINDOW, SOFTCAP and scales are as in ``attend``. A sink
     is a score without a key, so it is the initial maximum of its row, with a weight of 1.
+
+    ATTEND is the Triton function that loops over the keys: ``attend``, or for batch-invariant
+    attention ``invariant.attend_in_splits``. TAIL_OR_SPLIT is TAIL_N of the former and SPLIT of
+    the latter.
     """
     pdl_wait(PDL)
     BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
@@ -93,7 +98,7 @@ def _prefill_kernel(
     if sinks_ptr is not None:
         row_max = tl.load(sinks_ptr + head) * CONSTEXPR_LOG2_E
         row_sum += 1.0
-    _, row_sum, acc = attend(
+    _, row_sum, acc = ATTEND(
         q,
         k_ptr,
         v_ptr,
@@ -115,7 +120,7 @@ def _prefill_kernel(
         PAGE_SIZE,
         HEAD_DIM,
         BLOCK_N,
-        TAIL_N,
+        TAIL_OR_SPLIT,
         WINDOW,
         SOFTCAP,
         scales_ptr,
@@ -136,14 +141,15 @@ class PrefillTile(NamedTuple):
     Attributes:
         num_rows: BLOCK_M, rows of queries: tokens times query heads that share a KV head.
         num_keys: BLOCK_N, keys per iteration where none is masked.
-        num_tail_keys: TAIL_N, keys per iteration where some are masked.
+        tail_or_split: TAIL_N, keys per iteration where some are masked. For batch-invariant
+            attention, SPLIT, keys per split.
         num_warps: warps per program.
         num_stages: pipeline stages.
     """
 
     num_rows: int
     num_keys: int
-    num_tail_keys: int
+    tail_or_split: int
     num_warps: int
     num_stages: int
 
@@ -175,6 +181,27 @@ def prefill_attention(
     q: Tensor, k: Tensor, v: Tensor, cache: KVCache, context: Context, params: AttentionParams
 ) -> Tensor:
     """See ``AttentionBackend.prefill``."""
+    has_window = params.window is not None
+    tile = prefill_tile(q.size(2), has_window, q.dtype, shared_memory(q.device))
+    return launch_prefill(q, k, v, cache, context, params, tile, attend)
+
+
+def launch_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: KVCache,
+    context: Context,
+    params: AttentionParams,
+    tile: PrefillTile,
+    attend_function: Any,
+) -> Tensor:
+    """Launches the prefill kernel. See ``AttentionBackend.prefill`` for the other arguments.
+
+    Args:
+        tile: tile and launch sizes.
+        attend_function: ATTEND, the Triton function that loops over the keys.
+    """
     q_heads, head_dim = q.shape[1:]
     kv_heads = k.size(1)
     tables = context.block_tables
@@ -186,8 +213,6 @@ def prefill_attention(
     assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
     assert context.cu_seqlens_q is not None
     group = q_heads // kv_heads
-    has_window = params.window is not None
-    tile = prefill_tile(head_dim, has_window, q.dtype, shared_memory(q.device))
     block_m = max(tile.num_rows, next_power_of_2(group))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_seqs = len(context.cu_seqlens_q) - 1
@@ -213,10 +238,11 @@ def prefill_attention(
         HEAD_DIM=head_dim,
         BLOCK_M=block_m,
         BLOCK_N=tile.num_keys,
-        TAIL_N=tile.num_tail_keys,
+        TAIL_OR_SPLIT=tile.tail_or_split,
         SCAN=SCAN,
         WINDOW=params.window or 0,
         SOFTCAP=None if params.softcap is None else params.softcap * LOG2_E,
+        ATTEND=attend_function,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **pdl_options(q),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.kernels.attention import fixed_schedule, invariant
+from nanovllm.kernels.attention import fixed_schedule, invariant, prefill
 from nanovllm.kernels.attention.fixed_schedule import EXTRA_ROWS, SPLIT
 from nanovllm.kernels.attention.invariant import InvariantTritonAttention, Tile, choose_tile
 from nanovllm.utils.context import Context
@@ -146,7 +146,7 @@ def test_rows_that_pad_a_graph_give_zeros(device, small):
 
 
 def test_sequences_that_pad_a_prefill_change_nothing(device, small, monkeypatch):
-    monkeypatch.setattr(invariant, "SCAN", 16)
+    monkeypatch.setattr(prefill, "SCAN", 16)
     new = [0, 1, 3, 0, 20, 2, 0] * 3
     batch = Paged([max(1, n) for n in new], new, 4, 2, 32, 16, torch.float32, device)
     batch.check(InvariantTritonAttention(), batch.context(), monkeypatch)
