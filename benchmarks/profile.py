@@ -62,7 +62,7 @@ def profile_steps(llm: LLM, workload: Workload, temperature: float, trace: Path)
     if llm.is_finished():
         count = num_warm + 2 * num_steps
         raise ValueError(f"the workload has under {count} steps: use more or longer outputs")
-    for request_id in list(llm._requests):
+    for request_id in list(llm.requests):
         llm.abort_request(request_id)
     trace.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(trace))

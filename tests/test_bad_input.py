@@ -608,7 +608,7 @@ class TestInterruption:
                 break
             num_tried += 1
             if call == "close":  # it may end before it can drop its requests
-                for request_id in list(llm._requests):
+                for request_id in list(llm.requests):
                     llm.abort_request(request_id)
             while not llm.is_finished():
                 llm.step()

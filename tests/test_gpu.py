@@ -191,7 +191,7 @@ def test_graphs_replay_exactly_what_eager_computes(small_model, backend, dtype):
             tolerance = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.4}[dtype]
             assert (replayed[:num_seqs] - unpadded).abs().max() < tolerance * unpadded.std()
             llm.scheduler.reset()
-            llm._requests.clear()
+            llm.requests.clear()
             llm.loop.in_flight = None
 
 
@@ -228,7 +228,7 @@ def test_graphs_with_shared_prefixes_replay_exactly_what_eager_computes(
             tolerance = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.4}[dtype]
             assert (replayed[:num_seqs] - unshared).abs().max() < tolerance * unshared.std()
             llm.scheduler.reset()
-            llm._requests.clear()
+            llm.requests.clear()
             llm.loop.in_flight = None
 
 
@@ -257,7 +257,7 @@ def test_prefill_graphs_replay_exactly_what_eager_computes(small_model, backend)
             assert torch.equal(drawn, replayed[: len(lens)].argmax(-1))
             assert (replayed[: len(lens)] - unpadded).abs().max() < 0.4 * unpadded.std()
             llm.scheduler.reset()
-            llm._requests.clear()
+            llm.requests.clear()
             llm.loop.in_flight = None
             llm.generate([common], SamplingParams(max_tokens=1), use_tqdm=False)
 

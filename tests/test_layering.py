@@ -28,6 +28,7 @@ LAYERS = (
     "utils",
     "structured_outputs",
     "vllm_fields",
+    "vllm_arguments",
     "leaves",
     "kernels",
     "quantization",

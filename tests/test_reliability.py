@@ -98,7 +98,7 @@ class TestBadRequests:
         assert tokens(outputs)[:1] == tokens(run(llm, PROMPTS[:1]))
 
     def test_otherwise_one_exception_names_all_and_nothing_runs(self, llm, monkeypatch):
-        monkeypatch.setattr(llm, "_step", None)
+        monkeypatch.setattr(llm, "run_step", None)
         with pytest.raises(ValueError, match="5 of 8 prompts are invalid") as caught:
             run(llm, self.mixed())
         lines = str(caught.value).splitlines()[1:]
@@ -112,11 +112,11 @@ class TestBadRequests:
         good = [[100 + i, *prompt] for i, prompt in enumerate(PROMPTS * 4)]
         expected = tokens(run(llm, good, params(name, max_tokens=1)))
         llm.reset_prefix_cache()
-        encode, step, calls = llm.preparer.encoder.encode, llm._step, []
+        encode, step, calls = llm.preparer.encoder.encode, llm.run_step, []
         monkeypatch.setattr(
             llm.preparer.encoder, "encode", lambda x: calls.append("e") or encode(x)
         )
-        monkeypatch.setattr(llm, "_step", lambda: calls.append("s") or step())
+        monkeypatch.setattr(llm, "run_step", lambda: calls.append("s") or step())
         prompts = [*good[:18], [], *good[18:], [-1]]
         outputs = run(llm, prompts, params(name, max_tokens=1), on_error="return")
         assert calls.index("s") < 5 and calls[5:].count("e") > 5
@@ -312,7 +312,7 @@ class TestFailuresOnTheWay:
         llm, prompts = with_words
         expected = [out["text"] for out in run(llm, prompts, params(stop=["\x00"]))]
         ids = [llm.add_request(prompt, params(stop=["\x00"])) for prompt in prompts]
-        seq = llm._requests[ids[1]].seqs[0]
+        seq = llm.requests[ids[1]].seqs[0]
 
         def fail(*args: Any) -> None:
             raise KeyError("no such piece")
@@ -386,7 +386,7 @@ class TestFailuresOnTheWay:
             expected = tokens(run(llm, PROMPTS, params()))
             ids = [llm.add_request(prompt, params()) for prompt in PROMPTS]
             bad = llm.add_request(PROMPTS[0], bound)
-            llm._requests[bad].seqs[0].completion.sampling.edits[
+            llm.requests[bad].seqs[0].completion.sampling.edits[
                 0
             ].grammar._matcher = SimpleNamespace(
                 compute_bitmask=panic, is_stopped=lambda: False, is_accepting=lambda: False
@@ -454,7 +454,7 @@ class TestFailuresOnTheWay:
             assert good[1] == "abcd"
             pairs = [("one", params()), ("two", choice)] * 2
             ids = [llm.add_request(*pair) for pair in pairs]
-            grammar = llm._requests[ids[1]].seqs[0].completion.sampling.edits[0].grammar
+            grammar = llm.requests[ids[1]].seqs[0].completion.sampling.edits[0].grammar
             grammar._matcher = StuckMatcher(grammar._matcher, where)
             results = {}
             while not llm.is_finished():

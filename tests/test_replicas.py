@@ -213,7 +213,7 @@ def test_a_request_that_ends_replicas_fails_alone(
         def __init__(self, *args: Any) -> None:
             def step(llm: LLM) -> Any:
                 if any(
-                    "poison" in str(request.prepared.prompt) for request in llm._requests.values()
+                    "poison" in str(request.prepared.prompt) for request in llm.requests.values()
                 ):
                     os.kill(os.getpid(), signal.SIGKILL)
                 return ordinary(llm)

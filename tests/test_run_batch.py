@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from importlib import import_module
 from itertools import count, pairwise
@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from example import fetch_smollm2
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, vllm_arguments
 from nanovllm.config import Config
 from nanovllm.engine.workers import WorkerError
 from nanovllm.run_batch import cli, job, runner, writer
@@ -466,8 +466,8 @@ def test_a_job_reads_no_further_than_its_window(llm: LLM, tmp_path: Path, monkey
     step = llm.step
 
     def counting_step() -> Any:
-        most["requests"] = max(most["requests"], len(llm._requests))
-        num = sum(len(request.seqs) for request in llm._requests.values())
+        most["requests"] = max(most["requests"], len(llm.requests))
+        num = sum(len(request.seqs) for request in llm.requests.values())
         assert num <= runner.num_in_flight  # some of a request's may have finished
         most["completions"] = max(most["completions"], num)
         most["read"] = max(most["read"], num_read - num_written)
@@ -488,7 +488,7 @@ def test_long_prompts_make_the_window_smaller(llm: LLM, tmp_path: Path, monkeypa
     monkeypatch.setattr(runner, "MAX_QUEUED_TOKENS", 300)
     in_ = write_input(tmp_path / "in", [request(str(i), prompt="x" * 60) for i in range(40)])
     step, nums = llm.step, []
-    monkeypatch.setattr(llm, "step", lambda: nums.append(len(llm._requests)) or step())
+    monkeypatch.setattr(llm, "step", lambda: nums.append(len(llm.requests)) or step())
     run(llm, in_, tmp_path / "out")
     assert len(read_output(tmp_path / "out")) == 40
     assert 4 < max(nums) <= 2 * SMALL["max_num_seqs"]
@@ -498,7 +498,7 @@ def test_a_job_starts_with_its_first_lines(llm: LLM, tmp_path: Path, monkeypatch
     """Guards an engine that waits until a job has read all that it can order."""
     lines = [request(str(i), prompt="x" * 20, max_tokens=40) for i in range(60)]
     step, nums = llm.step, []
-    monkeypatch.setattr(llm, "step", lambda: nums.append(len(llm._requests)) or step())
+    monkeypatch.setattr(llm, "step", lambda: nums.append(len(llm.requests)) or step())
     run(llm, write_input(tmp_path / "in", lines), tmp_path / "out")
     full_step = -(-SMALL["max_num_batched_tokens"] // 21)
     assert nums[0] == full_step < nums[1] <= 2 * full_step and max(nums) == WINDOW
@@ -735,9 +735,9 @@ def fail_steps(llm: LLM, is_bad: Callable[[list[str]], BaseException | None]) ->
 
     def failing(batch: Any) -> Any:
         ids = {item.seq.request_id for item in batch.items}
-        prompts = [llm._requests[i].prepared.prompt or "" for i in ids if i in llm._requests]
+        prompts = [llm.requests[i].prepared.prompt or "" for i in ids if i in llm.requests]
         if error := is_bad(prompts):
-            running = [item for item in llm._requests.values() if item.seqs[0].block_tables]
+            running = [item for item in llm.requests.values() if item.seqs[0].block_tables]
             failures.append(sorted(request.prepared.prompt or "" for request in running))
             raise error
         return real(batch)
@@ -816,7 +816,7 @@ def test_requests_that_waited_while_the_engine_failed_are_not_retried(make, tmp_
     step, queued = broken.step, []
 
     def noting_step() -> Any:
-        names = {request.prepared.prompt for request in broken._requests.values()}
+        names = {request.prepared.prompt for request in broken.requests.values()}
         queued.append((len(failures), names))
         return step()
 
@@ -912,7 +912,7 @@ def test_an_engine_that_fails_to_take_a_request_fails_for_that_alone(
     def add_request(prepared: Any, **options: Any) -> str:
         if prepared.prompt == "prompt 5":
             if loses:
-                for request_id in list(broken._requests):
+                for request_id in list(broken.requests):
                     broken.abort_request(request_id)
             raise MemoryError("no room")
         return real(prepared, **options)
@@ -937,7 +937,7 @@ def test_an_engine_that_loses_requests_is_noticed(make, llm: LLM, tmp_path: Path
 
     def step() -> Any:
         if next(steps) == 5:
-            for request_id in list(broken._requests):
+            for request_id in list(broken.requests):
                 broken.abort_request(request_id)
         return real()
 
@@ -1002,17 +1002,54 @@ def arguments(model_path: Path, in_: Path, out: Path, *more: str) -> list[str]:
 
 def test_every_setting_of_the_engine_is_an_option():
     parser = make_parser()
-    given = parser.parse_args(["-i", "a", "-o", "b", "--model", "c"])
     for field in fields(Config):
-        option = f"--{field.name.replace('_', '-')}"
-        assert option in parser.format_help()
-        if field.name != "model":
-            assert getattr(given, field.name) == field.default
+        assert f"--{field.name.replace('_', '-')}" in parser.format_help()
     args = ["--dtype", "bfloat16", "--max-model-len", "5", "--gpu-memory-utilization", "0.5"]
     flags = ["--enforce-eager", "--no-enable-prefix-caching"]
     given = parser.parse_args(["-i", "a", "-o", "b", "--model", "c", *args, *flags])
     assert (given.dtype, given.max_model_len, given.gpu_memory_utilization) == ("bfloat16", 5, 0.5)
     assert (given.enforce_eager, given.enable_prefix_caching) == (True, False)
+
+
+def test_vllms_flags_are_supported_ignored_or_refused(
+    model_path, tmp_path, monkeypatch, capfd, caplog
+):
+    """vLLM's command lines for run-batch ended with "unrecognized arguments"."""
+    vllm_arguments._log_hint.cache_clear()
+    made: list[dict[str, Any]] = []
+
+    def make_llm(**options: Any) -> LLM:
+        made.append(options)
+        raise ValueError("no engine")
+
+    monkeypatch.setattr(cli, "LLM", make_llm)
+    job = ["-i", str(write_input(tmp_path / "in", [request("a")])), "-o", str(tmp_path / "out")]
+    job += ["--model", str(model_path)]
+    flags = "--max-model-len 1k --max-num-batched-tokens=1K --block-size 32 -tp 2 --dtype half"
+    flags += " --trust-remote-code --disable-log-stats --disable-log-requests --swap-space 16"
+    flags += " --pipeline-parallel-size 1 --tokenizer-mode auto --no-enable-lora"
+    assert main([*job, *flags.split()]) == CANNOT_START
+    config = Config(
+        str(model_path),
+        max_model_len=1000,
+        max_num_batched_tokens=1024,
+        kvcache_block_size=32,
+        tensor_parallel_size=2,
+        dtype="float16",
+    )
+    assert made == [asdict(config)]
+    capfd.readouterr()
+    ignored = {"trust_remote_code", "disable_log_stats", "disable_log_requests", "swap_space"}
+    assert set(re.findall(r"vLLM's `(\w+)` has no effect here", caplog.text)) == ignored
+    for flag in ("--enable-lora", "--pipeline-parallel-size=2"):
+        assert main([*job, flag]) == CANNOT_START
+        name = flag.partition("=")[0].removeprefix("--").replace("-", "_")
+        assert f"error: vLLM's `{name}` is not supported here: " in capfd.readouterr().err
+    for flag in ("--generation-config=vllm", "--max-model-len=1.5K"):
+        with pytest.raises(SystemExit):
+            main([*job, flag])
+        assert flag.partition("=")[0] in capfd.readouterr().err.splitlines()[-1]
+    assert len(made) == 1
 
 
 def test_the_help_describes_every_option(capsys):

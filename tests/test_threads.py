@@ -112,18 +112,18 @@ def test_requests_may_be_added_and_stepped_beside_a_waiting_call(
 
 def test_a_request_added_during_generate_runs_after_it(llm: LLM, expected: list[list[int]]):
     adding: list[Result] = []
-    step = llm._step
+    step = llm.run_step
 
     def step_and_add() -> Any:
         if not adding:
             adding.append(in_thread(lambda: llm.add_request(PROMPTS[3], PARAMS)))
         return step()
 
-    llm._step = step_and_add  # type: ignore[method-assign]
+    llm.run_step = step_and_add  # type: ignore[method-assign]
     try:
         assert tokens(llm, PROMPTS[:3]) == expected[:3]
     finally:
-        del llm._step
+        del llm.run_step
     request_id = adding[0].get()
     results = []
     while not llm.is_finished():
@@ -199,7 +199,7 @@ class TestGrammars:
     def test_generate_runs_other_requests_while_one_is_compiled(
         self, text_llm, compiler, monkeypatch
     ):
-        step, num_steps = text_llm._step, 0
+        step, num_steps = text_llm.run_step, 0
 
         def count_steps() -> Any:
             nonlocal num_steps
@@ -209,7 +209,7 @@ class TestGrammars:
                 compiler.go.set()
             return step()
 
-        monkeypatch.setattr(text_llm, "_step", count_steps)
+        monkeypatch.setattr(text_llm, "run_step", count_steps)
         slow, one, other, fast = text_llm.generate(
             ["ab", "cd", "ef", "gh"], [SLOW, LONG, LONG, choice("fast")], False, on_error="return"
         )
@@ -245,13 +245,13 @@ class TestGrammars:
             return made[-1]
 
         monkeypatch.setattr(structured, "_make_matcher", meet)
-        step = text_llm._step
+        step = text_llm.run_step
 
         def step_after_both() -> Any:
             assert len(made) == 2
             return step()
 
-        monkeypatch.setattr(text_llm, "_step", step_after_both)
+        monkeypatch.setattr(text_llm, "run_step", step_after_both)
         prompts, each = ["ab", "cd", "ef"], [LONG, choice("one"), choice("two")]
         outputs = text_llm.generate(prompts, each, False)
         assert [out["text"] for out in outputs[1:]] == ["one", "two"]
@@ -305,7 +305,7 @@ class TestGrammars:
         with LLM(model_path, **SMALL) as llm:
             with monkeypatch.context() as patch:
                 patch.setattr(grammars, "wait", interrupted)
-                patch.setattr(llm, "_step", interrupted)
+                patch.setattr(llm, "run_step", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     each = [LONG, SLOW, choice("fast")]
                     llm.generate(["ab", "cd", "ef"], each, False, on_error=on_error)
@@ -324,7 +324,7 @@ class Paused:
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.llm, self.begun, self.num_steps = llm, threading.Event(), 0
-        runner, step = llm.model_runner, llm._step
+        runner, step = llm.model_runner, llm.run_step
         self.freed = [weakref.ref(thing) for thing in (runner.model, runner.kv_cache)]
 
         def count_steps() -> Any:
@@ -334,7 +334,7 @@ class Paused:
                 wait_until_closing(llm)
             return step()
 
-        monkeypatch.setattr(llm, "_step", count_steps)
+        monkeypatch.setattr(llm, "run_step", count_steps)
 
     def close(self) -> None:
         self.llm.close()

@@ -4,11 +4,9 @@ Child processes load this file when they start (``startup/sitecustomize.py``), s
 the standard library. nanovllm is imported when a program first uses one of the names.
 """
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from functools import cache
 from importlib import import_module
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
@@ -101,14 +99,6 @@ def register_as_vllm() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP_DIR, *paths])
 
 
-@cache
-def load_table() -> dict[str, Any]:
-    """Loads the recorded table of vLLM's arguments: function name -> argument name -> entry. The
-    script ``tests/vllm_answers/record_arguments.py`` describes the entries. "vllm" is the version
-    of vLLM whose API this package implements."""
-    return json.loads((PACKAGE_DIR / "vllm_arguments.json").read_text("utf-8"))
-
-
 class AliasModule(ModuleType):
     """A module of vLLM, whose names are imported from nanovllm when they are first used."""
 
@@ -164,7 +154,10 @@ def _missing(name: str) -> str:
 
 
 def _make_distribution() -> Any:
-    from importlib.metadata import Distribution  # slow to import; few processes need it
+    # Few processes need these imports. The first is slow.
+    from importlib.metadata import Distribution
+
+    from nanovllm.vllm_arguments import load_table
 
     class AliasDistribution(Distribution):
         def read_text(self, filename: str) -> str | None:

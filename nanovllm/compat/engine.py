@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from nanovllm.compat.arguments import translate
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt
+from nanovllm.vllm_arguments import translate
 
 if TYPE_CHECKING:
     import torch

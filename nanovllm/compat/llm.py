@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from tqdm.auto import tqdm
 
 from nanovllm.checkpoints.checkpoint import open_checkpoint, sampling_fields
-from nanovllm.compat.arguments import translate
 from nanovllm.compat.engine import EngineConfig, LLMEngine
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import STREAM_OPEN
@@ -20,6 +19,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.text.prompts import Message, Prompt, TokensPrompt, as_prompt_list
 from nanovllm.utils.validation import choice, optional
+from nanovllm.vllm_arguments import translate
 
 if TYPE_CHECKING:
     import torch
@@ -157,7 +157,7 @@ class LLM(BaseLLM):
 
     @property
     def num_unfinished_requests(self) -> int:
-        return len(self._requests)
+        return len(self.requests)
 
     def get_tokenizer(self) -> Any:
         """Returns the transformers tokenizer, or None if the engine has none."""
@@ -262,21 +262,21 @@ class LLM(BaseLLM):
     def _add_with_id(self, caller_id: str, prompt: Prompt, params: SamplingParams | None) -> None:
         """Adds a request under the caller's request id. ``_step_with_ids`` returns its outputs."""
         prepared = self.prepare(prompt, params)
-        with self._running(STREAM_OPEN, alone=False):
-            request = self._add(prepared, streams=_streams(prepared))
+        with self.acquire(STREAM_OPEN, alone=False):
+            request = self.add_prepared(prepared, streams=_streams(prepared))
             request.is_stream = False  # its outputs come from ``_step_with_ids``
             self._caller_ids[request.request_id] = caller_id
 
     def _step_with_ids(self) -> list[RequestOutput]:
         """Runs one step. Returns the outputs of requests that finished, and of streaming requests
         that have a new token."""
-        with self._running(STREAM_OPEN, alone=False):
+        with self.acquire(STREAM_OPEN, alone=False):
             if self.is_finished():
                 self._caller_ids.clear()
                 return []
-            with self._reset_on_error():
-                sampled, finished = self._step()
-                requests = {seq.request_id: self._requests.get(seq.request_id) for seq in sampled}
+            with self.reset_on_error():
+                sampled, finished = self.run_step()
+                requests = {seq.request_id: self.requests.get(seq.request_id) for seq in sampled}
                 updated = [each for each in requests.values() if each and _streams(each.prepared)]
                 outputs = make_outputs([*finished, *updated], self.preparer.encoder)
             for output in outputs:

@@ -11,10 +11,9 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 
 from nanovllm.checkpoints.checkpoint import load_tokenizer
-from nanovllm.compat.alias import load_table
-from nanovllm.compat.arguments import translate
 from nanovllm.outputs import Logprob
 from nanovllm.text.prompts import Message, Prompt
+from nanovllm.vllm_arguments import load_table, translate
 
 __version__ = load_table()["vllm"]
 __version_tuple__ = tuple(int(part) for part in __version__.split("."))

@@ -56,6 +56,7 @@ class LLMEngine:
 
     Attributes:
         tokenizer: the checkpoint's transformers tokenizer; None if it has none.
+        requests: the unfinished requests, by request id.
 
     Raises:
         TypeError: an unknown argument or one of the wrong type.
@@ -98,7 +99,7 @@ class LLMEngine:
         self._on_close: list[Callable[[], None]] = [self.grammars.close]
         self.recommended_sampling = started.recommended_sampling
         self.throughput = Throughput()
-        self._requests: dict[str, Request] = {}
+        self.requests: dict[str, Request] = {}
         # ``metrics`` needs them, also while another thread is in ``close``.
         self._device = self.model_runner.device
         self._prefix_finder = self.model_runner.prefix_finder
@@ -152,35 +153,35 @@ class LLMEngine:
             raise ValueError("a prepared request has its own sampling_params: leave them out")
         elif prompt.preparer() is not self.preparer:
             raise ValueError("this request was prepared by another engine: prepare it again")
-        with self._running(STREAM_OPEN, alone=False):
-            return self._add(prompt, may_reorder=may_reorder).request_id
+        with self.acquire(STREAM_OPEN, alone=False):
+            return self.add_prepared(prompt, may_reorder=may_reorder).request_id
 
     def step(self) -> list[RequestOutput]:
         """Launches the next step. Returns the results of requests that finished in the step before.
 
         If it raises, all unfinished requests are dropped, and the engine accepts new ones.
         """
-        with self._running(STREAM_OPEN, alone=False):
+        with self.acquire(STREAM_OPEN, alone=False):
             if self.is_finished():
                 return []
-            with self._reset_on_error():
-                _, finished = self._step()
+            with self.reset_on_error():
+                _, finished = self.run_step()
                 return make_outputs(finished, self.preparer.encoder)
 
     def is_finished(self) -> bool:
         self.turns.check_open()
-        return not self._requests
+        return not self.requests
 
     def abort_request(self, request_id: str) -> None:
         """Drops an unfinished request. Raises ValueError if no unfinished one has this id."""
         with self.turns.turn():
-            if request_id not in self._requests:
+            if request_id not in self.requests:
                 raise ValueError(f"no unfinished request has the id {request_id!r}")
-            with self._reset_on_error():
-                for seq in self._requests.pop(request_id).seqs:
+            with self.reset_on_error():
+                for seq in self.requests.pop(request_id).seqs:
                     if not seq.is_finished:
                         self.scheduler.abort(seq)
-            if not self._requests:
+            if not self.requests:
                 self.loop.in_flight = None  # nobody waits for it
 
     def generate(
@@ -246,7 +247,7 @@ class LLMEngine:
         """Empties the prefix cache, and returns True. Waits until other threads have no unfinished
         requests. Raises ValueError if this thread has some."""
         in_use = "the prefix cache is in use: finish or abort the requests first"
-        with self._running(in_use):
+        with self.acquire(in_use):
             self.scheduler.reset()
         return True
 
@@ -266,7 +267,7 @@ class LLMEngine:
         """
         self.turns.close()
         with self.turns.turn():
-            self._requests.clear()
+            self.requests.clear()
             if (loop := vars(self).pop("loop", None)) is not None:
                 loop.reset()
                 del self.model_runner
@@ -300,7 +301,7 @@ class LLMEngine:
             else:
                 make_bar = bar_maker(use_tqdm)
                 checked = self.preparer.prepare_all(prompts, sampling_params, what, make_bar)
-            with self._running(NOT_ALONE.format("generate")):
+            with self.acquire(NOT_ALONE.format("generate")):
                 return self._run(checked, prompts, use_tqdm)
 
     @collecting_new_objects_only()
@@ -317,9 +318,9 @@ class LLMEngine:
         def advance() -> bool:
             """Runs a step if there are unfinished requests. Returns whether there are any."""
             self.turns.check_open()
-            if not self._requests:
+            if not self.requests:
                 return False
-            _, finished = self._step()
+            _, finished = self.run_step()
             for output in make_outputs(finished, self.preparer.encoder):
                 outputs[indices[output.request_id]] = output
             if finished:
@@ -336,7 +337,7 @@ class LLMEngine:
         is_prepared = isinstance(checked, list)
         limit = NUM_QUEUED if is_prepared else self.config.max_num_batched_tokens
         with (
-            self._reset_on_error(),
+            self.reset_on_error(),
             closing_bar(progress),
             closing(self.grammars.when_compiled(checked, grammar_of, advance)) as ready,
         ):
@@ -346,17 +347,17 @@ class LLMEngine:
                     outputs[index] = refused(prompts[index], item)
                     progress.update()
                     continue
-                request = self._add(item, may_reorder=True)
+                request = self.add_prepared(item, may_reorder=True)
                 indices[request.request_id] = index
                 num_queued += 1 if is_prepared else self.scheduler.count_new_tokens(request.seqs[0])
                 if num_queued >= limit:
                     num_queued = 0
                     advance()  # a step, during which more requests are added
-            while self._requests:
+            while self.requests:
                 advance()
         return [outputs[index] for index in range(len(prompts))]
 
-    def _running(self, conflict: str, alone: bool = True) -> AbstractContextManager[None]:
+    def acquire(self, conflict: str, alone: bool = True) -> AbstractContextManager[None]:
         """Waits for this call's turn, and until no other thread has an unfinished stream or, if
         ``alone``, any unfinished request.
 
@@ -365,18 +366,18 @@ class LLMEngine:
         """
 
         def owners() -> set[Thread]:
-            requests = self._requests.values()
+            requests = self.requests.values()
             return {request.thread for request in requests if alone or request.is_stream}
 
         return self.turns.turn_after(owners, conflict)
 
-    def _step(self) -> tuple[list[Sequence], list[Request]]:
+    def run_step(self) -> tuple[list[Sequence], list[Request]]:
         """Calls ``StepLoop.step`` once. Returns the sequences that have a new token, and the
         requests that finished."""
         self.turns.check_still_open()
         step = self.loop.step()
         for seq, new in step.retried.items():
-            seqs = self._requests[seq.request_id].seqs
+            seqs = self.requests[seq.request_id].seqs
             seqs[seqs.index(seq)] = new
         if self.throughput.add(step.num_prefilled, len(step.sampled)):
             from nanovllm.engine.metrics import log_metrics
@@ -385,19 +386,19 @@ class LLMEngine:
         now = time()
         if step.num_prefilled:
             for seq in step.sampled:
-                metrics = self._requests[seq.request_id].metrics
+                metrics = self.requests[seq.request_id].metrics
                 metrics.first_token_time = metrics.first_token_time or now
-        requests = {seq.request_id: self._requests[seq.request_id] for seq in step.finished}
+        requests = {seq.request_id: self.requests[seq.request_id] for seq in step.finished}
         done = [request for request in requests.values() if request.is_finished]
         for request in done:
             request.metrics.finished_time = now
-            del self._requests[request.request_id]
+            del self.requests[request.request_id]
         return step.sampled, done
 
-    def _add(
+    def add_prepared(
         self, prepared: PreparedRequest, streams: bool = False, may_reorder: bool = False
     ) -> Request:
-        """Queues a request. If this raises, nothing has changed."""
+        """Queues a prepared request. If this raises, nothing has changed."""
         request_id = str(next(self._request_ids))
         params, token_ids = prepared.sampling.params, prepared.prompt_token_ids
         states = self.sampling_states.make(prepared.sampling, token_ids)
@@ -416,25 +417,25 @@ class LLMEngine:
         seqs[0].siblings = seqs[1:]
         seqs[0].may_reorder = may_reorder
         request = Request(request_id, prepared, seqs, RequestMetrics(time()), is_stream=streams)
-        if not self._requests:
+        if not self.requests:
             self.throughput.restart()
         try:
-            self._requests[request_id] = request
+            self.requests[request_id] = request
             self.scheduler.add(seqs[0])
         except BaseException:
-            self._requests.pop(request_id, None)
+            self.requests.pop(request_id, None)
             self.scheduler.abort(seqs[0])
             raise
         return request
 
     @contextmanager
-    def _reset_on_error(self) -> Iterator[None]:
+    def reset_on_error(self) -> Iterator[None]:
         """After an exception or Ctrl-C, drops all requests and the prefix cache, whose blocks may
         not have been computed."""
         try:
             yield
         except BaseException:
             if not self.turns.is_closed:  # else ``close`` does it
-                self._requests.clear()
+                self.requests.clear()
                 self.loop.reset()
             raise

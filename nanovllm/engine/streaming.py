@@ -22,13 +22,13 @@ def stream_outputs(
         if sampling_params is None:
             sampling_params = engine.get_default_sampling_params()
         ready = engine.preparer.prepare_all(as_prompt_list(prompts), sampling_params, "prompts")
-    with engine._running(NOT_ALONE.format("generate_stream")), engine._reset_on_error():
-        requests = [engine._add(item, streams=True) for item in ready]
+    with engine.acquire(NOT_ALONE.format("generate_stream")), engine.reset_on_error():
+        requests = [engine.add_prepared(item, streams=True) for item in ready]
     own = {request.request_id: request for request in requests}
     try:
-        while not own.keys().isdisjoint(engine._requests):
-            with turns.turn(), engine._reset_on_error():
-                sampled, _ = engine._step()
+        while not own.keys().isdisjoint(engine.requests):
+            with turns.turn(), engine.reset_on_error():
+                sampled, _ = engine.run_step()
                 advanced = dict.fromkeys(seq.request_id for seq in sampled)
                 updated = [own[request_id] for request_id in advanced if request_id in own]
                 outputs = make_outputs(updated, engine.preparer.encoder)
@@ -36,6 +36,6 @@ def stream_outputs(
         if not all(request.is_finished for request in requests):
             turns.check_still_open()
     finally:
-        with turns.turn(), engine._reset_on_error():
-            for request_id in own.keys() & engine._requests.keys():
+        with turns.turn(), engine.reset_on_error():
+            for request_id in own.keys() & engine.requests.keys():
                 engine.abort_request(request_id)

@@ -54,7 +54,7 @@ class LLM(llm.LLM):
             Exception: what the iterator raises, with a note about what has been loaded before. The
                 engine can be used after that.
         """
-        with self._running(IN_USE.format("load_weights")):
+        with self.acquire(IN_USE.format("load_weights")):
             if WEIGHTS in self._asleep:
                 raise ValueError("the weights are asleep: call wake_up(['weights']) first")
             update = WeightUpdate(self.model_runner, self._missing)
@@ -91,7 +91,7 @@ class LLM(llm.LLM):
             raise ValueError(
                 f"level must be 1 (keep weights) or 2 (discard them), got {level!r:.80}"
             )
-        with self._running(IN_USE.format("sleep")):
+        with self.acquire(IN_USE.format("sleep")):
             runner = self.model_runner
             if runner.device.type == "cuda" and not self.config.enable_sleep_mode:
                 raise ValueError("on a GPU, sleep needs LLM(..., enable_sleep_mode=True)")
@@ -126,7 +126,7 @@ class LLM(llm.LLM):
             names = [*tags] if isinstance(tags, Iterable) else [tags]
             if isinstance(tags, str) or any(name not in TAGS for name in names):
                 raise ValueError(f"tags must be a list of {' and '.join(TAGS)}, got {tags!r:.80}")
-        with self._running(IN_USE.format("wake_up")):
+        with self.acquire(IN_USE.format("wake_up")):
             waking = set(self._asleep if names is None else names)
             if not waking <= self._asleep:
                 logger.warning("wake_up: not asleep: %s", " and ".join(waking))
@@ -144,8 +144,8 @@ class LLM(llm.LLM):
         return bool(self._asleep)
 
     @contextmanager
-    def _running(self, conflict: str, alone: bool = True) -> Iterator[None]:
-        with super()._running(conflict, alone):
+    def acquire(self, conflict: str, alone: bool = True) -> Iterator[None]:
+        with super().acquire(conflict, alone):
             if self._is_loading:  # in this thread, because others wait for their turn
                 raise ValueError(
                     "load_weights is running: its iterator cannot call the engine, do so after it"
@@ -178,6 +178,6 @@ class LLM(llm.LLM):
         self._check_ready()  # before prompts are tokenised
         return super()._generate(*args, **kwargs)
 
-    def _add(self, *args: Any, **kwargs: Any) -> Request:
+    def add_prepared(self, *args: Any, **kwargs: Any) -> Request:
         self._check_ready()
-        return super()._add(*args, **kwargs)
+        return super().add_prepared(*args, **kwargs)

@@ -5,6 +5,7 @@ import sys
 from contextlib import suppress
 
 from nanovllm.run_batch.supervisor import open_standard_files, supervise
+from nanovllm.vllm_arguments import with_dashes
 
 
 def run_job() -> int:
@@ -15,14 +16,8 @@ def run_job() -> int:
     return main()
 
 
-def _with_dashes(arg: str) -> str:
-    """Returns the option ``--max-model-len`` for ``--max_model_len``, which vLLM takes too."""
-    name, equals, value = arg.partition("=")
-    return (name.replace("_", "-") if name.startswith("--") else name) + equals + value
-
-
 if __name__ == "__main__":
-    sys.argv[1:] = map(_with_dashes, sys.argv[1:])  # also for the child process
+    sys.argv[1:] = map(with_dashes, sys.argv[1:])  # also for the child process
     open_standard_files()
     try:
         sys.exit(supervise(run_job, sys.argv[1:]))

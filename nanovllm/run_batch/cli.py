@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
@@ -27,18 +27,24 @@ from nanovllm.run_batch.supervisor import (
     print_message,
 )
 from nanovllm.utils.garbage import collecting_new_objects_only
+from nanovllm.vllm_arguments import add_flags, load_table, parse_int, translate
 
 if TYPE_CHECKING:
     from nanovllm.run_batch.replicas import Replicas
 
 logger = logging.getLogger("nanovllm.run_batch")
 
+CONFIG_FIELDS = {field.name for field in fields(Config)}
 ALL_DONE, SOME_FAILED, CANNOT_START = 0, 1, 2
+PARSERS: dict[Any, Any] = {int: parse_int, float: float, str: str}
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME"}
 DESCRIPTION = """\
 Runs the requests of a file in OpenAI's batch format: one JSON object per line, for a completion or
 a chat completion. Writes a record of each request to another file as soon as it finishes. If a job
 ends early, for whatever reason, the same command resumes it."""
+ENGINE_DESCRIPTION = """\
+vLLM's flags for engine arguments work too. A flag that does not affect results is ignored, and the
+log names it. A flag that is not supported is refused, unless its value has no effect."""
 EPILOG = """\
 exit status: 0 every line has a response; 1 every line has a record, but some are errors; 2 wrong
 usage, or the job cannot start; 70 internal error; 75 interrupted. After 70 and 75, the same command
@@ -52,12 +58,15 @@ def make_parser() -> argparse.ArgumentParser:
         description=DESCRIPTION,
         epilog=EPILOG,
         allow_abbrev=False,
+        conflict_handler="resolve",  # an option replaces a flag of vLLM's of the same name
     )
+    _add_vllm_flags(parser)
     add = parser.add_argument
     add("-i", "--input-file", type=Path, required=True, metavar="FILE", help="requests to run")
     add("-o", "--output-file", type=Path, required=True, metavar="FILE", help="file for records")
     add(
         "--served-model-name",
+        dest="model_names",
         nargs="+",
         default=[],
         metavar="NAME",
@@ -84,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="run on N engines, which Ray distributes over the machines of a cluster",
     )
-    _add_engine_options(parser.add_argument_group("engine"))
+    _add_engine_options(parser.add_argument_group("engine", ENGINE_DESCRIPTION))
     return parser
 
 
@@ -92,7 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a job; returns the exit status."""
     args = make_parser().parse_args(argv)
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
-    logger.setLevel(logging.INFO)
+    for name in ("run_batch", "vllm_arguments"):
+        logging.getLogger(f"nanovllm.{name}").setLevel(logging.INFO)
     with logging_redirect_tqdm(), StopOnSignal(args.grace) as stop:
         try:
             return _run(args, stop)
@@ -106,7 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
-    options = {field.name: getattr(args, field.name) for field in fields(Config)}
+    names = CONFIG_FIELDS | load_table()["LLM"].keys()
+    given = {name: value for name, value in vars(args).items() if name in names}
     runner: Runner | Replicas | None = None
     with ExitStack() as stack:
         try:
@@ -114,7 +125,7 @@ def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
                 raise ValueError(f"--grace must be at least 0 seconds, got {args.grace}")
             if args.replicas is not None and args.replicas < 1:
                 raise ValueError(f"--replicas must be at least 1, got {args.replicas}")
-            Config(**options)
+            options = asdict(Config.create(**translate("LLM", given)))
             trusts_templates = args.trust_request_chat_template
             job = Job(args.input_file, args.output_file, trusts_templates=trusts_templates)
             stack.enter_context(closing(job))
@@ -140,7 +151,7 @@ def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
 def _make_runner(
     job: Job, options: dict[str, Any], args: argparse.Namespace
 ) -> "Runner | Replicas":
-    names = [*args.served_model_name, args.model]
+    names = [*args.model_names, args.model]
     if args.replicas is None:
         return Runner(lambda: LLM(**options), names, job.journal)
     try:
@@ -150,21 +161,30 @@ def _make_runner(
     return Replicas(options, names, args.replicas, job.num_lines - job.num_skipped)
 
 
+def _add_vllm_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds vLLM's flags for the engine arguments that this program supports, ignores or refuses.
+    ``--help`` does not list them."""
+    for name, entry in load_table()["LLM"].items():
+        is_known = entry["class"] != "honoured" or entry.get("as", name) in CONFIG_FIELDS
+        if is_known and ("cli" in entry or "former" in entry):
+            add_flags(parser, name, entry, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
 def _add_engine_options(group: Any) -> None:
     """Adds a command-line option for each field of Config."""
     descriptions = _field_docs(Config)
     types = get_type_hints(Config)  # drops the validators in ``Annotated[type, validator]``
     for field in fields(Config):
         kind, *_ = get_args(types[field.name]) or [types[field.name]]  # ``int`` for ``int | None``
-        details: dict[str, Any] = {"help": descriptions[field.name].replace("%", "%%")}
+        description = descriptions[field.name].replace("%", "%%")
+        details: dict[str, Any] = {"help": description, "default": argparse.SUPPRESS}
         if kind is bool:
             details["action"] = argparse.BooleanOptionalAction
         else:
-            details |= {"type": kind, "metavar": METAVARS[kind]}
+            details |= {"type": PARSERS[kind], "metavar": METAVARS[kind]}
         if field.default is MISSING:
             details["required"] = True
         else:
-            details["default"] = field.default
             details["help"] += f" (default: {field.default})"
         group.add_argument(f"--{field.name.replace('_', '-')}", **details)
 

@@ -351,7 +351,7 @@ class Runner:
                 self._handle_failure(error, [state])
                 return
             self._in_flight[request_id] = state
-            state.sequences.append(llm._requests[request_id].seqs[0])
+            state.sequences.append(llm.requests[request_id].seqs[0])
             self.num_in_flight += state.num_completions
             state.request_ids[request_id] = num_tokens = len(prompt.prompt_token_ids)
             self.num_tokens_in_flight += num_tokens

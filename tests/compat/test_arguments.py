@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.compat import arguments
-from nanovllm.compat.alias import load_table
-from nanovllm.compat.arguments import translate
+from nanovllm import LLM, SamplingParams, vllm_arguments
 from nanovllm.compat.engine_args import EngineArgs
 from nanovllm.config import Config
+from nanovllm.vllm_arguments import load_table, translate
 
 CALLS = ("LLM", "generate", "chat")
 ENTRIES = [(call, name, entry) for call in CALLS for name, entry in load_table()[call].items()]
@@ -53,7 +51,7 @@ class TestTranslate:
             assert translate(call, {name: object()}) == {}
 
     def test_a_hint_is_logged_once_and_not_at_its_default(self, caplog):
-        arguments._log_hint.cache_clear()
+        vllm_arguments._log_hint.cache_clear()
         caplog.set_level(logging.INFO, logger="nanovllm")
         translate("LLM", {"swap_space": load_table()["LLM"]["swap_space"]["default"]})
         assert not caplog.records

@@ -3,7 +3,7 @@
 import tomllib
 from pathlib import Path
 
-from nanovllm.compat.alias import load_table
+from nanovllm.vllm_arguments import load_table
 from tests.compat import test_clients
 
 ROOT = Path(__file__).parents[2]

@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 
-from nanovllm.compat.alias import load_table
 from nanovllm.compat.engine_args import EngineArgs, FlexibleArgumentParser
+from nanovllm.vllm_arguments import load_table
 
 FLAGS = {name: e["cli"] for name, e in load_table()["LLM"].items() if "cli" in e}
 EXAMPLES = {

@@ -267,6 +267,6 @@ def test_what_is_too_large_runs_eagerly(model_path, capture):
             batch = llm.scheduler.schedule()
             assert runner.graphs.size_for(batch) == size
             llm.scheduler.reset()
-            llm._requests.clear()
+            llm.requests.clear()
         llm.add_request([1] * 10, SamplingParams(max_tokens=1, prompt_logprobs=1))
         assert runner.graphs.size_for(llm.scheduler.schedule()) is None

@@ -334,7 +334,7 @@ def interrupts(folder: Path) -> None:
 
     def interrupted(call: Callable[[], Any]) -> None:
         fails(call, error=KeyboardInterrupt)
-        assert not llm._requests
+        assert not llm.requests
         assert tokens(llm) == expected
 
     with deadline("interrupts"):

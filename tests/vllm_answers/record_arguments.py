@@ -1,4 +1,4 @@
-"""Records vLLM's arguments in ``nanovllm/compat/vllm_arguments.json``.
+"""Records vLLM's arguments in ``nanovllm/vllm_arguments.json``.
 
 Run it in an environment with the vLLM version of ``VERSION``; nanovllm need not be installed there:
 
@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 VERSION = "0.32.0"
-TABLE = Path(__file__).parents[2] / "nanovllm" / "compat" / "vllm_arguments.json"
+TABLE = Path(__file__).parents[2] / "nanovllm" / "vllm_arguments.json"
 
 HONOURED = {
     "LLM": """

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.kernels.ordered_bits import ordered_bits_triton
 from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
 
@@ -97,7 +98,7 @@ def _route_kernel(
     # lower ones are the index, reversed so that of equal logits the lower index has the larger key.
     # Keys are unique, even those of NaNs, so no expert is chosen twice.
     bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)
-    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32
+    keys = ordered_bits_triton(bits).to(tl.int64) << 32
     keys += BLOCK_E - 1 - expert[None, :]
     SMALLEST: tl.constexpr = -(1 << 63)
     keys = tl.where((expert < NUM_EXPERTS)[None, :], keys, SMALLEST)
@@ -110,8 +111,7 @@ def _route_kernel(
     for i in tl.static_range(TOP_K):
         best = tl.max(keys, axis=1)
         index = BLOCK_E - 1 - (best & 0x7FFFFFFF).to(tl.int32)
-        top = (best >> 32).to(tl.int32)
-        top = (top ^ ((top >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        top = ordered_bits_triton((best >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
         values = tl.where(column == i, top[:, None], values)
         if i == 0:
             largest = top

@@ -5,6 +5,7 @@ Items lie in groups of GROUP = 128. In each group, the four items whose indices 
 GROUP / 4 share a Philox counter, which yields the noise of all of them.
 """
 
+from nanovllm.kernels.ordered_bits import ordered_bits_triton
 from nanovllm.kernels.sampling import philox
 from nanovllm.utils.triton_compat import tl, triton
 
@@ -119,5 +120,4 @@ def argmax_item(score, item):
 @triton.jit
 def sort_key(x):
     """Maps fp32 to int32 in the same order. Adding 0 turns -0 into +0."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return ordered_bits_triton((x + 0.0).to(tl.int32, bitcast=True))

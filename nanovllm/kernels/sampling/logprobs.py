@@ -8,6 +8,7 @@ log-sum-exp, and counts the logits above the given token's logit, for the token'
 
 import torch
 
+from nanovllm.kernels.ordered_bits import ordered_bits
 from nanovllm.kernels.sampling.fixed_point import from_fixed_point, to_fixed_point
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import by_device, tl, triton
@@ -44,11 +45,10 @@ def _largest(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     order. Of equal values the one with the lower index comes first; torch.topk would return any of
     them, and a sort of the whole vocabulary would take longer."""
     bits = (values + 0.0).view(torch.int32)  # adding 0 turns -0 into +0
-    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # in the order of the values
+    keys = ordered_bits(bits).long()  # in the order of the values
     indices = torch.arange(values.size(1), device=values.device)
     best = ((keys << 32) | (0x7FFFFFFF - indices)).topk(k).values
-    bits = (best >> 32).int()
-    bits ^= (bits >> 31) & 0x7FFFFFFF
+    bits = ordered_bits((best >> 32).int())
     return 0x7FFFFFFF - (best & 0xFFFFFFFF), bits.view(torch.float32)
 
 

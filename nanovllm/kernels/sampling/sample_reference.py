@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.ordered_bits import ordered_bits
 from nanovllm.kernels.sampling import philox
 from nanovllm.kernels.sampling.fixed_point import to_fixed_point
 from nanovllm.kernels.sampling.philox import GROUP, exponential_noise
@@ -50,8 +51,7 @@ def sample_shard_reference(
         )
     ]
     score, token = torch.tensor(sampled, dtype=torch.float64).view(-1, 2).unbind(1)
-    bits = (score.float() + 0.0).view(torch.int32)
-    key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    key = ordered_bits((score.float() + 0.0).view(torch.int32)).long()
     return ((key << 32) | (0x7FFFFFFF - token.long().clamp(min=0))).to(logits.device)
 
 
