@@ -10,7 +10,7 @@ from torch import nn
 
 from nanovllm.checkpoints.weights import load_model
 from nanovllm.kernels.gemm import hopper_gemm, qkv, tiled
-from nanovllm.kernels.gemm.skinny import skinny_linear, skinny_norm_linear
+from nanovllm.kernels.gemm.skinny import skinny_linear, skinny_norm_and_linear, skinny_norm_linear
 from nanovllm.kernels.gemm.tiled import tile_linear
 from nanovllm.kernels.rms_norm import rms_norm_reference
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
@@ -114,6 +114,8 @@ def test_which_matmuls_are_tiled(choose):
 def test_which_matmuls_have_a_norm_or_a_swiglu_fused(choose):
     assert choose("norm_matmul", 1, 64, 4096) is skinny_norm_linear
     assert choose("norm_matmul", 2, 64, 4096) is choose("norm_matmul", 1, 151_936, 64) is None
+    assert choose("norm_and_matmul", 1, 128, 2048) is skinny_norm_and_linear
+    assert choose("norm_and_matmul", 2, 128, 2048) is None
     assert choose("matmul_swiglu", 1024, 64, 4096) is unquantized._gated_linear
     assert choose("matmul_swiglu", 1023, 64, 4096) is None
     assert choose("matmul_swiglu", 1024, 64, 64, bias=torch.empty(64, device="meta")) is None
@@ -153,7 +155,8 @@ def test_which_projections_have_rope_fused(monkeypatch):
 def test_a_cpu_uses_pytorch():
     x, weight = torch.randn(4, 64), torch.empty(128, 64)
     assert choose_kernel("matmul", x, weight, None) is F.linear
-    for operation in ("matmul_swiglu", "matmul_rope", "norm_matmul", "matmul_add"):
+    fused = "matmul_swiglu", "matmul_rope", "norm_matmul", "norm_and_matmul", "matmul_add"
+    for operation in fused:
         for num_rows in (1, 4, 32, 1024):
             assert choose_kernel(operation, x.new_empty(num_rows, 64), weight, None) is None
 
@@ -204,13 +207,16 @@ def test_norm_and_swiglu_around_a_matmul(num_rows, layout, device, monkeypatch):
         monkeypatch.setattr(unquantized, "use_triton", lambda x: True)
         assert choose_kernel("matmul_swiglu", x, weight, bias) is not None
     for total, args in ((x, None), (x + residual, residual)):
-        y = F.linear(rms_norm_reference(total, *norm)[0], weight, bias)
+        normed = rms_norm_reference(total, *norm)[0]
+        y = F.linear(normed, weight, bias)
         with torch.inference_mode():
+            results = linear_weight.norm_and_matmul(x, args, norm)
             found, found_total = linear_weight.norm_matmul(x, args, norm, None)
             gated, _ = linear_weight.norm_matmul(x, args, norm, SiluAndMul())
         torch.testing.assert_close(found, y, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(found_total, total)
         torch.testing.assert_close(gated, silu_and_mul_reference(y), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(results, (normed, y, total), rtol=1e-4, atol=1e-4)
 
 
 def make_layer(name: str) -> LinearBase:
