@@ -3,12 +3,12 @@
 Options are those of ``bench.py``. With programmatic dependent launch, kernels start early and wait.
 So a profiler's time of a kernel says little about what the step would take without it. Here the
 step's CUDA graph is captured again without a part, and replayed. The results are of course wrong.
-Of two parts that overlap, each may add less than its own time.
+A part that overlaps with another one may add less than its own time.
 """
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +16,8 @@ import torch
 
 from bench import parse_args
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.cuda_graphs import small_cublas_workspace
+from nanovllm.engine.cuda_graphs import uses_graphs
+from nanovllm.kernels.gemm.cublas import small_cublas_workspace
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.layers import moe
 from nanovllm.layers.attention import Attention
@@ -43,26 +44,21 @@ def _route_to_first(
     return Routing(weights / top_k, experts.expand(len(logits), top_k).contiguous())
 
 
-@contextmanager
-def without(part: str) -> Iterator[None]:
-    """Makes steps with one token run without a part of each layer.
+def without(part: str) -> AbstractContextManager[Any]:
+    """Makes steps with one token run without a part of each layer, in a ``with`` block.
 
     Args:
         part: "attention" (which includes RoPE and the store of keys and values), "MLP", "mixture"
             (norm, router and experts) or "routing" (softmax and top-k).
     """
-    replaced: dict[str, tuple[Any, str, Any]] = {
-        "attention": (Attention, "forward", lambda q, *_: q),
-        "MLP": (DecoderMLP, "forward", lambda x, residual, *_: (x, residual)),
-        "mixture": (moe.MoE, "forward", lambda x, residual, *_: (x, residual)),
-    }
     if part == "routing":
-        context: Any = patch.object(moe, "route", _route_to_first)
+        return patch.object(moe, "route", _route_to_first)
+    if part == "attention":
+        owner, replacement = Attention, lambda q, *_: q
     else:
-        owner, name, replacement = replaced[part]
-        context = patch.object(owner, name, _in_decodes(replacement, getattr(owner, name)))
-    with context:
-        yield
+        owner = DecoderMLP if part == "MLP" else moe.MoE
+        replacement = lambda x, residual, *_: (x, residual)  # noqa: E731
+    return patch.object(owner, "forward", _in_decodes(replacement, owner.forward))
 
 
 def parts_of(llm: LLM) -> list[str]:
@@ -100,9 +96,12 @@ def main() -> None:
     args = parse_args()
     args.engine |= {"max_num_seqs": 1}
     with LLM(args.model, **args.engine) as llm:
+        if not uses_graphs(llm.model_runner):
+            raise SystemExit("a step without CUDA graphs cannot be measured: use a GPU")
         params = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.6, ignore_eos=True)
         llm.generate([list(range(INPUT_LEN))], params, use_tqdm=False)
-        inputs = llm.model_runner.graphs.buffer.clone()  # type: ignore[attr-defined]
+        graphs: Any = llm.model_runner.graphs
+        inputs = graphs.buffer.clone()
         num_layers = len(llm.model_runner.model.model.layers)
         step = step_microseconds(llm, inputs)
         record = {"model": args.model_name, "device": torch.cuda.get_device_name()}

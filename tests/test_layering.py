@@ -29,6 +29,7 @@ LAYERS = (
     "structured_outputs",
     "vllm_fields",
     "vllm_arguments",
+    "vllm_flags",
     "leaves",
     "kernels",
     "quantization",

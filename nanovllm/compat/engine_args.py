@@ -8,7 +8,8 @@ from dataclasses import field, fields, make_dataclass
 from functools import partial
 from typing import Any
 
-from nanovllm.vllm_arguments import add_flags, load_table, with_dashes
+from nanovllm.vllm_arguments import load_table
+from nanovllm.vllm_flags import add_flags, with_dashes
 
 
 class FlexibleArgumentParser(ArgumentParser):

@@ -5,7 +5,7 @@ import sys
 from contextlib import suppress
 
 from nanovllm.run_batch.supervisor import open_standard_files, supervise
-from nanovllm.vllm_arguments import with_dashes
+from nanovllm.vllm_flags import with_dashes
 
 
 def run_job() -> int:

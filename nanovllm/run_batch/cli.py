@@ -27,7 +27,8 @@ from nanovllm.run_batch.supervisor import (
     print_message,
 )
 from nanovllm.utils.garbage import collecting_new_objects_only
-from nanovllm.vllm_arguments import add_flags, load_table, parse_int, translate
+from nanovllm.vllm_arguments import load_table, translate
+from nanovllm.vllm_flags import add_flags, parse_int
 
 if TYPE_CHECKING:
     from nanovllm.run_batch.replicas import Replicas

@@ -412,8 +412,7 @@ def fp8_vector_config(out_features: int, width: int, silu: bool) -> tuple[int, i
         block_n, block_k, num_warps = 4 if silu or out_features <= 4096 else 8, 2048, 4
     else:
         block_n, block_k, num_warps = 2, 2048, 2
-    # A thread loads 16 columns.
-    return block_n, min(block_k, max(16, next_power_of_2(width))), num_warps
+    return block_n, min(block_k, next_power_of_2(width)), num_warps
 
 
 def matrix_config(x: torch.Tensor, out_features: int, silu: bool) -> tuple[int, int, int]:

@@ -241,7 +241,7 @@ def experts_gemv(
 def _settings(config: tuple[int, int, int], width: int, group: int | None) -> dict[str, Any]:
     block_n, block_k, num_warps = config
     assert group is None or group % block_n == block_k % group == 0
-    block_k = min(block_k, max(16, next_power_of_2(width)))  # a thread loads 16 columns of FP8
+    block_k = min(block_k, next_power_of_2(width))
     unrolled = min(MAX_UNROLLED, cdiv(width, block_k))
     return {
         "GROUP": group,
