@@ -31,6 +31,10 @@ except ImportError:  # no Triton on this platform
 
     triton = tl = _Absent()
 
+# The fewest columns of a matmul for which Triton uses wgmma in programs of four warps on Hopper.
+MIN_WGMMA_COLUMNS = 16
+if HAS_TRITON and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8):
+    MIN_WGMMA_COLUMNS = 8
 HOPPER_MULTIPROCESSORS = 132  # for which grids are tuned, whatever the GPU has
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -46,10 +46,18 @@ from nanovllm.kernels.attention.tiles import (
 from nanovllm.kernels.fp8 import quantize_tile
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
-from nanovllm.utils.triton_compat import HOPPER_MULTIPROCESSORS, pdl_options, tl, triton
+from nanovllm.utils.math import next_power_of_2
+from nanovllm.utils.triton_compat import (
+    HOPPER_MULTIPROCESSORS,
+    MIN_WGMMA_COLUMNS,
+    pdl_options,
+    tl,
+    triton,
+)
 
 NUM_PROGRAMS = 3 * HOPPER_MULTIPROCESSORS  # the aim, where contexts are split
 LARGE_BATCH = 2048  # sequences times KV heads; from here on, programs have one warp
+REGISTER_BYTES = 64 * 4 * 32  # a warp's, for the first tile of keys, and as much for values
 SPLIT_WORDS = tl.constexpr(KV_SPLIT_WORDS)
 
 
@@ -75,6 +83,16 @@ def _repeat_rows(x, ROWS: tl.constexpr):
     N: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
     return tl.reshape(tl.broadcast_to(x[None, :, :], (ROWS // N, N, D)), (ROWS, D))
+
+
+@triton.jit
+def _pin(x):
+    """Returns x. The compiler leaves this, and with it the end of the loads that x comes from,
+    where it is in the order of waits and stores."""
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], x.dtype, is_pure=False,
+        pack=32 // x.dtype.primitive_bitwidth,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -104,6 +122,7 @@ def _decode_kernel(
     new_v_stride,
     table_stride,
     PREFETCHES: tl.constexpr,
+    HOLDS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -220,6 +239,14 @@ def _decode_kernel(
     new_mask = g_mask & (index < has_new.to(tl.int32) * HEAD_DIM)
     new_k_pair = load_pair(k_row, index, other, new_mask)
     new_v = tl.load(v_row + index, mask=new_mask, other=0.0)
+    if PDL and HOLDS:
+        # Otherwise the compiler would copy k and v to shared memory before ``gdc_wait``, and wait
+        # for them there.
+        k = _pin(k)
+        v = _pin(v)
+        if scales_ptr is not None:
+            k_scale = _pin(k_scale)
+            v_scale = _pin(v_scale)
     q = norm_and_rope(q_pair, q_weights, cos, sin, eps, HEAD_DIM)
     row_max = tl.full([BLOCK_G], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -376,7 +403,7 @@ def decode_attention(
     assert new.rope.cos_sin_cache.is_contiguous()
     assert new.k.stride()[1:] == new.v.stride()[1:] == (head_dim, 1)
     assert context.split_kv_schedule is not None and context.block_tables is not None
-    tile = decode_tile(num_seqs, kv_heads, head_dim, q.dtype)
+    tile = decode_tile(num_seqs, q_heads, kv_heads, head_dim, q.dtype, cache.scales is not None)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_slots = num_partial_slots(q, kv_heads, context, params.window)
     assert arrived.numel() >= num_slots * kv_heads
@@ -389,6 +416,7 @@ def decode_attention(
         prefix_attention(q, cache, context, params, new.rope, layout, partial, lse, arrived)
     if params.window is not None:  # the schedule's unused rows, which come last, need no programs
         num_splits = min(num_splits, num_seqs * max_window_splits(params.window, tile.num_keys))
+    tile_bytes = tile.num_keys * head_dim * cache.k.itemsize
     _decode_kernel[(kv_heads, num_splits)](
         q,
         cache.k,
@@ -415,6 +443,7 @@ def decode_attention(
         new.v.stride(0),
         context.block_tables.stride(0),
         PREFETCHES=tile.prefetches,
+        HOLDS=tile.prefetches and tile_bytes <= REGISTER_BYTES * tile.num_warps,
         PAGE_SIZE=page_size,
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
@@ -438,7 +467,7 @@ def num_partial_slots(q: Tensor, kv_heads: int, context: Context, window: int | 
         window: the layer's window.
     """
     num_seqs, q_heads, head_dim = q.shape
-    num_programs = decode_tile(num_seqs, kv_heads, head_dim, q.dtype).num_programs
+    num_programs = decode_tile(num_seqs, q_heads, kv_heads, head_dim, q.dtype).num_programs
     if shares_prefixes(context, window, max_num_splits(num_seqs, kv_heads, num_programs)):
         tile = prefix_tile(q_heads, kv_heads, head_dim, q.dtype)
         return max_shared_slots(num_seqs, kv_heads, num_programs, tile)
@@ -452,21 +481,38 @@ def shares_prefixes(context: Context, window: int | None, num_splits: int) -> bo
     return window is None and len(context.split_kv_schedule) > num_splits
 
 
-def decode_tile(num_seqs: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> DecodeTile:
+def decode_tile(
+    num_seqs: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    is_quantized: bool = False,
+) -> DecodeTile:
     """Chooses tile and launch sizes.
 
     They depend on the batch size but not on context lengths, so that a CUDA graph stays valid as
     contexts grow. A program mostly waits for its keys, and other programs on its multiprocessor
     hide this latency. Large batches use programs of one warp, because a multiprocessor holds more
-    of them. None has four, with which Triton would use wgmma and twice the shared memory. With up
-    to 32 query heads per KV head, a program needs at most 72 KiB of shared memory, and every GPU
-    with bf16 has 99 KiB. The sizes were tuned on an H200.
+    of them. In small batches there is at most one program on a multiprocessor. What counts then is
+    how long a program takes: tiles are small, or have four warps, unless Triton would then use
+    wgmma and twice the shared memory. Whether the cache is quantised changes the warps only, so
+    schedules do not depend on it.
+
+    With up to 32 query heads per KV head, a program needs at most 72 KiB of shared memory, and
+    every GPU with bf16 has 99 KiB. The sizes were tuned on an H200, in whole decode steps.
     """
     num_unsplit = num_seqs * kv_heads  # number of programs if no context is split
+    is_small = num_unsplit < HOPPER_MULTIPROCESSORS
+    num_keys, num_warps = 128, 2
     if dtype is torch.float32:
-        num_keys, num_warps = 16, 2
-    elif head_dim > 128:
-        num_keys, num_warps = 64, 2
-    else:
-        num_keys, num_warps = (64, 1) if num_unsplit >= LARGE_BATCH else (128, 2)
-    return DecodeTile(num_keys, num_warps, NUM_PROGRAMS, num_unsplit < HOPPER_MULTIPROCESSORS)
+        num_keys = 16
+    elif head_dim > 128 or (is_small and num_unsplit <= 32 and head_dim > 64):
+        num_keys = 64
+    elif num_unsplit >= LARGE_BATCH:
+        num_keys, num_warps = 64, 1
+    has_work_for_four = is_quantized or num_keys > 64 or head_dim > 128
+    if is_small and dtype is not torch.float32 and has_work_for_four:
+        num_columns = max(8, next_power_of_2(q_heads // kv_heads))
+        num_warps = 4 if num_columns < MIN_WGMMA_COLUMNS else 2
+    return DecodeTile(num_keys, num_warps, NUM_PROGRAMS, is_small)

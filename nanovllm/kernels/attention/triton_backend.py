@@ -75,7 +75,7 @@ class TritonAttention(AttentionBackend):
         window: int | None = None,
         prefixes: SharedPrefixes | None = None,
     ) -> np.ndarray:
-        tile = decode_tile(len(context_lens), kv_heads, head_dim, dtype)
+        tile = decode_tile(len(context_lens), q_heads, kv_heads, head_dim, dtype)
         arguments = context_lens, kv_heads, tile.num_keys, tile.num_programs
         if prefixes is None:
             return make_split_kv_schedule(*arguments, window)

@@ -25,6 +25,22 @@ MAX_ROWS = 16
 # Without a limit it saves registers, and issues some loads of x only after a matmul.
 REGISTER_LIMIT = {} if torch.version.hip else {"maxnreg": 128}
 
+# BLOCK_N, BLOCK_K and num_warps for one row, by (output features, input features, SwiGLU or not),
+# tuned in whole decode steps on an H200. In a benchmark of the kernel alone, other tiles are
+# faster: what matters is also how soon the next kernel can start.
+TUNED_VECTORS = {
+    (6144, 2560, False): (8, 512, 2),  # q/k/v of Qwen3-4B
+    (2560, 4096, False): (8, 2048, 8),  # o
+    (9728, 2560, True): (1, 2048, 2),  # gate and up
+    (5120, 2048, False): (4, 1024, 2),  # q/k/v of Qwen3-30B-A3B
+    (2048, 4096, False): (2, 2048, 8),  # o
+    (5120, 2880, False): (8, 1024, 4),  # q/k/v of gpt-oss
+    (2880, 4096, False): (1, 2048, 4),  # o
+}
+TUNED_FP8_VECTORS = {
+    (2048, 4096, False): (2, 2048, 4),  # o of Qwen3-30B-A3B
+}
+
 
 @triton.jit
 def _load_bias(bias_ptr, feature, mask, out_features, SILU: tl.constexpr):
@@ -387,9 +403,11 @@ def _check(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> tuple[int, int]
 def vector_config(out_features: int, width: int, silu: bool) -> tuple[int, int, int]:
     """Returns BLOCK_N, BLOCK_K and num_warps.
 
-    They were tuned on an H200 for the matrices of 0.5B to 32B models. For the smallest models they
-    were tuned in whole decode steps. In a benchmark of the kernel alone, other tiles are faster.
+    Those that are not in TUNED_VECTORS were tuned on an H200 for the matrices of 0.5B to 32B
+    models, for the smallest models in whole decode steps.
     """
+    if tuned := TUNED_VECTORS.get((out_features, width, silu)):
+        return tuned
     if silu:
         config = (8, 1024, 4) if width < 2048 else (1, 1024, 4) if width <= 4096 else (1, 2048, 4)
     elif width <= 1024:
@@ -404,6 +422,8 @@ def vector_config(out_features: int, width: int, silu: bool) -> tuple[int, int, 
 
 def fp8_vector_config(out_features: int, width: int, silu: bool) -> tuple[int, int, int]:
     """The same for FP8 weights, tuned for the matrices of Qwen3-0.6B and 8B."""
+    if tuned := TUNED_FP8_VECTORS.get((out_features, width, silu)):
+        return tuned
     if width <= 1024:
         block_n, block_k, num_warps = (4 if silu else 8), 1024, 2
     elif out_features <= 1024:

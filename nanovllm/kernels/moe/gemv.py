@@ -17,17 +17,17 @@ from nanovllm.kernels.moe.activation import gated_activation
 from nanovllm.kernels.moe.experts import ExpertWeights
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.utils.math import cdiv, next_power_of_2
-from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
+from nanovllm.utils.triton_compat import pdl_options, tl, triton
 
 # BLOCK_N, BLOCK_K and num_warps of each kernel, tuned for one token of Qwen3-30B-A3B (hidden size
-# 2048, top 8, intermediate size 768) on an H200. The first kernel has 8 x 768 programs, each of
-# which reads a row of gate and one of up, of 4 KB each. The second has 1,024 programs, which read 2
-# rows of 1.5 KB from each of 8 experts.
-GATE_UP_CONFIG = 1, 1024, 2
-DOWN_CONFIG = 2, 1024, 2
+# 2048, top 8, intermediate size 768) on an H200, in whole decode steps. A program of the first
+# kernel reads two rows of gate and two of up, of 4 KB each. The second one has 512 programs, which
+# read 4 rows of 1.5 KB from each of 8 experts.
+GATE_UP_CONFIG = 2, 2048, 4
+DOWN_CONFIG = 4, 256, 4
 # The same for FP8 weights.
-FP8_GATE_UP_CONFIG = 1, 1024, 2
-FP8_DOWN_CONFIG = 4, 1024, 2
+FP8_GATE_UP_CONFIG = 2, 2048, 2
+FP8_DOWN_CONFIG = 4, 256, 4
 MAX_UNROLLED = 16  # iterations, because compiling the 112 of Mixtral took 2 minutes
 
 
@@ -56,7 +56,9 @@ def _gate_up_kernel(
     so that a thread loads one scale for its columns of a block."""
     NUM_GROUPS: tl.constexpr = 1 if GROUP is None else BLOCK_K // GROUP
     LENGTH: tl.constexpr = BLOCK_K // NUM_GROUPS
-    pdl_wait(PDL)
+    if PDL:  # in this order, because the second kernel reads experts_ptr before its wait
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     assignment = tl.program_id(1)
     expert = tl.load(experts_ptr + assignment).to(tl.int64)
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -118,51 +120,78 @@ def _down_kernel(
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LENGTH: tl.constexpr,
     UNROLLED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Row t of the result [N, hidden] is the residual plus the sum of scale[a] * (x[a] W^T + bias)
     over the assignments a of token t, with the W and bias of the expert of assignment a.
-    ``out_features`` is the hidden size, and WIDTH is I. GROUP is as in ``_gate_up_kernel``."""
-    pdl_wait(PDL)
+    ``out_features`` is the hidden size, and WIDTH is I. GROUP is as in ``_gate_up_kernel``.
+
+    Threads share the experts and columns, and each one has all features of the program, so that it
+    multiplies a number of x several times. LENGTH is the number of columns that it loads at once.
+    """
+    BLOCK_T: tl.constexpr = triton.next_power_of_2(TOP_K)
+    NUM_SUMS: tl.constexpr = BLOCK_K // LENGTH
     token = tl.program_id(1)
+    i = tl.arange(0, BLOCK_T)
+    assignment = token * TOP_K + i
+    is_chosen = i < TOP_K
+    # The first kernel lets this one start only when the router has finished. So what kernels before
+    # the first one wrote may be read before the wait, but not from an L1 cache, which may be older.
+    expert = tl.load(experts_ptr + assignment, mask=is_chosen, other=0, cache_modifier=".cg")
+    expert = expert.to(tl.int64)[:, None]
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_weight = feature < out_features
-    NUM_GROUPS: tl.constexpr = 1 if GROUP is None else BLOCK_K // GROUP
-    LENGTH: tl.constexpr = BLOCK_K // NUM_GROUPS
-    group = tl.arange(0, NUM_GROUPS)
-    first_column = group[:, None] * LENGTH + tl.arange(0, LENGTH)[None, :]
-    acc = tl.zeros([BLOCK_N, NUM_GROUPS, LENGTH], tl.float32)
-    bias = tl.zeros([BLOCK_N], tl.float32)
-    for i in tl.static_range(TOP_K):
-        assignment = token * TOP_K + i
-        expert = tl.load(experts_ptr + assignment).to(tl.int64)
-        scale = tl.load(scales_ptr + assignment)
-        if bias_ptr is not None:
-            address = bias_ptr + expert * out_features + feature
-            bias += tl.load(address, mask=in_weight, other=0.0).to(tl.float32) * scale
-        x_row_ptr = x_ptr + assignment.to(tl.int64) * WIDTH
-        row_ptr = weight_ptr + (expert * out_features + feature)[:, None, None] * WIDTH
-        if weight_scales_ptr is not None and GROUP is None:
-            scale_ptr = weight_scales_ptr + expert * out_features + feature
-            scale *= tl.load(scale_ptr, mask=in_weight, other=0.0)[:, None, None]
-        if GROUP is not None:
-            first = expert * out_features + tl.program_id(0) * BLOCK_N
-            scale_ptr = weight_scales_ptr + first // GROUP * (WIDTH // GROUP)
-        for start in tl.range(0, WIDTH, BLOCK_K, loop_unroll_factor=UNROLLED):
-            column = start + first_column
-            mask = in_weight[:, None, None] & (column < WIDTH)[None, :, :]
-            weight = tl.load(row_ptr + column[None, :, :], mask=mask, other=0.0)
-            x = tl.load(x_row_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-            if GROUP is not None:
-                block = start // GROUP + group
-                block_scale = tl.load(scale_ptr + block, mask=block < WIDTH // GROUP, other=0.0)
-                x *= block_scale[:, None]
-            acc += fp8_values(weight, tl.float32) * (x[None, :, :] * scale)
-    out = tl.sum(tl.sum(acc, axis=2), axis=1) + bias
+    row = expert * out_features + feature[None, :]
+    in_rows = is_chosen[:, None] & in_weight[None, :]
+    row_ptr = weight_ptr + row[:, :, None] * WIDTH
+    column = tl.max_contiguous(tl.arange(0, BLOCK_K), LENGTH)
+    mask = in_rows[:, :, None] & (column < WIDTH)[None, None, :]
+    weight = tl.load(row_ptr + column[None, None, :], mask=mask, other=0.0)
+    scale = tl.load(scales_ptr + assignment, mask=is_chosen, other=0.0, cache_modifier=".cg")
+    scale = scale[:, None]
+    bias = 0.0
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + row, mask=in_rows, other=0.0).to(tl.float32)
+        bias = tl.sum(bias * scale, axis=0)
+    if GROUP is not None:  # all features of the program are in one row of blocks
+        first = expert * out_features + tl.program_id(0) * BLOCK_N
+        block_scale_ptr = weight_scales_ptr + first[:, :, None] // GROUP * (WIDTH // GROUP)
+    elif weight_scales_ptr is not None:
+        scale *= tl.load(weight_scales_ptr + row, mask=in_rows, other=0.0)
     address = token.to(tl.int64) * out_features + feature
     if residual_ptr is not None:
-        out += tl.load(residual_ptr + address, mask=in_weight, other=0.0).to(tl.float32)
+        residual = tl.load(
+            residual_ptr + address, mask=in_weight, other=0.0, cache_modifier=".cg"
+        ).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x_row_ptr = x_ptr + assignment.to(tl.int64)[:, None] * WIDTH
+    acc = tl.zeros([BLOCK_T, BLOCK_N, NUM_SUMS], tl.float32)
+    for start in tl.range(0, WIDTH, BLOCK_K, loop_unroll_factor=UNROLLED):
+        column = tl.max_contiguous(start + tl.arange(0, BLOCK_K), LENGTH)
+        in_row = is_chosen[:, None] & (column < WIDTH)[None, :]
+        x = tl.load(x_row_ptr + column[None, :], mask=in_row, other=0.0).to(tl.float32)
+        products = fp8_values(weight, tl.float32) * x[:, None, :]
+        shape: tl.constexpr = (BLOCK_T, BLOCK_N, NUM_SUMS, LENGTH)
+        part = tl.sum(tl.reshape(products, shape), axis=3)
+        if GROUP is not None:
+            block = (start + tl.arange(0, NUM_SUMS) * LENGTH) // GROUP
+            mask = is_chosen[:, None] & (block < WIDTH // GROUP)[None, :]
+            part *= tl.load(
+                block_scale_ptr + block[None, None, :], mask=mask[:, None, :], other=0.0
+            )
+        acc += part
+        column = tl.max_contiguous(column + BLOCK_K, LENGTH)
+        mask = in_rows[:, :, None] & (column < WIDTH)[None, None, :]
+        weight = tl.load(row_ptr + column[None, None, :], mask=mask, other=0.0)
+    acc = tl.permute(acc * scale[:, :, None], (1, 0, 2))
+    out = tl.sum(tl.reshape(acc, (BLOCK_N, BLOCK_T * NUM_SUMS)), axis=1)
+    out += bias
+    if residual_ptr is not None:
+        out += residual
     tl.store(out_ptr + address, out.to(out_ptr.dtype.element_ty), mask=in_weight)
 
 
@@ -233,6 +262,9 @@ def experts_gemv(
     is_fp8 = experts.down.itemsize == 1
     gate_up = _settings(FP8_GATE_UP_CONFIG if is_fp8 else GATE_UP_CONFIG, hidden, experts.group)
     down = _settings(FP8_DOWN_CONFIG if is_fp8 else DOWN_CONFIG, width, experts.group)
+    down["LENGTH"] = min(8, down["BLOCK_K"])
+    # With more warps than experts, x would reach the threads through shared memory.
+    down["num_warps"] = min(down["num_warps"], next_power_of_2(routing.topk_ids.size(1)))
     features = gate_up["BLOCK_N"], down["BLOCK_N"]
     kernels = _gate_up_kernel, _down_kernel
     return launch_gemvs(x, experts, routing, residual, kernels, features, (gate_up, down))

@@ -17,7 +17,7 @@ from nanovllm.kernels.moe.gemv import launch_gemvs
 from nanovllm.kernels.moe.mxfp4 import dequantize_part, rescale
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.utils.math import next_power_of_2
-from nanovllm.utils.triton_compat import pdl_wait, tl, triton
+from nanovllm.utils.triton_compat import tl, triton
 
 FEATURES = 16  # of a program, in each kernel: the M dimension of a tensor core instruction
 # Tuned for one token of gpt-oss-20b (hidden size 2880, top 4, intermediate size 2880) on an H200.
@@ -66,6 +66,25 @@ def _multiply_groups(words, scales, x_0, x_1, x_2, x_3, acc):
 
 
 @triton.jit
+def _load_group(
+    words_ptrs, scales_ptrs, mask, out_features,
+    GATED: tl.constexpr, BLOCKS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Loads each warp's next group of the weight and, with GATED, of the rows of up: words and
+    scales of both."""
+    scales_mask = _in_rows(mask, BLOCKS, WARPS)
+    words = _in_matmul_order(tl.load(words_ptrs, mask=mask, other=0), BLOCKS, WARPS)
+    scales = tl.load(scales_ptrs, mask=scales_mask, other=0)
+    up_words = words
+    up_scales = scales
+    if GATED:
+        up_words = tl.load(words_ptrs + out_features * 32, mask=mask, other=0)
+        up_words = _in_matmul_order(up_words, BLOCKS, WARPS)
+        up_scales = tl.load(scales_ptrs + out_features, mask=scales_mask, other=0)
+    return words, scales, up_words, up_scales
+
+
+@triton.jit
 def _multiply(
     x_ptr,
     words_ptr,
@@ -78,12 +97,14 @@ def _multiply(
     WARPS: tl.constexpr,
     WARPS_PER_EXPERT: tl.constexpr,
     UNROLLED: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
     """Multiplies x [NUM_EXPERTS, WIDTH], a row for each of the experts at ``experts_ptr``, by the
     program's rows of the experts' weights [out_features, WIDTH] or, with GATED, by its rows of gate
     and of up. Returns fp32 [WARPS, FEATURES] for both; without GATED, the second one is zero. Warp
     w sums over a share of the columns of expert w // WARPS_PER_EXPERT. If there is no such expert,
-    its sums are zero.
+    its sums are zero. With WAITS, it waits for the previous kernel, which writes x, when it has
+    requested its first weights.
     """
     BLOCKS: tl.constexpr = _FEATURES // 8
     NUM_GROUPS: tl.constexpr = (WIDTH + 127) // 128
@@ -95,7 +116,9 @@ def _multiply(
     num_rows = (2 if GATED else 1) * out_features
     row = tl.minimum(tl.program_id(0) * _FEATURES + block * 8 + index % 8, out_features - 1)
     is_used = warp // WARPS_PER_EXPERT < NUM_EXPERTS
-    expert = tl.load(experts_ptr + warp // WARPS_PER_EXPERT, mask=is_used, other=0)
+    expert = tl.load(
+        experts_ptr + warp // WARPS_PER_EXPERT, mask=is_used, other=0, cache_modifier=".cg"
+    )
     row += expert.to(tl.int64) * NUM_GROUPS * num_rows + warp % WARPS_PER_EXPERT * num_rows
     words_ptrs = words_ptr + row[:, None] * 32 + column[None, :]
     # A tile has fewer scales than the program has threads. So the compiler loads each one into all
@@ -107,17 +130,15 @@ def _multiply(
     x_row = (x_warp // WARPS_PER_EXPERT)[:, None] * WIDTH + column[None, :]
     acc = tl.zeros([WARPS, _FEATURES, 8], tl.float32)
     up_acc = tl.zeros([WARPS, _FEATURES, 8], tl.float32)
+    group = warp % WARPS_PER_EXPERT
+    mask = (is_used & (group < NUM_GROUPS))[:, None]
+    words, scales, up_words, up_scales = _load_group(
+        words_ptrs, scales_ptrs, mask, out_features, GATED, BLOCKS, WARPS
+    )
+    if WAITS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     for start in tl.range(0, NUM_GROUPS, WARPS_PER_EXPERT, loop_unroll_factor=UNROLLED):
-        mask = (is_used & (start + warp % WARPS_PER_EXPERT < NUM_GROUPS))[:, None]
-        scales_mask = _in_rows(mask, BLOCKS, WARPS)
-        words = _in_matmul_order(tl.load(words_ptrs, mask=mask, other=0), BLOCKS, WARPS)
-        scales = tl.load(scales_ptrs, mask=scales_mask, other=0)
-        if GATED:
-            up_words = tl.load(words_ptrs + out_features * 32, mask=mask, other=0)
-            up_words = _in_matmul_order(up_words, BLOCKS, WARPS)
-            up_scales = tl.load(scales_ptrs + out_features, mask=scales_mask, other=0)
-        words_ptrs += WARPS_PER_EXPERT * num_rows * 32
-        scales_ptrs += WARPS_PER_EXPERT * num_rows
         x_group = start + x_warp % WARPS_PER_EXPERT
         first = tl.minimum(x_group * 128, WIDTH - 128)  # the last group may overlap another
         x_mask = (x_is_used & (x_group < NUM_GROUPS))[:, None]
@@ -130,6 +151,13 @@ def _multiply(
         acc = _multiply_groups(words, scales, x_0, x_1, x_2, x_3, acc)
         if GATED:
             up_acc = _multiply_groups(up_words, up_scales, x_0, x_1, x_2, x_3, up_acc)
+        words_ptrs += WARPS_PER_EXPERT * num_rows * 32
+        scales_ptrs += WARPS_PER_EXPERT * num_rows
+        group += WARPS_PER_EXPERT
+        mask = (is_used & (group < NUM_GROUPS))[:, None]
+        words, scales, up_words, up_scales = _load_group(
+            words_ptrs, scales_ptrs, mask, out_features, GATED, BLOCKS, WARPS
+        )
     return rescale(tl.sum(acc, axis=2), DTYPE), rescale(tl.sum(up_acc, axis=2), DTYPE)
 
 
@@ -152,12 +180,15 @@ def _gate_up_kernel(
 ):
     """Row a of the result [N k, I] is activation(x[a // TOP_K] W^T + bias), with the W and bias of
     the expert of assignment a. ``out_features`` is I, and WIDTH is the hidden size."""
-    pdl_wait(PDL)
+    if PDL:  # in this order, because the second kernel reads experts_ptr before its wait
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     assignment = tl.program_id(1)
     expert = tl.load(experts_ptr + assignment).to(tl.int64)
     gate, up = _multiply(
         x_ptr + (assignment // TOP_K).to(tl.int64) * WIDTH, words_ptr, word_scales_ptr,
         experts_ptr + assignment, out_features, WIDTH, True, 1, WARPS, WARPS, UNROLLED,
+        False,
     )  # fmt: skip
     gate, up = tl.sum(gate, axis=0), tl.sum(up, axis=0)
     feature = tl.program_id(0) * _FEATURES + tl.arange(0, _FEATURES)
@@ -193,29 +224,32 @@ def _down_kernel(
     """Row t of the result [N, hidden] is the residual plus the sum of scale[a] * (x[a] W^T + bias)
     over the assignments a of token t, with the W and bias of the expert of assignment a.
     ``out_features`` is the hidden size, and WIDTH is I."""
-    pdl_wait(PDL)
     token = tl.program_id(1).to(tl.int64)
     first = token * TOP_K
-    sums, _ = _multiply(
-        x_ptr + first * WIDTH, words_ptr, word_scales_ptr, experts_ptr + first, out_features,
-        WIDTH, False, TOP_K, WARPS, WARPS_PER_EXPERT, UNROLLED,
-    )  # fmt: skip
     warp = tl.arange(0, WARPS)
     i = warp // WARPS_PER_EXPERT
-    scale = tl.load(scales_ptr + first + i, mask=i < TOP_K, other=0.0)[:, None]
     feature = tl.program_id(0) * _FEATURES + tl.arange(0, _FEATURES)
     mask = feature < out_features
+    address = token * out_features + feature
+    # Before the wait, what earlier kernels than the first one wrote is read as in ``gemv.py``.
+    scale = tl.load(scales_ptr + first + i, mask=i < TOP_K, other=0.0, cache_modifier=".cg")
+    residual = 0.0
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + address, mask=mask, other=0.0, cache_modifier=".cg")
+        residual = residual.to(tl.float32)
+    bias = 0.0
     if bias_ptr is not None:
         # Once for each expert.
         is_first = (i < TOP_K) & (warp % WARPS_PER_EXPERT == 0)
-        expert = tl.load(experts_ptr + first + i, mask=is_first, other=0).to(tl.int64)
-        address = bias_ptr + expert[:, None] * out_features + feature[None, :]
+        expert = tl.load(experts_ptr + first + i, mask=is_first, other=0, cache_modifier=".cg")
+        bias_row = bias_ptr + expert.to(tl.int64)[:, None] * out_features
         bias_mask = is_first[:, None] & mask[None, :]
-        sums += tl.load(address, mask=bias_mask, other=0.0).to(tl.float32)
-    out = tl.sum(sums * scale, axis=0)
-    address = token * out_features + feature
-    if residual_ptr is not None:
-        out += tl.load(residual_ptr + address, mask=mask, other=0.0).to(tl.float32)
+        bias = tl.load(bias_row + feature[None, :], mask=bias_mask, other=0.0).to(tl.float32)
+    sums, _ = _multiply(
+        x_ptr + first * WIDTH, words_ptr, word_scales_ptr, experts_ptr + first, out_features,
+        WIDTH, False, TOP_K, WARPS, WARPS_PER_EXPERT, UNROLLED, PDL,
+    )  # fmt: skip
+    out = tl.sum((sums + bias) * scale[:, None], axis=0) + residual
     tl.store(out_ptr + address, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -251,20 +251,36 @@ def test_decode(shape, norms, dtype, device, monkeypatch):
 
 
 TILES = {  # by sequences of 8 KV heads of 128
-    16: DecodeTile(128, 2, 396, True),
+    4: DecodeTile(64, 2, 396, True),
+    5: DecodeTile(128, 4, 396, True),
+    16: DecodeTile(128, 4, 396, True),
     17: DecodeTile(128, 2, 396, False),
     255: DecodeTile(128, 2, 396, False),
     256: DecodeTile(64, 1, 396, False),
 }
 
 
-def test_tiles_follow_from_sequences_times_heads():
-    assert {n: decode_tile(n, 8, 128, torch.bfloat16) for n in TILES} == TILES
-    assert decode_tile(256, 4, 128, torch.bfloat16) == DecodeTile(128, 2, 396, False)
-    assert decode_tile(16, 8, 256, torch.bfloat16) == DecodeTile(64, 2, 396, True)
-    assert decode_tile(512, 8, 256, torch.bfloat16) == DecodeTile(64, 2, 396, False)
+def test_tiles_follow_from_sequences_times_heads(monkeypatch):
+    def tile_of(num_seqs, *shape, dtype=torch.bfloat16, is_quantized=False):
+        return decode_tile(num_seqs, *shape, dtype, is_quantized)
+
+    monkeypatch.setattr(decode, "MIN_WGMMA_COLUMNS", 16)
+    assert {n: tile_of(n, 32, 8, 128) for n in TILES} == TILES
+    assert tile_of(256, 32, 4, 128) == DecodeTile(128, 2, 396, False)
+    assert tile_of(16, 16, 8, 256) == DecodeTile(64, 4, 396, True)
+    assert tile_of(512, 16, 8, 256) == DecodeTile(64, 2, 396, False)
+    assert tile_of(1, 64, 8, 64) == DecodeTile(128, 4, 396, True)
     for num_seqs, few in ((16, True), (512, False)):
-        assert decode_tile(num_seqs, 8, 128, torch.float32) == DecodeTile(16, 2, 396, few)
+        tile = tile_of(num_seqs, 32, 8, 128, dtype=torch.float32)
+        assert tile == DecodeTile(16, 2, 396, few)
+    for num_seqs in (*TILES, 512):  # the schedule does not depend on the cache
+        tile = tile_of(num_seqs, 32, 8, 128, is_quantized=True)
+        expected = tile_of(num_seqs, 32, 8, 128)
+        assert tile == expected._replace(num_warps=4 if tile.prefetches else expected.num_warps)
+    assert tile_of(8, 72, 8, 128) == DecodeTile(128, 2, 396, True)  # 9 heads are 16 columns
+    monkeypatch.setattr(decode, "MIN_WGMMA_COLUMNS", 8)
+    assert tile_of(8, 32, 8, 128) == DecodeTile(128, 2, 396, True)
+    assert tile_of(1, 32, 8, 128, is_quantized=True) == DecodeTile(64, 2, 396, True)
 
 
 @pytest.mark.parametrize(
