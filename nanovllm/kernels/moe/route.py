@@ -15,6 +15,7 @@ from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, t
 # Up to this number of tokens, assignments are not sorted, because nearly every one has an expert of
 # its own.
 MAX_UNSORTED_TOKENS = 4
+LOWEST = tl.constexpr(-(1 << 31))  # of int32
 UNIT = tl.constexpr(2.0**40)  # of fixed-point probabilities, relative to the largest
 
 
@@ -94,14 +95,11 @@ def _route_kernel(
     is_real = (token < num_tokens)[:, None] & (expert < NUM_EXPERTS)[None, :]
     address = logits_ptr + token.to(tl.int64)[:, None] * NUM_EXPERTS + expert[None, :]
     logits = tl.load(address, mask=is_real, other=float("-inf")).to(tl.float32)
-    # The upper 32 bits of a sort key are the logit's bits as an integer with the same order. The
-    # lower ones are the index, reversed so that of equal logits the lower index has the larger key.
-    # Keys are unique, even those of NaNs, so no expert is chosen twice.
-    bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)
-    keys = ordered_bits_triton(bits).to(tl.int64) << 32
-    keys += BLOCK_E - 1 - expert[None, :]
-    SMALLEST: tl.constexpr = -(1 << 63)
-    keys = tl.where((expert < NUM_EXPERTS)[None, :], keys, SMALLEST)
+    # Integers with the order of the logits, because a warp finds the largest of its 32-bit integers
+    # in one instruction. An expert that is chosen is no longer free. So none is chosen twice, even
+    # of several NaNs.
+    order = ordered_bits_triton(tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True))
+    is_free = tl.broadcast_to((expert < NUM_EXPERTS)[None, :], (CHUNK, BLOCK_E))
     column = tl.arange(0, BLOCK_K)[None, :]
     values = tl.full([CHUNK, BLOCK_K], float("-inf"), tl.float32)
     largest = tl.full([CHUNK], float("-inf"), tl.float32)
@@ -109,17 +107,17 @@ def _route_kernel(
     experts = tl.zeros([CHUNK, BLOCK_K], tl.int32)
     chosen = tl.zeros([CHUNK, BLOCK_E], tl.int32)
     for i in tl.static_range(TOP_K):
-        best = tl.max(keys, axis=1)
-        index = BLOCK_E - 1 - (best & 0x7FFFFFFF).to(tl.int32)
-        top = ordered_bits_triton((best >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+        best = tl.max(tl.where(is_free, order, LOWEST), axis=1)
+        is_best = is_free & (order == best[:, None])
+        index = tl.min(tl.where(is_best, expert[None, :], BLOCK_E), axis=1)
+        top = ordered_bits_triton(best).to(tl.float32, bitcast=True)
         values = tl.where(column == i, top[:, None], values)
         if i == 0:
             largest = top
         total += tl.exp(top - largest)  # in order, which does not depend on CHUNK
         experts = tl.where(column == i, index[:, None], experts)
-        is_best = expert[None, :] == index[:, None]
-        keys = tl.where(is_best, SMALLEST, keys)
-        chosen += is_best.to(tl.int32)
+        is_free = is_free & (expert[None, :] != index[:, None])
+        chosen += (expert[None, :] == index[:, None]).to(tl.int32)
     if not NORMALIZE:
         # Integers, because their sum does not depend on the order, which depends on CHUNK.
         probabilities = tl.exp(logits - largest[:, None]) * UNIT
