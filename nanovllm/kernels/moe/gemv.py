@@ -28,6 +28,7 @@ DOWN_CONFIG = 4, 256, 4
 # The same for FP8 weights.
 FP8_GATE_UP_CONFIG = 2, 2048, 2
 FP8_DOWN_CONFIG = 4, 256, 4
+PRELOADED_BYTES = 192  # of a thread, which has registers for them: all weights of FP8_DOWN_CONFIG
 MAX_UNROLLED = 16  # iterations, because compiling the 112 of Mixtral took 2 minutes
 
 
@@ -105,6 +106,36 @@ def _gate_up_kernel(
 
 
 @triton.jit
+def _load_columns(
+    row_ptr, in_rows, start, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, LENGTH: tl.constexpr
+):
+    """Loads columns [start, start + BLOCK_K) of rows [T, N]."""
+    column = start + tl.max_contiguous(tl.arange(0, BLOCK_K), LENGTH)
+    mask = in_rows[:, :, None] & (column < WIDTH)[None, None, :]
+    return tl.load(row_ptr + column[None, None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _multiply_columns(
+    weight, x_row_ptr, block_scale_ptr, is_chosen, start,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """Multiplies what ``_load_columns`` has loaded, [T, N, K], by the columns of x [T, K], and sums
+    over LENGTH columns, which one thread has loaded: [T, N, K / LENGTH]."""
+    column = start + tl.max_contiguous(tl.arange(0, BLOCK_K), LENGTH)
+    in_row = is_chosen[:, None] & (column < WIDTH)[None, :]
+    x = tl.load(x_row_ptr + column[None, :], mask=in_row, other=0.0).to(tl.float32)
+    products = fp8_values(weight, tl.float32) * x[:, None, :]
+    shape: tl.constexpr = (weight.shape[0], weight.shape[1], BLOCK_K // LENGTH, LENGTH)
+    sums = tl.sum(tl.reshape(products, shape), axis=3)
+    if GROUP is not None:
+        block = (start + tl.arange(0, BLOCK_K // LENGTH) * LENGTH) // GROUP
+        mask = is_chosen[:, None] & (block < WIDTH // GROUP)[None, :]
+        sums *= tl.load(block_scale_ptr + block[None, None, :], mask=mask[:, None, :], other=0.0)
+    return sums
+
+
+@triton.jit
 def _down_kernel(
     x_ptr,
     weight_ptr,
@@ -121,6 +152,7 @@ def _down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     LENGTH: tl.constexpr,
+    PRELOADED: tl.constexpr,
     UNROLLED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -130,6 +162,7 @@ def _down_kernel(
 
     Threads share the experts and columns, and each one has all features of the program, so that it
     multiplies a number of x several times. LENGTH is the number of columns that it loads at once.
+    The first PRELOADED tiles of columns are requested before the wait for the first kernel.
     """
     BLOCK_T: tl.constexpr = triton.next_power_of_2(TOP_K)
     NUM_SUMS: tl.constexpr = BLOCK_K // LENGTH
@@ -146,15 +179,17 @@ def _down_kernel(
     row = expert * out_features + feature[None, :]
     in_rows = is_chosen[:, None] & in_weight[None, :]
     row_ptr = weight_ptr + row[:, :, None] * WIDTH
-    column = tl.max_contiguous(tl.arange(0, BLOCK_K), LENGTH)
-    mask = in_rows[:, :, None] & (column < WIDTH)[None, None, :]
-    weight = tl.load(row_ptr + column[None, None, :], mask=mask, other=0.0)
+    weights = ()
+    for step in tl.static_range(PRELOADED):
+        part = _load_columns(row_ptr, in_rows, step * BLOCK_K, WIDTH, BLOCK_K, LENGTH)
+        weights += (part,)  # type: ignore[assignment]
     scale = tl.load(scales_ptr + assignment, mask=is_chosen, other=0.0, cache_modifier=".cg")
     scale = scale[:, None]
     bias = 0.0
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + row, mask=in_rows, other=0.0).to(tl.float32)
         bias = tl.sum(bias * scale, axis=0)
+    block_scale_ptr = weight_scales_ptr
     if GROUP is not None:  # all features of the program are in one row of blocks
         first = expert * out_features + tl.program_id(0) * BLOCK_N
         block_scale_ptr = weight_scales_ptr + first[:, :, None] // GROUP * (WIDTH // GROUP)
@@ -170,23 +205,16 @@ def _down_kernel(
         tl.extra.cuda.gdc_wait()
     x_row_ptr = x_ptr + assignment.to(tl.int64)[:, None] * WIDTH
     acc = tl.zeros([BLOCK_T, BLOCK_N, NUM_SUMS], tl.float32)
-    for start in tl.range(0, WIDTH, BLOCK_K, loop_unroll_factor=UNROLLED):
-        column = tl.max_contiguous(start + tl.arange(0, BLOCK_K), LENGTH)
-        in_row = is_chosen[:, None] & (column < WIDTH)[None, :]
-        x = tl.load(x_row_ptr + column[None, :], mask=in_row, other=0.0).to(tl.float32)
-        products = fp8_values(weight, tl.float32) * x[:, None, :]
-        shape: tl.constexpr = (BLOCK_T, BLOCK_N, NUM_SUMS, LENGTH)
-        part = tl.sum(tl.reshape(products, shape), axis=3)
-        if GROUP is not None:
-            block = (start + tl.arange(0, NUM_SUMS) * LENGTH) // GROUP
-            mask = is_chosen[:, None] & (block < WIDTH // GROUP)[None, :]
-            part *= tl.load(
-                block_scale_ptr + block[None, None, :], mask=mask[:, None, :], other=0.0
-            )
-        acc += part
-        column = tl.max_contiguous(column + BLOCK_K, LENGTH)
-        mask = in_rows[:, :, None] & (column < WIDTH)[None, None, :]
-        weight = tl.load(row_ptr + column[None, None, :], mask=mask, other=0.0)
+    for step in tl.static_range(PRELOADED):
+        acc += _multiply_columns(
+            weights[step], x_row_ptr, block_scale_ptr, is_chosen, step * BLOCK_K,
+            WIDTH, GROUP, BLOCK_K, LENGTH,
+        )  # fmt: skip
+    for start in tl.range(PRELOADED * BLOCK_K, WIDTH, BLOCK_K, loop_unroll_factor=UNROLLED):
+        weight = _load_columns(row_ptr, in_rows, start, WIDTH, BLOCK_K, LENGTH)
+        acc += _multiply_columns(
+            weight, x_row_ptr, block_scale_ptr, is_chosen, start, WIDTH, GROUP, BLOCK_K, LENGTH
+        )
     acc = tl.permute(acc * scale[:, :, None], (1, 0, 2))
     out = tl.sum(tl.reshape(acc, (BLOCK_N, BLOCK_T * NUM_SUMS)), axis=1)
     out += bias
@@ -264,7 +292,13 @@ def experts_gemv(
     down = _settings(FP8_DOWN_CONFIG if is_fp8 else DOWN_CONFIG, width, experts.group)
     down["LENGTH"] = min(8, down["BLOCK_K"])
     # With more warps than experts, x would reach the threads through shared memory.
-    down["num_warps"] = min(down["num_warps"], next_power_of_2(routing.topk_ids.size(1)))
+    block_t = next_power_of_2(routing.topk_ids.size(1))
+    down["num_warps"] = min(down["num_warps"], block_t)
+    tile_bytes = block_t * down["BLOCK_N"] * down["BLOCK_K"] * experts.down.itemsize
+    num_tiles = cdiv(width, down["BLOCK_K"])
+    preloaded = max(1, PRELOADED_BYTES * 32 * down["num_warps"] // tile_bytes)
+    down["PRELOADED"] = preloaded = min(preloaded, num_tiles)
+    down["UNROLLED"] = max(1, min(MAX_UNROLLED, num_tiles - preloaded))
     features = gate_up["BLOCK_N"], down["BLOCK_N"]
     kernels = _gate_up_kernel, _down_kernel
     return launch_gemvs(x, experts, routing, residual, kernels, features, (gate_up, down))

@@ -16,13 +16,15 @@ from nanovllm.kernels.moe.experts import ExpertWeights
 from nanovllm.kernels.moe.gemv import launch_gemvs
 from nanovllm.kernels.moe.mxfp4 import dequantize_part, rescale
 from nanovllm.kernels.moe.route import Routing
-from nanovllm.utils.math import next_power_of_2
+from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import tl, triton
 
 FEATURES = 16  # of a program, in each kernel: the M dimension of a tensor core instruction
 # Tuned for one token of gpt-oss-20b (hidden size 2880, top 4, intermediate size 2880) on an H200.
 GATE_UP_WARPS = 4
 DOWN_WARPS_PER_EXPERT = 2
+MAX_UNROLLED = 9  # iterations of a loop, for one token
+PRELOADED = 3  # iterations of down whose weights are requested before the wait for gate and up
 _FEATURES = tl.constexpr(FEATURES)
 
 
@@ -70,8 +72,8 @@ def _load_group(
     words_ptrs, scales_ptrs, mask, out_features,
     GATED: tl.constexpr, BLOCKS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Loads each warp's next group of the weight and, with GATED, of the rows of up: words and
-    scales of both."""
+    """Loads a group of each warp: words and scales of the weight and, with GATED, of the rows of
+    up."""
     scales_mask = _in_rows(mask, BLOCKS, WARPS)
     words = _in_matmul_order(tl.load(words_ptrs, mask=mask, other=0), BLOCKS, WARPS)
     scales = tl.load(scales_ptrs, mask=scales_mask, other=0)
@@ -82,6 +84,35 @@ def _load_group(
         up_words = _in_matmul_order(up_words, BLOCKS, WARPS)
         up_scales = tl.load(scales_ptrs + out_features, mask=scales_mask, other=0)
     return words, scales, up_words, up_scales
+
+
+@triton.jit
+def _add_group(
+    group, x_ptr, start, acc, up_acc,
+    WIDTH: tl.constexpr, GATED: tl.constexpr, NUM_EXPERTS: tl.constexpr, WARPS: tl.constexpr,
+    WARPS_PER_EXPERT: tl.constexpr,
+):  # fmt: skip
+    """Multiplies what ``_load_group`` has loaded, which is each warp's group after ``start``, and
+    adds the results to acc and, with GATED, up_acc. Arguments are as in ``_multiply``."""
+    NUM_GROUPS: tl.constexpr = (WIDTH + 127) // 128
+    words, scales, up_words, up_scales = group
+    # Of 8 rows of x that a matmul needs, one is real.
+    index, column = tl.arange(0, WARPS * 8), tl.arange(0, 32)
+    warp = index // 8
+    x_group = start + warp % WARPS_PER_EXPERT
+    is_used = (index % 8 == 0) & (warp // WARPS_PER_EXPERT < NUM_EXPERTS)
+    mask = (is_used & (x_group < NUM_GROUPS))[:, None]
+    first = tl.minimum(x_group * 128, WIDTH - 128)[:, None]  # the last one may overlap another
+    ptrs = x_ptr + (warp // WARPS_PER_EXPERT)[:, None] * WIDTH + first + column[None, :]
+    columns = first + column[None, :]
+    x_0 = _load_x(ptrs, columns, mask, 0, WIDTH, WARPS)
+    x_1 = _load_x(ptrs, columns, mask, 1, WIDTH, WARPS)
+    x_2 = _load_x(ptrs, columns, mask, 2, WIDTH, WARPS)
+    x_3 = _load_x(ptrs, columns, mask, 3, WIDTH, WARPS)
+    acc = _multiply_groups(words, scales, x_0, x_1, x_2, x_3, acc)
+    if GATED:
+        up_acc = _multiply_groups(up_words, up_scales, x_0, x_1, x_2, x_3, up_acc)
+    return acc, up_acc
 
 
 @triton.jit
@@ -97,6 +128,7 @@ def _multiply(
     WARPS: tl.constexpr,
     WARPS_PER_EXPERT: tl.constexpr,
     UNROLLED: tl.constexpr,
+    PRELOADED: tl.constexpr,
     WAITS: tl.constexpr,
 ):
     """Multiplies x [NUM_EXPERTS, WIDTH], a row for each of the experts at ``experts_ptr``, by the
@@ -104,12 +136,12 @@ def _multiply(
     and of up. Returns fp32 [WARPS, FEATURES] for both; without GATED, the second one is zero. Warp
     w sums over a share of the columns of expert w // WARPS_PER_EXPERT. If there is no such expert,
     its sums are zero. With WAITS, it waits for the previous kernel, which writes x, when it has
-    requested its first weights.
+    requested the weights of its first PRELOADED iterations.
     """
     BLOCKS: tl.constexpr = _FEATURES // 8
     NUM_GROUPS: tl.constexpr = (WIDTH + 127) // 128
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    index, x_index = tl.arange(0, BLOCKS * WARPS * 8), tl.arange(0, WARPS * 8)
+    index = tl.arange(0, BLOCKS * WARPS * 8)
     column = tl.arange(0, 32)
     # Of each row of the tile of the weight: its warp, and which row of the weight it is.
     warp, block = index // 8 % WARPS, index // 8 // WARPS
@@ -124,39 +156,31 @@ def _multiply(
     # A tile has fewer scales than the program has threads. So the compiler loads each one into all
     # registers that need it, without shared memory, where warps would wait for each other.
     scales_ptrs = scales_ptr + _in_rows(row, BLOCKS, WARPS)
-    # Of 8 rows of x that a matmul needs, one is real.
-    x_warp = x_index // 8
-    x_is_used = (x_index % 8 == 0) & (x_warp // WARPS_PER_EXPERT < NUM_EXPERTS)
-    x_row = (x_warp // WARPS_PER_EXPERT)[:, None] * WIDTH + column[None, :]
     acc = tl.zeros([WARPS, _FEATURES, 8], tl.float32)
     up_acc = tl.zeros([WARPS, _FEATURES, 8], tl.float32)
-    group = warp % WARPS_PER_EXPERT
-    mask = (is_used & (group < NUM_GROUPS))[:, None]
-    words, scales, up_words, up_scales = _load_group(
-        words_ptrs, scales_ptrs, mask, out_features, GATED, BLOCKS, WARPS
-    )
+    preloaded = ()
+    for step in tl.static_range(PRELOADED):
+        mask = (is_used & (step * WARPS_PER_EXPERT + warp % WARPS_PER_EXPERT < NUM_GROUPS))[:, None]
+        group = _load_group(words_ptrs, scales_ptrs, mask, out_features, GATED, BLOCKS, WARPS)
+        preloaded += (group,)  # type: ignore[assignment]
+        words_ptrs += WARPS_PER_EXPERT * num_rows * 32
+        scales_ptrs += WARPS_PER_EXPERT * num_rows
     if WAITS:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    for start in tl.range(0, NUM_GROUPS, WARPS_PER_EXPERT, loop_unroll_factor=UNROLLED):
-        x_group = start + x_warp % WARPS_PER_EXPERT
-        first = tl.minimum(x_group * 128, WIDTH - 128)  # the last group may overlap another
-        x_mask = (x_is_used & (x_group < NUM_GROUPS))[:, None]
-        x_ptrs = x_ptr + x_row + first[:, None]
-        x_column = first[:, None] + column[None, :]
-        x_0 = _load_x(x_ptrs, x_column, x_mask, 0, WIDTH, WARPS)
-        x_1 = _load_x(x_ptrs, x_column, x_mask, 1, WIDTH, WARPS)
-        x_2 = _load_x(x_ptrs, x_column, x_mask, 2, WIDTH, WARPS)
-        x_3 = _load_x(x_ptrs, x_column, x_mask, 3, WIDTH, WARPS)
-        acc = _multiply_groups(words, scales, x_0, x_1, x_2, x_3, acc)
-        if GATED:
-            up_acc = _multiply_groups(up_words, up_scales, x_0, x_1, x_2, x_3, up_acc)
+    for step in tl.static_range(PRELOADED):
+        acc, up_acc = _add_group(
+            preloaded[step], x_ptr, step * WARPS_PER_EXPERT, acc, up_acc,
+            WIDTH, GATED, NUM_EXPERTS, WARPS, WARPS_PER_EXPERT,
+        )  # fmt: skip
+    first = PRELOADED * WARPS_PER_EXPERT
+    for start in tl.range(first, NUM_GROUPS, WARPS_PER_EXPERT, loop_unroll_factor=UNROLLED):
+        mask = (is_used & (start + warp % WARPS_PER_EXPERT < NUM_GROUPS))[:, None]
+        group = _load_group(words_ptrs, scales_ptrs, mask, out_features, GATED, BLOCKS, WARPS)
         words_ptrs += WARPS_PER_EXPERT * num_rows * 32
         scales_ptrs += WARPS_PER_EXPERT * num_rows
-        group += WARPS_PER_EXPERT
-        mask = (is_used & (group < NUM_GROUPS))[:, None]
-        words, scales, up_words, up_scales = _load_group(
-            words_ptrs, scales_ptrs, mask, out_features, GATED, BLOCKS, WARPS
+        acc, up_acc = _add_group(
+            group, x_ptr, start, acc, up_acc, WIDTH, GATED, NUM_EXPERTS, WARPS, WARPS_PER_EXPERT
         )
     return rescale(tl.sum(acc, axis=2), DTYPE), rescale(tl.sum(up_acc, axis=2), DTYPE)
 
@@ -187,8 +211,7 @@ def _gate_up_kernel(
     expert = tl.load(experts_ptr + assignment).to(tl.int64)
     gate, up = _multiply(
         x_ptr + (assignment // TOP_K).to(tl.int64) * WIDTH, words_ptr, word_scales_ptr,
-        experts_ptr + assignment, out_features, WIDTH, True, 1, WARPS, WARPS, UNROLLED,
-        False,
+        experts_ptr + assignment, out_features, WIDTH, True, 1, WARPS, WARPS, UNROLLED, 0, False,
     )  # fmt: skip
     gate, up = tl.sum(gate, axis=0), tl.sum(up, axis=0)
     feature = tl.program_id(0) * _FEATURES + tl.arange(0, _FEATURES)
@@ -219,6 +242,7 @@ def _down_kernel(
     WARPS: tl.constexpr,
     WARPS_PER_EXPERT: tl.constexpr,
     UNROLLED: tl.constexpr,
+    PRELOADED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Row t of the result [N, hidden] is the residual plus the sum of scale[a] * (x[a] W^T + bias)
@@ -247,7 +271,7 @@ def _down_kernel(
         bias = tl.load(bias_row + feature[None, :], mask=bias_mask, other=0.0).to(tl.float32)
     sums, _ = _multiply(
         x_ptr + first * WIDTH, words_ptr, word_scales_ptr, experts_ptr + first, out_features,
-        WIDTH, False, TOP_K, WARPS, WARPS_PER_EXPERT, UNROLLED, PDL,
+        WIDTH, False, TOP_K, WARPS, WARPS_PER_EXPERT, UNROLLED, PRELOADED, PDL,
     )  # fmt: skip
     out = tl.sum((sums + bias) * scale[:, None], axis=0) + residual
     tl.store(out_ptr + address, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -258,16 +282,25 @@ def experts_gemv_mxfp4(
 ) -> torch.Tensor:
     """Computes what ``experts_reference`` does, for a few tokens and weights in MXFP4."""
     num_tokens, top_k = routing.topk_ids.shape
+    hidden_groups = experts.gate_up.size(1)
     down_warps = next_power_of_2(top_k) * DOWN_WARPS_PER_EXPERT
-    shared = {
-        "UNROLLED": 6 if num_tokens == 1 else 1,  # with more tokens there are enough warps
-        "num_stages": 1,  # weights go straight to registers
-        **REGISTER_LIMIT,
+    preloaded, max_unrolled = PRELOADED, MAX_UNROLLED
+    if num_tokens > 1:  # there are enough warps
+        preloaded, max_unrolled = 1, 1
+    gate_up_iterations = cdiv(hidden_groups, GATE_UP_WARPS)
+    down_iterations = cdiv(experts.down.size(1), DOWN_WARPS_PER_EXPERT)
+    preloaded = min(preloaded, down_iterations)
+    shared = {"num_stages": 1, **REGISTER_LIMIT}  # weights go straight to registers
+    gate_up = shared | {
+        "WARPS": GATE_UP_WARPS,
+        "UNROLLED": min(max_unrolled, gate_up_iterations),
+        "num_warps": GATE_UP_WARPS,
     }
-    gate_up = shared | {"WARPS": GATE_UP_WARPS, "num_warps": GATE_UP_WARPS}
     down = shared | {
         "WARPS": down_warps,
         "WARPS_PER_EXPERT": DOWN_WARPS_PER_EXPERT,
+        "PRELOADED": preloaded,
+        "UNROLLED": max(1, min(max_unrolled, down_iterations - preloaded)),
         "num_warps": down_warps,
     }
     features, kernels = (FEATURES, FEATURES), (_gate_up_kernel, _down_kernel)
