@@ -77,9 +77,12 @@ def layer_time(lens: np.ndarray, is_quantized: bool, tile: DecodeTile) -> float:
 def main() -> None:
     for num_seqs in (256, 128, 64, 16, 1):
         lens = np.random.default_rng(0).integers(100, 2000, num_seqs).astype(np.int32)
-        default = decode_tile(num_seqs, Q_HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16)
-        tiles = [default, *(default._replace(num_keys=k, num_warps=w) for k, w in TILES)]
-        cases = [(is_quantized, tile) for is_quantized in (False, True) for tile in tiles]
+        cases = []
+        for is_quantized in (False, True):
+            shape = Q_HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16, is_quantized
+            default = decode_tile(num_seqs, *shape)
+            tiles = [default, *(default._replace(num_keys=k, num_warps=w) for k, w in TILES)]
+            cases += [(is_quantized, tile) for tile in tiles]
         for is_quantized, tile in cases:
             try:
                 time = layer_time(lens, is_quantized, tile)

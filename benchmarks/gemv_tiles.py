@@ -70,14 +70,13 @@ class RecordingTable(dict[tuple[int, int, bool], Tile]):
 
 
 def vector_tiles(out_features: int, width: int, silu: bool, itemsize: int) -> Iterator[Tile]:
-    """Yields the tiles to try for a matrix: between 16 and 64 numbers of 16 bits per thread, or 128
-    of 8, at least 16 bytes at once, and enough programs for an H200."""
-    at_once = 16 // itemsize
+    """Yields the tiles to try for a matrix: 16 to 64 weights of 16 bits per thread, or 16 to 128 of
+    8 bits; at least 8 bytes of a row per thread; and enough programs for an H200."""
     for num_warps in (1, 2, 4, 8):
         for block_n in (1, 2, 4, 8):
             for block_k in (512, 1024, 2048, 4096):
                 per_thread = block_n * block_k * (1 + silu) // (32 * num_warps)
-                is_read_at_once = block_k // (32 * num_warps) >= at_once // 2
+                is_read_at_once = block_k * itemsize // (32 * num_warps) >= 8
                 has_programs = out_features // block_n >= 132 or out_features < 1024
                 fits = 16 <= per_thread <= 128 // itemsize and block_k < 2 * width
                 if fits and is_read_at_once and has_programs:

@@ -1,4 +1,4 @@
-"""benchmarks/gemv_tiles.py finds a model's matrices, and tries tiles that the kernels accept."""
+"""benchmarks/gemv_tiles.py finds a model's matrices, and lists tiles that the kernels accept."""
 
 from unittest.mock import patch
 
@@ -20,6 +20,12 @@ def test_tiles_to_try(silu, itemsize):
         for block_n, block_k, num_warps in tiles:
             assert block_n * block_k * itemsize * (1 + silu) <= 128 * 32 * num_warps
             assert block_k * itemsize >= 8 * 32 * num_warps
+
+
+def test_tiles_of_experts_divide_blocks_of_scales():
+    for tiles in gemv_tiles.EXPERTS.values():
+        for tile in tiles:
+            assert gemv._settings(tile, 768, 128)["GROUP"] == 128  # it asserts that they do
 
 
 def test_tiles_are_used_only_in_the_block():

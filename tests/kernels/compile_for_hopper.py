@@ -533,4 +533,6 @@ if __name__ == "__main__":
     in_bf16 = [(n, k) for n, k in done[:num_in_bf16] if n in GEMVS]
     barriers = [(n, k.asm["ptx"].count("bar.sync")) for n, k in in_bf16]
     assert barriers and all(count <= 12 for _, count in barriers), barriers
+    wgmma = [n for n, k in done if n == "_decode_kernel" and "wgmma" in k.asm["ptx"]]
+    assert not wgmma, "MIN_WGMMA_COLUMNS is not what this Triton does"
     print(len(kernels), "launches of", len({name for name, _ in kernels}), "kernels")

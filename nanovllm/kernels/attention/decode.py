@@ -57,7 +57,8 @@ from nanovllm.utils.triton_compat import (
 
 NUM_PROGRAMS = 3 * HOPPER_MULTIPROCESSORS  # the aim, where contexts are split
 LARGE_BATCH = 2048  # sequences times KV heads; from here on, programs have one warp
-REGISTER_BYTES = 64 * 4 * 32  # a warp's, for the first tile of keys, and as much for values
+# Per warp, of the first tile of keys: 64 registers per thread. Values take as many.
+MAX_HELD_BYTES = 64 * 4 * 32
 SPLIT_WORDS = tl.constexpr(KV_SPLIT_WORDS)
 
 
@@ -87,8 +88,8 @@ def _repeat_rows(x, ROWS: tl.constexpr):
 
 @triton.jit
 def _pin(x):
-    """Returns x. The compiler leaves this, and with it the end of the loads that x comes from,
-    where it is in the order of waits and stores."""
+    """Returns x, and keeps its loads in flight until here. The inline assembly has side effects, so
+    the compiler does not move it across ``gdc_wait``, and x stays in registers until then."""
     return tl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], x.dtype, is_pure=False,
         pack=32 // x.dtype.primitive_bitwidth,
@@ -138,7 +139,8 @@ def _decode_kernel(
     The query heads of the group are columns, as with KEYS_FIRST in ``attend``. They are repeated up
     to 8 columns, BLOCK_M, the fewest that a tensor core multiplies. Repetitions are not stored.
     BLOCK_G is the size of the group, rounded up to a power of two, and ``member`` is the index of a
-    query head in the group.
+    query head in the group. With PREFETCHES, the first tile of keys and values is loaded before the
+    wait for the query. With HOLDS, it stays in registers until after the wait.
 
     partial is fp32 [slots, Q_HEADS, HEAD_DIM]. lse is fp32 [slots, Q_HEADS], in base 2. arrived is
     int32 [slots, KV_HEADS]. It counts the finished programs of a sequence at the sequence's first
@@ -443,7 +445,7 @@ def decode_attention(
         new.v.stride(0),
         context.block_tables.stride(0),
         PREFETCHES=tile.prefetches,
-        HOLDS=tile.prefetches and tile_bytes <= REGISTER_BYTES * tile.num_warps,
+        HOLDS=tile.prefetches and tile_bytes <= MAX_HELD_BYTES * tile.num_warps,
         PAGE_SIZE=page_size,
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
@@ -494,13 +496,14 @@ def decode_tile(
     They depend on the batch size but not on context lengths, so that a CUDA graph stays valid as
     contexts grow. A program mostly waits for its keys, and other programs on its multiprocessor
     hide this latency. Large batches use programs of one warp, because a multiprocessor holds more
-    of them. In small batches there is at most one program on a multiprocessor. What counts then is
-    how long a program takes: tiles are small, or have four warps, unless Triton would then use
-    wgmma and twice the shared memory. Whether the cache is quantised changes the warps only, so
-    schedules do not depend on it.
+    of them. Small batches have few programs, so what counts is how long each one takes. The
+    smallest ones have small tiles. Where a program has enough work, it has four warps, unless
+    Triton would then use wgmma and twice the shared memory. A quantised cache changes only the
+    number of warps, so the schedule does not depend on it.
 
-    With up to 32 query heads per KV head, a program needs at most 72 KiB of shared memory, and
-    every GPU with bf16 has 99 KiB. The sizes were tuned on an H200, in whole decode steps.
+    With up to 32 query heads per KV head, a program needs at most 84 KiB of shared memory (72 KiB
+    with Triton 3.6), and every GPU with bf16 has 99 KiB. The sizes were tuned on an H200, in whole
+    decode steps.
     """
     num_unsplit = num_seqs * kv_heads  # number of programs if no context is split
     is_small = num_unsplit < HOPPER_MULTIPROCESSORS

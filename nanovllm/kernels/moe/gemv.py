@@ -28,7 +28,8 @@ DOWN_CONFIG = 4, 256, 4
 # The same for FP8 weights.
 FP8_GATE_UP_CONFIG = 2, 2048, 2
 FP8_DOWN_CONFIG = 4, 256, 4
-PRELOADED_BYTES = 192  # of a thread, which has registers for them: all weights of FP8_DOWN_CONFIG
+# Of weights per thread, but at least one tile: all FP8 weights of a program of Qwen3-30B-A3B.
+PRELOADED_BYTES = 192
 MAX_UNROLLED = 16  # iterations, because compiling the 112 of Mixtral took 2 minutes
 
 
@@ -57,7 +58,7 @@ def _gate_up_kernel(
     so that a thread loads one scale for its columns of a block."""
     NUM_GROUPS: tl.constexpr = 1 if GROUP is None else BLOCK_K // GROUP
     LENGTH: tl.constexpr = BLOCK_K // NUM_GROUPS
-    if PDL:  # in this order, because the second kernel reads experts_ptr before its wait
+    if PDL:  # in this order, because the second kernel reads the routing before its own wait
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     assignment = tl.program_id(1)
@@ -109,10 +110,10 @@ def _gate_up_kernel(
 def _load_columns(
     row_ptr, in_rows, start, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, LENGTH: tl.constexpr
 ):
-    """Loads columns [start, start + BLOCK_K) of rows [T, N]."""
+    """Loads columns [start, start + BLOCK_K) of rows [R]."""
     column = start + tl.max_contiguous(tl.arange(0, BLOCK_K), LENGTH)
-    mask = in_rows[:, :, None] & (column < WIDTH)[None, None, :]
-    return tl.load(row_ptr + column[None, None, :], mask=mask, other=0.0)
+    mask = in_rows[:, None] & (column < WIDTH)[None, :]
+    return tl.load(row_ptr[:, None] + column[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -120,18 +121,21 @@ def _multiply_columns(
     weight, x_row_ptr, block_scale_ptr, is_chosen, start,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies what ``_load_columns`` has loaded, [T, N, K], by the columns of x [T, K], and sums
-    over LENGTH columns, which one thread has loaded: [T, N, K / LENGTH]."""
+    """Multiplies what ``_load_columns`` has loaded, N rows of each of T experts, by the columns of
+    x [T, K], and sums over LENGTH columns, which one thread has loaded: [N, T, K / LENGTH]."""
+    BLOCK_T: tl.constexpr = is_chosen.shape[0]
+    BLOCK_N: tl.constexpr = weight.shape[0] // BLOCK_T
     column = start + tl.max_contiguous(tl.arange(0, BLOCK_K), LENGTH)
-    in_row = is_chosen[:, None] & (column < WIDTH)[None, :]
-    x = tl.load(x_row_ptr + column[None, :], mask=in_row, other=0.0).to(tl.float32)
-    products = fp8_values(weight, tl.float32) * x[:, None, :]
-    shape: tl.constexpr = (weight.shape[0], weight.shape[1], BLOCK_K // LENGTH, LENGTH)
-    sums = tl.sum(tl.reshape(products, shape), axis=3)
+    mask = is_chosen[:, None] & (column < WIDTH)[None, :]
+    x = tl.load(x_row_ptr[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    weight = fp8_values(tl.reshape(weight, (BLOCK_N, BLOCK_T, BLOCK_K)), tl.float32)
+    products = tl.reshape(weight * x[None, :, :], (BLOCK_N, BLOCK_T, BLOCK_K // LENGTH, LENGTH))
+    sums = tl.sum(products, axis=3)
     if GROUP is not None:
         block = (start + tl.arange(0, BLOCK_K // LENGTH) * LENGTH) // GROUP
         mask = is_chosen[:, None] & (block < WIDTH // GROUP)[None, :]
-        sums *= tl.load(block_scale_ptr + block[None, None, :], mask=mask[:, None, :], other=0.0)
+        scales = tl.load(block_scale_ptr[:, None] + block[None, :], mask=mask, other=0.0)
+        sums *= scales[None, :, :]
     return sums
 
 
@@ -165,36 +169,41 @@ def _down_kernel(
     The first PRELOADED tiles of columns are requested before the wait for the first kernel.
     """
     BLOCK_T: tl.constexpr = triton.next_power_of_2(TOP_K)
-    NUM_SUMS: tl.constexpr = BLOCK_K // LENGTH
     token = tl.program_id(1)
     i = tl.arange(0, BLOCK_T)
     assignment = token * TOP_K + i
     is_chosen = i < TOP_K
-    # The first kernel lets this one start only when the router has finished. So what kernels before
-    # the first one wrote may be read before the wait, but not from an L1 cache, which may be older.
-    expert = tl.load(experts_ptr + assignment, mask=is_chosen, other=0, cache_modifier=".cg")
-    expert = expert.to(tl.int64)[:, None]
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_weight = feature < out_features
-    row = expert * out_features + feature[None, :]
-    in_rows = is_chosen[:, None] & in_weight[None, :]
-    row_ptr = weight_ptr + row[:, :, None] * WIDTH
+    # Rows of the tile of weights: feature by feature, those of each expert. So a warp has the same
+    # experts in the tile of weights and in that of x.
+    row = tl.arange(0, BLOCK_N * BLOCK_T)
+    row_feature = tl.program_id(0) * BLOCK_N + row // BLOCK_T
+    in_rows = (row % BLOCK_T < TOP_K) & (row_feature < out_features)
+    # The first kernel lets this one start only when the router has finished. So what kernels before
+    # the first one wrote may be read before the wait, but not from an L1 cache, which may be older.
+    experts_ptr += token * TOP_K
+    expert = tl.load(experts_ptr + row % BLOCK_T, mask=in_rows, other=0, cache_modifier=".cg")
+    row_ptr = weight_ptr + (expert.to(tl.int64) * out_features + row_feature) * WIDTH
     weights = ()
     for step in tl.static_range(PRELOADED):
         part = _load_columns(row_ptr, in_rows, step * BLOCK_K, WIDTH, BLOCK_K, LENGTH)
         weights += (part,)  # type: ignore[assignment]
     scale = tl.load(scales_ptr + assignment, mask=is_chosen, other=0.0, cache_modifier=".cg")
-    scale = scale[:, None]
+    scale = scale[None, :]
+    expert = tl.load(experts_ptr + i, mask=is_chosen, other=0, cache_modifier=".cg").to(tl.int64)
+    feature_row = expert[None, :] * out_features + feature[:, None]
+    mask = in_weight[:, None] & is_chosen[None, :]
     bias = 0.0
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + row, mask=in_rows, other=0.0).to(tl.float32)
-        bias = tl.sum(bias * scale, axis=0)
+        bias = tl.load(bias_ptr + feature_row, mask=mask, other=0.0).to(tl.float32)
+        bias = tl.sum(bias * scale, axis=1)
     block_scale_ptr = weight_scales_ptr
     if GROUP is not None:  # all features of the program are in one row of blocks
         first = expert * out_features + tl.program_id(0) * BLOCK_N
-        block_scale_ptr = weight_scales_ptr + first[:, :, None] // GROUP * (WIDTH // GROUP)
+        block_scale_ptr = weight_scales_ptr + first // GROUP * (WIDTH // GROUP)
     elif weight_scales_ptr is not None:
-        scale *= tl.load(weight_scales_ptr + row, mask=in_rows, other=0.0)
+        scale *= tl.load(weight_scales_ptr + feature_row, mask=mask, other=0.0)
     address = token.to(tl.int64) * out_features + feature
     if residual_ptr is not None:
         residual = tl.load(
@@ -203,8 +212,8 @@ def _down_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    x_row_ptr = x_ptr + assignment.to(tl.int64)[:, None] * WIDTH
-    acc = tl.zeros([BLOCK_T, BLOCK_N, NUM_SUMS], tl.float32)
+    x_row_ptr = x_ptr + assignment.to(tl.int64) * WIDTH
+    acc = tl.zeros([BLOCK_N, BLOCK_T, BLOCK_K // LENGTH], tl.float32)
     for step in tl.static_range(PRELOADED):
         acc += _multiply_columns(
             weights[step], x_row_ptr, block_scale_ptr, is_chosen, step * BLOCK_K,
@@ -215,8 +224,8 @@ def _down_kernel(
         acc += _multiply_columns(
             weight, x_row_ptr, block_scale_ptr, is_chosen, start, WIDTH, GROUP, BLOCK_K, LENGTH
         )
-    acc = tl.permute(acc * scale[:, :, None], (1, 0, 2))
-    out = tl.sum(tl.reshape(acc, (BLOCK_N, BLOCK_T * NUM_SUMS)), axis=1)
+    acc = tl.reshape(acc * scale[:, :, None], (BLOCK_N, BLOCK_T * BLOCK_K // LENGTH))
+    out = tl.sum(acc, axis=1)
     out += bias
     if residual_ptr is not None:
         out += residual

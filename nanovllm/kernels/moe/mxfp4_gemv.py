@@ -204,7 +204,7 @@ def _gate_up_kernel(
 ):
     """Row a of the result [N k, I] is activation(x[a // TOP_K] W^T + bias), with the W and bias of
     the expert of assignment a. ``out_features`` is I, and WIDTH is the hidden size."""
-    if PDL:  # in this order, because the second kernel reads experts_ptr before its wait
+    if PDL:  # in this order, because the second kernel reads the routing before its own wait
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     assignment = tl.program_id(1)

@@ -161,11 +161,14 @@ def in_bits(experts: ExpertWeights) -> ExpertWeights:
 @pytest.mark.parametrize("has_bits", [False, True], ids=["fp8", "bits"])
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_few_tokens(num_tokens, has_bits, has_blocks, dtype, monkeypatch):
-    """Three tokens of which two have the same experts."""
-    monkeypatch.setattr(gemv, "FP8_GATE_UP_CONFIG", (64, 128, 1))
-    monkeypatch.setattr(gemv, "FP8_DOWN_CONFIG", (64, 256 if has_blocks else 64, 1))
+    """Three tokens of which two have the same experts; one token with the tiles of the table, all
+    of which are loaded before the wait."""
+    sizes = (256, 640) if has_blocks else (200, 700)
+    if num_tokens > 1:
+        monkeypatch.setattr(gemv, "FP8_GATE_UP_CONFIG", (64, 128, 1))
+        monkeypatch.setattr(gemv, "FP8_DOWN_CONFIG", (64, 256 if has_blocks else 64, 1))
+        sizes = (256, 384) if has_blocks else (200, 72)
     routing = make_routing(torch.tensor([[3, 1], [0, 5], [3, 1]])[:num_tokens], 6)
-    sizes = (256, 384) if has_blocks else (200, 72)
     x, residual, experts = make(routing, *sizes, dtype, has_blocks, has_biases=num_tokens == 3)
     if has_bits:
         experts = in_bits(experts)

@@ -258,6 +258,13 @@ def test_few_tokens(num_tokens, dtype, monkeypatch):
     check_experts(experts_gemv, routing, 100, 50, dtype, monkeypatch)
 
 
+@pytest.mark.parametrize("top_k", [1, 3, pytest.param(10, marks=slow)])
+def test_any_number_of_experts_per_token(top_k, dtype, monkeypatch):
+    """With the tiles of the table: one is loaded before the wait, and others in the loop."""
+    routing = make_routing(torch.rand(2, 12).argsort(-1)[:, :top_k], 12)
+    check_experts(experts_gemv, routing, 20, 600, dtype, monkeypatch)
+
+
 def make_mxfp4(*shape: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Random packed values and scales, and the values that they stand for."""
     blocks = torch.randint(0, 256, (*shape[:-1], shape[-1] // 32, 16), dtype=torch.uint8)
@@ -307,11 +314,16 @@ def test_the_ptx_moves_the_bits_of_a_part_to_those_of_bf16(part):
     assert np.array_equal(registers["r"].view(np.uint16), expected)
 
 
-@pytest.mark.parametrize("name", ["one-token", "empty-experts"])
-def test_mxfp4_weights(name, dtype, monkeypatch):
-    """With widths that no tile divides, and groups that are padded, also the only one."""
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("one-token", (160, 96)), ("empty-experts", (160, 96)), ("one-token", (128, 832))],
+    ids=str,
+)
+def test_mxfp4_weights(name, sizes, dtype, monkeypatch):
+    """With widths that no tile divides, and groups that are padded, also the only one. With seven
+    groups of down, three iterations are loaded before the wait, and one in the loop."""
     monkeypatch.setattr(grouped, "choose_tile", lambda *_: Tile(16, 8, 32, 16, 64, 2, 4))
-    routing, hidden, columns = routings()[name], 160, 96
+    routing, (hidden, columns) = routings()[name], sizes
     x, residual, experts = make(routing, hidden, columns, dtype, True)
     num_experts = len(experts.down)
     gate_up, gate_up_scales, dense = make_mxfp4(num_experts, 2 * columns, hidden, dtype=dtype)
