@@ -16,7 +16,7 @@ import torch
 
 from bench import parse_args
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.cuda_graphs import uses_graphs
+from nanovllm.engine.cuda_graphs import GraphSize, uses_graphs
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.layers import moe
@@ -72,10 +72,10 @@ def step_microseconds(llm: LLM, inputs: torch.Tensor) -> float:
     """Captures a decode of one sequence, and returns the least mean time of its replays.
 
     Args:
-        inputs: the contents of the graphs' input buffer after such a decode.
+        inputs: from ``decode_inputs``.
     """
     graphs: Any = llm.model_runner.graphs
-    (size,) = (s for s in graphs.graphs if not s.is_prefill and s.num_seqs == 1)
+    size = decode_size(llm)
     with torch.inference_mode(), small_cublas_workspace():
         graphs.capture([size])
         graphs.buffer.copy_(inputs)
@@ -92,16 +92,32 @@ def step_microseconds(llm: LLM, inputs: torch.Tensor) -> float:
     return min(seconds) * 1e6
 
 
+def decode_inputs(llm: LLM) -> torch.Tensor:
+    """Decodes one sequence, and returns the contents of the graphs' input buffer after it.
+
+    Raises:
+        SystemExit: steps have no CUDA graphs.
+    """
+    if not uses_graphs(llm.model_runner):
+        raise SystemExit("a step without CUDA graphs cannot be measured: use a GPU")
+    params = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.6, ignore_eos=True)
+    llm.generate([list(range(INPUT_LEN))], params, use_tqdm=False)
+    graphs: Any = llm.model_runner.graphs
+    return graphs.buffer.clone()
+
+
+def decode_size(llm: LLM) -> GraphSize:
+    """Returns the size of the graph of a decode of one sequence."""
+    graphs: Any = llm.model_runner.graphs
+    (size,) = (s for s in graphs.graphs if not s.is_prefill and s.num_seqs == 1)
+    return size
+
+
 def main() -> None:
     args = parse_args()
     args.engine |= {"max_num_seqs": 1}
     with LLM(args.model, **args.engine) as llm:
-        if not uses_graphs(llm.model_runner):
-            raise SystemExit("a step without CUDA graphs cannot be measured: use a GPU")
-        params = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.6, ignore_eos=True)
-        llm.generate([list(range(INPUT_LEN))], params, use_tqdm=False)
-        graphs: Any = llm.model_runner.graphs
-        inputs = graphs.buffer.clone()
+        inputs = decode_inputs(llm)
         num_layers = len(llm.model_runner.model.model.layers)
         step = step_microseconds(llm, inputs)
         record = {"model": args.model_name, "device": torch.cuda.get_device_name()}

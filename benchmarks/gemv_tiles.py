@@ -18,9 +18,9 @@ from unittest.mock import patch
 import torch
 
 from bench import parse_args
-from benchmarks.decode_step import INPUT_LEN, OUTPUT_LEN, step_microseconds
-from nanovllm import LLM, SamplingParams
-from nanovllm.engine.cuda_graphs import skip_middle_layers, uses_graphs
+from benchmarks.decode_step import decode_inputs, decode_size, step_microseconds
+from nanovllm import LLM
+from nanovllm.engine.cuda_graphs import skip_middle_layers
 from nanovllm.kernels.gemm import skinny
 from nanovllm.kernels.moe import gemv
 from nanovllm.layers.moe import Experts
@@ -121,19 +121,14 @@ def main() -> None:
             recording = RecordingTable(getattr(skinny, table))
             stack.enter_context(patch.object(skinny, table, recording))
         llm = stack.enter_context(LLM(args.model, **args.engine))
-        if not uses_graphs(llm.model_runner):
-            raise SystemExit("a step without CUDA graphs cannot be measured: use a GPU")
-        params = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.6, ignore_eos=True)
-        llm.generate([list(range(INPUT_LEN))], params, use_tqdm=False)
+        inputs, matrices = decode_inputs(llm), matrices_of(llm)
         graphs: Any = llm.model_runner.graphs
-        inputs, matrices = graphs.buffer.clone(), matrices_of(llm)
-        (size,) = (s for s in graphs.graphs if not s.is_prefill and s.num_seqs == 1)
         few_layers = skip_middle_layers(llm.model_runner.model.model)
         with torch.inference_mode(), compiling_only(), few_layers:
             for matrix in matrices:
                 for tile in matrix.tiles:
                     with use(matrix, tile):
-                        for _, step in graphs.make_steps([size]):
+                        for _, step in graphs.make_steps([decode_size(llm)]):
                             step()
 
         def step_us(matrix: Matrix, tile: Tile) -> float:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.decode_step import parts_of, without
+from benchmarks.decode_step import decode_inputs, parts_of, without
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers import moe
 from nanovllm.layers.attention import Attention
@@ -13,6 +13,8 @@ from nanovllm.models.decoder import DecoderMLP
 def test_steps_run_without_a_part(family, tiny_models):
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     with LLM(tiny_models.path(family), device="cpu", num_kvcache_blocks=16) as llm:
+        with pytest.raises(SystemExit, match="use a GPU"):
+            decode_inputs(llm)
         whole = llm.generate([[5, 6, 7]], params, use_tqdm=False)[0]["token_ids"]
         parts = parts_of(llm)
         assert parts == ["attention", *(["MLP"] if family == "qwen3" else ["mixture", "routing"])]

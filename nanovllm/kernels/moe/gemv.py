@@ -299,15 +299,7 @@ def experts_gemv(
     is_fp8 = experts.down.itemsize == 1
     gate_up = _settings(FP8_GATE_UP_CONFIG if is_fp8 else GATE_UP_CONFIG, hidden, experts.group)
     down = _settings(FP8_DOWN_CONFIG if is_fp8 else DOWN_CONFIG, width, experts.group)
-    down["LENGTH"] = min(8, down["BLOCK_K"])
-    # With more warps than experts, x would reach the threads through shared memory.
-    block_t = next_power_of_2(routing.topk_ids.size(1))
-    down["num_warps"] = min(down["num_warps"], block_t)
-    tile_bytes = block_t * down["BLOCK_N"] * down["BLOCK_K"] * experts.down.itemsize
-    num_tiles = cdiv(width, down["BLOCK_K"])
-    preloaded = max(1, PRELOADED_BYTES * 32 * down["num_warps"] // tile_bytes)
-    down["PRELOADED"] = preloaded = min(preloaded, num_tiles)
-    down["UNROLLED"] = max(1, min(MAX_UNROLLED, num_tiles - preloaded))
+    _add_down_settings(down, width, routing.topk_ids.size(1), experts.down.itemsize)
     features = gate_up["BLOCK_N"], down["BLOCK_N"]
     kernels = _gate_up_kernel, _down_kernel
     return launch_gemvs(x, experts, routing, residual, kernels, features, (gate_up, down))
@@ -325,3 +317,16 @@ def _settings(config: tuple[int, int, int], width: int, group: int | None) -> di
         "UNROLLED": unrolled,
         "num_warps": num_warps,
     }
+
+
+def _add_down_settings(settings: dict[str, Any], width: int, top_k: int, itemsize: int) -> None:
+    """Adds the arguments that only the second kernel has, and adapts the others to them."""
+    block_k, block_t = settings["BLOCK_K"], next_power_of_2(top_k)
+    # With more warps than experts, x would reach the threads through shared memory.
+    num_warps = min(settings["num_warps"], block_t)
+    tile_bytes = block_t * settings["BLOCK_N"] * block_k * itemsize
+    num_tiles = cdiv(width, block_k)
+    preloaded = min(max(1, PRELOADED_BYTES * 32 * num_warps // tile_bytes), num_tiles)
+    unrolled = max(1, min(MAX_UNROLLED, num_tiles - preloaded))
+    settings |= {"LENGTH": min(8, block_k), "PRELOADED": preloaded}
+    settings |= {"UNROLLED": unrolled, "num_warps": num_warps}
