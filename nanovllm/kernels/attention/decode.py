@@ -56,7 +56,7 @@ from nanovllm.utils.triton_compat import (
 )
 
 NUM_PROGRAMS = 3 * HOPPER_MULTIPROCESSORS  # the aim, where contexts are split
-LARGE_BATCH = 2048  # sequences times KV heads; from here on, programs have one warp
+LARGE_BATCH = 1536  # sequences times KV heads; from here on, programs have one warp
 # Per warp, of the first tile of keys: 64 registers per thread. Values take as many.
 MAX_HELD_BYTES = 64 * 4 * 32
 SPLIT_WORDS = tl.constexpr(KV_SPLIT_WORDS)
@@ -514,8 +514,8 @@ def decode_tile(
         num_keys = 64
     elif num_unsplit >= LARGE_BATCH:
         num_keys, num_warps = 64, 1
-    has_work_for_four = is_quantized or num_keys > 64 or head_dim > 128
-    if is_small and dtype is not torch.float32 and has_work_for_four:
+    has_work_for_four = is_quantized or (is_small and (num_keys > 64 or head_dim > 128))
+    if num_warps > 1 and dtype is not torch.float32 and has_work_for_four:
         num_columns = max(8, next_power_of_2(q_heads // kv_heads))
         num_warps = 4 if num_columns < MIN_WGMMA_COLUMNS else 2
     return DecodeTile(num_keys, num_warps, NUM_PROGRAMS, is_small)

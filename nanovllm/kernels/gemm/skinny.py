@@ -29,16 +29,27 @@ REGISTER_LIMIT = {} if torch.version.hip else {"maxnreg": 128}
 # tuned in whole decode steps on an H200. In a benchmark of the kernel alone, other tiles are
 # faster: what matters is also how soon the next kernel can start.
 TUNED_VECTORS = {
+    (4096, 1024, False): (4, 512, 1),  # q/k/v of Qwen3-0.6B
+    (1024, 2048, False): (4, 2048, 4),  # o
+    (3072, 1024, True): (2, 1024, 2),  # gate and up
     (6144, 2560, False): (8, 512, 2),  # q/k/v of Qwen3-4B
     (2560, 4096, False): (8, 2048, 8),  # o
     (9728, 2560, True): (1, 2048, 2),  # gate and up
+    (6144, 4096, False): (2, 4096, 4),  # q/k/v of Qwen3-8B
+    (4096, 4096, False): (4, 1024, 2),  # o
+    (12288, 4096, True): (1, 4096, 4),  # gate and up
+    (4096, 12288, False): (4, 2048, 4),  # down
+    (3072, 4096, False): (2, 4096, 4),  # q/k/v of Qwen3-8B on one of two GPUs
+    (6144, 4096, True): (1, 4096, 4),  # gate and up
     (5120, 2048, False): (4, 1024, 2),  # q/k/v of Qwen3-30B-A3B
     (2048, 4096, False): (2, 2048, 8),  # o
+    (128, 2048, False): (1, 2048, 4),  # router
     (5120, 2880, False): (8, 1024, 4),  # q/k/v of gpt-oss
     (2880, 4096, False): (1, 2048, 4),  # o
 }
 TUNED_FP8_VECTORS = {
-    (2048, 4096, False): (2, 2048, 4),  # o of Qwen3-30B-A3B
+    (5120, 2048, False): (4, 2048, 2),  # q/k/v of Qwen3-30B-A3B
+    (2048, 4096, False): (2, 2048, 4),  # o
 }
 
 

@@ -182,16 +182,18 @@ def _down_kernel(
     in_rows = (row % BLOCK_T < TOP_K) & (row_feature < out_features)
     # The first kernel lets this one start only when the router has finished. So what kernels before
     # the first one wrote may be read before the wait, but not from an L1 cache, which may be older.
-    experts_ptr += token * TOP_K
-    expert = tl.load(experts_ptr + row % BLOCK_T, mask=in_rows, other=0, cache_modifier=".cg")
-    row_ptr = weight_ptr + (expert.to(tl.int64) * out_features + row_feature) * WIDTH
+    # Loaded as [T], not by row: all programs load these, and a load for each row took 1 us (H200).
+    expert = tl.load(experts_ptr + assignment, mask=is_chosen, other=0, cache_modifier=".cg")
+    expert = expert.to(tl.int64)
+    row_expert = tl.broadcast_to(expert[None, :], (BLOCK_N, BLOCK_T))
+    row_expert = tl.reshape(row_expert, (BLOCK_N * BLOCK_T,))
+    row_ptr = weight_ptr + (row_expert * out_features + row_feature) * WIDTH
     weights = ()
     for step in tl.static_range(PRELOADED):
         part = _load_columns(row_ptr, in_rows, step * BLOCK_K, WIDTH, BLOCK_K, LENGTH)
         weights += (part,)  # type: ignore[assignment]
     scale = tl.load(scales_ptr + assignment, mask=is_chosen, other=0.0, cache_modifier=".cg")
     scale = scale[None, :]
-    expert = tl.load(experts_ptr + i, mask=is_chosen, other=0, cache_modifier=".cg").to(tl.int64)
     feature_row = expert[None, :] * out_features + feature[:, None]
     mask = in_weight[:, None] & is_chosen[None, :]
     bias = 0.0
