@@ -344,7 +344,9 @@ def test_mxfp4_weights(name, sizes, dtype, monkeypatch):
         with monkeypatch.context() as context:
             poisoned(context)
             ours = mix(x, packed, routing, residual)
-        assert_as_good_as_eager(ours, eager, exact)
+        # On a GPU, fp32 matmuls sum products in sequence. PyTorch sums those of one row in parts.
+        factor = 4.0 if dtype is torch.float32 else 2.0
+        assert_as_good_as_eager(ours, eager, exact, factor=factor)
 
 
 @slow
