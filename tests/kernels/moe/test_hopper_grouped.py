@@ -87,7 +87,9 @@ def test_results_have_the_same_bits_as_those_of_the_other_kernel(
     assert module.is_faster(x, experts, routing)
     ours = module.experts_hopper(x, experts, routing, residual)
     for num_tokens in (2000, 300, 1):
-        first = {field: getattr(routing, field)[:num_tokens] for field in ("experts", "weights")}
+        first = {
+            field: getattr(routing, field)[:num_tokens] for field in ("topk_ids", "topk_weights")
+        }
         part = count_tokens(routing._replace(**first), num_experts)
         theirs = grouped._experts_tiled(x[:num_tokens], experts, part, residual[:num_tokens])
         assert torch.equal(ours[:num_tokens], theirs)
