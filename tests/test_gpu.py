@@ -30,8 +30,9 @@ from nanovllm.engine.cuda_graphs import (
 from nanovllm.engine.model_inputs import GraphSize, ModelInputs
 from nanovllm.engine.model_runner import CapturedSteps
 from nanovllm.engine.sequence import Sequence
+from nanovllm.kernels import fallback
 from nanovllm.kernels.attention import triton_backend
-from nanovllm.kernels.gemm import hopper_gemm, qkv, swiglu
+from nanovllm.kernels.gemm import qkv, swiglu
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
 from tests.checkpoints.test_gguf import write_gguf
 from tests.invariants import check_scheduler
@@ -144,7 +145,7 @@ def test_large_prefills_use_the_kernels_for_hopper(tmp_path, monkeypatch):
     with LLM(path, attention_backend="triton", enforce_eager=True, max_num_seqs=64) as llm:
         used.clear()
         outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert {swiglu, qkv, triton_backend} == set(used) and not hopper_gemm._failed
+    assert {swiglu, qkv, triton_backend} == set(used) and not fallback._failed
     assert_nearly_the_most_likely(exact, prompts, outputs)
 
 

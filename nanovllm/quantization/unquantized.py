@@ -57,11 +57,11 @@ def _is_tiled(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_gated(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
-    return bias is None and hopper_gemm.supports(swiglu.KIND, weight)
+    return bias is None and hopper_gemm.supports(swiglu.KERNEL, weight)
 
 
 def _has_rope(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
-    return bias is None and hopper_gemm.supports(qkv.KIND, weight)
+    return bias is None and hopper_gemm.supports(qkv.KERNEL, weight)
 
 
 def _is_large_sum(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:

@@ -1,7 +1,5 @@
 """Attention backend in Triton, for all GPUs that Triton supports."""
 
-import logging
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,11 +16,12 @@ from nanovllm.kernels.attention.prefix_schedule import (
     make_shared_schedule,
 )
 from nanovllm.kernels.attention.split_kv import make_split_kv_schedule
+from nanovllm.kernels.fallback import has_failed, run_or_replace
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 from nanovllm.utils.math import next_power_of_2
 
-logger = logging.getLogger("nanovllm")
+HOPPER_KERNEL = "prefill kernel"
 
 
 class TritonAttention(AttentionBackend):
@@ -39,7 +38,6 @@ class TritonAttention(AttentionBackend):
         # Counters of the decode kernel, by their number. Launches of the same or of different sizes
         # can share them, because steps run in order.
         self._arrived: dict[int, Tensor] = {}
-        self._hopper_compiles = True
 
     def prefill(
         self,
@@ -51,19 +49,14 @@ class TritonAttention(AttentionBackend):
         params: AttentionParams,
     ) -> Tensor:
         args = q, k, v, cache, context, params
-        if self._hopper_compiles and can_launch(q, cache, context, params):
-            try:
-                return hopper_prefill(*args)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # compilers may raise any exception
-                self._hopper_compiles = False
-                logger.warning(
-                    "the prefill kernel for Hopper failed, so long prompts are slower: %s: %s",
-                    type(error).__name__,
-                    error,
-                )
-        return prefill_attention(*args)
+        if has_failed(HOPPER_KERNEL, q.device) or not can_launch(q, cache, context, params):
+            return prefill_attention(*args)
+        return run_or_replace(
+            HOPPER_KERNEL,
+            q.device,
+            lambda: hopper_prefill(*args),
+            lambda: prefill_attention(*args),
+        )
 
     def split_kv(
         self,

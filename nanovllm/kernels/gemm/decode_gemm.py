@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels.fallback import run_or_replace
 from nanovllm.kernels.fp8 import FP8, GROUP, Fp8Rows
 from nanovllm.kernels.gemm import hopper_gemm
 from nanovllm.kernels.gemm.split_k import add_parts
@@ -20,7 +21,7 @@ from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import HOPPER_MULTIPROCESSORS, pdl_options
 
-KIND = "decodes"
+KERNEL = "GEMM for decodes"
 DTYPES = *hopper_gemm.DTYPES, FP8
 MAX_ROWS = 256
 # The most rows, and elements of the weight, for which the kernel is the fastest: with 16 bits, in
@@ -66,7 +67,7 @@ def is_fastest(num_rows: int, weight: Tensor | Fp8Rows) -> bool:
     else:
         limits = LIMITS
     is_fast = any(num_rows <= rows and weight.numel() <= size for rows, size in limits)
-    return is_fast and num_rows > 0 and hopper_gemm.supports(KIND, weight, DTYPES)
+    return is_fast and num_rows > 0 and hopper_gemm.supports(KERNEL, weight, DTYPES)
 
 
 def multiply(
@@ -104,8 +105,8 @@ def multiply_add(
 def decode_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Computes x W^T + b: [N, in], [out, in], [out] -> [N, out]. Falls back to ``F.linear`` if the
     kernel does not compile."""
-    return hopper_gemm.run_or_replace(
-        KIND,
+    return run_or_replace(
+        KERNEL,
         x.device,
         lambda: multiply(x, weight, bias, x.dtype),
         lambda: F.linear(x, weight, bias),
@@ -115,8 +116,8 @@ def decode_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def decode_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Computes ``silu_and_mul(decode_linear(x, weight, bias))``: [N, in], [2 I, in], [2 I] ->
     [N, I]."""
-    return hopper_gemm.run_or_replace(
-        KIND,
+    return run_or_replace(
+        KERNEL,
         x.device,
         lambda: launch(x, weight, bias, swiglu=True),
         lambda: silu_and_mul(F.linear(x, weight, bias)),
@@ -127,8 +128,8 @@ def decode_linear_add(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Computes ``decode_linear(x, weight, bias)`` + residual, as ``multiply_add`` does."""
-    return hopper_gemm.run_or_replace(
-        KIND,
+    return run_or_replace(
+        KERNEL,
         x.device,
         lambda: multiply_add(x, weight, bias, residual),
         lambda: (F.linear(x, weight, bias), residual),

@@ -11,8 +11,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.fallback import run_or_replace
 from nanovllm.kernels.fp8 import FP8, GROUP, Fp8Rows, dequantize
-from nanovllm.kernels.gemm import decode_gemm, hopper_gemm
+from nanovllm.kernels.gemm import decode_gemm
 from nanovllm.kernels.gemm.tiled import BLOCK_K, BLOCK_N, MAX_PART_COLUMNS, Tile, multiply_tiles
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import is_hopper, shared_memory, use_triton
@@ -42,8 +43,8 @@ def fp8_linear_reference(
 def fp8_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """See ``fp8_linear_reference``. Chooses the kernel by the numbers of rows and features."""
     if is_decode(len(x.codes), weight, dtype):
-        return hopper_gemm.run_or_replace(
-            decode_gemm.KIND,
+        return run_or_replace(
+            decode_gemm.KERNEL,
             x.codes.device,
             lambda: decode_gemm.multiply(x, weight, bias, dtype),
             lambda: fp8_linear(x, weight, bias, dtype),
@@ -71,8 +72,8 @@ def fp8_linear_add(
     dtype = residual.dtype
     if not is_decode(len(x.codes), weight, dtype):
         return fp8_linear(x, weight, bias, dtype), residual
-    return hopper_gemm.run_or_replace(
-        decode_gemm.KIND,
+    return run_or_replace(
+        decode_gemm.KERNEL,
         x.codes.device,
         lambda: decode_gemm.multiply_add(x, weight, bias, residual),
         lambda: (fp8_linear(x, weight, bias, dtype), residual),

@@ -5,18 +5,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels.fallback import run_or_replace
 from nanovllm.kernels.gemm.hopper_gemm import (
     BLOCK_K,
     BLOCK_N,
     ROWS,
     describe_inputs,
-    run_or_replace,
 )
 from nanovllm.kernels.rope import CacheSlots, RopeInputs, apply_rope_and_store
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import num_multiprocessors
 
-KIND = "RoPE"
+KERNEL = "GEMM with RoPE"
 HEAD_DIM = BLOCK_N
 
 
@@ -41,7 +41,7 @@ def qkv_linear(x: Tensor, weight: Tensor, rope: RopeInputs, slots: CacheSlots) -
         [N, heads * HEAD_DIM].
     """
     return run_or_replace(
-        KIND,
+        KERNEL,
         x.device,
         lambda: _launch(x, weight, rope, slots),
         lambda: qkv_linear_reference(x, weight, rope, slots),

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels.fallback import run_or_replace
 from nanovllm.kernels.gemm import decode_gemm, hopper_gemm, swiglu
 from nanovllm.kernels.gemm.invariant import (
     invariant_linear,
@@ -85,10 +86,10 @@ def compare(weight: Tensor, row_counts: Iterable[int]) -> SameBits:
         return all(found) and decode_gemm.is_fastest(num_rows, weight)
 
     def has_swiglu() -> bool:
-        if is_split or not hopper_gemm.supports(swiglu.KIND, weight):
+        if is_split or not hopper_gemm.supports(swiglu.KERNEL, weight):
             return False
         is_same = is_swiglu_identical(swiglu_linear, MIN_SWIGLU_ROWS)
-        return is_same and hopper_gemm.supports(swiglu.KIND, weight)
+        return is_same and hopper_gemm.supports(swiglu.KERNEL, weight)
 
     row_counts = set(row_counts)
     cublas_rows = [n for n in row_counts if n >= MIN_CUBLAS_ROWS and not is_split]
@@ -120,8 +121,8 @@ def cublas_linear(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> 
 def swiglu_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Computes ``silu_and_mul(invariant_linear(x, weight, None))`` in one kernel: [N, in],
     [2 I, in] -> [N, I]."""
-    return hopper_gemm.run_or_replace(
-        swiglu.KIND,
+    return run_or_replace(
+        swiglu.KERNEL,
         x.device,
         lambda: swiglu.launch(x, weight, is_rounded=True),
         lambda: silu_and_mul(invariant_linear(x, weight, None)),
@@ -139,8 +140,8 @@ def decode_linear(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> 
         add_parts(sums, None, residual, out)
         return out
 
-    return hopper_gemm.run_or_replace(
-        decode_gemm.KIND, x.device, run, lambda: invariant_linear(x, weight, None, residual)
+    return run_or_replace(
+        decode_gemm.KERNEL, x.device, run, lambda: invariant_linear(x, weight, None, residual)
     )
 
 
@@ -151,8 +152,8 @@ def decode_linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tens
         sums = _launch_decode(x, weight, residual)
         return sums, residual if sums.dim() == 3 else None
 
-    return hopper_gemm.run_or_replace(
-        decode_gemm.KIND, x.device, run, lambda: invariant_linear_add(x, weight, None, residual)
+    return run_or_replace(
+        decode_gemm.KERNEL, x.device, run, lambda: invariant_linear_add(x, weight, None, residual)
     )
 
 
@@ -161,8 +162,8 @@ def decode_swiglu(x: Tensor, weight: Tensor) -> Tensor:
     Uses one kernel unless the weight has several parts."""
     if num_parts(*weight.shape) > 1:
         return silu_and_mul(decode_linear(x, weight))
-    return hopper_gemm.run_or_replace(
-        decode_gemm.KIND,
+    return run_or_replace(
+        decode_gemm.KERNEL,
         x.device,
         lambda: _launch_decode(x, weight, swiglu=True),
         lambda: silu_and_mul(invariant_linear(x, weight, None)),

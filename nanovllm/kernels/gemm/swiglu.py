@@ -3,18 +3,18 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels.fallback import run_or_replace
 from nanovllm.kernels.gemm.hopper_gemm import (
     BLOCK_K,
     BLOCK_N,
     ROWS,
     describe_inputs,
-    run_or_replace,
 )
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import num_multiprocessors
 
-KIND = "SwiGLU"
+KERNEL = "GEMM with SwiGLU"
 
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
         [N, I].
     """
     return run_or_replace(
-        KIND,
+        KERNEL,
         x.device,
         lambda: launch(x, weight),
         lambda: silu_and_mul(F.linear(x, weight)),

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.kernels.fallback import run_or_replace
 from nanovllm.kernels.fp8 import FP8, fp8_values, quantize_row_groups, quantize_rows
-from nanovllm.kernels.gemm import hopper_gemm
 from nanovllm.kernels.moe import hopper_grouped
 from nanovllm.kernels.moe.activation import gated_activation
 from nanovllm.kernels.moe.combine import sum_parts
@@ -481,8 +481,8 @@ def experts_grouped(
     assert residual is None or residual.is_contiguous()
     if not hopper_grouped.is_faster(x, experts, routing):
         return _experts_tiled(x, experts, routing, residual)
-    return hopper_gemm.run_or_replace(
-        hopper_grouped.KIND,
+    return run_or_replace(
+        hopper_grouped.KERNEL,
         x.device,
         lambda: hopper_grouped.experts_hopper(x, experts, routing, residual),
         lambda: _experts_tiled(x, experts, routing, residual),

@@ -15,7 +15,7 @@ from nanovllm.kernels.moe.sort import Groups, sort_triton
 from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import num_multiprocessors, pdl_options, pdl_wait, tl, triton
 
-KIND = "experts"
+KERNEL = "GEMM of experts"
 MIN_MEAN_ROWS = 80  # per expert; with fewer, the kernel of grouped.py is as fast on an H200
 
 
@@ -27,7 +27,7 @@ def is_faster(x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> bool
     if routing.topk_ids.numel() < MIN_MEAN_ROWS * len(experts.down):
         return False
     weights = experts.gate_up[0], experts.down[0]
-    return x.dtype is experts.down.dtype and all(supports(KIND, weight) for weight in weights)
+    return x.dtype is experts.down.dtype and all(supports(KERNEL, weight) for weight in weights)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from nanovllm.kernels import fallback
 from nanovllm.kernels.attention import hopper_prefill, triton_backend
 from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.hopper_prefill import Tile, can_launch, make_schedule
@@ -169,22 +170,24 @@ def test_a_kernel_that_does_not_compile_is_replaced_with_one_warning(monkeypatch
     monkeypatch.setattr(triton_backend, "hopper_prefill", broken)
     monkeypatch.setattr(triton_backend, "can_launch", lambda *args: True)
     monkeypatch.setattr(triton_backend, "prefill_attention", lambda *args: "other kernel")
-    backend = TritonAttention()
+    monkeypatch.setattr(fallback, "_failed", set())
+    args: Any = torch.empty(0), *[None] * 5
     with caplog.at_level(logging.WARNING, "nanovllm"):
         for _ in range(2):
-            assert backend.prefill(*[None] * 6) == "other kernel"  # type: ignore[arg-type]
+            assert TritonAttention().prefill(*args) == "other kernel"
     assert len(calls) == 1
     assert [r.getMessage() for r in caplog.records] == [
-        "the prefill kernel for Hopper failed, so long prompts are slower: "
+        "the prefill kernel for Hopper failed, so a slower kernel runs: "
         "RuntimeError: PassManager::run failed"
     ]
 
     def full(*args: Any) -> None:
         raise torch.OutOfMemoryError
 
+    monkeypatch.setattr(fallback, "_failed", set())
     monkeypatch.setattr(triton_backend, "hopper_prefill", full)
     with pytest.raises(torch.OutOfMemoryError):
-        TritonAttention().prefill(*[None] * 6)  # type: ignore[arg-type]
+        TritonAttention().prefill(*args)
 
 
 NEEDS_HOPPER = pytest.mark.skipif(

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels import fallback
 from nanovllm.kernels.fp8 import (
     Fp8Rows,
     dequantize,
@@ -223,14 +224,14 @@ def test_more_rows_need_a_smaller_weight(monkeypatch):
 
 def test_other_kernels_run_where_it_does_not_compile(monkeypatch, caplog):
     """As on a CPU, without the emulator."""
-    monkeypatch.setattr(hopper_gemm, "_failed", set())
+    monkeypatch.setattr(fallback, "_failed", set())
     x, weight, bias, residual = make(4, 64, 32, torch.float32, "cpu")
     expected = F.linear(x, weight, bias)
     torch.testing.assert_close(decode_linear(x, weight, bias), expected)
     found, rest = decode_linear_add(x, weight, bias, residual)
     torch.testing.assert_close(found + rest, expected + residual)
     torch.testing.assert_close(decode_swiglu(x, weight, bias), silu_and_mul(expected))
-    assert hopper_gemm._failed == {(decode_gemm.KIND, x.device)} and "decodes" in caplog.text
+    assert fallback._failed == {(decode_gemm.KERNEL, x.device)} and "decodes" in caplog.text
 
 
 hopper = pytest.mark.skipif(

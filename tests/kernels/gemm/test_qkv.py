@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels import fallback
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.gemm import hopper_gemm
 from nanovllm.kernels.gemm import qkv as module
@@ -91,13 +92,13 @@ def test_a_kernel_that_does_not_compile_is_replaced(monkeypatch, caplog):
         raise RuntimeError("PassManager::run failed")
 
     monkeypatch.setattr(module, "_launch", broken)
-    monkeypatch.setattr(hopper_gemm, "_failed", set())
+    monkeypatch.setattr(fallback, "_failed", set())
     inputs = make(9, 2, 1, 64, True, torch.bfloat16, "cpu")
     found, expected = run(qkv_linear, *inputs), run(qkv_linear_reference, *inputs)
     assert all(map(torch.equal, found, expected))
-    assert hopper_gemm._failed == {(module.KIND, torch.device("cpu"))}
+    assert fallback._failed == {(module.KERNEL, torch.device("cpu"))}
     assert [r.getMessage() for r in caplog.records] == [
-        "the GEMM with RoPE for Hopper failed, so a slower one runs: "
+        "the GEMM with RoPE for Hopper failed, so a slower kernel runs: "
         "RuntimeError: PassManager::run failed"
     ]
 
@@ -106,7 +107,7 @@ def test_what_it_supports():
     _, weight, rope, slot_mapping, shape = make(9, 2, 1, 64, True, torch.bfloat16, "cpu")
     cache = KVCache(*weight.new_zeros(2, *shape))
     slots = CacheSlots(cache, slot_mapping)
-    assert not hopper_gemm.supports(module.KIND, weight)  # on a CPU
+    assert not hopper_gemm.supports(module.KERNEL, weight)  # on a CPU
     assert supports(rope, slots, weight.dtype)
     assert not supports(rope._replace(cos_sin_cache=torch.empty(99, 64)), slots, weight.dtype)
     quantized = cache._replace(scales=torch.empty(0))

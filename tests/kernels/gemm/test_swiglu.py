@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels import fallback
 from nanovllm.kernels.gemm import hopper_gemm
 from nanovllm.kernels.gemm import swiglu as module
 from nanovllm.kernels.gemm.swiglu import gated_linear
@@ -19,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def supports(weight: torch.Tensor) -> bool:
-    return hopper_gemm.supports(module.KIND, weight)
+    return hopper_gemm.supports(module.KERNEL, weight)
 
 
 @pytest.fixture(params=[torch.float16, torch.bfloat16], ids=str)
@@ -64,14 +65,14 @@ def test_a_kernel_that_does_not_compile_is_replaced_with_one_warning(monkeypatch
         raise RuntimeError("PassManager::run failed")
 
     monkeypatch.setattr(module, "launch", broken)
-    monkeypatch.setattr(hopper_gemm, "_failed", set())
+    monkeypatch.setattr(fallback, "_failed", set())
     x, weight = make(3, 64, 64, torch.bfloat16, "cpu")
     with caplog.at_level(logging.WARNING, "nanovllm"):
         y = gated_linear(x, weight)
     assert torch.equal(y, silu_and_mul_reference(F.linear(x, weight)))
-    assert hopper_gemm._failed == {(module.KIND, CPU)}
+    assert fallback._failed == {(module.KERNEL, CPU)}
     assert [r.getMessage() for r in caplog.records] == [
-        "the GEMM with SwiGLU for Hopper failed, so a slower one runs: "
+        "the GEMM with SwiGLU for Hopper failed, so a slower kernel runs: "
         "RuntimeError: PassManager::run failed"
     ]
 
@@ -81,10 +82,10 @@ def test_running_out_of_memory_is_no_failure_of_the_kernel(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(module, "launch", full)
-    monkeypatch.setattr(hopper_gemm, "_failed", set())
+    monkeypatch.setattr(fallback, "_failed", set())
     with pytest.raises(torch.OutOfMemoryError):
         gated_linear(*make(3, 64, 64, torch.bfloat16, "cpu"))
-    assert not hopper_gemm._failed
+    assert not fallback._failed
 
 
 def test_a_cpu_has_no_such_gemm():
@@ -148,5 +149,5 @@ def test_large_matmuls_take_it(dtype, monkeypatch):
         other, _ = make_weight(weight, fewer[1]).norm_matmul(fewer[0], None, norm, SiluAndMul())
         torch.testing.assert_close(other, y[-len(other) :], rtol=2e-2, atol=2e-2)
     assert len(taken) == 1
-    monkeypatch.setattr(hopper_gemm, "_failed", {(module.KIND, x.device)})
+    monkeypatch.setattr(fallback, "_failed", {(module.KERNEL, x.device)})
     assert not supports(weight)

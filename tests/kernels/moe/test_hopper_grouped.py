@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.kernels.gemm import hopper_gemm
+from nanovllm.kernels import fallback
 from nanovllm.kernels.moe import grouped
 from nanovllm.kernels.moe import hopper_grouped as module
 from nanovllm.kernels.moe.route import Routing
@@ -100,7 +100,7 @@ def test_results_have_the_same_bits_as_those_of_the_other_kernel(
 def test_many_rows_take_it_unless_it_does_not_compile(monkeypatch, caplog):
     routing = random_routing(400, 8, 4)
     x, residual, experts = make(routing, 272, 200, torch.bfloat16, False)
-    monkeypatch.setattr(hopper_gemm, "_failed", set())
+    monkeypatch.setattr(fallback, "_failed", set())
     calls = []
     mix = module.experts_hopper
     monkeypatch.setattr(module, "experts_hopper", lambda *args: calls.append(1) or mix(*args))
@@ -113,4 +113,4 @@ def test_many_rows_take_it_unless_it_does_not_compile(monkeypatch, caplog):
     monkeypatch.setattr(module, "experts_hopper", broken)
     for _ in range(2):
         assert torch.equal(grouped.experts_grouped(x, experts, routing, residual), y)
-    assert len([r for r in caplog.records if "the GEMM with experts" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if "the GEMM of experts" in r.getMessage()]) == 1
