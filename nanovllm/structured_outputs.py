@@ -18,7 +18,8 @@ class StructuredOutputsParams:
 
     Attributes:
         json: a JSON schema as a dict or a string, or a pydantic model class.
-        regex: a regular expression that matches the whole text.
+        regex: a regular expression that matches the whole text. ``\\d`` is a digit from 0 to 9, and
+            ``\\w`` and ``\\s`` are those of Unicode.
         choice: a list of allowed texts.
         grammar: a context-free grammar in Lark's syntax, or in EBNF with a ``root`` rule.
         json_object: True for any JSON object.

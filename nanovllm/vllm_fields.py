@@ -7,6 +7,15 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Self
 
+from nanovllm.utils.validation import check_names
+
+# Parameters of earlier versions of vLLM, and what to use instead.
+REMOVED = {
+    "best_of": "use n, and choose by cumulative_logprob",
+    "guided_decoding": "use structured_outputs",
+    "truncate_prompt_tokens": "shorten the prompt's token ids",
+}
+
 
 class RequestOutputKind(Enum):
     """vLLM's kinds of streaming output. DELTA is not supported."""
@@ -47,6 +56,13 @@ class VLLMFields:
     routed_experts_prompt_start: int = neutral(0)
     trace_decode_token_ids: list[int] | None = neutral(None)
     logits_processors: list[Any] | None = neutral(None, [])
+
+    def __new__(cls, *args: Any, **values: Any) -> Self:
+        """Raises TypeError for an unknown parameter. The message suggests what to use instead."""
+        for name in values.keys() & REMOVED.keys() - cls.__dataclass_fields__.keys():
+            raise TypeError(f"unknown argument {name!r}: {REMOVED[name]}")
+        check_names(values, [*cls.__dataclass_fields__])
+        return super().__new__(cls)
 
     @classmethod
     def from_optional(cls, **values: Any) -> Self:

@@ -224,8 +224,14 @@ def test_vllms_other_fields_are_accepted_where_they_ask_for_nothing():
 
 
 def test_unknown_names_and_positions_are_refused():
-    with pytest.raises(TypeError, match="best_of"):
-        SamplingParams(best_of=2)
+    for name, hint in {
+        "temprature": "did you mean 'temperature'",
+        "best_of": "use n, and",
+        "guided_decoding": "use structured_outputs",
+        "truncate_prompt_tokens": "shorten",
+    }.items():
+        with pytest.raises(TypeError, match=f"unknown argument '{name}'.*{hint}"):
+            SamplingParams(**{name: 1})
     with pytest.raises(TypeError, match="positional"):
         SamplingParams(1)
 

@@ -72,6 +72,12 @@ MODULES: dict[str, dict[str, str]] = {
     "vllm.v1.engine.llm_engine": _ENGINE,
     "vllm.version": {_NAMES: "__version__ __version_tuple__"},
 }
+# For names that are not here: what to use instead.
+HINTS = {
+    "vllm.AsyncLLMEngine": "use LLM.generate_stream, or LLM.add_request and LLM.step",
+    "vllm.entrypoints.openai": "use nanovllm.run_batch for batch files; there is no server",
+    "vllm.sampling_params.GuidedDecodingParams": "use StructuredOutputsParams",
+}
 for _package in [*MODULES]:  # adds the packages that contain these modules
     while _package := _package.rpartition(".")[0]:
         MODULES.setdefault(_package, {})
@@ -150,7 +156,8 @@ def _exports(module: str) -> list[str]:
 
 
 def _missing(name: str) -> str:
-    return f"nanovllm's vllm alias has no {name}"
+    hint = f": {HINTS[name]}" if name in HINTS else ""
+    return f"nanovllm's vllm alias has no {name}{hint}"
 
 
 def _make_distribution() -> Any:

@@ -18,8 +18,8 @@ from nanovllm.engine.request import PreparedRequest, make_outputs
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.text.prompts import Message, Prompt, TokensPrompt, as_prompt_list
-from nanovllm.utils.validation import choice, optional
-from nanovllm.vllm_arguments import translate
+from nanovllm.utils.validation import check_names, choice, optional
+from nanovllm.vllm_arguments import load_table, translate
 
 if TYPE_CHECKING:
     import torch
@@ -123,6 +123,11 @@ class LLM(BaseLLM):
         if quantization in DECLARED_METHODS:
             _check_method(os.fspath(model), quantization)
             del given["quantization"]
+        elif isinstance(quantization, str) and quantization != "fp8":
+            raise ValueError(
+                f"quantization={quantization!r} is not supported: use a checkpoint that is not "
+                f"quantised, with or without 'fp8'"
+            )
         if kv_cache_dtype in CACHE_DTYPES:
             del given["kv_cache_dtype"]
         self._caller_ids: dict[str, str] = {}  # internal request id -> the caller's request id
@@ -202,13 +207,14 @@ class LLM(BaseLLM):
         adds_special_tokens = True
         if (kwargs.get("tokenization_kwargs") or {}).keys() == {"add_special_tokens"}:
             adds_special_tokens = kwargs.pop("tokenization_kwargs")["add_special_tokens"]
-        options = translate("generate", kwargs)
+        translated = translate("generate", kwargs)
+        check_names(translated, [*load_table()["generate"], "on_error"])
         if (priority := kwargs.get("priority")) is not None:
             prompts = as_prompt_list(prompts)
             _check_priority(priority, len(prompts))
         if not adds_special_tokens:
             prompts = self.preparer.encoder.encode_texts(as_prompt_list(prompts))  # type: ignore[assignment]
-        return super().generate(prompts, sampling_params, use_tqdm, on_error=on_error, **options)
+        return super().generate(prompts, sampling_params, use_tqdm, on_error=on_error)
 
     def chat(  # type: ignore[override]  # the parent takes the options as **template_options
         self,
@@ -252,6 +258,13 @@ class LLM(BaseLLM):
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        if reset_running_requests:
+            raise ValueError("reset_running_requests is not supported: abort the requests first")
+        return super().reset_prefix_cache()
 
     def render_chat(
         self, messages: Seq[Message] | Seq[Seq[Message]], **template_options: Any

@@ -39,6 +39,7 @@ from nanovllm.text.prompts import PromptEncoder, load_encoder
 from nanovllm.utils.cuda_vmm import move_parameters
 from nanovllm.utils.device import on_device, select_device, select_dtype
 from nanovllm.utils.distributed import use_tp_group
+from nanovllm.utils.forks import check_threads
 from nanovllm.utils.math import heads_per_rank
 from nanovllm.utils.memory import allocated_bytes
 from nanovllm.utils.timer import Timer
@@ -78,6 +79,7 @@ def start_up(config: Config) -> StartedModel:
         ValueError: a checkpoint or a setting that cannot work.
         Exception: see ``start_ranks``.
     """
+    check_threads()
     checkpoint = open_checkpoint(config.model)
     model_config = checkpoint.config
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)

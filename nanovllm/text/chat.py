@@ -83,7 +83,9 @@ def _part_text(part: Any) -> str:
         kind = part.get("type", "text")
         text = part.get(TEXT_KEYS.get(kind)) if isinstance(kind, str) else None
     if not isinstance(text, str):
-        raise ValueError(f"message content must be text, got {part!r:.80}")
+        raise ValueError(
+            f"message content must be text, got {part!r:.80}; images and audio are not supported"
+        )
     return text
 
 

@@ -17,6 +17,7 @@ from nanovllm.text.prompts import (
     Message,
     PromptEncoder,
     TokensPrompt,
+    as_list,
     map_each,
     map_valid,
 )
@@ -125,12 +126,12 @@ class ChatRenderer:
 def _as_conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Any]:
     """Returns a list of conversations. A single conversation becomes a list of one. The messages
     are not checked."""
-    if not isinstance(messages, (list, tuple)):
+    items = as_list(messages)
+    if items is None:
         raise TypeError(
             f"messages must be a conversation or a list of them, got {type(messages).__name__}"
         )
-    is_single = bool(messages) and isinstance(messages[0], dict)
-    return [messages] if is_single else list(messages)
+    return [items] if items and isinstance(items[0], dict) else items
 
 
 def _read_options(

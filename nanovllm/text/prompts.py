@@ -37,6 +37,13 @@ CHARS_PER_TOKEN = 16  # more than the average in any language
 MAX_MESSAGES = 10  # a combined exception has the messages of the first 10 errors
 # vLLM's cache_salt, which keeps prompts from sharing cached prefixes, is ignored.
 PROMPT_KEYS = frozenset(("prompt", "prompt_token_ids", "cache_salt"))
+UNSUPPORTED_KEYS = {
+    "multi_modal_data": "images, audio and video",
+    "multi_modal_uuids": "images, audio and video",
+    "prompt_embeds": "embeddings as prompts",
+    "encoder_prompt": "models with an encoder",
+    "decoder_prompt": "models with an encoder",
+}
 Prompt: TypeAlias = str | Seq[int] | TextPrompt | TokensPrompt
 Message: TypeAlias = dict[str, Any]  # of a conversation: {"role": ..., "content": ...}
 
@@ -45,11 +52,23 @@ def as_prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     """Returns a list of prompts. A single prompt (string, token ids, dict) becomes a list."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
-    if not isinstance(prompts, (list, tuple)):
-        raise TypeError(f"prompts must be a prompt or a list of them, got {_type_name(prompts)}")
-    if prompts and all(_is_int(item) for item in prompts):
-        return [prompts]
-    return list(prompts)
+    items = as_list(prompts)
+    if items is None:
+        hint = ": use its 'input_ids', or chat" if hasattr(prompts, "input_ids") else ""
+        raise TypeError(
+            f"prompts must be a prompt or a list of them, got {_type_name(prompts)}{hint}"
+        )
+    return [items] if items and all(map(_is_int, items)) else items
+
+
+def as_list(items: Any) -> list[Any] | None:
+    """Returns the items of a sequence, which may also be an array, a tensor, or a column of a table
+    (pandas, polars, datasets). None if it is not a sequence."""
+    if isinstance(items, Seq):
+        return None if isinstance(items, (str, bytes, bytearray, memoryview)) else list(items)
+    convert = getattr(items, "tolist", None) or getattr(items, "to_list", None)
+    found = convert() if callable(convert) else None
+    return found if isinstance(found, list) else None
 
 
 class PromptEncoder:
@@ -131,6 +150,11 @@ class PromptEncoder:
         if isinstance(prompt, dict):
             given = {key: value for key, value in prompt.items() if value is not None}
             if unknown := given.keys() - PROMPT_KEYS:
+                if unsupported := unknown & UNSUPPORTED_KEYS.keys():
+                    key = min(unsupported)
+                    raise ValueError(
+                        f"vLLM's `{key}` is not supported here: {UNSUPPORTED_KEYS[key]}"
+                    )
                 raise ValueError(
                     f"a dict prompt has 'prompt' or 'prompt_token_ids', not {min(unknown)!r}"
                 )
@@ -155,8 +179,10 @@ class PromptEncoder:
 
     def _check_ids(self, ids: Any) -> list[int]:
         if not isinstance(ids, (list, tuple)):
+            hint = ": use tolist()" if hasattr(ids, "tolist") else ""
             raise TypeError(
-                f"a prompt is a string, a list of token ids or a dict, not {_type_name(ids)}"
+                f"a prompt is a string, a list of token ids or a dict with one of them, not "
+                f"{_type_name(ids)}{hint}"
             )
         if countOf(map(type, ids), int) == len(ids):  # a fast path in C, a dozen times as fast
             with suppress(OverflowError):  # an id is negative or far too large

@@ -306,7 +306,7 @@ def _to_lark(kind: str, text: str, checker: GrammarChecker) -> str:
         texts = " | ".join(map(json.dumps, json.loads(text)))  # Lark quotes strings as JSON does
         return f"start: CHOICE\nCHOICE: {texts}"
     if kind == "regex":
-        return f"start: /{regex_to_lark(text, use_ascii='')}/"
+        return f"start: /{regex_to_lark(text, use_ascii='d')}/"
     return gbnf_to_lark(text) if GBNF_RULE.search(text) else text
 
 

@@ -1,11 +1,14 @@
-"""Objects that a forked child process must not destroy."""
+"""Objects that a forked child process must not destroy, and what it cannot do."""
 
 import ctypes
 import os
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
+import torch
+
 _owned: WeakSet[Any] = WeakSet()
+_pids: set[int] = set()  # of this process and those it was forked from, the ones with an engine
 
 
 def leave_to_parent(thing: Any) -> None:
@@ -18,7 +21,19 @@ def leave_to_parent(thing: Any) -> None:
     Args:
         thing: an object with a ``__dict__`` and support for weak references.
     """
+    _pids.add(os.getpid())
     _owned.add(thing)
+
+
+def check_threads() -> None:
+    """Raises ValueError if the threads of PyTorch's parallel operations exist only in the parent of
+    this process. The first such operation would wait for them forever."""
+    if _pids - {os.getpid()} and torch.get_num_threads() > 1:
+        raise ValueError(
+            "this process is the forked child of one that has had an engine, and PyTorch's threads "
+            "do not survive a fork: start processes with spawn, for example by "
+            "multiprocessing.set_start_method('spawn')"
+        )
 
 
 class LeftToParent:
@@ -37,8 +52,11 @@ class LeftToParent:
         if self.is_forked:
             raise ValueError(
                 f"this engine belongs to process {self._pid}, and this process is a forked child: "
-                f"make another engine here, or start the process with spawn instead of fork"
+                f"start processes with spawn, and make another engine there"
             )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an engine cannot be pickled: make it in the process that uses it")
 
 
 def _keep_alive() -> None:

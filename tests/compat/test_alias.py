@@ -101,7 +101,8 @@ def test_a_name_that_is_not_served_is_an_error_that_says_so():
     """)
     has_no = "nanovllm's vllm alias has no vllm"
     assert out.splitlines() == [
-        f"ModuleNotFoundError {has_no}.AsyncLLMEngine",
+        f"ModuleNotFoundError {has_no}.AsyncLLMEngine: use LLM.generate_stream, or "
+        "LLM.add_request and LLM.step",
         f"ModuleNotFoundError {has_no}.sampling_params.SamplingType",
         f"ModuleNotFoundError {has_no}.multimodal",
         f"AttributeError {has_no}.profiler",

@@ -9,6 +9,7 @@ import atexit
 import faulthandler
 import gc
 import os
+import pickle
 import signal
 import stat
 import sys
@@ -444,6 +445,9 @@ def forked_children(folder: Path) -> None:
     def generates() -> None:
         stream.close()
         fails(lambda: tokens(llm), "forked child", error=ValueError)
+        torch.set_num_threads(2)
+        fails(lambda: make(folder), "PyTorch's threads", "spawn", error=ValueError)
+        fails(lambda: pickle.dumps(llm), "cannot be pickled", error=TypeError)
 
     def closes() -> None:
         llm.close()

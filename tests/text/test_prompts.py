@@ -2,15 +2,18 @@
 words begin with a space that is lost at the start of a text, and rare characters come in bytes."""
 
 import copy
+from collections import UserList
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import PreTrainedTokenizerFast
+from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams
-from nanovllm.text.prompts import PromptEncoder
+from nanovllm.text.prompts import PromptEncoder, as_prompt_list
 
 PIECES = ["<unk>", "<s>", "</s>", "▁", *"theinm", *(f"<0x{byte:02X}>" for byte in range(256))]
 
@@ -83,10 +86,44 @@ def test_the_work_for_a_token_is_bounded(encoder, piece, monkeypatch):
     assert max(decoded, default=0) <= 40
 
 
+class Column(UserList[str]):
+    """A lazy column of datasets is a Sequence, but no list."""
+
+
+class Series:
+    """A column of polars."""
+
+    def to_list(self) -> list[str]:
+        return ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "items", [("a", "b"), Column(["a", "b"]), np.array(["a", "b"]), Series()], ids=type
+)
+def test_a_column_is_as_good_as_a_list(items):
+    assert as_prompt_list(items) == ["a", "b"]
+
+
+def test_integers_are_one_prompt_whatever_holds_them():
+    for ids in ([1, 2], (1, 2), range(1, 3), np.array([1, 2]), torch.tensor([1, 2])):
+        assert as_prompt_list(ids) == [[1, 2]]
+    assert as_prompt_list(torch.tensor([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
+    for other in (np.int64(5), torch.tensor(5), b"ab"):
+        with pytest.raises(TypeError, match="prompts must be a prompt or a list of them"):
+            as_prompt_list(other)
+
+
+def test_what_a_tokenizer_returns_is_refused_with_what_to_pass():
+    with pytest.raises(TypeError, match="got BatchEncoding: use its 'input_ids', or chat"):
+        as_prompt_list(BatchEncoding({"input_ids": [1, 2]}))
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ({"prompt": "a", "multi_modal_data": {"image": 1}}, r"multi_modal_data"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, r"`multi_modal_data` .*: images"),
+        ({"prompt_embeds": [0.5]}, r"`prompt_embeds` is not supported here: embeddings"),
+        ({"prompt_token_ids": np.array([1, 2])}, r"not ndarray: use tolist\(\)"),
         ({"prompt_token_ids": [1], "mm_processor_kwargs": "x"}, r"mm_processor_kwargs"),
         ({"prompt_token_ids": [1], "prompt": 7}, r"must be a string"),
         ("a\ud83d", r"not valid Unicode"),

@@ -24,6 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from example import fetch_smollm2
 from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.text import structured
+from nanovllm.text.grammar_check import GrammarChecker
 from nanovllm.text.structured import Grammar, GrammarCompiler
 
 SPECIAL = [b"<pad>", b"<eos>", b"<stop>"]
@@ -209,6 +210,11 @@ def test_masks_of_any_regex_equal_partial_matching(compiler, pattern, seed):
         token_id = draw.choice(sorted(expected - EOS))
         assert grammar.accept(token_id)
         text += LETTERS[token_id]
+
+
+def test_digits_of_a_regex_are_ascii():
+    """As in the patterns of a JSON schema. In Rust's syntax they would be those of all scripts."""
+    assert structured._to_lark("regex", r"[\d.]\D", GrammarChecker()) == "start: /[[0-9].][^0-9]/"
 
 
 @pytest.mark.parametrize("vocab_size", [len(VOCAB) - 4, len(VOCAB) - 1, 64, 65, 128])
