@@ -1052,6 +1052,12 @@ def test_vllms_flags_are_supported_ignored_or_refused(
     assert len(made) == 1
 
 
+def test_urls_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["-i", "https://host/in.jsonl", "-o", "out", "--model", "m"])
+    assert "'https://host/in.jsonl' is a URL: use a file" in capsys.readouterr().err
+
+
 def test_the_help_describes_every_option(capsys):
     with pytest.raises(SystemExit) as info:
         main(["--help"])

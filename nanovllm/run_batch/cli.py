@@ -52,6 +52,12 @@ usage, or the job cannot start; 70 internal error; 75 interrupted. After 70 and 
 resumes the job."""
 
 
+def _parse_path(text: str) -> Path:
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is a URL: use a file")
+    return Path(text)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m nanovllm.run_batch",
@@ -63,8 +69,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_vllm_flags(parser)
     add = parser.add_argument
-    add("-i", "--input-file", type=Path, required=True, metavar="FILE", help="requests to run")
-    add("-o", "--output-file", type=Path, required=True, metavar="FILE", help="file for records")
+    file: dict[str, Any] = {"type": _parse_path, "required": True, "metavar": "FILE"}
+    add("-i", "--input-file", help="requests to run", **file)
+    add("-o", "--output-file", help="file for records", **file)
     add(
         "--served-model-name",
         dest="model_names",
