@@ -5,6 +5,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import cache
+from inspect import Parameter, signature
 from typing import Any, Self
 
 from nanovllm.utils.validation import check_names
@@ -23,6 +25,15 @@ class RequestOutputKind(Enum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
+
+
+@cache
+def _parameters(cls: Any) -> list[str] | None:
+    """Returns the names of a class's parameters, which a subclass may have defined itself. None if
+    it takes any."""
+    parameters = signature(cls.__init__).parameters.values()
+    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
+    return None if takes_any else [parameter.name for parameter in parameters][1:]
 
 
 def neutral(*values: Any) -> Any:
@@ -59,9 +70,9 @@ class VLLMFields:
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
         """Raises TypeError for an unknown parameter. The message suggests what to use instead."""
-        for name in values.keys() & REMOVED.keys() - cls.__dataclass_fields__.keys():
-            raise TypeError(f"unknown argument {name!r}: {REMOVED[name]}")
-        check_names(values, [*cls.__dataclass_fields__])
+        known = _parameters(cls)  # type: ignore[arg-type]  # a class is hashable
+        if known is not None:
+            check_names(values, known, REMOVED)
         return super().__new__(cls)
 
     @classmethod

@@ -1053,9 +1053,11 @@ def test_vllms_flags_are_supported_ignored_or_refused(
 
 
 def test_urls_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        main(["-i", "https://host/in.jsonl", "-o", "out", "--model", "m"])
-    assert "'https://host/in.jsonl' is a URL: use a file" in capsys.readouterr().err
+    for in_, out in (("https://host/x", "out"), ("in", "https://host/x")):
+        with pytest.raises(SystemExit) as info:
+            main(["-i", in_, "-o", out, "--model", "m"])
+        assert info.value.code == CANNOT_START
+        assert "'https://host/x' is a URL: use a file" in capsys.readouterr().err
 
 
 def test_the_help_describes_every_option(capsys):

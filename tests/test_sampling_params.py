@@ -235,6 +235,13 @@ def test_unknown_names_and_positions_are_refused():
     with pytest.raises(TypeError, match="positional"):
         SamplingParams(1)
 
+    class Own(SamplingParams):
+        def __init__(self, flavour: str, **values: Any) -> None:
+            super().__init__(**values)
+            self.flavour = flavour
+
+    assert Own("sweet", n=2).n == 2 and Own(flavour="sour").flavour == "sour"
+
 
 @each(
     "values, names",

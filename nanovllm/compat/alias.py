@@ -72,11 +72,11 @@ MODULES: dict[str, dict[str, str]] = {
     "vllm.v1.engine.llm_engine": _ENGINE,
     "vllm.version": {_NAMES: "__version__ __version_tuple__"},
 }
-# For names that are not here: what to use instead.
+# What to use instead of names that are not here and contain these.
 HINTS = {
-    "vllm.AsyncLLMEngine": "use LLM.generate_stream, or LLM.add_request and LLM.step",
-    "vllm.entrypoints.openai": "use nanovllm.run_batch for batch files; there is no server",
-    "vllm.sampling_params.GuidedDecodingParams": "use StructuredOutputsParams",
+    "async": "use LLM.generate_stream, or LLM.add_request and LLM.step",
+    "entrypoints.openai": "use nanovllm.run_batch for batch files; there is no server",
+    "GuidedDecodingParams": "use StructuredOutputsParams",
 }
 for _package in [*MODULES]:  # adds the packages that contain these modules
     while _package := _package.rpartition(".")[0]:
@@ -156,8 +156,8 @@ def _exports(module: str) -> list[str]:
 
 
 def _missing(name: str) -> str:
-    hint = f": {HINTS[name]}" if name in HINTS else ""
-    return f"nanovllm's vllm alias has no {name}{hint}"
+    hints = [f": {hint}" for part, hint in HINTS.items() if part.lower() in name.lower()]
+    return f"nanovllm's vllm alias has no {name}{''.join(hints)}"
 
 
 def _make_distribution() -> Any:

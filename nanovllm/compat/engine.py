@@ -242,8 +242,8 @@ class LLMEngine:
     def get_num_unfinished_requests(self) -> int:
         return self.llm.num_unfinished_requests
 
-    def reset_prefix_cache(self) -> bool:
-        return self.llm.reset_prefix_cache()
+    def reset_prefix_cache(self, *args: bool, **kwargs: bool) -> bool:
+        return self.llm.reset_prefix_cache(*args, **kwargs)
 
 
 def _same(ours: Any, theirs: Any) -> bool:

@@ -125,8 +125,8 @@ class LLM(BaseLLM):
             del given["quantization"]
         elif isinstance(quantization, str) and quantization != "fp8":
             raise ValueError(
-                f"quantization={quantization!r} is not supported: use a checkpoint that is not "
-                f"quantised, with or without 'fp8'"
+                f"quantization={quantization!r} is not supported: use an unquantised or FP8 "
+                f"checkpoint, or quantization='fp8'"
             )
         if kv_cache_dtype in CACHE_DTYPES:
             del given["kv_cache_dtype"]
@@ -245,8 +245,9 @@ class LLM(BaseLLM):
             },
         )
         if priority is not None:
-            is_one = bool(messages) and isinstance(messages[0], dict)
-            _check_priority(priority, 1 if is_one else len(messages))
+            from nanovllm.text.chat_renderer import as_conversations
+
+            _check_priority(priority, len(as_conversations(messages)))
         return super().chat(
             messages,
             sampling_params,
@@ -262,6 +263,7 @@ class LLM(BaseLLM):
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
+        """Empties the prefix cache. Raises ValueError with ``reset_running_requests``."""
         if reset_running_requests:
             raise ValueError("reset_running_requests is not supported: abort the requests first")
         return super().reset_prefix_cache()

@@ -39,7 +39,7 @@ from nanovllm.text.prompts import PromptEncoder, load_encoder
 from nanovllm.utils.cuda_vmm import move_parameters
 from nanovllm.utils.device import on_device, select_device, select_dtype
 from nanovllm.utils.distributed import use_tp_group
-from nanovllm.utils.forks import check_threads
+from nanovllm.utils.forks import claim_threads
 from nanovllm.utils.math import heads_per_rank
 from nanovllm.utils.memory import allocated_bytes
 from nanovllm.utils.timer import Timer
@@ -79,11 +79,11 @@ def start_up(config: Config) -> StartedModel:
         ValueError: a checkpoint or a setting that cannot work.
         Exception: see ``start_ranks``.
     """
-    check_threads()
     checkpoint = open_checkpoint(config.model)
     model_config = checkpoint.config
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
     check_split(model_config, config.tensor_parallel_size)
+    claim_threads()
     with ThreadPoolExecutor(1) as executor:  # importing the tokenizer library is slow
         encoder = executor.submit(load_encoder, config, checkpoint, max_model_len)
         runner = start_ranks(config, checkpoint, max_model_len)

@@ -22,12 +22,14 @@ def has_failed(kernel: str, device: torch.device) -> bool:
 def run_or_replace(
     kernel: str, device: torch.device, run: Callable[[], T], replace: Callable[[], T]
 ) -> T:
-    """Returns ``run()`` or, if the kernel does not compile, ``replace()``. Logs that once, and
-    ``has_failed`` remembers it.
+    """Returns ``run()`` or, if the kernel does not compile or did not before, ``replace()``. Logs
+    once that it does not.
 
     Args:
         kernel: what the log calls it.
     """
+    if has_failed(kernel, device):
+        return replace()
     try:
         return run()
     except torch.OutOfMemoryError:

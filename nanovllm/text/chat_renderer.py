@@ -81,7 +81,7 @@ class ChatRenderer:
             "tools": tools,
             **(chat_template_kwargs or {}),
         }
-        conversations = _as_conversations(messages)
+        conversations = as_conversations(messages)
         prompts: list[TokensPrompt | Exception] = []
         for portion in slices(len(conversations), PORTION, make_bar, "Tokenizing"):
             texts = self.render(tokenizer, conversations[portion], options)
@@ -123,7 +123,7 @@ class ChatRenderer:
         return map_each(_read_response, zip(responses, final_texts, strict=True))
 
 
-def _as_conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Any]:
+def as_conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Any]:
     """Returns a list of conversations. A single conversation becomes a list of one. The messages
     are not checked."""
     items = as_list(messages)
@@ -183,11 +183,12 @@ def _prepare(
             continue has no text, or lists or dicts are nested too deeply.
     """
     try:
-        if not isinstance(conversation, (list, tuple)):
+        items = as_list(conversation)
+        if items is None:
             raise TypeError(f"a conversation is a list of messages, not {conversation!r:.80}")
-        if not conversation:
+        if not items:
             raise ValueError("a conversation needs at least one message")
-        normalized = [normalize_message(message) for message in conversation]
+        normalized = [normalize_message(message) for message in items]
         messages = adapt_messages(normalized, message_format)
         text = _mark_end(messages[-1]) if continues else None
         return _pack(messages), text

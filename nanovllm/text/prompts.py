@@ -67,7 +67,7 @@ def as_list(items: Any) -> list[Any] | None:
     if isinstance(items, Seq):
         return None if isinstance(items, (str, bytes, bytearray, memoryview)) else list(items)
     convert = getattr(items, "tolist", None) or getattr(items, "to_list", None)
-    found = convert() if callable(convert) else None
+    found = convert() if callable(convert) and hasattr(items, "__len__") else None
     return found if isinstance(found, list) else None
 
 
@@ -178,11 +178,10 @@ class PromptEncoder:
         return None, self._check_ids(prompt)
 
     def _check_ids(self, ids: Any) -> list[int]:
-        if not isinstance(ids, (list, tuple)):
-            hint = ": use tolist()" if hasattr(ids, "tolist") else ""
+        given, ids = ids, ids if isinstance(ids, (list, tuple)) else as_list(ids)
+        if ids is None:
             raise TypeError(
-                f"a prompt is a string, a list of token ids or a dict with one of them, not "
-                f"{_type_name(ids)}{hint}"
+                f"a prompt is a string, a list of token ids or a dict, not {_type_name(given)}"
             )
         if countOf(map(type, ids), int) == len(ids):  # a fast path in C, a dozen times as fast
             with suppress(OverflowError):  # an id is negative or far too large

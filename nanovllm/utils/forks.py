@@ -21,19 +21,20 @@ def leave_to_parent(thing: Any) -> None:
     Args:
         thing: an object with a ``__dict__`` and support for weak references.
     """
-    _pids.add(os.getpid())
     _owned.add(thing)
 
 
-def check_threads() -> None:
-    """Raises ValueError if the threads of PyTorch's parallel operations exist only in the parent of
-    this process. The first such operation would wait for them forever."""
+def claim_threads() -> None:
+    """Called before an engine starts PyTorch's threads in this process. Raises ValueError if they
+    exist only in its parent: the first parallel operation would wait for them forever. With one
+    thread (``torch.set_num_threads(1)``) there is nothing to wait for."""
     if _pids - {os.getpid()} and torch.get_num_threads() > 1:
         raise ValueError(
             "this process is the forked child of one that has had an engine, and PyTorch's threads "
             "do not survive a fork: start processes with spawn, for example by "
             "multiprocessing.set_start_method('spawn')"
         )
+    _pids.add(os.getpid())
 
 
 class LeftToParent:

@@ -23,10 +23,15 @@ def validators_of(cls: Any) -> dict[str, Validator]:
     return {f.name: f.type.__metadata__[0] for f in annotated}  # type: ignore[union-attr]
 
 
-def check_names(names: Iterable[str], known: Sequence[str]) -> None:
-    """Raises TypeError for an argument that is not known. The message suggests the nearest one."""
+def check_names(
+    names: Iterable[str], known: Sequence[str], hints: Mapping[str, str] | None = None
+) -> None:
+    """Raises TypeError for an argument that is not known. The message has its hint, or else the
+    nearest known name."""
     for name in names:
         if name not in known:
+            if hints and name in hints:
+                raise TypeError(f"unknown argument {name!r}: {hints[name]}")
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
             raise TypeError(f"unknown argument {name!r}{hint}")

@@ -175,7 +175,7 @@ class TestLLM:
 def test_quantization_may_name_the_checkpoints_own_format(model_path, tmp_path):
     with pytest.raises(ValueError, match="is not the checkpoint's, which is None: leave it out"):
         LLM(model_path, quantization="compressed-tensors")
-    with pytest.raises(ValueError, match="quantization='awq' is not supported: use a check"):
+    with pytest.raises(ValueError, match="quantization='awq' is not supported: use an unq"):
         LLM(model_path, quantization="awq")
     folder = shutil.copytree(model_path, tmp_path / "fp8")
     config = json.loads((folder / "config.json").read_text("utf-8"))

@@ -93,6 +93,9 @@ class Column(UserList[str]):
 class Series:
     """A column of polars."""
 
+    def __len__(self) -> int:
+        return 2
+
     def to_list(self) -> list[str]:
         return ["a", "b"]
 
@@ -104,9 +107,13 @@ def test_a_column_is_as_good_as_a_list(items):
     assert as_prompt_list(items) == ["a", "b"]
 
 
-def test_integers_are_one_prompt_whatever_holds_them():
+def test_integers_are_one_prompt_whatever_holds_them(encoder):
     for ids in ([1, 2], (1, 2), range(1, 3), np.array([1, 2]), torch.tensor([1, 2])):
         assert as_prompt_list(ids) == [[1, 2]]
+    assert encoder.encode([torch.tensor([4, 5]), {"prompt_token_ids": np.array([6])}]) == [
+        (None, [4, 5]),
+        (None, [6]),
+    ]
     assert as_prompt_list(torch.tensor([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
     for other in (np.int64(5), torch.tensor(5), b"ab"):
         with pytest.raises(TypeError, match="prompts must be a prompt or a list of them"):
@@ -123,7 +130,7 @@ def test_what_a_tokenizer_returns_is_refused_with_what_to_pass():
     [
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, r"`multi_modal_data` .*: images"),
         ({"prompt_embeds": [0.5]}, r"`prompt_embeds` is not supported here: embeddings"),
-        ({"prompt_token_ids": np.array([1, 2])}, r"not ndarray: use tolist\(\)"),
+        ({"prompt_token_ids": np.array([0.5])}, r"token ids must be ints, got 0.5"),
         ({"prompt_token_ids": [1], "mm_processor_kwargs": "x"}, r"mm_processor_kwargs"),
         ({"prompt_token_ids": [1], "prompt": 7}, r"must be a string"),
         ("a\ud83d", r"not valid Unicode"),

@@ -56,7 +56,7 @@ from nanovllm.utils.triton_compat import (
 )
 
 NUM_PROGRAMS = 3 * HOPPER_MULTIPROCESSORS  # the aim, where contexts are split
-LARGE_BATCH = 1536  # sequences times KV heads; from here on, programs have one warp
+LARGE_BATCH = 1536  # sequences times KV heads
 # Per warp, of the first tile of keys: 64 registers per thread. Values take as many.
 MAX_HELD_BYTES = 64 * 4 * 32
 SPLIT_WORDS = tl.constexpr(KV_SPLIT_WORDS)
@@ -495,11 +495,12 @@ def decode_tile(
 
     They depend on the batch size but not on context lengths, so that a CUDA graph stays valid as
     contexts grow. A program mostly waits for its keys, and other programs on its multiprocessor
-    hide this latency. Large batches use programs of one warp, because a multiprocessor holds more
-    of them. Small batches have few programs, so what counts is how long each one takes. The
-    smallest ones have small tiles. Where a program has enough work, it has four warps, unless
-    Triton would then use wgmma and twice the shared memory. A quantised cache changes only the
-    number of warps, so the schedule does not depend on it.
+    hide this latency. Large batches with heads of up to 128 use programs of one warp, because a
+    multiprocessor holds more of them. Small batches have few programs, so what counts is how long
+    each one takes. The smallest ones have small tiles. Programs of small batches with large tiles
+    have four warps, and with a quantised cache those with small tiles and of medium batches too,
+    unless Triton would then use wgmma and twice the shared memory. The schedule does not depend on
+    whether the cache is quantised.
 
     With up to 32 query heads per KV head, a program needs at most 84 KiB of shared memory (72 KiB
     with Triton 3.6), and every GPU with bf16 has 99 KiB. The sizes were tuned on an H200, in whole
@@ -514,8 +515,9 @@ def decode_tile(
         num_keys = 64
     elif num_unsplit >= LARGE_BATCH:
         num_keys, num_warps = 64, 1
-    has_work_for_four = is_quantized or (is_small and (num_keys > 64 or head_dim > 128))
-    if num_warps > 1 and dtype is not torch.float32 and has_work_for_four:
+    has_work_for_four = is_small and (is_quantized or num_keys > 64 or head_dim > 128)
+    has_work_for_four |= is_quantized and num_keys == head_dim == 128
+    if has_work_for_four and dtype is not torch.float32:
         num_columns = max(8, next_power_of_2(q_heads // kv_heads))
         num_warps = 4 if num_columns < MIN_WGMMA_COLUMNS else 2
     return DecodeTile(num_keys, num_warps, NUM_PROGRAMS, is_small)

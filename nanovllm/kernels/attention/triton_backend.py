@@ -16,7 +16,7 @@ from nanovllm.kernels.attention.prefix_schedule import (
     make_shared_schedule,
 )
 from nanovllm.kernels.attention.split_kv import make_split_kv_schedule
-from nanovllm.kernels.fallback import has_failed, run_or_replace
+from nanovllm.kernels.fallback import run_or_replace
 from nanovllm.kernels.rope import NewKV
 from nanovllm.utils.context import Context
 from nanovllm.utils.math import next_power_of_2
@@ -49,7 +49,7 @@ class TritonAttention(AttentionBackend):
         params: AttentionParams,
     ) -> Tensor:
         args = q, k, v, cache, context, params
-        if has_failed(HOPPER_KERNEL, q.device) or not can_launch(q, cache, context, params):
+        if not can_launch(q, cache, context, params):
             return prefill_attention(*args)
         return run_or_replace(
             HOPPER_KERNEL,

@@ -182,7 +182,7 @@ def _down_kernel(
     in_rows = (row % BLOCK_T < TOP_K) & (row_feature < out_features)
     # The first kernel lets this one start only when the router has finished. So what kernels before
     # the first one wrote may be read before the wait, but not from an L1 cache, which may be older.
-    # Loaded as [T], not by row: all programs load these, and a load for each row took 1 us (H200).
+    # One load per expert, not per row: all programs load the same ids. It takes 1 us less (H200).
     expert = tl.load(experts_ptr + assignment, mask=is_chosen, other=0, cache_modifier=".cg")
     expert = expert.to(tl.int64)
     row_expert = tl.broadcast_to(expert[None, :], (BLOCK_N, BLOCK_T))

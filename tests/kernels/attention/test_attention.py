@@ -276,7 +276,10 @@ def test_tiles_follow_from_sequences_times_heads(monkeypatch):
     for num_seqs in (*TILES, 512):  # the schedule does not depend on the cache
         tile = tile_of(num_seqs, 32, 8, 128, is_quantized=True)
         expected = tile_of(num_seqs, 32, 8, 128)
-        assert tile == expected._replace(num_warps=4 if tile.num_keys > 64 or num_seqs < 5 else 1)
+        assert tile == expected._replace(num_warps=4 if num_seqs < 192 else 1)
+    for num_seqs, head_dim in ((64, 64), (64, 256), (512, 256)):  # were not tuned
+        shape = 32, 8, head_dim
+        assert tile_of(num_seqs, *shape, is_quantized=True) == tile_of(num_seqs, *shape)
     assert tile_of(8, 72, 8, 128) == DecodeTile(128, 2, 396, True)  # 9 heads are 16 columns
     monkeypatch.setattr(decode, "MIN_WGMMA_COLUMNS", 8)
     assert tile_of(8, 32, 8, 128) == DecodeTile(128, 2, 396, True)
@@ -287,7 +290,7 @@ def test_tiles_follow_from_sequences_times_heads(monkeypatch):
     ("tile", "shape"),
     [
         pytest.param(tile, shape, marks=[] if i % 2 == j else SLOW)
-        for i, tile in enumerate(sorted(set(TILES.values())))
+        for i, tile in enumerate(sorted({*TILES.values(), DecodeTile(128, 4, 396, False)}))
         for j, shape in enumerate([(4, 2, 128, 256), (6, 2, 64, 16)])
     ],
     ids=str,
