@@ -184,6 +184,7 @@ def test_a_text_that_is_far_too_long_is_not_tokenized(limited):
     class Counting:
         bos_token = None
         get_vocab = real.get_vocab
+        convert_ids_to_tokens = real.convert_ids_to_tokens
 
         def __call__(self, texts, **options):
             lengths.extend(map(len, [texts] if isinstance(texts, str) else texts))
