@@ -178,7 +178,7 @@ class PromptEncoder:
         return None, self._check_ids(prompt)
 
     def _check_ids(self, ids: Any) -> list[int]:
-        given, ids = ids, ids if isinstance(ids, (list, tuple)) else as_list(ids)
+        given, ids = ids, as_list(ids)
         if ids is None:
             raise TypeError(
                 f"a prompt is a string, a list of token ids or a dict, not {_type_name(given)}"
@@ -186,7 +186,7 @@ class PromptEncoder:
         if countOf(map(type, ids), int) == len(ids):  # a fast path in C, a dozen times as fast
             with suppress(OverflowError):  # an id is negative or far too large
                 if np.asarray(array("I", ids)).max(initial=0) < self.vocab_size:
-                    return list(ids)
+                    return ids
         for token_id in ids:
             if not _is_int(token_id):
                 raise TypeError(f"token ids must be ints, got {token_id!r}")

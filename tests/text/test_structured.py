@@ -18,6 +18,7 @@ import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -212,9 +213,14 @@ def test_masks_of_any_regex_equal_partial_matching(compiler, pattern, seed):
         text += LETTERS[token_id]
 
 
-def test_digits_of_a_regex_are_ascii():
+@pytest.mark.parametrize(("pattern", "digits"), [(r"\d", "3"), (r"[\d.]", "3"), (r"\D", "٣")])
+def test_digits_of_a_regex_are_ascii(pattern, digits):
     """As in the patterns of a JSON schema. In Rust's syntax they would be those of all scripts."""
-    assert structured._to_lark("regex", r"[\d.]\D", GrammarChecker()) == "start: /[[0-9].][^0-9]/"
+    lark = structured._to_lark("regex", pattern, GrammarChecker())
+    for digit in "3٣":
+        matcher = LLMatcher(LLTokenizer("byte"), lark)
+        taken = matcher.try_consume_tokens(list(digit.encode()))
+        assert (taken == len(digit.encode())) == (digit in digits)
 
 
 @pytest.mark.parametrize("vocab_size", [len(VOCAB) - 4, len(VOCAB) - 1, 64, 65, 128])

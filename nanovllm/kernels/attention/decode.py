@@ -498,9 +498,9 @@ def decode_tile(
     hide this latency. Large batches with heads of up to 128 use programs of one warp, because a
     multiprocessor holds more of them. Small batches have few programs, so what counts is how long
     each one takes. The smallest ones have small tiles. Programs of small batches with large tiles
-    have four warps, and with a quantised cache those with small tiles and of medium batches too,
-    unless Triton would then use wgmma and twice the shared memory. The schedule does not depend on
-    whether the cache is quantised.
+    have four warps, unless Triton would then use wgmma and twice the shared memory. With a
+    quantised cache those with small tiles have four too, and with heads of 128 those of medium
+    batches. The schedule does not depend on whether the cache is quantised.
 
     With up to 32 query heads per KV head, a program needs at most 84 KiB of shared memory (72 KiB
     with Triton 3.6), and every GPU with bf16 has 99 KiB. The sizes were tuned on an H200, in whole

@@ -6,12 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels.fallback import run_or_replace
-from nanovllm.kernels.gemm.hopper_gemm import (
-    BLOCK_K,
-    BLOCK_N,
-    ROWS,
-    describe_inputs,
-)
+from nanovllm.kernels.gemm.hopper_gemm import BLOCK_K, BLOCK_N, ROWS, describe_inputs
 from nanovllm.kernels.rope import CacheSlots, RopeInputs, apply_rope_and_store
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import num_multiprocessors

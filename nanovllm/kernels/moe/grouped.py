@@ -24,7 +24,7 @@ from nanovllm.kernels.moe import hopper_grouped
 from nanovllm.kernels.moe.activation import gated_activation
 from nanovllm.kernels.moe.combine import sum_parts
 from nanovllm.kernels.moe.experts import ExpertWeights
-from nanovllm.kernels.moe.mxfp4 import dequantize_part, rescale
+from nanovllm.kernels.moe.mxfp4 import add_block, dequantize_part, rescale
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.moe.sort import Groups, sort_triton
 from nanovllm.utils.math import cdiv
@@ -277,10 +277,10 @@ def _multiply_mxfp4(
                 mask &= (column + first + 32 * part >= 0)[:, None]
             x = tl.load(x_ptrs + first + 32 * part, mask=mask, other=0.0)
             weight = dequantize_part(words, scales, part, DTYPE)
-            acc = tl.dot(weight, x, acc, input_precision="ieee")
+            acc = add_block(weight, x, acc)
             if GATED:
                 weight = dequantize_part(up_words, up_scales, part, DTYPE)
-                up_acc = tl.dot(weight, x, up_acc, input_precision="ieee")
+                up_acc = add_block(weight, x, up_acc)
         words_ptrs += num_rows * 32
         scales_ptrs += num_rows
     return rescale(acc, DTYPE), rescale(up_acc, DTYPE)

@@ -220,6 +220,21 @@ def dequantize_part(words, scales, PART: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def add_block(weight, x, acc):
+    """Returns weight x + acc, for a block from ``dequantize_part``.
+
+    A matmul in fp32 adds one product after the other, and its rounding error grows with their
+    number. So a block's sum starts at zero there. It is added by an FMA, because the compiler would
+    make an addition a part of the matmul.
+    """
+    if weight.dtype == tl.float32:
+        acc = tl.fma(tl.dot(weight, x, input_precision="ieee"), 1.0, acc)
+    else:
+        acc = tl.dot(weight, x, acc)
+    return acc
+
+
+@triton.jit
 def rescale(sums, dtype: tl.constexpr):
     """Multiplies the results of a GEMM with weights from ``dequantize_part`` by 2 ** 64, if their
     dtype is bf16."""

@@ -14,7 +14,7 @@ from nanovllm.kernels.gemm.skinny import REGISTER_LIMIT
 from nanovllm.kernels.moe.activation import gated_activation
 from nanovllm.kernels.moe.experts import ExpertWeights
 from nanovllm.kernels.moe.gemv import launch_gemvs
-from nanovllm.kernels.moe.mxfp4 import dequantize_part, rescale
+from nanovllm.kernels.moe.mxfp4 import add_block, dequantize_part, rescale
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.utils.math import cdiv, next_power_of_2
 from nanovllm.utils.triton_compat import tl, triton
@@ -61,10 +61,10 @@ def _load_x(ptrs, column, mask, PART: tl.constexpr, WIDTH: tl.constexpr, WARPS: 
 def _multiply_groups(words, scales, x_0, x_1, x_2, x_3, acc):
     """Multiplies a group of each warp, words [WARPS, FEATURES, 32], and adds the result to acc."""
     dtype: tl.constexpr = x_0.dtype
-    acc = tl.dot(dequantize_part(words, scales, 0, dtype), x_0, acc, input_precision="ieee")
-    acc = tl.dot(dequantize_part(words, scales, 1, dtype), x_1, acc, input_precision="ieee")
-    acc = tl.dot(dequantize_part(words, scales, 2, dtype), x_2, acc, input_precision="ieee")
-    return tl.dot(dequantize_part(words, scales, 3, dtype), x_3, acc, input_precision="ieee")
+    acc = add_block(dequantize_part(words, scales, 0, dtype), x_0, acc)
+    acc = add_block(dequantize_part(words, scales, 1, dtype), x_1, acc)
+    acc = add_block(dequantize_part(words, scales, 2, dtype), x_2, acc)
+    return add_block(dequantize_part(words, scales, 3, dtype), x_3, acc)
 
 
 @triton.jit

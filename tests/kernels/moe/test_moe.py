@@ -344,10 +344,7 @@ def test_mxfp4_weights(name, sizes, dtype, monkeypatch):
         with monkeypatch.context() as context:
             poisoned(context)
             ours = mix(x, packed, routing, residual)
-        # On a GPU the kernels add fp32 products one after the other. PyTorch adds those of a single
-        # row in parts, with a smaller error.
-        factor = 4.0 if dtype is torch.float32 and DEVICE == "cuda" else 2.0
-        assert_as_good_as_eager(ours, eager, exact, factor=factor)
+        assert_as_good_as_eager(ours, eager, exact)
 
 
 @slow
