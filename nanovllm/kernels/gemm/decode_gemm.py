@@ -31,6 +31,8 @@ FP8_LIMITS = (64, sys.maxsize), (192, 128 << 20), (MAX_ROWS, 64 << 20)
 BLOCK_LIMITS = ((128, sys.maxsize),), ((64, sys.maxsize),)
 MAX_BLOCK_FEATURES = 4096
 MIN_PART_COLUMNS = 1024
+SHORT_ROW = 4 << 10  # bytes of a row of the weight, or of its part
+SPLIT_BYTES = 160 << 10  # what a multiprocessor loads in the time that one more part takes
 ROW_TILES = 8, 16, 32, 64, 96, 128
 MEMORY = 208 << 10, 110 << 10, 72 << 10  # bytes for a program, if one, two or three share an SM
 
@@ -148,9 +150,10 @@ def choose_tile(
     """Returns the tile for a number of rows, by rules that were fitted to times on an H200.
 
     The time is mainly that of loading inputs. So with more than 64 rows, the tile is the one with
-    which a multiprocessor loads the fewest bytes. If there is one program for each multiprocessor,
-    it takes most of the shared memory. Otherwise up to three of them share a multiprocessor, so
-    that some load while others start or end.
+    which a multiprocessor loads the fewest bytes, where each part of a split-K after the first
+    counts as SPLIT_BYTES. If there is one program for each multiprocessor, it takes most of the
+    shared memory. Otherwise up to three of them share a multiprocessor, so that some load while
+    others start or end.
 
     Args:
         part_columns: see ``Tile``; None to choose it.
@@ -163,11 +166,13 @@ def choose_tile(
         average = cdiv(num_rows, cdiv(num_rows, most))
         rows = next(size for size in ROW_TILES if size >= average)
         tiles = cdiv(num_rows, rows) * cdiv(out_features, 64)
-        part = part_columns or _part_columns(tiles, width, 4 * atom)
+        can_prefetch = rows <= 64 and not has_groups
+        part = part_columns or _part_columns(tiles, width, itemsize, can_prefetch)
         features, waves = 64, cdiv(tiles * cdiv(width, part), HOPPER_MULTIPROCESSORS)
         if rows in (64, 128) and waves == 2 and part >= width and out_features % 128 == 0:
             features, waves = 128, 1
-        size = waves * (features + rows) * min(part, width)
+        size = waves * (features + rows) * min(part, width) * itemsize
+        size += SPLIT_BYTES * (cdiv(width, part) - 1)
         if best is None or size <= least:
             best, least = (features, rows, part, waves), size
     assert best is not None
@@ -177,7 +182,7 @@ def choose_tile(
         columns = GROUP
     elif rows <= 32:
         columns = 4 * atom if waves == 1 and (part >= width or part % (4 * atom) == 0) else 2 * atom
-    elif rows == features == 64 and waves == 1:
+    elif rows in (64, 96) and features == 64 and waves == 1:
         columns = 2 * atom
     memory = MEMORY[min(waves, len(MEMORY)) - 1]
     stages = memory // ((features + next_power_of_2(rows)) * columns * itemsize)
@@ -191,16 +196,23 @@ def choose_tile(
     return Tile(features, rows, columns, stages, part, row_groups)
 
 
-def _part_columns(tiles: int, width: int, multiple: int) -> int:
-    """Returns the input features of a part, such that programs for this number of tiles occupy half
-    of the multiprocessors: all of them or a multiple of ``multiple``."""
-    parts, columns = 1, width
-    while parts * tiles < HOPPER_MULTIPROCESSORS // 2:
+def _part_columns(tiles: int, width: int, itemsize: int, can_prefetch: bool) -> int:
+    """Returns the input features of a part: all of them, or a multiple of four times what shared
+    memory swizzles.
+
+    Programs for this number of tiles then occupy half of the multiprocessors. A third is enough if
+    a program can load most of its rows of the weight while the previous kernel runs: those of up to
+    SHORT_ROW bytes, if little of the shared memory is for x, and none for groups.
+    """
+    parts, columns, multiple = 1, width, 4 * 128 // itemsize
+    while True:
+        is_early = can_prefetch and columns * itemsize <= SHORT_ROW
+        if parts * tiles >= HOPPER_MULTIPROCESSORS // (3 if is_early else 2):
+            return columns
         fewer = cdiv(cdiv(width, parts + 1), multiple) * multiple
         if fewer < MIN_PART_COLUMNS:
-            break
+            return columns
         parts, columns = parts + 1, fewer
-    return columns
 
 
 def _sizes(x: Tensor | Fp8Rows, weight: Tensor | Fp8Rows) -> tuple[int, int, int, int, bool]:
@@ -260,7 +272,8 @@ def launch(
     grid = cdiv(num_rows, tile.rows), cdiv(out_features, tile.features), parts
     layout = NVMMASharedLayout(128, 8 * x.itemsize, 2)
     box_rows = tile.rows & -tile.rows  # the largest power of two that divides it
-    x_desc = TensorDescriptor.from_tensor(x, [box_rows, tile.columns], layout)
+    box_columns = tile.columns if box_rows == tile.rows else 128 // x.itemsize
+    x_desc = TensorDescriptor.from_tensor(x, [box_rows, box_columns], layout)
     weight_desc = TensorDescriptor.from_tensor(weight, [tile.features, tile.columns], layout)
     if swiglu:
         assert residual is None

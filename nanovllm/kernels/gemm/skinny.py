@@ -48,7 +48,7 @@ TUNED_VECTORS = {
     (2880, 4096, False): (1, 2048, 4),  # o
 }
 TUNED_FP8_VECTORS = {
-    (5120, 2048, False): (4, 2048, 2),  # q/k/v of Qwen3-30B-A3B
+    (5120, 2048, False): (4, 2048, 4),  # q/k/v of Qwen3-30B-A3B
     (2048, 4096, False): (2, 2048, 4),  # o
 }
 
