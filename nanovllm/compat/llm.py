@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm.auto import tqdm
 
-from nanovllm.checkpoints.checkpoint import open_checkpoint, sampling_fields
+from nanovllm.checkpoints.checkpoint import GENERATION_FIELDS, open_checkpoint, sampling_fields
 from nanovllm.compat.engine import EngineConfig, LLMEngine
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import STREAM_OPEN
@@ -18,7 +18,8 @@ from nanovllm.engine.request import PreparedRequest, make_outputs
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.text.prompts import Message, Prompt, TokensPrompt, as_prompt_list
-from nanovllm.utils.validation import check_names, choice, optional
+from nanovllm.utils.panics import as_value_error
+from nanovllm.utils.validation import boolean, check_names, choice, optional
 from nanovllm.vllm_arguments import load_table, translate
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ class LLM(BaseLLM):
             file with one.
         generation_config: "auto" takes default sampling parameters from the checkpoint's
             generation_config.json, "vllm" uses vLLM's defaults.
-        override_generation_config: values that override fields of generation_config.json.
+        override_generation_config: values that override fields of generation_config.json: those
+            that are sampling parameters.
         vllm_arguments: vLLM's other arguments. Those that are supported here under another name
             are translated, hints that do not affect results are ignored, and unsupported arguments
             are accepted only at values that have no effect.
@@ -131,6 +133,8 @@ class LLM(BaseLLM):
         if kv_cache_dtype in CACHE_DTYPES:
             del given["kv_cache_dtype"]
         self._caller_ids: dict[str, str] = {}  # internal request id -> the caller's request id
+        self._internal_ids: dict[str, str] = {}  # the other way round
+        overrides = _sampling_overrides(override_generation_config)
         self.default_chat_template = _read_template(chat_template)
         super().__init__(model, **translate("LLM", {**given, **vllm_arguments}))
         dtype = str(self.model_runner.dtype).removeprefix("torch.")
@@ -142,7 +146,7 @@ class LLM(BaseLLM):
             )
         if generation_config == "vllm":
             self.recommended_sampling = {}
-        self.recommended_sampling |= sampling_fields(override_generation_config or {})
+        self.recommended_sampling |= overrides
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> "LLM":
@@ -206,7 +210,8 @@ class LLM(BaseLLM):
     ) -> list[RequestOutput]:
         adds_special_tokens = True
         if (kwargs.get("tokenization_kwargs") or {}).keys() == {"add_special_tokens"}:
-            adds_special_tokens = kwargs.pop("tokenization_kwargs")["add_special_tokens"]
+            given = kwargs.pop("tokenization_kwargs")["add_special_tokens"]
+            adds_special_tokens = boolean("add_special_tokens", given)
         translated = translate("generate", kwargs)
         check_names(translated, [*load_table()["generate"], "on_error"])
         if (priority := kwargs.get("priority")) is not None:
@@ -275,12 +280,18 @@ class LLM(BaseLLM):
         return super().render_chat(messages, chat_template=template, **template_options)
 
     def _add_with_id(self, caller_id: str, prompt: Prompt, params: SamplingParams | None) -> None:
-        """Adds a request under the caller's request id. ``_step_with_ids`` returns its outputs."""
+        """Adds a request under the caller's request id. ``_step_with_ids`` returns its outputs.
+        Raises ValueError if an unfinished request has this id."""
         prepared = self.prepare(prompt, params)
         with self.acquire(STREAM_OPEN, alone=False):
+            if self._internal_ids.get(caller_id) in self.requests:
+                raise ValueError(
+                    f"request_id {caller_id!r:.80} is in use: give each request an id of its own"
+                )
             request = self.add_prepared(prepared, streams=_streams(prepared))
             request.is_stream = False  # its outputs come from ``_step_with_ids``
             self._caller_ids[request.request_id] = caller_id
+            self._internal_ids[caller_id] = request.request_id
 
     def _step_with_ids(self) -> list[RequestOutput]:
         """Runs one step. Returns the outputs of requests that finished, and of streaming requests
@@ -288,6 +299,7 @@ class LLM(BaseLLM):
         with self.acquire(STREAM_OPEN, alone=False):
             if self.is_finished():
                 self._caller_ids.clear()
+                self._internal_ids.clear()
                 return []
             with self.reset_on_error():
                 sampled, finished = self.run_step()
@@ -298,14 +310,16 @@ class LLM(BaseLLM):
                 caller_ids = self._caller_ids
                 take = caller_ids.pop if output.finished else caller_ids.get
                 output.request_id = take(output.request_id, output.request_id)
+                if output.finished:
+                    self._internal_ids.pop(output.request_id, None)
             return outputs
 
     def _abort_with_ids(self, caller_ids: set[str]) -> None:
-        for request_id, caller_id in [*self._caller_ids.items()]:
-            if caller_id in caller_ids:
-                del self._caller_ids[request_id]
-                with suppress(ValueError):  # an error has already ended the request
-                    self.abort_request(request_id)
+        for caller_id in caller_ids & self._internal_ids.keys():
+            request_id = self._internal_ids.pop(caller_id)
+            self._caller_ids.pop(request_id, None)
+            with suppress(ValueError):  # an error has already ended the request
+                self.abort_request(request_id)
 
 
 def _check_method(model: str, method: str) -> None:
@@ -317,6 +331,18 @@ def _check_method(model: str, method: str) -> None:
             f"because the format of a checkpoint is recognised, or use 'fp8' to quantise weights "
             f"as they are loaded"
         )
+
+
+def _sampling_overrides(fields: Any) -> dict[str, Any]:
+    """Returns the sampling parameters in an ``override_generation_config``, under our names."""
+    if not isinstance(fields, (dict, type(None))):
+        raise TypeError(f"override_generation_config must be a dict, got {fields!r:.80}")
+    hints = {"do_sample": "temperature=0 is greedy", "eos_token_id": "use stop_token_ids"}
+    check_names(fields or {}, [*GENERATION_FIELDS], hints, what="override_generation_config field")
+    overrides = sampling_fields(fields or {})
+    with as_value_error("override_generation_config:"):
+        SamplingParams(**overrides)
+    return overrides
 
 
 def _check_priority(priority: Any, num_prompts: int) -> None:

@@ -31,7 +31,7 @@ def max_num_blocks(runner: ModelRunner) -> int:
 
 def choose_num_seqs(runner: ModelRunner, weight_bytes: int) -> int:
     """Returns the maximum number of sequences in a step on a GPU, if the user sets no number:
-    between 512 and 2,048.
+    between 512 and 2,048, but at most max_num_batched_tokens.
 
     Above 512, it is limited by the KV cache, whose size is estimated: each sequence takes at least
     one block in each group of layers, and the scheduler keeps one more free for it. It is also

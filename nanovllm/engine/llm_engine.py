@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import count
 from threading import Thread
 from time import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from tqdm.auto import tqdm
 
@@ -277,7 +277,7 @@ class LLMEngine:
 
     exit = close  # nano-vLLM's name
 
-    def __enter__(self) -> "LLMEngine":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -22,7 +22,8 @@ class EngineMetrics:
 
     Attributes:
         num_running: the number of running sequences, which hold KV blocks.
-        num_waiting: the number of waiting or preempted sequences.
+        num_waiting: the number of waiting or preempted sequences. The completions of a prompt count
+            as one until it has started.
         kv_cache_usage: the fraction of KV blocks in use, 0 to 1.
         num_prompt_tokens: the number of tokens of all prompts that have started.
         num_generated_tokens: the number of sampled tokens.

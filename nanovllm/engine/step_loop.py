@@ -24,7 +24,7 @@ class AppliedStep:
     Attributes:
         num_prefilled: tokens that a prefill computed, among them generated ones of sequences that
             had been preempted; 0 for a decode.
-        sampled: the sequences that have a new token.
+        sampled: the sequences that have a new token, or for which none could be sampled.
         finished: the sequences that ended, and how.
         retried: the sequences that are computed again, and for each the one that replaces it.
     """

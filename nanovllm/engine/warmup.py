@@ -50,8 +50,8 @@ def warmup_model(runner: ModelRunner) -> None:
 @on_device
 def load_cublas_kernels(runner: ModelRunner) -> None:
     """Loads the kernels of the matmuls in CUDA graphs, so that their capture need not wait."""
-    methods = [getattr(module, "linear_weight", None) for module in runner.model.modules()]
-    weights = [m.layer.weight for m in methods if type(m) is UnquantizedWeight]
+    linear = [getattr(module, "linear_weight", None) for module in runner.model.modules()]
+    weights = [each.layer.weight for each in linear if type(each) is UnquantizedWeight]
     sizes = decode_sizes(runner.config.max_num_seqs or MAX_DECODE_SEQS)
     # Other kernels serve most matmuls with fewer rows.
     row_counts = {n for n in [*PREFILL_TOKENS, *(s.num_tokens for s in sizes)] if n > 64}

@@ -44,7 +44,7 @@ def read_rope(
     dim = int(hf["head_dim"] * positive("partial_rotary_factor", partial))
     if dim % 2 or not 0 < dim <= hf["head_dim"]:
         raise ValueError(
-            f"partial_rotary_factor {partial!r:.80} gives {dim} rotated features of a head, which "
+            f"partial_rotary_factor {partial!r:.80} gives RoPE to {dim} features of a head, which "
             f"must be even and between 2 and {hf['head_dim']}"
         )
     freqs = tuple(theta ** (-2 * i / dim) for i in range(dim // 2))
@@ -123,7 +123,7 @@ def positive(name: str, value: Any) -> float:
 def _divide(freqs: tuple[float, ...], divisors: Any, name: str) -> tuple[float, ...]:
     if not isinstance(divisors, (list, tuple)) or len(divisors) != len(freqs):
         num = len(divisors) if isinstance(divisors, (list, tuple)) else f"{divisors!r:.80} as"
-        raise ValueError(f"{num} {name} do not match {len(freqs)} rotated pairs of features")
+        raise ValueError(f"{num} {name} do not match {len(freqs)} pairs of features with RoPE")
     divisors = [positive(f"each of the {name}", divisor) for divisor in divisors]
     return tuple(freq / divisor for freq, divisor in zip(freqs, divisors, strict=True))
 

@@ -6,6 +6,7 @@ from functools import partial
 from torch import nn
 
 from nanovllm.quantization.base import (
+    FP8_METHODS,
     LinearWeight,
     get_quantization_config,
     is_batch_invariant,
@@ -19,7 +20,8 @@ def _new_fp8_weight(layer: nn.Module, has_groups: bool = False) -> LinearWeight:
     return new_fp8_weight(layer, has_groups)
 
 
-# Formats of quantised weights, by ``quant_method`` in a ``quantization_config``.
+# Formats of quantised weights, by ``quant_method`` (see ``use_quantization``). Those of experts are
+# in experts.py.
 WEIGHT_CLASSES: dict[str, Callable[[nn.Module], LinearWeight]] = {
     "fp8": _new_fp8_weight,
     "fp8_groups": partial(_new_fp8_weight, has_groups=True),
@@ -30,7 +32,7 @@ def new_linear_weight(layer: nn.Module) -> LinearWeight:
     """Creates the weight of a new linear layer, for the quantisation in use.
 
     Raises:
-        ValueError: the quantisation is not supported.
+        ValueError: the quantisation is not supported, or not with ``batch_invariant``.
     """
     method = get_quantization_config().get("quant_method")
     if method is not None and method not in WEIGHT_CLASSES:
@@ -38,6 +40,8 @@ def new_linear_weight(layer: nn.Module) -> LinearWeight:
     if is_batch_invariant():
         from nanovllm.quantization.batch_invariant import BatchInvariantWeight, RoundedToFp8Weight
 
+        if method not in (None, *FP8_METHODS):
+            raise ValueError(f"{method!r} quantisation is not supported with batch_invariant=True")
         # An FP8 checkpoint is dequantised as it is read (``startup.weight_quantization``).
         return BatchInvariantWeight(layer) if method is None else RoundedToFp8Weight(layer)
     return UnquantizedWeight(layer) if method is None else WEIGHT_CLASSES[method](layer)

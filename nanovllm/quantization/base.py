@@ -19,6 +19,8 @@ from nanovllm.kernels.rope import CacheSlots, RopeInputs
 from nanovllm.kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from nanovllm.utils.loader import check_shape
 
+# The quant_methods of weights in FP8: with scales of rows, or of blocks of the weight.
+FP8_METHODS = "fp8", "fp8_groups"
 _config: ContextVar[Mapping[str, Any] | None] = ContextVar("quantization_config", default=None)
 _batch_invariant: ContextVar[bool] = ContextVar("batch_invariant", default=False)
 
@@ -28,7 +30,8 @@ def use_quantization(config: Mapping[str, Any] | None) -> Iterator[None]:
     """Sets the quantisation of linear layers that are created in this context.
 
     Args:
-        config: a checkpoint's ``quantization_config``; None for unquantised weights.
+        config: its ``quant_method`` names the format of the weights (``WEIGHT_CLASSES``). Other
+            entries are for the format's class. None for unquantised weights.
     """
     token = _config.set(config)
     try:
@@ -199,7 +202,7 @@ class LinearWeight(ABC):
         """Does what ``norm_matmul`` does, and returns the norm too. The weight is not quantised.
 
         Returns:
-            norm(x + residual) [N, in], its product with the weight [N, out], and x + residual.
+            norm(x + residual) [N, in], the matmul's result [N, out], and x + residual.
         """
         normed, total = self.normalize(x, residual, norm)
         return normed, self.matmul(normed), total

@@ -134,11 +134,11 @@ def choose_identical_kernels(model: nn.Module, row_counts: set[int]) -> None:
     found: dict[torch.Size, SameBits] = {}
     with small_cublas_workspace():
         for module in model.modules():
-            method = getattr(module, "linear_weight", None)
-            if isinstance(method, BatchInvariantVocabulary):
+            linear = getattr(module, "linear_weight", None)
+            if isinstance(linear, BatchInvariantVocabulary):
                 continue  # its results are fp32
-            if isinstance(method, BatchInvariantWeight):
-                weight = method.layer.weight
+            if isinstance(linear, BatchInvariantWeight):
+                weight = linear.layer.weight
                 if weight.shape not in found:
                     found[weight.shape] = compare(weight, row_counts)
-                method.same_bits = found[weight.shape]
+                linear.same_bits = found[weight.shape]

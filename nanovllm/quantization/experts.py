@@ -19,7 +19,7 @@ from nanovllm.kernels.moe.mxfp4 import (
 )
 from nanovllm.kernels.moe.mxfp4_gemv import experts_gemv_mxfp4
 from nanovllm.kernels.moe.route import MAX_UNSORTED_TOKENS, Routing
-from nanovllm.quantization.base import get_quantization_config, is_batch_invariant
+from nanovllm.quantization.base import FP8_METHODS, get_quantization_config, is_batch_invariant
 from nanovllm.utils.distributed import TPGroup, get_tp_group
 from nanovllm.utils.loader import check_shape, copy_weight
 from nanovllm.utils.math import divide
@@ -38,8 +38,10 @@ def new_expert_weights(
     method = get_quantization_config().get("quant_method")
     if mxfp4 and not on_cpu:  # on a CPU, MXFP4 weights are dequantised when they are loaded
         weights_class = BatchInvariantMxfp4Experts if is_batch_invariant() else Mxfp4Experts
-    elif method is not None and not mxfp4:
+    elif method in FP8_METHODS and not mxfp4:
         weights_class = _fp8_class(method, on_cpu)
+    elif method is not None and not mxfp4:
+        raise ValueError(f"{method!r} quantisation of experts is not supported")
     elif is_batch_invariant():
         weights_class = BatchInvariantExperts
     return weights_class(layer, get_tp_group(), limit, alpha, interleaved)

@@ -97,7 +97,8 @@ class Runner:
     them while the engine runs other requests.
 
     A request without a seed gets one that depends on the engine's seed and the request's line, but
-    not on earlier requests. So a job gives the same results however often it is resumed.
+    not on earlier requests. So a job gives the same results, up to rounding, however often it is
+    resumed.
 
     Args:
         make_llm: creates an engine.

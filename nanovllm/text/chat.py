@@ -51,7 +51,7 @@ def normalize_message(message: Any) -> Message:
 
     Raises:
         TypeError: the message is not a dict.
-        ValueError: the message has no role, a content part is not text, or a tool call is invalid.
+        ValueError: the message has no role, its content is not text, or a tool call is invalid.
         RecursionError: the message is nested too deeply.
     """
     if not isinstance(message, dict):
@@ -68,6 +68,10 @@ def normalize_message(message: Any) -> Message:
         if not isinstance(calls, (list, tuple)):
             raise ValueError(f"tool_calls must be a list, got {calls!r:.80}")
         message["tool_calls"] = [_normalize_tool_call(call) for call in calls]
+    if not isinstance(content, (str, list, tuple, type(None))):
+        raise ValueError(
+            f"a message's 'content' must be a string or a list of text parts, got {content!r:.80}"
+        )
     if content is None or isinstance(content, (list, tuple)):
         message["content"] = [{"type": "text", "text": _part_text(part)} for part in content or ()]
     if keys := [key for key in REASONING_KEYS if key in message]:

@@ -12,7 +12,7 @@ class RopeConfig:
 
     Attributes:
         inv_freq: the frequency of each pair of features, in radians per position. The pairs make
-            up the first 2 * len(inv_freq) features of a head, and the others are not rotated.
+            up the first 2 * len(inv_freq) features of a head, and the others have no RoPE.
         scale: factor of cosines and sines, the attention factor of YaRN and LongRoPE.
         interleaved: whether the pairs are features 2i and 2i + 1; otherwise i and
             len(inv_freq) + i.

@@ -161,6 +161,8 @@ class TestLLM:
         with pytest.raises(TypeError, match="nonsense"):
             options = {"tokenization_kwargs": {"add_special_tokens": False}}
             llm.generate("hi", GREEDY, **options, nonsense=1)
+        with pytest.raises(TypeError, match="add_special_tokens must be True or False"):
+            llm.generate("hi", GREEDY, tokenization_kwargs={"add_special_tokens": "no"})
 
     def test_chat_takes_vllms_positional_order(self, llm):
         chat = [{"role": "user", "content": "hi"}]
@@ -170,6 +172,22 @@ class TestLLM:
         (output,) = llm.chat(chat, GREEDY, False, None, None, template, "string", False, False)
         assert output.prompt == expected.prompt == "hi"
         assert output["token_ids"] == expected["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        ({"temprature": 0.1}, TypeError, "field 'temprature'; did you mean 'temperature'"),
+        ({"do_sample": False}, TypeError, "field 'do_sample': temperature=0 is greedy"),
+        ({"temperature": -1}, ValueError, "override_generation_config: temperature must be"),
+        ("temperature=1", TypeError, "override_generation_config must be a dict"),
+    ],
+)
+def test_overrides_of_the_generation_config_are_checked_at_once(
+    overrides, error, message, model_path
+):
+    with pytest.raises(error, match=message):
+        LLM(model_path, override_generation_config=overrides)
 
 
 def test_quantization_may_name_the_checkpoints_own_format(model_path, tmp_path):

@@ -104,14 +104,17 @@ def test_pairs_are_moved_to_both_halves_of_a_head(num_pairs, interleaved, order)
         ({"beta_fast": "fast"}, "RoPE's beta_fast must be a positive number"),
         ({"mscale": -1.0, "mscale_all_dim": 1.0}, "RoPE's mscale must be a positive number"),
         ({"rope_theta": 0.5}, "rope_theta must be over 1 for YaRN"),
-        ({"rope_type": "longrope"}, "None as values of short_factor do not match 16 rotated"),
+        (
+            {"rope_type": "longrope"},
+            "None as values of short_factor do not match 16 pairs of features",
+        ),
         ({"rope_type": "longrope", **FACTORS, "long_factor": [1.0]}, "1 values of long_factor"),
         (
             {"rope_type": "longrope", **FACTORS, "short_factor": [0.0] * 16},
             "each of the values of short_factor must be a positive number",
         ),
-        ({"partial_rotary_factor": 0.3}, r"partial_rotary_factor 0\.3 gives 9 rotated features"),
-        ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor 1\.5 gives 48 rotated features"),
+        ({"partial_rotary_factor": 0.3}, r"partial_rotary_factor 0\.3 gives RoPE to 9 features"),
+        ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor 1\.5 gives RoPE to 48 features"),
     ],
 )
 def test_impossible_parameters_are_refused_by_name(changes, match):

@@ -20,6 +20,7 @@ from nanovllm.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from nanovllm.layers.moe import MoE
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.quantization import unquantized
 from nanovllm.quantization.base import (
@@ -27,6 +28,7 @@ from nanovllm.quantization.base import (
     LinearWeight,
     Shard,
     get_quantization_config,
+    use_batch_invariance,
     use_quantization,
 )
 from nanovllm.utils.distributed import TPGroup, use_tp_group
@@ -182,3 +184,11 @@ def test_an_unknown_quantization_is_refused():
     ):
         RowParallelLinear(4, 4)
     assert RowParallelLinear(4, 4).weight.is_floating_point(), "only within"
+
+
+def test_a_format_of_linear_layers_alone_is_refused_for_experts_and_with_batch_invariance():
+    with use_quantization(CONFIG):
+        with pytest.raises(ValueError, match="'int8' quantisation of experts is not supported"):
+            MoE(8, 4, 2, 8, True)
+        with use_batch_invariance(True), pytest.raises(ValueError, match=r"'int8'.*batch_inv"):
+            RowParallelLinear(4, 4)

@@ -138,6 +138,8 @@ def test_developers_speak_as_the_system_where_a_template_has_none(tokenizer):
         (user([{"type": "refusal", "text": "x"}]), "message content must be text"),
         (user([{"type": "text", "text": None}]), "message content must be text"),
         (user([7]), "message content must be text, got 7"),
+        (user(5), "'content' must be a string or a list of text parts, got 5"),
+        (user({"type": "text", "text": "x"}), "'content' must be a string or a list"),
         ({"content": "x"}, "a message needs a 'role'"),
     ],
     ids=str,

@@ -76,13 +76,13 @@ def select_attention_backend(
     backends = batch_invariant_backends(shape.device) if batch_invariant else BACKENDS
     candidates = [name]
     if name == "auto":
-        candidates = list(backends) if shape.device.type == "cuda" else ["torch"]
+        candidates = [known for known, backend in backends.items() if backend.runs_on(shape.device)]
     reasons = []
     for candidate in candidates:
         try:
             if candidate not in backends:
                 raise ValueError("it is not batch-invariant")
-            if candidate != "torch" and shape.device.type != "cuda":
+            if not backends[candidate].runs_on(shape.device):
                 raise ValueError("it needs a CUDA GPU")
             if missing := shape.features - backends[candidate].features:
                 raise ValueError(f"it has no attention with {' and '.join(sorted(missing))}")

@@ -35,7 +35,7 @@ ALL_FEATURES = frozenset(("window", "softcap", "sinks"))
 
 
 class AttentionBackend(ABC):
-    """Softmax attention over the paged KV cache. A backend keeps no state between steps.
+    """Softmax attention over the paged KV cache. No result depends on earlier steps.
 
     q is [N, heads, head_dim]. k and v are [N, kv_heads, head_dim]. The cache already holds the keys
     and values of this step, unless ``decode`` gets them in ``new``. heads is a multiple of
@@ -46,11 +46,13 @@ class AttentionBackend(ABC):
 
     Attributes:
         name: as in the ``attention_backend`` option.
-        capturable: whether a CUDA graph can capture ``decode``, which then must not synchronise.
+        capturable: whether CUDA graphs can capture ``prefill`` and ``decode``, which then must not
+            synchronise.
         fuses_rope: whether ``decode`` itself applies RoPE, and stores the new keys and values.
         shares_prefixes: whether ``decode`` can read a prefix once for the sequences that share it.
         features: the optional fields of AttentionParams that it supports.
         reads_quantized: whether it can read a quantised KV cache.
+        needs_gpu: whether it runs on GPUs only.
     """
 
     name: ClassVar[str]
@@ -59,6 +61,11 @@ class AttentionBackend(ABC):
     shares_prefixes: ClassVar[bool] = False
     features: ClassVar[frozenset[str]] = ALL_FEATURES
     reads_quantized: ClassVar[bool] = False
+    needs_gpu: ClassVar[bool] = True
+
+    @classmethod
+    def runs_on(cls, device: torch.device) -> bool:
+        return device.type == "cuda" or not cls.needs_gpu
 
     @abstractmethod
     def prefill(

@@ -27,6 +27,7 @@ class TorchAttention(AttentionBackend):
     name = "torch"
     capturable = False
     reads_quantized = True
+    needs_gpu = False
 
     def prefill(
         self,

@@ -24,8 +24,9 @@ from nanovllm.utils.triton_compat import HOPPER_MULTIPROCESSORS, pdl_options
 KERNEL = "GEMM for decodes"
 DTYPES = *hopper_gemm.DTYPES, FP8
 MAX_ROWS = 256
-# The most rows, and elements of the weight, for which the kernel is the fastest: with 16 bits, in
-# FP8 with scales of rows, and with scales of blocks and up to MAX_BLOCK_FEATURES features, or more.
+# When the kernel is the fastest: each entry is (most rows, most elements of the weight). LIMITS is
+# for 16-bit weights, FP8_LIMITS for FP8 with scales of rows. BLOCK_LIMITS is for FP8 with scales of
+# blocks: up to MAX_BLOCK_FEATURES output features, then more.
 LIMITS = (64, sys.maxsize), (128, 128 << 20), (MAX_ROWS, 8 << 20)
 FP8_LIMITS = (64, sys.maxsize), (192, 128 << 20), (MAX_ROWS, 64 << 20)
 BLOCK_LIMITS = ((128, sys.maxsize),), ((64, sys.maxsize),)

@@ -247,8 +247,9 @@ def launch_gemvs(
     one for down, with a program for some features of each token.
 
     Args:
-        kernels, features, settings: of both launches the kernel, the output features per program,
-            and the arguments that only this kernel has.
+        kernels: the kernel for gate and up, and that for down.
+        features: the output features per program of each.
+        settings: further arguments of each.
 
     Returns:
         What ``experts_reference`` computes.

@@ -1,7 +1,7 @@
 """The router: softmax and top-k in one kernel, which also counts the tokens of each expert.
 
-The experts with the largest logits in fp32 are chosen. Of equal logits, the one with the lower
-index comes first.
+The experts with the largest logits in fp32 are chosen. If logits are equal, the expert with the
+lower index comes first.
 """
 
 from typing import NamedTuple

@@ -42,8 +42,8 @@ def top_logprobs_reference(
 
 def _largest(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the indices and the values of the k largest fp32 values of each row, in descending
-    order. Of equal values the one with the lower index comes first; torch.topk would return any of
-    them, and a sort of the whole vocabulary would take longer."""
+    order. If values are equal, the one with the lower index comes first. torch.topk would return
+    any of them, and a sort of the whole vocabulary would take longer."""
     bits = (values + 0.0).view(torch.int32)  # adding 0 turns -0 into +0
     keys = ordered_bits(bits).long()  # in the order of the values
     indices = torch.arange(values.size(1), device=values.device)
