@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 TIMEOUT = 20.0  # seconds at a barrier
-SWIZZLED_BYTES = 128  # of a row, next to those of the next row in shared memory
 WRAP = 1 << 63  # where addresses of 2-byte elements wrap around
 
 _random = random.Random(0)
@@ -105,22 +104,17 @@ class Barrier:
 
 
 class Shared:
-    """A view of shared memory.
+    """A view of shared memory."""
 
-    Attributes:
-        num_rows: of the tile that this is a slice of; None if it is not a slice.
-    """
-
-    def __init__(self, data: Any, num_rows: int | None = None) -> None:
+    def __init__(self, data: Any) -> None:
         self.data = data
-        self.num_rows = num_rows
 
     def index(self, i: Any) -> Any:
         element = self.data[int(i)]
         return element if isinstance(element, Barrier) else Shared(element)
 
     def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
-        return Shared(self.data.narrow(dim, start, length), self.num_rows or len(self.data))
+        return Shared(self.data.narrow(dim, start, length))
 
     def reshape(self, shape: list[int]) -> "Shared":
         return Shared(self.data.view(shape))
@@ -137,10 +131,6 @@ class Shared:
     @property
     def dtype(self) -> torch.dtype:
         return self.data.dtype
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.data.shape
 
 
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
@@ -216,8 +206,6 @@ class TensorDescriptor:
 
 def _tma_load(desc: TensorDescriptor, coordinates: Any, barrier: Barrier, to: Shared) -> None:
     box = torch.zeros(desc.block_shape, dtype=desc.memory.dtype).flatten(0, -2)
-    is_narrow = box[0].nbytes <= SWIZZLED_BYTES
-    assert is_narrow or to.num_rows in (None, len(box)), "columns further on are after all rows"
     for i, row in desc.rows(coordinates):
         box[i, : len(row)] = row
 

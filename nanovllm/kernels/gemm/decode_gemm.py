@@ -273,8 +273,7 @@ def launch(
     grid = cdiv(num_rows, tile.rows), cdiv(out_features, tile.features), parts
     layout = NVMMASharedLayout(128, 8 * x.itemsize, 2)
     box_rows = tile.rows & -tile.rows  # the largest power of two that divides it
-    box_columns = tile.columns if box_rows == tile.rows else 128 // x.itemsize
-    x_desc = TensorDescriptor.from_tensor(x, [box_rows, box_columns], layout)
+    x_desc = TensorDescriptor.from_tensor(x, [box_rows, tile.columns], layout)
     weight_desc = TensorDescriptor.from_tensor(weight, [tile.features, tile.columns], layout)
     if swiglu:
         assert residual is None

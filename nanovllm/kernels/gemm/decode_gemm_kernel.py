@@ -31,19 +31,13 @@ def _load_weight(desc, first, column, full, tile):
 @gluon.jit
 def _load_rows(desc, first, column, full, tile, ROWS: gl.constexpr):
     """Loads ROWS rows of x into a tile, whose number of rows is a power of two. If ROWS is none,
-    several boxes are loaded: one that lies past the end in part would take longer. Each one has the
-    columns that shared memory swizzles, because the next ones are far away there."""
+    several boxes are loaded: one that lies past the end in part would take longer."""
     BOX: gl.constexpr = desc.block_shape[0]
-    BOX_COLUMNS: gl.constexpr = desc.block_shape[1]
-    COLUMNS: gl.constexpr = tile.shape[1]
     if BOX == ROWS:
         tma_load(desc, [first, column], full, tile)
     else:
         for row in gl.static_range(0, ROWS, BOX):
-            rows = tile.slice(row, BOX)
-            for i in gl.static_range(0, COLUMNS, BOX_COLUMNS):
-                box = rows.slice(i, BOX_COLUMNS, dim=1)
-                tma_load(desc, [first + row, column + i], full, box)
+            tma_load(desc, [first + row, column], full, tile.slice(row, BOX))
 
 
 @gluon.jit

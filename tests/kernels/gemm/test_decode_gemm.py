@@ -166,7 +166,8 @@ def test_a_tile_of_128_features():
 
 
 @pytest.mark.usefixtures("two_multiprocessors")
-def test_a_tile_of_96_rows_has_boxes_of_the_columns_that_shared_memory_swizzles():
+def test_a_tile_of_96_rows():
+    """Its boxes have 32 rows, and twice the columns that shared memory swizzles."""
     x, weight, bias, _ = make(90, 128, 680, torch.bfloat16, "cpu")
     assert choose_tile(90, 128, 680, 680)[:3] == (64, 96, 128)
     with emulated(*MODULES):
