@@ -6,7 +6,7 @@ from typing import Any
 from nanovllm.utils.lazy_list import LazyList
 
 
-@dataclass(slots=True)
+@dataclass
 class Logprob:
     """The log-probability of a token at a position.
 
@@ -21,7 +21,7 @@ class Logprob:
     decoded_token: str | None = None
 
 
-@dataclass(slots=True)
+@dataclass
 class RequestMetrics:
     """The times of a request's events, in seconds since the epoch.
 

@@ -14,6 +14,9 @@ from nanovllm.utils.validation import check_names
 # Parameters of earlier versions of vLLM, and what to use instead.
 REMOVED = {
     "best_of": "use n, and choose by cumulative_logprob",
+    "early_stopping": "beam search is not supported",
+    "length_penalty": "beam search is not supported",
+    "use_beam_search": "beam search is not supported",
     "guided_decoding": "use structured_outputs",
     "truncate_prompt_tokens": "shorten the prompt's token ids",
 }

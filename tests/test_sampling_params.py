@@ -124,6 +124,8 @@ def test_a_good_value_is_kept(name: str, value: Any):
         ("stop_token_ids", (np.int64(7), 7), [7]),
         ("stop_token_ids", None, []),
         ("allowed_token_ids", (5, np.int16(3)), [5, 3]),
+        ("allowed_token_ids", range(3), [0, 1, 2]),
+        ("allowed_token_ids", np.array([5, 3]), [5, 3]),
         ("bad_words", None, []),
         ("bad_words", ("a", "a"), ["a"]),
         ("ignore_eos", np.bool_(True), True),
@@ -229,6 +231,7 @@ def test_unknown_names_and_positions_are_refused():
         "best_of": "use n, and",
         "guided_decoding": "use structured_outputs",
         "truncate_prompt_tokens": "shorten",
+        "use_beam_search": "beam search is not supported",
     }.items():
         with pytest.raises(TypeError, match=f"unknown argument '{name}'.*{hint}"):
             SamplingParams(**{name: 1})

@@ -35,7 +35,7 @@ _ARGUMENT_PARSER = {"nanovllm.compat.engine_args": "FlexibleArgumentParser"}
 MODULES: dict[str, dict[str, str]] = {
     "vllm": {
         "nanovllm": "CompletionOutput LLM RequestOutput SamplingParams TextPrompt TokensPrompt",
-        _NAMES: "PromptType __version__ __version_tuple__",
+        _NAMES: "PoolingParams PromptType __version__ __version_tuple__",
         **_ENGINE,
         **_ENGINE_ARGS,
     },
@@ -151,13 +151,33 @@ class AliasFinder(Loader):
         vars(module)["__all__"] = _exports(module.__name__)
 
 
+def find_name(name: str) -> Any:
+    """Returns what ``from vllm import name`` imports, for ``from nanovllm import name``.
+
+    Raises:
+        AttributeError: there is no such name.
+        ImportError: there is none, and the message says what to use instead. Python would replace
+            the message of an AttributeError.
+    """
+    for source, names in MODULES["vllm"].items():
+        if source != "nanovllm" and name in names.split():
+            return getattr(import_module(source), name)
+    if hints := _hints(name):
+        raise ImportError(f"nanovllm has no {name}{hints}")
+    raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+
+
 def _exports(module: str) -> list[str]:
     return " ".join(MODULES[module].values()).split()
 
 
 def _missing(name: str) -> str:
+    return f"nanovllm's vllm alias has no {name}{_hints(name)}"
+
+
+def _hints(name: str) -> str:
     hints = [f": {hint}" for part, hint in HINTS.items() if part.lower() in name.lower()]
-    return f"nanovllm's vllm alias has no {name}{''.join(hints)}"
+    return "".join(hints)
 
 
 def _make_distribution() -> Any:

@@ -38,6 +38,7 @@ ENGINE_ARGUMENTS = {field.name for field in fields(Config)} - {"model"}
 # vLLM's names of the formats of quantised checkpoints that load, beside "fp8".
 DECLARED_METHODS = "compressed-tensors", "fbgemm_fp8", "gguf", "modelopt", "mxfp4"
 CACHE_DTYPES = "bfloat16", "float16"
+SAMPLING_FIELDS = [field.name for field in fields(SamplingParams)]
 # vLLM's methods that are not here, with what to do instead.
 MISSING = {
     "apply_model": "Use load_weights to change the weights",
@@ -213,7 +214,8 @@ class LLM(BaseLLM):
             given = kwargs.pop("tokenization_kwargs")["add_special_tokens"]
             adds_special_tokens = boolean("add_special_tokens", given)
         translated = translate("generate", kwargs)
-        check_names(translated, [*load_table()["generate"], "on_error"])
+        hints = dict.fromkeys(SAMPLING_FIELDS, "set it in SamplingParams")
+        check_names(translated, [*load_table()["generate"], "on_error"], hints)
         if (priority := kwargs.get("priority")) is not None:
             prompts = as_prompt_list(prompts)
             _check_priority(priority, len(prompts))
@@ -338,11 +340,10 @@ def _sampling_overrides(fields: Any) -> dict[str, Any]:
     if not isinstance(fields, (dict, type(None))):
         raise TypeError(f"override_generation_config must be a dict, got {fields!r:.80}")
     hints = {"do_sample": "temperature=0 is greedy", "eos_token_id": "use stop_token_ids"}
-    check_names(fields or {}, [*GENERATION_FIELDS], hints, what="override_generation_config field")
-    overrides = sampling_fields(fields or {})
     with as_value_error("override_generation_config:"):
-        SamplingParams(**overrides)
-    return overrides
+        check_names(fields or {}, [*GENERATION_FIELDS], hints)
+        SamplingParams(**sampling_fields(fields or {}))
+    return sampling_fields(fields or {})
 
 
 def _check_priority(priority: Any, num_prompts: int) -> None:

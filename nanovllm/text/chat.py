@@ -51,13 +51,16 @@ def normalize_message(message: Any) -> Message:
 
     Raises:
         TypeError: the message is not a dict.
-        ValueError: the message has no role, its content is not text, or a tool call is invalid.
+        ValueError: the message has no role, a system's or user's message has no content, content is
+            not text, or a tool call is invalid.
         RecursionError: the message is nested too deeply.
     """
     if not isinstance(message, dict):
         raise TypeError(f"a message is a dict, not {message!r:.80}")
     if not isinstance(message.get("role"), str):
         raise ValueError(f"a message needs a 'role': {message!r:.80}")
+    if message["role"] in ("system", "user") and "content" not in message:
+        raise ValueError(f"a {message['role']} message needs a 'content': {message!r:.80}")
     content, calls = message.get("content"), message.get("tool_calls")
     message = {
         key: value for key, value in message.items() if value is not None or key == "content"

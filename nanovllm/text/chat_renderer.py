@@ -1,10 +1,11 @@
 """Renders conversations to prompts with a chat template, in a separate process."""
 
 import inspect
+import logging
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from nanovllm.text.prompts import (
 )
 from nanovllm.utils.progress import slices
 
+logger = logging.getLogger("nanovllm")
 TEMPLATE_PROCESS = str(Path(__file__).with_name("template_process.py"))
+TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".json", ".txt")  # of files with a template
 RENDER_SECONDS = 5.0
 MEMORY_BYTES = 1 << 30
 # With ``continue_final_message``, this is appended to the last message's text, and marks the end of
@@ -151,6 +154,13 @@ def _read_options(
     if "messages" in variables:
         raise ValueError("the template variable 'messages' is reserved for the conversation")
     template = tokenizer.get_chat_template(chat_template, tools)
+    if "{" not in template and Path(template).suffix in TEMPLATE_SUFFIXES:
+        raise ValueError(
+            f"chat_template must be a template, but {template!r:.80} is a path: read the file, or "
+            f"use LLM(chat_template=path)"
+        )
+    if tools and "tools" not in template:
+        _warn_of_ignored_tools(template)
     shared = {
         "documents": None,
         **tokenizer.special_tokens_map,
@@ -159,6 +169,12 @@ def _read_options(
         "add_generation_prompt": add_generation_prompt,
     }
     return _pack((template, shared)), detect_format(template), continue_final_message
+
+
+@lru_cache(maxsize=16)
+def _warn_of_ignored_tools(template: str) -> None:
+    """Warns once for each template."""
+    logger.warning("the chat template ignores tools, so the model does not see them")
 
 
 def _tool_schema(tool: Any) -> dict[str, Any]:

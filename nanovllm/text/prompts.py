@@ -156,7 +156,8 @@ class PromptEncoder:
                         f"vLLM's `{key}` is not supported here: {UNSUPPORTED_KEYS[key]}"
                     )
                 raise ValueError(
-                    f"a dict prompt has 'prompt' or 'prompt_token_ids', not {min(unknown)!r}"
+                    f"a dict prompt has 'prompt' or 'prompt_token_ids', not {min(unknown)!r}: "
+                    f"remove this key, or pass a list of the prompts alone"
                 )
             text = given.get("prompt")
             if "prompt_token_ids" in given:

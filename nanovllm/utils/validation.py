@@ -24,20 +24,17 @@ def validators_of(cls: Any) -> dict[str, Validator]:
 
 
 def check_names(
-    names: Iterable[str],
-    known: Sequence[str],
-    hints: Mapping[str, str] | None = None,
-    what: str = "argument",
+    names: Iterable[str], known: Sequence[str], hints: Mapping[str, str] | None = None
 ) -> None:
-    """Raises TypeError for a name that is not known. The message says what the name is of, and has
-    its hint, or else the nearest known name."""
+    """Raises TypeError for an argument that is not known. The message has its hint, or else the
+    nearest known name."""
     for name in names:
         if name not in known:
             if hints and name in hints:
-                raise TypeError(f"unknown {what} {name!r}: {hints[name]}")
+                raise TypeError(f"unknown argument {name!r}: {hints[name]}")
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
-            raise TypeError(f"unknown {what} {name!r}{hint}")
+            raise TypeError(f"unknown argument {name!r}{hint}")
 
 
 def optional(validate: Validator) -> Validator:
@@ -146,7 +143,9 @@ def strings(max_count: int, max_chars: float = math.inf, may_be_empty: bool = Fa
 
 
 def token_ids(name: str, values: Any) -> list[int]:
-    """Accepts a list of token ids, and drops duplicates."""
+    """Accepts a list, range or array of token ids, and drops duplicates."""
+    if isinstance(values, (range, np.ndarray)):
+        values = list(values)
     if not _is_list(values):
         raise TypeError(f"{name} must be a list of token ids, got {values!r:.80}")
     for value in values:

@@ -42,6 +42,20 @@ def child(code):
     return run(code, PYTHONPATH=STARTUP_DIR)
 
 
+def test_names_of_the_vllm_package_can_be_imported_from_nanovllm():
+    from nanovllm import EngineArgs, LLMEngine, PoolingParams, PromptType
+
+    assert LLMEngine is nanovllm.compat.engine.LLMEngine
+    assert EngineArgs(model="x").model == "x" and PromptType is nanovllm.compat.names.PromptType
+    with pytest.raises(ValueError):
+        PoolingParams()
+    with pytest.raises(ImportError, match="no AsyncLLMEngine: use LLM"):
+        from nanovllm import AsyncLLMEngine  # noqa: F401
+    with pytest.raises(ImportError, match="cannot import name 'nonsense'"):
+        from nanovllm import nonsense  # noqa: F401
+    assert not hasattr(nanovllm, "nonsense")
+
+
 def test_the_modules_are_there_with_all_their_names():
     run("""
     from nanovllm.compat import register_as_vllm

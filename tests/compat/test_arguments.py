@@ -158,6 +158,8 @@ class TestLLM:
                 call(prompt, GREEDY, tokenization_kwargs={"truncate_prompt_tokens": 2})
             with pytest.raises(TypeError, match="nonsense"):
                 call(prompt, GREEDY, nonsense=1)
+        with pytest.raises(TypeError, match="'max_tokens': set it in SamplingParams"):
+            llm.generate("hi", max_tokens=5)
         with pytest.raises(TypeError, match="nonsense"):
             options = {"tokenization_kwargs": {"add_special_tokens": False}}
             llm.generate("hi", GREEDY, **options, nonsense=1)
@@ -177,8 +179,8 @@ class TestLLM:
 @pytest.mark.parametrize(
     ("overrides", "error", "message"),
     [
-        ({"temprature": 0.1}, TypeError, "field 'temprature'; did you mean 'temperature'"),
-        ({"do_sample": False}, TypeError, "field 'do_sample': temperature=0 is greedy"),
+        ({"temprature": 0.1}, ValueError, "config: .* 'temprature'; did you mean 'temperature'"),
+        ({"do_sample": False}, ValueError, "config: .* 'do_sample': temperature=0 is greedy"),
         ({"temperature": -1}, ValueError, "override_generation_config: temperature must be"),
         ("temperature=1", TypeError, "override_generation_config must be a dict"),
     ],

@@ -141,6 +141,7 @@ def test_developers_speak_as_the_system_where_a_template_has_none(tokenizer):
         (user(5), "'content' must be a string or a list of text parts, got 5"),
         (user({"type": "text", "text": "x"}), "'content' must be a string or a list"),
         ({"content": "x"}, "a message needs a 'role'"),
+        ({"role": "user", "text": "x"}, "a user message needs a 'content'"),
     ],
     ids=str,
 )

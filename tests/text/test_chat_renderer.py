@@ -176,9 +176,15 @@ def test_open_messages_are_those_of_transformers(tokenizer, name, question, begu
     ("template", "content", "options", "error"),
     [
         ("{{ messages|length }}", "x", {}, "changes or leaves out the last message"),
-        ("{{ messages[0].content }}", [], {}, "changes or leaves out the last message"),
+        ("{{ messages[0].content }}", [], {}, None),  # an empty text stays open
         ("{{ messages[0].content[:3] }}", "abcdef", {}, "changes or leaves out the last message"),
-        ("{{ messages[0].content }}", 7, {}, "needs a last message with text"),
+        (
+            "{% set m = messages[0] %}{% for part in m.content %}{{ part.text }}{% endfor %}",
+            [],
+            {},
+            "needs a last message with text",
+        ),
+        ("{{ messages[0].content }}", 7, {}, "must be a string or a list of text parts"),
         ("{{ messages }}", "x", {"add_generation_prompt": True}, "exclude each other"),
         ("{{ messages }}", "x", {"continue_final_message": "name"}, "is True or False"),
     ],
@@ -186,7 +192,7 @@ def test_open_messages_are_those_of_transformers(tokenizer, name, question, begu
 def test_a_message_that_cannot_stay_open_is_an_error(tokenizer, template, content, options, error):
     options = {"continue_final_message": True, **options}
     text = render(tokenizer, template, content, **options)
-    if content == []:
+    if error is None:
         assert text == ""
     else:
         assert re.search(error, str(text)) and isinstance(text, ValueError)
@@ -209,6 +215,17 @@ def test_functions_are_described_to_the_template(tokenizer):
     assert "Tells the weather" in expected
     error = render(tokenizer, template, "x", tools=["weather"])
     assert isinstance(error, ValueError) and "a tool is a dict" in str(error)
+
+
+def test_a_template_that_ignores_tools_is_reported_once(tokenizer, caplog):
+    for _ in range(2):
+        assert render(tokenizer, "no use: {{ messages[0].content }}", "x", tools=[weather])
+    assert caplog.text.count("the chat template ignores tools") == 1
+
+
+def test_the_path_of_a_template_is_not_a_template(tokenizer):
+    error = str(render(tokenizer, "/tmp/template.jinja", "x"))
+    assert "'/tmp/template.jinja' is a path: read the file, or use LLM(chat_template=path)" in error
 
 
 def test_named_templates_are_the_tokenizers(tokenizer, monkeypatch):
