@@ -201,8 +201,8 @@ class LLMEngine:
         """Adds a request with one prompt.
 
         Args:
-            request_id: the ``request_id`` of the request's outputs. No other unfinished request may
-                have it.
+            request_id: the ``request_id`` of the request's outputs. Several requests may have the
+                same, as in vLLM.
             prompt: as in ``LLM.generate``.
             params: the sampling parameters.
             arrival_time, trace_headers, priority: ignored.

@@ -134,7 +134,6 @@ class LLM(BaseLLM):
         if kv_cache_dtype in CACHE_DTYPES:
             del given["kv_cache_dtype"]
         self._caller_ids: dict[str, str] = {}  # internal request id -> the caller's request id
-        self._internal_ids: dict[str, str] = {}  # the other way round
         overrides = _sampling_overrides(override_generation_config)
         self.default_chat_template = _read_template(chat_template)
         super().__init__(model, **translate("LLM", {**given, **vllm_arguments}))
@@ -282,18 +281,12 @@ class LLM(BaseLLM):
         return super().render_chat(messages, chat_template=template, **template_options)
 
     def _add_with_id(self, caller_id: str, prompt: Prompt, params: SamplingParams | None) -> None:
-        """Adds a request under the caller's request id. ``_step_with_ids`` returns its outputs.
-        Raises ValueError if an unfinished request has this id."""
+        """Adds a request under the caller's request id. ``_step_with_ids`` returns its outputs."""
         prepared = self.prepare(prompt, params)
         with self.acquire(STREAM_OPEN, alone=False):
-            if self._internal_ids.get(caller_id) in self.requests:
-                raise ValueError(
-                    f"request_id {caller_id!r:.80} is in use: give each request an id of its own"
-                )
             request = self.add_prepared(prepared, streams=_streams(prepared))
             request.is_stream = False  # its outputs come from ``_step_with_ids``
             self._caller_ids[request.request_id] = caller_id
-            self._internal_ids[caller_id] = request.request_id
 
     def _step_with_ids(self) -> list[RequestOutput]:
         """Runs one step. Returns the outputs of requests that finished, and of streaming requests
@@ -301,7 +294,6 @@ class LLM(BaseLLM):
         with self.acquire(STREAM_OPEN, alone=False):
             if self.is_finished():
                 self._caller_ids.clear()
-                self._internal_ids.clear()
                 return []
             with self.reset_on_error():
                 sampled, finished = self.run_step()
@@ -312,16 +304,14 @@ class LLM(BaseLLM):
                 caller_ids = self._caller_ids
                 take = caller_ids.pop if output.finished else caller_ids.get
                 output.request_id = take(output.request_id, output.request_id)
-                if output.finished:
-                    self._internal_ids.pop(output.request_id, None)
             return outputs
 
     def _abort_with_ids(self, caller_ids: set[str]) -> None:
-        for caller_id in caller_ids & self._internal_ids.keys():
-            request_id = self._internal_ids.pop(caller_id)
-            self._caller_ids.pop(request_id, None)
-            with suppress(ValueError):  # an error has already ended the request
-                self.abort_request(request_id)
+        for request_id, caller_id in [*self._caller_ids.items()]:
+            if caller_id in caller_ids:
+                del self._caller_ids[request_id]
+                with suppress(ValueError):  # an error has already ended the request
+                    self.abort_request(request_id)
 
 
 def _check_method(model: str, method: str) -> None:
