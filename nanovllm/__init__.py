@@ -4,7 +4,6 @@ The names are imported at their first use, so that ``python -m nanovllm.run_batc
 job's process before PyTorch is loaded.
 """
 
-from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -43,16 +42,18 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        if not name.startswith("_"):
-            with suppress(ModuleNotFoundError):  # the engine works without nanovllm/compat
-                return import_module("nanovllm.compat.alias").find_name(name)
-        raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+    missing = AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+    if name.startswith("_"):
+        raise missing
     try:
+        if name not in _MODULES:
+            return import_module("nanovllm.compat.alias").find_name(name)
         module = import_module(_MODULES[name])
-    except ModuleNotFoundError as error:  # without nanovllm/compat
+    except ModuleNotFoundError as error:  # the engine works without nanovllm/compat
         if error.name not in ("nanovllm.compat", "nanovllm.compat.llm"):
             raise
+        if name not in _MODULES:
+            raise missing from None
         module = import_module("nanovllm.llm")
     globals()[name] = value = getattr(module, name)
     return value

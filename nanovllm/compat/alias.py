@@ -109,11 +109,10 @@ class AliasModule(ModuleType):
     """A module of vLLM, whose names are imported from nanovllm when they are first used."""
 
     def __getattr__(self, name: str) -> Any:
-        for source, names in MODULES[self.__name__].items():
-            if name in names.split():
-                value = getattr(import_module(source), name)
-                setattr(self, name, value)
-                return value
+        if (source := _source_of(self.__name__, name)) is not None:
+            value = getattr(import_module(source), name)
+            setattr(self, name, value)
+            return value
         if f"{self.__name__}.{name}" in MODULES:
             return import_module(f"{self.__name__}.{name}")
         raise AttributeError(_missing(f"{self.__name__}.{name}"))
@@ -159,12 +158,17 @@ def find_name(name: str) -> Any:
         ImportError: there is none, and the message says what to use instead. Python would replace
             the message of an AttributeError.
     """
-    for source, names in MODULES["vllm"].items():
-        if source != "nanovllm" and name in names.split():
-            return getattr(import_module(source), name)
+    if (source := _source_of("vllm", name)) is not None:
+        return getattr(import_module(source), name)
     if hints := _hints(name):
         raise ImportError(f"nanovllm has no {name}{hints}")
     raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+
+
+def _source_of(module: str, name: str) -> str | None:
+    """Returns the module of nanovllm that defines a name of a module of vLLM; None if none does."""
+    sources = (source for source, names in MODULES[module].items() if name in names.split())
+    return next(sources, None)
 
 
 def _exports(module: str) -> list[str]:

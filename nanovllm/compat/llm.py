@@ -325,15 +325,18 @@ def _check_method(model: str, method: str) -> None:
         )
 
 
-def _sampling_overrides(fields: Any) -> dict[str, Any]:
+def _sampling_overrides(generation: Any) -> dict[str, Any]:
     """Returns the sampling parameters in an ``override_generation_config``, under our names."""
-    if not isinstance(fields, (dict, type(None))):
-        raise TypeError(f"override_generation_config must be a dict, got {fields!r:.80}")
+    if generation is None:
+        return {}
+    if not isinstance(generation, dict):
+        raise TypeError(f"override_generation_config must be a dict, got {generation!r:.80}")
     hints = {"do_sample": "temperature=0 is greedy", "eos_token_id": "use stop_token_ids"}
+    overrides = sampling_fields(generation)
     with as_value_error("override_generation_config:"):
-        check_names(fields or {}, [*GENERATION_FIELDS], hints)
-        SamplingParams(**sampling_fields(fields or {}))
-    return sampling_fields(fields or {})
+        check_names(generation, [*GENERATION_FIELDS], hints)
+        SamplingParams(**overrides)
+    return overrides
 
 
 def _check_priority(priority: Any, num_prompts: int) -> None:

@@ -37,10 +37,8 @@ def run_or_replace(
         return replace()
     try:
         return run()
-    except torch.AcceleratorError:
-        raise
     except Exception as error:  # compilers may raise any exception
-        if is_out_of_memory(error):
+        if isinstance(error, torch.AcceleratorError) or is_out_of_memory(error):
             raise
         _failed.add((kernel, device))
         logger.warning(

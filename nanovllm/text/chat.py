@@ -44,10 +44,10 @@ class MessageFormat:
 def normalize_message(message: Any) -> Message:
     """Converts a message from any variant of OpenAI's format to one format. Returns a copy.
 
-    Content parts become a list of ``{"type": "text", "text": ...}``; missing content becomes an
-    empty list. Tool-call arguments are parsed from JSON to an object; missing arguments become an
-    empty object. An empty ``tool_calls`` and keys with the value None are dropped. Reasoning is
-    stored under both keys that templates read.
+    Content parts become a list of ``{"type": "text", "text": ...}``; content that may be missing
+    becomes an empty list. Tool-call arguments are parsed from JSON to an object; missing arguments
+    become an empty object. An empty ``tool_calls`` and keys with the value None are dropped.
+    Reasoning is stored under both keys that templates read.
 
     Raises:
         TypeError: the message is not a dict.

@@ -171,9 +171,8 @@ def _read_options(
     return _pack((template, shared)), detect_format(template), continue_final_message
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=16)  # once for each template; requests may bring many
 def _warn_of_ignored_tools(template: str) -> None:
-    """Warns once for each template."""
     logger.warning("the chat template ignores tools, so the model does not see them")
 
 

@@ -183,7 +183,7 @@ def choose_tile(
         columns = GROUP
     elif rows <= 32:
         columns = 4 * atom if waves == 1 and (part >= width or part % (4 * atom) == 0) else 2 * atom
-    elif rows in (64, 96) and features == 64 and waves == 1:
+    elif rows == features == 64 and waves == 1:
         columns = 2 * atom
     memory = MEMORY[min(waves, len(MEMORY)) - 1]
     stages = memory // ((features + next_power_of_2(rows)) * columns * itemsize)
