@@ -315,9 +315,12 @@ def test_memory_stays_within_the_budget(small_model, backend, utilization):
         assert used >= total * utilization * 0.85, "the budget is used"
 
 
-def test_a_cache_too_small_for_one_sequence_is_refused_with_the_figures(small_model):
-    with pytest.raises(ValueError, match=r"max_model_len=2048 .* GiB"):
-        LLM(small_model, gpu_memory_utilization=0.004)
+@pytest.mark.parametrize("max_model_len", [None, 2048])
+def test_a_cache_too_small_for_one_sequence_is_refused_with_the_figures(max_model_len, small_model):
+    """If the user sets no length, start-up lowers it, and one block would be enough."""
+    needs = "one block of the KV cache" if max_model_len is None else "max_model_len=2048"
+    with pytest.raises(ValueError, match=rf"{needs} takes .* GiB"):
+        LLM(small_model, gpu_memory_utilization=0.004, max_model_len=max_model_len)
 
 
 def test_close_gives_all_memory_back(small_model, backend):
