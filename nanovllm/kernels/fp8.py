@@ -26,7 +26,7 @@ class Fp8Rows(NamedTuple):
     Attributes:
         codes: float8_e4m3fn [N, D].
         scales: fp32 [N], [N, D / GROUP] for groups, or [N / GROUP, D / GROUP] for blocks. Kernels
-            write the scales of groups column by column, and space for up to three more rows.
+            write the scales of groups column by column, see ``empty_rows``.
     """
 
     codes: Tensor
@@ -130,7 +130,8 @@ def store_quantized(out_ptr, scale_ptr, row, x, WIDTH: tl.constexpr, GROUP: tl.c
         group = tl.arange(0, NUM)[:, None]
         column = group * GROUP + tl.arange(0, GROUP)[None, :]
         tl.store(out_ptr + row * WIDTH + column, codes, mask=column < WIDTH)
-        stride = tl.cdiv(tl.num_programs(0), 4) * 4
+        num_rows = tl.num_programs(0)
+        stride = tl.where((num_rows > 128) & (num_rows < 256), 256, tl.cdiv(num_rows, 4) * 4)
         tl.store(scale_ptr + group * stride + row, scale, mask=group < WIDTH // GROUP)
         return
     x = x.to(tl.float32)
@@ -165,17 +166,21 @@ def quantize_rows_triton(x: Tensor, group: int | None = None) -> Fp8Rows:
 
 def empty_rows(x: Tensor, width: int, group: int | None) -> Fp8Rows:
     """Allocates the result of quantising rows of ``width`` columns, as many as x has, with a scale
-    for each row or, unless it is None, each ``group`` of columns."""
-    num_rows = len(x)
+    for each row or, unless it is None, each ``group`` of columns. There is memory for
+    ``padded_rows`` of them, and the scales of groups lie column by column, as cuBLAS needs them."""
+    num_rows, padded = len(x), padded_rows(len(x))
+    codes = x.new_empty(padded, width, dtype=FP8)[:num_rows]
     if group is None:
-        codes = x.new_empty(num_rows, width, dtype=FP8)
-        return Fp8Rows(codes, x.new_empty(num_rows, dtype=torch.float32))
+        return Fp8Rows(codes, x.new_empty(padded, dtype=torch.float32)[:num_rows])
     assert width % group == 0
-    # The layout and the multiple of four rows are what cuBLAS needs (``gemm/fp8.py``).
-    padded = cdiv(num_rows, 4) * 4
-    codes = x.new_empty(padded, width, dtype=FP8)
     scales = x.new_empty(width // group, padded, dtype=torch.float32)
-    return Fp8Rows(codes[:num_rows], scales.t()[:num_rows])
+    return Fp8Rows(codes, scales.t()[:num_rows])
+
+
+def padded_rows(num_rows: int) -> int:
+    """Returns for how many rows cuBLAS is the fastest that can multiply this number of them: a
+    multiple of four, which it needs with groups; and 256 instead of 129 to 255."""
+    return 256 if 128 < num_rows < 256 else cdiv(num_rows, 4) * 4
 
 
 def num_warps_of(width: int) -> int:

@@ -27,13 +27,15 @@ MAX_ROWS = 256
 # When the kernel is the fastest: each entry is (most rows, most elements of the weight). LIMITS is
 # for 16-bit weights, FP8_LIMITS for FP8 with scales of rows. BLOCK_LIMITS is for FP8 with scales of
 # blocks: up to MAX_BLOCK_FEATURES output features, then more.
-LIMITS = (64, sys.maxsize), (128, 128 << 20), (MAX_ROWS, 8 << 20)
-FP8_LIMITS = (64, sys.maxsize), (192, 128 << 20), (MAX_ROWS, 64 << 20)
-BLOCK_LIMITS = ((128, sys.maxsize),), ((64, sys.maxsize),)
+LIMITS = (64, sys.maxsize), (128, 64 << 20), (MAX_ROWS, 8 << 20)
+FP8_LIMITS = (64, sys.maxsize), (128, 128 << 20), (MAX_ROWS, 88 << 20)
+BLOCK_LIMITS = ((128, sys.maxsize), (MAX_ROWS, 8 << 20)), ((64, sys.maxsize),)
 MAX_BLOCK_FEATURES = 4096
 MIN_PART_COLUMNS = 1024
-SHORT_ROW = 4 << 10  # bytes of a row of the weight, or of its part
-SPLIT_BYTES = 160 << 10  # what a multiprocessor loads in the time that one more part takes
+SHORT_ROW = 2 << 10  # bytes of a row of the weight, or of its part
+EARLY_ROW, EARLY_ROW_OF_MANY = 4 << 10, 3 << 10  # bytes, with up to 64 rows of x and with more
+MAX_GROUP_COLUMNS = 5120  # of a part that is not long
+SPLIT_BYTES = 250 << 10  # what a multiprocessor loads in the time that one more part takes
 ROW_TILES = 8, 16, 32, 64, 96, 128
 MEMORY = 208 << 10, 110 << 10, 72 << 10  # bytes for a program, if one, two or three share an SM
 
@@ -48,7 +50,6 @@ class Tile(NamedTuple):
         stages: number of steps whose inputs are in shared memory at a time.
         part_columns: input features of each part of the split-K but the last one, a multiple of
             ``columns``. The number of input features or more, if there is one part.
-        row_groups: warpgroups that share the rows of a program.
     """
 
     features: int
@@ -56,7 +57,6 @@ class Tile(NamedTuple):
     columns: int
     stages: int
     part_columns: int
-    row_groups: int = 1
 
 
 def is_fastest(num_rows: int, weight: Tensor | Fp8Rows) -> bool:
@@ -152,32 +152,36 @@ def choose_tile(
 
     The time is mainly that of loading inputs. So with more than 64 rows, the tile is the one with
     which a multiprocessor loads the fewest bytes, where each part of a split-K after the first
-    counts as SPLIT_BYTES. If there is one program for each multiprocessor, it takes most of the
-    shared memory. Otherwise up to three of them share a multiprocessor, so that some load while
-    others start or end.
+    counts as SPLIT_BYTES. If rows of the weight are short, that is an average: programs soon end,
+    and others start. Otherwise it is what the busiest multiprocessor loads. If there is one program
+    for each of them, it takes most of the shared memory. Otherwise up to three programs share a
+    multiprocessor, so that some load while others start or end.
 
     Args:
         part_columns: see ``Tile``; None to choose it.
         itemsize: bytes of an element, 1 or 2.
         has_groups: whether each group of GROUP columns has scales.
     """
-    best, least = None, 0
-    atom = 128 // itemsize  # columns that the layout of shared memory swizzles
-    for most in (64, 128):
-        average = cdiv(num_rows, cdiv(num_rows, most))
-        rows = next(size for size in ROW_TILES if size >= average)
+    candidates = []
+    # With groups each thread has three times as many sums, too many for tiles of 128 rows.
+    for most in (64,) if has_groups else (64, 128):
+        features, rows = 64, next(size for size in ROW_TILES if size >= min(num_rows, most))
         tiles = cdiv(num_rows, rows) * cdiv(out_features, 64)
-        can_prefetch = rows <= 64 and not has_groups
-        part = part_columns or _part_columns(tiles, width, itemsize, can_prefetch)
-        features, waves = 64, cdiv(tiles * cdiv(width, part), HOPPER_MULTIPROCESSORS)
-        if rows in (64, 128) and waves == 2 and part >= width and out_features % 128 == 0:
-            features, waves = 128, 1
-        size = waves * (features + rows) * min(part, width) * itemsize
-        size += SPLIT_BYTES * (cdiv(width, part) - 1)
-        if best is None or size <= least:
-            best, least = (features, rows, part, waves), size
-    assert best is not None
-    features, rows, part, waves = best
+        part = part_columns or _part_columns(tiles, num_rows, width, itemsize, has_groups)
+        parts, part_bytes = cdiv(width, part), min(part, width) * itemsize
+        programs, waves = tiles * parts, cdiv(tiles * parts, HOPPER_MULTIPROCESSORS)
+        if part_bytes <= SHORT_ROW:
+            programs = max(programs, HOPPER_MULTIPROCESSORS)
+        else:
+            is_wide = waves == 2 and parts == 1 and out_features % 128 == 0
+            if is_wide and rows in (64, 128) and not has_groups:
+                features, waves = 128, 1
+            programs = waves * HOPPER_MULTIPROCESSORS
+        size = programs * (features + rows) * part_bytes
+        size += SPLIT_BYTES * HOPPER_MULTIPROCESSORS * (parts - 1)
+        candidates.append((size, features, rows, part, waves))
+    _, features, rows, part, waves = min(candidates)
+    atom = 128 // itemsize  # columns that the layout of shared memory swizzles
     columns = atom
     if has_groups:
         columns = GROUP
@@ -191,24 +195,26 @@ def choose_tile(
     if has_groups:  # pairs of stages
         num_steps += num_steps % 2
         stages = max(stages // 2 * 2, 4)
-    stages = min(stages, 12 if has_groups else 8, num_steps)
-    # With groups each thread has three times as many sums.
-    row_groups = 2 if has_groups and rows > 64 else 1
-    return Tile(features, rows, columns, stages, part, row_groups)
+    return Tile(features, rows, columns, min(stages, 12 if has_groups else 8, num_steps), part)
 
 
-def _part_columns(tiles: int, width: int, itemsize: int, can_prefetch: bool) -> int:
+def _part_columns(tiles: int, num_rows: int, width: int, itemsize: int, has_groups: bool) -> int:
     """Returns the input features of a part: all of them, or a multiple of four times what shared
     memory swizzles.
 
     Programs for this number of tiles then occupy half of the multiprocessors. A third is enough if
-    a program can load most of its rows of the weight while the previous kernel runs: those of up to
-    SHORT_ROW bytes, if little of the shared memory is for x, and none for groups.
+    a program can load most of its weights while the previous kernel runs. With groups a program
+    waits at every step, so two of them may share a multiprocessor if their parts are long.
     """
     parts, columns, multiple = 1, width, 4 * 128 // itemsize
+    early_row = EARLY_ROW if num_rows <= 64 else EARLY_ROW_OF_MANY
     while True:
-        is_early = can_prefetch and columns * itemsize <= SHORT_ROW
-        if parts * tiles >= HOPPER_MULTIPROCESSORS // (3 if is_early else 2):
+        is_early = columns * itemsize <= early_row and not has_groups
+        enough = HOPPER_MULTIPROCESSORS // (3 if is_early else 2)
+        is_long = has_groups and columns > MAX_GROUP_COLUMNS
+        if is_long and (parts + 1) * tiles <= 2 * HOPPER_MULTIPROCESSORS:
+            enough = (parts + 1) * tiles
+        if parts * tiles >= enough:
             return columns
         fewer = cdiv(cdiv(width, parts + 1), multiple) * multiple
         if fewer < MIN_PART_COLUMNS:
@@ -317,9 +323,8 @@ def launch(
         IS_WHOLE=num_steps == tile.stages and not has_groups,
         ITEMSIZE=x.itemsize,
         HAS_GROUPS=has_groups,
-        ROW_GROUPS=tile.row_groups,
         SWIGLU=swiglu,
-        num_warps=tile.features // 16 * tile.row_groups,
+        num_warps=tile.features // 16,
         **pdl_options(x),
     )
     return out

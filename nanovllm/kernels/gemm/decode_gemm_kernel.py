@@ -100,7 +100,6 @@ def decode_gemm_kernel(
     IS_WHOLE: gl.constexpr,
     ITEMSIZE: gl.constexpr,
     HAS_GROUPS: gl.constexpr,
-    ROW_GROUPS: gl.constexpr,
     SWIGLU: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -118,7 +117,10 @@ def decode_gemm_kernel(
     """
     dtype: gl.constexpr = x_desc.dtype
     TILE_BYTES: gl.constexpr = (FEATURES + ROWS) * COLUMNS * ITEMSIZE
-    first_row, first, part = gl.program_id(0) * ROWS, gl.program_id(1) * FEATURES, gl.program_id(2)
+    # A box of x that lies past the end in part takes much longer to load. So the last rows of a
+    # tile before are in the last tile too, with the same results.
+    first_row = gl.minimum(gl.program_id(0) * ROWS, gl.maximum(num_rows - ROWS, 0))
+    first, part = gl.program_id(1) * FEATURES, gl.program_id(2)
     column = part * part_columns
     x = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_ROWS, COLUMNS], x_desc.layout)
     weight = gl.allocate_shared_memory(dtype, [STAGES, FEATURES, COLUMNS], x_desc.layout)
@@ -130,7 +132,7 @@ def decode_gemm_kernel(
         mbarrier.expect(full.index(i), TILE_BYTES)
         _load_weight(weight_desc, first, column + i * COLUMNS, full.index(i), weight.index(i))
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [FEATURES // 16, ROW_GROUPS], [16, BLOCK_ROWS // ROW_GROUPS, 32 // ITEMSIZE]
+        [3, 0], [FEATURES // 16, 1], [16, BLOCK_ROWS, 32 // ITEMSIZE]
     )
     feature = first + gl.arange(0, FEATURES, gl.SliceLayout(1, layout))
     if HAS_GROUPS:
@@ -206,9 +208,7 @@ def decode_gemm_kernel(
     NUM_OUT: gl.constexpr = out.shape[0]
     per_thread: gl.constexpr = 4 if out.dtype == gl.float32 else 8
     out_layout: gl.constexpr = (
-        _wide_layout(NUM_OUT, per_thread, FEATURES // 16 * ROW_GROUPS)
-        if BLOCK_ROWS > 8 or SWIGLU
-        else layout
+        _wide_layout(NUM_OUT, per_thread, FEATURES // 16) if BLOCK_ROWS > 8 or SWIGLU else layout
     )
     out = gl.convert_layout(out, out_layout)
     index = gl.arange(0, BLOCK_ROWS, gl.SliceLayout(0, out_layout))[None, :]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.fallback import run_or_replace
-from nanovllm.kernels.fp8 import FP8, GROUP, Fp8Rows, dequantize
+from nanovllm.kernels.fp8 import FP8, GROUP, Fp8Rows, dequantize, padded_rows
 from nanovllm.kernels.gemm import decode_gemm
 from nanovllm.kernels.gemm.tiled import BLOCK_K, BLOCK_N, MAX_PART_COLUMNS, Tile, multiply_tiles
 from nanovllm.utils.math import cdiv
@@ -142,32 +142,34 @@ def choose_tile(
 
 
 def scaled_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """See ``fp8_linear_reference``, with bf16 results, sizes that are multiples of ALIGNMENT,
-    and more than FEW_ROWS rows. With one row its test failed (PyTorch 2.11, H200)."""
+    """See ``fp8_linear_reference``, with x as from ``empty_rows``, bf16 results, sizes that are
+    multiples of ALIGNMENT, and more than FEW_ROWS rows. With one row its test failed (PyTorch 2.11,
+    H200)."""
+    num_rows, width = x.codes.shape
+    padded = padded_rows(num_rows)  # what is in the other rows does not matter
     return torch._scaled_mm(
-        x.codes,
+        x.codes.as_strided((padded, width), (width, 1)),
         weight.codes.t(),
-        x.scales[:, None],
+        x.scales.as_strided((padded, 1), (1, 1)),
         weight.scales[None, :],
         bias=bias,
         out_dtype=dtype,
         use_fast_accum=True,
-    )
+    )[:num_rows]
 
 
 def scaled_block_linear(
     x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """See ``fp8_linear_reference``, with groups of x as from ``empty_rows``, blocks of the weight,
-    bf16 results, and a width that is a multiple of 4 GROUP. cuBLAS needs a multiple of four
-    rows."""
+    bf16 results, and a width that is a multiple of 4 GROUP."""
     num_rows, width = x.codes.shape
-    num_groups, stride = x.scales.size(1), x.scales.stride(1)
-    assert x.scales.stride(0) == 1 and stride % 4 == 0 and stride >= num_rows
+    num_groups, padded = x.scales.size(1), padded_rows(num_rows)
+    assert x.scales.stride() == (1, padded)
     out = torch._scaled_mm(
-        x.codes.as_strided((stride, width), (width, 1)),
+        x.codes.as_strided((padded, width), (width, 1)),
         weight.codes.t(),
-        x.scales.as_strided((stride, num_groups), (1, stride)),
+        x.scales.as_strided((padded, num_groups), (1, padded)),
         weight.scales.t(),
         out_dtype=dtype,
     )[:num_rows]

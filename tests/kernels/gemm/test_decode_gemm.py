@@ -126,7 +126,7 @@ def exact_product(x, weight):
         (True, 256, 2048, 1024),
     ],
 )
-@pytest.mark.parametrize("num_rows", [1, 11, 50, 96])
+@pytest.mark.parametrize("num_rows", [1, 11, 50, 96, 150])
 def test_the_kernel_multiplies_fp8_in_the_emulator(has_groups, out, width, part_columns, num_rows):
     x, weight = make_fp8(num_rows, out, width, has_groups, "cpu")
     bias, residual = torch.randn(out).bfloat16(), torch.randn(num_rows, out).bfloat16()
@@ -154,12 +154,12 @@ def two_multiprocessors(monkeypatch):
 
 @pytest.mark.usefixtures("two_multiprocessors")
 def test_a_tile_of_128_features():
-    """Weights with many features use it if all programs then run at once."""
-    x, weight, bias, _ = make(120, 256, 320, torch.bfloat16, "cpu")
-    assert choose_tile(120, 256, 320, 320).features == 128
+    """Weights with many features, and with long rows, use it if all programs then run at once."""
+    x, weight, bias, _ = make(120, 256, 1056, torch.bfloat16, "cpu")
+    assert choose_tile(120, 256, 1056, 1056).features == 128
     with emulated(*MODULES):
-        found = launch(x, weight, bias, part_columns=320)
-        gated = launch(x, weight, bias, swiglu=True, part_columns=320)
+        found = launch(x, weight, bias, part_columns=1056)
+        gated = launch(x, weight, bias, swiglu=True, part_columns=1056)
     exact = x.double() @ weight.double().t() + bias.double()
     assert_as_good_as_eager(found, F.linear(x, weight, bias), exact)
     torch.testing.assert_close(gated, silu_and_mul(found), rtol=0, atol=0)
@@ -216,7 +216,7 @@ def test_more_rows_need_a_smaller_weight(monkeypatch):
     def weight(*shape):
         return torch.empty(shape, device="meta")
 
-    large, medium, small = weight(34_816, 5120), weight(24_576, 4096), weight(6144, 1024)
+    large, medium, small = weight(24_576, 4096), weight(19_456, 2560), weight(6144, 1024)
     for num_rows, expected in (
         (64, (True, True, True)),
         (65, (False, True, True)),
@@ -230,7 +230,9 @@ def test_more_rows_need_a_smaller_weight(monkeypatch):
         assert expected == tuple(
             is_fastest(num_rows, Fp8Rows(weight(6144, 4096), scales)) for scales in (blocks, rows)
         )
-    assert is_fastest(128, Fp8Rows(weight(4096, 4096), weight(32, 32)))
+    for features, most in ((4096, 128), (2048, 256)):
+        with_blocks = Fp8Rows(weight(features, 4096), weight(features // 128, 32))
+        assert is_fastest(most, with_blocks) and not is_fastest(most + 1, with_blocks)
 
 
 def test_other_kernels_run_where_it_does_not_compile(monkeypatch, caplog):
@@ -254,7 +256,7 @@ hopper = pytest.mark.skipif(
 @pytest.mark.gpu
 @hopper
 @DTYPES
-@pytest.mark.parametrize("num_rows", [1, 5, 8, 13, 16, 20, 48, 64, 80, 96, 128, 150, 192, 256])
+@pytest.mark.parametrize("num_rows", [1, 5, 8, 13, 16, 20, 48, 64, 80, 96, 128, 150, 192, 224, 256])
 def test_the_kernel_is_a_gemm(num_rows, dtype):
     """Also with features and columns that no tile divides."""
     for out, width in ((6144, 1024), (1024, 3072), (24_576, 1000), (1152, 896), (208, 4104)):
@@ -275,7 +277,7 @@ def test_the_kernel_is_a_gemm(num_rows, dtype):
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("has_groups", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 5, 8, 16, 20, 48, 64, 80, 96, 128, 150, 192, 256])
+@pytest.mark.parametrize("num_rows", [1, 5, 8, 16, 20, 48, 64, 80, 96, 128, 150, 192, 224, 256])
 def test_the_kernel_multiplies_fp8(num_rows, has_groups):
     shapes = (6144, 1024), (1024, 3072), (24_576, 2048), (1152, 896), (4096, 12_288)
     for out, width in shapes:

@@ -44,8 +44,8 @@ def exact(x: Fp8Rows, weight: Fp8Rows, bias: torch.Tensor | None) -> torch.Tenso
 def check(linear, num_rows, features, width, has_bias, dtype, device, has_groups=False) -> None:
     x = make(num_rows, width, device, quantize_groups if has_groups else quantize)
     weight = make(features, width, device, quantize_blocks if has_groups else quantize)
-    if linear is scaled_block_linear:
-        x = padded(x)
+    if linear in (scaled_linear, scaled_block_linear):
+        x = padded(x, GROUP if has_groups else None)
     bias = torch.randn(features, device=device).to(dtype) if has_bias else None
     eager = fp8_linear_reference(x, weight, bias, dtype)
     found = linear(x, weight, bias, dtype)
@@ -78,7 +78,7 @@ def test_tiles_of_models(num_rows, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [65, 1000])
+@pytest.mark.parametrize("num_rows", [65, 150, 224, 1000])
 def test_scaled_linear(num_rows):
     for features, width in ((6144, 4096), (4096, 12288), (576, 576)):
         for has_bias in (False, True):
@@ -86,7 +86,7 @@ def test_scaled_linear(num_rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [65, 68, 1000])
+@pytest.mark.parametrize("num_rows", [65, 68, 150, 224, 1000])
 def test_scaled_block_linear(num_rows):
     if not has_block_matmul(torch.empty(128, 512, device="cuda")):
         pytest.skip("needs Hopper and CUDA 12.9")
@@ -96,9 +96,9 @@ def test_scaled_block_linear(num_rows):
             check(scaled_block_linear, *sizes, torch.bfloat16, "cuda", True)
 
 
-def padded(x: Fp8Rows) -> Fp8Rows:
+def padded(x: Fp8Rows, group: int | None) -> Fp8Rows:
     """Copies quantised rows into the layout in which kernels write them."""
-    rows = empty_rows(x.codes, x.codes.size(1), GROUP)
+    rows = empty_rows(x.codes, x.codes.size(1), group)
     for target, values in zip(rows, x, strict=True):
         target.copy_(values)
     return rows
@@ -152,7 +152,7 @@ def test_which_matmuls_have_the_kernel_for_decodes(monkeypatch):
     assert launched == ["multiply", False] and parts.shape == (2, 5, 64) and rest is residual
     found, rest = fp8_linear_add(x, weight, None, residual.half())
     assert found.shape == (5, 64) and found.dtype is torch.float16 and rest is not None
-    fp8_linear(make(257, 128, "cpu"), weight, None, torch.bfloat16)
+    fp8_linear(padded(make(257, 128, "cpu"), None), weight, None, torch.bfloat16)
     assert len(launched) == 2
 
 
