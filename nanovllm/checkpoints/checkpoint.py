@@ -1,10 +1,12 @@
 """Opens checkpoints: directories with safetensors files, hub ids, and GGUF files (``gguf.py``)."""
 
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,6 +16,8 @@ from safetensors import safe_open
 from nanovllm.checkpoints.files import CPU, check_bytes, check_metadata_file, check_regular
 from nanovllm.checkpoints.tensor_reader import read_tensors
 from nanovllm.checkpoints.tokenizer_growth import check_growth, parts_of
+from nanovllm.checkpoints.weights import replace_prefix
+from nanovllm.models.family import with_own_head
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.multimodal import TEXT_MODELS, text_config
 from nanovllm.models.registry import get_family
@@ -24,7 +28,12 @@ if TYPE_CHECKING:  # the import takes a second, which a run without a tokenizer 
 
     from nanovllm.checkpoints.fp8 import Fp8Weights
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+logger = logging.getLogger("nanovllm")
+
+EMBEDDING = "model.embed_tokens.weight"
+TOKENIZER_FILES = "tokenizer.json tokenizer.model tokenizer_config.json vocab.json tekken.json"
+# What a tekken.json of Mistral does not say, and tokenizers in transformers' own files do.
+TEKKEN_FIELDS = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
 # Names of fields in generation_config.json, each with its name in SamplingParams.
 GENERATION_FIELDS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
@@ -45,6 +54,8 @@ TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja"]
 TOKENIZER_READ_PATTERNS = [*TOKENIZER_PATTERNS, "*.spm", "*.codes", "*.tokenizer"]
 TOKENIZER_READ_PATTERNS += ["additional_chat_templates/*.jinja"]
 HUB_PATTERNS = [*TOKENIZER_PATTERNS, "*.safetensors"]
+# The same weights once more, in the layouts of other programs.
+HUB_IGNORED = ["*/*.safetensors", "consolidated*.safetensors"]
 
 
 class Checkpoint(Protocol):
@@ -128,9 +139,16 @@ class SafetensorsCheckpoint:
                 self.config = self._fp8.with_skipped_scales(family.read(unquantized))
             if self._files:  # dummy weights need no files
                 check_bytes(self.config, num_bytes)
-        if self._fp8 is not None:
-            with suppress(ValueError):  # ``tensors`` reports files that are missing or damaged
-                paths = self._weight_files() if self._files else []  # none for dummy weights
+        with suppress(ValueError):  # ``tensors`` reports files that are missing or damaged
+            paths = self._weight_files() if self._files else []  # none for dummy weights
+            if self.config.tie_word_embeddings and _has_own_head(paths):
+                logger.warning(
+                    "%s: tie_word_embeddings is true, but the weights have another lm_head.weight "
+                    "than the embedding, which is used",
+                    path / "config.json",
+                )
+                self.config = with_own_head(self.config)
+            if self._fp8 is not None:
                 method = self._fp8.kept_method(paths, self.config)
                 self.config = replace(self.config, quantization=method)
         generation = _read_json(path / "generation_config.json") or {}
@@ -169,6 +187,17 @@ class SafetensorsCheckpoint:
             if name not in self._files:
                 raise ValueError(f"{index_path} names {name!r:.80}, which is not in its directory")
         return [self._files[name] for name in sorted(set(names))]
+
+
+def _has_own_head(paths: list[Path]) -> bool:
+    """Returns whether the files have an LM head that differs from the embedding."""
+    found = {}
+    for path in paths:
+        with as_value_error(f"{path} cannot be read:"), safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                if (plain := replace_prefix(name)) in ("lm_head.weight", EMBEDDING):
+                    found[plain] = file.get_tensor(name)
+    return len(found) == 2 and not torch.equal(*found.values())
 
 
 def _map_tensors(paths: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -231,7 +260,7 @@ def _read_tokenizer(
         path: the directory.
         config: fields of config.json, by which transformers may choose the tokenizer's class.
     """
-    if not any((path / name).exists() for name in TOKENIZER_FILES):
+    if not any((path / name).exists() for name in TOKENIZER_FILES.split()):
         return None
     for pattern in TOKENIZER_READ_PATTERNS:
         for file in path.glob(pattern):
@@ -240,12 +269,18 @@ def _read_tokenizer(
     for name in ("gguf_file", "fast_tokenizer_files"):  # they name files that are not checked
         if name in (_read_json(path / "tokenizer_config.json") or {}):
             raise ValueError(f"{path}: tokenizer_config.json must not name a {name}")
-    with as_value_error(f"the tokenizer in {path} cannot be read (remove it to use token ids):"):
+    needs_package = (path / "tokenizer.model").exists() and find_spec("sentencepiece") is None
+    hint = ", or install sentencepiece for its tokenizer.model" if needs_package else ""
+    message = f"the tokenizer in {path} cannot be read (remove it to use token ids){hint}:"
+    with as_value_error(message):
         check_growth(_read_json(path / "tokenizer.json") or {})
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
         hf_config = AutoConfig.for_model(**config) if config else None
         tokenizer = AutoTokenizer.from_pretrained(path, config=hf_config, trust_remote_code=False)
+        if type(tokenizer).__name__ == "MistralCommonBackend":  # it cannot list special tokens
+            fields = {} if (path / "tokenizer.json").exists() else TEKKEN_FIELDS
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path, **fields)
         # Checked again, because transformers may have converted a tokenizer.model instead.
         check_growth(parts_of(getattr(tokenizer, "backend_tokenizer", None)))
         if not tokenizer.chat_template:
@@ -267,7 +302,8 @@ def _download(model: str, patterns: list[str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        path = snapshot_download(model, allow_patterns=patterns, ignore_patterns=HUB_IGNORED)
+        return Path(path)
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
             f"{model!r} is neither a local directory, nor a .gguf file, nor a model that can be "

@@ -54,7 +54,7 @@ class WeightTable:
 
     def find(self, hub_name: str) -> Slot | None:
         """Returns the slot of a tensor, by its name in a checkpoint; None if it has none."""
-        return self.slots.get(hub_name) or self.slots.get(_replace_prefix(hub_name))
+        return self.slots.get(hub_name) or self.slots.get(replace_prefix(hub_name))
 
     def skip_pattern(self, hub_name: str) -> str | None:
         """Returns the pattern that says that a tensor without a slot is not needed; None if none
@@ -136,7 +136,7 @@ def load_model(
         elif (pattern := table.skip_pattern(hub_name)) is not None:
             skipped[pattern] += 1
         else:
-            leftover.append(_replace_prefix(hub_name))
+            leftover.append(replace_prefix(hub_name))
     missing = loading.missing()
     if skipped:
         logger.info("skipped %d tensors: %s", skipped.total(), ", ".join(skipped))
@@ -185,7 +185,7 @@ def _expected_tensors(
     return slots, {name: [names for names in sets if names] for name, sets in ways.items()}
 
 
-def _replace_prefix(name: str) -> str:
+def replace_prefix(name: str) -> str:
     for prefix, replacement in PREFIXES:
         if name.startswith(prefix):
             return replacement + name.removeprefix(prefix)

@@ -114,6 +114,14 @@ class Family:
             raise ValueError(f"the config lacks {error.args[0]!r}") from error
 
 
+def with_own_head(config: ModelConfig) -> ModelConfig:
+    """Returns the config of a model whose LM head does not share the embedding's weight."""
+    names = config.weight_names
+    skipped = tuple(pattern for pattern in names.skipped if pattern not in TIED_HEAD)
+    names = replace(names, skipped=skipped)
+    return replace(config, tie_word_embeddings=False, weight_names=names)
+
+
 def equal_layers(hf: dict[str, Any], **flags: Any) -> list[LayerSpec]:
     """Returns identical layers, with the sizes, RoPE and biases of a checked config.
 

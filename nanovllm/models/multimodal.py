@@ -39,4 +39,7 @@ def text_config(architecture: str, raw: Mapping[str, Any]) -> tuple[str, dict[st
     for name in ("eos_token_id", "quantization_config"):  # these override the text model's
         if raw.get(name) is not None:
             fields[name] = raw[name]
+    # Releases of transformers write it to either config, and the default to the other one.
+    if raw.get("tie_word_embeddings"):
+        fields["tie_word_embeddings"] = raw["tie_word_embeddings"]
     return str(text.get("model_type") or TEXT_MODELS[architecture]), fields

@@ -4,19 +4,24 @@ import json
 import logging
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mistral_common
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoints.checkpoint import open_checkpoint
+from nanovllm.checkpoints import checkpoint
+from nanovllm.checkpoints.checkpoint import load_tokenizer, open_checkpoint
 from nanovllm.models.registry import FAMILIES
 from tests.tiny_models import VOCAB_SIZE, TinyModels
+from tests.tiny_tokenizer import save_tokenizer
 
 SMALL: dict[str, Any] = {"num_kvcache_blocks": 16, "kvcache_block_size": 16, "max_num_seqs": 4}
 WEIGHTS = "model.safetensors"
@@ -115,6 +120,41 @@ class TestLayout:
         (folder / WEIGHTS).unlink()
         refuse(folder, r"has no \.safetensors weights.*dummy")
 
+    def test_other_layouts_of_the_same_weights_are_not_downloaded(self, copy, monkeypatch):
+        folder = copy()
+        files = [file.name for file in folder.iterdir()]
+        others = ["consolidated.safetensors", "original/model.safetensors", "onnx/model.onnx"]
+
+        def download(model, allow_patterns, ignore_patterns):
+            given = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+            assert {*filter_repo_objects([*files, *others], **given)} == {*files}
+            return str(folder)
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+        assert tokens("somebody/model") == tokens(folder)
+
+    @pytest.mark.parametrize("has_json", [False, True])
+    def test_tokenizers_of_mistral_are_read_from_tekken_json(self, has_json, copy):
+        """Also where the library mistral-common is installed, which is needed if that is the only
+        file. With a tokenizer.json, the library would make transformers ignore that file."""
+        folder = copy("mistral")
+        data = Path(mistral_common.__file__).parent / "data/tekken_240911.json"
+        tekken = json.loads(data.read_text())
+        tekken["vocab"] = tekken["vocab"][:300]
+        sizes = {"default_vocab_size": 400, "default_num_special_tokens": 100}
+        tekken["config"] |= {"num_vocab_tokens": 300, **sizes}
+        expected = [1, 204, 205, 132, 3]
+        if has_json:
+            save_tokenizer(folder)
+            expected = load_tokenizer(str(folder)).encode("hi [INST]")
+        (folder / "tekken.json").write_text(json.dumps(tekken))
+        with LLM(folder, **SMALL) as llm:
+            tokenizer = llm.tokenizer
+            assert tokenizer.encode("hi [INST]") == expected
+            assert has_json or tokenizer.decode(expected) == "<s>hi [INST]"
+            (output,) = llm.generate(["hi"], FREE, use_tqdm=False)
+            assert output["text"] == tokenizer.decode(output["token_ids"], True)
+
     def test_a_path_is_a_string_or_a_pathlike(self, tiny_models):
         path = tiny_models.path("qwen3")
         assert open_checkpoint(str(path)).config == open_checkpoint(f"{path}/").config
@@ -156,6 +196,14 @@ class TestDamage:
         folder = copy()
         (folder / name).write_text("{")
         refuse(folder, str(folder))
+
+    def test_a_tokenizer_of_sentencepiece_names_the_package(self, copy, monkeypatch):
+        folder = copy()
+        data = Path(mistral_common.__file__).parent / "data/tokenizer.model.v1"
+        shutil.copy(data, folder / "tokenizer.model")
+        monkeypatch.setattr(checkpoint, "find_spec", lambda name: None)
+        monkeypatch.setitem(sys.modules, "sentencepiece", None)
+        refuse(folder, r"token ids\), or install sentencepiece for its tokenizer\.model: ")
 
     @pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], ["T5Model"], None, []])
     def test_an_unknown_architecture_is_refused_with_those_served(self, copy, architectures):
@@ -249,6 +297,19 @@ class TestTensors:
             folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
         )
         assert tokens(folder) == tokens(tiny_models.path("qwen3-tied"))
+
+    @pytest.mark.parametrize("copies_embedding", [True, False])
+    def test_a_tied_config_with_another_head_uses_the_head(self, copies_embedding, copy, caplog):
+        """As transformers does, and unlike vLLM, which ties them nevertheless."""
+        folder = copy("qwen3-tied")
+        head = load_file(folder / WEIGHTS)["model.embed_tokens.weight"].clone()
+        if not copies_embedding:
+            head[:9] = head[:9].flip(0)
+        edit_tensors(folder, lambda t: t.update({"lm_head.weight": head}))
+        found = tokens(folder)
+        assert ("another lm_head.weight" in caplog.text) != copies_embedding
+        edit_json(folder / "config.json", tie_word_embeddings=False)
+        assert found == tokens(folder)
 
     def test_an_untied_config_without_a_head_is_refused(self, copy):
         """Guards a head of uninitialised memory."""

@@ -42,11 +42,13 @@ def test_what_is_skipped_is_logged_in_one_line(folder, caplog):
     assert "vision_tower.*" in line and "multi_modal_projector.*" in line
 
 
-def test_the_text_model_of_mistral3_gives_the_tokens_of_transformers(tmp_path, caplog):
-    """With the names of the hub: language_model.model.layers..., language_model.lm_head."""
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_text_model_of_mistral3_gives_the_tokens_of_transformers(is_tied, tmp_path, caplog):
+    """With the names of the hub: language_model.model.layers..., language_model.lm_head. The config
+    of the text model says in both cases that its head is not tied."""
     text = {**BASE, "model_type": "mistral", "sliding_window": None}
     vision = {**VISION, "model_type": "pixtral", "head_dim": 8}
-    config = Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    config = Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=is_tied)
     torch.manual_seed(2)
     model = Mistral3ForConditionalGeneration(config).eval()
     with torch.no_grad():
@@ -55,6 +57,7 @@ def test_the_text_model_of_mistral3_gives_the_tokens_of_transformers(tmp_path, c
     model.save_pretrained(tmp_path)
     names = list(load_file(weights(tmp_path)))
     assert any(name.startswith("language_model.model.layers.") for name in names)
+    assert any(name.endswith("lm_head.weight") for name in names) != is_tied
     with caplog.at_level(logging.INFO, "nanovllm"):
         found = tokens(tmp_path)
     (line,) = [record.message for record in caplog.records if "skipped" in record.message]
@@ -118,9 +121,9 @@ def test_a_tied_head_is_passed_over_under_its_own_names_only(folder):
     text = json.loads((folder / "config.json").read_text())["text_config"]
     edit_config(folder, text_config={**text, "tie_word_embeddings": True})
     tensors = load_file(weights(folder))
-    head = tensors.pop("language_model.lm_head.weight")
+    del tensors["language_model.lm_head.weight"]
     save_file(tensors, weights(folder))
-    expected = tokens(folder)
+    expected, head = tokens(folder), tensors["language_model.model.embed_tokens.weight"].clone()
     for name in ("lm_head.weight", "language_model.lm_head.weight"):
         save_file({**tensors, name: head}, weights(folder))
         assert tokens(folder) == expected
