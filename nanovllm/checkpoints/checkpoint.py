@@ -47,7 +47,7 @@ CONFIG_FIELDS = (
     "num_key_value_heads max_position_embeddings rms_norm_eps hidden_act attention_bias mlp_bias "
     "rope_parameters rope_scaling rope_theta partial_rotary_factor "
     "original_max_position_embeddings sliding_window use_sliding_window tie_word_embeddings "
-    "dtype torch_dtype eos_token_id quantization_config tokenizer_class"
+    "dtype torch_dtype eos_token_id quantization_config compression_config tokenizer_class"
 )
 TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja"]
 # All files that transformers' tokenizers may open.
@@ -216,19 +216,26 @@ def _read_quantization(
 
     Args:
         path: the checkpoint's directory.
-        config: the fields of config.json.
+        config: the fields of config.json. Its ``quantization_config`` is set as it is found in
+            other places, with the method's name in transformers.
     """
-    quantization, modelopt = config.get("quantization_config"), path / "hf_quant_config.json"
-    if not quantization and modelopt.exists():  # early releases of ModelOpt write only this file
+    found, modelopt = config.get("quantization_config"), path / "hf_quant_config.json"
+    found = found or config.get("compression_config")  # early releases of compressed-tensors
+    if not found and modelopt.exists():  # early releases of ModelOpt write only this file
         fields = (_read_json(modelopt) or {}).get("quantization") or {}
-        quantization = {"quant_method": "modelopt", **fields}
-    if not quantization:
-        return None, None
+        found = {"quant_method": "modelopt", **fields}
+    if not isinstance(found, dict) or not found:
+        return None, None  # what is not an object is refused where the config is checked
+    method = found.get("quant_method")
+    if method is None and (found.get("load_in_8bit") or found.get("load_in_4bit")):
+        method = "bitsandbytes"
+    if isinstance(method, str):
+        method = method.lower().replace("compressed_tensors", "compressed-tensors")
+        found = {**found, "quant_method": method}
+    config["quantization_config"] = found
     from nanovllm.checkpoints.fp8 import Fp8Weights
 
-    weights = Fp8Weights.from_config(quantization)
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    return method, weights
+    return method, Fp8Weights.from_config(found)
 
 
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":

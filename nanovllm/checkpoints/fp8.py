@@ -186,10 +186,12 @@ def dequantize_fp8(
         fp32 [..., out, in], on the weight's device.
 
     Raises:
-        ValueError: the weight has another dtype, the scale has another shape, or a scale is 0
-            though its weights are not.
+        ValueError: the weight has another dtype or is NaN, the scale has another shape, or a scale
+            is 0 though its weights are not.
     """
     scale, block = _match(weight, scale, blocks)
+    if (weight.view(torch.uint8) & 127 == 127).any():
+        raise ValueError("its FP8 numbers contain NaN")
     return _multiply_blocks(weight.float(), scale, block)
 
 
@@ -271,6 +273,9 @@ def _read_compressed_tensors(config: Mapping[str, Any]) -> Iterator[Block]:
         raise ValueError(f"config_groups must be an object of objects, got {groups!r:.80}")
     if _object_or_none(config, "transform_config").get("config_groups"):
         raise unsupported_quantization("compressed-tensors with transforms")
+    sparsity = _object_or_none(config, "sparsity_config").get("format") or "dense"
+    if sparsity != "dense":
+        raise unsupported_quantization(f"compressed-tensors {sparsity}")
     for group in groups.values():
         weights = _object_or_none(group, "weights")
         if group.get("weights") is None:  # the group is about activations only

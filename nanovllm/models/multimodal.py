@@ -36,7 +36,8 @@ def text_config(architecture: str, raw: Mapping[str, Any]) -> tuple[str, dict[st
         raise ValueError(f"the config of a {architecture} needs a text_config, got {text!r:.80}")
     shared = {name: raw[name] for name in SHARED_FIELDS if raw.get(name) is not None}
     fields = {**shared, **{name: value for name, value in text.items() if value is not None}}
-    for name in ("eos_token_id", "quantization_config"):  # these override the text model's
+    # These override the text model's.
+    for name in ("eos_token_id", "quantization_config", "compression_config"):
         if raw.get(name) is not None:
             fields[name] = raw[name]
     # Releases of transformers write it to either config, and the default to the other one.

@@ -448,6 +448,10 @@ def spoil_scale(value: float) -> Callable[[Tensors], Any]:
     return spoil
 
 
+def spoil_weight(tensors: Tensors) -> None:
+    tensors[UP].view(torch.uint8)[3, 5] = 255
+
+
 INVALID = rf"{UP}_scale_inv: scales must be finite and positive"
 DAMAGES: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "no scale": (lambda t: t.pop(f"{UP}_scale_inv"), f"{UP} is torch.float8_e4m3fn, but it has no"),
@@ -477,6 +481,7 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], Any], str]] = {
         f"{UP}: .* must be float8_e4m3fn, got torch.float8_e5m2",
     ),
     "one dimension": (lambda t: t.update({UP: t[UP].flatten()}), f"{UP}: FP8 weights must be matr"),
+    "NaN weights": (spoil_weight, f"{UP}: its FP8 numbers contain NaN"),
     "no rows": (lambda t: t.update({UP: t[UP][:0].clone()}), f"{UP}: FP8 weights must be matrices"),
 }
 
@@ -511,6 +516,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "GPTQ": ({"quant_method": "gptq"}, "'gptq'"),
     "int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "'bitsandbytes'"),
     "unknown": ({"quant_method": "magic"}, "'magic'"),
+    "int8 without a method": ({"load_in_8bit": True}, "'bitsandbytes'"),
     "no method": ({"bits": 4}, "'unknown'"),
     "FP4 experts": ({"quant_method": "fp8", "expert_dtype": "fp4"}, "'fp8 with fp4 experts'"),
     "NVFP4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt NVFP4'"),
@@ -533,6 +539,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "one group in int4": (
         {**FLOAT, "config_groups": group() | {"b": {"weights": {}, "format": "pack-quantized"}}},
         "'compressed-tensors pack-quantized'",
+    ),
+    "sparse": (
+        {**FLOAT, "config_groups": group(), "sparsity_config": {"format": "sparse-24-bitmask"}},
+        "'compressed-tensors sparse-24-bitmask'",
     ),
     "transforms": (
         {**FLOAT, "config_groups": group(), "transform_config": {"config_groups": {"R3": {}}}},
@@ -577,6 +587,25 @@ def test_fp8_weights_need_a_group(quantized: Path):
     edit_json(quantized, **FLOAT, config_groups={})
     with pytest.raises(ValueError, match="the config_groups in the config describe no weights"):
         dict(open_checkpoint(str(quantized)).tensors())
+
+
+def test_other_spellings_of_the_config(quantized: Path):
+    expected = tokens(quantized)
+    edit_json(quantized, quant_method="FP8")
+    assert tokens(quantized) == expected
+
+
+@pytest.mark.parametrize("place", ["quantization_config", "compression_config"])
+def test_other_places_of_the_config(place: str, tiny_models: TinyModels, tmp_path: Path):
+    config = {**FLOAT, "quant_method": "compressed_tensors", "config_groups": group()}
+    folder = write(tmp_path / "fp8", tiny_models.path("qwen3"), config, {})
+    (folder / WEIGHTS).unlink()
+    fields = json.loads((folder / "config.json").read_text("utf-8"))
+    fields[place] = fields.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(fields))
+    checkpoint = open_checkpoint(str(folder))
+    assert checkpoint._fp8.blocks == (CHANNEL,)
+    assert checkpoint.quant_method == "compressed-tensors"
 
 
 def test_groups_without_weights_do_not_count(tiny_models: TinyModels, tmp_path: Path):

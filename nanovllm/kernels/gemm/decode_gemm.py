@@ -25,12 +25,13 @@ KERNEL = "GEMM for decodes"
 DTYPES = *hopper_gemm.DTYPES, FP8
 MAX_ROWS = 256
 # When the kernel is the fastest: each entry is (most rows, most elements of the weight). LIMITS is
-# for 16-bit weights, FP8_LIMITS for FP8 with scales of rows. BLOCK_LIMITS is for FP8 with scales of
-# blocks: up to MAX_BLOCK_FEATURES output features, then more.
-LIMITS = (64, sys.maxsize), (128, 64 << 20), (MAX_ROWS, 8 << 20)
+# for 16-bit weights, of which those with over MAX_COLUMNS input features have only the first entry.
+# FP8_LIMITS is for FP8 with scales of rows. BLOCK_LIMITS is for FP8 with scales of blocks: up to
+# MAX_BLOCK_FEATURES output features, then more.
+LIMITS = (64, sys.maxsize), (128, 128 << 20), (MAX_ROWS, 8 << 20)
 FP8_LIMITS = (64, sys.maxsize), (128, 128 << 20), (MAX_ROWS, 88 << 20)
 BLOCK_LIMITS = ((128, sys.maxsize), (MAX_ROWS, 8 << 20)), ((64, sys.maxsize),)
-MAX_BLOCK_FEATURES = 4096
+MAX_BLOCK_FEATURES, MAX_COLUMNS = 4096, 16 << 10
 MIN_PART_COLUMNS = 1024
 SHORT_ROW = 2 << 10  # bytes of a row of the weight, or of its part
 EARLY_ROW, EARLY_ROW_OF_MANY = 4 << 10, 3 << 10  # bytes, with up to 64 rows of x and with more
@@ -68,7 +69,7 @@ def is_fastest(num_rows: int, weight: Tensor | Fp8Rows) -> bool:
         limits = BLOCK_LIMITS[is_large] if has_blocks else FP8_LIMITS
         weight = weight.codes
     else:
-        limits = LIMITS
+        limits = LIMITS[:1] if weight.size(1) > MAX_COLUMNS else LIMITS
     is_fast = any(num_rows <= rows and weight.numel() <= size for rows, size in limits)
     return is_fast and num_rows > 0 and hopper_gemm.supports(KERNEL, weight, DTYPES)
 

@@ -216,7 +216,7 @@ def test_more_rows_need_a_smaller_weight(monkeypatch):
     def weight(*shape):
         return torch.empty(shape, device="meta")
 
-    large, medium, small = weight(24_576, 4096), weight(19_456, 2560), weight(6144, 1024)
+    large, medium, small = weight(34_816, 5120), weight(24_576, 4096), weight(6144, 1024)
     for num_rows, expected in (
         (64, (True, True, True)),
         (65, (False, True, True)),
@@ -224,6 +224,9 @@ def test_more_rows_need_a_smaller_weight(monkeypatch):
         (257, (False, False, False)),
     ):
         assert tuple(is_fastest(num_rows, w) for w in (large, medium, small)) == expected
+
+    long = weight(5120, 17_408)
+    assert is_fastest(64, long) and not is_fastest(65, long)
 
     blocks, rows = (torch.empty(shape, device="meta") for shape in ((48, 32), (6144,)))
     for num_rows, expected in ((64, (True, True)), (65, (False, True)), (257, (False, False))):
