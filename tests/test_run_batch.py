@@ -986,6 +986,7 @@ def test_faults_of_this_program_cost_one_line(llm: LLM, tmp_path: Path, monkeypa
     monkeypatch.setattr(runner, "read_body", read_body)
     summary = run(llm, write_input(tmp_path / "in", simple_lines(8)), tmp_path / "out")
     assert summary.startswith("6 done, 2 failed")
+    assert summary.endswith(("first error: internal error: KeyError: 'oh'", "KeyError: 'no'"))
     found = by_id(read_output(tmp_path / "out"))
     assert found["batch_req_4"]["error"]["message"] == "internal error: KeyError: 'oh'"
     assert found["batch_req_5"]["error"]["code"] == "internal_error"

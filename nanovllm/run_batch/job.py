@@ -55,6 +55,7 @@ class Job:
         self.input_path = input_path
         self.trusts_templates = trusts_templates
         self.num_lines = self.num_skipped = self.num_written = self.num_failed = 0
+        self.first_error = ""
         self.writer = Writer(output_path)
         try:
             has_records = bool(self.writer.done or self.writer.done_lines)
@@ -127,7 +128,9 @@ class Job:
             for record in records:
                 self.writer.write(record)
                 self.num_written += 1
-                self.num_failed += record["error"] is not None
+                if record["error"] is not None:
+                    self.num_failed += 1
+                    self.first_error = self.first_error or record["error"]["message"]
                 bar.update()
                 now = monotonic()
                 if show_progress and not is_bar and now - logged >= LOG_SECONDS:
@@ -138,12 +141,14 @@ class Job:
                     logger.info("%d of %d lines, %.1f/s, %s left", done, self.num_lines, rate, left)
 
     def summary(self) -> str:
-        """Returns a line of text with the numbers of done, failed and skipped lines."""
+        """Returns a line of text with the numbers of done, failed and skipped lines, and the first
+        error of this run."""
         num_done = self.num_written - self.num_failed
         text = f"{num_done} done, {self.num_failed} failed, {self.num_skipped} skipped"
         if self.writer.num_failed:
             text += f" ({self.writer.num_failed} of them with an error)"
-        return f"{text}, of {self.num_lines} lines; see {self.writer.path}"
+        text += f", of {self.num_lines} lines; see {self.writer.path}"
+        return f"{text}; first error: {self.first_error:.200}" if self.first_error else text
 
     def close(self) -> None:
         """Closes the files. Raises OSError if the records may not have reached the disk."""
