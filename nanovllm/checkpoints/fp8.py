@@ -115,7 +115,8 @@ class Fp8Weights:
         if not packs:
             logger.info(
                 "FP8 weights are dequantised as they are read, and take as much memory as "
-                "unquantised ones (in bf16, 2 bytes each)"
+                "unquantised ones (in bf16, 2 bytes each), unless quantization='fp8' quantises "
+                "all projections again"
             )
         for name, tensor in tensors:
             if name.endswith(SCALE_SUFFIXES):
