@@ -52,9 +52,10 @@ class LLM(LLMEngine):
             TypeError, ValueError: an invalid argument. If a conversation is invalid, the message
                 has its index.
         """
-        prompts = self._chat_renderer.prompts(
-            self.preparer.encoder, messages, bar_maker(use_tqdm), **template_options
-        )
+        with self.turns.until_closed():
+            prompts = self._chat_renderer.prompts(
+                self.preparer.encoder, messages, bar_maker(use_tqdm), **template_options
+            )
         return self._generate(prompts, sampling_params, use_tqdm, on_error, "messages")
 
     def render_chat(
@@ -78,7 +79,9 @@ class LLM(LLMEngine):
             TypeError, ValueError: an invalid argument. If a conversation is invalid, the message
                 has its index.
         """
-        prompts = self._chat_renderer.prompts(self.preparer.encoder, messages, **template_options)
+        with self.turns.until_closed():
+            encoder = self.preparer.encoder
+            prompts = self._chat_renderer.prompts(encoder, messages, **template_options)
         return raise_errors(prompts, "messages")
 
     @cached_property

@@ -56,7 +56,8 @@ MAX_SPINE_LINES, MAX_FILE_LINES = 2260, 350
 # What could be deleted without touching the spine: by path or glob, the seam behind which it is.
 CAPABILITIES = {
     "engine/cuda_graphs.py": "On a GPU, start-up replaces a runner's CapturedSteps by StepGraphs.",
-    "engine/kv_cache.py": "Start-up calls measure_kv_cache unless num_kvcache_blocks is given.",
+    "engine/kv_cache.py": "On a GPU, or without num_kvcache_blocks, start-up calls "
+    "measure_kv_cache.",
     "engine/kv_layout.py": "Start-up gives a runner what it returns.",
     "engine/startup.py": "LLMEngine is made with what start_up returns.",
     "engine/recovery.py": "The loop calls it for a step that runs out of memory or has no token.",

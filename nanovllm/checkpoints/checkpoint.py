@@ -32,7 +32,7 @@ logger = logging.getLogger("nanovllm")
 
 EMBEDDING = "model.embed_tokens.weight"
 TOKENIZER_FILES = "tokenizer.json tokenizer.model tokenizer_config.json vocab.json tekken.json"
-# What a tekken.json of Mistral does not say, and tokenizers in transformers' own files do.
+# Fields that a Mistral tekken.json lacks. Tokenizers in transformers' own format state them.
 TEKKEN_FIELDS = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
 # Names of fields in generation_config.json, each with its name in SamplingParams.
 GENERATION_FIELDS = {
@@ -211,13 +211,13 @@ def _map_tensors(paths: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 def _read_quantization(
     path: Path, config: dict[str, Any]
 ) -> tuple[str | None, "Fp8Weights | None"]:
-    """Returns the name of a checkpoint's quantisation, and how it stores FP8 weights; None for
-    what it has not.
+    """Returns the name of a checkpoint's quantisation method, and how it stores FP8 weights. Each
+    is None if it does not apply.
 
     Args:
         path: the checkpoint's directory.
-        config: the fields of config.json. Its ``quantization_config`` is set as it is found in
-            other places, with the method's name in transformers.
+        config: the fields of config.json. Settings that are found elsewhere are copied to its
+            ``quantization_config``, and the method gets its name in transformers.
     """
     found, modelopt = config.get("quantization_config"), path / "hf_quant_config.json"
     found = found or config.get("compression_config")  # early releases of compressed-tensors

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from nanovllm.kernels.fp8 import GROUP, Fp8Rows, pack_rows
+from nanovllm.kernels.fp8 import GROUP, Fp8Rows, check_not_nan, pack_rows
 from nanovllm.models.family import unsupported_quantization
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.math import cdiv
@@ -26,7 +26,8 @@ logger = logging.getLogger("nanovllm")
 Block = tuple[int, int]
 
 SCALE_SUFFIXES = (".weight_scale_inv", ".weight_scale")
-# Of attention and MLPs, of all experts at once, and of experts of Mixtral and Granite.
+# Endings of the names of projection weights: of attention and MLPs, of all experts in one tensor,
+# and of experts of Mixtral and Granite.
 PROJECTIONS = ("_proj.weight", "_proj", "w1.weight", "w2.weight", "w3.weight", "_linear.weight")
 # Scales of FP8 activations and of an FP8 KV cache, which both stay unquantised here.
 SKIPPED = tuple(
@@ -164,7 +165,7 @@ def read_scales(paths: Iterable[Path]) -> dict[str, torch.Tensor]:
                 raise ValueError(f"checkpoint tensor {name}: a scale cannot be {stored.dtype}")
             scale = stored.float()
             if not (scale.isfinite() & (scale >= 0)).all():
-                raise ValueError(f"checkpoint tensor {name}: scales must be finite and positive")
+                raise ValueError(f"checkpoint tensor {name}: scales must be finite and at least 0")
             scales[weight] = scale
     if alone := sorted(scales.keys() - names):
         raise ValueError(f"checkpoint tensor {alone[0]} is missing, though it has a scale")
@@ -191,8 +192,6 @@ def dequantize_fp8(
             is 0 though its weights are not.
     """
     scale, block = _match(weight, scale, blocks)
-    if (weight.view(torch.uint8) & 127 == 127).any():
-        raise ValueError("its FP8 numbers contain NaN")
     return _multiply_blocks(weight.float(), scale, block)
 
 
@@ -215,6 +214,7 @@ def _match(
     block, clamped to the weight's."""
     if weight.dtype is not torch.float8_e4m3fn:
         raise ValueError(f"a weight with a scale must be float8_e4m3fn, got {weight.dtype}")
+    check_not_nan(weight.view(torch.uint8))
     if weight.dim() < 2 or not weight.numel():
         raise ValueError(f"FP8 weights must be matrices, got shape {list(weight.shape)}")
     *leading, num_rows, num_columns = weight.shape

@@ -79,7 +79,7 @@ class LoadingPass:
 
         Raises:
             ValueError: it has been loaded before, perhaps under another name or as parts, or it has
-                a wrong shape or dtype. Nothing was changed.
+                a wrong shape or dtype. No parameter was changed, but the tensor counts as loaded.
         """
         self.take(slot)
         try:
@@ -212,8 +212,8 @@ def expand(names: WeightNames) -> Iterator[tuple[str, str, list[Any], dict[str, 
             yield tensor.format(**chosen), parameter.format(**chosen), shard_id, extra
 
 
-def some_of(names: Iterable[str], limit: int = 5) -> str:
-    """Returns the first names in alphabetical order, and how many more there are."""
+def some_of(names: Iterable[str]) -> str:
+    """Returns the first five names in alphabetical order, and how many more there are."""
     names = sorted(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

@@ -3,10 +3,8 @@
 import torch
 
 from nanovllm.config import DEFAULT_NUM_SEQS, Config
-from nanovllm.engine.kv_layout import allocate_kv_cache, most_blocks
+from nanovllm.engine.kv_layout import allocate_kv_cache, most_blocks, token_bytes
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.kernels.attention.kv_cache import vector_bytes
-from nanovllm.utils.math import heads_per_rank
 from nanovllm.utils.memory import allocated_bytes, available_bytes
 from nanovllm.utils.timer import Timer
 
@@ -56,12 +54,8 @@ def choose_num_seqs(runner: ModelRunner, weight_bytes: int) -> int:
 
 def block_bytes(runner: ModelRunner) -> int:
     """Returns the bytes of one block on one rank: keys and values of one group of layers."""
-    model = runner.model_config
-    kv_heads = heads_per_rank(model.num_key_value_heads, runner.tp.size)
     num_layers = max(map(len, runner.kv_groups))
-    config = runner.config
-    vector = vector_bytes(model.head_dim, runner.dtype.itemsize, config.quantizes_kv)
-    return 2 * num_layers * config.block_size * kv_heads * vector
+    return num_layers * runner.config.block_size * token_bytes(runner)
 
 
 def measure_kv_cache(runner: ModelRunner, bytes_before: int, timed: Timer) -> int:

@@ -12,12 +12,19 @@ from nanovllm.config import MAX_INT32
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kernels.attention.block_tables import BlockTables
-from nanovllm.kernels.attention.kv_cache import SCALE_BYTES, KVCache
+from nanovllm.kernels.attention.kv_cache import SCALE_BYTES, KVCache, vector_bytes
 from nanovllm.kernels.fp8 import FP8
 from nanovllm.layers.attention import Attention
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.utils.cuda_vmm import ALIGNMENT, empty_in_arena
-from nanovllm.utils.math import cdiv
+from nanovllm.utils.math import cdiv, heads_per_rank
+
+
+def token_bytes(runner: ModelRunner) -> int:
+    """Returns the bytes of a token's keys and values in one layer on one rank."""
+    config, model = runner.config, runner.model_config
+    kv_heads = heads_per_rank(model.num_key_value_heads, config.tensor_parallel_size)
+    return 2 * kv_heads * vector_bytes(model.head_dim, runner.dtype.itemsize, config.quantizes_kv)
 
 
 def attention_layers(model: DecoderForCausalLM) -> list[Attention]:

@@ -398,7 +398,7 @@ class LLMEngine:
     def add_prepared(
         self, prepared: PreparedRequest, streams: bool = False, may_reorder: bool = False
     ) -> Request:
-        """Queues a prepared request. If this raises, nothing has changed."""
+        """Queues a prepared request. If this raises, no request has been queued."""
         request_id = str(next(self._request_ids))
         params, token_ids = prepared.sampling.params, prepared.prompt_token_ids
         states = self.sampling_states.make(prepared.sampling, token_ids)

@@ -81,6 +81,7 @@ class SamplingStateFactory:
         vocab_size: the model's vocabulary size.
         eos_token_ids: the model's EOS tokens.
         config: its ``seed`` seeds the generator from which requests without a seed get theirs.
+            Its ``max_logprobs`` limits ``logprobs`` and ``prompt_logprobs``.
     """
 
     def __init__(

@@ -18,6 +18,7 @@ from nanovllm.engine.kv_layout import (
     group_layers,
     limit_model_len,
     longest_sequence,
+    token_bytes,
     uses_arenas,
 )
 from nanovllm.engine.model_runner import CapturedSteps, ModelRunner
@@ -26,7 +27,7 @@ from nanovllm.kernels.attention.backend import (
     AttentionShape,
     select_attention_backend,
 )
-from nanovllm.kernels.attention.kv_cache import vector_bytes
+from nanovllm.kernels.attention.base import ALL_FEATURES
 from nanovllm.kernels.fp8 import GROUP
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
@@ -184,8 +185,8 @@ def check_vocabulary(size: int) -> None:
 
 def attention_features(model: ModelConfig) -> frozenset[str]:
     """Returns the features (window, softcap, sinks) that at least one layer has."""
-    names = ("window", "softcap", "sinks")
-    return frozenset(n for n in names for layer in model.layers if getattr(layer.attention, n))
+    layers = model.layers
+    return frozenset(n for n in ALL_FEATURES for layer in layers if getattr(layer.attention, n))
 
 
 def start_ranks(config: Config, checkpoint: Checkpoint, max_model_len: int) -> ModelRunner:
@@ -319,10 +320,8 @@ def choose_backend(runner: ModelRunner) -> AttentionBackend:
 def make_prefix_finder(runner: ModelRunner) -> "PrefixFinder":
     from nanovllm.engine.shared_prefixes import PrefixFinder
 
-    model, config = runner.model_config, runner.config
-    kv_heads = heads_per_rank(model.num_key_value_heads, config.tensor_parallel_size)
-    vector = vector_bytes(model.head_dim, runner.dtype.itemsize, config.quantizes_kv)
-    return PrefixFinder(config.block_size, runner.windows.index(None), 2 * kv_heads * vector)
+    block_size, group = runner.config.block_size, runner.windows.index(None)
+    return PrefixFinder(block_size, group, token_bytes(runner))
 
 
 def build_model(runner: ModelRunner) -> DecoderForCausalLM:
@@ -364,14 +363,24 @@ def weight_quantization(runner: ModelRunner) -> str | None:
         return config.quantization
     if rounds_to_fp8(runner):
         return None
-    columns = [model.hidden_size, model.num_attention_heads * model.head_dim]
-    columns += [layer.mlp.intermediate_size for layer in model.layers]
-    num_ranks, has_groups = config.tensor_parallel_size, model.quantization == "fp8_groups"
-    key_columns = heads_per_rank(model.num_key_value_heads, num_ranks) * model.head_dim
-    sizes = [*columns, key_columns * num_ranks]
-    if has_groups and any(size % (GROUP * num_ranks) for size in sizes):
+    num_ranks, head_dim = config.tensor_parallel_size, model.head_dim
+    key_columns = heads_per_rank(model.num_key_value_heads, num_ranks) * head_dim
+    sizes = [model.hidden_size, model.num_attention_heads * head_dim, key_columns * num_ranks]
+    sizes += [layer.mlp.intermediate_size for layer in model.layers]
+    has_blocks = model.quantization == "fp8_groups"
+    if has_blocks and (_moves_rows(model) or any(size % (GROUP * num_ranks) for size in sizes)):
         return None
     return model.quantization
+
+
+def _moves_rows(model: ModelConfig) -> bool:
+    """Returns whether rows of a weight are loaded in another order than a checkpoint's, and may
+    then be in another block of GROUP rows."""
+    if any(getattr(layer.mlp, "interleaved", False) for layer in model.layers):
+        return True
+    ropes = [layer.attention.rope for layer in model.layers]
+    reorders = any(rope is not None and rope.head_order(model.head_dim) for rope in ropes)
+    return reorders and GROUP % model.head_dim != 0
 
 
 def keeps_fp8(runner: ModelRunner, checkpoint: Checkpoint) -> bool:

@@ -81,15 +81,16 @@ def pack_rows(x: Fp8Rows) -> Tensor:
 
 
 def unpack_rows(packed: Tensor, num_groups: int) -> Fp8Rows:
-    """Undoes ``pack_rows``. The scales are [..., N, num_groups].
-
-    Raises:
-        ValueError: an FP8 number is NaN, as in a damaged checkpoint.
-    """
+    """Undoes ``pack_rows``. The scales are [..., N, num_groups]. Raises ValueError for NaN."""
     codes, scales = packed.split((packed.size(-1) - 4 * num_groups, 4 * num_groups), -1)
+    check_not_nan(codes)
+    return Fp8Rows(codes.contiguous().view(FP8), scales.contiguous().view(torch.float32))
+
+
+def check_not_nan(codes: Tensor) -> None:
+    """Raises ValueError if an FP8 number, as uint8, is NaN, as in a damaged checkpoint."""
     if (codes & 127 == 127).any():
         raise ValueError("its FP8 numbers contain NaN")
-    return Fp8Rows(codes.contiguous().view(FP8), scales.contiguous().view(torch.float32))
 
 
 @triton.jit
@@ -111,8 +112,8 @@ def quantize_tile(x):
 
 @triton.jit
 def fp8_values(codes, dtype: tl.constexpr):
-    """Converts FP8 numbers to ``dtype``; or uint8, their bits, on GPUs without FP8. Other numbers
-    have this dtype already, or are converted too."""
+    """Converts FP8 numbers to ``dtype``. On GPUs without FP8, ``codes`` has their bits as uint8.
+    Numbers of any other dtype are converted as usual."""
     if codes.dtype == tl.uint8:
         bits = codes.to(tl.int32)  # then the value times 2 ** -120, as fp32
         bits = ((bits & 128) << 24) | ((bits & 127) << 20)
@@ -178,8 +179,8 @@ def empty_rows(x: Tensor, width: int, group: int | None) -> Fp8Rows:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Returns for how many rows cuBLAS is the fastest that can multiply this number of them: a
-    multiple of four, which it needs with groups; and 256 instead of 129 to 255."""
+    """Returns with how many rows cuBLAS is called for ``num_rows`` rows: the next multiple of four,
+    which it needs for scales of groups; and 256 for 129 to 255 rows, which is faster."""
     return 256 if 128 < num_rows < 256 else cdiv(num_rows, 4) * 4
 
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from nanovllm.kernels.attention.backend import AttentionBackend
 from nanovllm.kernels.attention.base import AttentionParams
-from nanovllm.kernels.attention.kv_cache import KVCache, store_kvcache
+from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.rope import CacheSlots, NewKV, RopeInputs, apply_rope_and_store
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import head_parameter
@@ -54,7 +54,7 @@ class Attention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        rope: RopeInputs | None = None,
+        rope: RopeInputs,
         only_outputs: bool = False,
     ) -> Tensor:
         """Computes attention of the current step, whose metadata is in the context.
@@ -62,7 +62,7 @@ class Attention(nn.Module):
         Args:
             q: [N, num_heads, head_dim].
             k, v: [N, num_kv_heads, head_dim].
-            rope: rotary embedding to apply to q and k; None if they need none.
+            rope: rotary embedding to apply to q and k. A layer without RoPE has angles of 0.
             only_outputs: compute only the rows in the context's ``output_indices``.
 
         Returns:
@@ -70,13 +70,9 @@ class Attention(nn.Module):
         """
         context = get_context(self.kv_group)
         assert self.backend is not None, "start-up has set no attention backend"
-        if rope is not None and self.backend.fuses_rope and not context.is_prefill:
+        if self.backend.fuses_rope and not context.is_prefill:
             return self.backend.decode(q, self.kv_cache, context, self.params, NewKV(rope, k, v))
-        slots = self.cache_slots()
-        if rope is not None:
-            q, k = apply_rope_and_store(rope, q, k, v, slots)
-        elif slots is not None:
-            store_kvcache(k, v, *slots)
+        q, k = apply_rope_and_store(rope, q, k, v, self.cache_slots())
         return self.attend(q, k, v, only_outputs)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, only_outputs: bool = False) -> Tensor:

@@ -64,7 +64,7 @@ def is_batch_invariant() -> bool:
 class InputFormat:
     """The format in which a linear layer takes its input, defined by the kernels that produce it.
 
-    For an FP8 format, for example, these kernels would return values with their scales.
+    The kernels of an FP8 format return an ``Fp8Rows``: FP8 numbers with their scales.
 
     Attributes:
         rms_norm: (x, norm weight, eps, residual or None) -> (input, x + residual).

@@ -66,9 +66,7 @@ class DequantizedFp8Weight(UnquantizedWeight):
     invariance. Matmuls use the values of the FP8 weight, and inputs that are not quantised."""
 
     def load(self, param: nn.Parameter, tensor: Tensor, shard: Shard) -> None:
-        if tensor.dtype is torch.uint8:
-            tensor = dequantize(unpack_rows(tensor, 1))
-        elif tensor.dim() == 2 and tensor.is_floating_point():  # else a bias, or refused
+        if tensor.dim() == 2 and tensor.is_floating_point():  # else a bias, or refused
             tensor = dequantize(quantize(tensor))
         super().load(param, tensor, shard)
 
@@ -111,7 +109,7 @@ class StoredFp8Weight(LinearWeight):
             return (quantize_blocks if self.has_groups else quantize)(tensor.to(weight.device))
         width = weight.size(1) * (shard.num_parts if shard.dim == 1 else 1)
         num_groups = width // GROUP if self.has_groups else 1
-        check_shape((len(tensor), width), tensor[:, 4 * num_groups :])  # of the FP8 numbers
+        check_shape((len(tensor), width + 4 * num_groups), tensor)  # bytes of numbers and scales
         codes, scales = unpack_rows(tensor.to(weight.device), num_groups)
         return Fp8Rows(codes, scales[::GROUP] if self.has_groups else scales.flatten())
 

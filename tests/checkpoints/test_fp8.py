@@ -17,12 +17,13 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints import fp8 as checkpoints_fp8
 from nanovllm.checkpoints.checkpoint import open_checkpoint
-from nanovllm.checkpoints.fp8 import CHANNEL, TENSOR, dequantize_fp8
+from nanovllm.checkpoints.fp8 import CHANNEL, TENSOR, dequantize_fp8, pack_fp8
 from nanovllm.checkpoints.tensor_reader import read_tensors
 from nanovllm.engine import startup
 from nanovllm.kernels import fp8 as kernels_fp8
 from nanovllm.quantization import experts, fp8_experts
 from nanovllm.quantization import fp8 as quantization_fp8
+from nanovllm.utils.rope import RopeConfig
 from tests.tiny_models import TinyModels
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -250,6 +251,11 @@ def test_what_a_gpu_keeps(tiny_models: TinyModels, tmp_path: Path):
     model = replace(model, hidden_size=512, layers=layers)
     assert kept("fp8_groups") == kept("fp8_groups", 2) == "fp8_groups"
     assert kept("fp8_groups", 4) is None
+    reordered = RopeConfig((1.0,) * 64, interleaved=True)
+    for head_dim, expected in ((128, "fp8_groups"), (256, None)):
+        changed = replace(attention, head_dim=head_dim, rope=reordered)
+        model = replace(model, layers=[replace(layer, attention=changed) for layer in layers])
+        assert kept("fp8_groups") == expected, "rows move only within blocks of 128 rows"
 
 
 FORMS = {  # model, and strategy or size of a block
@@ -452,7 +458,7 @@ def spoil_weight(tensors: Tensors) -> None:
     tensors[UP].view(torch.uint8)[3, 5] = 255
 
 
-INVALID = rf"{UP}_scale_inv: scales must be finite and positive"
+INVALID = rf"{UP}_scale_inv: scales must be finite and at least 0"
 DAMAGES: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "no scale": (lambda t: t.pop(f"{UP}_scale_inv"), f"{UP} is torch.float8_e4m3fn, but it has no"),
     "no weight": (lambda t: t.pop(UP), f"{UP} is missing, though it has a scale"),
@@ -492,6 +498,13 @@ def test_damaged_checkpoints_are_refused(damage: str, quantized: Path):
     edit_tensors(quantized, spoil)
     with pytest.raises(ValueError, match=match):
         tokens(quantized)
+
+
+def test_weights_that_are_kept_are_checked_before_any_part_is_loaded():
+    weight = torch.zeros(384, 128).to(FP8)
+    weight.view(torch.uint8)[383, 5] = 127
+    with pytest.raises(ValueError, match="its FP8 numbers contain NaN"):
+        pack_fp8(weight, torch.ones(1), [TENSOR])
 
 
 def test_a_scale_of_zero_weights_may_be_zero(quantized: Path):

@@ -9,7 +9,9 @@ from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.torch_backend import TorchAttention
 from nanovllm.kernels.fp8 import FP8
+from nanovllm.kernels.rope import RopeInputs
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import Context, step_context
 
 
@@ -20,11 +22,18 @@ class Shape:
     head_dim: int
 
 
-SHAPES = [Shape(4, 4, 16), Shape(4, 2, 40), Shape(6, 1, 17), Shape(9, 3, 128), Shape(1, 1, 1)]
+SHAPES = [Shape(4, 4, 16), Shape(4, 2, 40), Shape(6, 1, 18), Shape(9, 3, 128), Shape(1, 1, 2)]
 each_shape = pytest.mark.parametrize(
     "shape", SHAPES, ids=lambda s: f"{s.heads}x{s.kv_heads}x{s.head_dim}"
 )
 each_block_size = pytest.mark.parametrize("block_size", [1, 16, 256])
+
+
+def no_rope(q: torch.Tensor) -> RopeInputs:
+    """All angles are 0."""
+    positions = torch.zeros(len(q), dtype=torch.int32)
+    return RotaryEmbedding(q.size(-1), 1, None)(positions)
+
 
 # Batches of (tokens already in the cache, new tokens).
 PREFILLS = {
@@ -120,7 +129,8 @@ class PagedBatch:
 
     def run(self, context: Context, layer: Attention | None = None) -> torch.Tensor:
         with step_context(context):
-            return (layer or self.layer())(torch.cat(self.q), *self.new_keys_and_values())
+            q, kv = torch.cat(self.q), self.new_keys_and_values()
+            return (layer or self.layer())(q, *kv, no_rope(q))
 
     def expected(self) -> torch.Tensor:
         """Query by query, in fp64."""
@@ -263,7 +273,7 @@ def test_strided_values_as_the_packed_projection_gives_them():
     batch = PagedBatch([(0, 6), (16, 3)], 16, Shape(4, 2, 16))
     packed = torch.cat((torch.cat(batch.q), *batch.new_keys_and_values()), dim=1)
     with step_context(batch.context(is_prefill=True)):
-        output = batch.layer()(*packed.split((4, 2, 2), dim=1))
+        output = batch.layer()(*packed.split((4, 2, 2), dim=1), no_rope(packed))
     batch.check(output)
 
 

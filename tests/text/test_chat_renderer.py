@@ -445,3 +445,7 @@ def test_close_ends_the_process_of_templates(model_path):
         llm.render_chat([{"role": "user", "content": "x"}])
         assert num_new() == 1
     assert num_new() == 0
+    for call in (llm.chat, llm.render_chat):
+        with pytest.raises(ValueError, match="this engine is closed"):
+            call([{"role": "user", "content": "x"}])
+    assert num_new() == 0

@@ -26,8 +26,8 @@ HOPPER_KERNEL = "prefill kernel"
 
 class TritonAttention(AttentionBackend):
     """Uses the kernels of this package. They support fp16, bf16 and fp32, all block sizes, and head
-    dimensions up to 256. Long prompts have a kernel of their own on Hopper GPUs. If that
-    fails, the other one takes its place."""
+    dimensions up to 256. On Hopper GPUs long prompts use a separate prefill kernel. If that fails,
+    the general prefill kernel runs instead."""
 
     name = "triton"
     fuses_rope = True

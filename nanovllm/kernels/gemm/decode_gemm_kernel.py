@@ -42,8 +42,8 @@ def _load_rows(desc, first, column, full, tile, ROWS: gl.constexpr):
 
 @gluon.jit
 def _swiglu(sums):
-    """Computes SwiGLU of a tile [FEATURES, ROWS]: [FEATURES / 2, ROWS]. Of 16 features 8 are of
-    gate and 8 of up, so a thread has both."""
+    """Computes SwiGLU of a tile [FEATURES, ROWS]: [FEATURES / 2, ROWS]. Each 16
+    features are 8 of gate and 8 of up, so a thread has both."""
     FEATURES: gl.constexpr = sums.shape[0]
     ROWS: gl.constexpr = sums.shape[1]
     pairs = sums.reshape([FEATURES // 16, 2, 8, ROWS]).permute([0, 2, 3, 1])

@@ -14,14 +14,16 @@ from torch import Tensor
 from nanovllm.kernels.fallback import run_or_replace
 from nanovllm.kernels.fp8 import FP8, GROUP, Fp8Rows, dequantize, padded_rows
 from nanovllm.kernels.gemm import decode_gemm
-from nanovllm.kernels.gemm.tiled import BLOCK_K, BLOCK_N, MAX_PART_COLUMNS, Tile, multiply_tiles
+from nanovllm.kernels.gemm.tiled import BLOCK_K, BLOCK_N, Tile, multiply_tiles
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import is_hopper, shared_memory, use_triton
 
-# The most rows for tiles, and those of a weight that has blocks or over MAX_TILED_WEIGHT elements.
+# Tiles are used for up to MAX_TILED_ROWS rows, or up to FEW_ROWS if the weight has scales of blocks
+# or more than MAX_TILED_WEIGHT elements.
 MAX_TILED_ROWS, FEW_ROWS, MAX_TILED_WEIGHT = 128, 64, 1 << 26
 LARGE_TILE = Tile(rows=128, features=128, num_warps=8, num_stages=3)
 NUM_PROGRAMS = 96  # of the 132 that fill a Hopper GPU
+MIN_PART_COLUMNS = 512  # of a part of the split-K
 NUM_STAGES = 6  # 48 KB of a weight, in flight or in use
 MAX_INT32 = 2**31 - 1
 ALIGNMENT = 16  # ``_scaled_mm`` needs sizes that are multiples of it
@@ -33,7 +35,7 @@ def fp8_linear_reference(
     """Computes x W^T + b: [N, in], [out, in], [out] -> [N, out].
 
     Args:
-        x: a scale for each row or, if the weight's are those of blocks, each group of columns.
+        x: has a scale for each row or, if the weight has scales of blocks, each group of columns.
         dtype: of the result, and of the bias.
     """
     y = dequantize(x) @ dequantize(weight).t()
@@ -125,7 +127,7 @@ def choose_tile(
     num_rows: int, out_features: int, width: int, shared_memory: int
 ) -> tuple[Tile, int]:
     """Returns a tile, and the number of parts of a split-K: the least that makes NUM_PROGRAMS
-    programs, if each part has MAX_PART_COLUMNS columns or more."""
+    programs, if each part has MIN_PART_COLUMNS columns or more."""
     rows = next(rows for rows in (16, 32, 64, 128) if rows >= min(num_rows, MAX_TILED_ROWS))
     if cdiv(num_rows, rows) * out_features < NUM_PROGRAMS * BLOCK_N // 2:
         rows = min(rows, 64)
@@ -134,7 +136,7 @@ def choose_tile(
     while (
         parts * num_tiles < NUM_PROGRAMS
         and width % (2 * parts * BLOCK_K) == 0
-        and width >= 2 * parts * MAX_PART_COLUMNS
+        and width >= 2 * parts * MIN_PART_COLUMNS
     ):
         parts *= 2
     num_stages = min(NUM_STAGES, shared_memory // ((rows + BLOCK_N) * BLOCK_K))
