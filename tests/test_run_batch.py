@@ -1088,10 +1088,20 @@ def test_a_job_from_the_command_line(model_path: Path, tmp_path: Path, capfd):
     )
     write_input(in_, [*items, b"no json", request("c", model=str(model_path), max_tokens=1)])
     assert main(arguments(model_path, in_, out)) == SOME_FAILED
-    assert "1 done, 1 failed, 2 skipped, of 4 lines" in capfd.readouterr().err
+    stderr = capfd.readouterr().err
+    assert "1 done, 1 failed, 2 skipped, of 4 lines" in stderr
+    assert f"{out} has records of the model 'name'" in stderr
     data = out.read_bytes()
     assert main(arguments(Path("/no/such/model"), in_, out)) == SOME_FAILED  # with nothing to do
     assert "0 done, 0 failed, 4 skipped (1 of them with an error)" in capfd.readouterr().err
+    assert out.read_bytes() == data
+    # Malformed lines are found when they move, and no longer count when they are gone.
+    write_input(in_, [b"no json", *items])
+    assert main(arguments(model_path, in_, out)) == SOME_FAILED
+    assert "0 done, 0 failed, 3 skipped (1 of them with an error)" in capfd.readouterr().err
+    write_input(in_, items)
+    assert main(arguments(model_path, in_, out)) == 0
+    assert "0 done, 0 failed, 2 skipped, of 2 lines" in capfd.readouterr().err
     assert out.read_bytes() == data
     assert main(arguments(model_path, write_input(in_, []), tmp_path / "none")) == 0
     assert (tmp_path / "none").read_bytes() == b""

@@ -138,6 +138,9 @@ def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
             job = Job(args.input_file, args.output_file, trusts_templates=trusts_templates)
             stack.enter_context(closing(job))
             if not job.is_done:
+                if others := job.writer.models - {*args.model_names, args.model}:
+                    model = min(others)
+                    logger.warning("%s has records of the model %.200r", args.output_file, model)
                 runner = stack.enter_context(closing(_make_runner(job, options, args)))
         except (EngineLostError, OSError, TypeError, ValueError) as error:
             return end_with(CANNOT_START, f"error: {error}")
@@ -153,7 +156,7 @@ def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
     print_message(job.summary())
     if not job.is_done:
         return end_with(INTERRUPTED, f"interrupted; {RESUME_HINT}")
-    return SOME_FAILED if job.num_failed or job.writer.num_failed else ALL_DONE
+    return SOME_FAILED if job.num_failed or job.num_skipped_failed else ALL_DONE
 
 
 def _make_runner(

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from time import monotonic
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -22,6 +23,12 @@ logger = logging.getLogger("nanovllm.run_batch")
 LOG_SECONDS = 60.0
 
 
+class Skipped(NamedTuple):
+    """Stands for a line that already has a record, and says whether that is an error."""
+
+    failed: bool
+
+
 class Job:
     """Reads the requests of an input file and writes their records to an output file.
 
@@ -33,6 +40,7 @@ class Job:
     Attributes:
         num_lines: the number of input lines that are not blank. Each gets one record.
         num_skipped: the number of these lines that had a record at the start.
+        num_skipped_failed: the number of them whose record is an error.
         num_written: the number of records that ``write`` has written.
         num_failed: the number of them that are errors.
         writer: writes the output file.
@@ -54,7 +62,8 @@ class Job:
             raise ValueError("the output file is the input file: name another")
         self.input_path = input_path
         self.trusts_templates = trusts_templates
-        self.num_lines = self.num_skipped = self.num_written = self.num_failed = 0
+        self.num_lines = self.num_skipped = self.num_skipped_failed = 0
+        self.num_written = self.num_failed = 0
         self.first_error = ""
         self.writer = Writer(output_path)
         try:
@@ -62,7 +71,9 @@ class Job:
             lines = self._lines() if has_records else read_lines(input_path)
             for line in lines:
                 self.num_lines += 1
-                self.num_skipped += line is None
+                if isinstance(line, Skipped):
+                    self.num_skipped += 1
+                    self.num_skipped_failed += line.failed
             path = journal_path(output_path)
             if path.exists() and os.path.samefile(input_path, path):
                 raise ValueError(f"the input file has the name of the job's journal: rename {path}")
@@ -79,20 +90,21 @@ class Job:
     def requests(self) -> Iterator[BatchRequest | Record]:
         """Yields the request of each line that has no record yet, or an error record if the line is
         not a valid request."""
-        return (item for item in self._lines() if item is not None)
+        return (item for item in self._lines() if not isinstance(item, Skipped))
 
-    def _lines(self) -> Iterator[BatchRequest | Record | None]:
-        """Yields an item for each line: None if the output file already has a record of the line,
-        an error record if the line is not a valid request, otherwise the request.
+    def _lines(self) -> Iterator["BatchRequest | Record | Skipped"]:
+        """Yields an item for each line: Skipped if the output file already has a record of the
+        line, an error record if the line is not a valid request, otherwise the request.
 
         Raises:
             ValueError: a record has the custom_id of a line but belongs to a different request.
         """
         seen: set[bytes] = set()
-        done, done_lines = self.writer.done, self.writer.done_lines
+        done, done_lines = self.writer.done, self.writer.done_lines.copy()
         for line in read_lines(self.input_path):
-            if done_lines.get(line.number) == line.digest:
-                yield None
+            if done_lines[line.digest]:
+                done_lines[line.digest] -= 1
+                yield Skipped(failed=True)
                 continue
             item = parse_line(line, self.trusts_templates)
             custom_id = item["custom_id"] if isinstance(item, dict) else item.custom_id
@@ -108,7 +120,7 @@ class Job:
             if key not in done:
                 yield item
             elif done[key] == line.digest:
-                yield None
+                yield Skipped(failed=key in self.writer.failed)
             else:
                 raise ValueError(
                     f"{self.writer.path} has a record of a different request with the custom_id "
@@ -145,8 +157,8 @@ class Job:
         error of this run."""
         num_done = self.num_written - self.num_failed
         text = f"{num_done} done, {self.num_failed} failed, {self.num_skipped} skipped"
-        if self.writer.num_failed:
-            text += f" ({self.writer.num_failed} of them with an error)"
+        if self.num_skipped_failed:
+            text += f" ({self.num_skipped_failed} of them with an error)"
         text += f", of {self.num_lines} lines; see {self.writer.path}"
         return f"{text}; first error: {self.first_error:.200}" if self.first_error else text
 

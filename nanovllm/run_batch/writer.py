@@ -5,6 +5,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
@@ -27,10 +28,11 @@ class Writer:
     Attributes:
         done: the records that the file had at the start, as a dict from ``key_for(custom_id)`` to
             the digest of the input line.
-        done_lines: the records whose custom_id is missing or repeats that of an earlier line, as a
-            dict from line number to digest.
+        failed: the keys in ``done`` whose record is an error.
+        done_lines: the error records of lines whose custom_id is missing or repeats that of an
+            earlier line: the number of records by the digest of their line.
         num_records: the number of records that the file had at the start.
-        num_failed: the number of them that are errors.
+        models: the models that these records name.
 
     Raises:
         OSError: the file cannot be opened.
@@ -40,8 +42,10 @@ class Writer:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.done: dict[bytes, str] = {}
-        self.done_lines: dict[int, str] = {}
-        self.num_records = self.num_failed = 0
+        self.failed: set[bytes] = set()
+        self.done_lines: Counter[str] = Counter()
+        self.num_records = 0
+        self.models: set[str] = set()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
@@ -115,14 +119,18 @@ class Writer:
         """Counts a record of an earlier run. Raises ValueError if it is the second record of a
         request."""
         self.num_records += 1
-        self.num_failed += record["error"] is not None
-        digest, custom_id = record["response"]["request_id"], record["custom_id"]
-        if custom_id is None or (record["error"] or {}).get("code") == DUPLICATE:
-            self.done_lines[int(record["id"].removeprefix(ID_PREFIX))] = digest
-        elif (key := key_for(custom_id)) not in self.done:
-            self.done[key] = digest
-        else:
+        response, error, custom_id = record["response"], record["error"], record["custom_id"]
+        if error is None and isinstance(model := (response.get("body") or {}).get("model"), str):
+            self.models.add(model)
+        if custom_id is None or (error or {}).get("code") == DUPLICATE:
+            self.done_lines[response["request_id"]] += 1
+            return
+        key = key_for(custom_id)
+        if key in self.done:
             raise ValueError("a second record")
+        self.done[key] = response["request_id"]
+        if error is not None:
+            self.failed.add(key)
 
 
 def _parse_record(text: bytes) -> Record:
