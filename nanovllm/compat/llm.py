@@ -38,7 +38,8 @@ ENGINE_ARGUMENTS = {field.name for field in fields(Config)} - {"model"}
 # vLLM's names of the formats of quantised checkpoints that load, beside "fp8".
 DECLARED_METHODS = "compressed-tensors", "fbgemm_fp8", "gguf", "modelopt", "mxfp4"
 CACHE_DTYPES = "bfloat16", "float16"
-SAMPLING_FIELDS = [field.name for field in fields(SamplingParams)]
+# Arguments that belong elsewhere.
+SAMPLING_HINTS = {field.name: "set it in SamplingParams" for field in fields(SamplingParams)}
 # vLLM's methods that are not here, with what to do instead.
 MISSING = {
     "apply_model": "Use load_weights to change the weights",
@@ -201,7 +202,7 @@ class LLM(BaseLLM):
 
     def generate(
         self,
-        prompts: Prompt | Seq[Prompt],
+        prompts: Prompt | Seq[Prompt] = None,  # type: ignore[assignment]  # refused with advice
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., tqdm] = True,
         *,
@@ -213,8 +214,7 @@ class LLM(BaseLLM):
             given = kwargs.pop("tokenization_kwargs")["add_special_tokens"]
             adds_special_tokens = boolean("add_special_tokens", given)
         translated = translate("generate", kwargs)
-        hints = dict.fromkeys(SAMPLING_FIELDS, "set it in SamplingParams")
-        check_names(translated, [*load_table()["generate"], "on_error"], hints)
+        check_names(translated, [*load_table()["generate"], "on_error"], SAMPLING_HINTS)
         if (priority := kwargs.get("priority")) is not None:
             prompts = as_prompt_list(prompts)
             _check_priority(priority, len(prompts))
@@ -222,7 +222,7 @@ class LLM(BaseLLM):
             prompts = self.preparer.encoder.encode_texts(as_prompt_list(prompts))  # type: ignore[assignment]
         return super().generate(prompts, sampling_params, use_tqdm, on_error=on_error)
 
-    def chat(  # type: ignore[override]  # the parent takes the options as **template_options
+    def chat(
         self,
         messages: Seq[Message] | Seq[Seq[Message]],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
@@ -239,7 +239,9 @@ class LLM(BaseLLM):
         mm_processor_kwargs: dict[str, Any] | None = None,
         *,
         on_error: str = "raise",
+        **unknown: Any,
     ) -> list[RequestOutput]:
+        check_names(unknown, [*load_table()["chat"], "on_error"], SAMPLING_HINTS)
         translate(
             "chat",
             {

@@ -160,6 +160,14 @@ class TestLLM:
                 call(prompt, GREEDY, nonsense=1)
         with pytest.raises(TypeError, match="'max_tokens': set it in SamplingParams"):
             llm.generate("hi", max_tokens=5)
+        with pytest.raises(TypeError, match="'max_tokens': set it in SamplingParams"):
+            llm.chat([{"role": "user", "content": "hi"}], max_tokens=5)
+        with pytest.raises(TypeError, match="did you mean 'chat_template_kwargs'"):
+            llm.chat([{"role": "user", "content": "hi"}], chat_template_kwarg={})
+        with pytest.raises(ValueError, match="beside the prompts: pass them as prompts"):
+            llm.generate(prompt_token_ids=[[1]])
+        with pytest.raises(TypeError, match="prompts must be"):
+            llm.generate()
         with pytest.raises(TypeError, match="nonsense"):
             options = {"tokenization_kwargs": {"add_special_tokens": False}}
             llm.generate("hi", GREEDY, **options, nonsense=1)
