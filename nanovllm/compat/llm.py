@@ -1,9 +1,9 @@
 """``nanovllm.LLM``: the public class, with vLLM's arguments and attributes."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -137,7 +137,8 @@ class LLM(BaseLLM):
         self._caller_ids: dict[str, str] = {}  # internal request id -> the caller's request id
         overrides = _sampling_overrides(override_generation_config)
         self.default_chat_template = _read_template(chat_template)
-        super().__init__(model, **translate("LLM", {**given, **vllm_arguments}))
+        with _hub_token(vllm_arguments.pop("hf_token", None)):
+            super().__init__(model, **translate("LLM", {**given, **vllm_arguments}))
         dtype = str(self.model_runner.dtype).removeprefix("torch.")
         if kv_cache_dtype in CACHE_DTYPES and kv_cache_dtype != dtype:
             self.close()
@@ -325,6 +326,21 @@ def _check_method(model: str, method: str) -> None:
             f"because the format of a checkpoint is recognised, or use 'fp8' to quantise weights "
             f"as they are loaded"
         )
+
+
+@contextmanager
+def _hub_token(token: str | bool | None) -> Iterator[None]:
+    """Makes the hub's library use a token in a ``with`` block, if it is a string."""
+    before = os.environ.get("HF_TOKEN")
+    if isinstance(token, str):
+        os.environ["HF_TOKEN"] = token
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["HF_TOKEN"] = before
+        elif isinstance(token, str):
+            del os.environ["HF_TOKEN"]
 
 
 def _sampling_overrides(generation: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import get_token
 
 from nanovllm import LLM, SamplingParams, vllm_arguments
 from nanovllm.compat.engine_args import EngineArgs
@@ -144,6 +145,17 @@ class TestLLM:
     def test_other_generation_configs_are_refused(self, model_path):
         with pytest.raises(ValueError, match="generation_config must be one of auto, vllm"):
             LLM(model_path, generation_config="folder")
+
+    def test_a_token_for_the_hub_is_used(self, model_path, monkeypatch):
+        monkeypatch.setenv("HF_TOKEN", "mine")
+        seen = []
+        monkeypatch.setattr(
+            "huggingface_hub.snapshot_download",
+            lambda *args, **kwargs: seen.append(get_token()) or str(model_path),
+        )
+        for token in ("yours", None):
+            LLM("somebody/gated", hf_token=token, num_kvcache_blocks=8).close()
+        assert seen == ["yours", "mine"] and get_token() == "mine"
 
     def test_generate_and_chat_refuse_by_name(self, llm):
         chat = [{"role": "user", "content": "hi"}]
