@@ -37,6 +37,10 @@ STACK_BYTES = 16 << 20  # of a compiling thread: more than GrammarChecker's proc
 JSON_OPTIONS = {"whitespace_pattern": " "}  # at most one space between two symbols
 # Where only one text can follow, allow every tokenization of it, not only the tokenizer's own.
 LARK_OPTIONS = '%llguidance {"no_forcing": true}'
+# A string or a character class, or ends of lines, with comments, before an alternative.
+GBNF_TOKEN = re.compile(
+    r"""("(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\])|(?:[ \t]*(?:\#[^\n]*)?\n)+(?=[ \t]*\|)"""
+)
 GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # Lark writes "name:" instead
 
 
@@ -307,7 +311,26 @@ def _to_lark(kind: str, text: str, checker: GrammarChecker) -> str:
         return f"start: CHOICE\nCHOICE: {texts}"
     if kind == "regex":
         return f"start: /{regex_to_lark(text, use_ascii='d')}/"
-    return gbnf_to_lark(text) if GBNF_RULE.search(text) else text
+    return gbnf_to_lark(_plain_gbnf(text)) if GBNF_RULE.search(text) else text
+
+
+def _plain_gbnf(text: str) -> str:
+    r"""Rewrites what xgrammar's EBNF allows and ``gbnf_to_lark`` does not: alternatives that begin
+    a line, and the escapes ``\uXXXX`` and, in a character class, ``\-``."""
+
+    def escape(match: re.Match[str]) -> str:
+        char = match[1]
+        if char == "-":
+            return r"\x2d"
+        plain = chr(int(char[1:], 16)) if len(char) > 1 else ""
+        return plain if plain.isprintable() and plain not in '"\\[]^-' else match[0]
+
+    def rewrite(match: re.Match[str]) -> str:
+        if match[1] is None:  # the end of a line, before an alternative
+            return " "
+        return re.sub(r"\\(u[0-9a-fA-F]{4}|.)", escape, match[1])
+
+    return GBNF_TOKEN.sub(rewrite, text)
 
 
 def _json_to_lark(schema: dict[str, Any]) -> str:

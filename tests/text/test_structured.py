@@ -162,6 +162,10 @@ CASES = {
         {"grammar": '  root ::= "a" b-c? # comment\n\n  b-c ::= "(" "x" "x"? ")" | "."\n'},
         {b"a", b"a.", b"a(x)", b"a(xx)"},
     ),
+    "ebnf in lines": (
+        {"grammar": 'root ::= "a" # an "a\n\n  # or\n  | "." | b\n b ::= [x\\-] "\\u00e9"\n| "b"'},
+        {b"a", b".", "xé".encode(), "-é".encode(), b"b"},
+    ),
 }
 PARENTHESES = {b"(" * n + b"x" + b")" * n for n in range(16)}
 
