@@ -331,16 +331,17 @@ def _check_method(model: str, method: str) -> None:
 @contextmanager
 def _hub_token(token: str | bool | None) -> Iterator[None]:
     """Makes the hub's library use a token in a ``with`` block, if it is a string."""
+    if not isinstance(token, str):
+        yield
+        return
     before = os.environ.get("HF_TOKEN")
-    if isinstance(token, str):
-        os.environ["HF_TOKEN"] = token
+    os.environ["HF_TOKEN"] = token
     try:
         yield
     finally:
+        del os.environ["HF_TOKEN"]
         if before is not None:
             os.environ["HF_TOKEN"] = before
-        elif isinstance(token, str):
-            del os.environ["HF_TOKEN"]
 
 
 def _sampling_overrides(generation: Any) -> dict[str, Any]:
