@@ -500,11 +500,15 @@ def test_damaged_checkpoints_are_refused(damage: str, quantized: Path):
         tokens(quantized)
 
 
-def test_weights_that_are_kept_are_checked_before_any_part_is_loaded():
+@pytest.mark.parametrize("nan", [127, 255])
+@pytest.mark.parametrize("block", [TENSOR, CHANNEL, (128, 128)])
+def test_weights_that_are_kept_are_checked_before_any_part_is_loaded(block: Any, nan: int):
     weight = torch.zeros(384, 128).to(FP8)
-    weight.view(torch.uint8)[383, 5] = 127
-    with pytest.raises(ValueError, match="its FP8 numbers contain NaN"):
-        pack_fp8(weight, torch.ones(1), [TENSOR])
+    weight.view(torch.uint8)[383, 5] = nan
+    num_scales = {TENSOR: 1, CHANNEL: 384}.get(block, 3)
+    for function in (pack_fp8, dequantize_fp8):
+        with pytest.raises(ValueError, match="its FP8 numbers contain NaN"):
+            function(weight, torch.ones(num_scales, 1), [block])
 
 
 def test_a_scale_of_zero_weights_may_be_zero(quantized: Path):
