@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mistral_common
 import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
@@ -51,6 +50,13 @@ def edit_tensors(folder: Path, edit: Callable[[Tensors], Any]) -> None:
     tensors = load_file(folder / WEIGHTS)
     edit(tensors)
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / WEIGHTS)
+
+
+def mistral_file(name: str) -> Path:
+    """A tokenizer of Mistral."""
+    import mistral_common  # here, because smoke tests run without it
+
+    return Path(mistral_common.__file__).parent / "data" / name
 
 
 def plain(param: torch.Tensor) -> torch.Tensor:
@@ -138,8 +144,7 @@ class TestLayout:
         """Also where the library mistral-common is installed, which is needed if that is the only
         file. With a tokenizer.json, the library would make transformers ignore that file."""
         folder = copy("mistral")
-        data = Path(mistral_common.__file__).parent / "data/tekken_240911.json"
-        tekken = json.loads(data.read_text())
+        tekken = json.loads(mistral_file("tekken_240911.json").read_text())
         tekken["vocab"] = tekken["vocab"][:300]
         sizes = {"default_vocab_size": 400, "default_num_special_tokens": 100}
         tekken["config"] |= {"num_vocab_tokens": 300, **sizes}
@@ -199,8 +204,7 @@ class TestDamage:
 
     def test_a_tokenizer_of_sentencepiece_names_the_package(self, copy, monkeypatch):
         folder = copy()
-        data = Path(mistral_common.__file__).parent / "data/tokenizer.model.v1"
-        shutil.copy(data, folder / "tokenizer.model")
+        shutil.copy(mistral_file("tokenizer.model.v1"), folder / "tokenizer.model")
         monkeypatch.setattr(checkpoint, "find_spec", lambda name: None)
         monkeypatch.setitem(sys.modules, "sentencepiece", None)
         refuse(folder, r"token ids\), or install sentencepiece for its tokenizer\.model: ")
