@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from nanovllm.kernels.fp8 import GROUP, Fp8Rows, pack_rows
+from nanovllm.kernels.fp8 import GROUP, Fp8Rows, check_not_nan, pack_rows
 from nanovllm.models.family import unsupported_quantization
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.math import cdiv
@@ -214,8 +214,7 @@ def _match(
     block, clamped to the weight's."""
     if weight.dtype is not torch.float8_e4m3fn:
         raise ValueError(f"a weight with a scale must be float8_e4m3fn, got {weight.dtype}")
-    if (weight.view(torch.uint8) & 127 == 127).any():
-        raise ValueError("its FP8 numbers contain NaN")
+    check_not_nan(weight.view(torch.uint8))
     if weight.dim() < 2 or not weight.numel():
         raise ValueError(f"FP8 weights must be matrices, got shape {list(weight.shape)}")
     *leading, num_rows, num_columns = weight.shape

@@ -81,9 +81,16 @@ def pack_rows(x: Fp8Rows) -> Tensor:
 
 
 def unpack_rows(packed: Tensor, num_groups: int) -> Fp8Rows:
-    """Undoes ``pack_rows``. The scales are [..., N, num_groups]."""
+    """Undoes ``pack_rows``. The scales are [..., N, num_groups]. Raises ValueError for NaN."""
     codes, scales = packed.split((packed.size(-1) - 4 * num_groups, 4 * num_groups), -1)
+    check_not_nan(codes)
     return Fp8Rows(codes.contiguous().view(FP8), scales.contiguous().view(torch.float32))
+
+
+def check_not_nan(codes: Tensor) -> None:
+    """Raises ValueError if an FP8 number, as uint8, is NaN, as in a damaged checkpoint."""
+    if (codes & 127 == 127).any():
+        raise ValueError("its FP8 numbers contain NaN")
 
 
 @triton.jit
@@ -124,7 +131,7 @@ def store_quantized(out_ptr, scale_ptr, row, x, WIDTH: tl.constexpr, GROUP: tl.c
         group = tl.arange(0, NUM)[:, None]
         column = group * GROUP + tl.arange(0, GROUP)[None, :]
         tl.store(out_ptr + row * WIDTH + column, codes, mask=column < WIDTH)
-        num_rows = tl.num_programs(0)
+        num_rows = tl.num_programs(0)  # the stride is ``padded_rows`` of it
         stride = tl.where((num_rows > 128) & (num_rows < 256), 256, tl.cdiv(num_rows, 4) * 4)
         tl.store(scale_ptr + group * stride + row, scale, mask=group < WIDTH // GROUP)
         return

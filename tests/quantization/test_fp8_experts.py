@@ -114,6 +114,10 @@ def test_other_shapes_and_dtypes_are_refused(method):
             load(layer, "gate_up_proj", bad, 0, expert=1)
     with pytest.raises(ValueError, match=r"dtype torch\.int32"):
         load(layer, "gate_up_proj", good.int(), 0, expert=1)
+    damaged = pack_rows(quantized(good, method))
+    damaged[3, 5] = 127
+    with pytest.raises(ValueError, match="NaN"):
+        load(layer, "gate_up_proj", damaged, 0, expert=1)
     assert torch.equal(layer.experts.gate_up_proj.view(torch.uint8), before)
 
 

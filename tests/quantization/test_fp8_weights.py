@@ -127,6 +127,10 @@ def test_groups_of_columns(grouped_class, rank, packed, monkeypatch):
     assert error < (0.05 if grouped_class is fp8.GroupedFp8Weight else 1e-5)
     with pytest.raises(ValueError, match="shape"):
         row.weight_loader(row.weight, packed_blocks(weights[0]))
+    damaged = packed_blocks(weights[2])
+    damaged[3, 5] = 255
+    with pytest.raises(ValueError, match="NaN"):
+        row.weight_loader(row.weight, damaged)
     assert torch.equal(stored(row), down.chunk(2, 1)[rank])
 
 
