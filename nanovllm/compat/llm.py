@@ -210,6 +210,8 @@ class LLM(BaseLLM):
         on_error: str = "raise",
         **kwargs: Any,
     ) -> list[RequestOutput]:
+        if prompts is None:
+            raise TypeError("prompts must be given; token ids, too: pass them as prompts")
         adds_special_tokens = True
         if (kwargs.get("tokenization_kwargs") or {}).keys() == {"add_special_tokens"}:
             given = kwargs.pop("tokenization_kwargs")["add_special_tokens"]

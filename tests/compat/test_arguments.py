@@ -177,6 +177,8 @@ class TestLLM:
         with pytest.raises(TypeError, match="did you mean 'chat_template_kwargs'"):
             llm.chat([{"role": "user", "content": "hi"}], chat_template_kwarg={})
         with pytest.raises(ValueError, match="beside the prompts: pass them as prompts"):
+            llm.generate("hi", prompt_token_ids=[[1]])
+        with pytest.raises(TypeError, match="token ids, too: pass them as prompts"):
             llm.generate(prompt_token_ids=[[1]])
         with pytest.raises(TypeError, match="prompts must be"):
             llm.generate()
