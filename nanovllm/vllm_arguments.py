@@ -7,12 +7,25 @@ supported, and accepted only at values that have no effect.
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger("nanovllm.vllm_arguments")
+
+# vLLM's names of the formats of quantised checkpoints that load, beside "fp8".
+DECLARED_METHODS = "compressed-tensors", "fbgemm_fp8", "gguf", "modelopt", "mxfp4"
+CACHE_DTYPES = "bfloat16", "float16"
+# Arguments of ``nanovllm.LLM`` that the engine's Config does not take, or only with other values.
+LLM_ARGUMENTS: dict[str, Sequence[str] | None] = {
+    "chat_template": None,
+    "generation_config": None,
+    "override_generation_config": None,
+    "hf_token": None,
+    "quantization": DECLARED_METHODS,
+    "kv_cache_dtype": CACHE_DTYPES,
+}
 
 
 @cache

@@ -207,6 +207,8 @@ def test_unset_fields_and_nulls_are_the_models_defaults(url: str):
     params = read(url).params
     assert (params.temperature, params.top_p, params.top_k) == (0.6, 0.9, 20)
     assert params.max_tokens == (None if url == CHAT_URL else 16)
+    with_default = read_body(make_request(url), DEFAULTS, NAMES, max_tokens=7)
+    assert with_default.params.max_tokens == (7 if url == CHAT_URL else 16)
     nothing = dict.fromkeys([*FIELDS[url], *IGNORED_FIELDS, *NEUTRAL_VALUES, "what"])
     assert read(url, **(nothing | REQUIRED[url])) == read(url)
     assert read(url, temperature=0).params.temperature == 0

@@ -1046,7 +1046,7 @@ def test_vllms_flags_are_supported_ignored_or_refused(
         assert main([*job, flag]) == CANNOT_START
         name = flag.partition("=")[0].removeprefix("--").replace("-", "_")
         assert f"error: vLLM's `{name}` is not supported here: " in capfd.readouterr().err
-    for flag in ("--generation-config=vllm", "--max-model-len=1.5K"):
+    for flag in ("--generation-config-path=vllm", "--max-model-len=1.5K"):
         with pytest.raises(SystemExit):
             main([*job, flag])
         assert flag.partition("=")[0] in capfd.readouterr().err.splitlines()[-1]
@@ -1105,6 +1105,35 @@ def test_a_job_from_the_command_line(model_path: Path, tmp_path: Path, capfd):
     assert out.read_bytes() == data
     assert main(arguments(model_path, write_input(in_, []), tmp_path / "none")) == 0
     assert (tmp_path / "none").read_bytes() == b""
+
+
+def test_options_that_llm_has_and_config_lacks(model_path, tmp_path, monkeypatch, capfd):
+    """They were "unrecognized arguments", or had no effect (the token) or were refused."""
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }} w1 w2")
+    in_, out = write_input(tmp_path / "in", [request("a", CHAT, temperature=0)]), tmp_path / "out"
+    override = json.dumps({"max_new_tokens": 3})
+    flags = ["--chat-template", str(template), "--override-generation-config", override]
+    flags += ["--generation-config", "vllm", "--hf-token", "secret", "--kv-cache-dtype=float16"]
+    made: list[dict[str, Any]] = []
+    make_llm = cli.LLM
+    monkeypatch.setattr(cli, "LLM", lambda **options: made.append(options) or make_llm(**options))
+    assert main([*arguments(model_path, in_, out), *flags, "--dtype=half"]) == 0, capfd.readouterr()
+    (record,) = read_output(out)
+    with LLM(model_path, dtype="half", **SMALL) as llm:
+        ids = llm.get_tokenizer().encode("hi w1 w2", add_special_tokens=False)
+        (expected,) = llm.generate(ids, SamplingParams(temperature=0, max_tokens=3))
+    assert texts(record) == [expected.outputs[0].text]
+    assert record["response"]["body"]["usage"]["completion_tokens"] == 3
+    assert (made[0]["hf_token"], made[0]["generation_config"]) == ("secret", "vllm")
+    for flag, error in {
+        "--generation-config=x": "generation_config must be one of auto, vllm, got 'x'",
+        "--override-generation-config=x": "override_generation_config must be a dict, got 'x'",
+        "--quantization=mxfp4": "quantization='mxfp4' is not the checkpoint's",
+        "--chat-template=x": "chat_template is neither a template nor a file",
+    }.items():
+        assert main([*arguments(model_path, in_, tmp_path / "other"), flag]) == CANNOT_START
+        assert error in capfd.readouterr().err.splitlines()[-1]
 
 
 def test_wrong_usage_is_one_line(model_path: Path, tmp_path: Path, monkeypatch, capfd):

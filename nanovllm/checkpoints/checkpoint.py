@@ -36,7 +36,8 @@ TOKENIZER_FILES = "tokenizer.json tokenizer.model tokenizer_config.json vocab.js
 TEKKEN_FIELDS = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
 # Names of fields in generation_config.json, each with its name in SamplingParams.
 GENERATION_FIELDS = {
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p")},
+    **{f"{kind}_penalty": f"{kind}_penalty" for kind in ("repetition", "presence", "frequency")},
     "max_new_tokens": "max_tokens",
 }
 # The fields that are read from a config.json, besides those that the family has defaults for. To

@@ -20,7 +20,7 @@ from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.text.prompts import Message, Prompt, TokensPrompt, as_prompt_list
 from nanovllm.utils.panics import as_value_error
 from nanovllm.utils.validation import boolean, check_names, choice, optional
-from nanovllm.vllm_arguments import load_table, translate
+from nanovllm.vllm_arguments import CACHE_DTYPES, DECLARED_METHODS, load_table, translate
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +35,6 @@ else:
         from nanovllm.llm import LLM as BaseLLM
 
 ENGINE_ARGUMENTS = {field.name for field in fields(Config)} - {"model"}
-# vLLM's names of the formats of quantised checkpoints that load, beside "fp8".
-DECLARED_METHODS = "compressed-tensors", "fbgemm_fp8", "gguf", "modelopt", "mxfp4"
-CACHE_DTYPES = "bfloat16", "float16"
 # Arguments that belong elsewhere.
 SAMPLING_HINTS = {field.name: "set it in SamplingParams" for field in fields(SamplingParams)}
 # vLLM's methods that are not here, with what to do instead.

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from nanovllm import LLM
 from nanovllm.config import Config
-from nanovllm.llm import LLM
 from nanovllm.run_batch.job import Job
 from nanovllm.run_batch.runner import EngineLostError, Runner
 from nanovllm.run_batch.stop import StopOnSignal
@@ -27,7 +27,7 @@ from nanovllm.run_batch.supervisor import (
     print_message,
 )
 from nanovllm.utils.garbage import collecting_new_objects_only
-from nanovllm.vllm_arguments import load_table, translate
+from nanovllm.vllm_arguments import LLM_ARGUMENTS, load_table, translate
 from nanovllm.vllm_flags import add_flags, parse_int
 
 if TYPE_CHECKING:
@@ -89,6 +89,13 @@ def make_parser() -> argparse.ArgumentParser:
         "(default: %(default).0f)",
     )
     add(
+        "--chat-template",
+        default=argparse.SUPPRESS,
+        metavar="TEMPLATE",
+        help="chat template of requests that have none: a Jinja template, or the path of a file "
+        "with one (default: the model's)",
+    )
+    add(
         "--trust-request-chat-template",
         action="store_true",
         help="allow requests to have their own chat_template; templates are programs, so trust the "
@@ -126,6 +133,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
     names = CONFIG_FIELDS | load_table()["LLM"].keys()
     given = {name: value for name, value in vars(args).items() if name in names}
+    for_llm = {
+        name: given.pop(name)
+        for name, values in LLM_ARGUMENTS.items()
+        if name in given and (values is None or given[name] in values)
+    }
     runner: Runner | Replicas | None = None
     with ExitStack() as stack:
         try:
@@ -133,7 +145,7 @@ def _run(args: argparse.Namespace, stop: StopOnSignal) -> int:
                 raise ValueError(f"--grace must be at least 0 seconds, got {args.grace}")
             if args.replicas is not None and args.replicas < 1:
                 raise ValueError(f"--replicas must be at least 1, got {args.replicas}")
-            options = asdict(Config.create(**translate("LLM", given)))
+            options = asdict(Config.create(**translate("LLM", given))) | for_llm
             trusts_templates = args.trust_request_chat_template
             job = Job(args.input_file, args.output_file, trusts_templates=trusts_templates)
             stack.enter_context(closing(job))
@@ -175,8 +187,9 @@ def _make_runner(
 def _add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     """Adds vLLM's flags for the engine arguments that this program supports, ignores or refuses.
     ``--help`` does not list them."""
+    known = CONFIG_FIELDS | LLM_ARGUMENTS.keys()
     for name, entry in load_table()["LLM"].items():
-        is_known = entry["class"] != "honoured" or entry.get("as", name) in CONFIG_FIELDS
+        is_known = entry["class"] != "honoured" or entry.get("as", name) in known
         if is_known and ("cli" in entry or "former" in entry):
             add_flags(parser, name, entry, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 

@@ -18,8 +18,8 @@ from uuid import uuid4
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from nanovllm import LLM
 from nanovllm.config import DEFAULT_NUM_SEQS
-from nanovllm.llm import LLM
 from nanovllm.run_batch.journal import Journal
 from nanovllm.run_batch.records import ID_PREFIX, Record
 from nanovllm.run_batch.request import BatchRequest
@@ -39,7 +39,7 @@ class Replica:
     """An actor that runs requests on one engine. Ray runs one call at a time, in their order.
 
     Args:
-        options: the engine's options: the fields of Config.
+        options: the arguments of ``LLM``.
         model_names: as for ``Runner``.
         journal_name: the name of the journal in the folder for temporary files. If an earlier actor
             died and left its journal there, this one counts the death and continues the journal.
@@ -125,7 +125,7 @@ class Replicas:
     machine is lost, any replica may get them.
 
     Args:
-        options: the engines' options: the fields of Config.
+        options: the arguments of ``LLM``, with all fields of Config.
         model_names: as for ``Runner``.
         num_replicas: the number of engines.
         num_requests: the number of requests to run, or an upper bound on it.

@@ -199,7 +199,10 @@ def parse_line(line: Line, trusts_templates: bool = True) -> BatchRequest | Reco
 
 
 def read_body(
-    request: BatchRequest, defaults: SamplingParams, model_names: Sequence[str]
+    request: BatchRequest,
+    defaults: SamplingParams,
+    model_names: Sequence[str],
+    max_tokens: int | None = None,
 ) -> Generation:
     """Checks and parses a request's body.
 
@@ -208,6 +211,8 @@ def read_body(
         defaults: the values of fields that the body does not set, except ``max_tokens``. A request
             without a seed gets one that is derived from ``defaults.seed``, which must be set.
         model_names: the names of the model. The first is the default.
+        max_tokens: the default of chat completions; None allows up to ``max_model_len`` tokens.
+            That of other completions is 16.
 
     Raises:
         RequestError: a field is invalid, missing or not supported.
@@ -228,7 +233,7 @@ def read_body(
             code="model_not_found",
             param="model",
         )
-    params = _read_params(given, defaults, request.url)
+    params = _read_params(given, defaults, request.url, max_tokens)
     if request.url == CHAT_URL:
         content = {"messages": given["messages"], "template": _read_template(given)}
         num_choices = params.n
@@ -302,14 +307,17 @@ def _check_fields(given: dict[str, Any], url: str) -> None:
             raise _unsupported(name[:80], message)
 
 
-def _read_params(given: dict[str, Any], defaults: SamplingParams, url: str) -> SamplingParams:
+def _read_params(
+    given: dict[str, Any], defaults: SamplingParams, url: str, max_tokens: int | None
+) -> SamplingParams:
     values = {name: given[name] for name in SAMPLING_FIELDS if name in given}
     if url == CHAT_URL:
         wants_logprobs, top_logprobs = given.get("logprobs", False), given.get("top_logprobs", 0)
         if top_logprobs and not wants_logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         values["logprobs"] = top_logprobs if wants_logprobs else None
-        values["max_tokens"] = given.get("max_completion_tokens", given.get("max_tokens"))
+        default = given.get("max_tokens", max_tokens)
+        values["max_tokens"] = given.get("max_completion_tokens", default)
     else:
         values.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
     values["logit_bias"] = _read_logit_bias(given.get("logit_bias"))

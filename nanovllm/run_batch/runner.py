@@ -130,6 +130,7 @@ class Runner:
         self._model_names = model_names
         self._journal = journal
         self._defaults = replace(self.llm.get_default_sampling_params(), seed=config.seed)
+        self._max_tokens = self.llm.recommended_sampling.get("max_tokens")
         self._waiting: list[_RequestState] = []  # to be retried; those at attempt 0 are last
         # Active requests, oldest first. All of them are at the same attempt. A request is prepared
         # first. Then its prompts are ready, and then they are in flight in the engine.
@@ -307,7 +308,9 @@ class Runner:
         """Parses a request's body and prepares its prompts. Returns the error if the request is
         invalid. Thread-safe."""
         try:
-            generation = read_body(state.request, self._defaults, self._model_names)
+            generation = read_body(
+                state.request, self._defaults, self._model_names, self._max_tokens
+            )
             state.generation = generation
             prompts: Seq[Any] = generation.prompts
             if generation.messages:

@@ -438,6 +438,7 @@ class TestConfig:
             ({"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9}),
             ({"top_k": 20, "min_p": 0.05}, {"top_k": 20, "min_p": 0.05}),
             ({"repetition_penalty": 1.05}, {"repetition_penalty": 1.05}),
+            ({"presence_penalty": 1.5, "frequency_penalty": 0.5},) * 2,
             ({"max_new_tokens": 100}, {"max_tokens": 100}),
             ({"temperature": 0}, {"temperature": 0}),
             ({"max_length": 4096, "do_sample": False, "num_beams": 4, "typical_p": 0.5}, {}),
