@@ -207,7 +207,7 @@ class LLM(BaseLLM):
         on_error: str = "raise",
         **kwargs: Any,
     ) -> list[RequestOutput]:
-        if prompts is None:
+        if prompts is None and kwargs.get("prompt_token_ids") is not None:
             raise TypeError("prompts must be given; token ids, too: pass them as prompts")
         adds_special_tokens = True
         if (kwargs.get("tokenization_kwargs") or {}).keys() == {"add_special_tokens"}:
