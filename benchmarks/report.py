@@ -8,6 +8,7 @@ the folder. Fractions of the roofline are computed anew, by the current ``roofli
 bandwidth and matmul rate that each run measured.
 """
 
+import argparse
 import json
 from functools import cache
 from pathlib import Path
@@ -250,6 +251,7 @@ def _pyplot() -> Any:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for path, update in ((README, updated_readme), (BENCHMARKS, updated_benchmarks)):
         path.write_text(update(path.read_text(encoding="utf-8")), encoding="utf-8")
     draw_comparison(load_peers())

@@ -41,9 +41,8 @@ class Config:
         max_num_batched_tokens: maximum number of tokens in one step. A longer prompt is prefilled
             in chunks. A shorter prompt is prefilled in one step.
         max_num_seqs: maximum number of running sequences, which hold KV blocks. The default is 512
-            on a CPU. On a GPU, it is between 512 and 2,048, and depends on the memory that is left
-            for the KV cache, and with ``enable_sleep_mode`` on the size of the vocabulary. It is at
-            most max_num_batched_tokens.
+            on a CPU. On a GPU, start-up chooses 512 to 2,048, by the memory that is left for the KV
+            cache and by the size of the vocabulary. It is at most max_num_batched_tokens.
         max_model_len: maximum number of prompt and completion tokens of a sequence. The default is
             the model's limit, or less if the KV cache cannot hold such a sequence.
         gpu_memory_utilization: fraction of the GPU's memory that the engine may use.
@@ -72,11 +71,13 @@ class Config:
         batch_invariant: give a request the same tokens and log-probabilities, bit for bit, whatever
             else the engine computes with it (docs/batch-invariance.md). Takes more time.
         quantization: "fp8" quantises the weights of projections of attention, MLPs and experts to 8
-            bits as they are loaded, with a scale for each output feature; None stores them as the
-            checkpoint does. A GPU of compute capability 8.9 or higher also quantises their inputs,
-            with a scale for each token, but not those of one token (on Hopper only if the weight
-            has fewer than 16M elements), or of up to 4 tokens in experts. On a CPU and with
-            ``batch_invariant``, weights are only rounded to FP8 numbers.
+            bits as they are loaded, with a scale for each output feature; FP8 weights of a
+            checkpoint keep their scales. None stores weights as the checkpoint does. A GPU of
+            compute capability 8.9 or higher also quantises their inputs, with a scale for each
+            token. Exceptions are steps of up to 4 tokens in experts, and steps of one token in
+            other layers. (On Hopper in bf16, one token is quantised too if the weight has 16M
+            elements or more, and no blocks.) On a CPU and with ``batch_invariant``, weights are
+            only rounded to FP8 numbers.
         load_format: "auto" loads the checkpoint's weights; "dummy" uses random weights and needs
             only the checkpoint's config.
         seed: seed of the sampler and of dummy weights.

@@ -110,7 +110,7 @@ class SamplingParams(VLLMFields):
         structured_outputs: a JSON schema, regex, list of choices or grammar that the text must
             match.
 
-    The fields of ``VLLMFields`` exist for compatibility with vLLM and have no effect. Most
+    The fields of ``VLLMFields`` exist for compatibility with vLLM. ``LLM`` ignores them. Most
     accept only values that have no effect in vLLM either.
 
     Raises:

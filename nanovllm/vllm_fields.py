@@ -1,4 +1,4 @@
-"""vLLM's sampling parameters that have no effect here, so that scripts which name them run."""
+"""vLLM's sampling parameters that ``LLM`` ignores, so that scripts which name them run."""
 
 # ruff: noqa: RUF009 (neutral and ignored return dataclass fields)
 

@@ -40,6 +40,7 @@ LAYERS = (
     "engine",
     "llm",
     "rl",
+    "compat",
 )  # lowest first
 # What every request passes through, but for the capabilities.
 SPINE = (
@@ -99,7 +100,7 @@ CAPABILITIES = {
     "checkpoints/gguf*.py": "open_checkpoint opens a .gguf file with GGUFCheckpoint.",
     "compat/**/*.py": "nanovllm.LLM is its subclass of LLM, or without it that class itself.",
     "rl/*.py": "compat's LLM is a subclass of its LLM, or without it of nanovllm.llm.LLM.",
-    "run_batch/*.py": "It stands on LLM: its methods, requests and scheduler.",
+    "run_batch/*.py": "It stands on compat's LLM: its methods, requests and scheduler.",
 }
 # Without them the spine imports, but no engine starts.
 STARTS_ENGINES = "engine/startup.py", "engine/kv_layout.py"

@@ -67,6 +67,8 @@ class LLM(BaseLLM):
             generation_config.json, "vllm" uses vLLM's defaults.
         override_generation_config: values that override fields of generation_config.json: those
             that are sampling parameters.
+        hf_token: the token for downloads from the hub, by default that of ``HF_TOKEN`` or of
+            ``hf auth login``.
         vllm_arguments: vLLM's other arguments. Those that are supported here under another name
             are translated, hints that do not affect results are ignored, and unsupported arguments
             are accepted only at values that have no effect.

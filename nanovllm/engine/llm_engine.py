@@ -169,6 +169,7 @@ class LLMEngine:
                 return make_outputs(finished, self.preparer.encoder)
 
     def is_finished(self) -> bool:
+        """Returns whether all requests have finished."""
         self.turns.check_open()
         return not self.requests
 

@@ -32,8 +32,8 @@ class EngineMetrics:
         num_grouped: how many sequences that may be reordered overtook an earlier one because they
             share a prefix with a recently admitted sequence. Sequences of ``generate``,
             ``run_batch`` and ``add_request(may_reorder=True)`` may be reordered.
-        num_longest_first: how many of these sequences overtook an earlier one for the other reason:
-            they, or sequences with the same prefix, may generate more tokens.
+        num_longest_first: how many of these sequences overtook an earlier one because they, or
+            sequences with the same prefix, may generate more tokens.
         num_shared_prefix_steps: the number of decode steps that read prefixes once for several
             sequences, which share their KV blocks.
         prompt_tokens_per_second: the prefill throughput in the last window of 5 seconds.

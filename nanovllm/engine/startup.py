@@ -369,7 +369,7 @@ def weight_quantization(runner: ModelRunner) -> str | None:
     sizes += [layer.mlp.intermediate_size for layer in model.layers]
     has_blocks = model.quantization == "fp8_groups"
     if has_blocks and (_moves_rows(model) or any(size % (GROUP * num_ranks) for size in sizes)):
-        return None
+        return config.quantization
     return model.quantization
 
 

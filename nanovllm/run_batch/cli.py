@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from nanovllm import LLM
+from nanovllm.compat.llm import LLM
 from nanovllm.config import Config
 from nanovllm.run_batch.job import Job
 from nanovllm.run_batch.runner import EngineLostError, Runner
@@ -43,6 +43,12 @@ DESCRIPTION = """\
 Runs the requests of a file in OpenAI's batch format: one JSON object per line, for a completion or
 a chat completion. Writes a record of each request to another file as soon as it finishes. If a job
 ends early, for whatever reason, the same command resumes it."""
+LLM_HELP = {
+    "generation_config": "auto: what a request does not set has the value in the model's "
+    "generation_config.json; vllm: vLLM's defaults (default: auto)",
+    "override_generation_config": "JSON object with values that override fields of that file",
+    "hf_token": "token for downloads from the hub (default: HF_TOKEN, or that of hf auth login)",
+}
 ENGINE_DESCRIPTION = """\
 vLLM's flags for engine arguments work too. A flag that does not affect results is ignored, and the
 log names it. A flag that is not supported is refused, unless its value has no effect."""
@@ -186,12 +192,13 @@ def _make_runner(
 
 def _add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     """Adds vLLM's flags for the engine arguments that this program supports, ignores or refuses.
-    ``--help`` does not list them."""
+    ``--help`` lists only those in LLM_HELP."""
     known = CONFIG_FIELDS | LLM_ARGUMENTS.keys()
     for name, entry in load_table()["LLM"].items():
         is_known = entry["class"] != "honoured" or entry.get("as", name) in known
         if is_known and ("cli" in entry or "former" in entry):
-            add_flags(parser, name, entry, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+            text = LLM_HELP.get(name, argparse.SUPPRESS)
+            add_flags(parser, name, entry, default=argparse.SUPPRESS, help=text)
 
 
 def _add_engine_options(group: Any) -> None:
@@ -208,7 +215,7 @@ def _add_engine_options(group: Any) -> None:
             details |= {"type": PARSERS[kind], "metavar": METAVARS[kind]}
         if field.default is MISSING:
             details["required"] = True
-        else:
+        elif field.default is not None:
             details["help"] += f" (default: {field.default})"
         group.add_argument(f"--{field.name.replace('_', '-')}", **details)
 

@@ -18,7 +18,7 @@ from uuid import uuid4
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from nanovllm import LLM
+from nanovllm.compat.llm import LLM
 from nanovllm.config import DEFAULT_NUM_SEQS
 from nanovllm.run_batch.journal import Journal
 from nanovllm.run_batch.records import ID_PREFIX, Record
