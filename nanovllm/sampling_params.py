@@ -153,17 +153,17 @@ class SamplingParams(VLLMFields):
         object.__setattr__(self, name, value)
 
     def __post_init__(self) -> None:
-        if self.is_greedy:  # greedy sampling ignores these; vLLM resets them too
-            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
         self.check()
 
     def check(self) -> None:
         """Checks that the fields are consistent. Checks lists and dicts again too, because they
-        may have been changed in place.
+        may have been changed in place. Resets fields that greedy sampling ignores, as vLLM does.
 
         Raises:
             TypeError, ValueError: a value is invalid, or fields contradict each other.
         """
+        if self.is_greedy:
+            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias"):
             setattr(self, name, getattr(self, name))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

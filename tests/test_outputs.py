@@ -78,6 +78,10 @@ class TestLogprobs:
         PackedLogprobs(rows, decode).to_list()
         own = rows[:, 1].tolist()
         assert seen == [(own[max(0, i - 4) : i], rows[i, 1::2].tolist()) for i in range(7)]
+        seen.clear()
+        PackedLogprobs(rows, decode, starts_with_none=True, before=[9]).to_list()
+        own.insert(0, 9)  # a prompt's first token
+        assert [before for before, _ in seen] == [own[max(0, i - 3) : i + 1] for i in range(7)]
 
     def test_logprobs_of_the_tokens_need_no_dicts(self):
         rows, expected = random_case(50, 4)

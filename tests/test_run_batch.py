@@ -590,6 +590,42 @@ def test_a_job_goes_on_from_any_cut_of_its_output(llm: LLM, tmp_path: Path):
     assert len(cuts) > 40
 
 
+def test_of_equal_lines_the_first_runs_and_the_others_are_duplicates(llm: LLM, tmp_path: Path):
+    """A job that ended before the first had its record took the second's error for it."""
+    in_, out = write_input(tmp_path / "in", [request("a", max_tokens=2)] * 3), tmp_path / "out"
+    run(llm, in_, out)
+    expected = by_id(read_output(out))
+    assert [record["error"] is None for _, record in sorted(expected.items())] == [
+        True,
+        False,
+        False,
+    ]
+    lines = out.read_bytes().splitlines(True)
+    out.write_bytes(b"".join(line for line in lines if json.loads(line)["error"]))
+    run(llm, in_, out)
+    assert by_id(read_output(out)) == expected
+
+
+def test_preempted_requests_are_running_when_a_job_is_asked_to_end(model_path, tmp_path):
+    journal = Journal(tmp_path / "journal", 0)
+    with LLM(model_path, **SMALL | {"num_kvcache_blocks": 16}) as llm:
+        runner = Runner(lambda: llm, ["model"], journal)
+        body = {"max_tokens": 60, "ignore_eos": True}
+        source = (
+            BatchRequest(i, f"{i:032x}", str(i), COMPLETIONS, {"prompt": [5 + i] * 20} | body)
+            for i in range(4)
+        )
+        records: list[dict[str, Any]] = []
+        while not llm.scheduler.num_preemptions:
+            records += runner.advance(source) or []
+        assert llm.scheduler.waiting and not records
+        runner.end_unstarted()
+        while (new := runner.advance(iter(()))) is not None:
+            records += new
+    journal.close(is_done=True)
+    assert {record["custom_id"] for record in records} == {"0", "1", "2", "3"}
+
+
 @pytest.mark.slow
 def test_records_that_are_removed_are_made_again(llm: LLM, tmp_path: Path):
     """In any order, as where somebody drops the errors and mends their lines."""

@@ -291,6 +291,11 @@ def test_truncation_counts_only_where_something_is_drawn(temperature, top_p, top
     assert params.truncates == (
         temperature >= 1e-5 and not (top_p == 1 and top_k <= 0 and min_p == 0)
     )
+    # Also if the temperature is set later. Otherwise another request in the batch that truncates
+    # would change the processed log-probabilities of this one.
+    params.temperature = 0
+    params.check()
+    assert (params.top_p, params.top_k, params.min_p) == (1, 0, 0)
 
 
 @each(

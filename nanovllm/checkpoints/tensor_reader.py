@@ -124,7 +124,9 @@ class _ChunkReader:
         if not hasattr(local, "buffers"):
             local.buffers = deque(
                 (
-                    torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._on_gpu),
+                    torch.empty(
+                        CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=self._on_gpu
+                    ),
                     torch.cuda.Event() if self._on_gpu else None,
                 )
                 for _ in range(2)

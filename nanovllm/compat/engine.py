@@ -145,7 +145,7 @@ class LLMEngine:
         return [result] * self.llm.get_world_size()
 
     def _reload_weights(self, weights_path: str | os.PathLike[str] | None = None) -> None:
-        path = self.llm.config.model if weights_path is None else os.fspath(weights_path)
+        path = self.llm.model_path if weights_path is None else os.fspath(weights_path)
         self.llm.load_weights(self._all_weights(open_checkpoint(path), path))
 
     def _all_weights(

@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.config import DEFAULT_NUM_SEQS, Config
+from nanovllm.config import DEFAULT_NUM_SEQS, MAX_INT32, Config
 from nanovllm.engine.kv_layout import allocate_kv_cache, most_blocks, token_bytes
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.utils.memory import allocated_bytes, available_bytes
@@ -159,4 +159,4 @@ def num_blocks_on_gpu(
             f"and context take {gib(own_bytes)}, activations {gib(activation_bytes)}, CUDA graphs "
             f"{gib(graph_bytes)}. {advice} max_num_batched_tokens, or raise gpu_memory_utilization"
         )
-    return num_blocks
+    return min(num_blocks, MAX_INT32 // config.block_size)

@@ -37,11 +37,13 @@ class PackedLogprobs:
             ids before the position and the candidates' ids. None leaves the texts out.
         starts_with_none: whether the list starts with None, for a prompt's first token, which has
             no log-probability.
+        before: the tokens before the first row, in which a character may begin.
     """
 
     rows: np.ndarray
     decode: Decode | None = None
     starts_with_none: bool = False
+    before: Seq[int] = ()
 
     def token_logprobs(self) -> np.ndarray:
         """Returns the log-probability of the token at each position, fp32 [positions]."""
@@ -51,7 +53,7 @@ class PackedLogprobs:
         """Returns a dict of token id -> Logprob for each position. The first entry is the token at
         the position; the k most likely tokens follow in order."""
         out: LogprobList = [None] if self.starts_with_none else []
-        before: list[int] = []
+        before = self.before
         for row in self.rows:
             ids, logprobs = row[1::2].tolist(), row[2::2].view(np.float32).tolist()
             ranks = [int(row[0]), *range(1, len(ids))]
@@ -79,7 +81,7 @@ def add_logprobs(output: RequestOutput, seqs: list[Sequence], encoder: PromptEnc
     decode = encoder.decode_logprob_tokens if params.detokenize else None
     if params.prompt_logprobs is not None:
         rows = np.concatenate(seqs[0].completion.prompt_logprobs or no_rows)
-        output.prompt_logprobs = PackedLogprobs(rows, decode, starts_with_none=True)
+        output.prompt_logprobs = PackedLogprobs(rows, decode, True, seqs[0].token_ids[:1])
     if params.logprobs is not None:
         for completion, seq in zip(output.outputs, seqs, strict=True):
             packed = PackedLogprobs(np.vstack(seq.completion.logprobs or no_rows), decode)

@@ -1,7 +1,7 @@
 """Turns a scheduled batch into tensors, without changing it.
 
-All tensors are int32, so that one buffer holds them. This is enough for slot indices, because a
-cache of 2^31 slots would take terabytes.
+All tensors are int32, so that one buffer holds them. This is enough for slot indices, because a KV
+cache has fewer than 2^31 slots.
 """
 
 from collections.abc import Callable
@@ -202,7 +202,7 @@ def prepare_block_tables(batch: Batch, num_rows: int) -> BlockTableUpdate:
     for group in range(1, batch.num_groups):
         entries[group] = entries[0]
         entries[group, :, 2] += group * num_new
-    return BlockTableUpdate(torch.from_numpy(entries), torch.tensor(new_blocks, dtype=torch.int32))
+    return BlockTableUpdate(*map(torch.from_numpy, (entries, np.array(new_blocks, np.int32))))
 
 
 def _slots(item: ScheduledSequence, positions: np.ndarray, block_size: int) -> np.ndarray:

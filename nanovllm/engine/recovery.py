@@ -105,7 +105,7 @@ def retry_without_sharing(
 
 def forbids_all(state: SamplingState, token_ids: list[int]) -> bool:
     """Whether the edits forbid every token after ``token_ids``, whatever the logits are."""
-    logits = torch.zeros(1, state.vocab_size)
+    logits = torch.zeros(1, state.vocab_size, dtype=torch.float32, device="cpu")
     for edit in state.edits:
         edit.apply(logits, token_ids)
     return bool(logits.isneginf().all())

@@ -1,6 +1,8 @@
 """Starts an engine: loads the tokenizer and the weights on all ranks, allocates the KV cache."""
 
 import logging
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,6 +53,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm")
 
+# One engine of a process starts at a time: PyTorch's default dtype and cuBLAS' workspace belong to
+# the process, and a GPU's free memory is measured.
+STARTING = threading.RLock()
+
 
 @dataclass(frozen=True, slots=True)
 class StartedModel:
@@ -85,7 +91,7 @@ def start_up(config: Config) -> StartedModel:
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
     check_split(model_config, config.tensor_parallel_size)
     claim_threads()
-    with ThreadPoolExecutor(1) as executor:  # importing the tokenizer library is slow
+    with STARTING, ThreadPoolExecutor(1) as executor:  # importing the tokenizer library is slow
         encoder = executor.submit(load_encoder, config, checkpoint, max_model_len)
         runner = start_ranks(config, checkpoint, max_model_len)
         try:
@@ -202,6 +208,7 @@ def start_ranks(config: Config, checkpoint: Checkpoint, max_model_len: int) -> M
         Exception: any other error while loading weights or capturing CUDA graphs.
     """
     device = select_device(config.device, 0, config.tensor_parallel_size)
+    handled = sys.exception()
     runner_class: type[ModelRunner] = ModelRunner
     if config.tensor_parallel_size > 1:
         from nanovllm.engine.tensor_parallel import MainRunner
@@ -211,18 +218,19 @@ def start_ranks(config: Config, checkpoint: Checkpoint, max_model_len: int) -> M
     try:
         start(runner, checkpoint)
     except BaseException as error:
-        abandon(runner, error)
+        abandon(runner, error, handled)
         raise
     return runner
 
 
-def abandon(runner: ModelRunner, error: BaseException) -> None:
+def abandon(runner: ModelRunner, error: BaseException, handled: BaseException | None) -> None:
     """Frees everything after a failed start. Also clears the frames in the error's traceback. They
-    refer to the model, and notebooks keep the last exception."""
+    refer to the model, and notebooks keep the last exception. An exception that the caller was
+    handling when the start began keeps its frames."""
     try:
         runner.abort(error)
     finally:
-        clear_frames(error)
+        clear_frames(error, handled)
         with suppress(RuntimeError):  # a GPU that has failed fails again
             runner.close()
 

@@ -1,7 +1,7 @@
 """Weights in the model's own dtype: fp32, bf16 or fp16."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -164,16 +164,17 @@ class UnquantizedWeight(LinearWeight):
         self._packed_copy = None  # ``pack`` makes another after the next load
         if weight.is_mkldnn:
             self._released_shape = weight.shape
-            self._replace(torch.empty(1, 1))
+            self._replace((1, 1))
 
     def restore(self) -> None:
         if self._released_shape is not None:
-            self._replace(torch.empty(self._released_shape))
+            self._replace(self._released_shape)
             self._released_shape = None
 
-    def _replace(self, data: Tensor) -> None:
-        """Sets the packed weight to other values, of any shape."""
+    def _replace(self, shape: Sequence[int]) -> None:
+        """Sets the packed weight to one of another shape, without values."""
         weight = self.layer.weight
+        data = torch.empty(*shape, dtype=weight.dtype, device="cpu")
         with torch.inference_mode(weight.is_inference()):  # else ``data`` cannot be set
             weight.data = pack_weight(data)
 

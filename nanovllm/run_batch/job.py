@@ -102,25 +102,27 @@ class Job:
         seen: set[bytes] = set()
         done, done_lines = self.writer.done, self.writer.done_lines.copy()
         for line in read_lines(self.input_path):
-            if done_lines[line.digest]:
-                done_lines[line.digest] -= 1
-                yield Skipped(failed=True)
-                continue
             item = parse_line(line, self.trusts_templates)
             custom_id = item["custom_id"] if isinstance(item, dict) else item.custom_id
             key = None if custom_id is None else key_for(custom_id)
-            if key in seen:
+            is_first, recorded = False, None
+            if key is not None:
+                is_first, recorded = key not in seen, done.get(key)
+                seen.add(key)
+            if is_first and recorded is None:
+                yield item
+            elif is_first and recorded == line.digest:
+                yield Skipped(failed=key in self.writer.failed)
+            elif done_lines[line.digest]:
+                done_lines[line.digest] -= 1
+                yield Skipped(failed=True)
+            elif key is None:
+                yield item
+            elif not is_first:
                 error = RequestError(
                     f"an earlier line already has the custom_id {custom_id!r:.80}", code=DUPLICATE
                 )
                 yield error_record(line, custom_id, error)
-                continue
-            if key is not None:
-                seen.add(key)
-            if key not in done:
-                yield item
-            elif done[key] == line.digest:
-                yield Skipped(failed=key in self.writer.failed)
             else:
                 raise ValueError(
                     f"{self.writer.path} has a record of a different request with the custom_id "

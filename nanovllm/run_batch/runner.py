@@ -79,6 +79,11 @@ class _RequestState:
         """Whether the scheduler has admitted one of its prompts. Also valid after a failure."""
         return any(seq.num_cached_prompt_tokens is not None for seq in self.sequences)
 
+    @property
+    def waits(self) -> bool:
+        """Whether the scheduler has not admitted all of its prompts."""
+        return any(seq.num_cached_prompt_tokens is None for seq in self.sequences)
+
 
 class Runner:
     """Runs requests on one engine, a bounded number of them at a time.
@@ -237,8 +242,8 @@ class Runner:
         if num_deaths >= MAX_ATTEMPTS:
             self._journal.forget(request.digest)
             message = (
-                f"the process died {MAX_ATTEMPTS} times while running this request, the last time "
-                f"with no other request"
+                f"the process died or was killed {MAX_ATTEMPTS} times while running this request, "
+                f"the last time with no other request"
             )
             self._end_with_error(state, RequestError(message, status=500, code="process_died"))
         elif num_deaths:
@@ -445,13 +450,11 @@ class Runner:
         return ended
 
     def end_unstarted(self) -> None:
-        """Ends all requests with a prompt that is not in flight, or that waits in the engine's own
-        queue."""
+        """Ends all requests with a prompt that the engine has not started. One whose sequences
+        were preempted has started."""
         self._waiting.clear()
-        unstarted = {state for state, _ in self._ready}
-        queue = self.llm.scheduler.waiting if self.llm is not None else ()
-        unstarted |= {self._in_flight[seq.request_id] for seq in queue}
-        self._end_all(kept={*self._in_flight.values()} - unstarted)
+        started = {state for state in self._in_flight.values() if not state.waits}
+        self._end_all(kept=started - {state for state, _ in self._ready})
 
 
 def _internal_error(error: Exception) -> RequestError:

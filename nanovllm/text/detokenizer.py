@@ -1,12 +1,20 @@
 """Incremental detokenization: decodes a completion token by token, and finds stop strings."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from nanovllm.text.token_text import MAX_PARTIAL_TOKENS, REPLACEMENT_CHAR, TokenTexts
 
 MAX_PENDING_TOKENS = 16
-EVERY_TOKEN: Mapping[int, bool] = defaultdict(lambda: True)  # maps any token id to True
+
+
+class EveryToken(dict[int, bool]):
+    """Maps any token id to True, and stores none."""
+
+    def __missing__(self, token_id: int) -> bool:
+        return True
+
+
+EVERY_TOKEN: Mapping[int, bool] = EveryToken()
 
 
 class IncrementalDetokenizer:

@@ -25,12 +25,15 @@ class Grammars:
         self._arguments = arguments
         self._lock = Lock()
         self._compiler: GrammarCompiler | None = None
+        self._is_closed = False
 
     @property
     def compiler(self) -> "GrammarCompiler":
         from nanovllm.text.structured import GrammarCompiler
 
         with self._lock:
+            if self._is_closed:
+                raise ValueError("the engine was closed: make a new one")
             if self._compiler is None:
                 self._compiler = GrammarCompiler(*self._arguments)
             return self._compiler
@@ -104,6 +107,8 @@ class Grammars:
                 future.cancel()
 
     def close(self) -> None:
-        """Ends the compiler's threads."""
+        """Ends the compiler's threads, and prevents that a new one is created."""
+        with self._lock:
+            self._is_closed = True
         if self._compiler is not None:
             self._compiler.close()

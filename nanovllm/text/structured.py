@@ -34,6 +34,7 @@ BUDGET_SECONDS = 5.0
 ALLOWANCE_SECONDS = 0.002
 NUM_THREADS = 4
 STACK_BYTES = 16 << 20  # of a compiling thread: more than GrammarChecker's process has
+STACK_SIZE = threading.Lock()  # held while ``threading.stack_size`` is changed, for all threads
 JSON_OPTIONS = {"whitespace_pattern": " "}  # at most one space between two symbols
 # Where only one text can follow, allow every tokenization of it, not only the tokenizer's own.
 LARK_OPTIONS = '%llguidance {"no_forcing": true}'
@@ -130,7 +131,7 @@ class GrammarCompiler:
 
     def submit(self, grammar: Lazy) -> Future[Any]:
         """Compiles a grammar from ``find`` in another thread, unless it is compiled already."""
-        with self._lock:
+        with STACK_SIZE:
             default = threading.stack_size(STACK_BYTES)
             try:
                 return self._pool.submit(grammar.get)

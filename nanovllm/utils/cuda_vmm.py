@@ -197,7 +197,7 @@ class Arena(LeftToParent):
             saved = []
             for address, size in self._mapped if keeps_values else ():
                 is_pinned = self.device.type == "cuda"
-                host = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
+                host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
                 saved.append(host.copy_(self._tensor(address, size), non_blocking=True))
             torch.cuda.synchronize(self.device)
             self._saved = saved

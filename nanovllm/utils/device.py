@@ -10,13 +10,17 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def on_device(method: Method) -> Method:
-    """Makes the GPU of the method's object PyTorch's current device during a call, because the
-    user's program or another engine may have set another one. In a forked child process, the call
-    raises ValueError. The object is a LeftToParent with the attribute ``device``."""
+    """Makes the GPU of the method's object PyTorch's current device during a call, and disables
+    autocast, because the user's program or another engine may have set another device, and calls
+    from a training loop may be within autocast. In a forked child process, the call raises
+    ValueError. The object is a LeftToParent with the attribute ``device``."""
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.check_not_forked()
+        if torch.is_autocast_enabled(self.device.type):
+            with torch.autocast(self.device.type, enabled=False):
+                return call(self, *args, **kwargs)
         if self.device.type == "cpu":
             return method(self, *args, **kwargs)
         with torch.cuda.device(self.device):

@@ -30,7 +30,7 @@ class PackedTensors:
         copies to a GPU asynchronous."""
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         sizes = [*map(_padded_size, shapes.values())]
-        buffer = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=pin_memory)
+        buffer = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=pin_memory)
         words, start = buffer.numpy(), 0
         for tensor, size in zip(tensors.values(), sizes, strict=True):
             words[start : start + tensor.numel()] = tensor.numpy().reshape(-1)

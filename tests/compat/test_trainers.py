@@ -106,9 +106,11 @@ def test_new_weights_with_sleep_in_between(tiny_models, new_model, expected):
             assert rollouts(llm) == expected
 
 
-def test_reload_weights(tiny_models, new_model, new_path, expected):
+def test_reload_weights(tiny_models, new_model, new_path, expected, monkeypatch, tmp_path):
     path = tiny_models.path("qwen3-tied")
-    with make_llm(path) as llm:
+    monkeypatch.chdir(path.parent)
+    with make_llm(Path(path.name)) as llm:
+        monkeypatch.chdir(tmp_path)
         old = rollouts(llm)
         send(llm, new_model)
         assert llm.collective_rpc("reload_weights") == [None]

@@ -240,7 +240,7 @@ class OneShotAllReduce:
         num_bytes = inbox_bytes + size * num_blocks * 4
         self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.epochs = torch.zeros(num_blocks, dtype=torch.int32, device=device)
-        self.aborted = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self.aborted = torch.zeros(1, dtype=torch.int32, device="cpu").pin_memory()
         torch.cuda.synchronize(device)
         self._opened: list[int] = []
         try:

@@ -68,7 +68,7 @@ def check_row_blocks(weight: torch.Tensor) -> None:
     Raises:
         ValueError: the result depends on the row's position or on the thread count.
     """
-    row = torch.arange(weight.size(1), dtype=torch.float32).sin()
+    row = torch.arange(weight.size(1), dtype=torch.float32, device="cpu").sin()
     block = row.expand(ROWS, -1).contiguous()
     out = _multiply(block, weight)
     num_threads = torch.get_num_threads()

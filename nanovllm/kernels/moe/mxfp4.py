@@ -101,8 +101,9 @@ def _codes(blocks: torch.Tensor) -> torch.Tensor:
 
 def _values(codes: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns the values of four bits times 2 ** exponent: [..., 32], [...] -> [..., 32]."""
-    values = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=dtype)
-    return torch.ldexp(values.to(codes.device)[codes.int()], exponents[..., None])
+    numbers = [*VALUES, *(-value for value in VALUES)]
+    values = torch.tensor(numbers, dtype=dtype, device=codes.device)
+    return torch.ldexp(values[codes.int()], exponents[..., None])
 
 
 def num_groups(width: int) -> int:

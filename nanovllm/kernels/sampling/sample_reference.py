@@ -50,7 +50,7 @@ def sample_shard_reference(
             strict=True,
         )
     ]
-    score, token = torch.tensor(sampled, dtype=torch.float64).view(-1, 2).unbind(1)
+    score, token = torch.tensor(sampled, dtype=torch.float64, device="cpu").view(-1, 2).unbind(1)
     key = ordered_bits((score.float() + 0.0).view(torch.int32)).long()
     return ((key << 32) | (0x7FFFFFFF - token.long().clamp(min=0))).to(logits.device)
 
@@ -63,7 +63,7 @@ def _sample_row(logits: torch.Tensor, params: np.void) -> int:
     if token < 0 or temperature == 0:
         return token
     max_logit = logits.max()
-    threshold = torch.tensor(-math.inf)
+    threshold = torch.tensor(-math.inf, device="cpu")
     if min_p > 0:
         threshold = max_logit + temperature * math.log(min_p)
     if 0 < top_k < len(logits):
