@@ -106,11 +106,11 @@ class StepLoop:
             collect_logprobs(sampled, token_ids, step.logprobs.numpy()[rows])
         for seq, finish in finished.items():
             seq.completion.finish = finish
-        finished |= self._process_text(sampled, token_ids, finished)
+        finished |= self._process_completions(sampled, token_ids, finished)
         num_prefilled = batch.num_tokens if batch.is_prefill else 0
         return AppliedStep(num_prefilled, sampled, finished, retried)
 
-    def _process_text(
+    def _process_completions(
         self, sampled: list[Sequence], token_ids: list[int], finished: Iterable[Sequence]
     ) -> dict[Sequence, Finish]:
         """Calls ``Completion.process`` for finished sequences, for those whose new token must be

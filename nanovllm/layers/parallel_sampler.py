@@ -35,11 +35,11 @@ class ParallelSampler(Sampler):
         if per_shard:
             assert inputs is not None
             packed = sample_shard(logits, inputs.rows, self.shard_size, self.vocab_start)
-            return unpack_token_ids(self.tp.all_reduce(packed)), None
+            return unpack_token_ids(self.tp.all_reduce_max(packed)), None
         all_logits = self.gather(logits)
         if all_logits is None or inputs is None:
-            # The all-reduce takes the maximum, so -2 leaves rank 0's token.
+            # Less than any of rank 0's tokens.
             no_token = torch.full((len(logits),), -2, dtype=torch.int64, device=logits.device)
-            return self.tp.all_reduce(no_token), None
+            return self.tp.all_reduce_max(no_token), None
         token_ids, logprobs = super().forward(all_logits, inputs)
-        return self.tp.all_reduce(token_ids), logprobs
+        return self.tp.all_reduce_max(token_ids), logprobs

@@ -33,13 +33,21 @@ class TPGroup:
     one_shots: tuple[Any, ...] = ()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the elementwise sum of x over the ranks, or for int64 the maximum. May overwrite
-        x."""
+        """Returns the elementwise sum of a floating-point x over the ranks. May overwrite x."""
+        assert x.is_floating_point()
+        return self._all_reduce(x, dist.ReduceOp.SUM)
+
+    def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the elementwise maximum of an int64 x over the ranks. May overwrite x."""
+        assert x.dtype is torch.int64  # the one-shot all-reduce of int64 is a maximum
+        return self._all_reduce(x, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, x: torch.Tensor, op: Any) -> torch.Tensor:
         for one_shot in self.one_shots:
             if one_shot.supports(x):
                 return one_shot(x)
         if self.size > 1:
-            self._reduce(x, dist.ReduceOp.MAX if x.dtype == torch.int64 else dist.ReduceOp.SUM)
+            self._reduce(x, op)
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
@@ -97,7 +105,7 @@ class RankOrderTPGroup(TPGroup):
     __slots__ = ()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype == torch.int64 or any(one_shot.supports(x) for one_shot in self.one_shots):
+        if any(one_shot.supports(x) for one_shot in self.one_shots):
             return super().all_reduce(x)
         parts = [
             torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)

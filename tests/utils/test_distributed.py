@@ -47,7 +47,7 @@ def reduce_in_slices(group: TPGroup, parts: list[torch.Tensor]) -> list[torch.Te
         torch.cat([ordered.all_reduce(rows.clone()) for rows in x.split(size)])
         for size in (len(x), 1, 3)
     ]
-    largest = ordered.all_reduce(torch.tensor([group.rank, -group.rank]))
+    largest = ordered.all_reduce_max(torch.tensor([group.rank, -group.rank]))
     return [*each, largest]
 
 
