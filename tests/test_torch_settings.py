@@ -87,6 +87,18 @@ def test_they_change_no_result(name: str, model_path: Path, expected: list[Any])
         assert results(llm) == expected
 
 
+@pytest.mark.gpu
+def test_they_change_no_result_on_a_gpu(model_path: Path):
+    settings = SMALL | {"device": "cuda", "dtype": "bfloat16"}
+    with LLM(model_path, **settings) as llm:
+        expected = results(llm)
+        for context in (torch.autocast("cuda", torch.float16), default_device("cuda")):
+            with context:
+                assert results(llm) == expected
+    with default_device("cuda"), LLM(model_path, **settings) as llm:
+        assert results(llm) == expected
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_they_change_no_weights(name: str, model_path: Path, expected: list[Any]):
     weights = load_file(model_path / "model.safetensors")
