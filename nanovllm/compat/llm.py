@@ -136,11 +136,11 @@ class LLM(BaseLLM):
         self._caller_ids: dict[str, str] = {}  # internal request id -> the caller's request id
         overrides = _sampling_overrides(override_generation_config)
         self.default_chat_template = _read_template(chat_template)
-        # For ``reload_weights``, when the working directory may be another.
-        path = os.path.expanduser(model)
-        self.model_path = os.path.abspath(path) if os.path.exists(path) else os.fspath(model)
         with _hub_token(vllm_arguments.pop("hf_token", None)):
             super().__init__(model, **translate("LLM", {**given, **vllm_arguments}))
+        # For ``reload_weights``, when the working directory may be another.
+        path = os.path.expanduser(self.config.model)
+        self.model_path = os.path.abspath(path) if os.path.exists(path) else path
         dtype = str(self.model_runner.dtype).removeprefix("torch.")
         if kv_cache_dtype in CACHE_DTYPES and kv_cache_dtype != dtype:
             self.close()
