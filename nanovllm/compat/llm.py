@@ -111,6 +111,7 @@ class LLM(BaseLLM):
         chat_template: str | os.PathLike[str] | None = None,
         generation_config: str | None = None,
         override_generation_config: dict[str, Any] | None = None,
+        hf_token: str | bool | None = None,
         **vllm_arguments: Any,
     ) -> None:
         if max_model_len in (-1, "auto"):
@@ -136,7 +137,7 @@ class LLM(BaseLLM):
         self._caller_ids: dict[str, str] = {}  # internal request id -> the caller's request id
         overrides = _sampling_overrides(override_generation_config)
         self.default_chat_template = _read_template(chat_template)
-        with _hub_token(vllm_arguments.pop("hf_token", None)):
+        with _hub_token(hf_token):
             super().__init__(model, **translate("LLM", {**given, **vllm_arguments}))
         # For ``reload_weights``, when the working directory may be another.
         path = os.path.expanduser(self.config.model)

@@ -272,7 +272,7 @@ def llm(model_path):
 
 def test_llm_and_config_and_the_table_name_the_same_arguments():
     """LLM spells its arguments out, so that an editor shows them with types and defaults."""
-    of_vllm = {"chat_template", "generation_config", "override_generation_config"}
+    of_vllm = {"chat_template", "generation_config", "override_generation_config", "hf_token"}
     # vLLM has nothing like the former, and an environment variable in place of the latter.
     of_us = {"enable_reordering", "batch_invariant"}
     config = {field.name: field.default for field in fields(Config)}

@@ -47,7 +47,7 @@ HONOURED = {
         model tokenizer dtype max_model_len seed tensor_parallel_size gpu_memory_utilization
         enforce_eager max_num_seqs max_num_batched_tokens enable_prefix_caching load_format
         block_size max_logprobs skip_tokenizer_init logprobs_mode num_gpu_blocks_override
-        attention_backend chat_template generation_config override_generation_config
+        attention_backend chat_template generation_config override_generation_config hf_token
         enable_sleep_mode kv_cache_dtype quantization
     """,
     "generate": "prompts sampling_params use_tqdm",
@@ -75,7 +75,7 @@ OUR_VALUES = {
 # Arguments that move work or memory, or that only report. None of them changes a result.
 HINTS = {
     "LLM": """
-        served_model_name trust_remote_code hf_token download_dir
+        served_model_name trust_remote_code download_dir
         safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size
         model_loader_extra_config use_tqdm_on_load pt_load_map_location max_parallel_loading_workers
         allow_deprecated_quantization
