@@ -242,8 +242,8 @@ class Runner:
         if num_deaths >= MAX_ATTEMPTS:
             self._journal.forget(request.digest)
             message = (
-                f"the process died or was killed {MAX_ATTEMPTS} times while running this request, "
-                f"the last time with no other request"
+                f"the process died {MAX_ATTEMPTS} times while running this request, the last time "
+                f"with no other request (or somebody killed it)"
             )
             self._end_with_error(state, RequestError(message, status=500, code="process_died"))
         elif num_deaths:

@@ -182,7 +182,7 @@ def test_impossible_tokens_are_never_drawn(temperature):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_rank_that_samples_for_itself_leaves_out_the_padding_of_the_vocabulary(temperature):
     """The second of two ranks has tokens 256 to 299, then padding, whose logits are the largest."""
-    tp = SimpleNamespace(size=2, all_reduce=lambda x: x)
+    tp = SimpleNamespace(size=2, all_reduce_max=lambda x: x)
     head: Any = SimpleNamespace(
         tp=tp, vocab_start=256, num_embeddings_per_rank=256, num_embeddings=300
     )
