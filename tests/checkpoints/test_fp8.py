@@ -233,10 +233,10 @@ def test_what_a_gpu_keeps(tiny_models: TinyModels, tmp_path: Path):
     write_by_rows(source, tmp_path / "rows", "channel")
     model = open_checkpoint(str(tmp_path / "rows")).config
 
-    def kept(quantization: str, num_ranks: int = 1, **settings: Any) -> str | None:
+    def kept(stored: str, num_ranks: int = 1, **settings: Any) -> str | None:
         values = {"quantization": None, "batch_invariant": False, **settings}
         config = SimpleNamespace(tensor_parallel_size=num_ranks, **values)
-        changed = replace(model, quantization=quantization)
+        changed = replace(model, quantization=stored)
         device = torch.device("cuda")
         return startup.weight_quantization(
             SimpleNamespace(config=config, device=device, model_config=changed)
@@ -251,6 +251,9 @@ def test_what_a_gpu_keeps(tiny_models: TinyModels, tmp_path: Path):
     model = replace(model, hidden_size=512, layers=layers)
     assert kept("fp8_groups") == kept("fp8_groups", 2) == "fp8_groups"
     assert kept("fp8_groups", 4) is None
+    # What the checkpoint's blocks do not fit is quantised again, if that was asked for.
+    assert kept("fp8_groups", 4, quantization="fp8") == "fp8"
+    assert kept("fp8_groups", 2, quantization="fp8") == "fp8_groups"
     reordered = RopeConfig((1.0,) * 64, interleaved=True)
     for head_dim, expected in ((128, "fp8_groups"), (256, None)):
         changed = replace(attention, head_dim=head_dim, rope=reordered)
