@@ -34,10 +34,10 @@ EMBEDDING = "model.embed_tokens.weight"
 TOKENIZER_FILES = "tokenizer.json tokenizer.model tokenizer_config.json vocab.json tekken.json"
 # Fields that a Mistral tekken.json lacks. Tokenizers in transformers' own format state them.
 TEKKEN_FIELDS = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
 # Names of fields in generation_config.json, each with its name in SamplingParams.
 GENERATION_FIELDS = {
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p")},
-    **{f"{kind}_penalty": f"{kind}_penalty" for kind in ("repetition", "presence", "frequency")},
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", *PENALTIES)},
     "max_new_tokens": "max_tokens",
 }
 # The fields that are read from a config.json, besides those that the family has defaults for. To

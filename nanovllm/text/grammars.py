@@ -107,7 +107,7 @@ class Grammars:
                 future.cancel()
 
     def close(self) -> None:
-        """Ends the compiler's threads, and prevents that a new one is created."""
+        """Ends the compiler's threads. No other compiler is created after that."""
         with self._lock:
             self._is_closed = True
         if self._compiler is not None:

@@ -261,8 +261,6 @@ def test_few_tokens(num_tokens, dtype, monkeypatch):
 @pytest.mark.parametrize("top_k", [1, 3, pytest.param(10, marks=slow)])
 def test_any_number_of_experts_per_token(top_k, dtype, monkeypatch):
     """With the tiles of the table: one is loaded before the wait, and others in the loop."""
-    if top_k > 3:  # as many programs of gate and up take minutes; the tile does not depend on top_k
-        monkeypatch.setattr(gemv, "GATE_UP_CONFIG", (16, *gemv.GATE_UP_CONFIG[1:]))
     routing = make_routing(torch.rand(2, 12).argsort(-1)[:, :top_k], 12)
     check_experts(experts_gemv, routing, 20, 600, dtype, monkeypatch)
 
