@@ -59,24 +59,19 @@ def load_cublas_kernels(runner: ModelRunner) -> None:
     load_kernels(weights, sorted(row_counts))
 
 
-def _has_own_kernels(num_seqs: int) -> bool:
-    return num_seqs <= MAX_ROWS or num_seqs % 64 == 0
-
-
 @torch.inference_mode()
 def compile_kernels(runner: ModelRunner) -> None:
     """Compiles the kernels of all steps in parallel, instead of one by one at their first launch.
 
-    The kernels of small steps depend on the size, so all small sizes are compiled: decodes of up to
-    MAX_ROWS sequences, and prefills of up to 64 tokens. For larger decodes, the multiples of 64 are
-    enough, and for large prefills the largest one.
+    The kernels of small steps depend on the size, so all sizes up to MAX_ROWS are compiled. For
+    larger decodes, the multiples of 64 are enough, and for large prefills the largest one.
     """
     allocate_kv_cache(runner, 1)
     sizes = graph_sizes(runner) if runner.backend.capturable else []
     if runner.config.batch_invariant:
         choose_identical_kernels(runner.model, {size.num_tokens for size in sizes})
-    decodes = [s for s in sizes if not s.is_prefill and _has_own_kernels(s.num_tokens)]
-    few = [size for size in sizes if size.num_tokens <= 64]
+    decodes = [size for size in sizes if not size.is_prefill and size.num_tokens % 64 == 0]
+    few = [size for size in sizes if size.num_tokens <= MAX_ROWS]
     prefills = [size for size in sizes if size.is_prefill]
     with compiling_only(), skip_middle_layers(runner.model.model):
         warmup_model(runner)

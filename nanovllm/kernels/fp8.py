@@ -132,7 +132,8 @@ def store_quantized(out_ptr, scale_ptr, row, x, WIDTH: tl.constexpr, GROUP: tl.c
         column = group * GROUP + tl.arange(0, GROUP)[None, :]
         tl.store(out_ptr + row * WIDTH + column, codes, mask=column < WIDTH)
         num_rows = tl.num_programs(0)  # the stride is ``padded_rows`` of it
-        stride = tl.where((num_rows > 128) & (num_rows < 256), 256, tl.cdiv(num_rows, 4) * 4)
+        multiple = tl.where((num_rows > 32) & (num_rows < 256), 128, 4)
+        stride = tl.cdiv(num_rows, multiple) * multiple
         tl.store(scale_ptr + group * stride + row, scale, mask=group < WIDTH // GROUP)
         return
     x = x.to(tl.float32)
@@ -179,9 +180,10 @@ def empty_rows(x: Tensor, width: int, group: int | None) -> Fp8Rows:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Returns with how many rows cuBLAS is called for ``num_rows`` rows: the next multiple of four,
-    which it needs for scales of groups; and 256 for 129 to 255 rows, which is faster."""
-    return 256 if 128 < num_rows < 256 else cdiv(num_rows, 4) * 4
+    """Returns for how many rows there is memory: the next multiple of four, which cuBLAS needs for
+    scales of groups; and of 128 for 33 to 255 rows, with which whole tiles are loaded faster."""
+    multiple = 128 if 32 < num_rows < 256 else 4
+    return cdiv(num_rows, multiple) * multiple
 
 
 def num_warps_of(width: int) -> int:

@@ -25,7 +25,7 @@ from nanovllm.kernels.fp8 import (
     quantize_rows,
     unpack_rows,
 )
-from nanovllm.kernels.gemm.fp8 import fp8_linear, fp8_linear_add, is_decode
+from nanovllm.kernels.gemm.fp8 import fp8_linear, fp8_linear_add, hopper_kernel
 from nanovllm.kernels.gemm.skinny import skinny_norm_linear
 from nanovllm.kernels.rms_norm import fp8_group_rms_norm, fp8_rms_norm
 from nanovllm.kernels.silu_and_mul import (
@@ -181,7 +181,7 @@ class Fp8Weight(StoredFp8Weight):
 
     def _is_vector(self, x: Any) -> bool:
         is_large = not self.has_groups and self.layer.weight.numel() >= MIN_QUANTIZED_ROW_NUMEL
-        if is_large and is_decode(1, self._weight, self.dtype):
+        if is_large and hopper_kernel(1, self._weight, self.dtype) is not None:
             return False
         return super()._is_vector(x)
 

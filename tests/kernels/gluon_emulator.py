@@ -194,6 +194,7 @@ class TensorDescriptor:
         """Yields the rows of the box that are in bounds, as far as they are: their index and
         elements."""
         *first, column = (int(c) for c in coordinates)
+        assert column * self.memory.itemsize % 16 == 0, "an illegal instruction on a GPU"
         size = min(self.block_shape[-1], self.shape[-1] - column)
         for i, steps in enumerate(product(*map(range, self.block_shape[:-1]))):
             at = [*map(sum, zip(first, steps, strict=True)), column]
@@ -295,7 +296,9 @@ class Kernel:
         self.function = function
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int, **constants: Any) -> None:
+        def launch(
+            *args: Any, num_warps: int, maxnreg: int | None = None, **constants: Any
+        ) -> None:
             values = [
                 Pointer(a) if isinstance(a, Tensor) else torch.tensor(a) if type(a) is int else a
                 for a in args
@@ -324,7 +327,7 @@ LANGUAGE = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
-    "NVMMADistributedLayout": lambda *args: None,
+    "NVMMADistributedLayout": lambda version, warps, shape: SimpleNamespace(instr_shape=shape),
     "NVMMASharedLayout": lambda *args: None,
     "DotOperandLayout": lambda *args: None,
     "BlockedLayout": lambda *args: None,
@@ -349,6 +352,7 @@ LANGUAGE = {
     "maximum": _binary(torch.maximum),
     "max": torch.amax,
     "sum": torch.sum,
+    "join": lambda a, b: torch.stack((a, b), -1),
     "split": lambda x: x.unbind(-1),
     "exp": torch.exp,
     "exp2": torch.exp2,

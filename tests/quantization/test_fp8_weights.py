@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.fp8 import FP8, Fp8Rows, dequantize, pack_rows, quantize, quantize_blocks
+from nanovllm.kernels.gemm import decode_gemm
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
@@ -178,7 +179,8 @@ def test_one_row_is_quantized_too_where_the_weight_is_large(has_groups, monkeypa
     with use_quantization(CONFIG):
         large, small = RowParallelLinear(256, 128), RowParallelLinear(128, 128)
     for is_hopper in (True, False):
-        monkeypatch.setattr(fp8, "is_decode", lambda *_, result=is_hopper: result)
+        kernel = decode_gemm if is_hopper else None
+        monkeypatch.setattr(fp8, "hopper_kernel", lambda *_, result=kernel: result)
         for layer, width in ((large, 256), (small, 128)):
             is_vector = layer.linear_weight._is_vector(torch.zeros(1, width))
             assert is_vector == (has_groups or not is_hopper or layer is small)
@@ -199,7 +201,8 @@ def test_batch_invariant_weights_are_rounded():
 @pytest.mark.gpu
 def test_a_gpu_keeps_fp8_weights(tiny_models):
     path = tiny_models.path("qwen3")
-    with LLM(path, device="cuda", quantization="fp8", dtype="bfloat16") as llm:
+    settings = {"dtype": "bfloat16", "num_kvcache_blocks": 64}  # it may share the GPU
+    with LLM(path, device="cuda", quantization="fp8", **settings) as llm:
         layers = [m for m in llm.model_runner.model.modules() if isinstance(m, LinearBase)]
         assert layers and all(layer.weight.dtype is FP8 for layer in layers)
         outputs = llm.generate([[5, 6, 7]] * 3, SamplingParams(max_tokens=8), use_tqdm=False)

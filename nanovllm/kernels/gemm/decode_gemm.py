@@ -26,12 +26,11 @@ DTYPES = *hopper_gemm.DTYPES, FP8
 MAX_ROWS = 256
 # When the kernel is the fastest: each entry is (most rows, most elements of the weight). LIMITS is
 # for 16-bit weights, of which those with over MAX_COLUMNS input features have only the first entry.
-# FP8_LIMITS is for FP8 with scales of rows. BLOCK_LIMITS is for FP8 with scales of blocks: up to
-# MAX_BLOCK_FEATURES output features, then more.
+# FP8_LIMITS is for FP8 with scales of rows, BLOCK_LIMITS for FP8 with scales of blocks.
 LIMITS = (64, sys.maxsize), (128, 128 << 20), (MAX_ROWS, 8 << 20)
 FP8_LIMITS = (64, sys.maxsize), (128, 128 << 20), (MAX_ROWS, 88 << 20)
-BLOCK_LIMITS = ((128, sys.maxsize), (MAX_ROWS, 8 << 20)), ((64, sys.maxsize),)
-MAX_BLOCK_FEATURES, MAX_COLUMNS = 4096, 16 << 10
+BLOCK_LIMITS = ((32, sys.maxsize),)
+MAX_COLUMNS = 16 << 10
 MIN_PART_COLUMNS = 1024
 SHORT_ROW = 2 << 10  # bytes of a row of the weight, or of its part
 EARLY_ROW, EARLY_ROW_OF_MANY = 4 << 10, 3 << 10  # bytes, with up to 64 rows of x and with more
@@ -64,9 +63,7 @@ def is_fastest(num_rows: int, weight: Tensor | Fp8Rows) -> bool:
     """Returns whether the kernel can multiply this number of rows by a weight [out, in], and is the
     fastest one. With many rows of a large weight cuBLAS is faster."""
     if isinstance(weight, Fp8Rows):
-        has_blocks = weight.scales.dim() > 1
-        is_large = len(weight.codes) > MAX_BLOCK_FEATURES
-        limits = BLOCK_LIMITS[is_large] if has_blocks else FP8_LIMITS
+        limits = BLOCK_LIMITS if weight.scales.dim() > 1 else FP8_LIMITS
         weight = weight.codes
     else:
         limits = LIMITS[:1] if weight.size(1) > MAX_COLUMNS else LIMITS

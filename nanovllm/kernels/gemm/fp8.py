@@ -1,19 +1,21 @@
 """GEMMs with FP8 weights and inputs, and scales of rows, or of groups of x and blocks of W.
 
-On Hopper, few rows are multiplied by decode_gemm.py if the result is in bf16. Otherwise up to 128
-are multiplied in the tiles of tiled.py, which are made for the memory bandwidth, or up to 64 if the
-weight is large or has blocks. More rows are multiplied by cuBLAS through PyTorch's ``_scaled_mm``.
-It multiplies groups and blocks on Hopper only. Other GPUs use larger tiles for them.
+On Hopper, few rows are multiplied by decode_gemm.py or block_gemm.py if the result is in bf16.
+Otherwise up to 128 are multiplied in the tiles of tiled.py, which are made for the memory
+bandwidth, or up to 64 if the weight is large or has blocks. More rows are multiplied by cuBLAS
+through PyTorch's ``_scaled_mm``. It multiplies groups and blocks on Hopper only. Other GPUs use
+larger tiles for them.
 """
 
 from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from nanovllm.kernels.fallback import run_or_replace
 from nanovllm.kernels.fp8 import FP8, GROUP, Fp8Rows, dequantize, padded_rows
-from nanovllm.kernels.gemm import decode_gemm
+from nanovllm.kernels.gemm import block_gemm, decode_gemm
 from nanovllm.kernels.gemm.tiled import BLOCK_K, BLOCK_N, Tile, multiply_tiles
 from nanovllm.utils.math import cdiv
 from nanovllm.utils.triton_compat import is_hopper, shared_memory, use_triton
@@ -44,11 +46,12 @@ def fp8_linear_reference(
 
 def fp8_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """See ``fp8_linear_reference``. Chooses the kernel by the numbers of rows and features."""
-    if is_decode(len(x.codes), weight, dtype):
+    kernel = hopper_kernel(len(x.codes), weight, dtype)
+    if kernel is not None:
         return run_or_replace(
-            decode_gemm.KERNEL,
+            kernel.KERNEL,
             x.codes.device,
-            lambda: decode_gemm.multiply(x, weight, bias, dtype),
+            lambda: kernel.multiply(x, weight, bias, dtype),
             lambda: fp8_linear(x, weight, bias, dtype),
         )
     num_rows = len(x.codes)
@@ -72,20 +75,24 @@ def fp8_linear_add(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes ``fp8_linear`` + residual, as ``decode_linear_add`` does."""
     dtype = residual.dtype
-    if not is_decode(len(x.codes), weight, dtype):
+    kernel = hopper_kernel(len(x.codes), weight, dtype)
+    if kernel is None:
         return fp8_linear(x, weight, bias, dtype), residual
     return run_or_replace(
-        decode_gemm.KERNEL,
+        kernel.KERNEL,
         x.codes.device,
-        lambda: decode_gemm.multiply_add(x, weight, bias, residual),
+        lambda: kernel.multiply_add(x, weight, bias, residual),
         lambda: (fp8_linear(x, weight, bias, dtype), residual),
     )
 
 
-def is_decode(num_rows: int, weight: Fp8Rows, dtype: torch.dtype) -> bool:
-    """Returns whether decode_gemm.py has the fastest kernel for results of this dtype."""
-    # FP8 tensor cores add products with 14 bits, which is enough for bf16 only.
-    return dtype is torch.bfloat16 and decode_gemm.is_fastest(num_rows, weight)
+def hopper_kernel(num_rows: int, weight: Fp8Rows, dtype: torch.dtype) -> ModuleType | None:
+    """Returns decode_gemm.py or block_gemm.py if it has the fastest kernel for results of this
+    dtype."""
+    if dtype is not torch.bfloat16:  # FP8 tensor cores add products with 14 bits
+        return None
+    kernels = decode_gemm, block_gemm
+    return next((kernel for kernel in kernels if kernel.is_fastest(num_rows, weight)), None)
 
 
 def has_block_matmul(weight: Tensor) -> bool:
@@ -146,9 +153,10 @@ def choose_tile(
 def scaled_linear(x: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """See ``fp8_linear_reference``, with x as from ``empty_rows``, bf16 results, sizes that are
     multiples of ALIGNMENT, and more than FEW_ROWS rows. With one row its test failed (PyTorch 2.11,
-    H200)."""
+    H200). What is in the rows after the last one does not matter."""
     num_rows, width = x.codes.shape
-    padded = padded_rows(num_rows)  # what is in the other rows does not matter
+    # For 96 rows, cuBLAS takes longer if it multiplies 128.
+    padded = padded_rows(num_rows) if num_rows > 128 else cdiv(num_rows, 4) * 4
     return torch._scaled_mm(
         x.codes.as_strided((padded, width), (width, 1)),
         weight.codes.t(),

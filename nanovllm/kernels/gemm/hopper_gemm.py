@@ -1,5 +1,6 @@
 """What the launchers of the GEMMs for Hopper share: swiglu.py, qkv.py and moe/hopper_grouped.py,
-whose main loop is in hopper_loop.py, and decode_gemm.py."""
+whose main loop is in hopper_loop.py, or in block_loop.py for FP8; decode_gemm.py and block_gemm.py.
+"""
 
 from typing import Any
 
