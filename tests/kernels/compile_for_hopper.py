@@ -34,7 +34,16 @@ from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.prefix_schedule import NO_PREFIXES
 from nanovllm.kernels.comm import all_reduce
 from nanovllm.kernels.fp8 import FP8, Fp8Rows
-from nanovllm.kernels.gemm import decode_gemm, hopper_gemm, qkv, skinny, split_k, swiglu, tiled
+from nanovllm.kernels.gemm import (
+    block_gemm,
+    decode_gemm,
+    hopper_gemm,
+    qkv,
+    skinny,
+    split_k,
+    swiglu,
+    tiled,
+)
 from nanovllm.kernels.gemm import fp8 as fp8_gemm
 from nanovllm.kernels.gemm import invariant as invariant_gemm
 from nanovllm.kernels.moe import (
@@ -58,6 +67,7 @@ ALL_SIZES = "--few" not in sys.argv
 GEMVS = "_gate_up_kernel", "_down_kernel", "_vector_kernel"
 PDL_MODULES = (
     all_reduce,
+    block_gemm,
     combine,
     decode,
     decode_gemm,
@@ -189,6 +199,13 @@ def launch_all(
                     scales = torch.zeros(8192 if group is None else (64, 16))
                     weight_8 = Fp8Rows(torch.zeros(8192, 2048, dtype=FP8), scales)
                     decode_gemm.launch(rows, weight_8, make(8192), dtype=dtype)
+        if dtype is torch.bfloat16:
+            for sizes in block_gemm.STEP_TIMES if all_sizes else ((128, 128),):
+                for parts, bias in ((1, make(8192)), (2, None)):
+                    tile = block_gemm.Tile(*sizes, parts, 16 // parts)
+                    block_gemm.launch(
+                        rows, weight_8, bias, make(len(rows.codes), 8192), tile, dtype
+                    )
         for is_rounded in (False, True) if all_sizes else (True,):
             swiglu.launch(make(64, 1024), make(6144, 1024), is_rounded)
         if head_dim == qkv.HEAD_DIM:
@@ -199,6 +216,11 @@ def launch_all(
         x, experts = make(640, 2048), ExpertWeights(make(8, 1536, 2048), make(8, 2048, 768))
         routing = route.route_triton(make(640, 8), 4, True)
         hopper_grouped.experts_hopper(x, experts, routing, x)
+        if dtype is torch.bfloat16:
+            weights = (torch.zeros(weight.shape, dtype=FP8) for weight in experts[:2])
+            scales = (torch.zeros(8, n // 128, k // 128) for n, k in ((1536, 2048), (2048, 768)))
+            fields = dict(zip(("gate_up_scales", "down_scales"), scales, strict=True))
+            hopper_grouped.experts_hopper(x, ExpertWeights(*weights, **fields), routing, x)
     launch_invariant_gemms(dtype, all_sizes)
     launch_mixtures(dtype, all_sizes)
     logits, rows = make(8, 151_936), ints(8, sample.ROW_WORDS)
@@ -515,7 +537,9 @@ if __name__ == "__main__":
         "swiglu_kernel",
         "qkv_kernel",
         "hopper_grouped_kernel",
+        "block_grouped_kernel",
         "decode_gemm_kernel",
+        "block_gemm_kernel",
         "_prefill_kernel",
         "_tile_kernel",
         "_grouped_kernel",

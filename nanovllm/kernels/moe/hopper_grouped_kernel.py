@@ -56,6 +56,11 @@ class GroupedTiles:
         expert, column = gl.load(tile), index % self.num_n
         return gl.load(tile + 1), expert * self.weight_rows + column * self.STRIDE
 
+    @gluon.jit
+    def steps(self, index):
+        """Returns the first step of a tile, and the end of its steps."""
+        return 0, self.num_steps
+
 
 @gluon.jit
 def _store(tile, out, out_ptr, order_ptr, first_row, end, first_column, out_features):

@@ -12,7 +12,8 @@ class Groups(NamedTuple):
     """Assignments grouped by expert. Each group keeps the order of the tokens.
 
     Attributes:
-        order: int32 [N k], the assignments in sorted order.
+        order: int32 [N k], the assignments in sorted order. With an alignment it has more elements,
+            of which some, before an expert's first one, are undefined.
         positions: int32 [N k], the index in ``order`` of each assignment.
         tiles: int32 [max_tiles, 3], for each tile of at most ``block_m`` rows: its expert, its
             first index in ``order``, and the end of the expert's assignments in ``order``, which
@@ -46,6 +47,7 @@ def _sort_kernel(
     NUM_EXPERTS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Each program sorts the SIZE assignments of one chunk of tokens. It sums the counts of all
@@ -68,7 +70,8 @@ def _sort_kernel(
         )
         totals += tl.sum(counts, axis=0)
         earlier += tl.sum(tl.where((rows < chunk)[:, None], counts, 0), axis=0)
-    ends = tl.cumsum(totals, axis=0)
+    aligned = (totals + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    starts = tl.cumsum(aligned, axis=0) - aligned
     per_expert = (totals + BLOCK_M - 1) // BLOCK_M
     tile_ends = tl.cumsum(per_expert, axis=0)
     if chunk == 0:
@@ -80,8 +83,9 @@ def _sort_kernel(
         experts = tl.load(experts_ptr + assignment, mask=mask, other=0)
         rank = tl.load(ranks_ptr + assignment, mask=mask, other=0)
         rank += tl.gather(earlier, experts, 0)  # now among the expert's rows of all chunks
-        end = tl.gather(ends, experts, 0)
-        position = end - tl.gather(totals, experts, 0) + rank
+        first = tl.gather(starts, experts, 0)
+        end = first + tl.gather(totals, experts, 0)
+        position = first + rank
         tl.store(order_ptr + position, assignment, mask=mask)
         tl.store(positions_ptr + assignment, position, mask=mask)
         # The first row of each tile describes the tile.
@@ -92,17 +96,19 @@ def _sort_kernel(
         tl.store(tiles_ptr + 3 * tile + 2, end, mask=is_first)
 
 
-def sort_triton(routing: Routing, block_m: int) -> Groups:
+def sort_triton(routing: Routing, block_m: int, alignment: int = 1) -> Groups:
     """Groups the assignments of a routing by expert, into tiles of at most ``block_m`` rows. The
-    routing must have ranks and counts."""
+    first index of each expert is a multiple of the alignment. The routing must have ranks and
+    counts."""
     num_tokens, top_k = routing.topk_ids.shape
     assert routing.counts is not None
     num_chunks, num_experts = routing.counts.shape
     num_assignments = num_tokens * top_k
     size = chunk_size(num_tokens, num_experts) * top_k
     ints = routing.topk_ids
+    most_unused = min(num_assignments, num_experts) * (alignment - 1)
     groups = Groups(
-        ints.new_empty(num_assignments),
+        ints.new_empty(num_assignments + most_unused),
         ints.new_empty(num_assignments),
         ints.new_empty(max_tiles(num_assignments, num_experts, block_m), 3),
         ints.new_empty(1),
@@ -117,6 +123,7 @@ def sort_triton(routing: Routing, block_m: int) -> Groups:
         NUM_EXPERTS=num_experts,
         SIZE=size,
         BLOCK_M=block_m,
+        ALIGNMENT=alignment,
         num_warps=4,
         **pdl_options(ints),
     )

@@ -76,25 +76,34 @@ def check_quantized(
     experts: ExpertWeights,
     added: torch.Tensor | None,
     monkeypatch,
+    module: Any = grouped,
+    function: Any = experts_grouped,
+    alignment: int = 1,
 ) -> None:
-    """Each GEMM against eager PyTorch with the inputs that it was given, both compared with
-    fp64: rounding before a quantisation may change a code."""
-    quantize, inputs = grouped._quantize, []
+    """Each GEMM of a module's function against eager PyTorch with the inputs that it was given,
+    both compared with fp64: rounding before a quantisation may change a code. The sorted rows of
+    each expert begin at a multiple of the alignment."""
+    quantize, inputs = module._quantize, []
 
     def record(values: torch.Tensor, weights: ExpertWeights) -> Any:
         inputs.append((values, quantize(values, weights)))
         return inputs[-1][1]
 
     with monkeypatch.context() as context:
-        context.setattr(grouped, "_quantize", record)
+        context.setattr(module, "_quantize", record)
         poisoned(context)
-        ours = experts_grouped(x, experts, routing, added)
+        ours = function(x, experts, routing, added)
     (_, x_rows), (inner, inner_rows) = inputs
     for codes, scales in (x_rows, inner_rows):
         assert codes.dtype is FP8 and (scales.dim() == 2) == (experts.group is not None)
     top_k = routing.topk_ids.size(1)
     flat = routing.topk_ids.flatten().long()
     order = flat.argsort(stable=True)
+    counts = flat.bincount()
+    aligned = (counts + alignment - 1) // alignment * alignment
+    skipped = (aligned.cumsum(0) - aligned) - (counts.cumsum(0) - counts)  # before each expert
+    used = torch.arange(len(flat), device=flat.device) + skipped[flat[order]]
+    inner, inner_rows = inner[used], [part[used] for part in inner_rows]
 
     def both(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         like = torch.empty(0, dtype=dtype)

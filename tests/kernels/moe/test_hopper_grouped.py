@@ -9,10 +9,18 @@ from nanovllm.kernels.moe import hopper_grouped as module
 from nanovllm.kernels.moe.route import Routing
 from tests.kernels.conftest import DEVICE
 from tests.kernels.gemm.test_swiglu import NEEDS_HOPPER
-from tests.kernels.gluon_emulator import emulated_gemm
+from tests.kernels.gluon_emulator import emulated, emulated_gemm
+from tests.kernels.moe import test_fp8_experts as fp8
 from tests.kernels.moe.references import count_tokens
 from tests.kernels.moe.test_moe import check_experts, make, make_routing, random_routing, routings
 
+BLOCK_MODULES = (
+    "hopper",
+    "gemm.hopper_loop",
+    "gemm.block_loop",
+    "moe.hopper_grouped_kernel",
+    "moe.block_grouped_kernel",
+)
 CPU_ONLY = pytest.mark.skipif(DEVICE == "cuda", reason="the kernel itself is tested on a GPU")
 
 
@@ -44,9 +52,45 @@ def test_in_the_emulator(routing, hidden, columns, emulator, monkeypatch):
     )
 
 
+@CPU_ONLY
+@pytest.mark.usefixtures("exact_fp8")
+@pytest.mark.parametrize(
+    "routing", [*routings().values(), uneven_routing(150)], ids=[*routings(), "uneven"]
+)
+def test_blocks_in_the_emulator(routing, monkeypatch):
+    """The second GEMM has an odd number of groups. Tiles do not end with the last stage."""
+    monkeypatch.setattr(module, "num_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(module, "BLOCK_STAGES", 3)
+    launch = module._launch
+
+    def emulate(*args):
+        with emulated(*(f"nanovllm.kernels.{name}" for name in BLOCK_MODULES)):
+            launch(*args)
+
+    monkeypatch.setattr(module, "_launch", emulate)
+    check_blocks(routing, 512, 384, monkeypatch)
+
+
+def check_blocks(routing, hidden, columns, monkeypatch):
+    x, residual, experts = fp8.make(routing, hidden, columns, torch.bfloat16, True)
+    args = routing, x, experts, residual, monkeypatch
+    fp8.check_quantized(*args, module, module.experts_hopper, module.SCALE_ALIGNMENT)
+
+
+def test_which_fp8_the_kernel_can_compute(monkeypatch):
+    """It needs blocks and a model in bf16."""
+    monkeypatch.setattr(module, "supports", lambda kind, weight, dtypes: True)
+    routing = random_routing(160, 8, 4)
+    x, _, experts = fp8.make(routing, 128, 128, torch.bfloat16, True)
+    assert module.is_faster(x, experts, routing)
+    assert not module.is_faster(x.half(), experts, routing)
+    x, _, experts = fp8.make(routing, 128, 128, torch.bfloat16, False)
+    assert not module.is_faster(x, experts, routing)
+
+
 @pytest.mark.parametrize("name", ["gate_up_bias", "limit", "alpha", "fp8"])
 def test_what_the_kernel_cannot_compute(name, monkeypatch):
-    monkeypatch.setattr(module, "supports", lambda kind, weight: True)
+    monkeypatch.setattr(module, "supports", lambda kind, weight, dtypes: True)
     routing = random_routing(160, 8, 4)
     x, _, experts = make(routing, 136, 144, torch.float16, False)
     assert module.is_faster(x, experts, routing)
@@ -68,6 +112,33 @@ def test_what_the_kernel_cannot_compute(name, monkeypatch):
 def test_on_hopper(num_tokens, num_experts, dtype, monkeypatch):
     for routing in (random_routing(num_tokens, num_experts, 4), uneven_routing(num_tokens)):
         check_experts(module.experts_hopper, routing, 264, 200, dtype, monkeypatch, [False])
+
+
+@pytest.mark.gpu
+@NEEDS_HOPPER
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts"), [(40, 8), (1000, 8), (4000, 60), (2100, 128)]
+)
+def test_blocks_on_hopper(num_tokens, num_experts, monkeypatch):
+    for routing in (random_routing(num_tokens, num_experts, 4), uneven_routing(num_tokens)):
+        check_blocks(routing, 1024, 896, monkeypatch)
+
+
+@pytest.mark.gpu
+@NEEDS_HOPPER
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "hidden", "columns"),
+    [(128, 8, 2048, 768), (64, 8, 2048, 1024)],
+    ids=["qwen3-30b-a3b", "olmoe"],
+)
+def test_results_of_blocks_have_the_same_bits_as_those_of_the_other_kernel(
+    num_experts, top_k, hidden, columns
+):
+    routing = random_routing(2000, num_experts, top_k)
+    x, residual, experts = fp8.make(routing, hidden, columns, torch.bfloat16, True)
+    assert module.is_faster(x, experts, routing)
+    ours = module.experts_hopper(x, experts, routing, residual)
+    assert torch.equal(ours, grouped._experts_tiled(x, experts, routing, residual))
 
 
 @pytest.mark.gpu

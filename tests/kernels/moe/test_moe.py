@@ -163,6 +163,24 @@ def test_sort(name, block_m, monkeypatch):
     assert torch.equal(found.tiles[:count], expected.tiles[:count])
 
 
+@pytest.mark.parametrize("name", routings())
+def test_an_aligned_sort(name, monkeypatch):
+    """Each expert's assignments are those of the other sort, from the next multiple of four on."""
+    routing = routings()[name]
+    expected = sort_reference(routing, 16)
+    poisoned(monkeypatch)
+    found = sort_triton(routing, 16, 4)
+    assert torch.equal(found.num_tiles, expected.num_tiles)
+    start, tiles, num_tiles = 0, [], int(expected.num_tiles)
+    for expert, count in enumerate(routing.counts.sum(0).tolist()):
+        chosen = expected.order[routing.topk_ids.flatten()[expected.order.long()] == expert]
+        assert torch.equal(found.order[start : start + count], chosen)
+        assert found.positions[chosen.long()].tolist() == [*range(start, start + count)]
+        tiles += [[expert, start + first, start + count] for first in range(0, count, 16)]
+        start += -(-count // 4) * 4
+    assert found.tiles[:num_tiles].tolist() == tiles and start <= len(found.order)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 100, pytest.param(16384, marks=slow)])
 def test_sort_in_many_chunks(num_tokens):
     routing = random_routing(num_tokens, 128, 8)
