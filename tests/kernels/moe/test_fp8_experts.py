@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.kernels.fp8 import FP8, GROUP, Fp8Rows, dequantize, quantize, quantize_blocks
-from nanovllm.kernels.moe import gemv, grouped
+from nanovllm.kernels.moe import gemv, grouped, hopper_grouped
 from nanovllm.kernels.moe.experts import ExpertWeights, clamped_swiglu, experts_reference
 from nanovllm.kernels.moe.gemv import experts_gemv
 from nanovllm.kernels.moe.grouped import Tile, experts_grouped
@@ -226,10 +226,15 @@ def test_blocks_have_one_scale():
 @BLOCKS
 @pytest.mark.parametrize("num_tokens", [1, 4, 5, 100, 256, 2000])
 def test_a_layer_of_qwen3_30b_a3b(num_tokens, has_blocks, monkeypatch):
-    """In the tiles of the table, with all numbers of tokens per expert."""
+    """In the tiles of the table, with all numbers of tokens per expert; and on Hopper, where many
+    tokens take it, in the other kernel for blocks."""
     routing = random_routing(num_tokens, 128, 8)
     x, residual, experts = make(routing, 2048, 768, torch.bfloat16, has_blocks)
     if num_tokens <= 4:
         check(experts_gemv, routing, x, experts, residual)
-    check_quantized(routing, x, experts, residual, monkeypatch)
+    args = routing, x, experts, residual, monkeypatch
+    check_quantized(*args, function=grouped._experts_tiled)
+    if hopper_grouped.is_faster(x, experts, routing):
+        function = hopper_grouped.experts_hopper
+        check_quantized(*args, hopper_grouped, function, hopper_grouped.SCALE_ALIGNMENT)
     check(experts_grouped, routing, x, in_bits(experts), residual)
