@@ -31,3 +31,11 @@ def test_every_block_of_the_page_runs(page, capsys):
 def test_the_family_on_the_page_is_the_one_that_is_served():
     page = (ROOT / "docs" / "adding-a-model.md").read_text(encoding="utf-8")
     assert (ROOT / "nanovllm" / "models" / "smollm3.py").read_text(encoding="utf-8") in page
+
+
+def test_the_example_of_batch_invariance_holds(model_path):
+    """It ends with an assertion."""
+    page = (ROOT / "docs" / "batch-invariance.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert "assert " in block
+    exec(block.replace("path/to/model", str(model_path)), {})
