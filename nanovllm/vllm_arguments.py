@@ -23,6 +23,8 @@ LLM_ARGUMENTS: dict[str, Sequence[str] | None] = {
     "generation_config": None,
     "override_generation_config": None,
     "hf_token": None,
+    "revision": None,
+    "tokenizer_revision": None,
     "quantization": DECLARED_METHODS,
     "kv_cache_dtype": CACHE_DTYPES,
 }

@@ -305,16 +305,30 @@ def _multimodal_template(path: Path) -> str | None:
     return template
 
 
-def _download(model: str, patterns: list[str]) -> Path:
+def at_revision(model: str, revision: str, *, only_tokenizer: bool = False) -> str:
+    """Returns the folder of a hub repository at a branch, tag or commit. Local paths have none.
+
+    Raises:
+        ValueError: it cannot be downloaded.
+    """
+    if os.path.exists(os.path.expanduser(model)):
+        return model
+    return str(_download(model, TOKENIZER_PATTERNS if only_tokenizer else HUB_PATTERNS, revision))
+
+
+def _download(model: str, patterns: list[str], revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        path = snapshot_download(model, allow_patterns=patterns, ignore_patterns=HUB_IGNORED)
+        path = snapshot_download(
+            model, revision=revision, allow_patterns=patterns, ignore_patterns=HUB_IGNORED
+        )
         return Path(path)
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        name = model if revision is None else f"{model}@{revision}"
         raise ValueError(
-            f"{model!r} is neither a local directory, nor a .gguf file, nor a model that can be "
+            f"{name!r} is neither a local directory, nor a .gguf file, nor a model that can be "
             f"downloaded from the hub ({type(error).__name__}: {error})"
         ) from error
 

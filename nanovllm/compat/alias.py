@@ -53,6 +53,10 @@ MODULES: dict[str, dict[str, str]] = {
     "vllm.logger": {_NAMES: "init_logger"},
     "vllm.logprobs": _LOGPROBS,
     "vllm.lora.request": {_NAMES: "LoRARequest"},
+    # Where older scripts find these names.
+    "vllm.model_executor": {_NAMES: "set_random_seed"},
+    "vllm.model_executor.parallel_utils.parallel_state": _DISTRIBUTED,
+    "vllm.model_executor.utils": {_NAMES: "set_random_seed"},
     "vllm.outputs": {"nanovllm": "CompletionOutput RequestOutput"},
     "vllm.platforms": {_NAMES: "Platform current_platform"},
     "vllm.pooling_params": {_NAMES: "PoolingParams"},
@@ -66,17 +70,21 @@ MODULES: dict[str, dict[str, str]] = {
     "vllm.tokenizers": _TOKENIZER,
     "vllm.transformers_utils.tokenizer": _TOKENIZER,
     "vllm.usage.usage_lib": {_NAMES: "UsageContext"},
-    "vllm.utils": {**_ARGUMENT_PARSER, _NAMES: "random_uuid"},
+    "vllm.utils": {**_ARGUMENT_PARSER, _NAMES: "get_ip get_open_port random_uuid"},
     "vllm.utils.argparse_utils": _ARGUMENT_PARSER,
     "vllm.utils.network_utils": {_NAMES: "get_ip get_open_port"},
+    "vllm.utils.torch_utils": {_NAMES: "set_random_seed"},
     "vllm.v1.engine.llm_engine": _ENGINE,
     "vllm.version": {_NAMES: "__version__ __version_tuple__"},
+    "vllm.worker.worker": {_NAMES: "Worker"},
 }
 # What to use instead of names that are not here and contain these.
 HINTS = {
+    "assets": "images, audio and video are not supported",
     "async": "use LLM.generate_stream, or LLM.add_request and LLM.step",
     "entrypoints.openai": "use nanovllm.run_batch for batch files; there is no server",
     "GuidedDecodingParams": "use StructuredOutputsParams",
+    "multimodal": "images, audio and video are not supported",
 }
 for _package in [*MODULES]:  # adds the packages that contain these modules
     while _package := _package.rpartition(".")[0]:

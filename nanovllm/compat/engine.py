@@ -73,6 +73,7 @@ class LLMEngine:
 
     def __init__(self, llm: "LLM") -> None:
         self.llm = llm
+        self.engine_core = SimpleNamespace(shutdown=llm.close)
         # Trainers read model_executor.driver_worker.model_runner.model, other programs delete it.
         model_runner = SimpleNamespace(model=LoadedModel(llm))
         driver_worker = SimpleNamespace(model_runner=model_runner)

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm.auto import tqdm
 
-from nanovllm.checkpoints.checkpoint import GENERATION_FIELDS, open_checkpoint, sampling_fields
+from nanovllm.checkpoints.checkpoint import (
+    GENERATION_FIELDS,
+    at_revision,
+    open_checkpoint,
+    sampling_fields,
+)
 from nanovllm.compat.engine import EngineConfig, LLMEngine
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import STREAM_OPEN
@@ -69,6 +74,8 @@ class LLM(BaseLLM):
             that are sampling parameters.
         hf_token: the token for downloads from the hub, by default that of ``HF_TOKEN`` or of
             ``hf auth login``.
+        revision: the branch, tag or commit of a model on the hub.
+        tokenizer_revision: that of its tokenizer, by default ``revision``.
         vllm_arguments: vLLM's other arguments. Those that are supported here under another name
             are translated, hints that do not affect results are ignored, and unsupported arguments
             are accepted only at values that have no effect.
@@ -112,6 +119,8 @@ class LLM(BaseLLM):
         generation_config: str | None = None,
         override_generation_config: dict[str, Any] | None = None,
         hf_token: str | bool | None = None,
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
         **vllm_arguments: Any,
     ) -> None:
         if max_model_len in (-1, "auto"):
@@ -122,10 +131,11 @@ class LLM(BaseLLM):
             for name, value in locals().items()
             if name in ENGINE_ARGUMENTS and value is not defaults[name]
         }
+        names = vllm_arguments.keys() & SAMPLING_HINTS
+        check_names(names, [*load_table()["LLM"]], SAMPLING_HINTS)
         optional(choice("auto", "vllm"))("generation_config", generation_config)
         _check_launcher(vllm_arguments.get("distributed_executor_backend"), tensor_parallel_size)
         if quantization in DECLARED_METHODS:
-            _check_method(os.fspath(model), quantization)
             del given["quantization"]
         elif isinstance(quantization, str) and quantization != "fp8":
             raise ValueError(
@@ -138,6 +148,13 @@ class LLM(BaseLLM):
         overrides = _sampling_overrides(override_generation_config)
         self.default_chat_template = _read_template(chat_template)
         with _hub_token(hf_token):
+            if tokenizer_revision not in (None, revision):
+                path = os.fspath(model if tokenizer is None else tokenizer)
+                given["tokenizer"] = at_revision(path, tokenizer_revision, only_tokenizer=True)
+            if revision is not None:
+                model = at_revision(os.fspath(model), revision)
+            if quantization in DECLARED_METHODS:
+                _check_method(os.fspath(model), quantization)
             super().__init__(model, **translate("LLM", {**given, **vllm_arguments}))
         # For ``reload_weights``, when the working directory may be another.
         path = os.path.expanduser(self.config.model)
@@ -163,6 +180,11 @@ class LLM(BaseLLM):
         """This engine as an object with the methods of vLLM's ``LLMEngine``."""
         self.turns.check_open()
         return LLMEngine(self)
+
+    @llm_engine.deleter
+    def llm_engine(self) -> None:
+        """Closes the engine, which is what programs for vLLM delete it for."""
+        self.close()
 
     @property
     def model_config(self) -> EngineConfig:

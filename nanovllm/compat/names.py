@@ -3,11 +3,13 @@
 import gc
 import logging
 import os
+import random
 import uuid
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NoReturn, TypeAlias
 
+import numpy as np
 import torch
 
 from nanovllm.checkpoints.checkpoint import load_tokenizer
@@ -151,6 +153,22 @@ def destroy_model_parallel() -> None:
 
 
 destroy_distributed_environment = destroy_model_parallel
+
+
+def set_random_seed(seed: int | None) -> None:
+    """Seeds the random numbers of Python, NumPy and PyTorch. An engine's are ``LLM(seed=...)``."""
+    if seed is not None:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+
+
+class Worker:
+    """A process of vLLM's first engine. Trainers replace its check of GPU memory, because another
+    model is on the same GPU. There is no such check here."""
+
+    def _assert_memory_footprint_increased_during_profiling(self) -> None:
+        pass
 
 
 def init_logger(name: str) -> logging.Logger:

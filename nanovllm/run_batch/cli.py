@@ -48,6 +48,8 @@ LLM_HELP = {
     "generation_config.json; vllm: vLLM's defaults (default: auto)",
     "override_generation_config": "JSON object with values that override fields of that file",
     "hf_token": "token for downloads from the hub (default: HF_TOKEN, or that of hf auth login)",
+    "revision": "branch, tag or commit of a model on the hub (default: its main branch)",
+    "tokenizer_revision": "that of the tokenizer (default: the model's)",
 }
 ENGINE_DESCRIPTION = """\
 vLLM's flags for engine arguments work too. A flag that does not affect results is ignored, and the

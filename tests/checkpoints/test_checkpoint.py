@@ -131,7 +131,8 @@ class TestLayout:
         files = [file.name for file in folder.iterdir()]
         others = ["consolidated.safetensors", "original/model.safetensors", "onnx/model.onnx"]
 
-        def download(model, allow_patterns, ignore_patterns):
+        def download(model, revision, allow_patterns, ignore_patterns):
+            assert revision is None
             given = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
             assert {*filter_repo_objects([*files, *others], **given)} == {*files}
             return str(folder)

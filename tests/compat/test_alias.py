@@ -99,6 +99,23 @@ def test_questions_about_the_package_are_answered():
     ]
 
 
+def test_random_numbers_are_seeded():
+    """Where scripts for this and for older releases of vLLM find the function."""
+    out = child("""
+    import random
+    import numpy, torch
+    from vllm.model_executor import set_random_seed
+    from vllm.model_executor.utils import set_random_seed as same
+    from vllm.utils.torch_utils import set_random_seed as same_too
+    assert set_random_seed is same is same_too
+    for seed in (1, 1, None, 2):
+        set_random_seed(seed)
+        print(random.random(), numpy.random.rand(), torch.rand(()).item())
+    """)
+    first, again, unseeded, other = out.splitlines()
+    assert first == again and len({first, unseeded, other}) == 3
+
+
 def test_a_name_that_is_not_served_is_an_error_that_says_so():
     out = child("""
     import vllm
@@ -118,7 +135,7 @@ def test_a_name_that_is_not_served_is_an_error_that_says_so():
         f"ModuleNotFoundError {has_no}.AsyncLLMEngine: use LLM.generate_stream, or "
         "LLM.add_request and LLM.step",
         f"ModuleNotFoundError {has_no}.sampling_params.SamplingType",
-        f"ModuleNotFoundError {has_no}.multimodal",
+        f"ModuleNotFoundError {has_no}.multimodal: images, audio and video are not supported",
         f"AttributeError {has_no}.profiler",
         "False None",
     ]

@@ -141,6 +141,8 @@ class TestLLM:
             LLM(model_path, max_model_length=8)
         with pytest.raises(TypeError, match="unknown argument 'nonsense'; known"):
             LLM(model_path, nonsense=8)
+        with pytest.raises(TypeError, match="'temperature': set it in SamplingParams"):
+            LLM(model_path, temperature=0.5)
 
     def test_other_generation_configs_are_refused(self, model_path):
         with pytest.raises(ValueError, match="generation_config must be one of auto, vllm"):
@@ -156,6 +158,32 @@ class TestLLM:
         for token in ("yours", None):
             LLM("somebody/gated", hf_token=token, num_kvcache_blocks=8).close()
         assert seen == ["yours", "mine"] and get_token() == "mine"
+
+    def test_a_revision_on_the_hub_is_downloaded(self, model_path, monkeypatch):
+        """Of the model and of the tokenizer. A local path has none."""
+        seen = []
+
+        def download(name, revision, allow_patterns, **kwargs):
+            seen.append((name, revision, "*.safetensors" in allow_patterns))
+            return str(model_path)
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+        settings = {"num_kvcache_blocks": 8, "device": "cpu"}
+        model, tokenizer = ("a/model", "v1", True), ("a/model", "v2", False)
+        for revisions, expected in (
+            (("v1", None), [model]),
+            (("v1", "v1"), [model]),
+            (("v1", "v2"), [tokenizer, model]),
+            ((None, "v2"), [tokenizer, ("a/model", None, True)]),
+        ):
+            names = dict(zip(("revision", "tokenizer_revision"), revisions, strict=True))
+            with LLM("a/model", **names, **settings) as llm:
+                assert llm.get_tokenizer() is not None
+            assert seen == expected
+            seen.clear()
+        LLM(model_path, revision="v1", tokenizer_revision="v2", **settings).close()
+        LLM("a/model", tokenizer="b/other", tokenizer_revision="v2", **settings).close()
+        assert seen == [("b/other", "v2", False), ("a/model", None, True)]
 
     def test_generate_and_chat_refuse_by_name(self, llm):
         chat = [{"role": "user", "content": "hi"}]
@@ -273,6 +301,7 @@ def llm(model_path):
 def test_llm_and_config_and_the_table_name_the_same_arguments():
     """LLM spells its arguments out, so that an editor shows them with types and defaults."""
     of_vllm = {"chat_template", "generation_config", "override_generation_config", "hf_token"}
+    of_vllm |= {"revision", "tokenizer_revision"}
     # vLLM has nothing like the former, and an environment variable in place of the latter.
     of_us = {"enable_reordering", "batch_invariant"}
     config = {field.name: field.default for field in fields(Config)}

@@ -1,13 +1,16 @@
 """How trainers written for vLLM use an engine: its arguments, and the ways to new weights. The
 reference is an engine that was started with the new weights."""
 
+import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.compat import names
+from nanovllm.compat.alias import AliasFinder
 from tests.checkpoints.test_fp8 import write_fine_grained
 from tests.checkpoints.test_gguf import write_gguf
 from tests.tiny_models import BASE, CONFIGS, TinyModels
@@ -104,6 +107,37 @@ def test_new_weights_with_sleep_in_between(tiny_models, new_model, expected):
             send(llm, new_model)
             llm.wake_up(tags=["kv_cache"])
             assert rollouts(llm) == expected
+
+
+@pytest.fixture
+def vllm_alias(monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", [AliasFinder, *sys.meta_path])
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("vllm_alias")
+def test_an_engine_beside_the_trainers_model(tiny_models, new_model, expected):
+    """Trainers that start an engine on a GPU of its own replace two functions meanwhile, and send
+    all weights at once, tied ones twice."""
+    check = "vllm.worker.worker.Worker._assert_memory_footprint_increased_during_profiling"
+    with patch("torch.distributed.get_world_size", return_value=1), patch(check) as checked:
+        llm = make_llm(tiny_models.path("qwen3-tied"))
+    assert not checked.called
+    worker = llm.llm_engine.model_executor.driver_worker
+    worker.model_runner.model.load_weights(new_model.state_dict().items())
+    assert rollouts(llm) == expected
+    llm.llm_engine.engine_core.shutdown()
+    with pytest.raises(ValueError, match="closed"):
+        llm.generate(PROMPTS, use_tqdm=False)
+
+
+def test_deleting_the_engine_closes_it(tiny_models):
+    llm = make_llm(tiny_models.path("qwen3-tied"))
+    del llm.llm_engine
+    with pytest.raises(ValueError, match="closed"):
+        llm.generate(PROMPTS, use_tqdm=False)
 
 
 def test_reload_weights(tiny_models, new_model, new_path, expected, monkeypatch, tmp_path):

@@ -48,7 +48,7 @@ HONOURED = {
         enforce_eager max_num_seqs max_num_batched_tokens enable_prefix_caching load_format
         block_size max_logprobs skip_tokenizer_init logprobs_mode num_gpu_blocks_override
         attention_backend chat_template generation_config override_generation_config hf_token
-        enable_sleep_mode kv_cache_dtype quantization
+        revision tokenizer_revision enable_sleep_mode kv_cache_dtype quantization
     """,
     "generate": "prompts sampling_params use_tqdm",
     "chat": """
@@ -75,7 +75,7 @@ OUR_VALUES = {
 # Arguments that move work or memory, or that only report. None of them changes a result.
 HINTS = {
     "LLM": """
-        served_model_name trust_remote_code download_dir
+        served_model_name trust_remote_code code_revision download_dir
         safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size
         model_loader_extra_config use_tqdm_on_load pt_load_map_location max_parallel_loading_workers
         allow_deprecated_quantization
@@ -139,7 +139,7 @@ HINTS = {
     """,
 }
 
-LORA = "LoRA adapters"
+LORA = "LoRA adapters: merge them into the weights"
 DATA_PARALLEL = "data parallelism within one LLM: start one process per replica"
 PIPELINE = "pipeline parallelism: use tensor_parallel_size"
 NODES = "more than one node"
@@ -147,7 +147,6 @@ CONTEXT_PARALLEL = "context parallelism"
 SPECULATION = "speculative decoding"
 QUANTIZATION = "quantising while loading: pass a checkpoint that is quantised"
 OVERRIDES = "another config than the checkpoint's: edit its config.json"
-HUB_REVISION = "choosing a revision: download it, and pass the folder"
 POOLING = "pooling and embedding models"
 TRANSFER = "moving KV caches between engines"
 PLUGIN = "classes of vLLM's engine"
@@ -173,9 +172,6 @@ NEUTRAL: dict[str, dict[str, tuple[str, list[Any]]]] = {
         "config_format": ("configs that are not transformers'", ["hf"]),
         "model_impl": ("models as transformers implements them", ["vllm"]),
         "tokenizer_mode": (TOKENIZER, ["hf", "slow"]),
-        "revision": (HUB_REVISION, ["main"]),
-        "code_revision": (HUB_REVISION, ["main"]),
-        "tokenizer_revision": (HUB_REVISION, ["main"]),
         "ignore_patterns": ("leaving files of a checkpoint out", [[], "original/**/*"]),
         "enable_prompt_embeds": ("prompts as embeddings", []),
         "quantization_config": (QUANTIZATION, []),
