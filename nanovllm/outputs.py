@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.utils.lazy_list import LazyList
+from nanovllm.vllm_fields import VLLMTimes
 
 
 @dataclass
@@ -22,7 +23,7 @@ class Logprob:
 
 
 @dataclass
-class RequestMetrics:
+class RequestMetrics(VLLMTimes):
     """The times of a request's events, in seconds since the epoch.
 
     Attributes:

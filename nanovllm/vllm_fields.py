@@ -1,4 +1,5 @@
-"""vLLM's sampling parameters that ``LLM`` ignores, so that scripts which name them run."""
+"""vLLM's sampling parameters that ``LLM`` ignores, and its names of times, so that scripts which
+name them run."""
 
 # ruff: noqa: RUF009 (neutral and ignored return dataclass fields)
 
@@ -94,6 +95,32 @@ class VLLMFields:
             if values.get(name) is None:
                 values.pop(name, None)
         return cls(**values)
+
+
+class VLLMTimes:
+    """The base class of ``RequestMetrics``, with vLLM's names of the same times. They are 0 before
+    the event."""
+
+    arrival_time: float
+    first_token_time: float | None
+    finished_time: float | None
+
+    @property
+    def queued_ts(self) -> float:
+        return self.arrival_time
+
+    @property
+    def first_token_ts(self) -> float:
+        return self.first_token_time or 0.0
+
+    @property
+    def last_token_ts(self) -> float:
+        return self.finished_time or 0.0
+
+    @property
+    def first_token_latency(self) -> float:
+        """Seconds from ``arrival_time`` to ``first_token_time``."""
+        return 0.0 if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
 def _validate(name: str, value: Any) -> Any:

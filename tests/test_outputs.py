@@ -131,6 +131,13 @@ class TestLogprobs:
         assert copy.prompt_logprobs == [None, *expected]
 
 
+def test_times_have_vllms_names_too():
+    new, done = RequestMetrics(10.0), RequestMetrics(10.0, 11.0, 12.5)
+    assert (new.queued_ts, new.first_token_ts, new.last_token_ts) == (10.0, 0.0, 0.0)
+    assert (done.queued_ts, done.first_token_ts, done.last_token_ts) == (10.0, 11.0, 12.5)
+    assert (new.first_token_latency, done.first_token_latency) == (0.0, 1.0)
+
+
 def make_output(**changes: Any) -> RequestOutput:
     rows, _ = random_case(3, 1)
     logprobs = PackedLogprobs(rows, texts_of)
