@@ -148,7 +148,9 @@ class LLM(BaseLLM):
         overrides = _sampling_overrides(override_generation_config)
         self.default_chat_template = _read_template(chat_template)
         with _hub_token(hf_token):
-            if tokenizer_revision not in (None, revision):
+            tokenizer_revision = tokenizer_revision or revision
+            has_own = tokenizer is not None or tokenizer_revision != revision
+            if tokenizer_revision is not None and has_own:
                 path = os.fspath(model if tokenizer is None else tokenizer)
                 given["tokenizer"] = at_revision(path, tokenizer_revision, only_tokenizer=True)
             if revision is not None:

@@ -184,6 +184,10 @@ class TestLLM:
         LLM(model_path, revision="v1", tokenizer_revision="v2", **settings).close()
         LLM("a/model", tokenizer="b/other", tokenizer_revision="v2", **settings).close()
         assert seen == [("b/other", "v2", False), ("a/model", None, True)]
+        for names in ({"revision": "v1"}, {"revision": "v1", "tokenizer_revision": "v1"}):
+            seen.clear()
+            LLM("a/model", tokenizer="b/other", **names, **settings).close()
+            assert seen == [("b/other", "v1", False), model]
 
     def test_generate_and_chat_refuse_by_name(self, llm):
         chat = [{"role": "user", "content": "hi"}]

@@ -39,8 +39,8 @@ def is_faster(x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> bool
         return False
     if routing.topk_ids.numel() < MIN_MEAN_ROWS * len(experts.down):
         return False
-    dtypes = tuple({x.dtype}.intersection(DTYPES))
-    if experts.down.dtype is FP8:  # FP8 tensor cores accumulate with 14 bits
+    dtypes = (x.dtype,) if x.dtype in DTYPES else ()
+    if experts.down.dtype is FP8:  # its tensor cores accumulate with 14 bits, enough for bf16 only
         dtypes = (FP8,) if experts.group == GROUP and x.dtype is torch.bfloat16 else ()
     weights = experts.gate_up[0], experts.down[0]
     return bool(dtypes) and all(supports(KERNEL, weight, dtypes) for weight in weights)
