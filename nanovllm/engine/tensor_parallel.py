@@ -38,7 +38,9 @@ class RankRunner(ModelRunner):
             self.tp.min(0, device)  # the first collective, in which NCCL uses the store
             if device.type == "cuda":
                 devices = [select_device(self.config.device, rank, size) for rank in range(size)]
-                one_shots = make_one_shot_all_reduces(self.tp, store, self.dtype, devices)
+                one_shots = make_one_shot_all_reduces(
+                    self.tp, store, self.dtype, self.model_config.hidden_size, devices
+                )
                 self.tp = replace(self.tp, one_shots=one_shots)
 
 

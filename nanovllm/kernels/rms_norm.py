@@ -1,7 +1,8 @@
 """Root-mean-square normalisation (RMSNorm, arXiv:1910.07467), alone or after a residual add.
 
 With a residual, x may also be the parts of a GEMM's split-K, fp32 [parts, N, D]. Then the parts are
-added first, in order, and the sum is rounded to the residual's dtype.
+added first, in order, and the sum is rounded to the residual's dtype. Or it is this rank's part of
+a sum over the ranks, a ``RankPart``.
 """
 
 from functools import partial, reduce
@@ -17,11 +18,15 @@ from nanovllm.kernels.fp8 import (
     quantize_groups,
     store_quantized,
 )
+from nanovllm.utils.distributed import RankPart
 from nanovllm.utils.triton_compat import by_device, pdl_options, pdl_wait, tl, triton
 
 
 def rms_norm_reference(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    x: torch.Tensor | RankPart,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes total / rms(total) * weight over the last dimension, in fp32, where total is
     x + residual, or x without a residual. Returns (norm, total).
@@ -29,6 +34,7 @@ def rms_norm_reference(
     The norm is rounded to the weight's dtype before it is multiplied by the weight, and to
     total's dtype after it.
     """
+    assert isinstance(x, torch.Tensor)  # GPUs have one-shot all-reduces, and Triton
     if residual is None:
         total = x
     elif x.dim() > residual.dim():
@@ -41,7 +47,10 @@ def rms_norm_reference(
 
 
 def fp8_rms_norm_reference(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    x: torch.Tensor | RankPart,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
 ) -> tuple[Fp8Rows, torch.Tensor]:
     """Computes what ``rms_norm_reference`` does, and quantises the norm."""
     normed, total = rms_norm_reference(x, weight, eps, residual)
@@ -49,11 +58,29 @@ def fp8_rms_norm_reference(
 
 
 def fp8_group_rms_norm_reference(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    x: torch.Tensor | RankPart,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
 ) -> tuple[Fp8Rows, torch.Tensor]:
     """Computes what ``rms_norm_reference`` does, and quantises groups of the norm's columns."""
     normed, total = rms_norm_reference(x, weight, eps, residual)
     return quantize_groups(normed), total
+
+
+@triton.jit
+def store_norm(x, weight, row, out_ptr, scale_ptr, eps, WIDTH: tl.constexpr, GROUP: tl.constexpr):
+    """Computes and stores the norm of a row x [D], which is zero from column WIDTH on, quantised
+    unless ``scale_ptr`` is None."""
+    x32 = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x32 * x32, axis=0) / WIDTH + eps)
+    # The norm is rounded before it is multiplied by the weight, as in transformers.
+    normed = ((x32 * scale).to(weight.dtype) * weight).to(x.dtype)
+    if scale_ptr is None:
+        column = tl.arange(0, x.shape[0])
+        tl.store(out_ptr + row * WIDTH + column, normed, mask=column < WIDTH)
+    else:
+        store_quantized(out_ptr, scale_ptr, row, normed, WIDTH, GROUP)
 
 
 @triton.jit
@@ -89,26 +116,22 @@ def _rms_norm_kernel(
         residual = tl.load(residual_ptr + row * WIDTH + column, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(sum_ptr + row * WIDTH + column, x, mask=mask)
-    x32 = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x32 * x32, axis=0) / WIDTH + eps)
-    # The norm is rounded before it is multiplied by the weight, as in transformers.
-    normed = (x32 * scale).to(weight.dtype) * weight
-    if scale_ptr is None:
-        tl.store(out_ptr + row * WIDTH + column, normed.to(x.dtype), mask=mask)
-    else:
-        store_quantized(out_ptr, scale_ptr, row, normed.to(x.dtype), WIDTH, GROUP)
+    store_norm(x, weight, row, out_ptr, scale_ptr, eps, WIDTH, GROUP)
 
 
 def rms_norm_triton(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    x: torch.Tensor | RankPart,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``rms_norm_reference``. All tensors are contiguous."""
-    out = torch.empty_like(x if residual is None else residual)
+    out = torch.empty_like(_rows(x, residual))
     return out, _launch(x, weight, eps, residual, out, None, None)
 
 
 def fp8_rms_norm_triton(
-    x: torch.Tensor,
+    x: torch.Tensor | RankPart,
     weight: torch.Tensor,
     eps: float,
     residual: torch.Tensor | None = None,
@@ -116,12 +139,21 @@ def fp8_rms_norm_triton(
 ) -> tuple[Fp8Rows, torch.Tensor]:
     """See ``fp8_rms_norm_reference``, or ``fp8_group_rms_norm_reference`` with groups. All tensors
     are contiguous."""
-    out = empty_rows(x if residual is None else residual, x.size(-1), group)
+    rows = _rows(x, residual)
+    out = empty_rows(rows, rows.size(-1), group)
     return out, _launch(x, weight, eps, residual, *out, group)
 
 
+def _rows(x: torch.Tensor | RankPart, residual: torch.Tensor | None) -> torch.Tensor:
+    """Returns a tensor that is as the result of a norm: x may be parts of a sum."""
+    if residual is not None:
+        return residual
+    assert isinstance(x, torch.Tensor)
+    return x
+
+
 def _launch(
-    x: torch.Tensor,
+    x: torch.Tensor | RankPart,
     weight: torch.Tensor,
     eps: float,
     residual: torch.Tensor | None,
@@ -130,6 +162,8 @@ def _launch(
     group: int | None,
 ) -> torch.Tensor:
     """Writes the norm to ``out``, quantised if there are ``scales``. Returns x + residual."""
+    if isinstance(x, RankPart):
+        return x.all_reduce_norm(weight, eps, residual, out, scales, group)
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape == x.shape[-1:]
     width, rows, num_parts = x.size(-1), x, 0
     if residual is not None:

@@ -1,5 +1,7 @@
 """Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467)."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -10,8 +12,8 @@ from nanovllm.utils.loader import copy_weight
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, computed in fp32. Inputs are not modified.
 
-    With a residual, returns the norm of x + residual. To get the sum as well, call
-    ``LinearWeight.norm_matmul``.
+    With a residual, returns the norm of x + residual, where x may also be a ``RankPart``. To get
+    the sum as well, call ``LinearWeight.norm_matmul``.
 
     Args:
         dtype: the weight's dtype. With an fp32 weight, the result is rounded once, after the
@@ -37,5 +39,5 @@ class RMSNorm(nn.Module):
         if self.offset:
             param.add_(self.offset)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Any, residual: torch.Tensor | None = None) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps, residual)[0]

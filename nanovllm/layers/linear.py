@@ -12,7 +12,7 @@ from torch import nn
 
 from nanovllm.quantization import new_linear_weight
 from nanovllm.quantization.base import Shard
-from nanovllm.utils.distributed import get_tp_group
+from nanovllm.utils.distributed import RankPart, get_tp_group
 from nanovllm.utils.loader import check_shape
 from nanovllm.utils.math import divide, heads_per_rank
 
@@ -157,7 +157,7 @@ class RowParallelLinear(LinearBase):
         residual: torch.Tensor,
         x: torch.Tensor,
         transform: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor | RankPart, torch.Tensor | None]:
         """Computes transform(self(x)), and adds the residual if a fused kernel can.
 
         Args:
@@ -165,10 +165,11 @@ class RowParallelLinear(LinearBase):
 
         Returns:
             (result + residual, None), in which case the residual may be overwritten. Otherwise
-            (result, residual), which the next ``LinearWeight.norm_matmul`` adds.
+            (result, residual), which the next ``LinearWeight.norm_matmul`` adds. The former may be
+            this rank's part of the result.
         """
         if transform is not None:
             return transform(self(x)), residual
         if self.tp.size > 1:
-            return self(x), residual
+            return self.tp.all_reduce_before_norm(self.linear_weight.matmul(x)), residual
         return self.linear_weight.matmul_add(x, residual)

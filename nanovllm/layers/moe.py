@@ -14,7 +14,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.quantization.base import is_batch_invariant, use_quantization
 from nanovllm.quantization.experts import new_expert_weights
-from nanovllm.utils.distributed import get_tp_group
+from nanovllm.utils.distributed import RankPart, get_tp_group
 
 
 class Experts(nn.Module):
@@ -91,11 +91,11 @@ class MoE(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | RankPart,
         residual: torch.Tensor | None,
         norm: RMSNorm,
         output_norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor | RankPart, torch.Tensor | None]:
         """Computes output_norm(mixture(norm(x + residual))).
 
         Returns:
@@ -106,5 +106,7 @@ class MoE(nn.Module):
         routing = route(logits, self.top_k, self.norm_topk_prob, self.always_sorts)
         if self.tp.size == 1 and output_norm is None:
             return self.experts.weights.apply(x, routing, residual), None
-        x = self.tp.all_reduce(self.experts.weights.apply(x, routing, None))
-        return x if output_norm is None else output_norm(x), residual
+        x = self.experts.weights.apply(x, routing, None)
+        if output_norm is None:
+            return self.tp.all_reduce_before_norm(x), residual
+        return output_norm(self.tp.all_reduce(x)), residual

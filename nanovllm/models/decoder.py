@@ -23,6 +23,7 @@ from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.model_config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, MoESpec
 from nanovllm.utils.context import get_context
+from nanovllm.utils.distributed import RankPart
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
@@ -70,12 +71,12 @@ class DecoderAttention(nn.Module):
     def forward(
         self,
         positions: torch.Tensor,
-        hidden_states: torch.Tensor,
+        hidden_states: torch.Tensor | RankPart,
         residual: torch.Tensor | None,
         norm: RMSNorm | None,
         output_norm: Transform | None,
         output_indices: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor | RankPart, torch.Tensor | None]:
         norms = () if self.norms_all_heads else (self.q_norm, self.k_norm)
         rope = self.rotary_emb(positions, *norms)
         weight, only_outputs = self.qkv_proj.linear_weight, output_indices is not None
@@ -111,13 +112,13 @@ class DecoderMLP(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | RankPart,
         residual: torch.Tensor | None,
         norm: RMSNorm | None,
         output_norm: Transform | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x, residual = self.gate_up_proj.linear_weight.norm_matmul(x, residual, norm, self.act_fn)
-        return self.down_proj.forward_add(residual, x, output_norm)
+    ) -> tuple[torch.Tensor | RankPart, torch.Tensor | None]:
+        y, residual = self.gate_up_proj.linear_weight.norm_matmul(x, residual, norm, self.act_fn)
+        return self.down_proj.forward_add(residual, y, output_norm)
 
 
 def new_mlp(config: ModelConfig, spec: MLPSpec | MoESpec) -> nn.Module:
@@ -156,16 +157,14 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         positions: torch.Tensor,
-        hidden_states: torch.Tensor,
+        x: torch.Tensor | RankPart,
         residual: torch.Tensor | None,
         output_indices: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor | RankPart, torch.Tensor | None]:
         norms = self.input_layernorm, self.post_self_attn_layernorm
-        hidden_states, residual = self.self_attn(
-            positions, hidden_states, residual, *norms, output_indices
-        )
+        x, residual = self.self_attn(positions, x, residual, *norms, output_indices)
         norms = self.post_attention_layernorm, self.post_mlp_layernorm
-        return self.mlp(hidden_states, residual, *norms)
+        return self.mlp(x, residual, *norms)
 
 
 class DecoderModel(nn.Module):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.rope import CacheSlots, RopeInputs
 from nanovllm.kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
+from nanovllm.utils.distributed import RankPart
 from nanovllm.utils.loader import check_shape
 
 # The quant_methods of weights in FP8: with scales of rows, or of blocks of the weight.
@@ -71,7 +72,7 @@ class InputFormat:
         silu_and_mul, gelu_tanh_and_mul: gate and up concatenated, [N, 2 I] -> input [N, I].
     """
 
-    rms_norm: Callable[[Tensor, Tensor, float, Tensor | None], tuple[Any, Tensor]]
+    rms_norm: Callable[[Tensor | RankPart, Tensor, float, Tensor | None], tuple[Any, Tensor]]
     silu_and_mul: Callable[[Tensor], Any]
     gelu_tanh_and_mul: Callable[[Tensor], Any]
 
@@ -180,12 +181,13 @@ class LinearWeight(ABC):
         return self.matmul(x), residual
 
     def norm_matmul(
-        self, x: Tensor, residual: Tensor | None, norm: Any, act_fn: Any = None
+        self, x: Tensor | RankPart, residual: Tensor | None, norm: Any, act_fn: Any = None
     ) -> tuple[Any, Tensor]:
         """Multiplies norm(x + residual) by the weight, and applies SwiGLU if requested.
 
         Args:
-            x: [N, in], plain; or, with a residual, parts of a sum, as ``matmul_add`` returns them.
+            x: [N, in], plain; or, with a residual, parts of a sum, as ``matmul_add`` returns them,
+                or this rank's part.
             residual: [N, in], or None for zero.
             norm: an RMSNorm, whose ``weight`` [in] and ``eps`` are used; None for no norm.
             act_fn: the SiluAndMul to apply to the result, or None.
@@ -197,7 +199,7 @@ class LinearWeight(ABC):
         return self.matmul(normed) if act_fn is None else self.matmul_swiglu(normed, act_fn), total
 
     def norm_and_matmul(
-        self, x: Tensor, residual: Tensor | None, norm: Any
+        self, x: Tensor | RankPart, residual: Tensor | None, norm: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Does what ``norm_matmul`` does, and returns the norm too. The weight is not quantised.
 
@@ -207,17 +209,20 @@ class LinearWeight(ABC):
         normed, total = self.normalize(x, residual, norm)
         return normed, self.matmul(normed), total
 
-    def normalize(self, x: Tensor, residual: Tensor | None, norm: Any) -> tuple[Any, Tensor]:
+    def normalize(
+        self, x: Tensor | RankPart, residual: Tensor | None, norm: Any
+    ) -> tuple[Any, Tensor]:
         """Returns norm(x + residual), in the input format, and x + residual. The arguments are
         those of ``norm_matmul``."""
         if norm is None:
+            assert isinstance(x, Tensor)  # ``RankPart`` is for norms
             total = x if residual is None else x + residual
             return total, total
         return self.input_format.rms_norm(x, norm.weight, norm.eps, residual)
 
     def norm_matmul_rope(
         self,
-        x: Tensor,
+        x: Tensor | RankPart,
         residual: Tensor | None,
         norm: Any,
         rope: RopeInputs,

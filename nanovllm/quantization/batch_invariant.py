@@ -27,6 +27,7 @@ from nanovllm.kernels.silu_and_mul import invariant_gelu_tanh_and_mul, invariant
 from nanovllm.quantization.base import PLAIN, InputFormat, LinearWeight
 from nanovllm.quantization.fp8 import DequantizedFp8Weight
 from nanovllm.quantization.unquantized import UnquantizedWeight
+from nanovllm.utils.distributed import RankPart
 from nanovllm.utils.triton_compat import by_device, use_triton
 
 BATCH_INVARIANT = InputFormat(PLAIN.rms_norm, invariant_silu_and_mul, invariant_gelu_tanh_and_mul)
@@ -94,12 +95,12 @@ class BatchInvariantWeight(UnquantizedWeight):
         return self.bias is None and len(x) in self.same_bits.decode_rows
 
     def norm_matmul(
-        self, x: Tensor, residual: Tensor | None, norm: Any, act_fn: Any = None
+        self, x: Tensor | RankPart, residual: Tensor | None, norm: Any, act_fn: Any = None
     ) -> tuple[Any, Tensor]:
         return LinearWeight.norm_matmul(self, x, residual, norm, act_fn)
 
     def norm_and_matmul(
-        self, x: Tensor, residual: Tensor | None, norm: Any
+        self, x: Tensor | RankPart, residual: Tensor | None, norm: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         return LinearWeight.norm_and_matmul(self, x, residual, norm)
 

@@ -36,6 +36,7 @@ from nanovllm.kernels.silu_and_mul import (
 )
 from nanovllm.quantization.base import PLAIN, InputFormat, LinearWeight, Shard
 from nanovllm.quantization.unquantized import UnquantizedWeight
+from nanovllm.utils.distributed import RankPart
 from nanovllm.utils.loader import check_shape, copy_weight
 from nanovllm.utils.triton_compat import use_triton
 
@@ -132,11 +133,11 @@ class StoredFp8Weight(LinearWeight):
         return torch.nn.functional.linear(x, dequantize(self._weight, x.dtype), self.bias)
 
     def norm_matmul(
-        self, x: Tensor, residual: Tensor | None, norm: Any, act_fn: Any = None
+        self, x: Tensor | RankPart, residual: Tensor | None, norm: Any, act_fn: Any = None
     ) -> tuple[Any, Tensor]:
         gated = act_fn is not None
         is_fused = norm is not None and (not gated or act_fn.function in SWIGLU)
-        if not is_fused or not self._is_vector(x):
+        if not is_fused or isinstance(x, RankPart) or not self._is_vector(x):
             return super().norm_matmul(x, residual, norm, act_fn)
         return self._multiply_vector(x, gated, norm.weight, norm.eps, residual)
 

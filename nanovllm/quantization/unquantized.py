@@ -15,6 +15,7 @@ from nanovllm.kernels.gemm.onednn import onednn_linear, pack_weight
 from nanovllm.kernels.gemm.skinny import skinny_linear, skinny_norm_and_linear, skinny_norm_linear
 from nanovllm.kernels.rope import CacheSlots, RopeInputs
 from nanovllm.quantization.base import PLAIN, LinearWeight, Shard
+from nanovllm.utils.distributed import RankPart
 from nanovllm.utils.loader import copy_weight
 from nanovllm.utils.triton_compat import use_triton
 
@@ -116,12 +117,14 @@ KERNELS: dict[str, tuple[Choice, ...]] = {
 }
 
 
-def choose_kernel(operation: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+def choose_kernel(operation: str, x: Any, weight: Tensor, bias: Tensor | None) -> Any:
     """Returns the kernel from KERNELS for this operation, or None if it has none.
 
-    An x that is not a contiguous matrix counts as 0 rows, because only F.linear and oneDNN take it.
+    An x that is not a contiguous matrix counts as 0 rows: F.linear and oneDNN take other tensors,
+    and no fused kernel adds the parts of a sum.
     """
-    num_rows = x.size(0) if x.dim() == 2 and x.is_contiguous() else 0
+    is_matrix = isinstance(x, Tensor) and x.dim() == 2 and x.is_contiguous()
+    num_rows = x.size(0) if is_matrix else 0
     for rows, applies, kernel in KERNELS[operation]:
         if num_rows in rows and applies(num_rows, weight, bias):
             return kernel
@@ -201,7 +204,7 @@ class UnquantizedWeight(LinearWeight):
         return kernel(x, weight, self.bias, residual)
 
     def norm_matmul(
-        self, x: Tensor, residual: Tensor | None, norm: Any, act_fn: Any = None
+        self, x: Tensor | RankPart, residual: Tensor | None, norm: Any, act_fn: Any = None
     ) -> tuple[Any, Tensor]:
         weight = self._weight
         kernel = choose_kernel("norm_matmul", x, weight, self.bias)
@@ -212,7 +215,7 @@ class UnquantizedWeight(LinearWeight):
         return kernel(x, weight, self.bias, gated, norm.weight, norm.eps, residual)
 
     def norm_and_matmul(
-        self, x: Tensor, residual: Tensor | None, norm: Any
+        self, x: Tensor | RankPart, residual: Tensor | None, norm: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         weight = self._weight
         kernel = choose_kernel("norm_and_matmul", x, weight, self.bias)
@@ -222,15 +225,16 @@ class UnquantizedWeight(LinearWeight):
 
     def norm_matmul_rope(
         self,
-        x: Tensor,
+        x: Tensor | RankPart,
         residual: Tensor | None,
         norm: Any,
         rope: RopeInputs,
         slots: CacheSlots | None,
     ) -> tuple[Tensor, Tensor] | None:
         weight = self._weight
-        kernel = choose_kernel("matmul_rope", x, weight, self.bias)
-        if kernel is None or slots is None or not qkv.supports(rope, slots, x.dtype):
+        rows = x.part if isinstance(x, RankPart) else x
+        kernel = choose_kernel("matmul_rope", rows, weight, self.bias)
+        if kernel is None or slots is None or not qkv.supports(rope, slots, rows.dtype):
             return None
         normed, total = self.normalize(x, residual, norm)
         return kernel(normed, weight, self.bias, rope, slots), total

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,27 @@ import torch.distributed as dist
 LOOPBACK = "127.0.0.1"
 # Limits the rendezvous only. Later, workers.py detects dead ranks.
 RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
+
+
+class RankPart(NamedTuple):
+    """This rank's part of a sum over the ranks, to which a residual is added, then a norm applied.
+
+    Attributes:
+        part: [N, D].
+        one_shot: the all-reduce for it.
+    """
+
+    part: torch.Tensor
+    one_shot: Any
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.part.is_cuda
+
+    def all_reduce_norm(self, *args: Any) -> torch.Tensor:
+        """See kernels/comm/all_reduce.py."""
+        total: torch.Tensor = self.one_shot.norm(self.part, *args)
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +57,13 @@ class TPGroup:
         """Returns the elementwise sum of a floating-point x over the ranks. May overwrite x."""
         assert x.is_floating_point()
         return self._all_reduce(x, dist.ReduceOp.SUM)
+
+    def all_reduce_before_norm(self, x: torch.Tensor) -> torch.Tensor | RankPart:
+        """Returns the sum over the ranks, or x, from which the next norm's kernel computes it."""
+        for one_shot in self.one_shots:
+            if one_shot.supports_norm(x):
+                return RankPart(x, one_shot)
+        return self.all_reduce(x)
 
     def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the elementwise maximum of an int64 x over the ranks. May overwrite x."""
@@ -100,9 +128,12 @@ class TPGroup:
 class RankOrderTPGroup(TPGroup):
     """A group whose all-reduces add the ranks' tensors to zero in the order of the ranks, in fp32.
     One-shot all-reduces do the same. The result for an element does not depend on its position or
-    on the shape of the tensor."""
+    on the shape of the tensor. Norms are kernels of their own, which add squares in one order."""
 
     __slots__ = ()
+
+    def all_reduce_before_norm(self, x: torch.Tensor) -> torch.Tensor:
+        return self.all_reduce(x)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if any(one_shot.supports(x) for one_shot in self.one_shots):

@@ -229,8 +229,12 @@ def launch_all(
     sampled_tokens.fill_in_sampled_triton(ints(8), torch.zeros(8, dtype=torch.int64))
     logprobs.top_logprobs_triton(logits, torch.zeros(8, dtype=torch.int64), 5)
     addresses = torch.zeros(2, dtype=torch.int64)
-    for x in (make(8, 4096), torch.zeros(8, dtype=torch.int64)):
-        all_reduce.all_reduce(x, addresses, addresses, ints(4096), ints(1), 0, 2)
+    mail = all_reduce.Mail(0, 2, 512, 4096, addresses, ints(512, 4), ints(1))
+    all_reduce.all_reduce(torch.zeros(8, dtype=torch.int64), mail)
+    for num_rows in (1, 256):
+        x = make(num_rows, 4096)
+        all_reduce.all_reduce(x, mail)
+        all_reduce.all_reduce_norm(x, mail, x[0], 1e-6, x, x)
 
 
 def launch_attention(
@@ -410,6 +414,10 @@ def launch_fp8_linear(all_sizes: bool) -> None:
             fp8.quantize_rows_triton(x, group)
             rms_norm.fp8_rms_norm_triton(x, x[0], 1e-6, x, group)
             silu_and_mul.fp8_silu_and_mul_triton(gate_up, group=group)
+            tensors = [torch.zeros(2048, dtype=t) for t in (torch.int64, torch.int32, torch.int32)]
+            mail = all_reduce.Mail(0, 2, 512, 4096, *tensors)
+            out = fp8.empty_rows(x, 4096, group)
+            all_reduce.all_reduce_norm(x, mail, x[0], 1e-6, x, *out, group)
         for num_rows in (64, 65):
             codes = torch.zeros(4096, 4096, dtype=FP8)
             weight = Fp8Rows(codes, torch.zeros(32, 32))

@@ -1,7 +1,9 @@
-"""The one-shot all-reduce as one rank sees it, its peers' mail laid out beforehand."""
+"""The one-shot all-reduce as one rank sees it, its peers' mail laid out beforehand, and on two
+GPUs."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 
@@ -10,96 +12,187 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.kernels.comm import all_reduce as module
-from nanovllm.kernels.comm.all_reduce import BLOCK, MAX_NUMEL, NUM_BLOCKS, all_reduce
+from nanovllm.kernels.comm.all_reduce import Mail, all_reduce, all_reduce_norm
+from nanovllm.kernels.fp8 import GROUP, empty_rows
+from nanovllm.kernels.rms_norm import fp8_rms_norm_triton, rms_norm_triton
 from nanovllm.utils.cuda_ipc import DriverError
+from nanovllm.utils.distributed import RankPart, make_tp_group, open_store
+
+NUM_ROWS = 40
 
 
-def address(*tensors: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(
-        [t.data_ptr() for t in tensors], dtype=torch.int64, device=tensors[0].device
-    )
+class Post:
+    """What all ranks have of an all-reduce: the inboxes of each, and the mail of one."""
+
+    def __init__(self, rank, size, width, dtype, device) -> None:
+        counts = torch.zeros(NUM_ROWS, module.SPLIT, dtype=torch.int32, device=device)
+        abort = torch.zeros(1, dtype=torch.int32)
+        abort = abort.pin_memory() if device == "cuda" else abort
+        self.all_inboxes = [
+            module.empty_inboxes(size, NUM_ROWS, width, dtype, torch.device(device))
+            for _ in range(size)
+        ]
+        self.empty = self.all_inboxes[0].clone()
+        addresses = [inboxes.data_ptr() for inboxes in self.all_inboxes]
+        addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self.mail = Mail(rank, size, NUM_ROWS, width, addresses, counts, abort)
+
+    def inbox(self, owner: int, sender: int, call: int) -> torch.Tensor:
+        return self.all_inboxes[owner][call % 2, sender].view(-1)
+
+    def send(self, parts: torch.Tensor, call: int) -> None:
+        """Lays out the mail of all other ranks."""
+        rank = self.mail.rank
+        for sender, part in enumerate(parts):
+            if sender != rank:
+                self.inbox(rank, sender, call)[: part.numel()] = part.flatten()
+
+    def assert_sent(self, part: torch.Tensor, call: int) -> None:
+        """Its own tensor is in the other ranks' inboxes, which then empty them, and its own inboxes
+        are empty."""
+        rank, size, *_ = self.mail
+        for owner in range(size):
+            if owner != rank:
+                inbox = self.inbox(owner, rank, call)
+                assert torch.equal(inbox[: part.numel()], part.flatten())
+                inbox.copy_(self.empty.flatten()[: len(inbox)])
+        for inboxes in self.all_inboxes:
+            assert torch.equal(as_bits(inboxes), as_bits(self.empty))
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 100), (1, 4096), (5, 2048)])
+def as_bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
+
+
+def summed(parts: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros_like(parts[0], dtype=torch.float32)
+    for part in parts:
+        total += part.float()
+    return total.to(parts.dtype)
+
+
+@pytest.mark.parametrize("width", [64, 576, 2560])
 @pytest.mark.parametrize("rank, size", [(0, 2), (1, 2), (2, 4)])
-def test_sums_what_the_peers_have_left_and_leaves_its_own(shape, rank, size, device):
-    dtype = torch.float16
-    inboxes = [torch.zeros(2, size, MAX_NUMEL, dtype=dtype, device=device) for _ in range(size)]
-    flags = [torch.zeros(size, NUM_BLOCKS, dtype=torch.int32, device=device) for _ in range(size)]
-    epochs = torch.zeros(NUM_BLOCKS, dtype=torch.int32, device=device)
-    abort = torch.zeros(1, dtype=torch.int32)
-    if device == "cuda":
-        abort = abort.pin_memory()
-    for epoch in (1, 2, 3):
-        parts = torch.randn(size, *shape, device=device).to(dtype)
-        for peer in range(size):
-            if peer != rank:
-                inboxes[rank][epoch % 2, peer, : parts[peer].numel()] = parts[peer].flatten()
-                flags[rank][peer] = epoch
-        out = all_reduce(parts[rank], address(*inboxes), address(*flags), epochs, abort, rank, size)
-        expected = parts[0].float()
-        for part in parts[1:]:
-            expected = expected + part.float()
-        assert torch.equal(out, expected.to(dtype))
-        num_blocks = -(-parts[0].numel() // BLOCK)
-        for peer in range(size):
-            if peer != rank:
-                left = inboxes[peer][epoch % 2, rank, : parts[rank].numel()]
-                assert torch.equal(left, parts[rank].flatten())
-                assert flags[peer][rank].tolist() == [epoch] * num_blocks + [0] * (
-                    NUM_BLOCKS - num_blocks
-                )
+def test_sums_what_the_peers_have_sent_and_sends_its_own(
+    width, rank, size, dtype, device, monkeypatch
+):
+    """In both inboxes, with few and many rows in turn, and with fewer programs than rows."""
+    monkeypatch.setattr(module, "max_programs", lambda device, num_warps: 7)
+    post = Post(rank, size, width, dtype, device)
+    post.mail.counts.fill_(2**31 - 3)  # overflows
+    for call, num_rows in enumerate((1, 3, NUM_ROWS, 2, NUM_ROWS), 1):
+        post.mail.counts[:] = post.mail.counts[0, 0].item()
+        parts = torch.randn(size, num_rows, width, device=device).to(dtype)
+        post.send(parts, call)
+        out = all_reduce(parts[rank], post.mail)
+        assert torch.equal(out, summed(parts))
+        post.assert_sent(parts[rank], call)
+        num_changed = (post.mail.counts != post.mail.counts[-1, -1]).sum()
+        assert num_changed == (num_rows * module.SPLIT if num_rows < NUM_ROWS else 0)
+
+
+def test_numbers_of_all_kinds_are_exchanged(dtype, device):
+    """-0, which means that nothing has come yet, is sent as +0. The sum is the same."""
+    post = Post(1, 2, 64, dtype, device)
+    numbers = torch.tensor([-0.0, 0.0, torch.inf, -torch.inf, torch.nan, 1, -1, 6e-8])
+    numbers = numbers.to(dtype).to(device)
+    parts = torch.stack((numbers.repeat(8), numbers.repeat_interleave(8)))[:, None]
+    sent = parts + 0  # -0 + 0 is +0
+    post.send(sent, 0)
+    out = all_reduce(parts[1], post.mail)
+    expected = summed(parts)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(torch.signbit(out), torch.signbit(expected))
+    left = post.inbox(0, 1, 0)[:64].clone()
+    assert not (as_bits(left) == as_bits(torch.tensor(-0.0, dtype=dtype, device=device))).any()
+    torch.testing.assert_close(left, parts[1, 0], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_tensor_of_another_shape(device):
+    """Its elements fill the rows, the last one in part."""
+    post = Post(0, 2, 64, torch.float32, device)
+    for call in range(3):
+        parts = torch.randn(2, 100, 1, device=device)
+        post.send(parts, call)
+        assert torch.equal(all_reduce(parts[0], post.mail), summed(parts))
+        post.assert_sent(parts[0], call)
+
+
+def test_a_tensor_larger_than_the_inboxes(dtype, device):
+    post = Post(0, 2, 64, dtype, device)
+    parts = torch.randn(2, NUM_ROWS + 5, 64, device=device).to(dtype)
+    post.send(parts[:, :NUM_ROWS], 0)
+    post.send(parts[:, NUM_ROWS:], 1)
+    assert torch.equal(all_reduce(parts[0], post.mail), summed(parts))
+
+
+@pytest.mark.usefixtures("exact_fp8")
+@pytest.mark.parametrize("group", [None, GROUP])
+@pytest.mark.parametrize("width", [128, 640])
+def test_the_norm_after_the_sum_has_the_same_bits(width, group, dtype, device):
+    post = Post(1, 2, width, dtype, device)
+    weight = torch.rand(width, device=device).to(dtype)
+    for num_rows in (3, NUM_ROWS, 1):
+        parts = torch.randn(2, num_rows, width, device=device).to(dtype)
+        residual = torch.randn(num_rows, width, device=device).to(dtype)
+        args = weight, 1e-6, residual
+        sum_ = summed(parts)
+        post.mail.counts.zero_()
+        post.send(parts, 0)
+        out = torch.empty_like(residual)
+        total = all_reduce_norm(parts[1], post.mail, *args, out)
+        post.assert_sent(parts[1], 0)
+        expected, expected_total = rms_norm_triton(sum_, *args)
+        assert torch.equal(out, expected) and torch.equal(total, expected_total)
+        post.send(parts, 1)
+        rows = empty_rows(residual, width, group)
+        all_reduce_norm(parts[1], post.mail, *args, *rows, group)
+        post.assert_sent(parts[1], 1)
+        quantised, _ = fp8_rms_norm_triton(sum_, *args, group)
+        assert torch.equal(rows.codes.view(torch.uint8), quantised.codes.view(torch.uint8))
+        assert torch.equal(rows.scales, quantised.scales)
 
 
 def test_the_largest_of_int64_at_each_place(device):
     """Guards packed scores, of which fp32 would lose the token."""
-    inboxes = [torch.zeros(2, 2, BLOCK, dtype=torch.int64, device=device) for _ in range(2)]
-    flags = [torch.zeros(2, 1, dtype=torch.int32, device=device) for _ in range(2)]
-    epochs = torch.zeros(1, dtype=torch.int32, device=device)
-    abort = torch.zeros(1, dtype=torch.int32)
-    if device == "cuda":
-        abort = abort.pin_memory()
-    for epoch in (1, 2, 3):
-        mine, theirs = torch.randint(-(2**62), 2**62, (2, 100), device=device)
-        mine[:50] = theirs[:50] + 1
-        inboxes[1][epoch % 2, 0, :100] = theirs
-        flags[1][0] = epoch
-        out = all_reduce(mine, address(*inboxes), address(*flags), epochs, abort, 1, 2)
-        assert torch.equal(out, torch.maximum(mine, theirs))
-        assert torch.equal(inboxes[0][epoch % 2, 1, :100], mine)
+    post = Post(1, 2, 64, torch.int64, device)
+    for call in range(3):
+        parts = torch.randint(-(2**62), 2**62, (2, 100), device=device)
+        parts[1, :50] = parts[0, :50] + 1
+        post.send(parts, call)
+        assert torch.equal(all_reduce(parts[1], post.mail), torch.maximum(*parts))
+        post.assert_sent(parts[1], call)
 
 
 def test_an_abort_ends_the_wait_for_a_silent_peer(device):
-    inboxes, flags = (
-        [torch.zeros(2, 2, MAX_NUMEL, device=device) for _ in range(2)],
-        [torch.zeros(2, NUM_BLOCKS, dtype=torch.int32, device=device) for _ in range(2)],
-    )
-    epochs = torch.zeros(NUM_BLOCKS, dtype=torch.int32, device=device)
-    abort = torch.ones(1, dtype=torch.int32)
-    if device == "cuda":
-        abort = abort.pin_memory()
-    x = torch.ones(10, device=device)
-    all_reduce(x, address(*inboxes), address(*flags), epochs, abort, 0, 2)
+    post = Post(0, 2, 64, torch.float32, device)
+    post.mail.abort.fill_(1)
+    all_reduce(torch.ones(1, 64, device=device), post.mail)
     if device == "cuda":
         torch.cuda.synchronize()
 
 
-def test_no_more_programs_wait_than_run_at_once(monkeypatch):
+@pytest.mark.parametrize("width", [1024, 4096, 8192])
+def test_no_more_programs_wait_than_run_at_once(width, monkeypatch):
     """A large tensor took 1,024 programs. Those of one GPU that wait could keep others from
     starting, for which the programs that run on another one wait."""
-    grids = []
+    launches = []
 
     class Kernel:
         def __getitem__(self, grid):
-            grids.append(grid)
-            return lambda *args, **kwargs: None
+            return lambda *args, **kwargs: launches.append((*grid, kwargs["num_warps"]))
 
     monkeypatch.setattr(module, "_all_reduce_kernel", Kernel())
-    monkeypatch.setattr(module, "max_programs", lambda device: 4 * 132)
-    epochs, abort = torch.zeros(NUM_BLOCKS, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    for numel in (1, BLOCK + 1, 100 * BLOCK, MAX_NUMEL):
-        all_reduce(torch.zeros(numel), abort, abort, epochs, abort, 0, 2)
-    assert grids == [(1,), (2,), (100,), (528,)]
+    monkeypatch.setattr(module, "max_programs", lambda device, num_warps: 32 // num_warps * 132)
+    num_rows = module.num_rows_of(width, 2, torch.bfloat16)
+    mail = Mail(0, 2, num_rows, width, *3 * [torch.zeros(1)])
+    for rows in (1, 100, num_rows):
+        all_reduce(torch.zeros(rows, width), mail)
+    num_warps = width // 512
+    assert launches == [
+        (4, num_warps // 4 or 1),  # for a row that is divided
+        *((min(rows, 32 // num_warps * 132), num_warps) for rows in (100, num_rows)),
+    ]
 
 
 @pytest.mark.parametrize("peer, atomic, expected", [(True, True, True), (True, False, False)])
@@ -118,12 +211,11 @@ def test_gpus_without_atomics_between_them_are_not_chosen(peer, atomic, expected
     assert asked == ({(2, 3), (3, 2)} if expected else {(2, 3)})
 
 
-def test_the_largest_size_is_chosen_by_the_number_of_gpus():
+def test_the_size_of_inboxes_is_chosen_by_the_number_of_gpus():
     """Each rank sends its tensor to every other one."""
-    sizes = [module.max_numel(size, torch.bfloat16) for size in (2, 3, 4, 8)]
-    assert sizes == [MAX_NUMEL, 1 << 18, 1 << 18, 1 << 17]
-    assert module.max_numel(8, torch.float32) == 1 << 16
-    assert all(numel % BLOCK == 0 for numel in sizes)
+    rows = [module.num_rows_of(4096, size, torch.bfloat16) for size in (2, 3, 4, 8)]
+    assert rows == [2048, 64, 64, 32]
+    assert module.num_rows_of(4096, 8, torch.float32) == 16
 
 
 class Ranks:
@@ -134,7 +226,6 @@ class Ranks:
         self.barrier = threading.Barrier(2, timeout=20)
         self.values = [0, 0]
         self.closed: list[int] = []
-        monkeypatch.setattr(module, "MAX_NUMEL", BLOCK)
         monkeypatch.setattr(module, "supports_one_shot", lambda devices: True)
         monkeypatch.setattr(module, "close_memory", self.closed.append)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -151,7 +242,7 @@ class Ranks:
         def make(rank: int) -> tuple:
             group = SimpleNamespace(rank=rank, size=2, min=lambda value, _: self.min(rank, value))
             return module.make_one_shot_all_reduces(
-                group, self.store, torch.float32, [torch.device("cpu")] * 2
+                group, self.store, torch.float32, 64, [torch.device("cpu")] * 2
             )
 
         with ThreadPoolExecutor(2) as executor:
@@ -202,3 +293,56 @@ def test_all_ranks_go_without_where_one_cannot_share_memory(function, call, monk
     assert "all-reduce uses NCCL only" in caplog.text
     num_opened = next(module.open_memory.calls) - (function == "open_memory")
     assert len(ranks.closed) == num_opened, "what was opened is closed again"
+
+
+def run_rank(rank: int, folder: str) -> None:
+    """Many all-reduces in turn, launched one by one and by a CUDA graph."""
+    devices = [torch.device("cuda", index) for index in range(2)]
+    torch.cuda.set_device(rank)
+    store = open_store(folder)
+    group = make_tp_group(rank, 2, store, devices[rank])
+    width, dtype = 4096, torch.bfloat16
+    one_shots = module.make_one_shot_all_reduces(group, store, dtype, width, devices)
+    assert len(one_shots) == 2
+    group = replace(group, one_shots=one_shots)
+    sizes = [1, 2, 32, 33, 256, 512, 7, 1, 1, 3000, 64] * 5
+    torch.manual_seed(0)  # the same parts on both ranks
+    weight = torch.rand(width, device=devices[rank]).to(dtype)
+    parts = torch.randn(2, sum(sizes), width, device=devices[rank]).to(dtype)
+    residual = torch.randn(sum(sizes), width, device=devices[rank]).to(dtype)
+    mine = parts[rank].clone()
+    found: list[list[torch.Tensor]] = []
+
+    def run() -> None:
+        found.clear()
+        for part, rest in zip(mine.split(sizes), residual.split(sizes), strict=True):
+            x = group.all_reduce_before_norm(part)
+            assert isinstance(x, RankPart) == (1 < len(part) <= 4 * 132)
+            found.append([*rms_norm_triton(x, weight, 1e-6, rest), group.all_reduce(part)])
+
+    def check() -> None:
+        torch.cuda.synchronize()
+        expected = summed(parts).split(sizes)
+        for x, rest, (normed, total, sum_) in zip(
+            expected, residual.split(sizes), found, strict=True
+        ):
+            assert torch.equal(sum_, x) and torch.equal(total, x + rest)
+            torch.testing.assert_close(normed, rms_norm_triton(x, weight, 1e-6, rest)[0])
+
+    run()
+    check()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(20):
+        parts.copy_(parts.roll(1, 1))
+        mine.copy_(parts[rank])
+        graph.replay()
+        check()
+    group.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus(tmp_path):
+    torch.multiprocessing.spawn(run_rank, (str(tmp_path),), 2)
