@@ -43,9 +43,9 @@ class VocabParallelEmbedding(nn.Module):
         if self.tp.size == 1:
             return F.embedding(input_ids, self.weight)
         local = input_ids - self.vocab_start
-        mask = (local >= 0) & (local < self.num_embeddings_per_rank)
-        rows = F.embedding(local * mask, self.weight)
-        return self.tp.all_reduce(rows * mask.unsqueeze(-1))
+        clamped = local.clamp(0, self.num_embeddings_per_rank - 1)
+        is_local = (clamped == local).unsqueeze(-1)
+        return self.tp.all_reduce(F.embedding(clamped, self.weight) * is_local)
 
 
 class ParallelLMHead(VocabParallelEmbedding):
