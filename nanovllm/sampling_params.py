@@ -150,7 +150,7 @@ class SamplingParams(VLLMFields):
             value = VALIDATORS[name](name, value)
         elif type(self) is SamplingParams:  # a subclass may have more fields
             raise AttributeError(f"SamplingParams has no field {name!r}")
-        object.__setattr__(self, name, value)
+        super().__setattr__(name, value)
 
     def __post_init__(self) -> None:
         self.check()

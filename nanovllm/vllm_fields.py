@@ -12,15 +12,7 @@ from typing import Any, Self
 
 from nanovllm.utils.validation import check_names
 
-# Parameters of earlier versions of vLLM, and what to use instead.
-REMOVED = {
-    "best_of": "use n, and choose by cumulative_logprob",
-    "early_stopping": "beam search is not supported",
-    "length_penalty": "beam search is not supported",
-    "use_beam_search": "beam search is not supported",
-    "guided_decoding": "use structured_outputs",
-    "truncate_prompt_tokens": "shorten the prompt's token ids",
-}
+NO_BEAM_SEARCH = "beam search is not supported"
 
 
 class RequestOutputKind(Enum):
@@ -43,6 +35,12 @@ def _parameters(cls: Any) -> list[str] | None:
 def neutral(*values: Any) -> Any:
     """Returns a field that is accepted at these values only, the default first."""
     return field(default=values[0], repr=False, metadata={"neutral": values})
+
+
+def former(hint: str, *values: Any) -> Any:
+    """Returns a neutral field of earlier versions of vLLM. At other values, the error says what to
+    use instead."""
+    return field(default=values[0], repr=False, metadata={"neutral": values, "hint": hint})
 
 
 def ignored(default: Any = None) -> Any:
@@ -71,13 +69,30 @@ class VLLMFields:
     routed_experts_prompt_start: int = neutral(0)
     trace_decode_token_ids: list[int] | None = neutral(None)
     logits_processors: list[Any] | None = neutral(None, [])
+    guided_decoding: Any = ignored()  # the former name of structured_outputs
+    best_of: int | None = former("use n, and choose by cumulative_logprob", None, 1)
+    use_beam_search: bool = former(NO_BEAM_SEARCH, False)
+    length_penalty: float = former(NO_BEAM_SEARCH, 1.0)
+    early_stopping: bool | str = former(NO_BEAM_SEARCH, False)
+    truncate_prompt_tokens: int | None = former("shorten the prompt's token ids", None)
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
-        """Raises TypeError for an unknown parameter. The message suggests what to use instead."""
+        """Raises TypeError for an unknown parameter. The message suggests a known one."""
         known = _parameters(cls)  # type: ignore[arg-type]  # a class is hashable
         if known is not None:
-            check_names(values, known, REMOVED)
+            check_names(values, known)
         return super().__new__(cls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets ``structured_outputs`` also by its former name."""
+        guided = vars(self).get("guided_decoding")
+        if name == "structured_outputs" and guided is not None:
+            if value not in (None, guided):
+                raise ValueError("guided_decoding is structured_outputs: set only one of them")
+            value = guided
+        super().__setattr__(name, value)
+        if name == "guided_decoding" and value is not None:
+            self.structured_outputs = value
 
     @classmethod
     def from_optional(cls, **values: Any) -> Self:
@@ -126,15 +141,18 @@ class VLLMTimes:
 def _validate(name: str, value: Any) -> Any:
     values = NEUTRAL_VALUES.get(name)  # None if the field is ignored
     if values is not None and not any(value is known or value == known for known in values):
-        raise ValueError(
-            f"vLLM's sampling parameter {name} is not supported here, got {value!r:.80}"
-        )
+        hint = HINTS.get(name)
+        message = f"vLLM's sampling parameter {name} is not supported here, got {value!r:.80}"
+        raise ValueError(message) if hint is None else TypeError(f"{message}: {hint}")
     return value
 
 
 # The values at which a field has no effect.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     f.name: f.metadata["neutral"] for f in fields(VLLMFields) if f.metadata
+}
+HINTS: dict[str, str] = {
+    f.name: f.metadata["hint"] for f in fields(VLLMFields) if "hint" in f.metadata
 }
 VLLM_VALIDATORS: dict[str, Callable[[str, Any], Any]] = {
     f.name: _validate for f in fields(VLLMFields)

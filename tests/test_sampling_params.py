@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams, StructuredOutputsParams
+from nanovllm.compat.names import GuidedDecodingParams
 from nanovllm.sampling_params import VALIDATORS, RequestOutputKind
-from nanovllm.vllm_fields import NEUTRAL_VALUES, VLLM_VALIDATORS
+from nanovllm.vllm_fields import HINTS, NEUTRAL_VALUES, VLLM_VALIDATORS
 from tests.tables import each
 
 VLLM_DEFAULTS: dict[str, Any] = {
@@ -220,21 +221,44 @@ def test_vllms_other_fields_are_accepted_where_they_ask_for_nothing():
     for name, neutral in NEUTRAL_VALUES.items():
         for value in neutral:
             assert getattr(SamplingParams(**{name: value}), name) == value
-        with pytest.raises(ValueError, match=name):
+        error = TypeError if name in HINTS else ValueError
+        with pytest.raises(error, match=f"{name} is not supported here.*{HINTS.get(name, '')}"):
             SamplingParams(**{name: RequestOutputKind.DELTA})
     SamplingParams(extra_args={"x": 1}, skip_clone=True, skip_reading_prefix_cache=True)
 
 
+def test_former_parameters_say_what_to_use_instead():
+    values = {"best_of": 2, "truncate_prompt_tokens": 1, "use_beam_search": True}
+    values |= {"length_penalty": 0.5, "early_stopping": "never"}
+    assert values.keys() == HINTS.keys()
+    for name, value in values.items():
+        with pytest.raises(TypeError, match=f"{name} is not supported here.*{HINTS[name]}"):
+            SamplingParams(**{name: value})
+
+
+def test_guided_decoding_is_the_former_name_of_structured_outputs():
+    one, other = StructuredOutputsParams(regex="a"), GuidedDecodingParams(regex="b", backend="x")
+    params = SamplingParams(guided_decoding=other)
+    assert params.structured_outputs is other and params.edits_logits
+    assert params.clone().structured_outputs == other
+    params = SamplingParams(guided_decoding=None, structured_outputs=one)
+    assert params.structured_outputs is one
+    params.structured_outputs = None
+    params.guided_decoding = one
+    assert params.structured_outputs is one
+    SamplingParams(guided_decoding=one, structured_outputs=one)
+    with pytest.raises(ValueError, match="set only one of them"):
+        SamplingParams(guided_decoding=other, structured_outputs=one)
+    with pytest.raises(TypeError, match="must be StructuredOutputsParams, got 'a'"):
+        SamplingParams(guided_decoding="a")
+    assert GuidedDecodingParams(choice=["a"], disable_fallback=True).choice == ["a"]
+
+
 def test_unknown_names_and_positions_are_refused():
-    for name, hint in {
-        "temprature": "did you mean 'temperature'",
-        "best_of": "use n, and",
-        "guided_decoding": "use structured_outputs",
-        "truncate_prompt_tokens": "shorten",
-        "use_beam_search": "beam search is not supported",
-    }.items():
-        with pytest.raises(TypeError, match=f"unknown argument '{name}'.*{hint}"):
-            SamplingParams(**{name: 1})
+    with pytest.raises(
+        TypeError, match="unknown argument 'temprature'; did you mean 'temperature'"
+    ):
+        SamplingParams(temprature=1)
     with pytest.raises(TypeError, match="positional"):
         SamplingParams(1)
 

@@ -64,7 +64,7 @@ MODULES: dict[str, dict[str, str]] = {
     "vllm.sampling_params": {
         "nanovllm.sampling_params": "RequestOutputKind SamplingParams",
         "nanovllm.structured_outputs": "StructuredOutputsParams",
-        _NAMES: "BeamSearchParams",
+        _NAMES: "BeamSearchParams GuidedDecodingParams",
     },
     "vllm.sequence": _LOGPROBS,
     "vllm.tokenizers": _TOKENIZER,
@@ -83,7 +83,6 @@ HINTS = {
     "assets": "images, audio and video are not supported",
     "async": "use LLM.generate_stream, or LLM.add_request and LLM.step",
     "entrypoints.openai": "use nanovllm.run_batch for batch files; there is no server",
-    "GuidedDecodingParams": "use StructuredOutputsParams",
     "multimodal": "images, audio and video are not supported",
 }
 for _package in [*MODULES]:  # adds the packages that contain these modules

@@ -24,6 +24,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.text.prompts import Message, Prompt, TokensPrompt, as_prompt_list
 from nanovllm.utils.panics import as_value_error
+from nanovllm.utils.progress import bar_maker, closing_bar
 from nanovllm.utils.validation import boolean, check_names, choice, optional
 from nanovllm.vllm_arguments import CACHE_DTYPES, DECLARED_METHODS, load_table, translate
 
@@ -297,6 +298,57 @@ class LLM(BaseLLM):
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
+
+    def enqueue(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        **kwargs: Any,
+    ) -> list[str]:
+        """Queues prompts, and returns their request ids. ``wait_for_completion`` runs them.
+
+        Raises:
+            TypeError, ValueError: as ``generate``. No prompt was queued.
+        """
+        check_names(translate("generate", kwargs), [*load_table()["generate"]], SAMPLING_HINTS)
+        prompts = as_prompt_list(prompts)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        with self.turns.until_closed():
+            make_bar = bar_maker(use_tqdm)
+            ready = self.preparer.prepare_all(prompts, sampling_params, "prompts", make_bar)
+        return [self.add_request(each, may_reorder=True) for each in ready]
+
+    def enqueue_chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        **template_options: Any,
+    ) -> list[str]:
+        """Queues conversations as ``enqueue`` queues prompts. ``render_chat`` describes the
+        options."""
+        prompts = self.render_chat(messages, **template_options)
+        return self.enqueue(prompts, sampling_params, use_tqdm)
+
+    def wait_for_completion(
+        self, output_type: Any = None, *, use_tqdm: bool | Callable[..., tqdm] = True
+    ) -> list[RequestOutput]:
+        """Runs all queued requests. Returns their outputs, in the order in which they were queued.
+
+        Args:
+            output_type: ignored.
+            use_tqdm: as in ``generate``.
+        """
+        outputs: list[RequestOutput] = []
+        progress = bar_maker(use_tqdm)(total=len(self.requests), desc="Generating")
+        with closing_bar(progress):
+            while not self.is_finished():
+                finished = self.step()
+                outputs += finished
+                progress.update(len(finished))
+        return sorted(outputs, key=lambda output: int(output.request_id))
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

@@ -14,6 +14,7 @@ import torch
 
 from nanovllm.checkpoints.checkpoint import load_tokenizer
 from nanovllm.outputs import Logprob
+from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.text.prompts import Message, Prompt
 from nanovllm.vllm_arguments import load_table, translate
 
@@ -51,6 +52,18 @@ class LoRARequest:
     lora_path: str = ""
     base_model_name: str | None = None
     load_inplace: bool = False
+
+
+@dataclass
+class GuidedDecodingParams(StructuredOutputsParams):
+    """The former name of StructuredOutputsParams.
+
+    Attributes:
+        backend, disable_fallback: ignored.
+    """
+
+    backend: str | None = None
+    disable_fallback: bool = False
 
 
 class _Unsupported:

@@ -54,6 +54,39 @@ def test_a_loop_over_steps_gives_generates_results_under_the_callers_ids(llm):
     assert len(results["second"]) == 1 and results["second"][0].finished
 
 
+def test_queued_prompts_have_generates_results_in_their_order(llm, capsys):
+    prompts = ["ab", {"prompt_token_ids": [5, 6, 7]}, "xyz", "z"]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (6, 2, 9, 1)]
+    expected = [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+    ids = llm.enqueue(prompts[:2], params[:2]) + llm.enqueue(prompts[2:], params[2:])
+    assert llm.num_unfinished_requests == len(ids) == len(set(ids)) == 4
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output["token_ids"] for output in outputs] == expected
+    assert [output.request_id for output in outputs] == ids and not capsys.readouterr().err
+    assert llm.wait_for_completion(use_tqdm=False) == []
+
+
+def test_queued_conversations_have_chats_results(llm):
+    chats = [[{"role": "user", "content": text}] for text in ("ab", "xyz")]
+    options = {"chat_template": "{{ messages[0]['content'] }}"}
+    expected = llm.chat(chats, GREEDY, use_tqdm=False, **options)
+    assert len(llm.enqueue_chat(chats, GREEDY, **options)) == 2
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output["text"] for output in outputs] == [output["text"] for output in expected]
+
+
+def test_of_invalid_prompts_none_is_queued(llm):
+    for error, match, args, kwargs in (
+        (TypeError, r"prompts\[1\]", (["ab", 5.5], GREEDY), {}),
+        (ValueError, "2 prompts but 1", (["ab", "c"], [GREEDY]), {}),
+        (TypeError, "set it in SamplingParams", ("ab",), {"temperature": 1}),
+        (ValueError, "LoRA", ("ab",), {"lora_request": object()}),
+    ):
+        with pytest.raises(error, match=match):
+            llm.enqueue(*args, **kwargs)
+    assert llm.is_finished()
+
+
 def test_requests_with_several_completions_and_log_probabilities(llm):
     params = SamplingParams(n=2, seed=1, max_tokens=3, logprobs=1, ignore_eos=True)
     llm.llm_engine.add_request("a", [5, 6, 7], params)

@@ -264,7 +264,10 @@ NEUTRAL: dict[str, dict[str, tuple[str, list[Any]]]] = {
 }
 
 # Arguments of earlier versions of vLLM that scripts still pass: their last default, and the class.
-FORMER_HONOURED: dict[str, dict[str, Any]] = {"LLM": {"device": "auto"}}
+FORMER_HONOURED: dict[str, dict[str, Any]] = {
+    "LLM": {"device": "auto"},
+    "SamplingParams": {"guided_decoding": None},
+}
 FORMER_HINTS: dict[str, dict[str, Any]] = {
     "LLM": {
         "swap_space": 4,
@@ -330,7 +333,6 @@ FORMER_NEUTRAL: dict[str, dict[str, tuple[Any, str, list[Any]]]] = {
         "length_penalty": (1.0, "beam search", []),
         "early_stopping": (False, "beam search", []),
         "logits_processors": (None, "functions that change the logits", [[]]),
-        "guided_decoding": (None, "this form: use structured_outputs", []),
         "truncate_prompt_tokens": (None, "truncating prompts", []),
     },
 }

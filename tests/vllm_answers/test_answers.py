@@ -28,6 +28,7 @@ DIFFERENT_ON_PURPOSE = {
     "outputs.completion_is_a_dataclass": "both kinds of results are dataclasses",
     "outputs.metrics_without_statistics": "a request's times are always there",
     "params.by_position": "nano-vLLM's order of the fields is another: they are given by name",
+    "params.guided_decoding_keyword": "arguments of earlier versions are accepted",
     "params.logits_processors_keyword": "arguments of earlier versions are accepted",
     "params.n_as_float": "a value of the wrong type is a TypeError",
     "params.stop_token_ids_of_text": "a value of the wrong type is a TypeError",
@@ -35,7 +36,6 @@ DIFFERENT_ON_PURPOSE = {
     "params.temperature_close_to_zero": "any temperature is supported",
     "params.top_k_as_float": "a value of the wrong type is a TypeError",
     "prompts.dict_without_prompt": "a dict without a prompt is a ValueError",
-    "prompts.enqueued": "requests are queued by add_request",
     "prompts.guided_keyword": "arguments of earlier versions are accepted",
 }
 
