@@ -162,9 +162,10 @@ def _launch(
     group: int | None,
 ) -> torch.Tensor:
     """Writes the norm to ``out``, quantised if there are ``scales``. Returns x + residual."""
+    assert weight.is_contiguous() and weight.shape == _rows(x, residual).shape[-1:]
     if isinstance(x, RankPart):
         return x.all_reduce_norm(weight, eps, residual, out, scales, group)
-    assert x.is_contiguous() and weight.is_contiguous() and weight.shape == x.shape[-1:]
+    assert x.is_contiguous()
     width, rows, num_parts = x.size(-1), x, 0
     if residual is not None:
         rows = residual

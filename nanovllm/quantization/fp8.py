@@ -9,7 +9,7 @@ are fastest on the CUDA cores, where the norm and SwiGLU are fused with them. Bu
 and without blocks, it is quantised if the weight is large.
 """
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +122,7 @@ class StoredFp8Weight(LinearWeight):
     def _weight(self) -> Fp8Rows:
         return Fp8Rows(self.layer.weight, self.layer.weight_scale)
 
-    def _is_vector(self, x: Any) -> bool:
+    def _is_vector(self, x: Any) -> TypeGuard[Tensor]:
         """Returns whether ``skinny_norm_linear`` multiplies this x."""
         is_row = isinstance(x, Tensor) and x.dim() == 2 and len(x) == 1 and x.is_contiguous()
         return is_row and use_triton(self.layer.weight)
@@ -137,7 +137,7 @@ class StoredFp8Weight(LinearWeight):
     ) -> tuple[Any, Tensor]:
         gated = act_fn is not None
         is_fused = norm is not None and (not gated or act_fn.function in SWIGLU)
-        if not is_fused or isinstance(x, RankPart) or not self._is_vector(x):
+        if not is_fused or not self._is_vector(x):
             return super().norm_matmul(x, residual, norm, act_fn)
         return self._multiply_vector(x, gated, norm.weight, norm.eps, residual)
 
@@ -180,7 +180,7 @@ class Fp8Weight(StoredFp8Weight):
             return (quantize_row_groups if self.has_groups else quantize_rows)(x)
         return x
 
-    def _is_vector(self, x: Any) -> bool:
+    def _is_vector(self, x: Any) -> TypeGuard[Tensor]:
         is_large = not self.has_groups and self.layer.weight.numel() >= MIN_QUANTIZED_ROW_NUMEL
         if is_large and hopper_kernel(1, self._weight, self.dtype) is not None:
             return False

@@ -44,8 +44,7 @@ class TPGroup:
     Attributes:
         backend: a gloo or NCCL process group; None for a single rank. It is not registered with
             torch.distributed, so several engines in one process do not conflict.
-        one_shots: faster all-reduces of small tensors, one per dtype (kernels/comm), if the GPUs
-            can access each other's memory.
+        one_shots: faster all-reduces, one per dtype (kernels/comm), if NVLink connects the GPUs.
     """
 
     rank: int = 0
@@ -59,7 +58,9 @@ class TPGroup:
         return self._all_reduce(x, dist.ReduceOp.SUM)
 
     def all_reduce_before_norm(self, x: torch.Tensor) -> torch.Tensor | RankPart:
-        """Returns the sum over the ranks, or x, from which the next norm's kernel computes it."""
+        """Returns the sum over the ranks, or x as a RankPart, from which a norm's kernel computes
+        it. All ranks pass the result, with a residual, to one norm, before they call another
+        collective."""
         for one_shot in self.one_shots:
             if one_shot.supports_norm(x):
                 return RankPart(x, one_shot)

@@ -1,5 +1,5 @@
-"""One-shot all-reduce of small tensors between GPUs that NVLink connects, alone or with the
-residual add and the RMSNorm that follow it.
+"""One-shot all-reduce between GPUs that NVLink connects, alone or with the residual add and the
+RMSNorm that follow it.
 
 Each rank writes its tensor into an inbox on every other rank, waits until the tensors of the other
 ranks are in its own inboxes, and sums them. This takes one trip over NVLink, where a ring takes
@@ -7,8 +7,8 @@ several. Each program exchanges its own rows with the other ranks, so the progra
 not wait for each other.
 
 No flag says that a tensor has arrived. Inboxes are filled with a number that is never sent, -0, and
-a rank reads its inboxes until nothing there is -0, as in the all-reduce of TensorRT-LLM for its
-lowest latency. Then it fills them with -0 again. So a sender need not wait, between its data and a
+a rank reads its inboxes until nothing there is -0, as TensorRT-LLM's low-latency all-reduce does.
+Then it fills them with -0 again. So a sender need not wait, between its data and a
 flag, until the data have arrived.
 
 A CUDA graph can replay the kernel, because no argument changes from call to call: the device counts
@@ -52,8 +52,9 @@ MAX_BYTES_4_RANKS, MAX_BYTES_8_RANKS = 512 << 10, 256 << 10
 TOKEN_ROWS, TOKEN_WIDTH = 32, 256  # an inbox for sampled tokens
 # With few rows, if they need no norm, each program exchanges a part of one.
 SPLIT, MAX_SPLIT_ROWS = 4, 16
-# Multiprocessors hold at least 32 warps of threads with 64 registers each, since Volta.
-WARPS_PER_MULTIPROCESSOR, REGISTERS = 32, 64
+# Multiprocessors hold at least 16 programs, and 32 warps of threads with 64 registers each, since
+# Volta.
+PROGRAMS_PER_MULTIPROCESSOR, WARPS_PER_MULTIPROCESSOR, REGISTERS = 16, 32, 64
 
 
 @triton.jit
@@ -153,7 +154,6 @@ class Mail(NamedTuple):
     """What one rank needs to exchange tensors of up to [num_rows, width] elements with the others.
 
     Attributes:
-        width: a multiple of SPLIT.
         inboxes: int64 [size], the address of each rank's inboxes, [2, size, num_rows, width]
             elements, at first empty (``empty_inboxes``).
         counts: int32 [num_rows, SPLIT], how often this rank has exchanged each part of a row, at
@@ -230,8 +230,9 @@ def _launch(
 ) -> None:
     rank, size, num_rows, width, *tensors = mail
     rows = cdiv(x.numel(), width)
-    assert x.is_contiguous() and rows <= num_rows and width % SPLIT == 0
-    parts = SPLIT if weight is None and rows <= MAX_SPLIT_ROWS else 1
+    assert x.is_contiguous() and rows <= num_rows
+    is_split = weight is None and rows <= MAX_SPLIT_ROWS and width % SPLIT == 0
+    parts = SPLIT if is_split else 1
     num_warps = num_warps_of(width // parts)
     _all_reduce_kernel[(min(rows * parts, max_programs(x.device, num_warps)),)](
         x,
@@ -258,13 +259,14 @@ def _launch(
 
 
 def num_warps_of(width: int) -> int:
-    """Returns the number of warps of a program: a thread has up to 16 numbers of a row."""
+    """Returns the number of warps of a program that exchanges this many columns."""
     return min(16, max(1, next_power_of_2(width) // 512))
 
 
 def max_programs(device: torch.device, num_warps: int) -> int:
     """Returns the number of programs that can be resident at once on a GPU."""
-    return WARPS_PER_MULTIPROCESSOR // num_warps * num_multiprocessors(device)
+    programs = min(PROGRAMS_PER_MULTIPROCESSOR, WARPS_PER_MULTIPROCESSOR // num_warps)
+    return programs * num_multiprocessors(device)
 
 
 def max_norm_rows(mail: Mail, device: torch.device) -> int:
@@ -281,8 +283,8 @@ def num_rows_of(width: int, size: int, dtype: torch.dtype) -> int:
 
 
 def supports_one_shot(devices: Sequence[torch.device]) -> bool:
-    """Returns whether all GPUs can write to each other's memory over NVLink. Over PCIe there are no
-    atomic operations."""
+    """Returns whether NVLink connects all GPUs: they can write to each other's memory and, other
+    than over PCIe, do atomic operations there."""
     pairs = [(a.index, b.index) for a in devices for b in devices if a != b]
     return HAS_TRITON and all(
         torch.cuda.can_device_access_peer(a, b) and has_native_atomics(a, b) for a, b in pairs
@@ -304,7 +306,7 @@ def make_one_shot_all_reduces(
 
     Args:
         store: the store through which ranks exchange memory handles.
-        width: the model's hidden size, a multiple of SPLIT.
+        width: the model's hidden size.
         devices: the device of each rank.
     """
     device, reason = devices[group.rank], ""
@@ -343,7 +345,7 @@ class OneShotAllReduce:
     Args:
         store: the store through which ranks exchange memory handles.
         dtype: dtype of the tensors.
-        num_rows, width: the shape of the largest tensor. See ``Mail``.
+        num_rows, width: the shape of an inbox.
 
     Raises:
         DriverError: this rank or another cannot share its memory.
@@ -407,7 +409,7 @@ class OneShotAllReduce:
     def supports_norm(self, x: torch.Tensor) -> bool:
         """Returns whether ``norm`` takes this x. For one row it is slower than the kernels that
         apply the norm while they multiply (kernels/gemm/skinny.py)."""
-        is_input = x.dim() == 2 and x.size(1) == self.mail.width and x.dtype == self.dtype
+        is_input = x.dim() == 2 and x.size(1) == self.mail.width and self.supports(x)
         return is_input and 1 < len(x) <= max_norm_rows(self.mail, x.device)
 
     def norm(self, x: torch.Tensor, *args: Any) -> torch.Tensor:

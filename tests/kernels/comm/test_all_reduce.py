@@ -1,10 +1,14 @@
 """The one-shot all-reduce as one rank sees it, its peers' mail laid out beforehand, and on two
 GPUs."""
 
+import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +20,13 @@ from nanovllm.kernels.comm.all_reduce import Mail, all_reduce, all_reduce_norm
 from nanovllm.kernels.fp8 import GROUP, empty_rows
 from nanovllm.kernels.rms_norm import fp8_rms_norm_triton, rms_norm_triton
 from nanovllm.utils.cuda_ipc import DriverError
-from nanovllm.utils.distributed import RankPart, make_tp_group, open_store
+from nanovllm.utils.distributed import (
+    RankOrderTPGroup,
+    RankPart,
+    TPGroup,
+    make_tp_group,
+    open_store,
+)
 
 NUM_ROWS = 40
 
@@ -130,6 +140,7 @@ def test_a_tensor_larger_than_the_inboxes(dtype, device):
 @pytest.mark.parametrize("group", [None, GROUP])
 @pytest.mark.parametrize("width", [128, 640])
 def test_the_norm_after_the_sum_has_the_same_bits(width, group, dtype, device):
+    """Up to a width of 4,096, where both kernels have as many warps."""
     post = Post(1, 2, width, dtype, device)
     weight = torch.rand(width, device=device).to(dtype)
     for num_rows in (3, NUM_ROWS, 1):
@@ -172,8 +183,11 @@ def test_an_abort_ends_the_wait_for_a_silent_peer(device):
         torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("width", [1024, 4096, 8192])
-def test_no_more_programs_wait_than_run_at_once(width, monkeypatch):
+@pytest.mark.parametrize(
+    "width, num_warps, resident",
+    [(512, 1, 16), (1024, 2, 16), (4096, 8, 4), (8192, 16, 2), (16384, 16, 2)],
+)
+def test_no_more_programs_wait_than_run_at_once(width, num_warps, resident, monkeypatch):
     """A large tensor took 1,024 programs. Those of one GPU that wait could keep others from
     starting, for which the programs that run on another one wait."""
     launches = []
@@ -183,16 +197,65 @@ def test_no_more_programs_wait_than_run_at_once(width, monkeypatch):
             return lambda *args, **kwargs: launches.append((*grid, kwargs["num_warps"]))
 
     monkeypatch.setattr(module, "_all_reduce_kernel", Kernel())
-    monkeypatch.setattr(module, "max_programs", lambda device, num_warps: 32 // num_warps * 132)
     num_rows = module.num_rows_of(width, 2, torch.bfloat16)
     mail = Mail(0, 2, num_rows, width, *3 * [torch.zeros(1)])
     for rows in (1, 100, num_rows):
         all_reduce(torch.zeros(rows, width), mail)
-    num_warps = width // 512
+    limit = resident * 132
     assert launches == [
-        (4, num_warps // 4 or 1),  # for a row that is divided
-        *((min(rows, 32 // num_warps * 132), num_warps) for rows in (100, num_rows)),
+        (4, module.num_warps_of(width // 4)),  # for a row that is divided
+        *((min(rows, limit), num_warps) for rows in (100, num_rows)),
     ]
+    assert module.max_norm_rows(mail, torch.device("cpu")) == min(num_rows, limit)
+
+
+def make_one_shot(size: int, num_rows: int, width: int) -> module.OneShotAllReduce:
+    """One of fp32, without peers."""
+    one_shot = object.__new__(module.OneShotAllReduce)
+    one_shot.rank, one_shot.size, one_shot.dtype = 0, size, torch.float32
+    one_shot.mail = Mail(0, size, num_rows, width, *3 * [torch.zeros(1)])
+    return one_shot
+
+
+def test_which_tensors_are_reduced_in_one_shot():
+    two, four = make_one_shot(2, 8, 64), make_one_shot(4, 8, 64)
+    for x, by_two, by_four, before_norm in (
+        (torch.zeros(1, 64), True, True, False),
+        (torch.zeros(2, 64), True, True, True),
+        (torch.zeros(8, 64), True, True, True),
+        (torch.zeros(9, 64), True, False, False),
+        (torch.zeros(4, 128), True, True, False),
+        (torch.zeros(64), True, True, False),
+        (torch.zeros(2, 64, dtype=torch.float16), False, False, False),
+        (torch.zeros(64, 4).t(), False, False, False),
+    ):
+        assert (two.supports(x), four.supports(x)) == (by_two, by_four)
+        assert two.supports_norm(x) == four.supports_norm(x) == before_norm
+
+
+def test_which_sums_are_left_to_the_norm(monkeypatch):
+    """Not with batch invariance, where all rows have the same norm's kernel."""
+    one_shot, x = make_one_shot(2, 8, 64), torch.zeros(2, 64)
+    monkeypatch.setattr(module.OneShotAllReduce, "__call__", lambda self, x: x + 1)
+    for group_class, is_left in ((TPGroup, True), (RankOrderTPGroup, False)):
+        group = group_class(size=2, one_shots=(one_shot,))
+        found = group.all_reduce_before_norm(x)
+        if is_left:
+            assert found == RankPart(x, one_shot)
+        else:
+            assert torch.equal(found, x + 1)
+        assert torch.equal(group.all_reduce_before_norm(x[:1]), x[:1] + 1)
+
+
+@pytest.mark.parametrize("arguments", ["2 64 float16", "3 100 float32", "4 66 float16"])
+def test_ranks_that_wait_for_each_other(arguments):
+    subprocess.run(
+        [sys.executable, "-m", "tests.kernels.comm.ranks", *arguments.split()],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[3],
+        timeout=200,
+        check=True,
+    )
 
 
 @pytest.mark.parametrize("peer, atomic, expected", [(True, True, True), (True, False, False)])
@@ -303,7 +366,7 @@ def run_rank(rank: int, folder: str) -> None:
     group = make_tp_group(rank, 2, store, devices[rank])
     width, dtype = 4096, torch.bfloat16
     one_shots = module.make_one_shot_all_reduces(group, store, dtype, width, devices)
-    assert len(one_shots) == 2
+    most = module.max_norm_rows(one_shots[0].mail, devices[rank])
     group = replace(group, one_shots=one_shots)
     sizes = [1, 2, 32, 33, 256, 512, 7, 1, 1, 3000, 64] * 5
     torch.manual_seed(0)  # the same parts on both ranks
@@ -317,7 +380,7 @@ def run_rank(rank: int, folder: str) -> None:
         found.clear()
         for part, rest in zip(mine.split(sizes), residual.split(sizes), strict=True):
             x = group.all_reduce_before_norm(part)
-            assert isinstance(x, RankPart) == (1 < len(part) <= 4 * 132)
+            assert isinstance(x, RankPart) == (1 < len(part) <= most)
             found.append([*rms_norm_triton(x, weight, 1e-6, rest), group.all_reduce(part)])
 
     def check() -> None:
@@ -345,4 +408,6 @@ def run_rank(rank: int, folder: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus(tmp_path):
+    if not module.supports_one_shot([torch.device("cuda", index) for index in range(2)]):
+        pytest.skip("needs NVLink")
     torch.multiprocessing.spawn(run_rank, (str(tmp_path),), 2)
