@@ -8,8 +8,8 @@ not wait for each other.
 
 No flag says that a tensor has arrived. Inboxes are filled with a number that is never sent, -0, and
 a rank reads its inboxes until nothing there is -0, as TensorRT-LLM's low-latency all-reduce does.
-Then it fills them with -0 again. So a sender need not wait, between its data and a
-flag, until the data have arrived.
+Then it fills them with -0 again. So a sender need not wait, between its data and a flag, until the
+data have arrived.
 
 A CUDA graph can replay the kernel, because no argument changes from call to call: the device counts
 the calls for each row. Calls use two inboxes in turn. A peer sends a row of call e + 1 only after
