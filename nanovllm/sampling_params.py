@@ -110,8 +110,9 @@ class SamplingParams(VLLMFields):
         structured_outputs: a JSON schema, regex, list of choices or grammar that the text must
             match.
 
-    The fields of ``VLLMFields`` exist for compatibility with vLLM. ``LLM`` ignores them. Most
-    accept only values that have no effect in vLLM either.
+    The fields of ``VLLMFields`` exist for compatibility with vLLM. ``LLM`` ignores them, except
+    ``guided_decoding``, the former name of ``structured_outputs``. Most accept only values that
+    have no effect in vLLM either.
 
     Raises:
         TypeError: a value has the wrong type, or a field is unknown.

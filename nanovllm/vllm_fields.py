@@ -1,5 +1,5 @@
-"""vLLM's sampling parameters that ``LLM`` ignores, and its names of times, so that scripts which
-name them run."""
+"""vLLM's sampling parameters that ``LLM`` ignores, former names, and its names of times, so that
+scripts which use them run."""
 
 # ruff: noqa: RUF009 (neutral and ignored return dataclass fields)
 
