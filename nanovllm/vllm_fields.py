@@ -69,7 +69,7 @@ class VLLMFields:
     routed_experts_prompt_start: int = neutral(0)
     trace_decode_token_ids: list[int] | None = neutral(None)
     logits_processors: list[Any] | None = neutral(None, [])
-    guided_decoding: Any = ignored()  # the former name of structured_outputs
+    guided_decoding: Any = field(default=None, repr=False)  # see ``__setattr__``
     best_of: int | None = former("use n, and choose by cumulative_logprob", None, 1)
     use_beam_search: bool = former(NO_BEAM_SEARCH, False)
     length_penalty: float = former(NO_BEAM_SEARCH, 1.0)

@@ -238,19 +238,7 @@ class LLM(BaseLLM):
         on_error: str = "raise",
         **kwargs: Any,
     ) -> list[RequestOutput]:
-        if prompts is None and kwargs.get("prompt_token_ids") is not None:
-            raise TypeError("prompts must be given; token ids, too: pass them as prompts")
-        adds_special_tokens = True
-        if (kwargs.get("tokenization_kwargs") or {}).keys() == {"add_special_tokens"}:
-            given = kwargs.pop("tokenization_kwargs")["add_special_tokens"]
-            adds_special_tokens = boolean("add_special_tokens", given)
-        translated = translate("generate", kwargs)
-        check_names(translated, [*load_table()["generate"], "on_error"], SAMPLING_HINTS)
-        if (priority := kwargs.get("priority")) is not None:
-            prompts = as_prompt_list(prompts)
-            _check_priority(priority, len(prompts))
-        if not adds_special_tokens:
-            prompts = self.preparer.encoder.encode_texts(as_prompt_list(prompts))  # type: ignore[assignment]
+        prompts = self._read_prompts(prompts, kwargs)
         return super().generate(prompts, sampling_params, use_tqdm, on_error=on_error)
 
     def chat(
@@ -272,32 +260,20 @@ class LLM(BaseLLM):
         on_error: str = "raise",
         **unknown: Any,
     ) -> list[RequestOutput]:
-        check_names(unknown, [*load_table()["chat"], "on_error"], SAMPLING_HINTS)
-        translate(
-            "chat",
-            {
-                "lora_request": lora_request,
-                "priority": priority,
-                "chat_template_content_format": chat_template_content_format,
-                "tokenization_kwargs": tokenization_kwargs,
-                "mm_processor_kwargs": mm_processor_kwargs,
-            },
-        )
-        if priority is not None:
-            from nanovllm.text.chat_renderer import as_conversations
-
-            _check_priority(priority, len(as_conversations(messages)))
-        return super().chat(
-            messages,
-            sampling_params,
-            use_tqdm,
-            on_error=on_error,
-            chat_template=chat_template or self.default_chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+        options = {
+            "lora_request": lora_request,
+            "priority": priority,
+            "chat_template": chat_template,
+            "chat_template_content_format": chat_template_content_format,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+            "tokenization_kwargs": tokenization_kwargs,
+            "mm_processor_kwargs": mm_processor_kwargs,
+        }
+        options = self._read_chat_options(messages, options | unknown)
+        return super().chat(messages, sampling_params, use_tqdm, on_error=on_error, **options)
 
     def enqueue(
         self,
@@ -306,13 +282,13 @@ class LLM(BaseLLM):
         use_tqdm: bool | Callable[..., tqdm] = True,
         **kwargs: Any,
     ) -> list[str]:
-        """Queues prompts, and returns their request ids. ``wait_for_completion`` runs them.
+        """Queues prompts, and returns their request ids. ``wait_for_completion`` runs them. The
+        arguments are those of ``generate``.
 
         Raises:
-            TypeError, ValueError: as ``generate``. No prompt was queued.
+            TypeError, ValueError: an invalid argument. No prompt was queued.
         """
-        check_names(translate("generate", kwargs), [*load_table()["generate"]], SAMPLING_HINTS)
-        prompts = as_prompt_list(prompts)
+        prompts = as_prompt_list(self._read_prompts(prompts, kwargs))
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         with self.turns.until_closed():
@@ -325,12 +301,12 @@ class LLM(BaseLLM):
         messages: Seq[Message] | Seq[Seq[Message]],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., tqdm] = True,
-        **template_options: Any,
+        **kwargs: Any,
     ) -> list[str]:
-        """Queues conversations as ``enqueue`` queues prompts. ``render_chat`` describes the
-        options."""
-        prompts = self.render_chat(messages, **template_options)
-        return self.enqueue(prompts, sampling_params, use_tqdm)
+        """Queues conversations, as ``enqueue`` queues prompts. The arguments are those of
+        ``chat``."""
+        options = self._read_chat_options(messages, kwargs)
+        return self.enqueue(self.render_chat(messages, **options), sampling_params, use_tqdm)
 
     def wait_for_completion(
         self, output_type: Any = None, *, use_tqdm: bool | Callable[..., tqdm] = True
@@ -363,6 +339,35 @@ class LLM(BaseLLM):
     ) -> list[TokensPrompt]:
         template = template_options.pop("chat_template", None) or self.default_chat_template
         return super().render_chat(messages, chat_template=template, **template_options)
+
+    def _read_prompts(self, prompts: Any, arguments: dict[str, Any]) -> Any:
+        """Checks the other arguments of ``generate``, and returns the prompts that they ask for:
+        token ids without special tokens, or the given prompts."""
+        if prompts is None and arguments.get("prompt_token_ids") is not None:
+            raise TypeError("prompts must be given; token ids, too: pass them as prompts")
+        adds_special_tokens = True
+        if (arguments.get("tokenization_kwargs") or {}).keys() == {"add_special_tokens"}:
+            given = arguments.pop("tokenization_kwargs")["add_special_tokens"]
+            adds_special_tokens = boolean("add_special_tokens", given)
+        translated = translate("generate", arguments)
+        check_names(translated, [*load_table()["generate"], "on_error"], SAMPLING_HINTS)
+        if (priority := arguments.get("priority")) is not None:
+            prompts = as_prompt_list(prompts)
+            _check_priority(priority, len(prompts))
+        if adds_special_tokens:
+            return prompts
+        return self.preparer.encoder.encode_texts(as_prompt_list(prompts))
+
+    def _read_chat_options(self, messages: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Checks the other arguments of ``chat``, and returns those of ``render_chat``."""
+        options = translate("chat", arguments)
+        check_names(options, [*load_table()["chat"], "on_error"], SAMPLING_HINTS)
+        if (priority := arguments.get("priority")) is not None:
+            from nanovllm.text.chat_renderer import as_conversations
+
+            _check_priority(priority, len(as_conversations(messages)))
+        options["chat_template"] = options.get("chat_template") or self.default_chat_template
+        return options
 
     def _add_with_id(self, caller_id: str, prompt: Prompt, params: SamplingParams | None) -> None:
         """Adds a request under the caller's request id. ``_step_with_ids`` returns its outputs."""

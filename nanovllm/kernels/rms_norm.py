@@ -34,7 +34,7 @@ def rms_norm_reference(
     The norm is rounded to the weight's dtype before it is multiplied by the weight, and to
     total's dtype after it.
     """
-    assert isinstance(x, torch.Tensor)  # GPUs have one-shot all-reduces, and Triton
+    assert isinstance(x, torch.Tensor)  # for a RankPart, there is the kernel
     if residual is None:
         total = x
     elif x.dim() > residual.dim():
@@ -145,7 +145,7 @@ def fp8_rms_norm_triton(
 
 
 def _rows(x: torch.Tensor | RankPart, residual: torch.Tensor | None) -> torch.Tensor:
-    """Returns a tensor that is as the result of a norm: x may be parts of a sum."""
+    """Returns a tensor with the shape and dtype of the norm: x may be parts of a sum."""
     if residual is not None:
         return residual
     assert isinstance(x, torch.Tensor)
@@ -164,7 +164,8 @@ def _launch(
     """Writes the norm to ``out``, quantised if there are ``scales``. Returns x + residual."""
     assert weight.is_contiguous() and weight.shape == _rows(x, residual).shape[-1:]
     if isinstance(x, RankPart):
-        return x.all_reduce_norm(weight, eps, residual, out, scales, group)
+        summed: torch.Tensor = x.one_shot.norm(x.part, weight, eps, residual, out, scales, group)
+        return summed
     assert x.is_contiguous()
     width, rows, num_parts = x.size(-1), x, 0
     if residual is not None:

@@ -166,7 +166,7 @@ class RowParallelLinear(LinearBase):
         Returns:
             (result + residual, None), in which case the residual may be overwritten. Otherwise
             (result, residual), which the next ``LinearWeight.norm_matmul`` adds. The former may be
-            this rank's part of the result.
+            a ``RankPart``.
         """
         if transform is not None:
             return transform(self(x)), residual

@@ -187,7 +187,7 @@ class LinearWeight(ABC):
 
         Args:
             x: [N, in], plain; or, with a residual, parts of a sum, as ``matmul_add`` returns them,
-                or this rank's part.
+                or a ``RankPart``.
             residual: [N, in], or None for zero.
             norm: an RMSNorm, whose ``weight`` [in] and ``eps`` are used; None for no norm.
             act_fn: the SiluAndMul to apply to the result, or None.

@@ -21,7 +21,7 @@ class RankPart(NamedTuple):
 
     Attributes:
         part: [N, D].
-        one_shot: the all-reduce for it.
+        one_shot: the all-reduce for it (kernels/comm). Its ``norm`` does all of this.
     """
 
     part: torch.Tensor
@@ -30,11 +30,6 @@ class RankPart(NamedTuple):
     @property
     def is_cuda(self) -> bool:
         return self.part.is_cuda
-
-    def all_reduce_norm(self, *args: Any) -> torch.Tensor:
-        """See kernels/comm/all_reduce.py."""
-        total: torch.Tensor = self.one_shot.norm(self.part, *args)
-        return total
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,10 +81,26 @@ def test_of_invalid_prompts_none_is_queued(llm):
         (ValueError, "2 prompts but 1", (["ab", "c"], [GREEDY]), {}),
         (TypeError, "set it in SamplingParams", ("ab",), {"temperature": 1}),
         (ValueError, "LoRA", ("ab",), {"lora_request": object()}),
+        (ValueError, "priority must be a list of 1", ("ab",), {"priority": [1, 2]}),
     ):
         with pytest.raises(error, match=match):
             llm.enqueue(*args, **kwargs)
+    chat = [{"role": "user", "content": "ab"}]
+    with pytest.raises(TypeError, match="set it in SamplingParams"):
+        llm.enqueue_chat(chat, temperature=1)
+    with pytest.raises(ValueError, match="priority must be a list of 1"):
+        llm.enqueue_chat(chat, priority=[1, 2])
+    with pytest.raises(ValueError, match="LoRA"):
+        llm.enqueue_chat(chat, lora_request=object())
     assert llm.is_finished()
+
+
+def test_queued_prompts_without_special_tokens(llm):
+    options = {"tokenization_kwargs": {"add_special_tokens": False}}
+    expected = llm.generate("ab", GREEDY, use_tqdm=False, **options)
+    llm.enqueue("ab", GREEDY, **options)
+    (output,) = llm.wait_for_completion(use_tqdm=False)
+    assert output.prompt_token_ids == expected[0].prompt_token_ids
 
 
 def test_requests_with_several_completions_and_log_probabilities(llm):

@@ -50,7 +50,7 @@ MAX_NUMEL = 8 << 20
 # in a one-shot all-reduce each rank sends its tensor to every other rank.
 MAX_BYTES_4_RANKS, MAX_BYTES_8_RANKS = 512 << 10, 256 << 10
 TOKEN_ROWS, TOKEN_WIDTH = 32, 256  # an inbox for sampled tokens
-# With few rows, if they need no norm, each program exchanges a part of one.
+# If there are few rows, and no norm follows, four programs exchange a row.
 SPLIT, MAX_SPLIT_ROWS = 4, 16
 # Multiprocessors hold at least 16 programs, and 32 warps of threads with 64 registers each, since
 # Volta.
@@ -361,12 +361,12 @@ class OneShotAllReduce:
         num_rows: int,
         width: int,
     ) -> None:
-        self.rank, self.size, self.dtype = rank, size, dtype
+        self.dtype = dtype
         self.memory = empty_inboxes(size, num_rows, width, dtype, device)
-        self.inboxes = torch.zeros(size, dtype=torch.int64, device=device)
+        inboxes = torch.zeros(size, dtype=torch.int64, device=device)
         counts = torch.zeros(num_rows, SPLIT, dtype=torch.int32, device=device)
-        self.aborted = torch.zeros(1, dtype=torch.int32, device="cpu").pin_memory()
-        self.mail = Mail(rank, size, num_rows, width, self.inboxes, counts, self.aborted)
+        abort = torch.zeros(1, dtype=torch.int32, device="cpu").pin_memory()
+        self.mail = Mail(rank, size, num_rows, width, inboxes, counts, abort)
         torch.cuda.synchronize(device)
         self._opened: list[int] = []
         try:
@@ -374,20 +374,20 @@ class OneShotAllReduce:
         except DriverError:
             self.close()
             raise
-        self.inboxes.copy_(torch.tensor(addresses, device="cpu"))
+        inboxes.copy_(torch.tensor(addresses, device="cpu"))
 
     def _exchange(self, store: dist.Store) -> list[int]:
         """Exchanges memory handles. Returns the address of each rank's memory."""
-        name = f"inbox/{self.dtype}"
+        name, rank = f"inbox/{self.dtype}", self.mail.rank
         try:
             own_handle = export_memory(self.memory).hex()
         except DriverError:
-            store.set(f"{name}/{self.rank}", "")  # tells the other ranks, which wait for this key
+            store.set(f"{name}/{rank}", "")  # tells the other ranks, which wait for this key
             raise
-        store.set(f"{name}/{self.rank}", own_handle)
+        store.set(f"{name}/{rank}", own_handle)
         addresses = []
-        for peer in range(self.size):
-            if peer == self.rank:
+        for peer in range(self.mail.size):
+            if peer == rank:
                 addresses.append(self.memory.data_ptr())
                 continue
             handle = store.get(f"{name}/{peer}").decode()
@@ -401,7 +401,7 @@ class OneShotAllReduce:
     def supports(self, x: torch.Tensor) -> bool:
         """Returns whether x has the right dtype, and is small enough to be faster than NCCL."""
         is_small = x.numel() <= self.mail.num_rows * self.mail.width
-        return x.dtype == self.dtype and x.is_contiguous() and (self.size == 2 or is_small)
+        return x.dtype == self.dtype and x.is_contiguous() and (self.mail.size == 2 or is_small)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return all_reduce(x, self.mail)
@@ -418,7 +418,7 @@ class OneShotAllReduce:
 
     def abort(self) -> None:
         """Ends all waiting for peers. The results of running calls are undefined."""
-        self.aborted.fill_(1)
+        self.mail.abort.fill_(1)
 
     def close(self) -> None:
         """Unmaps the peers' memory. No call may be running."""

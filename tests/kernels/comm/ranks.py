@@ -4,6 +4,7 @@
 import os
 import random
 import sys
+import traceback
 from time import sleep
 
 import torch
@@ -75,6 +76,8 @@ def main(size: int, width: int, dtype: torch.dtype) -> None:
             try:
                 run(rank, size, inboxes)
                 status = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(status)
         children.append(child)

@@ -212,7 +212,7 @@ def test_no_more_programs_wait_than_run_at_once(width, num_warps, resident, monk
 def make_one_shot(size: int, num_rows: int, width: int) -> module.OneShotAllReduce:
     """One of fp32, without peers."""
     one_shot = object.__new__(module.OneShotAllReduce)
-    one_shot.rank, one_shot.size, one_shot.dtype = 0, size, torch.float32
+    one_shot.dtype = torch.float32
     one_shot.mail = Mail(0, size, num_rows, width, *3 * [torch.zeros(1)])
     return one_shot
 
@@ -337,8 +337,8 @@ def test_ranks_exchange_their_memory(monkeypatch):
     monkeypatch.setattr(module, "export_memory", exported)
     monkeypatch.setattr(module, "open_memory", opened)
     for one, other in zip(*ranks.run(), strict=True):
-        assert one.inboxes.tolist() == other.inboxes.tolist()
-        assert one.inboxes.tolist() == [one.memory.data_ptr(), other.memory.data_ptr()]
+        assert one.mail.inboxes.tolist() == other.mail.inboxes.tolist()
+        assert one.mail.inboxes.tolist() == [one.memory.data_ptr(), other.memory.data_ptr()]
     assert not ranks.closed
 
 
