@@ -23,7 +23,9 @@ from nanovllm.utils.context import Context
 from nanovllm.utils.math import cdiv
 
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_LAYERS = 32, 8, 128, 128, 3
-TILES = [(32, 1), (64, 1), (32, 2), (64, 2), (128, 2), (32, 4), (64, 4), (128, 4)]  # keys, warps
+# Keys, warps, and programs per multiprocessor.
+TILES = [(32, 1, 4), (64, 1, 4), (32, 2, 4), (64, 2, 4), (128, 2, 3)]
+TILES += [(32, 4, 4), (64, 4, 4), (64, 4, 3), (128, 4, 3)]
 
 
 def layer_time(lens: np.ndarray, is_quantized: bool, tile: DecodeTile) -> float:
@@ -59,7 +61,7 @@ def layer_time(lens: np.ndarray, is_quantized: bool, tile: DecodeTile) -> float:
         patch.object(decode, "decode_tile", new_tile),
         patch.object(triton_backend, "decode_tile", new_tile),
     ):
-        schedule = backend.split_kv(lens, Q_HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16)
+        schedule = backend.split_kv(lens, Q_HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16, is_quantized)
         context = Context(
             slot_mapping=slots.int(),
             block_tables=tables,
@@ -81,7 +83,7 @@ def main() -> None:
         for is_quantized in (False, True):
             shape = Q_HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16, is_quantized
             default = decode_tile(num_seqs, *shape)
-            tiles = [default, *(default._replace(num_keys=k, num_warps=w) for k, w in TILES)]
+            tiles = [default, *(DecodeTile(*tile, default.prefetches) for tile in TILES)]
             cases += [(is_quantized, tile) for tile in tiles]
         for is_quantized, tile in cases:
             try:

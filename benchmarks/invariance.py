@@ -209,7 +209,7 @@ class Batch:
         """Also for sequences that all share the blocks of the first one."""
         lens = np.array(self.lens, np.int32)
         heads = self.q_heads, self.kv_heads, self.head_dim
-        schedule = backend.split_kv(lens, *heads, self.dtype, self.params.window)
+        schedule = backend.split_kv(lens, *heads, self.dtype, False, self.params.window)
         pages = (torch.from_numpy(lens) - 1).to(DEVICE).long()
         tables = self.tables if len(self.tables) == len(lens) else self.tables[:1]
         tables = tables.expand(len(lens), -1)

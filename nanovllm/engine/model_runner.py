@@ -267,9 +267,9 @@ class ModelRunner(LeftToParent):
     ) -> np.ndarray | None:
         """Returns the split-KV schedules of all distinct windows; None if the backend uses none."""
         model = self.model_config
-        q_heads = model.num_attention_heads // self.tp.size
-        kv_heads = heads_per_rank(model.num_key_value_heads, self.tp.size)
-        arguments = context_lens, q_heads, kv_heads, model.head_dim, self.dtype
+        size = self.tp.size
+        heads = model.num_attention_heads // size, heads_per_rank(model.num_key_value_heads, size)
+        arguments = context_lens, *heads, model.head_dim, self.dtype, self.config.quantizes_kv
         windows = dict.fromkeys(self.windows)
         each = (self.backend.split_kv(*arguments, window, prefixes) for window in windows)
         schedules = [schedule for schedule in each if schedule is not None]

@@ -75,6 +75,12 @@ def pdl_options(x: torch.Tensor) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True}
 
 
+def register_limit(count: int) -> dict[str, int]:
+    """Returns the launch argument that limits a thread to ``count`` registers. ROCm has none. With
+    a limit, the compiler uses as many as it allows, and issues more loads early."""
+    return {} if torch.version.hip else {"maxnreg": count}
+
+
 @triton.jit
 def pdl_wait(PDL: tl.constexpr) -> None:
     """In a kernel with PDL, allows the next kernel to start, and waits for the previous one.

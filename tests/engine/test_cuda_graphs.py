@@ -212,7 +212,7 @@ def test_steps_with_shared_prefixes_have_graphs_of_their_own(tiny_models, captur
     """In Triton's interpreter fewer programs are faster."""
     monkeypatch.setattr(startup, "select_attention_backend", lambda *_, **__: TritonAttention())
     monkeypatch.setattr(TritonAttention, "prefill", TorchAttention.prefill)
-    monkeypatch.setattr(decode, "NUM_PROGRAMS", 8)
+    monkeypatch.setattr(decode, "NUM_MULTIPROCESSORS", 2)
     monkeypatch.setattr(prefix_decode, "HOPPER_MULTIPROCESSORS", 4)
     monkeypatch.setattr(cuda_graphs, "decode_sizes", lambda _: [GraphSize(False, 5, 5)])
     monkeypatch.setattr(shared_prefixes, "MIN_TOKENS", 1)

@@ -33,7 +33,7 @@ def generate(path, shares: bool, monkeypatch):
         backend = TritonAttention if shares else TorchAttention
         monkeypatch.setattr(startup, "select_attention_backend", lambda *_, **__: backend())
         monkeypatch.setattr(TritonAttention, "prefill", TorchAttention.prefill)
-        monkeypatch.setattr(decode, "NUM_PROGRAMS", 8)
+        monkeypatch.setattr(decode, "NUM_MULTIPROCESSORS", 2)
         monkeypatch.setattr(prefix_decode, "HOPPER_MULTIPROCESSORS", 4)
     monkeypatch.setattr(TritonAttention, "shares_prefixes", shares)
     params = [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True) for _ in PROMPTS]

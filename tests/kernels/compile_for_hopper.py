@@ -270,7 +270,7 @@ def launch_attention(
         if num_seqs == 64 or (64 not in sizes and num_seqs > 1):  # one kernel for all sizes
             cases.append((params._replace(window=None), NO_PREFIXES))
         for case, prefixes in cases:
-            shape = q_heads, kv_heads, head_dim, dtype
+            shape = q_heads, kv_heads, head_dim, dtype, is_quantized
             work = attention.split_kv(lens, *shape, case.window, prefixes)
             context = Context(
                 slot_mapping=ints(num_seqs),
@@ -349,7 +349,8 @@ def launch_invariant_attention(
         )
         attention.prefill(q, k, k, cache, context, params)
     lens = np.ones(64, np.int32)
-    schedule = attention.split_kv(lens, q_heads, kv_heads, head_dim, dtype, params.window)
+    heads = q_heads, kv_heads, head_dim
+    schedule = attention.split_kv(lens, *heads, dtype, is_quantized, params.window)
     context = Context(
         block_tables=ints(64, 16),
         context_lens=ints(64),

@@ -157,7 +157,7 @@ def _try_out(backend: AttentionBackend, shape: AttentionShape) -> None:
     heads, lens = (num_heads, num_kv_heads, head_dim), np.ones(2, np.int32)
     decodes = []
     for prefixes in (None, NO_PREFIXES) if backend.shares_prefixes else (None,):
-        schedule = backend.split_kv(lens, *heads, dtype, None, prefixes)
+        schedule = backend.split_kv(lens, *heads, dtype, is_quantized, None, prefixes)
         on_device = None if schedule is None else torch.from_numpy(schedule).to(device)
         decodes.append(replace(decode, split_kv_schedule=on_device))
 

@@ -92,6 +92,7 @@ class AttentionBackend(ABC):
         kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
+        is_quantized: bool,
         window: int | None = None,
         prefixes: SharedPrefixes | None = None,
     ) -> np.ndarray | None:
@@ -100,6 +101,8 @@ class AttentionBackend(ABC):
 
         Args:
             context_lens: int32 [num_seqs].
+            dtype: of the queries.
+            is_quantized: whether the cache is quantised.
             prefixes: prefixes to read once; None for a step that shares none.
 
         Returns:

@@ -51,11 +51,14 @@ from nanovllm.utils.triton_compat import (
     HOPPER_MULTIPROCESSORS,
     MIN_WGMMA_COLUMNS,
     pdl_options,
+    register_limit,
     tl,
     triton,
 )
 
-NUM_PROGRAMS = 3 * HOPPER_MULTIPROCESSORS  # the aim, where contexts are split
+NUM_MULTIPROCESSORS = HOPPER_MULTIPROCESSORS  # that the programs of split contexts fill
+NUM_REGISTERS = 65536  # of a multiprocessor
+MAX_REGISTERS = 255  # of a thread
 LARGE_BATCH = 1536  # sequences times KV heads
 # Per warp, of the first tile of keys: 64 registers per thread. Values take as many.
 MAX_HELD_BYTES = 64 * 4 * 32
@@ -68,14 +71,31 @@ class DecodeTile(NamedTuple):
     Attributes:
         num_keys: keys per tile.
         num_warps: warps per program.
-        num_programs: target number of programs of the split-KV schedule.
+        occupancy: programs that a multiprocessor of an H200 runs at once, at least. On other GPUs
+            shared memory may allow fewer.
         prefetches: whether a program loads its first tile of keys before it waits for its query.
     """
 
     num_keys: int
     num_warps: int
-    num_programs: int
+    occupancy: int
     prefetches: bool
+
+    @property
+    def num_programs(self) -> int:
+        """The number of programs for which contexts are split."""
+        return self.occupancy * NUM_MULTIPROCESSORS
+
+    @property
+    def num_registers(self) -> int:
+        """The most registers per thread that allow the occupancy."""
+        return min(NUM_REGISTERS // (32 * self.num_warps * self.occupancy) // 8 * 8, MAX_REGISTERS)
+
+    @property
+    def combines_many(self) -> bool:
+        """Whether more partial results are combined at once where there are many. Larger tiles and
+        programs of one warp were slower with it, also where there are few."""
+        return self.occupancy > 3 and self.num_warps > 1
 
 
 @triton.jit
@@ -94,6 +114,37 @@ def _pin(x):
         "mov.b32 $0, $1;", "=r,r", [x], x.dtype, is_pure=False,
         pack=32 // x.dtype.primitive_bitwidth,
     )  # fmt: skip
+
+
+@triton.jit
+def _combine(
+    partial_ptr, lse_ptr, num_splits,
+    SPLITS: tl.constexpr, GROUP: tl.constexpr, Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Returns the mean of the partial results of one KV head's queries, [group, head_dim], weighted
+    by their log-sum-exps. SPLITS of them are loaded at once. The pointers are to those of the first
+    split and query."""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    BLOCK_G: tl.constexpr = triton.next_power_of_2(GROUP)
+    member = tl.arange(0, BLOCK_G)
+    dim = tl.arange(0, BLOCK_D)
+    row_max = tl.full([BLOCK_G], -float("inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for start in range(0, num_splits, SPLITS):
+        splits = start + tl.arange(0, SPLITS)
+        exists = (member < GROUP)[:, None] & (splits < num_splits)[None, :]
+        row = splits[None, :] * Q_HEADS + member[:, None]
+        lse = tl.load(lse_ptr + row, mask=exists, other=-float("inf"), cache_modifier=".cg")
+        partial = tl.load(
+            partial_ptr + row[:, :, None] * HEAD_DIM + dim[None, None, :],
+            mask=exists[:, :, None] & (dim < HEAD_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        weight, rescale, row_max, row_sum = online_softmax_step(lse, 1.0, row_max, row_sum)
+        acc = acc * rescale[:, None] + tl.sum(partial * weight[:, :, None], axis=1)
+    return acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -132,6 +183,7 @@ def _decode_kernel(
     TAIL_N: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    COMBINES_MANY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Computes one KV head and one KV_SPLIT, a row of the schedule.
@@ -357,28 +409,22 @@ def _decode_kernel(
     arrived_ptr += first_slot * KV_HEADS + kv_head
     if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") < num_splits - 1:
         return
-    # The last program to arrive combines the splits, weighted by their log-sum-exps.
+    # The last program to arrive combines the splits.
     tl.store(arrived_ptr, 0)
-    SPLITS: tl.constexpr = 32 // BLOCK_G if BLOCK_G < 32 else 1  # that are combined at once
     first_row = first_slot * Q_HEADS + kv_head * GROUP
+    partial_ptr += first_row * HEAD_DIM
+    lse_ptr += first_row
     out_row = out_row + kv_head * GROUP
-    row_max = tl.full([BLOCK_G], -float("inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for start in range(0, num_splits, SPLITS):
-        splits = start + tl.arange(0, SPLITS)
-        exists = (member < GROUP)[:, None] & (splits < num_splits)[None, :]
-        split_row = first_row + splits[None, :] * Q_HEADS + member[:, None]
-        lse = tl.load(lse_ptr + split_row, mask=exists, other=-float("inf"), cache_modifier=".cg")
-        partial = tl.load(
-            partial_ptr + split_row[:, :, None] * HEAD_DIM + dim[None, None, :],
-            mask=exists[:, :, None] & in_head[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        weight, rescale, row_max, row_sum = online_softmax_step(lse, 1.0, row_max, row_sum)
-        acc = acc * rescale[:, None] + tl.sum(partial * weight[:, :, None], axis=1)
-    mean = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+    # The number of splits that are combined at once.
+    FEW: tl.constexpr = 32 // BLOCK_G if BLOCK_G < 32 else 1
+    MANY: tl.constexpr = triton.cdiv(64 * 128, BLOCK_G * BLOCK_D)
+    if COMBINES_MANY and MANY > FEW:
+        if num_splits > FEW:
+            mean = _combine(partial_ptr, lse_ptr, num_splits, MANY, GROUP, Q_HEADS, HEAD_DIM)
+        else:
+            mean = _combine(partial_ptr, lse_ptr, num_splits, FEW, GROUP, Q_HEADS, HEAD_DIM)
+    else:
+        mean = _combine(partial_ptr, lse_ptr, num_splits, FEW, GROUP, Q_HEADS, HEAD_DIM)
     out_offset = (out_row + member)[:, None] * HEAD_DIM + dim[None, :]
     tl.store(out_ptr + out_offset, mean.to(out_ptr.dtype.element_ty), mask=g_mask)
 
@@ -407,14 +453,17 @@ def decode_attention(
     assert context.split_kv_schedule is not None and context.block_tables is not None
     tile = decode_tile(num_seqs, q_heads, kv_heads, head_dim, q.dtype, cache.scales is not None)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    num_slots = num_partial_slots(q, kv_heads, context, params.window)
+    num_slots = num_partial_slots(q, cache, context, params.window)
     assert arrived.numel() >= num_slots * kv_heads
     partial = out.new_empty(num_slots, q_heads, head_dim, dtype=torch.float32)
     lse = out.new_empty(num_slots, q_heads, dtype=torch.float32)
     num_splits = max_num_splits(num_seqs, kv_heads, tile.num_programs)
+    num_rows = len(context.split_kv_schedule)
+    assert num_rows >= num_splits, "the schedule is for another tile"
     if shares_prefixes(context, params.window, num_splits):
         shared_tile = prefix_tile(q_heads, kv_heads, head_dim, q.dtype)
         layout = schedule_layout(num_seqs, kv_heads, num_splits, shared_tile)
+        assert num_rows == layout.num_rows, "the schedule is for another tile"
         prefix_attention(q, cache, context, params, new.rope, layout, partial, lse, arrived)
     if params.window is not None:  # the schedule's unused rows, which come last, need no programs
         num_splits = min(num_splits, num_seqs * max_window_splits(params.window, tile.num_keys))
@@ -454,14 +503,16 @@ def decode_attention(
         TAIL_N=min(tile.num_keys, 64 if tile.num_warps == 4 else 32),  # tuned on an H200
         WINDOW=params.window or 0,
         SOFTCAP=None if params.softcap is None else params.softcap * LOG2_E,
+        COMBINES_MANY=tile.combines_many,
         num_warps=tile.num_warps,
         num_stages=2,
+        **register_limit(tile.num_registers),
         **pdl_options(q),
     )
     return out
 
 
-def num_partial_slots(q: Tensor, kv_heads: int, context: Context, window: int | None) -> int:
+def num_partial_slots(q: Tensor, cache: KVCache, context: Context, window: int | None) -> int:
     """Returns the number of slots for the partial results of a layer's decode attention.
 
     Args:
@@ -469,10 +520,12 @@ def num_partial_slots(q: Tensor, kv_heads: int, context: Context, window: int | 
         window: the layer's window.
     """
     num_seqs, q_heads, head_dim = q.shape
-    num_programs = decode_tile(num_seqs, q_heads, kv_heads, head_dim, q.dtype).num_programs
+    kv_heads, is_quantized = cache.k.size(2), cache.scales is not None
+    tile = decode_tile(num_seqs, q_heads, kv_heads, head_dim, q.dtype, is_quantized)
+    num_programs = tile.num_programs
     if shares_prefixes(context, window, max_num_splits(num_seqs, kv_heads, num_programs)):
-        tile = prefix_tile(q_heads, kv_heads, head_dim, q.dtype)
-        return max_shared_slots(num_seqs, kv_heads, num_programs, tile)
+        shared_tile = prefix_tile(q_heads, kv_heads, head_dim, q.dtype)
+        return max_shared_slots(num_seqs, kv_heads, num_programs, shared_tile)
     return max_partial_slots(kv_heads, num_programs)
 
 
@@ -489,7 +542,7 @@ def decode_tile(
     kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
-    is_quantized: bool = False,
+    is_quantized: bool,
 ) -> DecodeTile:
     """Chooses tile and launch sizes.
 
@@ -500,7 +553,8 @@ def decode_tile(
     each one takes. The smallest ones have small tiles. Programs of small batches with large tiles
     have four warps, unless Triton would then use wgmma and twice the shared memory. With a
     quantised cache those with small tiles have four too, and with heads of 128 those of medium
-    batches. The schedule does not depend on whether the cache is quantised.
+    batches. The occupancy is the largest one for which a program has enough registers: small tiles
+    need fewer, but those of FP8 keys for 8 or more query heads were slower with a limit of 128.
 
     With up to 32 query heads per KV head, a program needs at most 84 KiB of shared memory (72 KiB
     with Triton 3.6), and every GPU with bf16 has 99 KiB. The sizes were tuned on an H200, in whole
@@ -515,9 +569,13 @@ def decode_tile(
         num_keys = 64
     elif num_unsplit >= LARGE_BATCH:
         num_keys, num_warps = 64, 1
+    group = q_heads // kv_heads
     has_work_for_four = is_small and (is_quantized or num_keys > 64 or head_dim > 128)
     has_work_for_four |= is_quantized and num_keys == head_dim == 128
     if has_work_for_four and dtype is not torch.float32:
-        num_columns = max(8, next_power_of_2(q_heads // kv_heads))
-        num_warps = 4 if num_columns < MIN_WGMMA_COLUMNS else 2
-    return DecodeTile(num_keys, num_warps, NUM_PROGRAMS, is_small)
+        num_warps = 4 if max(8, next_power_of_2(group)) < MIN_WGMMA_COLUMNS else 2
+    if num_keys * head_dim > 64 * 128:
+        occupancy = 2 if head_dim > 128 and num_warps == 4 else 3
+    else:
+        occupancy = 3 if is_quantized and group >= 8 and head_dim == 128 else 4
+    return DecodeTile(num_keys, num_warps, occupancy, is_small)

@@ -451,6 +451,7 @@ class InvariantTritonAttention(AttentionBackend):
         kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
+        is_quantized: bool,
         window: int | None = None,
         prefixes: SharedPrefixes | None = None,
     ) -> np.ndarray:

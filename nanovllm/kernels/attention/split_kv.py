@@ -28,6 +28,7 @@ KV_SPLIT = np.dtype(
     ]
 )
 KV_SPLIT_WORDS = KV_SPLIT.itemsize // 4
+MAX_TARGETS = 32  # lengths of splits that are compared
 MAX_CACHED_SEQS = 32  # with more, some length in tiles changes in most steps
 
 
@@ -72,13 +73,14 @@ def make_split_kv_schedule(
     window: int | None = None,
     prefix_parts: PrefixParts | None = None,
 ) -> np.ndarray:
-    """Splits contexts at multiples of ``tile``, so that about ``num_programs`` programs run.
+    """Splits contexts at multiples of ``tile``, for ``num_programs`` programs, which run at once.
+    There may be some more, which start when others end.
 
     Args:
         context_lens: int32 [num_seqs]. A sequence without tokens has one empty split.
         kv_heads: number of programs per split.
         tile: tokens that a program reads at a time.
-        num_programs: target number of programs.
+        num_programs: number of programs that run at once.
         window: the number of tokens that are read, at the end of each context; None for all. The
             first split begins at the start of the tile that has the window's first token.
         prefix_parts: what other programs read of each context; None for nothing.
@@ -95,7 +97,7 @@ def make_split_kv_schedule(
         first, first_splits = np.maximum(first, prefix_parts.ends), prefix_parts.num_splits
     num_rows = max_num_splits(num_seqs, kv_heads, num_programs)
     arrays = -(-(context_lens - first) // tile), first, first_splits
-    settings = tile, cdiv(num_programs, kv_heads), num_rows
+    settings = tile, max(num_programs // kv_heads, 1), num_rows
     if num_seqs > MAX_CACHED_SEQS:
         schedule, ends = _split_tiles(*arrays, *settings)
     else:
@@ -117,6 +119,30 @@ def _split_few(
     return _split_tiles(a, b, c, tile, num_splits, num_rows)
 
 
+def _target_length(lens: np.ndarray, num_splits: int) -> int:
+    """Chooses the largest length of a split, in tiles: the one with which the last split probably
+    ends first.
+
+    ``num_splits`` splits are computed at once, the longest ones, and the others after them. If all
+    have the same length, longer splits are better than a few that start late.
+    """
+    lens = lens[lens > 0]  # without the rows that pad a CUDA graph
+    least = max(cdiv(int(lens.sum()), num_splits), 1)
+    if not 0 < len(lens) <= num_splits:  # some start late with any target
+        return least
+    targets = np.arange(least, 2 * least, cdiv(least, MAX_TARGETS))
+    counts = -(-lens // targets[:, None])
+    lengths = -(-lens // counts)
+    order = np.argsort(-lengths, axis=1)
+    lengths = np.take_along_axis(lengths, order, axis=1)
+    num_started = np.take_along_axis(counts, order, axis=1).cumsum(axis=1)
+    late = (lengths * (num_started > num_splits)).max(axis=1)
+    # When a late split ends, in its own time. The fewer are late, the more bandwidth each one has.
+    # Fitted to times on an H200.
+    late_end = 1.3 + 0.6 * (num_started[:, -1] / num_splits - 1)
+    return int(targets[np.maximum(lengths[:, 0], late_end * late).argmin()])
+
+
 def _split_tiles(
     lens: np.ndarray,
     first: np.ndarray,
@@ -131,13 +157,13 @@ def _split_tiles(
         lens: [num_seqs], the number of tiles of each context, from ``first`` on.
         first: [num_seqs], the first token of each context that is read.
         first_splits: [num_seqs], the number of each context's splits of a shared prefix.
-        num_splits: target number of splits of all contexts.
+        num_splits: number of splits that are computed at once.
         num_rows: of the schedule.
 
     Returns:
         The schedule, KV_SPLIT [num_rows], and, for each used row, the end of its last tile.
     """
-    target = max(cdiv(int(lens.sum()), num_splits), 1)
+    target = _target_length(lens, num_splits)
     counts = np.maximum(-(-lens // target), 1)
     length = np.maximum(-(-lens // counts), 1)
     # Rounding has made splits longer, so fewer may suffice.

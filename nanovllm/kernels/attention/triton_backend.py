@@ -65,10 +65,11 @@ class TritonAttention(AttentionBackend):
         kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
+        is_quantized: bool,
         window: int | None = None,
         prefixes: SharedPrefixes | None = None,
     ) -> np.ndarray:
-        tile = decode_tile(len(context_lens), q_heads, kv_heads, head_dim, dtype)
+        tile = decode_tile(len(context_lens), q_heads, kv_heads, head_dim, dtype, is_quantized)
         arguments = context_lens, kv_heads, tile.num_keys, tile.num_programs
         if prefixes is None:
             return make_split_kv_schedule(*arguments, window)
@@ -87,7 +88,7 @@ class TritonAttention(AttentionBackend):
     ) -> Tensor:
         assert new is not None
         kv_heads = cache.k.size(2)
-        num_slots = num_partial_slots(q, kv_heads, context, params.window)
+        num_slots = num_partial_slots(q, cache, context, params.window)
         size = next_power_of_2(num_slots * kv_heads)  # so that there are few different sizes
         if size not in self._arrived:
             self._arrived[size] = torch.zeros(size, dtype=torch.int32, device=q.device)

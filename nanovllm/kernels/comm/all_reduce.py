@@ -39,6 +39,7 @@ from nanovllm.utils.triton_compat import (
     num_multiprocessors,
     pdl_options,
     pdl_wait,
+    register_limit,
     tl,
     triton,
 )
@@ -253,7 +254,7 @@ def _launch(
         PARTS=parts,
         SPLIT=SPLIT,
         num_warps=num_warps,
-        **({} if torch.version.hip else {"maxnreg": REGISTERS}),
+        **register_limit(REGISTERS),
         **pdl_options(x),
     )
 

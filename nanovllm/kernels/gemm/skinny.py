@@ -18,12 +18,11 @@ import torch
 
 from nanovllm.kernels.fp8 import GROUP, fp8_values
 from nanovllm.utils.math import cdiv, next_power_of_2
-from nanovllm.utils.triton_compat import pdl_options, pdl_wait, tl, triton
+from nanovllm.utils.triton_compat import pdl_options, pdl_wait, register_limit, tl, triton
 
 MAX_ROWS = 16
-# With a limit, the compiler uses as many registers as the limit allows, and issues all loads early.
-# Without a limit it saves registers, and issues some loads of x only after a matmul.
-REGISTER_LIMIT = {} if torch.version.hip else {"maxnreg": 128}
+# Without a limit, the compiler issues some loads of x only after a matmul, to save registers.
+REGISTER_LIMIT = register_limit(128)
 
 # BLOCK_N, BLOCK_K and num_warps for one row, by (output features, input features, SwiGLU or not),
 # tuned in whole decode steps on an H200. In a benchmark of the kernel alone, other tiles are

@@ -124,6 +124,7 @@ class Paged:
                 kv_heads,
                 head_dim,
                 self.dtype,
+                self.cache.scales is not None,
                 window,
                 self.prefixes,
             )
@@ -251,12 +252,12 @@ def test_decode(shape, norms, dtype, device, monkeypatch):
 
 
 TILES = {  # by sequences of 8 KV heads of 128
-    4: DecodeTile(64, 2, 396, True),
-    5: DecodeTile(128, 4, 396, True),
-    16: DecodeTile(128, 4, 396, True),
-    17: DecodeTile(128, 2, 396, False),
-    191: DecodeTile(128, 2, 396, False),
-    192: DecodeTile(64, 1, 396, False),
+    4: DecodeTile(64, 2, 4, True),
+    5: DecodeTile(128, 4, 3, True),
+    16: DecodeTile(128, 4, 3, True),
+    17: DecodeTile(128, 2, 3, False),
+    191: DecodeTile(128, 2, 3, False),
+    192: DecodeTile(64, 1, 4, False),
 }
 
 
@@ -266,31 +267,33 @@ def test_tiles_follow_from_sequences_times_heads(monkeypatch):
 
     monkeypatch.setattr(decode, "MIN_WGMMA_COLUMNS", 16)
     assert {n: tile_of(n, 32, 8, 128) for n in TILES} == TILES
-    assert tile_of(256, 32, 4, 128) == DecodeTile(128, 2, 396, False)
-    assert tile_of(16, 16, 8, 256) == DecodeTile(64, 4, 396, True)
-    assert tile_of(512, 16, 8, 256) == DecodeTile(64, 2, 396, False)
-    assert tile_of(1, 64, 8, 64) == DecodeTile(128, 4, 396, True)
+    assert tile_of(256, 32, 4, 128) == DecodeTile(128, 2, 3, False)
+    assert tile_of(16, 16, 8, 256) == DecodeTile(64, 4, 2, True)
+    assert tile_of(512, 16, 8, 256) == DecodeTile(64, 2, 3, False)
+    assert tile_of(1, 64, 8, 64) == DecodeTile(128, 4, 4, True)
     for num_seqs, few in ((16, True), (512, False)):
         tile = tile_of(num_seqs, 32, 8, 128, dtype=torch.float32)
-        assert tile == DecodeTile(16, 2, 396, few)
-    for num_seqs in (*TILES, 512):  # the schedule does not depend on the cache
+        assert tile == DecodeTile(16, 2, 4, few)
+    for num_seqs in (*TILES, 512):
         tile = tile_of(num_seqs, 32, 8, 128, is_quantized=True)
         expected = tile_of(num_seqs, 32, 8, 128)
         assert tile == expected._replace(num_warps=4 if num_seqs < 192 else 1)
     for num_seqs, head_dim in ((64, 64), (64, 256), (512, 256)):  # were not tuned
         shape = 32, 8, head_dim
         assert tile_of(num_seqs, *shape, is_quantized=True) == tile_of(num_seqs, *shape)
-    assert tile_of(8, 72, 8, 128) == DecodeTile(128, 2, 396, True)  # 9 heads are 16 columns
+    assert tile_of(8, 72, 8, 128) == DecodeTile(128, 2, 3, True)  # 9 heads are 16 columns
     monkeypatch.setattr(decode, "MIN_WGMMA_COLUMNS", 8)
-    assert tile_of(8, 32, 8, 128) == DecodeTile(128, 2, 396, True)
-    assert tile_of(1, 32, 8, 128, is_quantized=True) == DecodeTile(64, 2, 396, True)
+    assert tile_of(8, 32, 8, 128) == DecodeTile(128, 2, 3, True)
+    assert tile_of(1, 32, 8, 128, is_quantized=True) == DecodeTile(64, 2, 4, True)
+    tile = tile_of(1, 32, 4, 128, is_quantized=True)  # more registers
+    assert tile == DecodeTile(64, 2, 3, True)
 
 
 @pytest.mark.parametrize(
     ("tile", "shape"),
     [
         pytest.param(tile, shape, marks=[] if i % 2 == j else SLOW)
-        for i, tile in enumerate(sorted({*TILES.values(), DecodeTile(128, 4, 396, False)}))
+        for i, tile in enumerate(sorted({*TILES.values(), DecodeTile(128, 4, 3, False)}))
         for j, shape in enumerate([(4, 2, 128, 256), (6, 2, 64, 16)])
     ],
     ids=str,
@@ -299,14 +302,50 @@ def test_decode_in_the_tiles_of_each_batch_size(tile, shape, device, monkeypatch
     """In parts of one tile and, for fewer programs, of several; one after the other."""
     backend = TritonAttention()
     lens = [1, 33, 65, 129, 200] if device == "cpu" else [1, 2, 33, 64, 65, 129, 162, 300]
-    for num_programs in (tile.num_programs, 4):
-        cut = tile._replace(num_programs=num_programs)
+    for num_multiprocessors in (decode.NUM_MULTIPROCESSORS, 1):
+        monkeypatch.setattr(decode, "NUM_MULTIPROCESSORS", num_multiprocessors)
         for module in (triton_backend, decode):
-            monkeypatch.setattr(module, "decode_tile", lambda *_, cut=cut: cut)
+            monkeypatch.setattr(module, "decode_tile", lambda *_: tile)
         paged = Paged(lens, [1] * len(lens), *shape, torch.float16, device)
         with monkeypatch.context() as patch:
             paged.check_decode(backend, True, patch)
         assert not any(arrived.any() for arrived in backend._arrived.values())
+
+
+@pytest.mark.parametrize("occupancy", [3, 4])
+def test_many_partial_results_are_combined(occupancy, device, monkeypatch):
+    """In several iterations, of 8 splits or, in a tile that allows more, of 32."""
+    tile = DecodeTile(16, 2, occupancy, True)
+    assert tile.combines_many == (occupancy == 4)
+    for module in (triton_backend, decode):
+        monkeypatch.setattr(module, "decode_tile", lambda *_: tile)
+    paged = Paged([16 * 70 + 3, 100], [1, 1], 8, 2, 64, 16, torch.float32, device)
+    paged.check_decode(TritonAttention(), True, monkeypatch)
+
+
+def test_registers_are_limited_to_those_of_the_occupancy(device, monkeypatch):
+    kernel, limits = decode._decode_kernel, []
+
+    class Launcher:
+        def __getitem__(self, grid):
+            def launch(*args, **options):
+                limits.append(options["maxnreg"])
+                kernel[grid](*args, **options)
+
+            return launch
+
+    monkeypatch.setattr(decode, "_decode_kernel", Launcher())
+    monkeypatch.setattr(decode, "NUM_MULTIPROCESSORS", 1)
+    tiles = [
+        DecodeTile(16, warps, occupancy, True) for warps, occupancy in [(2, 4), (4, 3), (4, 4)]
+    ]
+    for tile in tiles:
+        for module in (triton_backend, decode):
+            monkeypatch.setattr(module, "decode_tile", lambda *_, tile=tile: tile)
+        paged = Paged([60], [1], 4, 2, 64, 16, torch.float16, device)
+        with monkeypatch.context() as patch:
+            paged.check_decode(TritonAttention(), False, patch)
+    assert limits == [255, 168, 128] == [tile.num_registers for tile in tiles]
 
 
 @EACH_SHAPE
@@ -377,7 +416,7 @@ def test_rows_that_pad_a_graph_give_zeros_and_store_nothing(norms, device):
     paged = Paged([20, 20], [1, 1], 4, 2, 64, 16, torch.float32, device)
     q, new, _, _ = paged.draw_new(norms)
     backend = TritonAttention()
-    work = backend.split_kv(np.zeros(2, np.int32), 4, 2, 64, q.dtype)
+    work = backend.split_kv(np.zeros(2, np.int32), 4, 2, 64, q.dtype, False)
     context = Context(
         slot_mapping=torch.full((2,), -1, dtype=torch.int32, device=device),
         block_tables=torch.zeros(2, 4, dtype=torch.int32, device=device),

@@ -154,7 +154,7 @@ def test_decode(name, device, monkeypatch):
 
 
 def test_decode_with_a_window_launches_only_programs_that_may_have_keys(device, monkeypatch):
-    """A window of 16 overlaps two tiles of 16 keys. Without one, 396 programs may share it."""
+    """A window of 16 overlaps two tiles of 16 keys. Without one, 528 programs may share it."""
     kernel, grids = decode._decode_kernel, []
 
     class Launcher:
@@ -168,7 +168,7 @@ def test_decode_with_a_window_launches_only_programs_that_may_have_keys(device, 
         paged = Paged([60], [1], *SHAPE, torch.float32, device)
         with monkeypatch.context() as patch:
             paged.check_decode(TritonAttention(), False, patch, params)
-    assert grids == [(1, 2), (1, 397)]
+    assert grids == [(1, 2), (1, 529)]
 
 
 @pytest.mark.parametrize("window", [16, 33, pytest.param(64, marks=SLOW)])
@@ -179,6 +179,7 @@ def test_decode_with_windows_at_the_edges_of_blocks(tile, window, device, monkey
     """In splits of several tiles; the last one may hold the new token only."""
     for module in (triton_backend, decode):
         monkeypatch.setattr(module, "decode_tile", lambda *_: tile)
+    monkeypatch.setattr(decode, "NUM_MULTIPROCESSORS", 1)
     params = make_params(f"window{window}-sinks", SHAPE, device)
     backend, lens = TritonAttention(), [window, window + 1, window + 16, 97]
     paged = Paged(lens, [1] * len(lens), *SHAPE, torch.float16, device)

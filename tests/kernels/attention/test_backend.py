@@ -16,7 +16,7 @@ def _tried_out_here(monkeypatch, device):
     """Backends for a GPU are tried out on the device that there is. In Triton's interpreter fewer
     programs are faster."""
     if device == "cpu":
-        monkeypatch.setattr(decode, "NUM_PROGRAMS", 8)
+        monkeypatch.setattr(decode, "NUM_MULTIPROCESSORS", 2)
         monkeypatch.setattr(prefix_decode, "HOPPER_MULTIPROCESSORS", 4)
     on, here = selection._try_out, torch.device(device)
     monkeypatch.setattr(

@@ -59,7 +59,7 @@ def ordered_matmul(monkeypatch):
 def decode_context(paged, lens, params):
     """A decode of sequences that share the blocks of the first one, with contexts of ``lens``."""
     q_heads, (kv_heads, head_dim) = paged.qs[0].size(1), paged.cache.k.shape[2:]
-    shape = q_heads, kv_heads, head_dim, paged.cache.k.dtype
+    shape = q_heads, kv_heads, head_dim, paged.cache.k.dtype, paged.cache.scales is not None
     lens = np.array(lens, np.int32)
     schedule = InvariantTritonAttention().split_kv(lens, *shape, params.window)
     return Context(

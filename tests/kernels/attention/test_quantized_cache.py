@@ -62,10 +62,34 @@ def test_prefill(name, shape, dtype, device, monkeypatch):
 def test_decode(prefetches, name, shape, dtype, device, monkeypatch):
     """In one split and in several. The key and value of the new token are quantised too."""
     tile = DecodeTile(16, 4, 4, prefetches)
+    monkeypatch.setattr(decode, "NUM_MULTIPROCESSORS", 1)
     for module in (triton_backend, decode):
         monkeypatch.setattr(module, "decode_tile", lambda *_: tile)
     paged, params = make_paged(name, [1, 2, 17, 33, 100], [1] * 5, shape, dtype, device)
     paged.check_decode(TritonAttention(), True, monkeypatch, params)
+
+
+def test_decode_in_the_tile_of_many_query_heads(device, monkeypatch):
+    """With 8 per KV head fewer programs run at once than with an unquantised cache, so the schedule
+    is another one."""
+    if device == "cpu":  # fewer programs are faster in the interpreter
+        monkeypatch.setattr(decode, "NUM_MULTIPROCESSORS", 2)
+    shape = 8, 1, 128, HALF
+    assert decode.decode_tile(1, *shape, True) != decode.decode_tile(1, *shape, False)
+    paged = Paged([70], [1], 8, 1, 128, 16, HALF, device)
+    paged.quantize()
+    paged.check_decode(TritonAttention(), True, monkeypatch)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the backend would compute without a schedule")
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_the_schedule_is_for_the_cache_of_the_engine(kv_cache_dtype, tiny_models, monkeypatch):
+    seen = []
+    monkeypatch.setattr(TorchAttention, "split_kv", lambda self, *args: seen.append(args[5]))
+    settings = {"device": "cpu", "num_kvcache_blocks": 8, "kv_cache_dtype": kv_cache_dtype}
+    with LLM(tiny_models.path("qwen3-one-layer"), **settings) as llm:
+        llm.generate([[3, 4]], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert seen and {*seen} == {kv_cache_dtype == "fp8"}
 
 
 @pytest.mark.parametrize("dtype", [HALF, pytest.param(FULL, marks=SLOW)], ids=str)
@@ -102,7 +126,7 @@ def test_rows_that_pad_a_graph_store_nothing(device):
     paged.quantize()
     q, new, _, _ = paged.draw_new(False)
     backend = TritonAttention()
-    work = backend.split_kv(np.zeros(2, np.int32), 4, 2, 64, q.dtype)
+    work = backend.split_kv(np.zeros(2, np.int32), 4, 2, 64, q.dtype, True)
     context = Context(
         slot_mapping=torch.full((2,), -1, dtype=torch.int32, device=device),
         block_tables=torch.zeros(2, 4, dtype=torch.int32, device=device),
@@ -122,7 +146,7 @@ def test_the_kernels_in_an_engine(name, tiny_models, monkeypatch):
     """In Triton's interpreter, against the backend in PyTorch. A decode reads what a prefill and
     earlier decodes have stored."""
     monkeypatch.setattr(TritonAttention, "prefill", TorchAttention.prefill)  # takes less time
-    monkeypatch.setattr(decode, "NUM_PROGRAMS", 4)
+    monkeypatch.setattr(decode, "NUM_MULTIPROCESSORS", 1)
     prompts = [list(range(7, 7 + n)) for n in (2, 17)]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
     settings = {"kvcache_block_size": 16, "num_kvcache_blocks": 20}

@@ -58,7 +58,7 @@ class SharedPaged(Paged):
 def short_prefixes_pay(monkeypatch):
     monkeypatch.setattr(shared_prefixes, "MIN_TOKENS", 1)
     if DEVICE == "cpu":  # fewer programs are faster in Triton's interpreter
-        monkeypatch.setattr(decode, "NUM_PROGRAMS", 32)
+        monkeypatch.setattr(decode, "NUM_MULTIPROCESSORS", 8)
         monkeypatch.setattr(prefix_decode, "HOPPER_MULTIPROCESSORS", 8)
 
 

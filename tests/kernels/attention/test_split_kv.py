@@ -15,6 +15,7 @@ from nanovllm.kernels.attention.split_kv import (
     max_partial_slots,
     max_window_splits,
 )
+from nanovllm.utils.math import cdiv
 
 
 def divide(
@@ -75,6 +76,58 @@ def test_no_split_is_much_longer_than_an_even_share(kv_heads, lens, num_programs
     items = divide(lens, kv_heads, 64, num_programs)
     share = sum(lens) * kv_heads / num_programs
     assert (items["end"] - items["begin"]).max() <= share + 2 * 64
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4, 8])
+@pytest.mark.parametrize("num_seqs", [1, 2, 4, 8, 12])
+def test_even_shares_are_computed_at_once(num_seqs, kv_heads):
+    """Programs that start later would take as long again."""
+    for num_programs in (396, 528):
+        items = divide([30_100] * num_seqs, kv_heads, 64, num_programs)
+        assert 0.7 * num_programs < len(items) * kv_heads <= num_programs
+
+
+def end_of_last_split(lens: list[int], target: int, num_splits: int) -> float:
+    """In tiles: of the longest split, or of the first one that starts late."""
+    splits: list[int] = []
+    for length in filter(None, lens):
+        count = cdiv(length, target)
+        splits += [cdiv(length, count)] * count
+    splits.sort(reverse=True)
+    share_of_late = len(splits) / num_splits - 1
+    late = splits[num_splits] if share_of_late > 0 else 0
+    return max(splits[0], (1.3 + 0.6 * share_of_late) * late)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(0, 300) | st.just(40), min_size=1, max_size=40),
+    st.sampled_from([49, 66, 99]),
+    st.integers(0, 80),
+)
+def test_the_last_split_ends_as_early_as_possible(lens, num_splits, num_padding):
+    """Among up to 32 lengths of splits. Rows that pad a CUDA graph make no difference."""
+    found = split_kv._target_length(np.array(lens + [0] * num_padding), num_splits)
+    if not any(lens):
+        assert found == 1
+        return
+    least = cdiv(sum(lens), num_splits)
+    targets = range(least, 2 * least, cdiv(least, 32))
+    assert found in targets and len(targets) <= 32
+    ends = {target: end_of_last_split(lens, target, num_splits) for target in targets}
+    assert ends[found] == pytest.approx(min(ends.values()))
+
+
+def test_with_more_sequences_than_splits_at_once_lengths_are_the_least():
+    assert split_kv._target_length(np.array([10] * 50), 49) == 11
+    assert split_kv._target_length(np.array([10] * 50 + [0] * 14), 50) == 10
+
+
+def test_short_splits_may_start_later():
+    """Those of 100 tokens take less time than what longer splits of the others would add."""
+    items = divide([100, 2000] * 8, 8, 64, 264)
+    lens = items["end"] - items["begin"]
+    assert len(items) * 8 > 264 and lens.max() == 512
 
 
 def test_what_is_outside_of_the_window_takes_no_program():
