@@ -34,6 +34,7 @@ from nanovllm.kernels import fallback
 from nanovllm.kernels.attention import triton_backend
 from nanovllm.kernels.gemm import qkv, swiglu
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
+from tests.checkpoints.test_fp8 import write_fine_grained
 from tests.checkpoints.test_gguf import write_gguf
 from tests.invariants import check_scheduler
 from tests.test_parity import PROMPTS
@@ -680,6 +681,60 @@ def test_two_ranks_with_and_without_memory_that_they_can_share(expandable, small
         assert num_one_shots == 0 and "all-reduce uses NCCL only" in result.stderr
     else:
         print(f"{num_one_shots} one-shot all-reduces")  # 2 over NVLink
+
+
+FP8_RANKS = """
+import json, sys
+from nanovllm import LLM, SamplingParams
+from nanovllm.kernels.comm.all_reduce import OneShotAllReduce
+from tests.test_parity import PROMPTS
+norm, formats = OneShotAllReduce.norm, set()
+def noted(self, x, weight, eps, residual, out, scales, group):
+    formats.add("bf16" if scales is None else "rows" if group is None else "groups")
+    return norm(self, x, weight, eps, residual, out, scales, group)
+OneShotAllReduce.norm = noted
+params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
+settings = {"quantization": "fp8", "max_num_seqs": 16, "num_kvcache_blocks": 100}
+with LLM(sys.argv[1], tensor_parallel_size=int(sys.argv[2]), **settings) as llm:
+    outputs = [out.outputs[0] for out in llm.generate(PROMPTS[:12], params, use_tqdm=False)]
+logprobs = [[row[token].logprob for token, row in zip(o.token_ids, o.logprobs)] for o in outputs]
+print(json.dumps([sorted(formats), [list(out.token_ids) for out in outputs], logprobs]))
+"""
+
+
+@two_gpus
+@pytest.mark.parametrize("scales", ["rows", "groups"])
+def test_two_ranks_with_fp8_weights_are_as_exact_as_one(scales, tmp_path):
+    """Of the log-probabilities of the tokens that were generated, against the model in fp32. The
+    norm after an all-reduce is part of its kernel, and quantises."""
+    source = path = save_small_model(tmp_path / "bf16", head_dim=128)
+    if scales == "groups":
+        path = write_fine_grained(source, tmp_path / "fp8", weight_block_size=(128, 128))
+    exact = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).cuda().eval()
+    errors = []
+    for num_ranks in (1, 2):
+        result = subprocess.run(
+            [sys.executable, "-c", FP8_RANKS, str(path), str(num_ranks)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=280,
+        )
+        assert result.returncode == 0, result.stderr[-4000:]
+        formats, completions, logprobs = json.loads(result.stdout.splitlines()[-1])
+        assert (scales in formats) == (num_ranks == 2)
+        squares = []
+        for prompt, token_ids, found in zip(PROMPTS[:12], completions, logprobs, strict=True):
+            ids = torch.tensor([prompt + token_ids], device="cuda")
+            with torch.inference_mode():
+                rows = exact(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            expected = rows.gather(1, ids[0, len(prompt) :, None])[:, 0]
+            squares.append((torch.tensor(found, device="cuda") - expected).square())
+        errors.append(torch.cat(squares).mean().sqrt().item())
+    print(f"errors of {scales}: {errors}")
+    assert errors[1] <= 1.25 * errors[0] < 0.5
 
 
 FORKS = """

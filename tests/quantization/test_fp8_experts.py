@@ -202,7 +202,8 @@ def test_a_cpu_generates_with_rounded_weights(tiny_models):
 @pytest.mark.parametrize("num_prompts", [1, 20])
 def test_a_gpu_keeps_fp8_weights(num_prompts, tiny_models):
     path, params = tiny_models.path("qwen3-moe"), SamplingParams(max_tokens=8, ignore_eos=True)
-    with LLM(path, device="cuda", quantization="fp8", dtype="bfloat16") as llm:
+    settings = {"dtype": "bfloat16", "num_kvcache_blocks": 64}  # it may share the GPU
+    with LLM(path, device="cuda", quantization="fp8", **settings) as llm:
         weights = llm.model_runner.model.model.layers[0].mlp.experts
         assert weights.gate_up_proj.dtype is weights.down_proj.dtype is FP8
         outputs = llm.generate([[5, 6, 7]] * num_prompts, params, use_tqdm=False)
