@@ -7,7 +7,8 @@ A part that overlaps with another one may add less than its own time.
 """
 
 import json
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +24,7 @@ from nanovllm.layers import moe
 from nanovllm.layers.attention import Attention
 from nanovllm.models.decoder import DecoderMLP
 
-INPUT_LEN, OUTPUT_LEN = 128, 300
+CONTEXT_LEN = 428
 NUM_REPLAYS, NUM_REPEATS = 25, 3
 
 
@@ -68,18 +69,21 @@ def parts_of(llm: LLM) -> list[str]:
     return ["attention", *["MLP"] * has_mlp, *["mixture", "routing"] * has_experts]
 
 
-def step_microseconds(llm: LLM, inputs: torch.Tensor) -> float:
-    """Captures a decode of one sequence, and returns the least mean time of its replays.
+def step_microseconds(llm: LLM, inputs: torch.Tensor, size: GraphSize) -> float:
+    """Captures a decode, and returns the least mean time of its replays.
 
     Args:
         inputs: from ``decode_inputs``.
     """
     graphs: Any = llm.model_runner.graphs
-    size = decode_size(llm)
     with torch.inference_mode(), small_cublas_workspace():
         graphs.capture([size])
         graphs.buffer.copy_(inputs)
-    replay, seconds = graphs.graphs[size].graph.replay, []
+    return replay_microseconds(graphs.graphs[size].graph.replay)
+
+
+def replay_microseconds(replay: Callable[[], Any]) -> float:
+    seconds = []
     replay()
     for _ in range(NUM_REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -92,40 +96,43 @@ def step_microseconds(llm: LLM, inputs: torch.Tensor) -> float:
     return min(seconds) * 1e6
 
 
-def decode_inputs(llm: LLM) -> torch.Tensor:
-    """Decodes one sequence, and returns the contents of the graphs' input buffer after it.
+def decode_inputs(llm: LLM, input_lens: Iterable[int] = (CONTEXT_LEN,)) -> torch.Tensor:
+    """Decodes sequences of these lengths and a few tokens more. Returns the contents of the graphs'
+    input buffer after the last step, which all of them are in.
 
     Raises:
         SystemExit: steps have no CUDA graphs.
     """
     if not uses_graphs(llm.model_runner):
         raise SystemExit("a step without CUDA graphs cannot be measured: use a GPU")
-    params = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.6, ignore_eos=True)
-    llm.generate([list(range(INPUT_LEN))], params, use_tqdm=False)
+    ids, vocab_size = random.Random(0), llm.model_runner.model_config.vocab_size
+    prompts = [[ids.randrange(vocab_size) for _ in range(length)] for length in input_lens]
+    params = SamplingParams(max_tokens=4, temperature=0.6, ignore_eos=True, detokenize=False)
+    llm.generate(prompts, params, use_tqdm=False)
     graphs: Any = llm.model_runner.graphs
     return graphs.buffer.clone()
 
 
-def decode_size(llm: LLM) -> GraphSize:
-    """Returns the size of the graph of a decode of one sequence."""
+def decode_size(llm: LLM, num_seqs: int = 1) -> GraphSize:
+    """Returns the size of the graph of a decode."""
     graphs: Any = llm.model_runner.graphs
-    (size,) = (s for s in graphs.graphs if not s.is_prefill and s.num_seqs == 1)
-    return size
+    sizes = (s for s in graphs.graphs if not s.is_prefill and not s.shares_prefixes)
+    return min(size for size in sizes if size.num_seqs >= num_seqs)
 
 
 def main() -> None:
     args = parse_args()
     args.engine |= {"max_num_seqs": 1}
     with LLM(args.model, **args.engine) as llm:
-        inputs = decode_inputs(llm)
+        inputs, size = decode_inputs(llm), decode_size(llm)
         num_layers = len(llm.model_runner.model.model.layers)
-        step = step_microseconds(llm, inputs)
+        step = step_microseconds(llm, inputs, size)
         record = {"model": args.model_name, "device": torch.cuda.get_device_name()}
-        record |= {"context": INPUT_LEN + OUTPUT_LEN, "num_layers": num_layers}
+        record |= {"context": CONTEXT_LEN, "num_layers": num_layers}
         record |= {"step_us": round(step, 1), "layer_us": {}}
         for part in parts_of(llm):
             with without(part):
-                added = (step - step_microseconds(llm, inputs)) / num_layers
+                added = (step - step_microseconds(llm, inputs, size)) / num_layers
             record["layer_us"][part] = round(added, 1)
     print(json.dumps(record))
 

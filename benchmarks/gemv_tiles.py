@@ -133,7 +133,7 @@ def main() -> None:
 
         def step_us(matrix: Matrix, tile: Tile) -> float:
             with use(matrix, tile):
-                return step_microseconds(llm, inputs)
+                return step_microseconds(llm, inputs, decode_size(llm))
 
         for matrix in matrices:
             before = current_tile(matrix)
