@@ -122,7 +122,9 @@ class SafetensorsCheckpoint:
             files = sorted(path.glob("*.gguf"))
             advice = f": give the GGUF file itself, {files[0]}" if files else ""
             raise ValueError(f"{path} has no config.json: it is not a model checkpoint{advice}")
-        named = raw.get("architectures")
+        named = raw.get("architectures") or raw.get("model_type")
+        if not named:
+            raise ValueError(f"{path / 'config.json'} has no architectures, and no model_type")
         architecture = str(named[0] if isinstance(named, list) and named else named)
         if architecture in TEXT_MODELS:
             architecture, raw = text_config(architecture, raw)

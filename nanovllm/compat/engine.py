@@ -186,7 +186,14 @@ class LLMEngine:
     def get_tokenizer(self) -> Any:
         return self.llm.get_tokenizer()
 
-    tokenizer = property(get_tokenizer)
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, also as its own attribute ``tokenizer``, where scripts for earlier
+        versions of vLLM look for it."""
+        found = self.get_tokenizer()
+        if found is not None:
+            vars(found).setdefault("tokenizer", found)
+        return found
 
     def add_request(
         self,

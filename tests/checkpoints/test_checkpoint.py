@@ -214,8 +214,19 @@ class TestDamage:
     def test_an_unknown_architecture_is_refused_with_those_served(self, copy, architectures):
         """Guards nano-vLLM, which loads any architecture as Qwen3."""
         folder = copy()
+        edit_json(folder / "config.json", architectures=architectures, model_type="gpt2")
+        name = architectures[0] if architectures else "gpt2"
+        served = ".*".join(family.architecture for family in FAMILIES)
+        refuse(folder, f"'{name}' is not supported.*{served}")
+
+    @pytest.mark.parametrize("architectures", [None, []])
+    def test_without_an_architecture_the_model_type_counts(self, copy, architectures):
+        folder = copy()
+        expected = open_checkpoint(str(folder)).config
         edit_json(folder / "config.json", architectures=architectures)
-        refuse(folder, "is not supported.*" + ".*".join(family.architecture for family in FAMILIES))
+        assert open_checkpoint(str(folder)).config == expected
+        edit_json(folder / "config.json", model_type=None)
+        refuse(folder, "has no architectures, and no model_type")
 
     def test_an_invalid_field_is_refused_by_file(self, copy):
         folder = copy()

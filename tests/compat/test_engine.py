@@ -144,6 +144,7 @@ def test_facts_about_the_model_and_the_settings(llm):
     assert llm.llm_engine.vllm_config.cache_config.block_size == 16
     assert llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size == 1
     assert llm.llm_engine.tokenizer is llm.llm_engine.get_tokenizer() is llm.get_tokenizer()
+    assert llm.llm_engine.tokenizer.tokenizer is llm.get_tokenizer()
 
 
 def test_an_engine_of_its_own(model_path):

@@ -135,6 +135,7 @@ def test_an_engine_beside_the_trainers_model(tiny_models, new_model, expected):
 
 def test_deleting_the_engine_closes_it(tiny_models):
     llm = make_llm(tiny_models.path("qwen3-tied"))
+    assert llm.llm_engine.tokenizer is None
     del llm.llm_engine
     with pytest.raises(ValueError, match="closed"):
         llm.generate(PROMPTS, use_tqdm=False)

@@ -137,8 +137,8 @@ def _target_length(lens: np.ndarray, num_splits: int) -> int:
     lengths = np.take_along_axis(lengths, order, axis=1)
     num_started = np.take_along_axis(counts, order, axis=1).cumsum(axis=1)
     late = (lengths * (num_started > num_splits)).max(axis=1)
-    # When a late split ends, in its own time. The fewer are late, the more bandwidth each one has.
-    # Fitted to times on an H200.
+    # A late split ends after this many times its length. The fewer are late, the more bandwidth
+    # each one has. Fitted to times on an H200.
     late_end = 1.3 + 0.6 * (num_started[:, -1] / num_splits - 1)
     return int(targets[np.maximum(lengths[:, 0], late_end * late).argmin()])
 
