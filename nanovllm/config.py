@@ -71,13 +71,13 @@ class Config:
         batch_invariant: give a request the same tokens and log-probabilities, bit for bit, whatever
             else the engine computes with it (docs/batch-invariance.md). Takes more time.
         quantization: "fp8" quantises the weights of projections of attention, MLPs and experts to 8
-            bits as they are loaded, with a scale for each output feature; FP8 weights of a
-            checkpoint keep their scales. None stores weights as the checkpoint does. A GPU of
-            compute capability 8.9 or higher also quantises their inputs, with a scale for each
-            token. Exceptions are steps of up to 4 tokens in experts, and steps of one token in
-            other layers. (On Hopper in bf16, one token is quantised too if the weight has 16M
-            elements or more, and no blocks.) On a CPU and with ``batch_invariant``, weights are
-            only rounded to FP8 numbers.
+            bits as they are loaded, with a scale for each output feature. If a checkpoint has all
+            of them in FP8, with scales per tensor, channel or block of 128 x 128, they keep their
+            scales. None stores weights as the checkpoint does. A GPU of compute capability 8.9 or
+            higher also quantises their inputs, with a scale for each token. Exceptions are steps of
+            up to 4 tokens in experts, and steps of one token in other layers. (On Hopper in bf16,
+            one token is quantised too if the weight has 16M elements or more, and no blocks.) On a
+            CPU and with ``batch_invariant``, weights are only rounded to FP8 numbers.
         load_format: "auto" loads the checkpoint's weights; "dummy" uses random weights and needs
             only the checkpoint's config.
         seed: seed of the sampler and of dummy weights.

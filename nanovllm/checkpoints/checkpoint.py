@@ -179,6 +179,8 @@ class SafetensorsCheckpoint:
             names = list(weight_map.values()) if isinstance(weight_map, dict) else [""]
             if not all(isinstance(name, str) and name for name in names):
                 raise ValueError(f"{index_path} has no weight_map of tensor names to files")
+            if single in self._files and self._files.keys().isdisjoint(names):
+                names = [single]  # save_pretrained keeps the index when it replaces the shards
         else:  # other files beside model.safetensors hold the same weights in another layout
             names = [single] if single in self._files else list(self._files)
         if not names:

@@ -394,7 +394,7 @@ def _moves_rows(model: ModelConfig) -> bool:
 def keeps_fp8(runner: ModelRunner, checkpoint: Checkpoint) -> bool:
     """Returns whether weights are stored as in the checkpoint, in FP8."""
     kept = checkpoint.config.quantization
-    return kept is not None and kept == weight_quantization(runner)
+    return bool(kept) and kept == weight_quantization(runner) and not rounds_to_fp8(runner)
 
 
 def make_sampler(head: ParallelLMHead) -> Sampler:

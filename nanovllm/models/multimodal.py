@@ -3,10 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-# Architectures, and the model type of their text model if the config does not state it.
+# Architectures or model types, and the model type of their text model if the config does not state
+# it.
 TEXT_MODELS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Mistral3ForConditionalGeneration": "mistral",
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
 }
 # Prefixes of the text model's tensor names, as releases of transformers before 4.52 and from it on
 # write them, and their replacements.

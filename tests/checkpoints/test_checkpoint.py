@@ -84,6 +84,13 @@ class TestLayout:
         assert all(torch.equal(whole[name], shards[name]) for name in whole)
         assert tokens(tmp_path) == tokens(tiny_models.path("qwen3"))
 
+    def test_the_index_of_former_shards_does_not_count(self, tiny_models, tmp_path):
+        model = tiny_models.load("qwen3")
+        model.save_pretrained(tmp_path, max_shard_size="60KB")
+        model.save_pretrained(tmp_path)
+        assert (tmp_path / INDEX).exists() and len(list(tmp_path.glob("*.safetensors"))) == 1
+        assert tokens(tmp_path) == tokens(tiny_models.path("qwen3"))
+
     def test_the_index_says_which_files_count(self, copy):
         """Guards other formats' copies of the weights beside the sharded ones, as Mistral's
         consolidated.safetensors."""

@@ -96,6 +96,12 @@ def test_fields_outside_of_the_text_config_count(folder):
         open_checkpoint(str(folder))
 
 
+def test_without_an_architecture_the_model_type_counts(folder):
+    expected = open_checkpoint(str(folder)).config
+    edit_config(folder, architectures=[])
+    assert open_checkpoint(str(folder)).config == expected
+
+
 @pytest.mark.parametrize("text", [None, "gemma", [1]])
 def test_a_missing_text_config_is_refused(folder, text):
     edit_config(folder, text_config=text)

@@ -6,6 +6,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
@@ -194,6 +195,12 @@ def test_reload_weights_from_fp8(tiny_models, tmp_path):
     with make_llm(tiny_models.path("qwen3")) as llm:
         reload(llm, path)
         assert rollouts(llm) == expected
+    tensors, name = load_file(path / "model.safetensors"), "model.layers.0.mlp.down_proj.weight"
+    dequantised = tensors[name].float() * tensors[f"{name}_scale_inv"].float()
+    with make_llm(tiny_models.path("qwen3"), quantization="fp8") as llm:  # rounds them once more
+        reload(llm, path)
+        found = llm.model_runner.model.model.layers[0].mlp.down_proj.weight.to_dense()
+        torch.testing.assert_close(found, dequantised, rtol=1 / 16, atol=1e-4)
 
 
 def test_reload_weights_from_gguf(tiny_models, new_model, expected, tmp_path):
