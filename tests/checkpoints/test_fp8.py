@@ -302,6 +302,7 @@ def test_fp8_weights_are_kept_as_on_a_gpu(form, tiny_models: TinyModels, tmp_pat
     monkeypatch.setattr(
         startup, "weight_quantization", lambda runner: runner.model_config.quantization
     )
+    monkeypatch.setattr(startup, "rounds_to_fp8", lambda runner: False)
     with LLM(folder, **SMALL) as llm:
         found = dict(llm.model_runner.model.named_modules())
     for name, weight in plain.items():
