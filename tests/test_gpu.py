@@ -683,6 +683,21 @@ def test_two_ranks_with_and_without_memory_that_they_can_share(expandable, small
         print(f"{num_one_shots} one-shot all-reduces")  # 2 over NVLink
 
 
+def result_of(script: str, *arguments: Any) -> Any:
+    """Runs a script in a process of its own, and returns the JSON in its last line."""
+    result = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
 FP8_RANKS = """
 import json, sys
 from nanovllm import LLM, SamplingParams
@@ -705,7 +720,7 @@ print(json.dumps([sorted(formats), [list(out.token_ids) for out in outputs], log
 @two_gpus
 @pytest.mark.parametrize("scales", ["rows", "groups"])
 def test_two_ranks_with_fp8_weights_are_as_exact_as_one(scales, tmp_path):
-    """Of the log-probabilities of the tokens that were generated, against the model in fp32. The
+    """The log-probabilities of generated tokens are compared with those of the model in fp32. The
     norm after an all-reduce is part of its kernel, and quantises."""
     source = path = save_small_model(tmp_path / "bf16", head_dim=128)
     if scales == "groups":
@@ -713,17 +728,7 @@ def test_two_ranks_with_fp8_weights_are_as_exact_as_one(scales, tmp_path):
     exact = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).cuda().eval()
     errors = []
     for num_ranks in (1, 2):
-        result = subprocess.run(
-            [sys.executable, "-c", FP8_RANKS, str(path), str(num_ranks)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=280,
-        )
-        assert result.returncode == 0, result.stderr[-4000:]
-        formats, completions, logprobs = json.loads(result.stdout.splitlines()[-1])
+        formats, completions, logprobs = result_of(FP8_RANKS, path, num_ranks)
         assert (scales in formats) == (num_ranks == 2)
         squares = []
         for prompt, token_ids, found in zip(PROMPTS[:12], completions, logprobs, strict=True):
@@ -810,18 +815,8 @@ print(json.dumps([
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=two_gpus)])
 def test_processed_logprobs_are_of_what_is_sampled_from(num_ranks, small_model):
     """After temperature and top_k, as transformers' logits give them; never the raw ones."""
-    result = subprocess.run(
-        [sys.executable, "-c", PROCESSED, str(small_model), str(num_ranks)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
     exact = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32).cuda().eval()
-    completions = json.loads(result.stdout.splitlines()[-1])
+    completions = result_of(PROCESSED, small_model, num_ranks)
     for prompt, completion in zip(PROMPTS[:12], completions, strict=True):
         ids = torch.tensor([prompt + [token for token, _ in completion]], device="cuda")
         with torch.inference_mode():

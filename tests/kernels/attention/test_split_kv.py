@@ -81,7 +81,7 @@ def test_no_split_is_much_longer_than_an_even_share(kv_heads, lens, num_programs
 @pytest.mark.parametrize("kv_heads", [2, 4, 8])
 @pytest.mark.parametrize("num_seqs", [1, 2, 4, 8, 12])
 def test_even_shares_are_computed_at_once(num_seqs, kv_heads):
-    """Programs that start later would take as long again."""
+    """A few programs that start later would take a third of the time again, or more."""
     for num_programs in (396, 528):
         items = divide([30_100] * num_seqs, kv_heads, 64, num_programs)
         assert 0.7 * num_programs < len(items) * kv_heads <= num_programs
