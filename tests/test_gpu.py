@@ -236,20 +236,33 @@ def test_graphs_with_shared_prefixes_replay_exactly_what_eager_computes(
 
 def test_prefill_graphs_replay_exactly_what_eager_computes(small_model, backend):
     """Bit for bit; and with padding, and keys and values that are cached, up to rounding."""
-    with LLM(small_model, attention_backend=backend, max_num_seqs=80) as llm:
+    check_prefill_graphs(small_model, backend)
+
+
+def test_prefill_graphs_with_heads_of_128_replay_exactly_what_eager_computes(tmp_path):
+    check_prefill_graphs(save_small_model(tmp_path / "qwen3", head_dim=128), "triton")
+
+
+def check_prefill_graphs(path: Path, backend: str) -> None:
+    with LLM(path, attention_backend=backend, max_num_seqs=150) as llm:
         runner = llm.model_runner
         common = [i % 4000 for i in range(600)]
         llm.generate([common], SamplingParams(max_tokens=1), use_tqdm=False)
-        for lens in [(1,), (9, 4), (130,), (20,) * 64, (700, 3, 500), (1900,), (64, 1000, 1500)]:
+        few = [(1,), (9, 4), (130,), (20,) * 64, (700, 3, 500), (1900,), (64, 1000, 1500)]
+        # From 4,097 tokens on, Hopper has another kernel for attention.
+        many = [(2000, 1900, 1500), (70,) * 125, (1, 2, 3, 127, 128, 129, 1300, 2000, 1950)]
+        many += [(160,) * 100, (1200, 2000, *[2040] * 6)]
+        for lens in few + many:
             prompts = [[(i * i + j) % 4001 for j in range(n)] for i, n in enumerate(lens, 7)]
-            if len(lens) > 1:
+            if len(lens) > 1 and lens[0] < 1500:
                 prompts[0] = common[:512] + prompts[0]
             for prompt in prompts:
                 llm.add_request(prompt, SamplingParams(temperature=0, max_tokens=2))
             batch = llm.scheduler.schedule()
             assert batch.is_prefill and len(batch) == len(lens)
-            inputs = runner.prepare(batch, runner.graphs.size_for(batch))
-            plain = runner.prepare(batch, None)
+            size = runner.graphs.size_for(batch)
+            assert size is not None
+            inputs, plain = runner.prepare(batch, size), runner.prepare(batch, None)
             with torch.inference_mode(), small_cublas_workspace():
                 replayed = runner.graphs.replay(inputs).clone()
                 drawn = runner.sampled_tokens[: len(lens)].clone()

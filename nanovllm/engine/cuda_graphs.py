@@ -17,13 +17,14 @@ from nanovllm.kernels.gemm.cublas import small_cublas_workspace
 from nanovllm.models.decoder import DecoderModel
 
 MAX_DECODE_SEQS = 2048
-MAX_PREFILL_SEQS = 64
-# Up to 64 tokens a prefill takes as long as reading the weights. Each size makes a start longer, by
-# about 20 ms.
+MAX_PREFILL_SEQS = 128
+# Up to 64 tokens a prefill takes as long as reading the weights. Most prefills of a long job have
+# almost max_num_batched_tokens, by default 16,384. Each size makes a start longer, by about 20 ms.
 PREFILL_TOKENS = [64, 128, 256, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096]
-# In tokens x parameters. A prefill of this size runs for 20 ms, about as long as the host needs to
-# launch its kernels. For a larger prefill a graph saves no time, and padding costs some.
-MAX_PREFILL_WORK = 6e12
+PREFILL_TOKENS += [6144, 8192, 10240, 12288, 14336, 15872, 16384]
+# In tokens x parameters. A prefill of this size runs for 25 to 30 ms, about as long as the host
+# needs to launch its kernels. For a larger prefill a graph saves no time, and padding costs some.
+MAX_PREFILL_WORK = 8e12
 # Lower bound on the memory of a graph. A measurement may show less, because the driver allocates
 # memory for several graphs at once.
 GRAPH_BYTES = 8 << 20
@@ -45,9 +46,9 @@ def decode_sizes(max_num_seqs: int) -> list[GraphSize]:
 
 
 def prefill_sizes(max_num_tokens: int, max_num_seqs: int, num_params: int) -> list[GraphSize]:
-    """Returns the sizes of the prefills to capture, ascending: up to 4,096 tokens, fewer with a
-    large model, and up to 64 sequences. ``num_params`` counts the parameters of this rank's layers
-    that compute a token.
+    """Returns the sizes of the prefills to capture, ascending: up to 16,384 tokens, fewer with a
+    model of over 0.5 billion parameters, and up to 128 sequences. ``num_params`` counts the
+    parameters of this rank's layers that compute a token.
     """
     most_tokens = min(max_num_tokens, MAX_PREFILL_WORK // num_params)
     most_seqs = min(max_num_seqs, MAX_PREFILL_SEQS)

@@ -53,10 +53,11 @@ def load_cublas_kernels(runner: ModelRunner) -> None:
     linear = [getattr(module, "linear_weight", None) for module in runner.model.modules()]
     weights = [each.layer.weight for each in linear if type(each) is UnquantizedWeight]
     sizes = decode_sizes(runner.config.max_num_seqs or MAX_DECODE_SEQS)
-    # Other kernels serve most matmuls with fewer rows.
-    row_counts = {n for n in [*PREFILL_TOKENS, *(s.num_tokens for s in sizes)] if n > 64}
+    # Other kernels serve most matmuls with fewer rows. With more, logits would take gigabytes.
+    row_counts = [*PREFILL_TOKENS, *(size.num_tokens for size in sizes)]
+    row_counts = sorted({n for n in row_counts if 64 < n <= 4096})
     torch.cuda.synchronize()  # gives this thread the GPU's context, without which cuBLAS warns
-    load_kernels(weights, sorted(row_counts))
+    load_kernels(weights, row_counts)
 
 
 @torch.inference_mode()
@@ -64,7 +65,8 @@ def compile_kernels(runner: ModelRunner) -> None:
     """Compiles the kernels of all steps in parallel, instead of one by one at their first launch.
 
     The kernels of small steps depend on the size, so all sizes up to MAX_ROWS are compiled. For
-    larger decodes, the multiples of 64 are enough, and for large prefills the largest one.
+    larger decodes, the multiples of 64 are enough, and for larger prefills the powers of two and
+    the largest one.
     """
     allocate_kv_cache(runner, 1)
     sizes = graph_sizes(runner) if runner.backend.capturable else []
@@ -73,9 +75,8 @@ def compile_kernels(runner: ModelRunner) -> None:
     decodes = [size for size in sizes if not size.is_prefill and size.num_tokens % 64 == 0]
     few = [size for size in sizes if size.num_tokens <= MAX_ROWS]
     prefills = [size for size in sizes if size.is_prefill]
+    prefills = [size for size in prefills if size.num_tokens.bit_count() == 1] + prefills[-1:]
     with compiling_only(), skip_middle_layers(runner.model.model):
         warmup_model(runner)
-        for _, step in StepGraphs(runner).make_steps(
-            [*{*few, *decodes, *prefills[-1:], *sizes[-1:]}]
-        ):
+        for _, step in StepGraphs(runner).make_steps([*{*few, *decodes, *prefills, *sizes[-1:]}]):
             step()

@@ -50,13 +50,14 @@ def test_prefills_within_the_limits_are_captured(max_num_tokens, max_num_seqs):
     captured = prefill_sizes(max_num_tokens, max_num_seqs, 10**6)
     assert captured == sorted(set(captured)) and bool(captured) == (max_num_tokens >= 64)
     for size in captured:
-        assert size.is_prefill and size.num_tokens <= min(max_num_tokens, 4096)
-        assert size.num_seqs == min(max_num_seqs, size.num_tokens, 64)
+        assert size.is_prefill and size.num_tokens <= max_num_tokens
+        assert size.num_seqs == min(max_num_seqs, size.num_tokens, 128)
 
 
 def test_large_models_have_graphs_of_few_tokens_only():
-    assert prefill_sizes(16384, 64, 440_000_000)[-1].num_tokens == 4096
-    assert prefill_sizes(16384, 64, 6_950_000_000)[-1].num_tokens == 768
+    assert prefill_sizes(16384, 64, 440_000_000)[-1].num_tokens == 16384
+    assert prefill_sizes(16384, 64, 970_000_000)[-1].num_tokens == 8192
+    assert prefill_sizes(16384, 64, 6_950_000_000)[-1].num_tokens == 1024
     assert prefill_sizes(16384, 64, 10**12) == []
 
 

@@ -13,8 +13,8 @@ from nanovllm.utils.triton_compat import HAS_TRITON, is_hopper, num_multiprocess
 
 ROWS = 64  # rows of queries per consumer: those of one wgmma instruction
 MANY = 1 << 30  # more rows than any tensor has
-# Prefills of more tokens than CUDA graphs have: the host has time for the longer launch, and the
-# longest prompt is known. With shorter prompts or windows, tiles would be partly empty.
+# With fewer tokens the host has no time for the longer launch. With shorter prompts or windows,
+# tiles would be partly empty. In a CUDA graph, the longest prompt counts as ``len(q)`` tokens.
 MIN_TOKENS, MIN_QUERIES, MIN_WINDOW = 4097, 512, 512
 MIN_BOX = 16  # keys per TMA load: a multiple of the 8 rows after which the swizzle repeats
 SCAN = 128  # sequences that a program of the schedule looks at in one iteration

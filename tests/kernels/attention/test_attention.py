@@ -259,6 +259,13 @@ TILES = {  # by sequences of 8 KV heads of 128
     191: DecodeTile(128, 2, 3, False),
     192: DecodeTile(64, 1, 4, False),
 }
+TILES_OF_SMALL_HEADS = {  # by sequences of 8 KV heads of 64
+    1: DecodeTile(128, 4, 4, True),
+    32: DecodeTile(128, 4, 4, True),
+    33: DecodeTile(128, 4, 3, False),
+    191: DecodeTile(128, 4, 3, False),
+    192: DecodeTile(64, 1, 4, False),
+}
 
 
 def test_tiles_follow_from_sequences_times_heads(monkeypatch):
@@ -270,7 +277,8 @@ def test_tiles_follow_from_sequences_times_heads(monkeypatch):
     assert tile_of(256, 32, 4, 128) == DecodeTile(128, 2, 3, False)
     assert tile_of(16, 16, 8, 256) == DecodeTile(64, 4, 2, True)
     assert tile_of(512, 16, 8, 256) == DecodeTile(64, 2, 3, False)
-    assert tile_of(1, 64, 8, 64) == DecodeTile(128, 4, 4, True)
+    for num_seqs, tile in TILES_OF_SMALL_HEADS.items():
+        assert tile_of(num_seqs, 64, 8, 64) == tile
     for num_seqs, few in ((16, True), (512, False)):
         tile = tile_of(num_seqs, 32, 8, 128, dtype=torch.float32)
         assert tile == DecodeTile(16, 2, 4, few)
