@@ -31,7 +31,7 @@ from nanovllm.engine.model_inputs import GraphSize, ModelInputs
 from nanovllm.engine.model_runner import CapturedSteps
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import fallback
-from nanovllm.kernels.attention import triton_backend
+from nanovllm.kernels.attention import hopper_prefill, triton_backend
 from nanovllm.kernels.gemm import qkv, swiglu
 from nanovllm.kernels.gemm.cublas import small_cublas_workspace
 from tests.checkpoints.test_fp8 import write_fine_grained
@@ -125,10 +125,13 @@ def assert_nearly_the_most_likely(exact: Any, prompts: list[list[int]], outputs:
         assert (logits.amax(-1) - chosen).max() < 0.1 * logits.std()
 
 
-@pytest.mark.skipif(
+NEEDS_HOPPER = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs a Hopper GPU",
 )
+
+
+@NEEDS_HOPPER
 def test_large_prefills_use_the_kernels_for_hopper(tmp_path, monkeypatch):
     """A start that tries them out may also find that they do not work here."""
     path, used = save_small_model(tmp_path / "qwen3", head_dim=128), []
@@ -148,6 +151,25 @@ def test_large_prefills_use_the_kernels_for_hopper(tmp_path, monkeypatch):
         outputs = llm.generate(prompts, params, use_tqdm=False)
     assert {swiglu, qkv, triton_backend} == set(used) and not fallback._failed
     assert_nearly_the_most_likely(exact, prompts, outputs)
+
+
+@NEEDS_HOPPER
+def test_both_prefill_kernels_read_a_quantized_cache_alike(tmp_path, monkeypatch):
+    """One reads copies, which are rounded to bf16."""
+    monkeypatch.setattr(hopper_prefill, "MIN_TOKENS", 1)
+    path, used = save_small_model(tmp_path / "qwen3", head_dim=128), []
+    settings = {"attention_backend": "triton", "enforce_eager": True, "max_num_seqs": 8}
+    with LLM(path, kv_cache_dtype="fp8", **settings) as llm:
+        kernel = triton_backend.hopper_prefill
+        monkeypatch.setattr(
+            triton_backend, "hopper_prefill", lambda *args: used.append(args) or kernel(*args)
+        )
+        prompt = PROMPTS[3] * 8
+        ours = prefill_logits(llm, prompt)
+        assert len(used) == BASE["num_hidden_layers"] - 1 and not fallback._failed
+        monkeypatch.setattr(triton_backend, "can_launch", lambda *_: False)
+        expected = prefill_logits(llm, prompt)
+    assert 0 < (ours - expected).abs().max() < 0.2 * expected.std()
 
 
 def decode_batch(llm: LLM, num_seqs: int) -> Batch:

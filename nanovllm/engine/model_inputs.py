@@ -138,6 +138,7 @@ def prepare_prefill(
             cu_seqlens_k=torch.from_numpy(_cumsum(lens_k, num_seqs)),
             max_seqlen_q=num_tokens if max_context else max(lens_q),
             max_seqlen_k=max_context or max(lens_k),
+            num_keys=0 if max_context else sum(lens_k),
             **{name: torch.from_numpy(indices) for name, indices in outputs.items()},
         ),
         tables=prepare_block_tables(batch, num_seqs),
@@ -157,8 +158,7 @@ def prepare_decode(
     stored (slot -1), and their context length is 0. ``split_kv`` computes the split-KV schedules
     from the context lengths and the batch's shared prefixes.
     """
-    seqs = batch.seqs
-    num_seqs = len(seqs)
+    seqs, num_seqs = batch.seqs, len(batch)
     size = max(num_seqs, padded_size)
     input_ids, positions, context_lens = (np.zeros(size, dtype=np.int32) for _ in range(3))
     input_ids[:num_seqs] = [seq.last_token for seq in seqs]
@@ -185,8 +185,7 @@ def prepare_decode(
 def prepare_block_tables(batch: Batch, num_rows: int) -> BlockTableUpdate:
     """Builds the update of the block tables, with the blocks that the device does not have. They
     are ordered by sequence, then by group."""
-    seqs = batch.seqs
-    num_seqs = len(seqs)
+    seqs, num_seqs = batch.seqs, len(batch)
     entries = np.zeros((batch.num_groups, num_rows, 4), np.int32)
     rows, lens, first_new, num_new = entries[0].T
     rows[num_seqs:] = -1

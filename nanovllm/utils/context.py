@@ -28,6 +28,7 @@ class Context:
         cu_seqlens_k: int32 [num_seqs + 1], cumulative context lengths (prefill).
         max_seqlen_q: an upper bound of new tokens per sequence (prefill).
         max_seqlen_k: an upper bound of context lengths.
+        num_keys: the sum of context lengths (prefill); 0 in a captured step, in which it varies.
         context_lens: int32 [num_seqs], tokens to attend to, the new one included (decode).
         split_kv_schedule: int32, made by the attention backend's ``split_kv`` (decode); None if
             the backend uses none.
@@ -46,6 +47,7 @@ class Context:
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
+    num_keys: int = 0
     context_lens: torch.Tensor | None = None
     split_kv_schedule: torch.Tensor | None = None
     output_indices: torch.Tensor | None = None

@@ -155,6 +155,7 @@ def test_prefill_is_what_a_loop_over_tokens_gives(case: Case):
     check(context.cu_num_outputs, np.cumsum([0, *counts]).tolist())
     assert context.max_seqlen_q == max(item.num_tokens for item in case.batch.items)
     assert context.max_seqlen_k == max(item.end for item in case.batch.items)
+    assert context.num_keys == bounds_k[-1]
     assert context.context_lens is None
     check_tables(inputs, case.batch)
     assert inputs.reads_cache == reads_cache
@@ -361,7 +362,7 @@ def test_a_padded_prefill_is_a_prefill_and_padding(case: Case, tokens: int, seqs
     counts = [int(item.samples) for item in case.batch.items] + [0] * seqs
     check(after.cu_num_outputs, np.cumsum([0, *counts]).tolist())
     assert after.is_prefill and after.logits_indices is None
-    assert (after.max_seqlen_q, after.max_seqlen_k) == (num_tokens, most)
+    assert (after.max_seqlen_q, after.max_seqlen_k, after.num_keys) == (num_tokens, most, 0)
     # As graphs are captured with.
     blank = prepare_prefill(Batch.of((), is_prefill=True, num_groups=case.num_groups), *args)
     blanks, others = packed_views(blank), packed_views(padded)

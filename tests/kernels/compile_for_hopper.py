@@ -11,6 +11,7 @@ import sys
 os.environ.pop("TRITON_INTERPRET", None)
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from nanovllm.kernels import fp8, rms_norm, rope, silu_and_mul
 from nanovllm.kernels.attention import (
     block_tables,
     decode,
+    dequantized_kv,
     hopper_prefill,
     prefill,
     prefix_decode,
@@ -314,6 +316,9 @@ def launch_hopper_prefill(all_sizes: bool) -> None:
             is_prefill=True, block_tables=tables, cu_seqlens_q=bounds, cu_seqlens_k=bounds
         )
         hopper_prefill.hopper_prefill(q, k, k, cache, context, params)
+        if params.window is not None:
+            quantized = quantized_cache(kv_heads, head_dim)
+            dequantized_kv.dequantized_kv_triton(q, quantized, replace(context, num_keys=64))
 
 
 def launch_invariant_attention(

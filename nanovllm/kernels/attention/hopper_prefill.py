@@ -1,11 +1,13 @@
 """Prefill attention for Hopper GPUs: the launcher of hopper_prefill_kernel.py, and its schedule."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanovllm.kernels.attention.base import AttentionParams
+from nanovllm.kernels.attention.dequantized_kv import dequantized_kv, max_num_keys
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.tiles import LOG2_E
 from nanovllm.utils.context import Context
@@ -54,7 +56,7 @@ def can_launch(q: Tensor, cache: KVCache, context: Context, params: AttentionPar
         and is_hopper(q.device)
         and q.dtype in DTYPES
         and q.size(2) in TILES
-        and cache.scales is None
+        and (cache.scales is None or _can_copy(q, cache, context, params))
         and (params.window is None or params.window >= MIN_WINDOW)
         and (context.block_tables is None or cache.k.size(1) % MIN_BOX == 0)
         and len(q) >= MIN_TOKENS
@@ -62,10 +64,17 @@ def can_launch(q: Tensor, cache: KVCache, context: Context, params: AttentionPar
     )
 
 
+def _can_copy(q: Tensor, cache: KVCache, context: Context, params: AttentionParams) -> bool:
+    """Returns whether keys and values of a quantised cache may be copied. Their number is not known
+    in a CUDA graph."""
+    return params.window is None and 0 < context.num_keys <= max_num_keys(q, cache)
+
+
 def hopper_prefill(
     q: Tensor, k: Tensor, v: Tensor, cache: KVCache, context: Context, params: AttentionParams
 ) -> Tensor:
-    """See ``AttentionBackend.prefill``. ``can_launch`` says for which inputs.
+    """See ``AttentionBackend.prefill``. ``can_launch`` says for which inputs. Reads dequantised
+    copies of the keys and values in a quantised cache.
 
     In a layer with a window, values of tokens shortly before the window are multiplied by 0, so
     they must be finite. In a block table, entries of blocks outside of all windows may be
@@ -74,6 +83,9 @@ def hopper_prefill(
     # Deferred, because Gluon is experimental: the caller can do without it.
     from nanovllm.kernels.attention.hopper_prefill_kernel import Sizes, hopper_prefill_kernel
 
+    if cache.scales is not None:
+        k, v = dequantized_kv(q, cache, context)
+        context = replace(context, block_tables=None)
     q_heads, head_dim = q.shape[1:]
     kv_heads, tables, page_size = k.size(1), context.block_tables, 0
     tile = TILES[head_dim]

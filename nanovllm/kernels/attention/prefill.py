@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanovllm.kernels.attention.base import AttentionParams
 from nanovllm.kernels.attention.kv_cache import KVCache
-from nanovllm.kernels.attention.tiles import CONSTEXPR_LOG2_E, LOG2_E, attend
+from nanovllm.kernels.attention.tiles import CONSTEXPR_LOG2_E, LOG2_E, attend, sequence_of_tile
 from nanovllm.utils.context import Context
 from nanovllm.utils.math import next_power_of_2
 from nanovllm.utils.triton_compat import pdl_options, pdl_wait, shared_memory, tl, triton
@@ -65,18 +65,11 @@ def _prefill_kernel(
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     TILE: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
-    # The tiles of sequence s have consecutive indices from cu_seqlens_q[s] // TILE + s on. "+ s"
-    # counts a partial tile for each earlier sequence, so some indices have no tile. The last tiles
-    # start first, because they attend to the most keys.
+    # The last tiles start first, because they attend to the most keys.
     index = tl.num_programs(0) - 1 - tl.program_id(0)
-    seq = -1
-    for first in tl.range(0, num_seqs, SCAN):
-        s = first + tl.arange(0, SCAN)
-        begin = tl.load(cu_seqlens_q_ptr + s, mask=s < num_seqs, other=0) // TILE + s
-        seq += tl.sum(((begin <= index) & (s < num_seqs)).to(tl.int32))
+    seq, tile = sequence_of_tile(index, cu_seqlens_q_ptr, num_seqs, TILE, SCAN)
     q_start = tl.load(cu_seqlens_q_ptr + seq)
     len_q = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start
-    tile = index - (q_start // TILE + seq)
     if tile * TILE >= len_q:
         return
     k_start = tl.load(cu_seqlens_k_ptr + seq)

@@ -187,6 +187,22 @@ def add_weighted(p, v, acc, KEYS_FIRST: tl.constexpr):
 
 
 @triton.jit
+def sequence_of_tile(index, cu_seqlens_ptr, num_seqs, TILE: tl.constexpr, SCAN: tl.constexpr):
+    """Returns the sequence of a tile of TILE tokens, and the tile's index in it.
+
+    Tiles of sequence s have consecutive indices from cu_seqlens[s] // TILE + s on. "+ s" counts a
+    partial tile for each earlier sequence, so some indices have no tile: the one that is returned
+    for them begins after the sequence's end. SCAN sequences are looked at in one iteration.
+    """
+    seq = -1
+    for first in tl.range(0, num_seqs, SCAN):
+        s = first + tl.arange(0, SCAN)
+        begin = tl.load(cu_seqlens_ptr + s, mask=s < num_seqs, other=0) // TILE + s
+        seq += tl.sum(((begin <= index) & (s < num_seqs)).to(tl.int32))
+    return seq, index - (tl.load(cu_seqlens_ptr + seq) // TILE + seq)
+
+
+@triton.jit
 def load_tile(
     ptr, stride, offset, mask, n, end, pages_ptr, k_start,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr = False,

@@ -141,6 +141,7 @@ class Paged:
             cu_seqlens_k=self.bounds(self.contexts),
             max_seqlen_q=max(self.new_tokens),
             max_seqlen_k=max(self.contexts),
+            num_keys=sum(self.contexts),
         )
 
     def check(self, backend, context, monkeypatch, params=None):

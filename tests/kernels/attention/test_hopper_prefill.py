@@ -25,7 +25,7 @@ LAUNCHER = SimpleNamespace(prefill=hopper_prefill.hopper_prefill)
 
 class Case(NamedTuple):
     """A batch: new tokens and context length of each sequence, heads, page size or 0 for keys that
-    are not paged, and parameters of the layer."""
+    are not paged, parameters of the layer, and whether the cache is quantised."""
 
     lens: tuple[tuple[int, int], ...]
     q_heads: int = 4
@@ -34,6 +34,7 @@ class Case(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    is_quantized: bool = False
 
 
 def check(
@@ -44,6 +45,8 @@ def check(
     batch = Paged(lens, new, *shape)
     if case.window and case.page_size:
         free_blocks(batch, case.window)
+    if case.is_quantized:
+        batch.quantize()
     sinks = 3 * torch.randn(case.q_heads, device=device) if case.sinks else None
     params = AttentionParams(head_dim**-0.5, case.window, case.softcap, sinks)
     context = batch.context(paged=bool(case.page_size))
@@ -68,6 +71,7 @@ EMULATED_CASES = (
     Case(((260, 260), (40, 700)), 4, 2, 16, window=100),
     Case(((150, 150), (3, 256), (200, 450)), page_size=128),
     Case(((150, 150), (3, 96), (70, 450)), page_size=48),
+    Case(((150, 150), (0, 0), (3, 96), (200, 450)), page_size=16, is_quantized=True),
 )
 EMULATED_TILES = (
     (128, Tile(2, 128, 2, num_q_stages=2)),
@@ -76,8 +80,9 @@ EMULATED_TILES = (
 )
 
 
+@pytest.mark.usefixtures("exact_fp8")
 @pytest.mark.parametrize(
-    ("num_tiles", "num_cases"), [(1, 2), pytest.param(3, 7, marks=pytest.mark.slow)]
+    ("num_tiles", "num_cases"), [(1, 2), pytest.param(3, 8, marks=pytest.mark.slow)]
 )
 def test_the_kernel_is_attention_in_the_emulator(num_tiles, num_cases, monkeypatch):
     """With few programs, so that each has several items."""
@@ -152,7 +157,11 @@ def test_what_the_kernel_does_not_support_goes_to_the_other_one(monkeypatch):
         assert takes(params=AttentionParams(1.0, **feature))
     assert not takes(params=AttentionParams(1.0, window=128)), "tiles of keys would be masked"
     assert not takes(context=replace(context, max_seqlen_q=100))
-    assert not takes(cache=batch.cache._replace(scales=torch.ones(1)))
+    # A quantised cache is copied, for 5,000 x 128 query heads with at most 4 times the elements.
+    quantized = batch.cache._replace(scales=torch.ones(1))
+    for num_keys, is_taken in ((0, False), (605, True), (640_000, True), (640_001, False)):
+        assert takes(cache=quantized, context=replace(context, num_keys=num_keys)) == is_taken
+    assert not takes(cache=quantized, params=AttentionParams(1.0, window=1024))
     odd = Paged([600], [600], 4, 2, 64, 24, torch.float16, "cpu")
     assert not takes(cache=odd.cache)
     assert takes(cache=odd.cache, context=replace(context, block_tables=None))
@@ -207,6 +216,9 @@ GPU_CASES = {
     "window": Case(((3000, 3000), (40, 1100)), 16, 8, 16, 300),
     "pages": Case(((600, 600), (3, 512), (256, 1300), (1000, 3000)), 16, 8, 128),
     "pages-of-48": Case(((600, 600), (70, 450)), 16, 8, 48),
+    "quantized": Case(
+        ((600, 600), (3, 512), (0, 0), (256, 1300), (1000, 3000)), 16, 8, 128, is_quantized=True
+    ),
 }
 IN_HALF = ("many-items", "all-features")
 
