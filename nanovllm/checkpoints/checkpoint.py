@@ -227,10 +227,11 @@ def _read_quantization(
     found, modelopt = config.get("quantization_config"), path / "hf_quant_config.json"
     found = found or config.get("compression_config")  # early releases of compressed-tensors
     if not found and modelopt.exists():  # early releases of ModelOpt write only this file
-        fields = (_read_json(modelopt) or {}).get("quantization") or {}
-        found = {"quant_method": "modelopt", **fields}
+        found = _read_json(modelopt)
     if not isinstance(found, dict) or not found:
         return None, None  # what is not an object is refused where the config is checked
+    if isinstance(fields := found.get("quantization"), dict):  # ModelOpt's, also in config.json
+        found = {"quant_method": "modelopt", **found, **fields}
     method = found.get("quant_method")
     if method is None and (found.get("load_in_8bit") or found.get("load_in_4bit")):
         method = "bitsandbytes"

@@ -14,21 +14,28 @@ MAX_METADATA_BYTES = 2**26
 MAX_CONFIG_BYTES = 2**23  # lower, because transformers copies these files' contents
 CONFIGS = ["config.json", "generation_config.json", "tokenizer_config.json"]
 CONFIGS += ["special_tokens_map.json", "added_tokens.json"]
+LFS_HEADER, MAX_LFS_BYTES = b"version https://git-lfs.github.com/spec/", 1024
 
 
 def check_regular(path: Path) -> int:
     """Returns a file's size in bytes.
 
     Raises:
-        ValueError: it is not a regular file or a link to one. Opening a pipe may never return, and
-            reading a device may never end.
+        ValueError: it is not a regular file or a link to one, or it is a Git LFS pointer. Opening a
+            pipe may never return, and reading a device may never end.
     """
     try:
         status = path.stat()
+        is_regular, is_pointer = stat.S_ISREG(status.st_mode), False
+        if is_regular and status.st_size < MAX_LFS_BYTES:
+            with path.open("rb") as file:
+                is_pointer = file.read(len(LFS_HEADER)) == LFS_HEADER
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    if not stat.S_ISREG(status.st_mode):
+    if not is_regular:
         raise ValueError(f"{path} is not a regular file ({stat.filemode(status.st_mode)})")
+    if is_pointer:
+        raise ValueError(f"{path} is a Git LFS pointer: run `git lfs pull` to get the file itself")
     return status.st_size
 
 

@@ -346,9 +346,11 @@ def per_channel(tensors: Tensors) -> Tensors:
     return tensors
 
 
+MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
 OTHER_FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors]]] = {
     "AutoFP8": ({"quant_method": "fp8", "activation_scheme": "static"}, as_auto_fp8),
     "ModelOpt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, as_auto_fp8),
+    "nested ModelOpt": (MODELOPT, as_auto_fp8),
     "FBGEMM": ({"quant_method": "fbgemm_fp8"}, lambda tensors: per_channel(as_auto_fp8(tensors))),
 }
 
@@ -366,8 +368,7 @@ def test_other_forms_are_read(form: str, by_tensor: Path, tmp_path: Path):
     config, convert = OTHER_FORMS.get(form, ({}, as_auto_fp8))
     folder = write(tmp_path / "form", by_tensor, config, convert(load_file(by_tensor / WEIGHTS)))
     if not config:
-        fields = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
-        (folder / "hf_quant_config.json").write_text(json.dumps(fields))
+        (folder / "hf_quant_config.json").write_text(json.dumps(MODELOPT))
     expected, found = (dict(open_checkpoint(str(f)).tensors()) for f in (by_tensor, folder))
     weights = {name for name in found if not name.endswith("scale")}
     assert weights == {name for name in expected if not name.endswith("scale")}
@@ -541,6 +542,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no method": ({"bits": 4}, "'unknown'"),
     "FP4 experts": ({"quant_method": "fp8", "expert_dtype": "fp4"}, "'fp8 with fp4 experts'"),
     "NVFP4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt NVFP4'"),
+    "nested NVFP4": ({"quantization": {"quant_algo": "NVFP4"}}, "'modelopt NVFP4'"),
     "compressed int4": (
         {**FLOAT, "format": "pack-quantized", "config_groups": group(type="int", num_bits=4)},
         "'compressed-tensors pack-quantized'",

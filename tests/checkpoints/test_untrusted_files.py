@@ -710,11 +710,13 @@ def sparse(path: Path) -> None:
     os.truncate(path, 1 + (MAX_CONFIG_BYTES if path.name in CONFIGS else MAX_METADATA_BYTES))
 
 
-FILES: dict[str, tuple[Callable[[Path], None], str]] = {
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:12ab\nsize 4\n"
+FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "large": (sparse, "at most"),
     "pipe": (os.mkfifo, "not a regular file"),
     "endless": (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
     "folder": (Path.mkdir, "not a regular file"),
+    "pointer": (lambda path: path.write_text(POINTER), "Git LFS pointer: run `git lfs pull`"),
 }
 
 
@@ -733,7 +735,7 @@ class TestFiles:
             with little_memory(), pytest.raises(ValueError, match=rf"{name}.*{match}"):
                 load_tokenizer(str(folder))
 
-    @each("kind", ["pipe", "endless", "folder"])
+    @each("kind", ["pipe", "endless", "folder", "pointer"])
     def test_weights_that_are_no_file_are_refused(self, kind, spoil, tmp_path):
         make, match = FILES[kind]
         folder = spoil({SHARD: None})
