@@ -17,9 +17,8 @@ from nanovllm.kernels.gemm.cublas import small_cublas_workspace
 from nanovllm.models.decoder import DecoderModel
 
 MAX_DECODE_SEQS = 2048
-MAX_PREFILL_SEQS = 128
 # Up to 64 tokens a prefill takes as long as reading the weights. Most prefills of a long job have
-# almost max_num_batched_tokens, by default 16,384. Each size makes a start longer, by about 20 ms.
+# almost max_num_batched_tokens, by default 16,384. Each size makes a start longer by 20 ms or more.
 PREFILL_TOKENS = [64, 128, 256, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096]
 PREFILL_TOKENS += [6144, 8192, 10240, 12288, 14336, 15872, 16384]
 # In tokens x parameters. A prefill of this size runs for 25 to 30 ms, about as long as the host
@@ -46,14 +45,15 @@ def decode_sizes(max_num_seqs: int) -> list[GraphSize]:
 
 
 def prefill_sizes(max_num_tokens: int, max_num_seqs: int, num_params: int) -> list[GraphSize]:
-    """Returns the sizes of the prefills to capture, ascending: up to 16,384 tokens, fewer with a
-    model of over 0.5 billion parameters, and up to 128 sequences. ``num_params`` counts the
-    parameters of this rank's layers that compute a token.
+    """Returns the sizes of the prefills to capture, ascending: up to ``max_num_tokens``, fewer with
+    a model of over 0.5 billion parameters. ``num_params`` counts the parameters of this rank's
+    layers that compute a token.
     """
-    most_tokens = min(max_num_tokens, MAX_PREFILL_WORK // num_params)
-    most_seqs = min(max_num_seqs, MAX_PREFILL_SEQS)
-    sizes = [size for size in PREFILL_TOKENS if size <= most_tokens]
-    return [GraphSize(True, size, min(size, most_seqs)) for size in sizes]
+    limit = MAX_PREFILL_WORK // num_params
+    sizes = {size for size in PREFILL_TOKENS if size <= min(max_num_tokens, limit)}
+    if sizes and max_num_tokens <= limit:
+        sizes.add(max_num_tokens)
+    return [GraphSize(True, size, min(size, max_num_seqs)) for size in sorted(sizes)]
 
 
 def graph_bytes(added: list[int], num_graphs: int) -> int:
@@ -77,8 +77,9 @@ def graph_sizes(runner: ModelRunner) -> list[GraphSize]:
     kernel for prefixes would take time in other steps too. To start sooner, only the powers of two
     and the largest size are captured. Fewer than half of the rows are then padding.
     """
-    max_seqs = runner.max_num_seqs
-    max_tokens = min(runner.config.max_num_batched_tokens, max_seqs * runner.max_model_len)
+    max_seqs, config = runner.max_num_seqs, runner.config
+    most_tokens, most_seqs = runner.backend.max_captured_prefill(config.quantizes_kv)
+    most_tokens = min(most_tokens, config.max_num_batched_tokens, max_seqs * runner.max_model_len)
     # In a mixture of experts a token is computed with a share of the parameters.
     params = runner.model.model.layers.parameters()
     num_params = sum(int(p.numel() * getattr(p, "active_share", 1)) for p in params)
@@ -87,7 +88,7 @@ def graph_sizes(runner: ModelRunner) -> list[GraphSize]:
         sizes = [size for size in decodes[:-1] if size.num_seqs.bit_count() == 1] + decodes[-1:]
         shared = [size._replace(shares_prefixes=True) for size in sizes]
         decodes = sorted(decodes + [size for size in shared if size.num_seqs >= MIN_SEQS])
-    return prefill_sizes(max_tokens, max_seqs, num_params) + decodes
+    return prefill_sizes(most_tokens, min(max_seqs, most_seqs), num_params) + decodes
 
 
 @torch.inference_mode()

@@ -29,15 +29,18 @@ from nanovllm.utils.math import cdiv
 @torch.inference_mode()
 def warmup_model(runner: ModelRunner) -> None:
     """Runs two prefills of ``max_num_batched_tokens``: one with as many sequences as possible, and
-    one with as few, because a backend may use different kernels for them. All sequences sample, and
-    share one block."""
+    one with the longest, because a backend may use different kernels for them. All sequences
+    sample, and share one block."""
     num_tokens, most = runner.config.max_num_batched_tokens, runner.max_num_seqs
+    longest = runner.max_model_len
+    shares = [num_tokens // most + (i < num_tokens % most) for i in range(most)]
+    many = [min(share, longest) for share in shares]
+    few = [min(num_tokens - start, longest) for start in range(0, num_tokens, longest)][:most]
     completion = Completion(SamplingState(SamplingParams(), 0, [], runner.model_config.vocab_size))
-    for num_seqs in {most, min(most, cdiv(num_tokens, runner.max_model_len))}:
+    for lengths in {tuple(many), tuple(few)}:
         items = []
-        for i in range(num_seqs):
-            length = num_tokens // num_seqs + (i < num_tokens % num_seqs)
-            seq = Sequence([0] * min(length, runner.max_model_len))
+        for i, length in enumerate(lengths):
+            seq = Sequence([0] * length)
             seq.completion = completion
             seq.table_len = cdiv(len(seq), runner.config.block_size)
             seq.block_tables = [[0] * seq.table_len] * len(runner.windows)
@@ -53,7 +56,8 @@ def load_cublas_kernels(runner: ModelRunner) -> None:
     linear = [getattr(module, "linear_weight", None) for module in runner.model.modules()]
     weights = [each.layer.weight for each in linear if type(each) is UnquantizedWeight]
     sizes = decode_sizes(runner.config.max_num_seqs or MAX_DECODE_SEQS)
-    # Other kernels serve most matmuls with fewer rows. With more, logits would take gigabytes.
+    # Other kernels serve most matmuls with fewer rows. With more, the result of the LM head, which
+    # is among the weights, would take gigabytes.
     row_counts = [*PREFILL_TOKENS, *(size.num_tokens for size in sizes)]
     row_counts = sorted({n for n in row_counts if 64 < n <= 4096})
     torch.cuda.synchronize()  # gives this thread the GPU's context, without which cuBLAS warns

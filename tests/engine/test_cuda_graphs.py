@@ -44,21 +44,44 @@ def test_no_batch_size_lacks_a_graph(max_num_seqs):
     assert len(captured) <= 32
 
 
-@pytest.mark.parametrize("max_num_tokens", [1, 16, 1000, 16384])
+@pytest.mark.parametrize("max_num_tokens", [1, 16, 64, 1000, 5000, 16384])
 @pytest.mark.parametrize("max_num_seqs", [1, 20, 600])
 def test_prefills_within_the_limits_are_captured(max_num_tokens, max_num_seqs):
     captured = prefill_sizes(max_num_tokens, max_num_seqs, 10**6)
     assert captured == sorted(set(captured)) and bool(captured) == (max_num_tokens >= 64)
     for size in captured:
-        assert size.is_prefill and size.num_tokens <= max_num_tokens
-        assert size.num_seqs == min(max_num_seqs, size.num_tokens, 128)
+        assert size.is_prefill and size.num_seqs == min(max_num_seqs, size.num_tokens)
+    sizes = [size.num_tokens for size in captured]
+    assert not sizes or sizes[-1] == max_num_tokens
+    for a, b in pairwise(sizes):
+        assert b <= 2 * a and (b <= 1.35 * a or b <= 2048 or b in (6144, 8192)), "padding"
 
 
 def test_large_models_have_graphs_of_few_tokens_only():
     assert prefill_sizes(16384, 64, 440_000_000)[-1].num_tokens == 16384
     assert prefill_sizes(16384, 64, 970_000_000)[-1].num_tokens == 8192
+    assert prefill_sizes(8000, 64, 970_000_000)[-1].num_tokens == 8000
+    assert prefill_sizes(8000, 64, 1_010_000_000)[-1].num_tokens == 6144
     assert prefill_sizes(16384, 64, 6_950_000_000)[-1].num_tokens == 1024
     assert prefill_sizes(16384, 64, 10**12) == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "kv_cache_dtype", "expected"),
+    [
+        (TritonAttention, "auto", (16384, 128)),
+        (TritonAttention, "fp8", (4096, 128)),
+        (TorchAttention, "auto", (4096, 64)),
+    ],
+)
+def test_the_backend_limits_the_prefills_that_are_captured(
+    backend, kv_cache_dtype, expected, tiny_models, monkeypatch
+):
+    settings = {"max_num_seqs": 150, "num_kvcache_blocks": 8, "kv_cache_dtype": kv_cache_dtype}
+    with LLM(tiny_models.path("qwen3-one-layer"), device="cpu", **settings) as llm:
+        monkeypatch.setattr(llm.model_runner, "backend", backend())
+        prefills = [size for size in graph_sizes(llm.model_runner) if size.is_prefill]
+    assert prefills[-1] == GraphSize(True, *expected)
 
 
 def test_the_memory_of_graphs_is_counted_for_all_of_them():
@@ -139,6 +162,7 @@ class PlainGraphs(StepGraphs):
 def capture(monkeypatch) -> Callable[[ModelRunner], PlainGraphs]:
     """Makes a runner on a CPU pad its steps to captured sizes, and returns its graphs."""
     monkeypatch.setattr(cuda_graphs, "PREFILL_TOKENS", [16, 48])
+    monkeypatch.setattr(TorchAttention, "max_captured_prefill", lambda *_: (48, 64))
     monkeypatch.setattr(cuda_graphs, "StepGraphs", PlainGraphs)
     monkeypatch.setattr(cuda_graphs, "small_cublas_workspace", nullcontext)
 
@@ -238,8 +262,9 @@ def test_steps_with_shared_prefixes_have_graphs_of_their_own(tiny_models, captur
 def test_decodes_have_graphs_for_shared_prefixes_if_enough_sequences_can_share(max_num_seqs):
     """9 sequences ran in a graph of 64 rows."""
     model = SimpleNamespace(model=SimpleNamespace(layers=torch.nn.Linear(1, 1)))
-    config = SimpleNamespace(max_num_batched_tokens=16)
+    config = SimpleNamespace(max_num_batched_tokens=16, quantizes_kv=False)
     runner: Any = SimpleNamespace(config=config, max_model_len=16, model=model)
+    runner.backend = TritonAttention()
     runner.max_num_seqs = max_num_seqs
     for finder in (None, PrefixFinder(16, 0, 1)):
         runner.prefix_finder = finder

@@ -316,9 +316,9 @@ def launch_hopper_prefill(all_sizes: bool) -> None:
             is_prefill=True, block_tables=tables, cu_seqlens_q=bounds, cu_seqlens_k=bounds
         )
         hopper_prefill.hopper_prefill(q, k, k, cache, context, params)
-        if params.window is not None:
-            quantized = quantized_cache(kv_heads, head_dim)
-            dequantized_kv.dequantized_kv_triton(q, quantized, replace(context, num_keys=64))
+        quantized = quantized_cache(kv_heads, head_dim)
+        context = replace(context, block_tables=torch.zeros(1, 16, dtype=torch.int32), num_keys=64)
+        dequantized_kv.dequantized_kv_triton(q, quantized, context)
 
 
 def launch_invariant_attention(

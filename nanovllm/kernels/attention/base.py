@@ -67,6 +67,16 @@ class AttentionBackend(ABC):
     def runs_on(cls, device: torch.device) -> bool:
         return device.type == "cuda" or not cls.needs_gpu
 
+    def max_captured_prefill(self, is_quantized: bool) -> tuple[int, int]:
+        """Returns the most tokens, and the most sequences, of the prefills to capture in CUDA
+        graphs. Beyond, a graph saves less of the host's time than ``prefill`` loses by not knowing
+        the lengths of sequences.
+
+        Args:
+            is_quantized: whether the cache is quantised.
+        """
+        return 4096, 64
+
     @abstractmethod
     def prefill(
         self,

@@ -552,12 +552,12 @@ def decode_tile(
     multiprocessor holds more of them. Small batches have few programs, so what counts is how long
     each one takes. The smallest ones have small tiles. Programs of small batches with large tiles
     have four warps, unless Triton would then use wgmma and twice the shared memory. With a
-    quantised cache those with small tiles have four too. In medium batches, those with 128 keys
-    have four if the cache is quantised or heads have up to 64 dimensions. With such heads more
-    batches are small, because a program has less to do. The occupancy is the largest one for which
-    a program has enough registers: small tiles need fewer, but those of FP8 keys for 8 or more
-    query heads were slower with a limit of 128, and programs of four warps in medium batches with
-    an occupancy of 4.
+    quantised cache those with small tiles have four too. In medium batches, programs with tiles of
+    128 keys have four if heads have up to 64 dimensions, or 128 and a quantised cache. With heads
+    of up to 64 dimensions, more batches count as small, because a program has less to do. The
+    occupancy is the largest one for which a program has enough registers, with two exceptions that
+    were faster: 3 for small tiles of FP8 keys for 8 or more query heads, and for programs of four
+    warps with heads of up to 64 dimensions in medium batches.
 
     With up to 32 query heads per KV head, a program needs at most 84 KiB of shared memory (72 KiB
     with Triton 3.6), and every GPU with bf16 has 99 KiB. The sizes were tuned on an H200, in whole
@@ -575,7 +575,7 @@ def decode_tile(
         num_keys, num_warps = 64, 1
     group = q_heads // kv_heads
     has_work_for_four = is_small and (is_quantized or num_keys > 64 or head_dim > 128)
-    has_work_for_four |= num_keys == 128 and (is_quantized or has_small_heads)
+    has_work_for_four |= num_keys == 128 and (has_small_heads or (is_quantized and head_dim == 128))
     if has_work_for_four and dtype is not torch.float32:
         num_warps = 4 if max(8, next_power_of_2(group)) < MIN_WGMMA_COLUMNS else 2
     if num_keys * head_dim > 64 * 128:
@@ -583,5 +583,5 @@ def decode_tile(
     elif has_small_heads:
         occupancy = 3 if num_warps == 4 and not is_small else 4
     else:
-        occupancy = 3 if is_quantized and group >= 8 else 4
+        occupancy = 3 if is_quantized and group >= 8 and head_dim == 128 else 4
     return DecodeTile(num_keys, num_warps, occupancy, is_small)

@@ -14,7 +14,8 @@ from nanovllm.kernels.attention.torch_backend import gather_kv
 from nanovllm.utils.context import Context
 from nanovllm.utils.triton_compat import by_device, tl, triton
 
-MAX_COPY = 4  # elements of the copies, divided by those of the queries
+# Elements of the copies, divided by those of the queries. The MLP usually needs more memory.
+MAX_COPY = 4
 TILE = 64  # keys per program
 SCAN = 128  # sequences that a program looks at in one iteration, to find that of its tile
 
@@ -92,8 +93,9 @@ def dequantized_kv_triton(q: Tensor, cache: KVCache, context: Context) -> tuple[
     assert tables is not None and bounds is not None and cache.scales is not None
     assert all(x is not None and x.is_contiguous() for x in cache)
     page_size, kv_heads, head_dim = cache.k.shape[1:]
-    # Takes as much memory as for the most keys, so that the step that measures memory needs no less
-    # than others with as many queries.
+    assert 0 < context.num_keys <= max_num_keys(q, cache)
+    # The buffer has room for the most keys. So no step with as many queries needs more memory than
+    # the warm-up, which measures it.
     copies = q.new_empty(2, max_num_keys(q, cache), kv_heads, head_dim)
     k, v = copies[:, : context.num_keys]
     num_seqs = len(bounds) - 1

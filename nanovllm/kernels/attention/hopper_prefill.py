@@ -15,8 +15,9 @@ from nanovllm.utils.triton_compat import HAS_TRITON, is_hopper, num_multiprocess
 
 ROWS = 64  # rows of queries per consumer: those of one wgmma instruction
 MANY = 1 << 30  # more rows than any tensor has
-# With fewer tokens the host has no time for the longer launch. With shorter prompts or windows,
-# tiles would be partly empty. In a CUDA graph, the longest prompt counts as ``len(q)`` tokens.
+# With fewer tokens or shorter prompts, tiles would be too few or partly empty, and the launch takes
+# the host longer. With smaller windows, tiles would be partly masked. A CUDA graph may have prompts
+# of any length: the longest one counts as ``len(q)`` tokens.
 MIN_TOKENS, MIN_QUERIES, MIN_WINDOW = 4097, 512, 512
 MIN_BOX = 16  # keys per TMA load: a multiple of the 8 rows after which the swizzle repeats
 SCAN = 128  # sequences that a program of the schedule looks at in one iteration
