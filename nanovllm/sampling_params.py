@@ -82,7 +82,8 @@ class SamplingParams(VLLMFields):
             far, and multiplies the negative ones (Keskar et al. 2019, arXiv:1909.05858).
         temperature: divides the logits before sampling; 0 means greedy sampling.
         top_p: samples from the smallest set of most likely tokens whose probabilities, after
-            ``top_k``, sum to at least this value (Holtzman et al. 2020, arXiv:1904.09751).
+            ``min_p`` and ``top_k``, sum to at least this value (Holtzman et al. 2020,
+            arXiv:1904.09751).
         top_k: samples from the k most likely tokens, and from tokens as likely as the last of
             them; 0 or -1 for all tokens.
         min_p: samples from tokens whose probability is at least this fraction of the most likely

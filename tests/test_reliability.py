@@ -172,6 +172,13 @@ class TestNaN:
             assert "NaN" in completion.error
         assert tokens(outputs) == expected
 
+    def test_a_token_that_could_not_be_sampled_does_not_count(self, poisoned):
+        num_before = poisoned.metrics().num_generated_tokens
+        good, bad = run(poisoned, [PROMPTS[0], POISONED], params("greedy"))
+        assert bad.metrics.first_token_time is None and good.metrics.first_token_time
+        num_generated = poisoned.metrics().num_generated_tokens - num_before
+        assert num_generated == len(good.outputs[0].token_ids) > 0
+
     @pytest.mark.parametrize("limits", [{}, {"max_tokens": 1}, {"n": 2}, {"max_tokens": 2}])
     def test_its_blocks_are_not_shared_with_prompts_to_come(self, limits, llm, request):
         """Guards a prefix cache that keeps what one bad step has left in it."""

@@ -1,4 +1,4 @@
-"""Computes how many KV blocks fit into memory."""
+"""Computes how many sequences a GPU runs at a time, and how many KV blocks fit into memory."""
 
 import torch
 
@@ -78,10 +78,10 @@ def measure_kv_cache(runner: ModelRunner, bytes_before: int, timed: Timer) -> in
     warmup_model(runner)
     peak = torch.cuda.max_memory_allocated(device)
     timed("warm-up")
-    graph_bytes = measure_graphs(runner)
-    timed("memory of CUDA graphs")
     if config.num_kvcache_blocks != -1:
         return config.num_kvcache_blocks
+    graph_bytes = measure_graphs(runner)
+    timed("memory of CUDA graphs")
     held = torch.cuda.memory_allocated(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

@@ -373,21 +373,21 @@ class LLMEngine:
         return self.turns.turn_after(owners, conflict)
 
     def run_step(self) -> tuple[list[Sequence], list[Request]]:
-        """Calls ``StepLoop.step`` once. Returns the sequences that have a new token, and the
-        requests that finished."""
+        """Calls ``StepLoop.step`` once. Returns the sequences that have a new token, or for which
+        none could be sampled, and the requests that finished."""
         self.turns.check_still_open()
         step = self.loop.step()
         for seq, new in step.retried.items():
             seqs = self.requests[seq.request_id].seqs
             seqs[seqs.index(seq)] = new
-        if self.throughput.add(step.num_prefilled, len(step.sampled)):
+        if self.throughput.add(step.num_prefilled, len(step.sampled) - step.num_failed):
             from nanovllm.engine.metrics import log_metrics
 
             log_metrics(self.metrics())
         now = time()
-        if step.num_prefilled:
-            for seq in step.sampled:
-                metrics = self.requests[seq.request_id].metrics
+        for seq in step.sampled if step.num_prefilled else ():
+            metrics = self.requests[seq.request_id].metrics
+            if seq.num_completion_tokens:
                 metrics.first_token_time = metrics.first_token_time or now
         requests = {seq.request_id: self.requests[seq.request_id] for seq in step.finished}
         done = [request for request in requests.values() if request.is_finished]

@@ -36,7 +36,8 @@ class EngineMetrics:
             sequences with the same prefix, may generate more tokens.
         num_shared_prefix_steps: the number of decode steps that read prefixes once for several
             sequences, which share their KV blocks.
-        prompt_tokens_per_second: the prefill throughput in the last window of 5 seconds.
+        prompt_tokens_per_second: the prefill throughput in the last full window of at least 5
+            seconds; before the first window ends, that so far.
         generated_tokens_per_second: the decode throughput in the same window.
         gpu_memory_bytes: the memory that PyTorch and engines with ``enable_sleep_mode`` hold on
             rank 0's GPU; None on a CPU.

@@ -45,7 +45,7 @@ class ModelInputs:
             the block tables.
         tables: the update of the block tables.
         reads_cache: whether attention reads keys and values of earlier steps.
-        sampling_rows: int32 [num_seqs, ROW_WORDS], the sampling parameters of each sequence, then
+        sampling_rows: int32 [num_seqs, ROW_WORDS], the SAMPLING_ROW of each sampled sequence, then
             padding rows. None if the forward pass does not sample.
     """
 
@@ -106,8 +106,8 @@ def prepare_prefill(
     """Builds the inputs of a prefill. The new tokens of all sequences are concatenated.
 
     There are as many rows of logits as sequences. The first rows are the last tokens of the
-    sequences that sample. The other rows are padding, and repeat token 0. The last layer computes
-    only these tokens, unless a sequence needs the log-probabilities of its prompt.
+    sequences that sample. The other rows are padding: the step's first token again. The last layer
+    computes only these tokens, unless a sequence needs the log-probabilities of its prompt.
 
     The last three arguments are for a captured step, whose contexts have up to ``max_context``
     tokens and whose attention always reads the cache. All shapes depend only on these arguments,

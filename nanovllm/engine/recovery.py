@@ -51,7 +51,7 @@ def preempt_batch(batch: Batch, scheduler: Scheduler) -> bool:
     Returns:
         False if no smaller step is possible.
     """
-    scheduler.num_steps = 0
+    scheduler.steps_since_recovery = 0
     scheduler.block_copies = [*batch.block_copies, *scheduler.block_copies]
     if batch.is_prefill:
         for item in reversed(batch.items):

@@ -14,9 +14,8 @@ NO_TOKEN = (
     "no token could be sampled: the model's logits are NaN or infinite, or the sampling parameters "
     "allow no token"
 )
-# A prefill delays decodes only if it can admit 1/16 as many prompts as there are slots, or all that
-# are waiting.
-ADMISSION_SHARE = 16
+# A prefill delays decodes only if it can admit max_num_seqs / 16 prompts, or all that are waiting.
+ADMISSION_DIVISOR = 16
 RECOVERY_STEPS = 100  # limits lowered by an out-of-memory error double after this many steps
 
 
@@ -30,7 +29,8 @@ class Scheduler:
 
     A request with n > 1 has a sequence for each completion: the first one, and its siblings. Only
     the first one computes the prompt. Then the siblings start with its blocks. A sequence is
-    resident if it is running, or if it is the sibling of a running one: its slot is reserved.
+    resident if it is running, or if it is the sibling of a running one. Residents count towards
+    max_num_seqs.
 
     Args:
         config: the block size, the maximum number of sequences and of tokens in a step, and whether
@@ -43,7 +43,8 @@ class Scheduler:
         policy: the order in which waiting sequences are admitted; None for an OfflineOrder with
             ``config.enable_reordering``, and first come, first served without.
         windows: the window of each group of layers; None for a group that attends to all tokens.
-        cache_len: the length of the longest sequence that the blocks hold, if a group has a window.
+        cache_len: the length of the longest sequence that the blocks hold; None if one sequence can
+            have all blocks.
         max_num_seqs: maximum number of residents; None for the config's.
     """
 
@@ -88,7 +89,7 @@ class Scheduler:
         self.block_copies: list[tuple[int, int]] = []  # which the next step begins with
         # Lower than the engine's limits for some steps after a step has run out of memory.
         self.max_tokens_now, self.max_seqs_now = self.max_num_batched_tokens, self.max_num_seqs
-        self.num_steps = 0
+        self.steps_since_recovery = 0
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running
@@ -134,8 +135,8 @@ class Scheduler:
         ``launched`` must have been called for the last step, and ``postprocess`` for the step
         before the last. The tokens of the last step need not be known.
         """
-        self.num_steps += 1
-        if self.num_steps % RECOVERY_STEPS == 0:
+        self.steps_since_recovery += 1
+        if self.steps_since_recovery % RECOVERY_STEPS == 0:
             self.max_tokens_now = min(2 * self.max_tokens_now, self.max_num_batched_tokens)
             self.max_seqs_now = min(2 * self.max_seqs_now, self.max_num_seqs)
         copies, self.block_copies = tuple(self.block_copies), []
@@ -264,13 +265,13 @@ class Scheduler:
         Without this check, each sequence that finishes would cause a prefill of a single prompt."""
         num_waiting, manager = len(self.waiting), self.block_manager
         num_free = self.max_seqs_now - num_residents
-        if not num_waiting or num_free < min(num_waiting, self.max_seqs_now // ADMISSION_SHARE):
+        if not num_waiting or num_free < min(num_waiting, self.max_seqs_now // ADMISSION_DIVISOR):
             return False
-        # The KV cache may hold fewer sequences than there are slots. So free blocks are checked
-        # too: enough for 1/16 as many prompts as there are residents, at most 1/16 of all blocks.
-        several = min(num_waiting, num_residents // ADMISSION_SHARE)
+        # The KV cache may hold fewer than max_num_seqs sequences. So free blocks are checked too:
+        # enough for 1/16 as many prompts as there are residents, at most 1/16 of all blocks.
+        several = min(num_waiting, num_residents // ADMISSION_DIVISOR)
         needed = several * self.waiting.head.num_blocks * len(self.windows)
-        needed = min(needed, manager.num_blocks // ADMISSION_SHARE)
+        needed = min(needed, manager.num_blocks // ADMISSION_DIVISOR)
         return needed + num_residents * len(self.windows) <= len(manager.free_block_ids)
 
     def _can_admit(self, seq: Sequence, num_residents: int) -> bool:

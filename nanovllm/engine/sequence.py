@@ -58,7 +58,8 @@ class Sequence:
             with a window has freed its first blocks (see BlockManager).
         last_blocks: the last entry of each of these tables.
         table_len: number of logical blocks that have an entry in all tables.
-        num_full_blocks: number of computed full blocks. The blocks before their windows are freed.
+        num_full_blocks: number of computed full blocks. Groups with a window have freed
+            those before it.
         table_row: its row in the device's block tables while it has blocks.
         num_sent_blocks: number of leading entries of each table that the device has.
         block_hashes: chain hash of each full block hashed so far (see PrefixCache).

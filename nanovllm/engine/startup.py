@@ -364,8 +364,8 @@ def rounds_to_fp8(runner: ModelRunner) -> bool:
 
 
 def weight_quantization(runner: ModelRunner) -> str | None:
-    """Returns how linear layers and experts store their weights: as the user or the checkpoint
-    says, or None for the model's dtype."""
+    """Returns the quantisation of linear layers and experts, the user's or the checkpoint's; None
+    for none. With ``rounds_to_fp8``, weights are only rounded to it."""
     config, model = runner.config, runner.model_config
     if model.quantization is None:
         return config.quantization

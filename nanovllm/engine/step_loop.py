@@ -27,12 +27,14 @@ class AppliedStep:
         sampled: the sequences that have a new token, or for which none could be sampled.
         finished: the sequences that ended, and how.
         retried: the sequences that are computed again, and for each the one that replaces it.
+        num_failed: how many of the sampled sequences have no new token.
     """
 
     num_prefilled: int = 0
     sampled: list[Sequence] = field(default_factory=list)
     finished: dict[Sequence, Finish] = field(default_factory=dict)
     retried: dict[Sequence, Sequence] = field(default_factory=dict)
+    num_failed: int = 0
 
 
 class StepLoop:
@@ -108,7 +110,7 @@ class StepLoop:
             seq.completion.finish = finish
         finished |= self._process_completions(sampled, token_ids, finished)
         num_prefilled = batch.num_tokens if batch.is_prefill else 0
-        return AppliedStep(num_prefilled, sampled, finished, retried)
+        return AppliedStep(num_prefilled, sampled, finished, retried, token_ids.count(-1))
 
     def _process_completions(
         self, sampled: list[Sequence], token_ids: list[int], finished: Iterable[Sequence]

@@ -14,8 +14,9 @@ from nanovllm.utils.math import cdiv
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embedding rows [rank * R, (rank + 1) * R) on each rank. R is vocabulary / ranks, rounded up
-    to a multiple of GROUP, as sampling needs. Rows past the end of the vocabulary are zero."""
+    """Embedding rows [rank * R, (rank + 1) * R) on each rank. R is the vocabulary with one rank,
+    otherwise vocabulary / ranks, rounded up to a multiple of GROUP, as sampling needs. Rows past
+    the end of the vocabulary are zero."""
 
     weight: nn.Parameter
 

@@ -166,7 +166,7 @@ class RowParallelLinear(LinearBase):
         Returns:
             (result + residual, None), in which case the residual may be overwritten. Otherwise
             (result, residual), which the next ``LinearWeight.norm_matmul`` adds. The former may be
-            a ``RankPart``.
+            a ``RankPart``, or parts of a sum as ``LinearWeight.matmul_add`` returns them.
         """
         if transform is not None:
             return transform(self(x)), residual

@@ -177,7 +177,7 @@ class DecoderModel(nn.Module):
     def __init__(self, config: ModelConfig, max_position: int) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        # Rounded to the model's dtype, as when the models with a scale were trained.
+        # Rounded to the default dtype, which is the model's here, as in training.
         self.embedding_scale = float(torch.tensor(config.embedding_scale, device="cpu"))
         rope = cache(RotaryEmbedding)  # layers with equal arguments share one
         self.layers = nn.ModuleList(

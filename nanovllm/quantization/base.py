@@ -162,7 +162,7 @@ class LinearWeight(ABC):
         """Computes act_fn(x W^T + b): [N, in] -> [N, out / 2].
 
         The first half of W's rows is the gate projection, the second half the up projection.
-        ``act_fn`` is a SiluAndMul, and fused kernels are those for SwiGLU.
+        ``act_fn`` is from layers/activation.py. Kernels fuse SwiGLU only.
         """
         return act_fn(self.matmul(x))
 
@@ -183,17 +183,17 @@ class LinearWeight(ABC):
     def norm_matmul(
         self, x: Tensor | RankPart, residual: Tensor | None, norm: Any, act_fn: Any = None
     ) -> tuple[Any, Tensor]:
-        """Multiplies norm(x + residual) by the weight, and applies SwiGLU if requested.
+        """Multiplies norm(x + residual) by the weight, and applies ``act_fn`` if it is given.
 
         Args:
             x: [N, in], plain; or, with a residual, parts of a sum, as ``matmul_add`` returns them,
                 or a ``RankPart``.
             residual: [N, in], or None for zero.
             norm: an RMSNorm, whose ``weight`` [in] and ``eps`` are used; None for no norm.
-            act_fn: the SiluAndMul to apply to the result, or None.
+            act_fn: the activation to apply to the result, or None.
 
         Returns:
-            The result [N, out] or its SwiGLU [N, out / 2], and x + residual.
+            The result [N, out], or with ``act_fn`` [N, out / 2], and x + residual.
         """
         normed, total = self.normalize(x, residual, norm)
         return self.matmul(normed) if act_fn is None else self.matmul_swiglu(normed, act_fn), total
@@ -233,8 +233,8 @@ class LinearWeight(ABC):
         value heads.
 
         Args:
-            slots: where to store keys and values; None if they cannot be stored yet, because
-                something else comes before RoPE. Then nothing is fused.
+            slots: where to store keys and values. None in a decode, without a KV cache, or if
+                something else comes before RoPE: then nothing is fused.
 
         Returns:
             Queries and keys after RoPE and values, [N, out], and x + residual; None if no fused

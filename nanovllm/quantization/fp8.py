@@ -122,13 +122,13 @@ class StoredFp8Weight(LinearWeight):
     def _weight(self) -> Fp8Rows:
         return Fp8Rows(self.layer.weight, self.layer.weight_scale)
 
-    def _is_vector(self, x: Any) -> TypeGuard[Tensor]:
+    def _uses_skinny(self, x: Any) -> TypeGuard[Tensor]:
         """Returns whether ``skinny_norm_linear`` multiplies this x."""
         is_row = isinstance(x, Tensor) and x.dim() == 2 and len(x) == 1 and x.is_contiguous()
         return is_row and use_triton(self.layer.weight)
 
     def matmul(self, x: Any) -> Tensor:
-        if self._is_vector(x):
+        if self._uses_skinny(x):
             return self._multiply_vector(x)[0]
         return torch.nn.functional.linear(x, dequantize(self._weight, x.dtype), self.bias)
 
@@ -137,7 +137,7 @@ class StoredFp8Weight(LinearWeight):
     ) -> tuple[Any, Tensor]:
         gated = act_fn is not None
         is_fused = norm is not None and (not gated or act_fn.function in SWIGLU)
-        if not is_fused or not self._is_vector(x):
+        if not is_fused or not self._uses_skinny(x):
             return super().norm_matmul(x, residual, norm, act_fn)
         return self._multiply_vector(x, gated, norm.weight, norm.eps, residual)
 
@@ -166,12 +166,12 @@ class Fp8Weight(StoredFp8Weight):
         self.dtype = torch.get_default_dtype()
 
     def matmul(self, x: Tensor | Fp8Rows) -> Tensor:
-        if self._is_vector(x):
+        if self._uses_skinny(x):
             return super().matmul(x)
         return fp8_linear(self._quantized(x), self._weight, self.bias, self.dtype)
 
     def matmul_add(self, x: Tensor | Fp8Rows, residual: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self._is_vector(x):
+        if self._uses_skinny(x):
             return super().matmul_add(x, residual)
         return fp8_linear_add(self._quantized(x), self._weight, self.bias, residual)
 
@@ -180,11 +180,11 @@ class Fp8Weight(StoredFp8Weight):
             return (quantize_row_groups if self.has_groups else quantize_rows)(x)
         return x
 
-    def _is_vector(self, x: Any) -> TypeGuard[Tensor]:
+    def _uses_skinny(self, x: Any) -> TypeGuard[Tensor]:
         is_large = not self.has_groups and self.layer.weight.numel() >= MIN_QUANTIZED_ROW_NUMEL
         if is_large and hopper_kernel(1, self._weight, self.dtype) is not None:
             return False
-        return super()._is_vector(x)
+        return super()._uses_skinny(x)
 
 
 class StoredGroupedFp8Weight(StoredFp8Weight):

@@ -10,10 +10,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def on_device(method: Method) -> Method:
-    """Makes the GPU of the method's object PyTorch's current device during a call, and disables
-    autocast, because the user's program or another engine may have set another device, and calls
-    from a training loop may be within autocast. In a forked child process, the call raises
-    ValueError. The object is a LeftToParent with the attribute ``device``."""
+    """During a call, makes the GPU of the method's object PyTorch's current device, because another
+    engine may have set another, and disables autocast, which a training loop may have enabled. In a
+    forked child process, the call raises ValueError. The object is a LeftToParent with the
+    attribute ``device``."""
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

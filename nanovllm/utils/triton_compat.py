@@ -66,9 +66,10 @@ def pdl_options(x: torch.Tensor) -> dict[str, bool]:
 
     With PDL, a kernel may start while the previous kernel finishes, which saves about a microsecond
     per launch. The kernel needs a parameter ``PDL``, and must call ``pdl_wait`` before it reads
-    results of other kernels of the step, and before it writes. There is one exception: if the
+    results of other kernels of the step, and before it writes. There are two exceptions. If the
     previous kernel calls ``gdc_wait`` before ``gdc_launch_dependents``, a kernel may read what
-    earlier kernels wrote before its own wait, with ``cache_modifier=".cg"``.
+    earlier kernels wrote before its own wait, with ``cache_modifier=".cg"``. And attention may read
+    what was written before the step's first kernel with PDL (see ``ModelRunner.run_model``).
     """
     if not is_hopper_or_newer(x.device):
         return {"PDL": False}

@@ -149,7 +149,7 @@ def test_what_a_gpu_holds_is_measured_around_the_largest_steps(monkeypatch):
     assert kv_cache.max_num_blocks(runner) == 40 * GIB // (2 * 4 * 16 * 8 * 64 * 2)
     runner.config = replace(config, num_kvcache_blocks=9)
     assert kv_cache.measure_kv_cache(runner, 2 * GIB, lambda part: None) == 9
-    assert len(events) == 8, "the largest steps run in any case"
+    assert events[4:] == events[:3], "the largest steps run in any case"
 
 
 def test_groups_of_layers_are_few_and_waste_little():

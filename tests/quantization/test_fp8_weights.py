@@ -182,9 +182,9 @@ def test_one_row_is_quantized_too_where_the_weight_is_large(has_groups, monkeypa
         kernel = decode_gemm if is_hopper else None
         monkeypatch.setattr(fp8, "hopper_kernel", lambda *_, result=kernel: result)
         for layer, width in ((large, 256), (small, 128)):
-            is_vector = layer.linear_weight._is_vector(torch.zeros(1, width))
-            assert is_vector == (has_groups or not is_hopper or layer is small)
-            assert not layer.linear_weight._is_vector(torch.zeros(2, width))
+            uses_skinny = layer.linear_weight._uses_skinny(torch.zeros(1, width))
+            assert uses_skinny == (has_groups or not is_hopper or layer is small)
+            assert not layer.linear_weight._uses_skinny(torch.zeros(2, width))
 
 
 def test_batch_invariant_weights_are_rounded():

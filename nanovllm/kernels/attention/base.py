@@ -35,14 +35,14 @@ ALL_FEATURES = frozenset(("window", "softcap", "sinks"))
 
 
 class AttentionBackend(ABC):
-    """Softmax attention over the paged KV cache. No result depends on earlier steps.
+    """Softmax attention over the paged KV cache. A backend carries nothing from step to step.
 
     q is [N, heads, head_dim]. k and v are [N, kv_heads, head_dim]. The cache already holds the keys
     and values of this step, unless ``decode`` gets them in ``new``. heads is a multiple of
     kv_heads, and query head h attends to KV head h * kv_heads // heads. Results have q's shape.
 
-    In a layer with a window, tokens outside of the windows of all queries are not read, so block
-    tables need no valid entries for them.
+    In a layer with a window, blocks outside of the windows of all queries are not read, so their
+    contents do not matter.
 
     Attributes:
         name: as in the ``attention_backend`` option.
@@ -69,8 +69,8 @@ class AttentionBackend(ABC):
 
     def max_captured_prefill(self, is_quantized: bool) -> tuple[int, int]:
         """Returns the most tokens, and the most sequences, of the prefills to capture in CUDA
-        graphs. Beyond, a graph saves less of the host's time than ``prefill`` loses by not knowing
-        the lengths of sequences.
+        graphs. For larger ones a graph costs more than it saves, because ``prefill`` does not know
+        the lengths of sequences in a graph.
 
         Args:
             is_quantized: whether the cache is quantised.

@@ -73,7 +73,8 @@ class DecodeTile(NamedTuple):
         num_warps: warps per program.
         occupancy: programs that a multiprocessor of an H200 runs at once, at least. On other GPUs
             shared memory may allow fewer.
-        prefetches: whether a program loads its first tile of keys before it waits for its query.
+        prefetches: whether a program loads its first tile of keys and values before it waits for
+            its query.
     """
 
     num_keys: int
@@ -189,7 +190,7 @@ def _decode_kernel(
     """Computes one KV head and one KV_SPLIT, a row of the schedule.
 
     The query heads of the group are columns, as with KEYS_FIRST in ``attend``. They are repeated up
-    to 8 columns, BLOCK_M, the fewest that a tensor core multiplies. Repetitions are not stored.
+    to BLOCK_M columns, at least the 8 that a tensor core multiplies. Repetitions are not stored.
     BLOCK_G is the size of the group, rounded up to a power of two, and ``member`` is the index of a
     query head in the group. With PREFETCHES, the first tile of keys and values is loaded before the
     wait for the query. With HOLDS, it stays in registers until after the wait.
@@ -282,8 +283,8 @@ def _decode_kernel(
     if sinks_ptr is not None:
         sink_mask = row < (split == 0).to(tl.int32) * GROUP
         sinks = tl.load(sinks_ptr + head, mask=sink_mask, other=-float("inf")) * CONSTEXPR_LOG2_E
-    # Everything loaded so far was written before this step began. Kernels of this step write q,
-    # new_k and new_v.
+    # Everything loaded so far was written before the first layer began, some of it in this step
+    # (block tables, inputs). Kernels of this layer write q, new_k and new_v.
     if PDL:
         tl.extra.cuda.gdc_wait()
 

@@ -14,7 +14,7 @@ from nanovllm.kernels.attention.torch_backend import gather_kv
 from nanovllm.utils.context import Context
 from nanovllm.utils.triton_compat import by_device, tl, triton
 
-# Elements of the copies, divided by those of the queries. The MLP usually needs more memory.
+# The copies have at most this many times the queries' elements. The MLP usually takes more memory.
 MAX_COPY = 4
 TILE = 64  # keys per program
 SCAN = 128  # sequences that a program looks at in one iteration, to find that of its tile

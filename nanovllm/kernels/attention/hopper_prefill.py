@@ -28,11 +28,11 @@ class Tile(NamedTuple):
     """Sizes of the kernel for one head size.
 
     Attributes:
-        num_consumers: consumers, of 64 rows of queries each; 2 or 3.
+        num_consumers: warpgroups that compute 64 rows of queries each; 2 or 3.
         num_keys: BLOCK_N, keys per tile.
         num_stages: tiles of keys, and of values, in shared memory; at most 4.
-        num_q_stages: 1, or 2 for tiles of queries of this and of the next item in shared memory.
-        ping_pong: whether the consumers take turns with the tensor cores.
+        num_q_stages: tiles of queries in shared memory: 1, or 2 to load the next one early.
+        ping_pong: whether the warpgroups take turns with the tensor cores.
     """
 
     num_consumers: int
@@ -46,7 +46,8 @@ class Tile(NamedTuple):
         return self.num_consumers * ROWS
 
 
-# By head_dim, tuned with benchmarks/hopper_prefill.py on an H200.
+# By head_dim, tuned with benchmarks/hopper_prefill.py on an H200, which also tries three consumers
+# and no ping-pong.
 TILES = {64: Tile(2, 128, 4, 2), 128: Tile(2, 128, 2, 2), 256: Tile(2, 64, 2)}
 
 

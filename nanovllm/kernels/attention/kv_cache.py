@@ -54,7 +54,8 @@ def scale_offset(block, slot, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.const
 def store_kvcache(key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
     """Stores the keys and values of N tokens in the paged KV cache.
 
-    The kernels of rope.py and decode.py store them along with RoPE. This is their reference.
+    The kernels of rope.py, decode.py and gemm/qkv.py store them along with RoPE. This is their
+    reference.
 
     Args:
         key, value: [N, kv_heads, head_dim].

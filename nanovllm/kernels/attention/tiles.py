@@ -264,7 +264,8 @@ def as_pairs(ptr):
     the same key. Only elements of 16 bits are transposed as they are read from shared memory. So
     values are read in pairs, and those of even columns are multiplied apart from those of odd ones.
     For wgmma, which multiplies 64 rows or more in programs of four warps, values are read plainly:
-    sums of pairs were wrong with it (Triton 3.6, H200). Decode programs have fewer warps.
+    sums of pairs were wrong with it (Triton 3.6, H200). Decode programs of four warps have fewer
+    columns than Triton's wgmma needs (``MIN_WGMMA_COLUMNS``).
     """
     return ptr.to(tl.pointer_type(tl.int16))
 

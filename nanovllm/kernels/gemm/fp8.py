@@ -1,10 +1,10 @@
 """GEMMs with FP8 weights and inputs, and scales of rows, or of groups of x and blocks of W.
 
 On Hopper, few rows are multiplied by decode_gemm.py or block_gemm.py if the result is in bf16.
-Otherwise up to 128 are multiplied in the tiles of tiled.py, which are made for the memory
-bandwidth, or up to 64 if the weight is large or has blocks. More rows are multiplied by cuBLAS
-through PyTorch's ``_scaled_mm``. It multiplies groups and blocks on Hopper only. Other GPUs use
-larger tiles for them.
+Otherwise the tiles of tiled.py, which are made for the memory bandwidth, multiply up to 128 rows,
+or 64 if the weight is large or has blocks. More rows are multiplied by cuBLAS through PyTorch's
+``_scaled_mm``. It multiplies groups and blocks on Hopper only. Other GPUs use larger tiles for
+them.
 """
 
 from functools import cache

@@ -17,7 +17,7 @@ class SamplingInputs:
 
     Attributes:
         rows: int32 [N, 8], a SAMPLING_ROW each.
-        truncates: whether any row has top_k, top_p or min_p set.
+        truncates: whether rows may have top_k, top_p or min_p set.
         edits: penalties, biases and masks to apply to the logits first.
         num_logprobs: number of most likely tokens to report besides the sampled one; None for no
             log-probabilities at all.

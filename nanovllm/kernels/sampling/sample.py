@@ -51,7 +51,7 @@ def sample(logits: torch.Tensor, rows: torch.Tensor, truncates: bool) -> torch.T
     Args:
         logits: [N, vocab_size].
         rows: int32 [N, ROW_WORDS], a SAMPLING_ROW each.
-        truncates: whether any row has top_k, top_p or min_p set.
+        truncates: whether rows may have top_k, top_p or min_p set.
 
     Returns:
         int64 [N] token ids. -1 if all logits of a row are -inf, or any is NaN or +inf.
