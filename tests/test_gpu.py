@@ -654,8 +654,7 @@ def fails_to_capture(monkeypatch) -> dict:
 
     def failing(self: StepGraphs, sizes: list) -> None:
         capture(self, sizes[-3:])
-        if len(sizes) > 1:  # not while memory is measured
-            raise RuntimeError("a capture fails")
+        raise RuntimeError("a capture fails")
 
     monkeypatch.setattr(StepGraphs, "capture", failing)
     return {"num_kvcache_blocks": 2000}
@@ -678,6 +677,22 @@ def test_a_failed_start_frees_the_gpu(fault, small_model, monkeypatch):
     assert caught.value.__traceback__ is not None
 
 
+def run_script(script: str, *arguments: Any, **env: str) -> tuple[Any, str]:
+    """Runs a script in a process of its own. Returns the JSON in its last line, and its stderr."""
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
+    result = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env={**os.environ, **env},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout.splitlines()[-1]), result.stderr
+
+
 TWO_RANKS = """
 import json, logging, sys
 logging.basicConfig(level=logging.INFO)
@@ -698,40 +713,13 @@ def test_two_ranks_with_and_without_memory_that_they_can_share(expandable, small
     """With expandable segments the start failed; there NCCL does all of the all-reduce."""
     with LLM(small_model, dtype="float32", max_num_seqs=16, num_kvcache_blocks=100) as llm:
         expected = tokens_of(llm)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    if expandable:
-        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    result = subprocess.run(
-        [sys.executable, "-c", TWO_RANKS, str(small_model)],
-        env=env,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    num_one_shots, token_ids = json.loads(result.stdout.splitlines()[-1])
+    env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if expandable else {}
+    (num_one_shots, token_ids), stderr = run_script(TWO_RANKS, small_model, **env)
     assert token_ids == expected
     if expandable:
-        assert num_one_shots == 0 and "all-reduce uses NCCL only" in result.stderr
+        assert num_one_shots == 0 and "all-reduce uses NCCL only" in stderr
     else:
         print(f"{num_one_shots} one-shot all-reduces")  # 2 over NVLink
-
-
-def result_of(script: str, *arguments: Any) -> Any:
-    """Runs a script in a process of its own, and returns the JSON in its last line."""
-    result = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 FP8_RANKS = """
@@ -764,7 +752,7 @@ def test_two_ranks_with_fp8_weights_are_as_exact_as_one(scales, tmp_path):
     exact = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).cuda().eval()
     errors = []
     for num_ranks in (1, 2):
-        formats, completions, logprobs = result_of(FP8_RANKS, path, num_ranks)
+        (formats, completions, logprobs), _ = run_script(FP8_RANKS, path, num_ranks)
         assert (scales in formats) == (num_ranks == 2)
         squares = []
         for prompt, token_ids, found in zip(PROMPTS[:12], completions, logprobs, strict=True):
@@ -852,7 +840,7 @@ print(json.dumps([
 def test_processed_logprobs_are_of_what_is_sampled_from(num_ranks, small_model):
     """After temperature and top_k, as transformers' logits give them; never the raw ones."""
     exact = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32).cuda().eval()
-    completions = result_of(PROCESSED, small_model, num_ranks)
+    completions, _ = run_script(PROCESSED, small_model, num_ranks)
     for prompt, completion in zip(PROMPTS[:12], completions, strict=True):
         ids = torch.tensor([prompt + [token for token, _ in completion]], device="cuda")
         with torch.inference_mode():

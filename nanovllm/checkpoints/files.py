@@ -1,4 +1,4 @@
-"""Checks the type and size of a checkpoint's files before they are opened."""
+"""Checks the type and size of a checkpoint's files before they are read."""
 
 import stat
 from pathlib import Path

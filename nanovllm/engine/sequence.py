@@ -59,7 +59,7 @@ class Sequence:
         last_blocks: the last entry of each of these tables.
         table_len: number of logical blocks that have an entry in all tables.
         num_full_blocks: number of computed full blocks. Groups with a window have freed
-            those before it.
+            the blocks before the window.
         table_row: its row in the device's block tables while it has blocks.
         num_sent_blocks: number of leading entries of each table that the device has.
         block_hashes: chain hash of each full block hashed so far (see PrefixCache).

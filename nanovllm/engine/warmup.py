@@ -29,8 +29,8 @@ from nanovllm.utils.math import cdiv
 @torch.inference_mode()
 def warmup_model(runner: ModelRunner) -> None:
     """Runs two prefills of ``max_num_batched_tokens``: one with as many sequences as possible, and
-    one with the longest, because a backend may use different kernels for them. All sequences
-    sample, and share one block."""
+    one with the longest sequences, because a backend may use different kernels for them. All
+    sequences sample, and share one block."""
     num_tokens, most = runner.config.max_num_batched_tokens, runner.max_num_seqs
     longest = runner.max_model_len
     shares = [num_tokens // most + (i < num_tokens % most) for i in range(most)]

@@ -23,8 +23,8 @@ class Context:
         slot_mapping: int32 [N], KV-cache slot of each new token: block id x block_size + offset in
             the block. A token with slot -1 is not stored.
         block_tables: int32 [num_seqs, max_blocks]; None for a prefill that reads no cached keys.
-            Entries after a sequence's last block, or of blocks outside of the group's window, are
-            the ids of any blocks.
+            Entries after a sequence's last block are ids of any blocks, and those of blocks outside
+            of the group's window are undefined.
         cu_seqlens_q: int32 [num_seqs + 1], cumulative counts of new tokens (prefill).
         cu_seqlens_k: int32 [num_seqs + 1], cumulative context lengths (prefill).
         max_seqlen_q: an upper bound of new tokens per sequence (prefill).

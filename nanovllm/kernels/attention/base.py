@@ -41,8 +41,8 @@ class AttentionBackend(ABC):
     and values of this step, unless ``decode`` gets them in ``new``. heads is a multiple of
     kv_heads, and query head h attends to KV head h * kv_heads // heads. Results have q's shape.
 
-    In a layer with a window, blocks outside of the windows of all queries are not read, so their
-    contents do not matter.
+    In a layer with a window, blocks outside of the windows of all queries are not read, so block
+    tables need no valid entries for them.
 
     Attributes:
         name: as in the ``attention_backend`` option.
@@ -69,8 +69,8 @@ class AttentionBackend(ABC):
 
     def max_captured_prefill(self, is_quantized: bool) -> tuple[int, int]:
         """Returns the most tokens, and the most sequences, of the prefills to capture in CUDA
-        graphs. For larger ones a graph costs more than it saves, because ``prefill`` does not know
-        the lengths of sequences in a graph.
+        graphs. In a graph, ``prefill`` does not know the lengths of sequences. In a large one, this
+        may cost more time than the graph saves.
 
         Args:
             is_quantized: whether the cache is quantised.

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.attention.kv_cache import KVCache
+from nanovllm.kernels.attention.prefill import SCAN
 from nanovllm.kernels.attention.tiles import (
     load_scales,
     load_tile,
@@ -17,7 +18,6 @@ from nanovllm.utils.triton_compat import by_device, tl, triton
 # The copies have at most this many times the queries' elements. The MLP usually takes more memory.
 MAX_COPY = 4
 TILE = 64  # keys per program
-SCAN = 128  # sequences that a program looks at in one iteration, to find that of its tile
 
 
 def max_num_keys(q: Tensor, cache: KVCache) -> int:

@@ -79,8 +79,7 @@ def hopper_prefill(
     copies of the keys and values in a quantised cache.
 
     In a layer with a window, values of tokens shortly before the window are multiplied by 0, so
-    they must be finite. In a block table, entries of blocks outside of all windows may be
-    invalid, as usual.
+    they must be finite.
     """
     # Deferred, because Gluon is experimental: the caller can do without it.
     from nanovllm.kernels.attention.hopper_prefill_kernel import Sizes, hopper_prefill_kernel

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nanovllm.kernels.attention.base import AttentionBackend, AttentionParams
 from nanovllm.kernels.attention.decode import decode_attention, decode_tile, num_partial_slots
-from nanovllm.kernels.attention.hopper_prefill import can_launch, hopper_prefill
+from nanovllm.kernels.attention.hopper_prefill import MIN_TOKENS, can_launch, hopper_prefill
 from nanovllm.kernels.attention.kv_cache import KVCache
 from nanovllm.kernels.attention.prefill import prefill_attention
 from nanovllm.kernels.attention.prefix_decode import prefix_tile
@@ -41,7 +41,7 @@ class TritonAttention(AttentionBackend):
 
     def max_captured_prefill(self, is_quantized: bool) -> tuple[int, int]:
         # The kernel for Hopper reads copies of a quantised cache, but not in a graph.
-        return (4096 if is_quantized else 16384), 128
+        return (MIN_TOKENS - 1 if is_quantized else 16384), 128
 
     def prefill(
         self,
