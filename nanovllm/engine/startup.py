@@ -232,6 +232,8 @@ def abandon(runner: ModelRunner, error: BaseException, handled: BaseException | 
     finally:
         clear_frames(error, handled)
         with suppress(RuntimeError):  # a GPU that has failed fails again
+            if runner.device.type == "cuda":
+                torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for each thread
             runner.close()
 
 
