@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MAX_MAGNITUDE = 1e30  # well within the range of fp32
 MAX_COMPLETIONS = 2**14  # of one prompt
 GREEDY_TEMPERATURE = 1e-5  # sampling is greedy below it, where logits / temperature could overflow
+IMMUTABLE = bool, int, float, NoneType, RequestOutputKind  # types of fields that clones share
 _search_strings = strings(max_count=4096, max_chars=100_000)  # limited: each step searches for them
 
 
@@ -181,9 +182,8 @@ class SamplingParams(VLLMFields):
         """Returns a deep copy."""
         new = object.__new__(type(self))
         try:
-            for name, value in vars(self).items():
-                is_immutable = type(value) in (bool, int, float, NoneType, RequestOutputKind)
-                vars(new)[name] = value if is_immutable else copy.deepcopy(value)
+            pairs = vars(self).items()
+            vars(new).update((k, v if type(v) in IMMUTABLE else copy.deepcopy(v)) for k, v in pairs)
         except RecursionError:
             raise ValueError("a parameter is nested too deeply") from None
         return new

@@ -284,6 +284,7 @@ class LLMEngine:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    @collecting_new_objects_only()
     def _generate(
         self,
         prompts: Seq[Any],
@@ -305,7 +306,6 @@ class LLMEngine:
             with self.acquire(NOT_ALONE.format("generate")):
                 return self._run(checked, prompts, use_tqdm)
 
-    @collecting_new_objects_only()
     def _run(
         self,
         checked: Iterable[Checked],

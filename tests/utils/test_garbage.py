@@ -1,10 +1,12 @@
 import gc
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from threading import Event
 
 import pytest
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.utils import garbage
 from nanovllm.utils.garbage import collect_all, collecting_new_objects_only
 
@@ -89,3 +91,21 @@ def test_old_objects_are_collected_if_asked_for():
         assert not is_collected(old)
         collect_all()
         assert reference() is None
+
+
+@pytest.mark.parametrize("part", ["prepare_all", "add_prepared", "run_step"])
+def test_generate_collects_new_objects_only(part: str, model_path: Path, monkeypatch):
+    """Also while it prepares requests: those of 2,048 prompts cause a full collection."""
+    old, were_collected = [Node()], []
+    with LLM(model_path, device="cpu", num_kvcache_blocks=4, max_num_seqs=1) as llm:
+        owner = llm.preparer if part == "prepare_all" else llm
+        run = getattr(owner, part)
+
+        def run_and_collect(*args, **options):
+            if old:
+                were_collected.append(is_collected(old))
+            return run(*args, **options)
+
+        monkeypatch.setattr(owner, part, run_and_collect)
+        llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert were_collected == [False]
