@@ -231,9 +231,12 @@ def abandon(runner: ModelRunner, error: BaseException, handled: BaseException | 
         runner.abort(error)
     finally:
         clear_frames(error, handled)
-        with suppress(RuntimeError):  # a GPU that has failed fails again
-            if runner.device.type == "cuda":
-                torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for each thread
+        if runner.device.type == "cuda":
+            from nanovllm.kernels.gemm.cublas import free_workspaces
+
+            with suppress(RuntimeError):  # a GPU that has failed fails again
+                free_workspaces()
+        with suppress(RuntimeError):
             runner.close()
 
 

@@ -88,8 +88,8 @@ class GrammarCompiler:
 
     JSON is generated on one line with at most one space between symbols. If any whitespace were
     allowed, a model at a high temperature might generate nothing else. Properties come in the
-    schema's order. JSON schema keywords that cannot be enforced are refused. Keywords that JSON
-    schema does not define are ignored.
+    schema's order. JSON schema keywords that cannot be enforced are refused. The ``format`` of
+    numbers, annotations, and keywords that JSON schema does not define are ignored.
 
     Regular expressions match the whole text and use Rust's syntax, without look-around and
     back-references. As in Lark, terminals match greedily. An EBNF rule that consists of terminals

@@ -9,6 +9,12 @@ import torch
 import torch.nn.functional as F
 
 
+def free_workspaces() -> None:
+    """Frees the workspaces that PyTorch keeps for each thread, by default of 32 MiB. It is for
+    start-up, and only one thread of a process may call it at a time."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 @contextmanager
 def small_cublas_workspace() -> Iterator[None]:
     """Limits cuBLAS to a workspace of 256 KiB instead of 32 MiB within the context. With 16 to 192
@@ -16,13 +22,12 @@ def small_cublas_workspace() -> Iterator[None]:
     user has set is kept.
 
     Use it only at start-up, for CUDA graphs: while the variable is set, PyTorch parses it in every
-    matmul, which costs 50 us of host time. Only one thread of a process may use it at a time,
-    because it frees the workspaces of all threads.
+    matmul, which costs 50 us of host time. It frees all workspaces: see ``free_workspaces``.
     """
     if "CUBLAS_WORKSPACE_CONFIG" in os.environ:
         yield
         return
-    torch._C._cuda_clearCublasWorkspaces()  # existing ones have the default size
+    free_workspaces()  # existing ones have the default size
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":256:1"
     try:
         with warnings.catch_warnings():  # cuBLASLt asks for 1 MiB, and works without
@@ -30,7 +35,7 @@ def small_cublas_workspace() -> Iterator[None]:
             yield
     finally:
         del os.environ["CUBLAS_WORKSPACE_CONFIG"]
-        torch._C._cuda_clearCublasWorkspaces()
+        free_workspaces()
 
 
 @torch.inference_mode()
